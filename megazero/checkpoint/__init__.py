@@ -1,0 +1,1 @@
+"""Checkpoints as named boxes of logical tensors, readable at any layout."""

@@ -1,0 +1,66 @@
+"""Doing something on every rank such that it either works on all of them or fails on all of them.
+
+A rank that raises alone leaves the others waiting in their next collective; here the ranks compare notes first.
+"""
+
+from collections.abc import Callable
+from dataclasses import astuple
+from typing import Any
+
+import torch
+
+from megazero.comm.interface import Communicator
+from megazero.comm.mesh import gather_json
+from megazero.errors import CheckpointError, Problem, UserError, raise_problems
+
+_SHOWN_RANKS = 8
+
+
+def together(world: Communicator, device: torch.device, action: Callable[[], Any], *, doing: str) -> list[Any]:
+    """Run `action` here and on the other ranks; every rank's JSON-able result, in rank order.
+
+    If it raises on any rank, all raise: CheckpointError with every problem and its ranks where the reason is one that a
+    user can mend (a full disk, a damaged file), and the original exception on a rank where it is a bug of ours.
+    `doing` says what was tried, for errors of the operating system.
+    """
+    value, error = None, None
+    try:
+        value = action()
+    # Whatever it is, the others must hear of it; it is raised again below.
+    except Exception as caught:
+        error = caught
+    reports = gather_json(world, {"value": value, "problems": _problems(error, doing)}, device)
+    if error is not None and not isinstance(error, UserError | OSError):
+        raise error
+    try:
+        raise_problems(CheckpointError, _merged([report["problems"] for report in reports]))
+    except CheckpointError as merged:
+        raise merged from error
+    return [report["value"] for report in reports]
+
+
+def _problems(error: Exception | None, doing: str) -> list[tuple[str, ...]]:
+    if error is None:
+        return []
+    if isinstance(error, UserError):
+        return [astuple(problem) for problem in error.problems]
+    if isinstance(error, OSError):
+        return [(str(error.filename or doing), f"{doing}: {error.strerror or error}", "")]
+    return [(doing, f"{type(error).__name__}: {error}", "")]
+
+
+def _merged(reports: list[list[list[str]]]) -> list[Problem]:
+    """Problems of all ranks, each once, with the ranks that have it unless all do."""
+    ranks: dict[tuple[str, ...], list[int]] = {}
+    for rank, problems in enumerate(reports):
+        for problem in problems:
+            ranks.setdefault(tuple(problem), []).append(rank)
+    return [_located(problem, where, len(reports)) for problem, where in ranks.items()]
+
+
+def _located(problem: tuple[str, ...], ranks: list[int], size: int) -> Problem:
+    given, rule, legal = problem
+    if len(set(ranks)) == size and size > 1:
+        return Problem(given, rule, legal)
+    shown = ", ".join(map(str, ranks[:_SHOWN_RANKS])) + (", ..." if len(ranks) > _SHOWN_RANKS else "")
+    return Problem(f"rank{'s' if len(ranks) > 1 else ''} {shown}: {given}" if size > 1 else given, rule, legal)

@@ -1,0 +1,266 @@
+"""Hugging Face's GPT-2 and ours: one table of names and layouts, read both ways.
+
+A transformers model is a folder with `config.json` and `model.safetensors`.  Its linear layers are *Conv1D*, which
+keep a matrix as [in, out]; ours are [*out, in] with the fused query, key and value as (3, heads, head_dim, in).  A
+tied head is not stored on either side.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megazero.checkpoint.reader import Checkpoint
+from megazero.config.derived import ffn_hidden_size, max_position_embeddings
+from megazero.config.model import ModelConfig
+from megazero.errors import CheckpointError, Problem, raise_problems
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+
+# same: as it is; conv1d: [in, out] there, [*out, in] here; flat: one dim there, several here.
+Form = Literal["same", "conv1d", "flat"]
+
+_ENDS: tuple[tuple[str, str, Form], ...] = (
+    ("embedding.word.weight", "wte.weight", "same"),
+    ("embedding.position.weight", "wpe.weight", "same"),
+    ("final_norm.weight", "ln_f.weight", "same"),
+    ("final_norm.bias", "ln_f.bias", "same"),
+)
+_BLOCK: tuple[tuple[str, str, Form], ...] = (
+    ("input_norm.weight", "ln_1.weight", "same"),
+    ("input_norm.bias", "ln_1.bias", "same"),
+    ("attention.qkv.weight", "attn.c_attn.weight", "conv1d"),
+    ("attention.qkv.bias", "attn.c_attn.bias", "flat"),
+    ("attention.projection.weight", "attn.c_proj.weight", "conv1d"),
+    ("attention.projection.bias", "attn.c_proj.bias", "same"),
+    ("post_attention_norm.weight", "ln_2.weight", "same"),
+    ("post_attention_norm.bias", "ln_2.bias", "same"),
+    ("mlp.up.weight", "mlp.c_fc.weight", "conv1d"),
+    ("mlp.up.bias", "mlp.c_fc.bias", "same"),
+    ("mlp.down.weight", "mlp.c_proj.weight", "conv1d"),
+    ("mlp.down.bias", "mlp.c_proj.bias", "same"),
+)
+# What their configuration must say for the model to be the one we have; theirs is what is assumed when it is silent.
+_SAME_MODEL: Mapping[str, Any] = {
+    "model_type": "gpt2",
+    "activation_function": "gelu_new",
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "reorder_and_upcast_attn": False,
+    "add_cross_attention": False,
+}
+
+
+class Row(NamedTuple):
+    """One parameter under both names."""
+
+    ours: str
+    theirs: str
+    form: Form
+
+
+class ImportedModel(NamedTuple):
+    """A Hugging Face model as ours: its configuration, the size of its vocabulary, full logical weights by name."""
+
+    config: ModelConfig
+    vocab_size: int
+    weights: dict[str, Tensor]
+
+
+def name_table(config: ModelConfig) -> Iterator[Row]:
+    """Every parameter of the model under both names."""
+    for ours, theirs, form in _ENDS:
+        yield Row(ours, f"transformer.{theirs}", form)
+    for index in range(config.num_layers):
+        for ours, theirs, form in _BLOCK:
+            yield Row(f"layers.{index}.{ours}", f"transformer.h.{index}.{theirs}", form)
+    if config.untie_embeddings_and_output_weights:
+        yield Row("head.weight", "lm_head.weight", "same")
+
+
+def export_model(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    output: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    eod: int | None = None,
+) -> None:
+    """Write the checkpoint's weights as a Hugging Face model; `output` appears whole or not at all.
+
+    dtype: of the file, the checkpoint's own when None.  eod: the end-of-document id, if known.  Raises CheckpointError
+    when the checkpoint is damaged or not of this model, or when output is there already.
+    """
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise CheckpointError(Problem(f"--output {output}", "it must not exist yet, or be an empty folder"))
+    tensors = {}
+    for row in name_table(config):
+        value = to_theirs(checkpoint.read_full(row.ours), row.form)
+        tensors[row.theirs] = value.to(dtype or value.dtype).contiguous()
+    described = their_config(config, vocab_size=tensors["transformer.wte.weight"].shape[0], eod=eod)
+    described["dtype"] = str(tensors["transformer.wte.weight"].dtype).removeprefix("torch.")
+    _publish(output, json.dumps(described, indent=2) + "\n", tensors)
+
+
+def read_model(folder: Path) -> ImportedModel:
+    """The model in a Hugging Face folder.  Raises CheckpointError with all that is missing or does not fit."""
+    described = _read_config(folder / CONFIG_FILE)
+    config = our_config(described, given=str(folder / CONFIG_FILE))
+    shapes = full_shapes(config, described["vocab_size"])
+    weights: dict[str, Tensor] = {}
+    problems: list[Problem] = []
+    path = folder / WEIGHTS_FILE
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = set(file.keys())
+            for row in name_table(config):
+                # Files written by the bare GPT2Model, such as OpenAI's, have no prefix.
+                key = row.theirs if row.theirs in names else row.theirs.removeprefix("transformer.")
+                shape = tuple(file.get_slice(key).get_shape()) if key in names else None
+                wanted = their_shape(shapes[row.ours], row.form)
+                if shape != wanted:
+                    found = "is not there" if shape is None else f"has shape {list(shape)}"
+                    problems.append(Problem(f"{path}: {row.theirs} {found}", f"its shape is {list(wanted)}"))
+                else:
+                    weights[row.ours] = to_ours(file.get_tensor(key), row.form, shapes[row.ours])
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(Problem(f"{path}: {error}", "must be a safetensors file")) from error
+    raise_problems(CheckpointError, problems)
+    return ImportedModel(config, described["vocab_size"], weights)
+
+
+def to_theirs(value: Tensor, form: Form) -> Tensor:
+    """Our full logical tensor as transformers keeps it."""
+    if form == "same":
+        return value
+    return value.flatten() if form == "flat" else value.flatten(0, -2).T
+
+
+def to_ours(value: Tensor, form: Form, shape: tuple[int, ...]) -> Tensor:
+    """Their tensor as our full logical one, of `shape`."""
+    return (value.T if form == "conv1d" else value).reshape(shape).contiguous()
+
+
+def their_shape(shape: tuple[int, ...], form: Form) -> tuple[int, ...]:
+    """The shape of their tensor, from that of ours."""
+    return tuple(to_theirs(torch.empty(shape, device="meta"), form).shape)
+
+
+def full_shapes(config: ModelConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
+    """The logical shape of every parameter, by our name."""
+    hidden, inner, heads = config.hidden_size, ffn_hidden_size(config), config.num_attention_heads
+    ends = {
+        "embedding.word.weight": (vocab_size, hidden),
+        "embedding.position.weight": (max_position_embeddings(config), hidden),
+        "head.weight": (vocab_size, hidden),
+    }
+    matrices: dict[str, tuple[int, ...]] = {
+        "attention.qkv": (3, heads, hidden // heads, hidden),
+        "attention.projection": (hidden, hidden),
+        "mlp.up": (inner, hidden),
+        "mlp.down": (hidden, inner),
+    }
+    found: dict[str, tuple[int, ...]] = {}
+    for name in (row.ours for row in name_table(config)):
+        layer, _, kind = name.rpartition(".")
+        matrix = matrices.get(".".join(layer.split(".")[2:]))
+        vector_or_matrix = matrix[:-1] if matrix and kind == "bias" else matrix
+        found[name] = ends.get(name) or vector_or_matrix or (hidden,)
+    return found
+
+
+def their_config(config: ModelConfig, *, vocab_size: int, eod: int | None) -> dict[str, Any]:
+    """The content of `config.json`."""
+    return {
+        **_SAME_MODEL,
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": vocab_size,
+        "n_positions": max_position_embeddings(config),
+        "n_embd": config.hidden_size,
+        "n_layer": config.num_layers,
+        "n_head": config.num_attention_heads,
+        "n_inner": ffn_hidden_size(config),
+        "layer_norm_epsilon": config.norm_epsilon,
+        "initializer_range": config.init_method_std,
+        "resid_pdrop": config.hidden_dropout,
+        "embd_pdrop": config.hidden_dropout,
+        "attn_pdrop": config.attention_dropout,
+        "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
+        "bos_token_id": eod,
+        "eos_token_id": eod,
+    }
+
+
+def our_config(described: Mapping[str, Any], *, given: str) -> ModelConfig:
+    """The model that a `config.json` describes.  Raises CheckpointError when it is not one we have."""
+    other = {name: described[name] for name, value in _SAME_MODEL.items() if described.get(name, value) != value}
+    needed = ("vocab_size", "n_embd", "n_layer", "n_head")
+    missing = [name for name in needed if type(described.get(name)) is not int]
+    problems = [
+        Problem(f"{given}: {name} {other[name]!r}", "only GPT-2 is known", str(_SAME_MODEL[name])) for name in other
+    ]
+    problems += [Problem(f"{given}: {name} {described.get(name)!r}", "is a whole number") for name in missing]
+    raise_problems(CheckpointError, problems)
+    try:
+        return ModelConfig(
+            num_layers=described["n_layer"],
+            hidden_size=described["n_embd"],
+            num_attention_heads=described["n_head"],
+            seq_length=described.get("n_positions", 1024),
+            vocab_size=described["vocab_size"],
+            ffn_hidden_size=described.get("n_inner"),
+            hidden_dropout=described.get("resid_pdrop", 0.1),
+            attention_dropout=described.get("attn_pdrop", 0.1),
+            init_method_std=described.get("initializer_range", 0.02),
+            norm_epsilon=described.get("layer_norm_epsilon", 1e-5),
+            untie_embeddings_and_output_weights=not described.get("tie_word_embeddings", True),
+        )
+    except ValidationError as error:
+        found = (Problem(f"{given}: {each['loc'][-1]} {each['input']!r}", each["msg"]) for each in error.errors())
+        raise CheckpointError(*found) from error
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        described = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(Problem(f"{path}: {error}", "must be the JSON file of a Hugging Face model")) from error
+    if not isinstance(described, dict):
+        raise CheckpointError(Problem(str(path), "must be a JSON object"))
+    return described
+
+
+def _publish(output: Path, described: str, tensors: Mapping[str, Tensor]) -> None:
+    """Write both files to a folder aside, bring them to the disk, give the folder its name."""
+    aside = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    try:
+        aside.mkdir(parents=True)
+        (aside / CONFIG_FILE).write_text(described, encoding="utf-8")
+        save_file(dict(tensors), aside / WEIGHTS_FILE, metadata={"format": "pt"})
+        for path in (aside / CONFIG_FILE, aside / WEIGHTS_FILE, aside):
+            _sync(path)
+        os.replace(aside, output)
+        _sync(output.parent)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(Problem(f"--output {output}: {error}", "the folder must be writable")) from error
+    finally:
+        with suppress(FileNotFoundError):
+            shutil.rmtree(aside)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,299 @@
+"""The manifest: a JSON table of what a checkpoint holds and where each box of it lies.  Pure; touches no file.
+
+    {"sha256": "...",                            of the rest, as compact JSON with sorted keys
+     "format": "megazero-checkpoint", "version": 1, "step": 20,
+     "progress": {...},                          counters, as the trainer handed them over
+     "config": {"name": "config.yaml", "sha256": "..."},
+     "tensors": [{"parameter": "wte.weight", "kind": "weight", "shape": [1000, 60], "dtype": "F32"}, ...],
+     "files": [{"name": "rank_00000.safetensors", "num_bytes": 4000, "header_bytes": 400, "header_sha256": "...",
+                "boxes": [{"parameter": "wte.weight", "kind": "weight", "offset": [0, 0], "lengths": [15, 60],
+                           "begin": 400, "end": 4000, "sha256": "..."}, ...]}, ...]}
+
+A *tensor* here is one kind of state of one parameter (its weight, say).  A file is a safetensors file: a header, then
+boxes back to back, dense and row-major; `begin` and `end` are bytes from the start of the file.  A *part* is what one
+rank contributes.  A manifest may come from anyone, so nothing in it is believed before `parse_manifest` has looked.
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Annotated, Any, Literal, get_args
+
+import torch
+from pydantic import ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from megazero.checkpoint.slices import format_box, tiling_defects
+from megazero.errors import CheckpointError, Problem, raise_problems
+from megazero.parallel.param_spec import Box, StateKind
+
+FORMAT = "megazero-checkpoint"
+VERSION = 1
+
+DtypeName = Literal["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "I32", "I16", "I8", "U8", "BOOL"]
+
+# The names of safetensors.
+DTYPES: dict[DtypeName, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+TensorKey = tuple[str, StateKind]
+
+_MAX_PROBLEMS = 20
+_PLAIN_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
+
+_strict = ConfigDict(extra="forbid", strict=True)
+# Bounds that keep every product of ours far from what torch or the file system could hold.
+_Dim = Annotated[int, Field(ge=0, le=2**48)]
+_Dims = Annotated[tuple[_Dim, ...], Field(max_length=16)]
+_Position = Annotated[int, Field(ge=0, le=2**62)]
+_Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+@dataclass(frozen=True, config=_strict)
+class TensorEntry:
+    """One kind of state of one parameter: its full, unpadded shape and its dtype."""
+
+    parameter: str
+    kind: StateKind
+    shape: _Dims
+    dtype: DtypeName
+
+
+@dataclass(frozen=True, config=_strict)
+class BoxEntry:
+    """One stored box: the region it covers, the bytes of its file that hold it, and their hash."""
+
+    parameter: str
+    kind: StateKind
+    offset: _Dims
+    lengths: _Dims
+    begin: _Position
+    end: _Position
+    sha256: _Digest
+
+    @property
+    def box(self) -> Box:
+        return Box(self.offset, self.lengths)
+
+
+@dataclass(frozen=True, config=_strict)
+class FileEntry:
+    """One data file; its boxes in the order of their bytes."""
+
+    name: str
+    num_bytes: _Position
+    header_bytes: _Position
+    header_sha256: _Digest
+    boxes: tuple[BoxEntry, ...]
+
+
+@dataclass(frozen=True, config=_strict)
+class ConfigEntry:
+    """The file with the run's resolved configuration."""
+
+    name: str
+    sha256: _Digest
+
+
+@dataclass(frozen=True, config=_strict)
+class Part:
+    """What one rank saved; `tensors` also names those of which it holds nothing but padding."""
+
+    tensors: tuple[TensorEntry, ...]
+    file: FileEntry
+
+
+@dataclass(frozen=True, config=_strict)
+class Manifest:
+    """The whole table."""
+
+    step: _Position
+    progress: dict[str, JsonValue]
+    config: ConfigEntry
+    tensors: tuple[TensorEntry, ...]
+    files: tuple[FileEntry, ...]
+    format: Literal["megazero-checkpoint"] = "megazero-checkpoint"
+    version: Literal[1] = 1
+
+
+_PART = TypeAdapter(Part)
+_MANIFEST = TypeAdapter(Manifest)
+_DTYPE_NAMES: dict[torch.dtype, DtypeName] = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> DtypeName:
+    """Name of a dtype in files; CheckpointError for one that cannot be stored (complex, say)."""
+    if dtype not in _DTYPE_NAMES:
+        raise CheckpointError(Problem(f"a tensor of {dtype}", "this dtype cannot be stored", ", ".join(DTYPES)))
+    return _DTYPE_NAMES[dtype]
+
+
+def dtype_bytes(name: DtypeName) -> int:
+    """Bytes of an element."""
+    return DTYPES[name].itemsize
+
+
+def dump_part(part: Part) -> bytes:
+    """A part as JSON, for the rank that merges parts."""
+    return _PART.dump_json(part)
+
+
+def parse_part(text: bytes) -> Part:
+    """The inverse of `dump_part`; the text is our own, so a fault in it is a bug (pydantic.ValidationError)."""
+    return _PART.validate_json(text)
+
+
+def merge_parts(parts: list[Part], *, step: int, progress: dict[str, JsonValue], config: ConfigEntry) -> Manifest:
+    """The manifest of all ranks' parts.  CheckpointError when ranks disagree on a tensor's shape or dtype."""
+    tensors: dict[tuple[str, str], TensorEntry] = {}
+    problems: list[Problem] = []
+    for rank, part in enumerate(parts):
+        for entry in part.tensors:
+            known = tensors.setdefault((entry.parameter, entry.kind), entry)
+            if known != entry:
+                problems.append(Problem(f"rank {rank}: {describe(entry)}", f"other ranks say {describe(known)}"))
+    raise_problems(CheckpointError, problems[:_MAX_PROBLEMS])
+    files = tuple(part.file for part in parts)
+    return Manifest(step=step, progress=progress, config=config, tensors=tuple(tensors.values()), files=files)
+
+
+def layout_problems(manifest: Manifest) -> Iterator[Problem]:
+    """Regions of tensors that no box holds, or more than one."""
+    boxes: dict[TensorKey, list[Box]] = {(entry.parameter, entry.kind): [] for entry in manifest.tensors}
+    for file in manifest.files:
+        for box in file.boxes:
+            boxes[box.parameter, box.kind].append(box.box)
+    for entry in manifest.tensors:
+        yield from tensor_layout_problems(entry, boxes[entry.parameter, entry.kind])
+
+
+def tensor_layout_problems(entry: TensorEntry, boxes: Sequence[Box]) -> Iterator[Problem]:
+    """The same for one tensor and the boxes stored of it; shows two regions at most."""
+    for defect in islice(tiling_defects(entry.shape, boxes), 2):
+        rule = "stored nowhere" if defect.kind == "hole" else "stored more than once"
+        yield Problem(f"{describe(entry)}, region {format_box(defect.box)}", rule)
+
+
+def describe(entry: TensorEntry) -> str:
+    """`weight of wte.weight, F32 [1000, 60]`."""
+    return f"{entry.kind} of {entry.parameter}, {entry.dtype} {list(entry.shape)}"
+
+
+def dump_manifest(manifest: Manifest) -> bytes:
+    """The manifest as JSON with its hash.  ValueError for infinities and NaN in `progress`: JSON has none."""
+    body = _MANIFEST.dump_python(manifest, mode="json")
+    return json.dumps({"sha256": _body_hash(body), **body}, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+
+
+def parse_manifest(text: bytes, *, source: str) -> Manifest:
+    """A manifest that can be relied upon: complete, unaltered, and with no name or number that leads astray.
+
+    Raises CheckpointError with all findings (the first twenty); `source` is the file to name in them.
+    """
+    raise_problems(CheckpointError, _envelope_problems(text, source))
+    body = json.loads(text)
+    del body["sha256"]
+    try:
+        manifest = _MANIFEST.validate_json(json.dumps(body))
+    except ValidationError as error:
+        raise CheckpointError(*_schema_problems(error, source)) from None
+    raise_problems(CheckpointError, islice(_content_problems(manifest, source), _MAX_PROBLEMS))
+    return manifest
+
+
+def _body_hash(body: dict[str, Any]) -> str:
+    text = json.dumps(body, allow_nan=False, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _envelope_problems(text: bytes, source: str) -> Iterator[Problem]:
+    """What can be said before anything of the inside is looked at: JSON, format, version, hash."""
+    try:
+        body = json.loads(text)
+        digest = body.pop("sha256", None)
+        computed = _body_hash(body)
+    except (ValueError, AttributeError, RecursionError) as error:
+        yield Problem(source, f"not a checkpoint's manifest: {type(error).__name__}: {str(error)[:200]}")
+        return
+    if body.get("format") != FORMAT:
+        yield Problem(f"{source}: format {str(body.get('format'))[:80]!r}", "not a checkpoint of megazero", FORMAT)
+    elif body.get("version") != VERSION:
+        rule = "this version of megazero cannot read that version of the format"
+        yield Problem(f"{source}: version {str(body.get('version'))[:80]}", rule, str(VERSION))
+    elif digest != computed:
+        yield Problem(source, "damaged: the content does not match the hash stored with it")
+
+
+def _schema_problems(error: ValidationError, source: str) -> list[Problem]:
+    findings = error.errors(include_url=False, include_context=False)
+    shown = findings[:_MAX_PROBLEMS]
+    return [
+        Problem(f"{source}: {'.'.join(map(str, each['loc']))} = {str(each['input'])[:80]}", each["msg"])
+        for each in shown
+    ]
+
+
+def _content_problems(manifest: Manifest, source: str) -> Iterator[Problem]:
+    names = [manifest.config.name, *(file.name for file in manifest.files)]
+    for name, count in Counter(names).items():
+        if not _PLAIN_FILE_NAME.fullmatch(name):
+            yield Problem(f"{source}: file {name[:80]!r}", "must be a plain file name inside the checkpoint's folder")
+        elif count > 1:
+            yield Problem(f"{source}: file {name!r}", "named more than once")
+    yield from _tensor_problems(manifest, source)
+    tensors = {(entry.parameter, entry.kind): entry for entry in manifest.tensors}
+    for file in manifest.files:
+        yield from _file_problems(file, tensors, f"{source}: {file.name[:80]}")
+
+
+def _tensor_problems(manifest: Manifest, source: str) -> Iterator[Problem]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for (parameter, kind), count in Counter((entry.parameter, entry.kind) for entry in manifest.tensors).items():
+        if count > 1:
+            yield Problem(f"{source}: {kind} of {parameter}", "listed more than once")
+    for entry in manifest.tensors:
+        if shapes.setdefault(entry.parameter, entry.shape) != entry.shape:
+            yield Problem(f"{source}: {describe(entry)}", f"its other state has shape {list(shapes[entry.parameter])}")
+        if math.prod(max(1, length) for length in entry.shape) > 2**58:
+            yield Problem(f"{source}: {describe(entry)}", "too large to be true")
+
+
+def _file_problems(file: FileEntry, tensors: dict[TensorKey, TensorEntry], where: str) -> Iterator[Problem]:
+    position = file.header_bytes
+    for entry in file.boxes:
+        given = f"{where}: {entry.kind} of {entry.parameter} {list(entry.offset)} + {list(entry.lengths)}"
+        tensor = tensors.get((entry.parameter, entry.kind))
+        if tensor is None:
+            yield Problem(given, "the manifest lists no such tensor")
+        elif not _is_inside(entry, tensor.shape):
+            yield Problem(given, f"not a region of a tensor of shape {list(tensor.shape)}")
+        elif entry.begin != position or entry.end - entry.begin != entry.box.numel * dtype_bytes(tensor.dtype):
+            yield Problem(f"{given}, bytes {entry.begin} to {entry.end}", "boxes must fill the file back to back")
+        position = entry.end
+    if position != file.num_bytes:
+        yield Problem(f"{where}: {file.num_bytes} bytes", f"its boxes end at byte {position}")
+
+
+def _is_inside(entry: BoxEntry, shape: tuple[int, ...]) -> bool:
+    if not len(entry.offset) == len(entry.lengths) == len(shape):
+        return False
+    return all(n > 0 and o + n <= full for o, n, full in zip(entry.offset, entry.lengths, shape, strict=True))
+
+
+assert set(DTYPES) == set(get_args(DtypeName))

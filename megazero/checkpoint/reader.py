@@ -1,0 +1,286 @@
+"""Loading: whatever a rank wants is put together from the boxes that overlap it, whoever saved them.
+
+    saved boxes          wanted fragment           read: every box that overlaps, whole, once
+    +-----+-----+                                        (its hash covers the whole box), and
+    |  A  |  B  |          +-------+                     copy the overlap
+    +-----+-----+    ->    | A   B |
+    |     C     |          |   C   |
+    +-----------+          +-------+
+
+The layout of the run that saved never comes into it.  Names, shapes, coverage and file sizes are checked before the
+first byte is copied, all problems at once; a box is only copied after its hash has been found right.
+"""
+
+import difflib
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from io import BufferedReader
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from pydantic import JsonValue
+from torch import Tensor
+
+from megazero.checkpoint.folders import MANIFEST, resolve
+from megazero.checkpoint.manifest import (
+    DTYPES,
+    BoxEntry,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    TensorKey,
+    layout_problems,
+    parse_manifest,
+    tensor_layout_problems,
+)
+from megazero.checkpoint.slices import format_box, fragment_pieces, index_within, intersect, piece_view
+from megazero.errors import CheckpointError, Problem, raise_problems
+from megazero.parallel.param_spec import Box, StateFragment, StateKind
+
+_MAX_PROBLEMS = 20
+
+
+@dataclass(frozen=True)
+class SavedParameter:
+    """What a checkpoint has of one parameter: its full shape, and the dtype of each kind of state."""
+
+    full_shape: tuple[int, ...]
+    kinds: Mapping[StateKind, torch.dtype]
+
+
+class _Saved(NamedTuple):
+    """A box and the file it lies in."""
+
+    file: FileEntry
+    entry: BoxEntry
+
+
+class _Target(NamedTuple):
+    """A region somebody wants, and the view, of the region's shape, that it goes to."""
+
+    box: Box
+    view: Tensor
+
+
+def open_checkpoint(path: str | Path, *, step: int | None = None) -> "Checkpoint":
+    """The checkpoint in a step folder, or under a root (the one of `step`, or that `latest` names).
+
+    Reads the manifest and the configuration, no tensor.  Raises CheckpointError.
+    """
+    folder = resolve(Path(path), step)
+    manifest = parse_manifest(_read_file(folder / MANIFEST), source=str(folder / MANIFEST))
+    config_file = folder / manifest.config.name
+    config = _read_file(config_file)
+    if hashlib.sha256(config).hexdigest() != manifest.config.sha256:
+        raise CheckpointError(Problem(str(config_file), "damaged or edited: the hash in the manifest is another one"))
+    return Checkpoint(folder, manifest, config.decode(errors="replace"))
+
+
+class Checkpoint:
+    """One checkpoint, open for reading.  Holds no file open and no tensor in memory."""
+
+    def __init__(self, folder: Path, manifest: Manifest, config_yaml: str) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self.config_yaml = config_yaml
+        self._tensors: dict[TensorKey, TensorEntry] = {(each.parameter, each.kind): each for each in manifest.tensors}
+        self._boxes: dict[TensorKey, list[_Saved]] = {key: [] for key in self._tensors}
+        for file in manifest.files:
+            for box in file.boxes:
+                self._boxes[box.parameter, box.kind].append(_Saved(file, box))
+        # What has been found right once: tensors as to coverage and files, boxes (file, first byte) as to their hash.
+        self._complete: set[TensorKey] = set()
+        self._sound: set[tuple[str, int]] = set()
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    @property
+    def progress(self) -> Mapping[str, JsonValue]:
+        """Counters as they were handed to `save`."""
+        return self.manifest.progress
+
+    @property
+    def parameters(self) -> Mapping[str, SavedParameter]:
+        """Every parameter by logical name."""
+        kinds: dict[str, dict[StateKind, torch.dtype]] = defaultdict(dict)
+        for entry in self.manifest.tensors:
+            kinds[entry.parameter][entry.kind] = DTYPES[entry.dtype]
+        shapes = {entry.parameter: entry.shape for entry in self.manifest.tensors}
+        return {name: SavedParameter(shapes[name], kinds[name]) for name in shapes}
+
+    def check(self, fragments: Iterable[StateFragment]) -> None:
+        """Raise CheckpointError with everything that would keep `fill` from working, short of reading the data."""
+        wanted = list(fragments)
+        problems = dict.fromkeys(problem for fragment in wanted for problem in self._mismatch(fragment))
+        raise_problems(CheckpointError, islice(problems, _MAX_PROBLEMS))
+        self._check_stored({(fragment.spec.name, fragment.kind) for fragment in wanted})
+
+    def fill(self, fragments: Iterable[StateFragment]) -> None:
+        """Copy the saved values into the fragments, cast to their dtype; padding is left as it is.
+
+        Raises CheckpointError with all problems: before anything is copied, unless it is in the data itself (a damaged
+        box, an I/O error); then what the sound boxes hold has been copied and the rest is as it was.
+        """
+        wanted = list(fragments)
+        self.check(wanted)
+        targets: dict[TensorKey, list[_Target]] = defaultdict(list)
+        for fragment in wanted:
+            state = fragment.tensor.detach()
+            for piece in fragment_pieces(fragment.spec, fragment.start, fragment.stop):
+                targets[fragment.spec.name, fragment.kind].append(_Target(piece.box, piece_view(state, piece)))
+        raise_problems(CheckpointError, islice(self._copy(targets), _MAX_PROBLEMS))
+
+    def read(self, name: str, box: Box, *, kind: StateKind = "weight") -> Tensor:
+        """One region of a parameter's state as a CPU tensor in the saved dtype.  Raises CheckpointError."""
+        raise_problems(CheckpointError, self._missing(name, kind))
+        self._check_stored({(name, kind)})
+        entry = self._tensors[name, kind]
+        assert intersect(box, Box((0,) * len(entry.shape), entry.shape)) == box or box.numel == 0, f"{name}: {box}"
+        out = torch.empty(box.lengths, dtype=DTYPES[entry.dtype])
+        targets = {(name, kind): [_Target(box, out)]} if box.numel else {}
+        raise_problems(CheckpointError, self._copy(targets))
+        return out
+
+    def read_full(self, name: str, kind: StateKind = "weight") -> Tensor:
+        """The whole tensor; for tools and export, where it is known to fit into memory."""
+        raise_problems(CheckpointError, self._missing(name, kind))
+        shape = self._tensors[name, kind].shape
+        return self.read(name, Box((0,) * len(shape), shape), kind=kind)
+
+    def verify(self) -> Iterator[list[Problem]]:
+        """Read everything: the layout's problems first, then those of each data file in turn."""
+        yield list(layout_problems(self.manifest))
+        for file in self.manifest.files:
+            yield list(self._file_problems(file)) or list(self._data_problems(file))
+
+    def _missing(self, name: str, kind: StateKind) -> Iterator[Problem]:
+        if (name, kind) in self._tensors:
+            return
+        given = f"{kind} of {name}"
+        kinds = [known for parameter, known in self._tensors if parameter == name]
+        if kinds:
+            yield Problem(given, f"{self.folder} has no such state of this parameter", ", ".join(kinds))
+        else:
+            close = difflib.get_close_matches(name, {parameter for parameter, _ in self._tensors})
+            yield Problem(given, f"{self.folder} has no such parameter", ", ".join(close))
+
+    def _mismatch(self, fragment: StateFragment) -> Iterator[Problem]:
+        name, shape = fragment.spec.name, tuple(fragment.spec.full_shape)
+        yield from self._missing(name, fragment.kind)
+        entry = self._tensors.get((name, fragment.kind))
+        if entry is not None and entry.shape != shape:
+            yield Problem(f"{name} of shape {list(shape)}", f"its shape in {self.folder} is {list(entry.shape)}")
+
+    def _check_stored(self, keys: set[TensorKey]) -> None:
+        """Raise CheckpointError where these tensors have holes, or their files are missing or of the wrong size."""
+        new = keys - self._complete
+        saved = {key: self._boxes[key] for key in sorted(new)}
+        holes = (
+            problem
+            for key, boxes in saved.items()
+            for problem in tensor_layout_problems(self._tensors[key], [box.entry.box for box in boxes])
+        )
+        raise_problems(CheckpointError, islice(holes, _MAX_PROBLEMS))
+        files = {box.file.name: box.file for boxes in saved.values() for box in boxes}
+        problems = (problem for file in files.values() for problem in self._file_problems(file))
+        raise_problems(CheckpointError, islice(problems, _MAX_PROBLEMS))
+        self._complete |= new
+
+    def _file_problems(self, file: FileEntry) -> Iterator[Problem]:
+        path = self.folder / file.name
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            yield Problem(str(path), f"cannot be read: {error.strerror}")
+            return
+        if size != file.num_bytes:
+            yield Problem(f"{path}: {size} bytes", "truncated or altered since it was saved", f"{file.num_bytes} bytes")
+
+    def _copy(self, targets: Mapping[TensorKey, list[_Target]]) -> Iterator[Problem]:
+        """Copy what the targets want, file by file in the order of bytes; yields what is wrong with the data."""
+        plan: dict[str, list[tuple[_Saved, list[_Target]]]] = defaultdict(list)
+        for key, wanted in targets.items():
+            for saved in self._boxes[key]:
+                if overlaps := list(_overlaps(saved.entry.box, wanted)):
+                    plan[saved.file.name].append((saved, overlaps))
+        for name in sorted(plan):
+            try:
+                with open(self.folder / name, "rb") as stream:
+                    for saved, overlaps in sorted(plan[name], key=lambda each: each[0].entry.begin):
+                        yield from self._copy_box(stream, saved, overlaps)
+            except OSError as error:
+                yield Problem(str(self.folder / name), f"cannot be read: {error.strerror or error}")
+
+    def _copy_box(self, stream: BufferedReader, saved: _Saved, overlaps: list[_Target]) -> Iterator[Problem]:
+        entry = saved.entry
+        raw = _read_bytes(stream, entry.begin, entry.end)
+        if not self._is_sound(saved, raw):
+            yield self._damaged(saved)
+            return
+        values = raw.view(DTYPES[self._tensors[entry.parameter, entry.kind].dtype]).view(entry.lengths)
+        for target in overlaps:
+            target.view.copy_(values[index_within(entry.box, target.box)])
+
+    def _is_sound(self, saved: _Saved, raw: Tensor) -> bool:
+        """Whether the bytes read are those that were saved; a box that was found right is not hashed again."""
+        key = (saved.file.name, saved.entry.begin)
+        if len(raw) != saved.entry.end - saved.entry.begin:
+            return False
+        if key not in self._sound and _digest(raw) == saved.entry.sha256:
+            self._sound.add(key)
+        return key in self._sound
+
+    def _damaged(self, saved: _Saved) -> Problem:
+        file, entry = saved
+        where = f"bytes {entry.begin} to {entry.end} of {self.folder / file.name}"
+        return Problem(
+            f"{entry.kind} of {entry.parameter}, region {format_box(entry.box)}",
+            f"damaged: {where} do not match the hash in the manifest",
+        )
+
+    def _data_problems(self, file: FileEntry) -> Iterator[Problem]:
+        """Every box and the header of a file of the right size against their hashes, read anew."""
+        path = self.folder / file.name
+        try:
+            with open(path, "rb") as stream:
+                header = _read_bytes(stream, 0, file.header_bytes)
+                if _digest(header) != file.header_sha256:
+                    yield Problem(str(path), "its header is damaged (only other programs read it)")
+                for entry in file.boxes:
+                    raw = _read_bytes(stream, entry.begin, entry.end)
+                    if _digest(raw) != entry.sha256:
+                        yield self._damaged(_Saved(file, entry))
+        except OSError as error:
+            yield Problem(str(path), f"cannot be read: {error.strerror or error}")
+
+
+def _overlaps(saved: Box, targets: Iterable[_Target]) -> Iterator[_Target]:
+    """The parts of the targets that a saved box holds."""
+    for target in targets:
+        shared = intersect(saved, target.box)
+        if shared is not None:
+            yield _Target(shared, target.view[index_within(target.box, shared)])
+
+
+def _digest(raw: Tensor) -> str:
+    return hashlib.sha256(raw.numpy().data).hexdigest()
+
+
+def _read_bytes(stream: BufferedReader, begin: int, end: int) -> Tensor:
+    """Bytes [begin, end) of a file as a uint8 tensor; shorter when the file ends before."""
+    raw = torch.empty(end - begin, dtype=torch.uint8)
+    stream.seek(begin)
+    return raw[: stream.readinto(raw.numpy().data)]
+
+
+def _read_file(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(Problem(str(path), f"cannot be read: {error.strerror}")) from error

@@ -1,0 +1,37 @@
+"""Loading as a job: every rank fills its state from one checkpoint, and they fail together if one cannot.
+
+Only the ranks together know that a checkpoint holds *more* than the model: each sees its own slice of it.
+"""
+
+from collections.abc import Iterable
+from itertools import islice
+
+import torch
+
+from megazero.checkpoint.agreement import together
+from megazero.checkpoint.reader import Checkpoint
+from megazero.comm.interface import Communicator
+from megazero.errors import CheckpointError, Problem, raise_problems
+from megazero.parallel.param_spec import StateFragment
+
+_MAX_PROBLEMS = 20
+
+
+def restore(
+    checkpoint: Checkpoint, fragments: Iterable[StateFragment], *, world: Communicator, device: torch.device
+) -> None:
+    """Fill every rank's fragments, or fail on all ranks; a collective call over `world`.
+
+    Besides what `Checkpoint.fill` checks, every parameter of the checkpoint must be wanted by some rank: one with more
+    layers than the model is refused.
+    """
+    wanted = list(fragments)
+    together(world, device, lambda: checkpoint.check(wanted), doing=f"reading {checkpoint.folder}")
+    names = list(checkpoint.parameters)
+    mine = {fragment.spec.name for fragment in wanted}
+    seen = torch.tensor([name in mine for name in names], dtype=torch.int64, device=device)
+    world.all_reduce_scalars(seen, "max").wait()
+    unused = (name for name, found in zip(names, seen.tolist(), strict=True) if not found)
+    problems = (Problem(f"{name} in {checkpoint.folder}", "the model has no such parameter") for name in unused)
+    raise_problems(CheckpointError, islice(problems, _MAX_PROBLEMS))
+    together(world, device, lambda: checkpoint.fill(wanted), doing=f"reading {checkpoint.folder}")

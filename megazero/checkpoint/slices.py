@@ -1,0 +1,161 @@
+"""Boxes: how a flat run of a rank's tensor becomes rectangles of the logical tensor, and how rectangles meet.
+
+A *range* is [start, stop) of a row-major flattened tensor.  It is at most 2 * ndim - 1 boxes, whatever its ends:
+
+        . . . . . .
+        . . . a a a      a   the rest of the first row touched        (a range of one dim less)
+        b b b b b b      b   whole rows
+        b b b b b b
+        c c . . . .      c   the beginning of the last row touched    (a range of one dim less)
+
+A *piece* is one such box in logical coordinates, clipped to the unpadded tensor, with the place and strides at which
+its elements lie in the flat run.  Everything here is arithmetic; no element is read or written.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from torch import Tensor
+
+from megazero.parallel.param_spec import Box, ParamSpec
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of the logical tensor inside a flat run.
+
+    box:      the region, in logical coordinates.
+    position: index of its first element in the flat run, in elements.
+    strides:  distance of neighbours in the flat run, per dim, in elements.
+    """
+
+    box: Box
+    position: int
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Defect:
+    """A region that a set of boxes covers not at all ("hole") or more than once ("overlap")."""
+
+    kind: Literal["hole", "overlap"]
+    box: Box
+
+
+def format_box(box: Box) -> str:
+    """`[0:10,4:8]`: first and past-the-last index, per dim."""
+    return "[" + ",".join(f"{a}:{a + n}" for a, n in zip(box.offset, box.lengths, strict=True)) + "]"
+
+
+def row_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a dense row-major tensor of this shape, in elements."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def range_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """The boxes that make up elements [start, stop) of a row-major tensor, in order; at most 2 * ndim - 1."""
+    if start >= stop:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    row = math.prod(shape[1:])
+    first, head = divmod(start, row)
+    last, tail = divmod(stop, row)
+    if first == last:
+        yield from _within_row(shape, first, head, tail)
+        return
+    if head:
+        yield from _within_row(shape, first, head, row)
+        first += 1
+    if first < last:
+        yield Box((first,) + (0,) * (len(shape) - 1), (last - first, *shape[1:]))
+    yield from _within_row(shape, last, 0, tail)
+
+
+def _within_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator[Box]:
+    for box in range_boxes(shape[1:], start, stop):
+        yield Box((row, *box.offset), (1, *box.lengths))
+
+
+def split_range(shape: tuple[int, ...], start: int, stop: int, limit: int) -> Iterator[tuple[int, int]]:
+    """Cut [start, stop) into runs of at most `limit` elements, at row boundaries where rows are short enough."""
+    rows = [math.prod(shape[dim:]) for dim in range(len(shape) + 1)]
+    grain = max((row for row in rows if 0 < row <= limit), default=1)
+    step = max(1, limit // grain) * grain
+    while start < stop:
+        end = min(stop, (start // step + 1) * step)
+        yield start, end
+        start = end
+
+
+def fragment_pieces(spec: ParamSpec, start: int, stop: int, limit: int | None = None) -> Iterator[Piece]:
+    """The pieces of elements [start, stop) of this rank's tensor, without padding, none above `limit` elements."""
+    strides = row_strides(spec.local_shape)
+    runs = [(start, stop)] if limit is None else split_range(spec.local_shape, start, stop, limit)
+    for a, b in runs:
+        for local in range_boxes(spec.local_shape, a, b):
+            box = _logical(spec, local)
+            if box.numel:
+                position = sum(i * stride for i, stride in zip(local.offset, strides, strict=True)) - start
+                yield Piece(box, position, strides)
+
+
+def piece_view(state: Tensor, piece: Piece) -> Tensor:
+    """The elements of a piece as a view, shaped like its box, of the flat run they lie in."""
+    step = state.stride(0)
+    strides = tuple(stride * step for stride in piece.strides)
+    return state.as_strided(piece.box.lengths, strides, state.storage_offset() + piece.position * step)
+
+
+def _logical(spec: ParamSpec, local: Box) -> Box:
+    """A box of the local tensor in logical coordinates, clipped to the full shape (lengths may become 0)."""
+    offset = tuple(base + index for base, index in zip(spec.offset, local.offset, strict=True))
+    room = (full - begin for full, begin in zip(spec.full_shape, offset, strict=True))
+    return Box(offset, tuple(max(0, min(length, free)) for length, free in zip(local.lengths, room, strict=True)))
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """The region two boxes of one tensor share, or None."""
+    offset = tuple(map(max, a.offset, b.offset))
+    ends = tuple(min(o + n, p + m) for o, n, p, m in zip(a.offset, a.lengths, b.offset, b.lengths, strict=True))
+    lengths = tuple(end - begin for begin, end in zip(offset, ends, strict=True))
+    return Box(offset, lengths) if all(length > 0 for length in lengths) else None
+
+
+def index_within(outer: Box, inner: Box) -> tuple[slice, ...]:
+    """The index that takes `inner` out of a tensor that holds exactly `outer`."""
+    begins = (i - o for i, o in zip(inner.offset, outer.offset, strict=True))
+    return tuple(slice(begin, begin + n) for begin, n in zip(begins, inner.lengths, strict=True))
+
+
+def tiling_defects(shape: tuple[int, ...], boxes: Sequence[Box]) -> Iterator[Defect]:
+    """Where non-empty boxes inside a tensor of this shape fail to cover every element exactly once.
+
+    Cuts the tensor into slabs at every begin and end of a box along a dim, and looks at each slab one dim deeper.  An
+    iterator, so that a caller who only shows the first few never pays for the rest.
+    """
+    if 0 not in shape:
+        yield from _slab_defects(shape, boxes, ())
+
+
+def _slab_defects(shape: tuple[int, ...], boxes: Sequence[Box], above: tuple[tuple[int, int], ...]) -> Iterator[Defect]:
+    """Defects inside the slab that `above` (begin and length per dim so far) picks; `boxes` all span it."""
+    dim = len(above)
+    if not boxes or dim == len(shape):
+        if len(boxes) != 1:
+            region = (*above, *((0, length) for length in shape[dim:]))
+            box = Box(tuple(begin for begin, _ in region), tuple(length for _, length in region))
+            yield Defect("overlap" if boxes else "hole", box)
+        return
+    ends = {end for box in boxes for end in (box.offset[dim], box.offset[dim] + box.lengths[dim])}
+    waiting = sorted(boxes, key=lambda box: box.offset[dim], reverse=True)
+    active: list[Box] = []
+    for low, high in pairwise(sorted(ends | {0, shape[dim]})):
+        active = [box for box in active if box.offset[dim] + box.lengths[dim] > low]
+        while waiting and waiting[-1].offset[dim] == low:
+            active.append(waiting.pop())
+        yield from _slab_defects(shape, active, (*above, (low, high - low)))

@@ -1,0 +1,244 @@
+"""Saving: every rank writes the boxes it owns to a file of its own; the checkpoint appears at once, or not at all.
+
+    rank 0    make the hidden folder        merge parts, write manifest and `latest` aside,
+       |      `.saving_step_0000020`        rename the folder, then `latest`
+       v              |                         ^
+    --------- agree --+-- every rank writes ----+-- agree ---> the folder is there, everywhere
+                          its file and its part
+
+A rank's file is a safetensors file, so any safetensors reader can look into it; tensors in it are called after kind,
+parameter and region, `exp_avg/wte.weight[0:15,0:60]`.  State passes through a buffer of at most `BOX_BYTES`, whatever
+the model's size.  Between two steps of the drawing ranks compare notes, so a full disk on one of them is an error on
+all, and the folder is removed; what is under its final name is complete and has been fsynced.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from pydantic import JsonValue
+from torch import Tensor
+
+from megazero.checkpoint.agreement import together
+from megazero.checkpoint.folders import CONFIG, LATEST, MANIFEST, TEMPORARY_PREFIX, free_name, list_steps, part_name
+from megazero.checkpoint.manifest import (
+    BoxEntry,
+    ConfigEntry,
+    FileEntry,
+    Manifest,
+    Part,
+    TensorEntry,
+    dtype_name,
+    dump_manifest,
+    dump_part,
+    layout_problems,
+    merge_parts,
+    parse_part,
+)
+from megazero.checkpoint.slices import Piece, format_box, fragment_pieces, piece_view
+from megazero.comm.interface import Communicator
+from megazero.errors import CheckpointError, raise_problems
+from megazero.parallel.param_spec import StateFragment
+
+BOX_BYTES = 64 << 20
+_ALIGNMENT = 8
+_MAX_PROBLEMS = 20
+
+
+def save(
+    root: str | Path,
+    step: int,
+    *,
+    fragments: Iterable[StateFragment],
+    progress: Mapping[str, JsonValue],
+    config_yaml: str,
+    world: Communicator,
+    device: torch.device,
+) -> Path:
+    """Write a checkpoint under `root` and return its folder; a collective call over `world`.
+
+    fragments: what this rank owns; over all ranks every element of every (parameter, kind) exactly once.  Without the
+    optimizer's kinds the checkpoint is one of weights only.  progress, config_yaml: those of rank 0 count.  One job at
+    a time may save under a root.
+
+    Raises CheckpointError on all ranks if it fails on any, naming rank and cause; older checkpoints and `latest` are
+    then as they were.
+    """
+    root = Path(root)
+    draft = Draft(root, step, dict(progress), config_yaml)
+    leads = world.rank == 0
+    folder = root / f"{TEMPORARY_PREFIX}step_{step:07d}"
+    try:
+        together(world, device, lambda: prepare(folder) if leads else None, doing=f"making {folder}")
+        together(world, device, lambda: write_part(folder, world.rank, fragments), doing=f"writing to {folder}")
+        names = together(
+            world, device, lambda: publish(folder, draft, world.size) if leads else None, doing=f"publishing {folder}"
+        )
+    finally:
+        if leads:
+            remove_stale(root)
+    return root / str(names[0])
+
+
+class Draft(NamedTuple):
+    """What a checkpoint holds besides tensors, and where it goes."""
+
+    root: Path
+    step: int
+    progress: dict[str, JsonValue]
+    config_yaml: str
+
+
+class _Item(NamedTuple):
+    """A box about to be written; `view` has the shape of the box and shares the state's memory."""
+
+    tensor: TensorEntry
+    piece: Piece
+    view: Tensor
+
+    @property
+    def key(self) -> str:
+        return f"{self.tensor.kind}/{self.tensor.parameter}{format_box(self.piece.box)}"
+
+
+def prepare(folder: Path) -> None:
+    """Remove what killed runs left, and make the hidden folder (rank 0)."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    remove_stale(folder.parent)
+    folder.mkdir()
+
+
+def remove_stale(root: Path) -> None:
+    """Remove everything under a temporary name; what cannot be removed stays."""
+    with suppress(OSError):
+        for path in root.glob(f"{TEMPORARY_PREFIX}*"):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def write_part(folder: Path, rank: int, fragments: Iterable[StateFragment], *, box_bytes: int = BOX_BYTES) -> None:
+    """Write this rank's file and, beside it, the part of the manifest that describes it (every rank)."""
+    fragments = list(fragments)
+    items = [item for fragment in fragments for item in _items(fragment, box_bytes)]
+    # Wide elements first, so that every tensor is aligned to its element size, as safetensors has it.
+    items.sort(key=lambda item: -item.view.element_size())
+    file = _write_file(folder / part_name(rank), items)
+    tensors = {(entry.parameter, entry.kind): entry for entry in map(_tensor_entry, fragments)}
+    _write_durably(folder / f"{part_name(rank)}.json", dump_part(Part(tuple(tensors.values()), file)))
+
+
+def _tensor_entry(fragment: StateFragment) -> TensorEntry:
+    spec = fragment.spec
+    return TensorEntry(spec.name, fragment.kind, tuple(spec.full_shape), dtype_name(fragment.tensor.dtype))
+
+
+def _items(fragment: StateFragment, box_bytes: int) -> Iterable[_Item]:
+    state = fragment.tensor.detach()
+    assert state.shape == (fragment.stop - fragment.start,), f"{fragment.spec.name}: {state.shape} is not its range"
+    entry = _tensor_entry(fragment)
+    limit = max(1, box_bytes // state.element_size())
+    for piece in fragment_pieces(fragment.spec, fragment.start, fragment.stop, limit):
+        yield _Item(entry, piece, piece_view(state, piece))
+
+
+def _write_file(path: Path, items: list[_Item]) -> FileEntry:
+    """Stream the boxes to a safetensors file; hashes are taken of the bytes as they pass."""
+    header = _safetensors_header(items)
+    position = len(header)
+    boxes: list[BoxEntry] = []
+    with open(path, "wb") as file:
+        file.write(header)
+        for item in items:
+            raw = _raw_bytes(item.view)
+            file.write(raw)
+            boxes.append(_box_entry(item, position, raw))
+            position += len(raw)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileEntry(path.name, position, len(header), hashlib.sha256(header).hexdigest(), tuple(boxes))
+
+
+def _box_entry(item: _Item, begin: int, raw: memoryview) -> BoxEntry:
+    box, digest = item.piece.box, hashlib.sha256(raw).hexdigest()
+    return BoxEntry(item.tensor.parameter, item.tensor.kind, box.offset, box.lengths, begin, begin + len(raw), digest)
+
+
+def _raw_bytes(view: Tensor) -> memoryview:
+    """The elements of a tensor in row-major order; copies only what is not dense or not in host memory."""
+    dense = view.to("cpu").contiguous().reshape(-1).view(torch.uint8)
+    return dense.numpy().data
+
+
+def _safetensors_header(items: list[_Item]) -> bytes:
+    """Length of the JSON, 8 bytes little-endian; then name -> dtype, shape, bytes; padded with spaces."""
+    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for item in items:
+        end = position + item.view.numel() * item.view.element_size()
+        lengths = list(item.piece.box.lengths)
+        table[item.key] = {"dtype": item.tensor.dtype, "shape": lengths, "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def publish(folder: Path, draft: Draft, world_size: int) -> str:
+    """Turn the hidden folder with all parts into a checkpoint under its final name; that name (rank 0)."""
+    root, name = draft.root, free_name(draft.root, draft.step)
+    _write_durably(folder / CONFIG, draft.config_yaml.encode())
+    manifest = _merge(folder, draft, world_size)
+    _write_durably(folder / MANIFEST, dump_manifest(manifest))
+    # Everything that can fail for want of space comes before the rename.
+    aside = root / f"{TEMPORARY_PREFIX}{LATEST}"
+    _write_durably(aside, f"{name}\n".encode())
+    _sync_folder(folder)
+    os.rename(folder, root / name)
+    _sync_folder(root)
+    os.replace(aside, root / LATEST)
+    _sync_folder(root)
+    _remove_older_revisions(root, draft.step, name)
+    return name
+
+
+def _merge(folder: Path, draft: Draft, world_size: int) -> Manifest:
+    """The manifest of all ranks' parts, whose files then go; CheckpointError if they leave holes or overlap."""
+    paths = [folder / f"{part_name(rank)}.json" for rank in range(world_size)]
+    config = ConfigEntry(CONFIG, hashlib.sha256(draft.config_yaml.encode()).hexdigest())
+    parts = [parse_part(path.read_bytes()) for path in paths]
+    manifest = merge_parts(parts, step=draft.step, progress=draft.progress, config=config)
+    raise_problems(CheckpointError, islice(layout_problems(manifest), _MAX_PROBLEMS))
+    for path in paths:
+        path.unlink()
+    return manifest
+
+
+def _remove_older_revisions(root: Path, step: int, name: str) -> None:
+    for old in list_steps(root):
+        if old.step == step and old.path.name != name:
+            shutil.rmtree(old.path, ignore_errors=True)
+
+
+def _write_durably(path: Path, content: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    """Make renames and new names in a folder survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""How bytes move: one interface, wrapped and never subclassed."""

@@ -1,0 +1,107 @@
+"""Joins the job and makes the mesh: the only place that stacks wrappers around process groups."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megazero.comm.interface import Communicator, Scratch
+from megazero.comm.local import LocalCommunicator
+from megazero.comm.mesh import Mesh
+from megazero.comm.metered import Meter, MeteredCommunicator
+from megazero.comm.process_group import ProcessGroupCommunicator
+from megazero.errors import Problem, TopologyError
+from megazero.parallel.topology import AXES, WORLD, Topology
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher (torchrun, or srun with its names exported) told this process."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+    @staticmethod
+    def from_environment() -> "Launch":
+        """RANK, WORLD_SIZE and LOCAL_RANK; a process started by hand is alone."""
+        read = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        try:
+            rank, world, local = (
+                int(read["RANK"] or 0),
+                int(read["WORLD_SIZE"] or 1),
+                int(read["LOCAL_RANK"] or 0),
+            )
+        except ValueError:
+            raise TopologyError(Problem(str(read), "RANK, WORLD_SIZE and LOCAL_RANK must be whole numbers")) from None
+        return Launch(rank, world, local)
+
+
+def choose_device(name: str, local_rank: int) -> torch.device:
+    """ "auto", "cpu" or "cuda" to this process's device, which becomes the current one.
+
+    Raises TopologyError when a node runs more processes than it has GPUs.
+    """
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        rule = "every process on a node needs a GPU of its own"
+        legal = f"at most {count} processes a node, or --device cpu"
+        raise TopologyError(Problem(f"local rank {local_rank} with {count} visible GPUs", rule, legal))
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def join(launch: Launch, *, backend: str, device: torch.device, timeout_minutes: float) -> None:
+    """Make the default process group; a job of one process needs none.
+
+    backend is "auto" (nccl on CUDA, gloo elsewhere), "nccl" or "gloo".  With gloo on this device a single process that
+    has no rendezvous in its environment simply stays alone.
+    """
+    if launch.world_size == 1:
+        return
+    chosen = {"cuda": "nccl", "cpu": "gloo"}[device.type] if backend == "auto" else backend
+    dist.init_process_group(
+        chosen,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timedelta(minutes=timeout_minutes),
+        device_id=device if chosen == "nccl" else None,
+    )
+
+
+def leave() -> None:
+    """Take the process groups down, if there are any."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def make_mesh(topology: Topology, rank: int, device: torch.device, scratch: Scratch) -> Mesh:
+    """One metered communicator per axis; every rank of the job must call this with the same topology."""
+    meter = Meter()
+    communicators: dict[str, Communicator] = {}
+    for axis in (*AXES, WORLD):
+        inner = _communicator(topology, axis, rank, scratch)
+        communicators[axis] = MeteredCommunicator(inner, axis, meter)
+    return Mesh(topology, rank, device, communicators, meter)
+
+
+def _communicator(topology: Topology, axis: str, rank: int, scratch: Scratch) -> Communicator:
+    """All ranks make all groups of the axis, in the same order, as torch demands; each keeps its own."""
+    if topology.size(axis) == 1:
+        return LocalCommunicator()
+    if axis == WORLD:
+        return ProcessGroupCommunicator(_default_group(), scratch)
+    groups = [(ranks, dist.new_group(list(ranks), group_desc=f"megazero_{axis}")) for ranks in topology.groups(axis)]
+    mine = next(group for ranks, group in groups if rank in ranks)
+    return ProcessGroupCommunicator(mine, scratch)
+
+
+def _default_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None, "join() comes before make_mesh()"
+    return group

@@ -1,0 +1,50 @@
+"""A topology with one communicator per axis: what every part that communicates is given."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megazero.comm.interface import Communicator
+from megazero.comm.metered import Meter
+from megazero.parallel.topology import WORLD, Topology
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's view of the job: who it is, whom it talks to, where it computes."""
+
+    topology: Topology
+    rank: int
+    device: torch.device
+    communicators: Mapping[str, Communicator]
+    meter: Meter
+
+    def axis(self, name: str) -> Communicator:
+        """The communicator of an axis: "tp", "dp", "pp" or "world"."""
+        return self.communicators[name]
+
+    @property
+    def world(self) -> Communicator:
+        return self.communicators[WORLD]
+
+    def coordinate(self, axis: str) -> int:
+        return self.topology.coordinate(self.rank, axis)
+
+
+def gather_json(communicator: Communicator, value: Any, device: torch.device) -> list[Any]:
+    """Every rank's JSON-able value, in rank order, on every rank (text in byte tensors; nothing is pickled)."""
+    payload = json.dumps(value).encode()
+    length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
+    communicator.all_reduce_scalars(length, "max").wait()
+    width = 8 + int(length.item())
+    mine = torch.zeros(width, dtype=torch.uint8)
+    mine[:] = torch.frombuffer(
+        bytearray(len(payload).to_bytes(8, "little") + payload.ljust(width - 8, b" ")), dtype=torch.uint8
+    )
+    everyone = torch.empty(communicator.size * width, dtype=torch.uint8, device=device)
+    communicator.all_gather_into(everyone, mine.to(device)).wait()
+    rows = [bytes(row.tolist()) for row in everyone.cpu().view(communicator.size, width)]
+    return [json.loads(row[8 : 8 + int.from_bytes(row[:8], "little")]) for row in rows]

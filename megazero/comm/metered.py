@@ -1,0 +1,94 @@
+"""Counts what is sent: calls and bytes by (axis, collective).
+
+Bytes are what one rank has to send when the algorithm is bandwidth-optimal, which is what the paper's formulas count
+(section 7): with n ranks and a whole tensor of N bytes, all-gather and reduce-scatter N (n-1)/n, all-reduce twice that,
+broadcast N.  The backends used here send just that (gloo's ring all-reduce and all-gather, the all-to-all in
+`process_group.py`, NCCL's rings), so one figure is both the formula's and the wire's.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megazero.comm.interface import Collective, Communicator, ReduceKind, Work
+
+
+@dataclass
+class Count:
+    """Calls and bytes sent by this rank."""
+
+    calls: int = 0
+    nbytes: int = 0
+
+
+class Meter:
+    """The counts of one rank since the last `reset`."""
+
+    def __init__(self) -> None:
+        self._counts: defaultdict[tuple[str, Collective], Count] = defaultdict(Count)
+
+    def record(self, axis: str, collective: Collective, nbytes: int) -> None:
+        count = self._counts[axis, collective]
+        count.calls += 1
+        count.nbytes += nbytes
+
+    def count(self, axis: str, collective: Collective) -> Count:
+        """Calls and bytes so far; zeros when there were none."""
+        return self._counts.get((axis, collective), Count())
+
+    def bytes_by_axis(self) -> dict[str, dict[str, int]]:
+        """{axis: {collective: bytes}}, only what happened."""
+        table: dict[str, dict[str, int]] = {}
+        for (axis, collective), count in sorted(self._counts.items()):
+            table.setdefault(axis, {})[collective] = count.nbytes
+        return table
+
+    def reset(self) -> None:
+        self._counts.clear()
+
+
+class MeteredCommunicator:
+    """Any communicator, counted."""
+
+    def __init__(self, inner: Communicator, axis: str, meter: Meter) -> None:
+        self._inner = inner
+        self._axis = axis
+        self._meter = meter
+        self.size = inner.size
+        self.rank = inner.rank
+
+    def all_gather_into(self, output: Tensor, input: Tensor) -> Work:
+        self._record("all_gather", output)
+        return self._inner.all_gather_into(output, input)
+
+    def reduce_scatter_into(self, output: Tensor, input: Tensor) -> Work:
+        self._record("reduce_scatter", input)
+        return self._inner.reduce_scatter_into(output, input)
+
+    def all_reduce(self, tensor: Tensor, kind: ReduceKind = "sum") -> Work:
+        self._record("all_reduce", tensor)
+        return self._inner.all_reduce(tensor, kind)
+
+    def all_reduce_scalars(self, tensor: Tensor, kind: ReduceKind = "sum") -> Work:
+        self._record("scalars", tensor)
+        return self._inner.all_reduce_scalars(tensor, kind)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Work:
+        self._record("broadcast", tensor)
+        return self._inner.broadcast(tensor, source)
+
+    def barrier(self) -> None:
+        self._inner.barrier()
+
+    def _record(self, collective: Collective, whole: Tensor) -> None:
+        nbytes = whole.numel() * whole.element_size()
+        self._meter.record(self._axis, collective, sent_bytes(collective, nbytes, self.size))
+
+
+def sent_bytes(collective: Collective, nbytes: int, size: int) -> int:
+    """Bytes one of `size` ranks sends for a collective over a whole tensor of `nbytes`."""
+    if collective == "broadcast":
+        return nbytes if size > 1 else 0
+    share = nbytes * (size - 1) // size
+    return share if collective in ("all_gather", "reduce_scatter") else 2 * share

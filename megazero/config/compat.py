@@ -1,0 +1,176 @@
+"""Flags of Megatron-LM and Megatron-DeepSpeed that are not settings of megazero, so that known launch scripts work.
+
+Four tables.  A *shorthand* sets a setting to a value.  An *accepted* flag changes nothing that megazero could do
+otherwise; it earns a one-line notice.  A *fixed* flag is accepted with the values that say what megazero does anyway,
+and refused with any other.  A *refused* flag asks for an effect megazero doesn't have: it is an error, because a run
+that silently ignores it would not be the run that was asked for.  Names are written without the two dashes.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True)
+class Shorthand:
+    """Sets `field` to `value`; another value said beside it clashes, unless it is one of `gives_way_to`."""
+
+    field: str
+    value: str
+    gives_way_to: tuple[str, ...] = ()
+
+
+SHORTHANDS: Mapping[str, Shorthand] = MappingProxyType(
+    {
+        "fp64": Shorthand("precision", "fp64"),
+        "fp32": Shorthand("precision", "fp32"),
+        "bf16": Shorthand("precision", "bf16"),
+        "fp16": Shorthand("precision", "fp16"),
+        "use-distributed-optimizer": Shorthand("zero_stage", "1", gives_way_to=("2",)),
+        "overlap-grad-reduce": Shorthand("overlap_comm", "true"),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A flag with one meaning here: `values` are those that say so, `rule` what megazero does."""
+
+    values: tuple[str, ...]
+    rule: str
+
+
+FIXED: Mapping[str, Fixed] = MappingProxyType(
+    {
+        "normalization": Fixed(("LayerNorm",), "GPT-2 normalises with layer norms"),
+        "position-embedding-type": Fixed(("learned_absolute",), "GPT-2 has learned absolute positions"),
+        "data-impl": Fixed(("mmap", "infer"), "corpora are .bin/.idx pairs read by mmap"),
+        "dataloader-type": Fixed(("single",), "sample k of the run is a function of the seed and k, in one order"),
+        "ckpt-format": Fixed(("megazero",), "checkpoints have one format, which fits every layout"),
+        "weight-decay-incr-style": Fixed(("constant",), "weight decay is constant"),
+        "timing-log-level": Fixed(("0",), "timers are those of level 0, written by --log-timers-to-tensorboard"),
+        "cpu-offload-optimizer": Fixed(("false",), "optimizer states stay on the device"),
+        "context-parallel-size": Fixed(("1",), "a sequence is not split between processes"),
+        "ds-sequence-parallel-size": Fixed(("1",), "a sequence is not split between processes"),
+        "expert-model-parallel-size": Fixed(("1",), "there are no experts"),
+        "virtual-pipeline-model-parallel-size": Fixed(("1",), "there is no pipeline parallelism yet"),
+    }
+)
+
+
+def _rows(rows: Iterable[tuple[str, str]]) -> Mapping[str, str]:
+    """(text, names separated by blanks) -> name -> text."""
+    return MappingProxyType({name: text for text, names in rows for name in names.split()})
+
+
+ACCEPTED: Mapping[str, str] = _rows(
+    (
+        (
+            "it chooses a kernel, which torch does here",
+            "no-masked-softmax-fusion no-bias-gelu-fusion no-bias-dropout-fusion no-bias-swiglu-fusion"
+            " no-gradient-accumulation-fusion no-async-tensor-model-parallel-allreduce no-persist-layer-norm"
+            " use-flash-attn use-flash-attn-v2 use-flash-attn-triton transformer-impl attention-backend"
+            " no-rope-fusion cross-entropy-loss-fusion attention-softmax-in-fp32",
+        ),
+        ("there is one model implementation", "use-mcore-models use-legacy-models"),
+        ("the ZeRO engine is built in; --zero-stage chooses the stage", "deepspeed"),
+        ("there is no pipeline unless --pipeline-model-parallel-size asks for one", "no-pipeline-parallel"),
+        ("publishing parameters overlaps wherever --overlap-comm allows it", "overlap-param-gather"),
+        (
+            "random numbers are a function of the seed and the sample's number, so there is no state to save or load",
+            "no-save-rng no-load-rng",
+        ),
+        ("there is no index cache", "data-cache-path"),
+        ("no attention mask is ever made", "no-create-attention-mask-in-dataloader"),
+        ("SIGTERM and SIGUSR1 always save and exit", "exit-signal-handler exit-signal"),
+        ("throughput is always reported", "log-throughput"),
+        ("the batch size is always logged", "log-batch-size-to-tensorboard"),
+        ("torchrun tells a process its local rank", "local-rank"),
+        ("every process writes its own part of a checkpoint", "ckpt-fully-parallel-save use-dist-ckpt"),
+        ("scripts/constraints.txt fixes the kernels' versions", "abort-on-unmet-fused-kernel-constraints"),
+    )
+)
+
+_MODEL = "the model is GPT-2: pre-LN, learned positions, tanh GELU, biases, one attention width"
+_RECOMPUTE = "activation recomputation is not there yet; use a smaller --micro-batch-size"
+_STEPS = "the schedule counts steps; give --lr-decay-iters, and --lr-warmup-iters or --lr-warmup-fraction"
+_BATCH = "the global batch size is constant; give --global-batch-size"
+_CORPUS = "there is one --data-path, cut by --split"
+_PIPELINE = "pipeline parallelism is not there yet"
+_REPORT = "this figure is not computed"
+_TRACKER = "reports go to the console, --metrics-file and --tensorboard-dir only"
+
+REFUSED: Mapping[str, str] = _rows(
+    (
+        (
+            _MODEL,
+            "kv-channels disable-bias-linear swiglu squared-relu use-rotary-position-embeddings rotary-percent"
+            " rotary-base rotary-position-embeddings-theta apply-layernorm-1p openai-gelu group-query-attention"
+            " num-query-groups num-key-value-heads apply-query-key-layer-scaling no-query-key-layer-scaling"
+            " embed-layernorm no-position-embedding add-qkv-bias qk-layernorm num-experts",
+        ),
+        ("padding follows --make-vocab-size-divisible-by alone", "pad-vocab-size-to"),
+        (
+            _RECOMPUTE,
+            "recompute-activations recompute-granularity recompute-method recompute-num-layers recompute-modules"
+            " checkpoint-activations checkpoint-num-layers activations-checkpoint-method"
+            " deepspeed-activation-checkpointing partition-activations checkpoint-in-cpu distribute-saved-activations",
+        ),
+        (
+            _STEPS,
+            "lr-decay-samples lr-decay-tokens lr-warmup-samples lr-warmup-tokens",
+        ),
+        ("the length of a run is given by --train-iters or --train-samples", "train-tokens"),
+        (_BATCH, "rampup-batch-size step-batch-size-schedule"),
+        ("weight decay is constant; give --weight-decay", "start-weight-decay end-weight-decay"),
+        ("sequence parallelism is not there yet; tensor parallelism works without it", "sequence-parallel"),
+        (
+            _PIPELINE,
+            "num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank pp-partition-method"
+            " standalone-embedding-stage",
+        ),
+        (
+            "what it says has flags here: --zero-stage --micro-batch-size --global-batch-size --clip-grad --precision",
+            "deepspeed-config",
+        ),
+        ("optimizer states stay on the device", "cpu-optimizer cpu-torch-adam optimizer-cpu-offload"),
+        (
+            "partitioned parameters are not there yet; --zero-stage 2 partitions gradients and optimizer states",
+            "use-megatron-fsdp use-custom-fsdp use-torch-fsdp2 data-parallel-sharding-strategy",
+        ),
+        (
+            _CORPUS,
+            "train-data-path valid-data-path test-data-path data-args-path per-split-data-args-path"
+            " train-weighted-split-paths-path valid-weighted-split-paths-path",
+        ),
+        (
+            "documents are read end to end, attention and positions run across them",
+            "reset-position-ids reset-attention-mask",
+        ),
+        ("corpora are read by mmap only", "no-mmap-bin-files"),
+        (
+            "tokenizers are GPT2BPETokenizer, SentencePieceTokenizer and ByteTokenizer, from files",
+            "tokenizer-name-or-path",
+        ),
+        ("training and evaluation read ahead alike; give --num-workers", "valid-num-workers"),
+        ("settings are given anew; a saved run's resolved file can be given as --config", "use-checkpoint-args"),
+        ("saving waits until the files are written", "async-save"),
+        ("every checkpoint fits every layout; --load DIR is enough", "universal-checkpoint"),
+        ("checkpoints have one format, which fits every layout", "dist-ckpt-format"),
+        ("--finetune starts at step 0 with the parameters alone", "reset-iteration no-load-lr-state"),
+        (
+            _REPORT,
+            "log-optimizer-states-to-tensorboard log-params-norm log-num-zeros-in-grad timing-log-option"
+            " log-world-size-to-tensorboard",
+        ),
+        (_TRACKER, "wandb-project wandb-exp-name wandb-entity wandb-save-dir"),
+        (
+            "there is no profiler hook; run the program under torch.profiler or nsys",
+            "profile profile-step-start profile-step-end profile-ranks use-pytorch-profiler",
+        ),
+        ("send SIGTERM or SIGUSR1 to a process of the run: it saves and exits", "kill-switch-path"),
+        ("kernels are not captured in graphs", "enable-cuda-graph cuda-graph-impl"),
+        ("gradients of one global batch are averaged over its tokens", "calculate-per-token-loss"),
+        ("fp8 is not there", "fp8-format fp8-hybrid fp8-e4m3"),
+    )
+)

@@ -1,0 +1,71 @@
+"""Figures that follow from the configuration and the world size; pure functions, so everyone computes them alike.
+
+They presume that `rules.check` found nothing.  `world_size` is the number of processes of the job.
+"""
+
+from megazero.config.model import ModelConfig
+from megazero.config.run import RunConfig
+
+
+def ffn_hidden_size(model: ModelConfig) -> int:
+    """Inner width of the feed-forward layer, in elements."""
+    return 4 * model.hidden_size if model.ffn_hidden_size is None else model.ffn_hidden_size
+
+
+def max_position_embeddings(model: ModelConfig) -> int:
+    """Rows of the position table."""
+    return model.seq_length if model.max_position_embeddings is None else model.max_position_embeddings
+
+
+def padded_vocab_size(vocab_size: int, *, divisible_by: int, tensor_parallel_size: int) -> int:
+    """Rows of the embedding over all tensor-parallel ranks: the next multiple of divisible_by x degree."""
+    multiple = divisible_by * tensor_parallel_size
+    return -(-vocab_size // multiple) * multiple
+
+
+def model_parallel_size(config: RunConfig) -> int:
+    """Processes that hold one copy of the model."""
+    return config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
+
+
+def data_parallel_size(config: RunConfig, world_size: int) -> int:
+    """Copies of the model that are trained side by side."""
+    return world_size // model_parallel_size(config)
+
+
+def samples_per_micro_step(config: RunConfig, world_size: int) -> int:
+    """Samples that all data-parallel processes take together in one micro-batch each."""
+    return config.training.micro_batch_size * data_parallel_size(config, world_size)
+
+
+def global_batch_size(config: RunConfig, world_size: int) -> int:
+    """Samples of one step."""
+    given = config.training.global_batch_size
+    return samples_per_micro_step(config, world_size) if given is None else given
+
+
+def num_micro_batches(config: RunConfig, world_size: int) -> int:
+    """Micro-batches of one step on each data-parallel process (gradient accumulation)."""
+    return global_batch_size(config, world_size) // samples_per_micro_step(config, world_size)
+
+
+def train_iters(config: RunConfig, world_size: int) -> int:
+    """Steps of the whole run; samples that don't fill a last global batch are left over."""
+    if config.training.train_iters is not None:
+        return config.training.train_iters
+    assert config.training.train_samples is not None, "rules.check lets no run through without a length"
+    return config.training.train_samples // global_batch_size(config, world_size)
+
+
+def lr_decay_iters(config: RunConfig, world_size: int) -> int:
+    """Step at which the learning rate has come down to min_lr."""
+    given = config.optimizer.lr_decay_iters
+    return train_iters(config, world_size) if given is None else given
+
+
+def lr_warmup_iters(config: RunConfig, world_size: int) -> int:
+    """Steps of warm-up; a fraction is taken of the decay's length and rounded down."""
+    fraction = config.optimizer.lr_warmup_fraction
+    if fraction is None:
+        return config.optimizer.lr_warmup_iters
+    return int(fraction * lr_decay_iters(config, world_size))

@@ -1,0 +1,129 @@
+"""How a field of the configuration describes itself.
+
+A *setting* is one field of a section's dataclass.  Its declaration holds everything there is to know about it: name,
+type, default, range, help, unit and aliases.  The command line, its `--help`, the YAML file and the error messages are
+all made from `FieldInfo`, the description read back by `describe`.
+"""
+
+import types
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import ConfigDict, Field
+from pydantic.fields import FieldInfo as PydanticField
+
+# Sections refuse unknown names, NaN and infinity; a YAML scalar such as `split: 100` may stand for a string.
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True)
+
+REQUIRED: Any = ...
+
+
+def setting(
+    default: Any = REQUIRED,
+    *,
+    help: str,
+    unit: str = "",
+    aliases: tuple[str, ...] = (),
+    beyond: str = "",
+    **bounds: float,
+) -> Any:
+    """Declare a setting.
+
+    aliases: other flag names with the same meaning, without the two dashes.
+    beyond:  why values outside the range are refused, when a bound is not self-evident.
+    bounds:  ge, gt, le, lt.
+    """
+    extra: dict[str, Any] = {"unit": unit, "aliases": list(aliases), "beyond": beyond}
+    return Field(default, description=help, json_schema_extra=extra, **bounds)  # type: ignore[call-overload]
+
+
+@dataclass(frozen=True)
+class FieldInfo:
+    """A setting as the command line and the messages see it.
+
+    kind: "int", "float", "bool", "str", "path" or "list"; choices: the legal values as text, empty when free.
+    """
+
+    section: str
+    name: str
+    kind: str
+    choices: tuple[str, ...]
+    default: Any
+    required: bool
+    help: str
+    unit: str
+    aliases: tuple[str, ...]
+    beyond: str
+    bounds: tuple[tuple[str, float], ...]
+
+    @property
+    def flag(self) -> str:
+        """The flag's canonical spelling, `--tensor-model-parallel-size`."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def legal(self) -> str:
+        """What is accepted, as a phrase: "a whole number, at least 1"."""
+        if self.choices:
+            return "one of " + ", ".join(self.choices)
+        nouns = {
+            "int": "a whole number",
+            "float": "a number",
+            "bool": "true or false",
+            "str": "a text",
+            "path": "a path",
+            "list": "one or more texts",
+        }
+        bounds = dict(self.bounds)
+        if "ge" in bounds and bounds["ge"] == bounds.get("le"):
+            return f"{bounds['ge']:.12g}"
+        words = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "less than"}
+        return ", ".join([nouns[self.kind], *(f"{words[name]} {value:.12g}" for name, value in self.bounds)])
+
+
+def describe(section: str, cls: type) -> tuple[FieldInfo, ...]:
+    """The settings of the section's dataclass `cls`, in the order they are declared."""
+    fields: dict[str, PydanticField] = cls.__pydantic_fields__  # type: ignore[attr-defined]
+    return tuple(_describe_one(section, name, field) for name, field in fields.items())
+
+
+def _describe_one(section: str, name: str, field: PydanticField) -> FieldInfo:
+    extra = field.json_schema_extra
+    assert isinstance(extra, dict), f"{section}.{name} was not declared with setting()"
+    kind, choices = _kind(field.annotation)
+    return FieldInfo(
+        section=section,
+        name=name,
+        kind=kind,
+        choices=choices,
+        default=None if field.is_required() else field.default,
+        required=field.is_required(),
+        help=field.description or "",
+        unit=str(extra["unit"]),
+        aliases=tuple(str(alias) for alias in extra["aliases"]),  # type: ignore[union-attr]
+        beyond=str(extra["beyond"]),
+        bounds=tuple(_bounds(field)),
+    )
+
+
+def _kind(annotation: Any) -> tuple[str, tuple[str, ...]]:
+    """(kind, choices) of a type annotation; `X | None` counts as X."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        (annotation,) = (arg for arg in get_args(annotation) if arg is not type(None))
+    if get_origin(annotation) is Literal:
+        return "str", tuple(str(arg) for arg in get_args(annotation))
+    if get_origin(annotation) is tuple:
+        return "list", ()
+    return {int: "int", float: "float", bool: "bool", str: "str", Path: "path"}[annotation], ()
+
+
+def _bounds(field: PydanticField) -> list[tuple[str, float]]:
+    names = {Ge: "ge", Gt: "gt", Le: "le", Lt: "lt"}
+    return [
+        (name, getattr(constraint, name))
+        for constraint in field.metadata
+        for cls, name in names.items()
+        if isinstance(constraint, cls)
+    ]

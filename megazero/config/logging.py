@@ -1,0 +1,25 @@
+"""What a run reports, and where to."""
+
+from pathlib import Path
+
+from pydantic.dataclasses import dataclass
+
+from megazero.config.fields import STRICT, setting
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class LoggingConfig:
+    """Console, TensorBoard and a file of one JSON object a step."""
+
+    log_interval: int = setting(100, help="steps between lines on the console", unit="steps", ge=1)
+    metrics_file: Path | None = setting(
+        None, help="file that gets one JSON object a step, and one an evaluation, at full precision"
+    )
+    tensorboard_dir: Path | None = setting(None, help="folder for TensorBoard; without it, none is written")
+    tensorboard_queue_size: int = setting(
+        1000, help="TensorBoard: points kept before they are written", unit="points", ge=1
+    )
+    tensorboard_log_interval: int = setting(1, help="TensorBoard: steps between points", unit="steps", ge=1)
+    log_timers_to_tensorboard: bool = setting(False, help="TensorBoard: seconds spent in each part of a step")
+    log_validation_ppl_to_tensorboard: bool = setting(False, help="TensorBoard: perplexity beside the validation loss")
+    log_memory_to_tensorboard: bool = setting(False, help="TensorBoard: bytes of each kind of model state, and peak")

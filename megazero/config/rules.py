@@ -1,0 +1,260 @@
+"""Rules between settings, one small function each, and `check`, which tries them all.
+
+A rule takes the configuration and the world size (processes of the job) and yields a Problem for everything that breaks
+it: what was given, the rule, and the nearest legal values.  Ranges of single settings stand with the settings.
+Nothing here needs a process group or a device; of the file system only the existence of named files is asked.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+
+from megazero.config import derived, file_rules
+from megazero.config.run import RunConfig
+from megazero.config.validate import Unknown
+from megazero.errors import Problem
+
+Rule = Callable[[RunConfig, int], Iterable[Problem]]
+
+
+def check(config: RunConfig, world_size: int) -> tuple[Problem, ...]:
+    """Every problem between the settings.  A rule that needs a setting `config` doesn't know is passed over."""
+    return tuple(problem for rule in RULES for problem in _try(rule, config, world_size))
+
+
+def _try(rule: Rule, config: RunConfig, world_size: int) -> tuple[Problem, ...]:
+    try:
+        return tuple(rule(config, world_size))
+    except Unknown:
+        return ()
+
+
+# --- arithmetic of nearest values ------------------------------------------------------------------------------------
+
+
+def neighbours(value: int, step: int) -> tuple[int, ...]:
+    """The multiples of `step` on both sides of `value`, positive ones only, the nearer first."""
+    below = value // step * step
+    near = {candidate for candidate in (below, below + step) if candidate > 0}
+    return tuple(sorted(near, key=lambda candidate: abs(candidate - value)))
+
+
+def near_divisors(number: int, value: int) -> tuple[int, ...]:
+    """The divisors of `number` next to `value` on both sides, the nearer first."""
+    divisors = sorted({d for i in range(1, math.isqrt(number) + 1) if number % i == 0 for d in (i, number // i)})
+    below = [d for d in divisors if d <= value][-1:]
+    above = [d for d in divisors if d > value][:1]
+    return tuple(sorted({*below, *above}, key=lambda candidate: abs(candidate - value)))
+
+
+def _flags(flag: str, values: Iterable[int]) -> str:
+    return ", ".join(f"{flag} {value}" for value in values)
+
+
+# --- model and layout ------------------------------------------------------------------------------------------------
+
+
+def heads_divide_hidden_size(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    hidden, heads = config.model.hidden_size, config.model.num_attention_heads
+    if hidden % heads:
+        yield Problem(
+            f"--hidden-size {hidden} --num-attention-heads {heads}",
+            "every head has the same width: num_attention_heads divides hidden_size",
+            _flags("--num-attention-heads", near_divisors(hidden, heads))
+            + ", "
+            + _flags("--hidden-size", neighbours(hidden, heads)),
+        )
+
+
+def tensor_parallel_divides_heads(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    heads, degree = config.model.num_attention_heads, config.parallel.tensor_model_parallel_size
+    if heads % degree:
+        yield Problem(
+            f"--tensor-model-parallel-size {degree} --num-attention-heads {heads}",
+            "a head lives on one process: tensor_model_parallel_size divides num_attention_heads",
+            _flags("--tensor-model-parallel-size", near_divisors(heads, degree)),
+        )
+
+
+def tensor_parallel_divides_ffn(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    inner, degree = derived.ffn_hidden_size(config.model), config.parallel.tensor_model_parallel_size
+    if inner % degree:
+        yield Problem(
+            f"--tensor-model-parallel-size {degree} with feed-forward width {inner}",
+            "every process has an equal part of the feed-forward layer: tensor_model_parallel_size divides its width",
+            _flags("--ffn-hidden-size", neighbours(inner, degree)),
+        )
+
+
+def positions_cover_sequence(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    rows, length = config.model.max_position_embeddings, config.model.seq_length
+    if rows is not None and length > rows:
+        yield Problem(
+            f"--seq-length {length} --max-position-embeddings {rows}",
+            "every token of a sample has a position: seq_length is at most max_position_embeddings",
+            f"--seq-length {rows}, --max-position-embeddings {length}",
+        )
+
+
+def layout_divides_world(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    tensor, pipeline = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
+    if world_size % (tensor * pipeline):
+        yield Problem(
+            f"{world_size} processes with --tensor-model-parallel-size {tensor}"
+            f" --pipeline-model-parallel-size {pipeline}",
+            "copies of the model fill the job: tensor size x pipeline size divides the number of processes",
+            ", ".join(f"{count} processes" for count in neighbours(world_size, tensor * pipeline))
+            + ", "
+            + _flags("--tensor-model-parallel-size", near_divisors(max(world_size // pipeline, 1), tensor)),
+        )
+
+
+def backend_fits_device(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    legal = {"nccl": "cuda", "gloo": "cpu"}
+    backend, device = config.parallel.distributed_backend, config.parallel.device
+    if device != "auto" and legal.get(backend, device) != device:
+        other = next(name for name, kind in legal.items() if kind == device)
+        yield Problem(
+            f"--distributed-backend {backend} --device {device}",
+            "nccl moves GPU memory, gloo moves CPU memory",
+            f"--distributed-backend {other}, --device {legal[backend]}",
+        )
+
+
+# --- batch and length ------------------------------------------------------------------------------------------------
+
+
+def micro_batches_fill_global_batch(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    given = config.training.global_batch_size
+    if given is None or world_size % derived.model_parallel_size(config):
+        return
+    micro, copies = config.training.micro_batch_size, derived.data_parallel_size(config, world_size)
+    if given % (micro * copies):
+        yield Problem(
+            f"--global-batch-size {given} with --micro-batch-size {micro} on {copies} data-parallel processes",
+            f"a step is a whole number of micro-batches everywhere: {micro} x {copies} divides global_batch_size",
+            _flags("--global-batch-size", neighbours(given, micro * copies)),
+        )
+
+
+def length_is_given_once(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    steps, samples = config.training.train_iters, config.training.train_samples
+    if steps is None and samples is None:
+        yield Problem("neither --train-iters nor --train-samples", "a run has a length", "--train-iters N")
+    if steps is not None and samples is not None:
+        yield Problem(f"--train-iters {steps} and --train-samples {samples}", "a run has one length", "one of the two")
+
+
+def length_is_a_step(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    samples = config.training.train_samples
+    if samples is None or world_size % derived.model_parallel_size(config):
+        return
+    batch = derived.global_batch_size(config, world_size)
+    if samples < batch:
+        yield Problem(
+            f"--train-samples {samples}",
+            f"a run has at least one step, and a step has {batch} samples",
+            f"--train-samples {batch}",
+        )
+
+
+# --- learning rate ---------------------------------------------------------------------------------------------------
+
+
+def lr_is_above_its_end(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    lr, low = config.optimizer.lr, config.optimizer.min_lr
+    if low > lr:
+        yield Problem(f"--lr {lr:g} --min-lr {low:g}", "min_lr is at most lr", f"--min-lr {lr:g}, --lr {low:g}")
+
+
+def warmup_is_given_once(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    steps, fraction = config.optimizer.lr_warmup_iters, config.optimizer.lr_warmup_fraction
+    if steps and fraction is not None:
+        yield Problem(
+            f"--lr-warmup-iters {steps} and --lr-warmup-fraction {fraction:g}",
+            "warm-up has one length",
+            "one of the two",
+        )
+
+
+def warmup_ends_before_decay(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    has_length = config.training.train_iters is not None or config.training.train_samples is not None
+    if not has_length or world_size % derived.model_parallel_size(config):
+        return
+    warmup, decay = config.optimizer.lr_warmup_iters, derived.lr_decay_iters(config, world_size)
+    if warmup and decay and warmup >= decay:
+        yield Problem(
+            f"--lr-warmup-iters {warmup}",
+            f"warm-up ends before the decay does, at step {decay}",
+            f"--lr-warmup-iters {decay - 1}, --lr-decay-iters {warmup + 1}",
+        )
+
+
+def schedule_has_one_source(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    if config.optimizer.override_opt_param_scheduler and config.optimizer.use_checkpoint_opt_param_scheduler:
+        yield Problem(
+            "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler",
+            "the schedule is taken from here or from the checkpoint",
+            "one of the two",
+        )
+
+
+# --- precision -------------------------------------------------------------------------------------------------------
+
+
+def loss_scale_is_for_fp16(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    precision, scale = config.precision.precision, config.precision.loss_scale
+    if precision != "fp16" and scale is not None:
+        yield Problem(
+            f"--loss-scale {scale:g} with --precision {precision}",
+            "only fp16 gradients are so small that the loss is scaled",
+            "--precision fp16, or leave out --loss-scale",
+        )
+
+
+def loss_scales_are_ordered(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    first, least = config.precision.initial_loss_scale, config.precision.min_loss_scale
+    if first < least:
+        yield Problem(
+            f"--initial-loss-scale {first:g} --min-loss-scale {least:g}",
+            "the loss scale starts at or above its minimum",
+            f"--initial-loss-scale {least:g}, --min-loss-scale {first:g}",
+        )
+
+
+def fp32_gradients_are_wider(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    if config.precision.accumulate_allreduce_grads_in_fp32 and config.precision.precision == "fp64":
+        yield Problem(
+            "--accumulate-allreduce-grads-in-fp32 with --precision fp64",
+            "gradients are not accumulated in a narrower format than the model computes in",
+            "--precision fp32, --precision bf16, --precision fp16",
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    heads_divide_hidden_size,
+    tensor_parallel_divides_heads,
+    tensor_parallel_divides_ffn,
+    positions_cover_sequence,
+    layout_divides_world,
+    backend_fits_device,
+    micro_batches_fill_global_batch,
+    length_is_given_once,
+    length_is_a_step,
+    lr_is_above_its_end,
+    warmup_is_given_once,
+    warmup_ends_before_decay,
+    schedule_has_one_source,
+    loss_scale_is_for_fp16,
+    loss_scales_are_ordered,
+    fp32_gradients_are_wider,
+    file_rules.corpus_is_given_once,
+    file_rules.mixture_has_weights,
+    file_rules.split_is_shares,
+    file_rules.split_has_what_is_read,
+    file_rules.mock_data_has_a_vocabulary,
+    file_rules.tokenizer_has_its_files,
+    file_rules.folders_are_folders,
+    file_rules.saving_has_a_folder,
+    file_rules.loading_has_a_folder,
+    file_rules.tensorboard_has_a_folder,
+)

@@ -1,0 +1,32 @@
+"""Batch, length of the run, evaluation and planned exits."""
+
+from pydantic.dataclasses import dataclass
+
+from megazero.config.fields import STRICT, setting
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TrainingConfig:
+    """A step takes one global batch: each data-parallel process runs its share as micro-batches."""
+
+    micro_batch_size: int = setting(
+        help="samples of one forward pass on one data-parallel process",
+        unit="samples",
+        aliases=("batch-size",),
+        ge=1,
+    )
+    global_batch_size: int | None = setting(
+        None, help="samples of one step; without it, micro_batch_size x data-parallel size", unit="samples", ge=1
+    )
+    train_iters: int | None = setting(None, help="length of the run; or give train_samples", unit="steps", ge=1)
+    train_samples: int | None = setting(None, help="length of the run; or give train_iters", unit="samples", ge=1)
+    seed: int = setting(1234, help="fixes initial weights, order of the samples and dropout", ge=0, lt=2**32)
+    eval_iters: int = setting(100, help="global batches of one evaluation; 0 evaluates nothing", unit="steps", ge=0)
+    eval_interval: int = setting(1000, help="steps between evaluations", unit="steps", ge=1)
+    eval_at_start: bool = setting(False, help="evaluate before the first step as well")
+    exit_interval: int | None = setting(
+        None, help="save and exit at the next step that this divides", unit="steps", ge=1
+    )
+    exit_duration_in_mins: float | None = setting(
+        None, help="save and exit once the run has taken this long", unit="minutes", gt=0
+    )

@@ -1,0 +1,76 @@
+"""What a run prints: one voice for many ranks, and progress for anything that takes longer than five seconds.
+
+Only the process with rank 0 speaks; every other one is silent unless it has an error of its own.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from megazero.errors import UserError
+
+T = TypeVar("T")
+
+_SILENCE_SECONDS = 5.0
+
+
+def launcher_rank() -> int:
+    """This process's rank as torchrun or srun tells it; 0 when started by hand."""
+    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+
+
+class Console:
+    """Prints lines on one rank only."""
+
+    def __init__(self, rank: int | None = None) -> None:
+        self.rank = launcher_rank() if rank is None else rank
+        self.speaks = self.rank == 0
+        # A pipe has no width: rich would wrap log lines at 80 columns, which breaks everyone's grep.
+        width = None if sys.stdout.isatty() else 10_000
+        self._rich = RichConsole(highlight=False, markup=False, emoji=False, soft_wrap=True, width=width)
+
+    def line(self, text: str = "") -> None:
+        """Print one line (or several, joined by newlines) on the speaking rank."""
+        if self.speaks:
+            self._rich.print(text)
+            sys.stdout.flush()
+
+    def track(self, items: Iterable[T], *, total: int | None, description: str) -> Iterator[T]:
+        """Yield `items` under a progress bar with an ETA (only on a terminal; a pipe gets no bar)."""
+        if not self.speaks or not sys.stdout.isatty():
+            yield from items
+            return
+        with self.progress() as progress:
+            yield from progress.track(items, total=total, description=description)
+
+    def progress(self) -> Progress:
+        """A progress display with count, elapsed time and time remaining; a context manager."""
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        return Progress(*columns, console=self._rich, transient=True, disable=not (self.speaks and sys.stdout.isatty()))
+
+
+def run_program(main: Callable[[], int | None]) -> int:
+    """Run a program's `main` and return its exit code; user errors are printed without a traceback, once per job."""
+    try:
+        return main() or 0
+    except UserError as error:
+        if launcher_rank() != 0:
+            # Usually every rank has found the same.  Rank 0 says it and exits, whereupon the launcher ends this
+            # process; if it is still here after a while, rank 0 knows nothing of the error.
+            time.sleep(_SILENCE_SECONDS)
+        print(error.render(), file=sys.stderr, flush=True)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        return 130

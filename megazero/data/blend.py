@@ -1,0 +1,121 @@
+"""Mixtures: which corpus gives sample k, as a pure function of k.
+
+The corpora are the leaves of a binary tree.  At every node the first m samples that reach it are dealt out so that
+round(m * w) of them went left, w being the left side's share of the node's weight.  This count grows by 0 or 1 with m,
+so sample number m goes left exactly when the count grows, and the count is its number on that side.  Walking down from
+the root takes log2(corpora) divisions of exact integers: no table, no loop over earlier samples, and every corpus gives
+its samples 0, 1, 2, ... without gap.  A node is never off by more than half a sample, so after k samples a corpus is
+off its share by less than the depth of the tree.
+"""
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megazero.data.samples import Samples
+from megazero.errors import DataError, Problem
+
+
+class Choice(NamedTuple):
+    """Where a sample of the mixture comes from."""
+
+    corpus: int
+    sample: int  # its number within the corpus: how many earlier ones the corpus gave
+
+
+class WeightedPrefix(NamedTuple):
+    """A corpus of a mixture; weight None: in proportion to its size."""
+
+    prefix: str
+    weight: Fraction | None
+
+
+class Blend:
+    """The order in which corpora with the given positive weights take turns."""
+
+    def __init__(self, weights: Sequence[Fraction | int]) -> None:
+        assert weights and all(weight > 0 for weight in weights), "weights are positive"
+        self._size = len(weights)
+        self._shares = dict(_left_shares([Fraction(weight) for weight in weights], 0, len(weights)))
+
+    def choose(self, k: int) -> Choice:
+        """The corpus of sample k and the sample's number within it."""
+        first, stop, index = 0, self._size, k
+        while stop - first > 1:
+            middle = (first + stop) // 2
+            share = self._shares[first, stop]
+            left, left_after = _rounded(index, share), _rounded(index + 1, share)
+            if left_after > left:
+                stop, index = middle, left
+            else:
+                first, index = middle, index - left
+        return Choice(first, index)
+
+
+class BlendedSamples:
+    """Samples of several corpora, mixed by weight."""
+
+    def __init__(self, sources: Sequence[Samples], weights: Sequence[Fraction | int]) -> None:
+        assert len({source.seq_length for source in sources}) == 1, "corpora of a mixture share one sequence length"
+        self._sources = tuple(sources)
+        self._blend = Blend(weights)
+
+    @property
+    def seq_length(self) -> int:
+        """Inputs in a sample."""
+        return self._sources[0].seq_length
+
+    def sample(self, k: int) -> NDArray[np.int64]:
+        """Sample k of the mixture: int64 [seq_length + 1]."""
+        corpus, number = self._blend.choose(k)
+        return self._sources[corpus].sample(number)
+
+
+def parse_data_path(items: Sequence[str]) -> tuple[WeightedPrefix, ...]:
+    """Read --data-path: one prefix, several prefixes, or "weight prefix weight prefix ...".
+
+    Several prefixes without weights are mixed in proportion to their sizes.  Raises DataError naming every bad item.
+    """
+    if not items:
+        raise DataError(Problem("--data-path", "takes at least one prefix", "PREFIX, or WEIGHT PREFIX WEIGHT PREFIX"))
+    weights = [_number(item) for item in items[0::2]]
+    if len(items) == 1 or not any(weight is not None for weight in weights):
+        return tuple(WeightedPrefix(item, None) for item in items)
+    problems = [
+        Problem(f"--data-path {' '.join(items)}: weight {item}", "weights are numbers above 0", "for instance 0.3")
+        for item, weight in zip(items[0::2], weights, strict=True)
+        if weight is None or weight <= 0
+    ]
+    if len(items) % 2:
+        problems.append(Problem(f"--data-path {' '.join(items)}", "every weight is followed by a prefix"))
+    if problems:
+        raise DataError(*problems)
+    return tuple(WeightedPrefix(prefix, weight) for prefix, weight in zip(items[1::2], weights, strict=True))
+
+
+def _left_shares(weights: list[Fraction], first: int, stop: int) -> list[tuple[tuple[int, int], Fraction]]:
+    """((first, stop), left half's share) for every inner node of the tree over [first, stop)."""
+    if stop - first < 2:
+        return []
+    middle = (first + stop) // 2
+    share = sum(weights[first:middle], Fraction()) / sum(weights[first:stop], Fraction())
+    return [
+        ((first, stop), share),
+        *_left_shares(weights, first, middle),
+        *_left_shares(weights, middle, stop),
+    ]
+
+
+def _rounded(count: int, share: Fraction) -> int:
+    """count * share to the nearest integer, halves up; exact."""
+    return (2 * count * share.numerator + share.denominator) // (2 * share.denominator)
+
+
+def _number(text: str) -> Fraction | None:
+    try:
+        return Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        return None

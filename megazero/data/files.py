@@ -1,0 +1,84 @@
+"""Files that appear whole or not at all.
+
+An *aside file* is written under a temporary name next to its destination, flushed to the disk, and then renamed over
+the destination in one step.  A reader sees the old file or the new one, never half of either.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from megazero.errors import DataError, Problem
+
+
+class AsideFile:
+    """A file being written next to `path`; `publish` gives it its name, `discard` removes it.
+
+    Raises DataError when the folder cannot be made or written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.stream: IO[bytes] = open(self._aside, "wb")  # noqa: SIM115 (lives until publish or discard)
+        except OSError as error:
+            raise cannot_write(path, error) from error
+
+    def seal(self) -> None:
+        """Bring every byte to the disk and close; the file still has its temporary name."""
+        try:
+            self.stream.flush()
+            os.fsync(self.stream.fileno())
+            self.stream.close()
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
+
+    def publish(self) -> None:
+        """Rename to the final name and make the rename itself durable."""
+        if not self.stream.closed:
+            self.seal()
+        os.replace(self._aside, self.path)
+        sync_folder(self.path.parent)
+
+    def discard(self) -> None:
+        """Remove what was written; harmless after `publish`."""
+        with suppress(OSError):
+            self.stream.close()
+        with suppress(FileNotFoundError):
+            self._aside.unlink()
+
+
+@contextmanager
+def written_aside(path: Path) -> Iterator[IO[bytes]]:
+    """A binary stream that becomes `path` when the block ends well and leaves no trace when it does not."""
+    aside = AsideFile(path)
+    try:
+        yield aside.stream
+        aside.publish()
+    except OSError as error:
+        raise cannot_write(path, error) from error
+    finally:
+        aside.discard()
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in `folder` durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def cannot_write(path: Path, error: OSError) -> DataError:
+    """The error for a destination that refuses to be written."""
+    return DataError(Problem(str(path), f"must be writable: {error.strerror or error}", "another path, or free space"))
+
+
+def cannot_read(path: Path, error: OSError) -> DataError:
+    """The error for a file that refuses to be read."""
+    return DataError(Problem(str(path), f"must be a readable file: {error.strerror or error}"))

@@ -1,0 +1,165 @@
+"""Batches: the samples of a step, cut into micro-batches, read ahead of time in the background.
+
+Step i of a run with global batch size B takes samples [i * B, (i + 1) * B), whatever the layout.  They are dealt out in
+runs of one micro-batch: with D data-parallel ranks and micro-batch size b, micro-batch m of rank d starts at sample
+
+    first + (m * D + d) * b
+
+so a layout decides who reads a sample, never which samples a step has.  The state of a loader is one integer: the
+number of samples consumed.
+"""
+
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megazero.data.samples import Samples
+
+# How often a thread that waits for room looks whether it should stop.
+POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """How the samples of a step are dealt out, and which of them belong to this data-parallel rank.
+
+    masked_token: positions whose input is this id do not count in the loss (--eod-mask-loss); None: all count.
+    """
+
+    global_batch_size: int
+    micro_batch_size: int
+    data_rank: int = 0
+    data_size: int = 1
+    masked_token: int | None = None
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.data_rank < self.data_size, f"rank {self.data_rank} of {self.data_size}"
+        assert self.global_batch_size % (self.micro_batch_size * self.data_size) == 0, (
+            f"global batch {self.global_batch_size} is not a multiple of micro-batch {self.micro_batch_size} x "
+            f"data-parallel size {self.data_size}"
+        )
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of one rank in one step."""
+        return self.global_batch_size // (self.micro_batch_size * self.data_size)
+
+    def first_samples(self, first_sample: int) -> list[int]:
+        """First sample of every micro-batch of this rank in the step that starts at `first_sample`."""
+        return [
+            first_sample + (index * self.data_size + self.data_rank) * self.micro_batch_size
+            for index in range(self.num_micro_batches)
+        ]
+
+
+class MicroBatch(NamedTuple):
+    """Samples [first_sample, first_sample + b): b rows of s tokens."""
+
+    first_sample: int
+    tokens: Tensor  # int64 [b, s]
+    labels: Tensor  # int64 [b, s]: the token after each input
+    loss_mask: Tensor | None  # float32 [b, s], 1 where the loss counts; None: everywhere
+
+
+class StepBatch(NamedTuple):
+    """This rank's micro-batches of the step that starts at `first_sample`."""
+
+    first_sample: int
+    micro_batches: list[MicroBatch]
+
+
+def build_step_batch(source: Samples, first_sample: int, layout: BatchLayout) -> StepBatch:
+    """The batch of the step that starts at sample `first_sample`; raises what `source.sample` raises."""
+    return StepBatch(
+        first_sample, [_micro_batch(source, first, layout) for first in layout.first_samples(first_sample)]
+    )
+
+
+def _micro_batch(source: Samples, first: int, layout: BatchLayout) -> MicroBatch:
+    rows = np.stack([source.sample(first + row) for row in range(layout.micro_batch_size)])  # [b, s + 1]
+    tokens = torch.from_numpy(np.ascontiguousarray(rows[:, :-1]))
+    labels = torch.from_numpy(np.ascontiguousarray(rows[:, 1:]))
+    mask = None if layout.masked_token is None else (tokens != layout.masked_token).float()
+    return MicroBatch(first, tokens, labels, mask)
+
+
+class BatchLoader:
+    """An endless iterator over StepBatches that reads `prefetch` steps ahead in one background thread.
+
+    An error of the source is raised by the `next` that would have returned its batch.  With prefetch 0 there is no
+    thread.  Close it, or use it as a context manager.
+    """
+
+    def __init__(self, source: Samples, layout: BatchLayout, *, start_sample: int = 0, prefetch: int = 2) -> None:
+        self._source = source
+        self._layout = layout
+        self._consumed = start_sample
+        self._closing = threading.Event()
+        self._ready: queue.Queue[StepBatch | Exception] = queue.Queue(maxsize=max(1, prefetch))
+        self._failure: Exception | None = None
+        self._thread: threading.Thread | None = None
+        if prefetch > 0:
+            self._thread = threading.Thread(target=self._read_ahead, args=(start_sample,), daemon=True, name="batches")
+            self._thread.start()
+
+    @property
+    def consumed_samples(self) -> int:
+        """The state: samples of all ranks in the steps handed out so far, from the start of the run."""
+        return self._consumed
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        return self
+
+    def __next__(self) -> StepBatch:
+        """This rank's part of the next step."""
+        batch = self._next_ready() if self._thread else build_step_batch(self._source, self._consumed, self._layout)
+        self._consumed += self._layout.global_batch_size
+        return batch
+
+    def close(self) -> None:
+        """Stop the thread and drop what it read; the loader cannot be used afterwards."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self.close()
+
+    def _next_ready(self) -> StepBatch:
+        assert not self._closing.is_set(), "the loader is closed"
+        if self._failure is None:
+            item = self._ready.get()
+            if isinstance(item, StepBatch):
+                return item
+            self._failure = item
+        raise self._failure
+
+    def _read_ahead(self, first_sample: int) -> None:
+        while not self._closing.is_set():
+            item = self._build(first_sample)
+            self._offer(item)
+            if isinstance(item, Exception):
+                return
+            first_sample += self._layout.global_batch_size
+
+    def _build(self, first_sample: int) -> StepBatch | Exception:
+        try:
+            return build_step_batch(self._source, first_sample, self._layout)
+        except Exception as error:  # whatever it is, it belongs to the caller of next
+            return error
+
+    def _offer(self, item: StepBatch | Exception) -> None:
+        while not self._closing.is_set():
+            try:
+                return self._ready.put(item, timeout=POLL_SECONDS)
+            except queue.Full:
+                continue

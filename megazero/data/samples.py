@@ -1,0 +1,146 @@
+"""Samples: which tokens are sample k of the run, as a pure function of (seed, k).
+
+A *split* cuts a corpus into three contiguous ranges of sequences (train, valid, test).  The tokens of a range, taken
+as one long row, give n = (tokens - 1) // seq_length samples of seq_length + 1 tokens; neighbours share one token, the
+label of the one and the first input of the other:
+
+    tokens     t0 t1 t2 t3 t4 t5 t6 t7 t8 t9        seq_length 4, n = 2
+    sample 0   [-------------]
+    sample 1               [-------------]
+
+An *epoch* is one pass over the n samples in an order of its own: sample k of the run is sample
+permutation(seed, stream, k // n)[k mod n] of the range.  Nothing is stored, so nothing can be stale, and going on at
+any k costs nothing.  Sequences lie back to back (checked at open), so a sample is one slice of the file.
+"""
+
+import re
+from itertools import accumulate, pairwise
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megazero.data.indexed_dataset import IndexedDataset
+from megazero.data.permutation import Permutation
+from megazero.errors import DataError, Problem
+
+SPLIT_NAMES = ("train", "valid", "test")
+SPLIT_PATTERN = re.compile(r"\s*(\d+(\.\d*)?|\.\d+)\s*")
+
+
+class Split(NamedTuple):
+    """Shares of train, valid and test; they add up to 1."""
+
+    train: float
+    valid: float
+    test: float
+
+
+class SplitRanges(NamedTuple):
+    """Contiguous ranges of sequences."""
+
+    train: range
+    valid: range
+    test: range
+
+
+class Samples(Protocol):
+    """An endless row of samples; sample k is the same in every process of every run with this seed."""
+
+    @property
+    def seq_length(self) -> int:
+        """Inputs in a sample."""
+        ...
+
+    def sample(self, k: int) -> NDArray[np.int64]:
+        """Sample k: int64 [seq_length + 1]."""
+        ...
+
+
+def parse_split(text: str) -> Split:
+    """Read "969,30,1": up to three weights, normalised to 1; those left out are 0, so "1" gives all to train.
+
+    Raises DataError for anything else.
+    """
+    parts = text.split(",")
+    legal = "three weights such as 969,30,1 or 0.9,0.1,0"
+    if len(parts) > len(SPLIT_NAMES) or not all(SPLIT_PATTERN.fullmatch(part) for part in parts):
+        raise DataError(Problem(f"--split {text}", "is one to three numbers >= 0 with commas between", legal))
+    weights = [float(part) for part in parts] + [0.0] * (len(SPLIT_NAMES) - len(parts))
+    total = sum(weights)
+    if total <= 0:
+        raise DataError(Problem(f"--split {text}", "gives at least one split a weight above 0", legal))
+    return Split(*(weight / total for weight in weights))
+
+
+def split_sequences(num_sequences: int, split: Split) -> SplitRanges:
+    """Cut [0, num_sequences) at the rounded cumulative shares, as Megatron-LM does (halves go to the even number)."""
+    cuts = [0, *(round(min(share, 1.0) * num_sequences) for share in accumulate(split))]
+    cuts[-1] = num_sequences
+    return SplitRanges(*(range(first, last) for first, last in pairwise(cuts)))
+
+
+class SampleSource:
+    """The samples of a range of one corpus.
+
+    stream: keeps the orders of several corpora (or splits) of one run apart.
+    Raises DataError when the range holds no whole sample, and, while reading, for a token outside the vocabulary.
+    """
+
+    def __init__(
+        self,
+        dataset: IndexedDataset,
+        *,
+        sequences: range,
+        seq_length: int,
+        seed: int,
+        vocab_size: int,
+        stream: int = 0,
+    ) -> None:
+        self._dataset = dataset
+        self._seq_length = seq_length
+        self._key = (seed, stream)
+        self._vocab_size = vocab_size
+        self._start = dataset.sequence_start(sequences.start)
+        self.num_tokens = dataset.sequence_start(sequences.stop) - self._start
+        self.samples_per_epoch = max(0, self.num_tokens - 1) // seq_length
+        if self.samples_per_epoch == 0:
+            raise _no_sample(self, dataset.prefix, len(sequences))
+
+    @property
+    def seq_length(self) -> int:
+        """Inputs in a sample."""
+        return self._seq_length
+
+    def sample(self, k: int) -> NDArray[np.int64]:
+        """Sample k of the run: int64 [seq_length + 1]."""
+        start = self._start + self._place(k) * self._seq_length
+        tokens = self._dataset.tokens(start, start + self._seq_length + 1).astype(np.int64)
+        if tokens.min() < 0 or tokens.max() >= self._vocab_size:
+            raise self._outside_vocabulary(start, tokens)
+        return tokens
+
+    def _place(self, k: int) -> int:
+        epoch, index = divmod(k, self.samples_per_epoch)
+        return Permutation(self.samples_per_epoch, (*self._key, epoch))[index]
+
+    def _outside_vocabulary(self, start: int, tokens: NDArray[np.int64]) -> DataError:
+        offset = int(np.argmax((tokens < 0) | (tokens >= self._vocab_size)))
+        document, position = self._dataset.place(start + offset)
+        return DataError(
+            Problem(
+                f"{self._dataset.prefix}: document {document}, position {position}: token {tokens[offset]}",
+                f"token ids are at least 0 and below the vocabulary size {self._vocab_size}",
+                "the vocabulary the corpus was preprocessed with, or a corpus preprocessed with this one",
+            )
+        )
+
+
+def _no_sample(source: SampleSource, prefix: str, num_sequences: int) -> DataError:
+    return DataError(
+        Problem(
+            f"{prefix}: {num_sequences} sequences with {source.num_tokens} tokens in this part of the corpus",
+            f"a sample takes {source.seq_length + 1} tokens (--seq-length {source.seq_length} and one label)",
+            f"a --seq-length below {source.num_tokens}" if source.num_tokens > 1 else "a larger share, or more text",
+        )
+    )

@@ -1,0 +1,94 @@
+"""The sidecar: what a token file cannot say about itself, in `PREFIX.json` beside `PREFIX.bin` and `PREFIX.idx`.
+
+It tells which tokenizer made the tokens, so that a wrong vocabulary is found before a run starts, and how many bytes of
+text they stand for, so that a loss can be given in bits per byte.  A corpus without one (made by another tool) is
+usable; one whose counts disagree with the index belongs to other data and is refused.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from megazero.data.files import cannot_read, written_aside
+from megazero.data.indexed_dataset import IndexedDataset
+from megazero.errors import DataError, Problem
+
+
+@dataclass(frozen=True)
+class Sidecar:
+    """Facts about one corpus; counts are of the whole corpus.
+
+    text_bytes: UTF-8 bytes of the documents' text; end-of-document tokens stand for none.
+    tokenizer_files: SHA-256 by the name of the flag's field ("tokenizer_model").
+    """
+
+    documents: int
+    sequences: int
+    tokens: int
+    text_bytes: int
+    tokenizer_type: str
+    vocab_size: int
+    eod: int
+    append_eod: bool
+    tokenizer_files: Mapping[str, str]
+
+    def bits_per_byte(self, loss: float) -> float:
+        """A mean loss in nats a token, as bits for every byte of text; nan for a corpus without text."""
+        return loss / math.log(2) * self.tokens / self.text_bytes if self.text_bytes else math.nan
+
+
+def sidecar_path(prefix: str | Path) -> Path:
+    """Where the sidecar of a corpus is."""
+    return Path(f"{prefix}.json")
+
+
+def write_sidecar(prefix: str | Path, sidecar: Sidecar) -> None:
+    """Write it, atomically."""
+    with written_aside(sidecar_path(prefix)) as stream:
+        stream.write(json.dumps(asdict(sidecar), indent=2).encode() + b"\n")
+
+
+def read_sidecar(dataset: IndexedDataset) -> Sidecar | None:
+    """The sidecar of an open corpus, or None; raises DataError if it is damaged or of other data."""
+    path = sidecar_path(dataset.prefix)
+    if not path.is_file():
+        return None
+    sidecar = _parse(path)
+    told = (sidecar.documents, sidecar.sequences, sidecar.tokens)
+    found = (dataset.num_documents, dataset.num_sequences, dataset.num_tokens)
+    if told != found:
+        raise DataError(
+            Problem(
+                f"{path}: documents, sequences, tokens {told}; the corpus has {found}",
+                "a sidecar describes the corpus beside it",
+                "preprocess again, or remove the .json (vocabulary and bits per byte are then unknown)",
+            )
+        )
+    return sidecar
+
+
+def _parse(path: Path) -> Sidecar:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise cannot_read(path, error) from error
+    except ValueError as error:
+        raise DataError(Problem(str(path), f"is a JSON object: {error}", "preprocess again, or remove it")) from error
+    problems = _field_problems(path, content)
+    if problems:
+        raise DataError(*problems)
+    return Sidecar(**{field.name: content[field.name] for field in fields(Sidecar)})
+
+
+def _field_problems(path: Path, content: Any) -> list[Problem]:
+    if not isinstance(content, dict):
+        return [Problem(str(path), "is a JSON object", "preprocess again, or remove it")]
+    kinds: dict[str, type] = {"tokenizer_type": str, "append_eod": bool, "tokenizer_files": dict}
+    return [
+        Problem(f"{path}: {field.name} {content.get(field.name)!r}", f"is of type {kind.__name__}", "preprocess again")
+        for field in fields(Sidecar)
+        if type(content.get(field.name)) is not (kind := kinds.get(field.name, int))
+    ]

@@ -1,0 +1,99 @@
+"""Folders of source files as a corpus of text: one JSON object a line, one file each.
+
+Files come in the order of a hash of their names, so any contiguous part of the corpus (a held-out split, say) is a fair
+sample of the whole, on every machine.
+"""
+
+import json
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatch
+from hashlib import blake2b
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from megazero.data.files import cannot_read, written_aside
+from megazero.errors import DataError, Problem
+
+# Installed packages are not the standard library; its tests are tables of cases more than text.
+STDLIB_EXCLUDED = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test")
+
+
+class SourceFile(NamedTuple):
+    """A file and the name it gets in the corpus: relative, with / between folders."""
+
+    name: str
+    path: Path
+
+
+class SourceSummary(NamedTuple):
+    """What was written.  skipped: files that are not UTF-8, or hold white space alone."""
+
+    documents: int
+    text_bytes: int
+    skipped: int
+
+
+def find_sources(roots: Sequence[Path], patterns: Sequence[str], excluded: Sequence[str]) -> list[SourceFile]:
+    """Files below `roots` whose name matches one of `patterns`, in hashed order.
+
+    excluded: patterns too; a file is left out when one matches its relative name or any folder or file name in it.
+    A root that is a file is taken whatever its name.  Raises DataError for missing roots, or when nothing is found.
+    """
+    missing = [Problem(f"--input {root}", "must be a folder or a file") for root in roots if not root.exists()]
+    if missing:
+        raise DataError(*missing)
+    found = [source for root in roots for source in _walk(root, patterns) if not _matches(source.name, excluded)]
+    if not found:
+        where = ", ".join(map(str, roots))
+        raise DataError(Problem(f"--input {where} --glob {' '.join(patterns)}", "some file matches"))
+    return sorted(found, key=_hashed)
+
+
+def find_stdlib() -> list[SourceFile]:
+    """The sources of the running interpreter's standard library, without tests and installed packages."""
+    return find_sources([Path(sysconfig.get_paths()["stdlib"])], ["*.py"], STDLIB_EXCLUDED)
+
+
+def write_jsonl(sources: Iterable[SourceFile], output: Path) -> SourceSummary:
+    """Write {"text": ..., "name": ...} lines, atomically."""
+    documents = text_bytes = skipped = 0
+    with written_aside(output) as stream:
+        for source in sources:
+            text = _text(source.path)
+            if text is None:
+                skipped += 1
+                continue
+            stream.write(json.dumps({"text": text, "name": source.name}, ensure_ascii=False).encode() + b"\n")
+            documents += 1
+            text_bytes += len(text.encode())
+        if not documents:
+            raise DataError(Problem(f"--output {output}: {skipped} files, none of them text", "some file is UTF-8"))
+    return SourceSummary(documents, text_bytes, skipped)
+
+
+def _walk(root: Path, patterns: Sequence[str]) -> Iterator[SourceFile]:
+    if root.is_file():
+        yield SourceFile(root.name, root)
+        return
+    for path in root.rglob("*"):
+        if path.is_file() and any(fnmatch(path.name, pattern) for pattern in patterns):
+            yield SourceFile(path.relative_to(root).as_posix(), path)
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch(part, pattern) for pattern in patterns for part in (name, *PurePosixPath(name).parts))
+
+
+def _hashed(source: SourceFile) -> tuple[bytes, str]:
+    return blake2b(source.name.encode(errors="surrogateescape"), digest_size=16).digest(), str(source.path)
+
+
+def _text(path: Path) -> str | None:
+    try:
+        text = path.read_bytes().decode()
+    except UnicodeDecodeError:
+        return None
+    except OSError as error:
+        raise cannot_read(path, error) from error
+    return text if text.strip() else None

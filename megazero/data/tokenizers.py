@@ -1,0 +1,224 @@
+"""Tokenizers: text to ids and back, thin adapters over the `tokenizers` and `sentencepiece` libraries.
+
+Every tokenizer knows its *end-of-document* id (eod), which preprocessing puts after a document on request.
+
+    GPT2BPETokenizer         byte-level BPE from --vocab-file and --merge-file; eod is <|endoftext|>, and that literal
+                             text inside a document becomes the id as well (Megatron-LM's reading)
+    SentencePieceTokenizer   --tokenizer-model; eod is the model's end-of-sentence piece; if it has none, a piece
+                             called <|endoftext|>, <eod> or <EOD>; if it has none of these, one id more than the model
+    ByteTokenizer            the 256 bytes of UTF-8; eod is 256
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from sentencepiece import SentencePieceProcessor
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as HuggingFaceTokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+
+from megazero.data.files import cannot_read
+from megazero.errors import DataError, Problem
+
+GPT2_BPE = "GPT2BPETokenizer"
+SENTENCE_PIECE = "SentencePieceTokenizer"
+BYTE = "ByteTokenizer"
+# The files each type reads, by flag.
+FILES = {GPT2_BPE: ("vocab_file", "merge_file"), SENTENCE_PIECE: ("tokenizer_model",), BYTE: ()}
+
+END_OF_TEXT = "<|endoftext|>"
+EOD_PIECES = (END_OF_TEXT, "<eod>", "<EOD>")
+
+
+class Tokenizer(Protocol):
+    """Ids are in [0, vocab_size); eod is one of them."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, eod included."""
+        ...
+
+    @property
+    def eod(self) -> int:
+        """The end-of-document id."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, without any added id."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids; eod reads as <|endoftext|>, bytes that are not UTF-8 as U+FFFD."""
+        ...
+
+
+@dataclass(frozen=True)
+class TokenizerSpec:
+    """Which tokenizer, from which files; what the tokenizer flags say."""
+
+    type: str
+    vocab_file: str | None = None
+    merge_file: str | None = None
+    tokenizer_model: str | None = None
+
+    def files(self) -> dict[str, Path]:
+        """The files this type reads, by field name; raises DataError for an unknown type or missing files."""
+        if self.type not in FILES:
+            raise DataError(Problem(f"--tokenizer-type {self.type}", "is a known tokenizer", ", ".join(FILES)))
+        given = {name: getattr(self, name) for name in FILES[self.type]}
+        problems = [_file_problem(self.type, name, path) for name, path in given.items()]
+        if found := [problem for problem in problems if problem]:
+            raise DataError(*found)
+        return {name: Path(path) for name, path in given.items()}
+
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of every file, in hexadecimal, by field name."""
+        return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in self.files().items()}
+
+
+def load_tokenizer(spec: TokenizerSpec) -> Tokenizer:
+    """The tokenizer of `spec`; raises DataError for an unknown type and for missing or damaged files."""
+    files = spec.files()
+    if spec.type == GPT2_BPE:
+        return Gpt2BpeTokenizer(files["vocab_file"], files["merge_file"])
+    if spec.type == SENTENCE_PIECE:
+        return SentencePieceTokenizer(files["tokenizer_model"])
+    return ByteTokenizer()
+
+
+class ByteTokenizer:
+    """One id a byte."""
+
+    vocab_size = 257
+    eod = 256
+
+    def encode(self, text: str) -> list[int]:
+        """UTF-8 bytes."""
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of bytes."""
+        pieces = (END_OF_TEXT.encode() if token == self.eod else bytes((token,)) for token in ids)
+        return b"".join(pieces).decode(errors="replace")
+
+
+class Gpt2BpeTokenizer:
+    """Byte-level BPE in GPT-2's two files."""
+
+    def __init__(self, vocab_file: Path, merge_file: Path) -> None:
+        vocab = _read_vocab(vocab_file)
+        merges = _read_merges(merge_file, vocab)
+        self._tokenizer = HuggingFaceTokenizer(BPE(vocab, merges))
+        self._tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+        self._tokenizer.decoder = ByteLevelDecoder()
+        self._tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, normalized=False)])
+        self.vocab_size = len(vocab)
+        self.eod = vocab[END_OF_TEXT]
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        return text
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model of either kind (BPE, unigram)."""
+
+    def __init__(self, model_file: Path) -> None:
+        self._model = SentencePieceProcessor()
+        try:
+            # From the bytes: the library prints to stderr when it opens a file it cannot read.
+            self._model.LoadFromSerializedProto(model_file.read_bytes())
+        except (RuntimeError, OSError) as error:
+            raise DataError(Problem(f"--tokenizer-model {model_file}", f"is a SentencePiece model: {error}")) from error
+        pieces = self._model.get_piece_size()
+        self.eod = _sentence_piece_eod(self._model)
+        self.vocab_size = max(pieces, self.eod + 1)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text."""
+        ids: list[int] = self._model.encode(text)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids."""
+        runs: list[list[int]] = [[]]
+        for token in ids:
+            if token == self.eod:
+                runs.append([])
+            else:
+                runs[-1].append(int(token))
+        return END_OF_TEXT.join(self._model.decode(run) for run in runs)
+
+
+def _sentence_piece_eod(model: SentencePieceProcessor) -> int:
+    if model.eos_id() >= 0:
+        return int(model.eos_id())
+    for piece in EOD_PIECES:
+        token = int(model.piece_to_id(piece))
+        if token >= 0 and model.id_to_piece(token) == piece:
+            return token
+    return int(model.get_piece_size())
+
+
+def _file_problem(kind: str, name: str, path: str | None) -> Problem | None:
+    flag = f"--{name.replace('_', '-')}"
+    if path is None:
+        return Problem(f"{flag} is missing", f"{kind} reads it", f"{flag} FILE")
+    if not Path(path).is_file():
+        return Problem(f"{flag} {path}", "must be a file")
+    return None
+
+
+def _read_vocab(path: Path) -> dict[str, int]:
+    given = f"--vocab-file {path}"
+    try:
+        vocab = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise cannot_read(path, error) from error
+    except ValueError as error:
+        raise DataError(Problem(given, f"is a JSON object from token to id: {error}")) from error
+    if not isinstance(vocab, dict) or not all(type(token) is int for token in vocab.values()):
+        raise DataError(Problem(given, "is a JSON object from token to id"))
+    if sorted(vocab.values()) != list(range(len(vocab))):
+        raise DataError(
+            Problem(f"{given}: {len(vocab)} tokens", "their ids are 0, 1, 2, ... without gap or repetition")
+        )
+    missing = [symbol for symbol in (*sorted(ByteLevel.alphabet()), END_OF_TEXT) if symbol not in vocab]
+    if missing:
+        shown = " ".join(missing[:5])
+        rule = f"it holds all 256 byte symbols and {END_OF_TEXT}, else text would be lost"
+        raise DataError(Problem(f"{given}: no entry for {shown} ({len(missing)} in all)", rule))
+    return vocab
+
+
+def _read_merges(path: Path, vocab: dict[str, int]) -> list[tuple[str, str]]:
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise cannot_read(path, error) from error
+    except ValueError as error:
+        raise DataError(Problem(f"--merge-file {path}", f"is UTF-8 text: {error}")) from error
+    merges = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip() or (number == 1 and line.startswith("#version")):
+            continue
+        parts = line.rstrip("\r").split(" ")
+        if len(parts) != 2 or not {*parts, "".join(parts)} <= vocab.keys():
+            rule = "a line is two tokens of the vocabulary whose concatenation is one as well"
+            raise DataError(
+                Problem(f"--merge-file {path}:{number}: {line[:80]}", rule, "the merges of this vocabulary")
+            )
+        merges.append((parts[0], parts[1]))
+    return merges

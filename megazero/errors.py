@@ -1,0 +1,90 @@
+"""Errors a user can cause, told so that the user can mend them.
+
+A *problem* is one finding: what was given, which rule it breaks, what would be legal.  A `UserError` carries all
+problems found in one pass, so nobody has to fix a command line one message at a time.  Programs print it without a
+traceback and exit with `UserError.exit_code`; a bug of ours stays an ordinary exception with a traceback.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong.
+
+    given: what the user said, with the flag or file it came from ("--num-attention-heads 7").
+    rule:  the rule it breaks, as a sentence.
+    legal: what would be accepted, nearest values first; empty when there is nothing to suggest.
+    """
+
+    given: str
+    rule: str
+    legal: str = ""
+
+    def __str__(self) -> str:
+        lines = [self.given, f"    rule:  {self.rule}"]
+        if self.legal:
+            lines.append(f"    legal: {self.legal}")
+        return "\n".join(lines)
+
+
+class UserError(Exception):
+    """Something the user can mend; base of all errors printed without a traceback.
+
+    Takes one message or several problems; `problems` holds them all.
+    """
+
+    exit_code = 2
+    kind = "error"
+
+    def __init__(self, *problems: Problem | str) -> None:
+        self.problems: tuple[Problem, ...] = tuple(
+            problem if isinstance(problem, Problem) else Problem(problem, "") for problem in problems
+        )
+        super().__init__(self.render())
+
+    def render(self) -> str:
+        """The text a program prints: a count when there are several, then every problem."""
+        count = len(self.problems)
+        head = f"{self.kind}: " if count == 1 else f"{count} {self.kind}s:\n"
+        body = "\n".join(str(p) if p.rule else p.given for p in self.problems)
+        return head + body
+
+
+class ConfigError(UserError):
+    """A flag, a configuration file or a combination of them breaks a rule."""
+
+    kind = "configuration error"
+
+
+class DataError(UserError):
+    """A corpus, an index or a tokenizer is missing, damaged or does not fit the run."""
+
+    kind = "data error"
+
+
+class CheckpointError(UserError):
+    """A checkpoint is missing, damaged or does not fit the model."""
+
+    kind = "checkpoint error"
+
+
+class TopologyError(UserError):
+    """The number of processes or devices does not fit the layout asked for."""
+
+    kind = "topology error"
+
+
+class TrainingError(UserError):
+    """Training cannot go on (the loss scale is exhausted, say); what could be saved has been saved."""
+
+    kind = "training stopped"
+    exit_code = 3
+
+
+def raise_problems(kind: type[UserError], problems: Iterable[Problem]) -> None:
+    """Raise one `kind` with all `problems`, or return when there are none."""
+    found = tuple(problems)
+    if found:
+        raise kind(*found)

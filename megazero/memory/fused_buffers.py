@@ -1,0 +1,63 @@
+"""Constant-size buffers (CB, paper section 6.2): temporaries that never grow with the model.
+
+A pool holds buffers of one stated number of bytes.  Whoever needs a temporary *leases* one and *returns* it; the pool
+makes a new buffer only when all are out, and `num_buffers` is therefore the largest number that was ever out at once.
+"""
+
+import torch
+from torch import Tensor
+
+
+class FusedBuffers:
+    """A pool of equal buffers of `buffer_bytes` bytes on `device`."""
+
+    def __init__(self, buffer_bytes: int, device: torch.device) -> None:
+        self.buffer_bytes = buffer_bytes
+        self._device = device
+        self._free: list[Tensor] = []
+        self.num_buffers = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes the pool holds, leased or not."""
+        return self.num_buffers * self.buffer_bytes
+
+    def resize(self, buffer_bytes: int) -> None:
+        """Change the size of the pool's buffers while none is out."""
+        assert len(self._free) == self.num_buffers, "buffers are resized only while none is leased"
+        self._free.clear()
+        self.num_buffers = 0
+        self.buffer_bytes = buffer_bytes
+
+    def lease(self, numel: int, dtype: torch.dtype) -> "BufferLease":
+        """A tensor of `numel` elements of `dtype`, contents undefined, until it is released."""
+        nbytes = numel * dtype.itemsize
+        assert nbytes <= self.buffer_bytes, f"{nbytes} bytes asked of buffers of {self.buffer_bytes}"
+        if not self._free:
+            self._free.append(torch.empty(self.buffer_bytes, dtype=torch.uint8, device=self._device))
+            self.num_buffers += 1
+        storage = self._free.pop()
+        return BufferLease(self, storage, storage[:nbytes].view(dtype))
+
+    def take_back(self, storage: Tensor) -> None:
+        self._free.append(storage)
+
+
+class BufferLease:
+    """One buffer on loan; also a context manager that gives it back."""
+
+    def __init__(self, pool: FusedBuffers, storage: Tensor, tensor: Tensor) -> None:
+        self._pool = pool
+        self._storage: Tensor | None = storage
+        self.tensor = tensor
+
+    def release(self) -> None:
+        assert self._storage is not None, "a buffer is returned once"
+        self._pool.take_back(self._storage)
+        self._storage = None
+
+    def __enter__(self) -> Tensor:
+        return self.tensor
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()

@@ -1,0 +1,207 @@
+"""GPT-2 in plain modules: pre-LN blocks, learned positions, tanh GELU, biases, a head tied to the embedding.
+
+Shapes, as suffixes and comments: b = micro-batch, s = sequence, h = hidden, n = heads, d = head_dim = h / n,
+f = feed-forward width, V = vocabulary, Vp = padded vocabulary, t = tensor-parallel degree.
+
+Nothing here communicates: the layers of `tensor_parallel/` do, at the borders of a block's two sharded regions
+(attention and feed-forward).  A *unit* is a group of parameters that is used at one place and time, the grain at which
+ZeRO lays out, reduces and gathers.  Radford et al. 2019, section 2.3; Shoeybi et al. 2019, section 3.
+"""
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megazero.config.derived import ffn_hidden_size, max_position_embeddings
+from megazero.config.model import ModelConfig
+from megazero.parallel.param_spec import Init
+from megazero.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    TensorParallel,
+    replicated_parameter,
+)
+from megazero.tensor_parallel.vocab import (
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    vocab_parallel_cross_entropy,
+    vocab_parallel_logits,
+)
+
+
+class Unit(NamedTuple):
+    """A group of parameters that is needed at once, and the module whose forward needs it (first)."""
+
+    name: str
+    parameters: list[str]
+    module: nn.Module
+
+
+class GPT(nn.Module):
+    """The model as one tensor-parallel rank holds it; every parameter is left uninitialised.
+
+    vocab_size counts the real ids, padded_vocab_size the rows that the ranks hold together.
+    """
+
+    def __init__(self, config: ModelConfig, *, vocab_size: int, tp: TensorParallel, padded_vocab_size: int) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.max_positions = max_position_embeddings(config)
+        self._communicator = tp.communicator
+        self.embedding = Embedding(config, tp, vocab_size=vocab_size, padded_vocab_size=padded_vocab_size)
+        self.layers = nn.ModuleList(Block(config, tp) for _ in range(config.num_layers))
+        self.final_norm = LayerNorm(config, tp)
+        self.head = None
+        if config.untie_embeddings_and_output_weights:
+            self.head = VocabParallelHead(
+                tp,
+                vocab_size=vocab_size,
+                padded_vocab_size=padded_vocab_size,
+                hidden_size=config.hidden_size,
+                init=Init("normal", config.init_method_std),
+            )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens [b, s] to this rank's logits [b, s, Vp/t]; s is at most `max_positions`."""
+        x = self.embedding(tokens)  # [b, s, h]
+        for layer in self.layers:
+            x = layer(x)
+        x = self.final_norm(x)
+        if self.head is not None:
+            return self.head(x)  # type: ignore[no-any-return]
+        return vocab_parallel_logits(x, self.embedding.word.weight, self._communicator)
+
+    def token_losses(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Cross-entropy of every position, [b, s], in float32 or float64; tokens and labels [b, s]."""
+        return vocab_parallel_cross_entropy(
+            self(tokens), labels, vocab_size=self.vocab_size, communicator=self._communicator
+        )
+
+    def units(self) -> list[Unit]:
+        """Every parameter once, in the order of use; the word embedding is alone, since the tied head needs it too."""
+        modules: list[tuple[str, nn.Module]] = [
+            ("embedding.word", self.embedding.word),
+            ("embedding.position", self.embedding.position),
+        ]
+        modules += [(f"layers.{index}", layer) for index, layer in enumerate(self.layers)]
+        modules.append(("final_norm", self.final_norm))
+        if self.head is not None:
+            modules.append(("head", self.head))
+        return [
+            Unit(name, [f"{name}.{key}" for key, _ in module.named_parameters()], module) for name, module in modules
+        ]
+
+
+class Embedding(nn.Module):
+    """Word plus position vectors, then dropout."""
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel, *, vocab_size: int, padded_vocab_size: int) -> None:
+        super().__init__()
+        self.word = VocabParallelEmbedding(
+            tp,
+            vocab_size=vocab_size,
+            padded_vocab_size=padded_vocab_size,
+            hidden_size=config.hidden_size,
+            init=Init("normal", config.init_method_std),
+        )
+        self.position = PositionEmbedding(config, tp)
+        self._dropout = config.hidden_dropout
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.word(tokens) + self.position(tokens.shape[1])  # [b, s, h] + [s, h]
+        return F.dropout(x, self._dropout, self.training)
+
+
+class PositionEmbedding(nn.Module):
+    """A learned vector for each of the first s positions."""
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
+        super().__init__()
+        shape = (max_position_embeddings(config), config.hidden_size)
+        self.weight = replicated_parameter(tp, shape, init=Init("normal", config.init_method_std), decay=True)
+
+    def forward(self, length: int) -> Tensor:
+        assert length <= self.weight.shape[0], f"{length} tokens, {self.weight.shape[0]} positions"
+        return self.weight[:length]  # [s, h]
+
+
+class LayerNorm(nn.Module):
+    """nn.LayerNorm over h, with a weight that is left uninitialised."""
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
+        super().__init__()
+        self._epsilon = config.norm_epsilon
+        self.weight = replicated_parameter(tp, (config.hidden_size,), init=Init("ones"), decay=False)
+        self.bias = replicated_parameter(tp, (config.hidden_size,), init=Init("zeros"), decay=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self._epsilon)
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); [b, s, h] to [b, s, h]."""
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
+        super().__init__()
+        self.input_norm = LayerNorm(config, tp)
+        self.attention = Attention(config, tp)
+        self.post_attention_norm = LayerNorm(config, tp)
+        self.mlp = FeedForward(config, tp)
+        self._dropout = config.hidden_dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + F.dropout(self.attention(self.input_norm(x)), self._dropout, self.training)
+        return x + F.dropout(self.mlp(self.post_attention_norm(x)), self._dropout, self.training)
+
+
+class Attention(nn.Module):
+    """Causal self-attention; a rank has n/t heads, from its part of the fused query, key and value matrix."""
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
+        super().__init__()
+        hidden, heads = config.hidden_size, config.num_attention_heads
+        self._head_dim = hidden // heads
+        self._dropout = config.attention_dropout
+        self._random = tp.random
+        self.qkv = ColumnParallelLinear(
+            tp,
+            logical_shape=(3, heads, self._head_dim, hidden),
+            split_dim=1,
+            init=Init("normal", config.init_method_std),
+        )
+        self.projection = RowParallelLinear(tp, logical_shape=(hidden, hidden), init=_output_init(config))
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.qkv(x).unflatten(-1, (3, -1, self._head_dim))  # [b, s, 3, n/t, d]
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [b, n/t, s, d]
+        dropout = self._dropout if self.training else 0.0
+        with self._dropout_region(dropout):
+            mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        return self.projection(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    def _dropout_region(self, dropout: float) -> AbstractContextManager[None]:
+        """Each rank has other heads, so it needs other masks; without dropout nothing is drawn."""
+        return self._random.sharded() if dropout > 0 else nullcontext()
+
+
+class FeedForward(nn.Module):
+    """down(gelu(up(x))) with f/t of the inner elements on each rank."""
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        inner = ffn_hidden_size(config)
+        init = Init("normal", config.init_method_std)
+        self.up = ColumnParallelLinear(tp, logical_shape=(inner, hidden), split_dim=0, init=init)
+        self.down = RowParallelLinear(tp, logical_shape=(hidden, inner), init=_output_init(config))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x), approximate="tanh"))  # type: ignore[no-any-return]
+
+
+def _output_init(config: ModelConfig) -> Init:
+    """The two matrices that write into the residual stream start smaller, so that its variance stays near 1."""
+    return Init("normal", config.init_method_std / math.sqrt(2.0 * config.num_layers))

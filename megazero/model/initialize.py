@@ -1,0 +1,96 @@
+"""First values that do not depend on the layout: value = f(seed, name, full shape), nothing else.
+
+The logical tensor is seen as [rows, columns] (all dims but the last, the last) and cut into *blocks* of rows of about a
+million elements.  Each block has a random generator of its own, seeded by (seed, name, number of the block), so a rank
+draws only the blocks that touch its box, keeps its rows and columns of each, and never holds more than one block beyond
+its own slice.  Values are drawn in float32 on the CPU whatever the device and dtype, so runs on all of them start
+equal.
+
+    blocks           logical rows        the rank's rows (heads 2-3 of a fused QKV)
+    0: |xxxxxxxx|    query head 0..3     . . x x
+    1: |xxxxxxxx|    key   head 0..3     . . x x
+    2: |xxxxxxxx|    value head 0..3     . . x x
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from megazero.parallel.param_spec import ParamSpec, named_specs
+
+BLOCK_NUMEL = 1 << 20
+
+
+class _Slice(NamedTuple):
+    """The rows of one block that this rank holds."""
+
+    block: Tensor  # [rows of the block, columns], all of it
+    rows: Tensor  # which of them are held here
+    places: Tensor  # in which row of the local tensor each goes
+
+
+def initialize_(model: nn.Module, seed: int) -> None:
+    """Write the first values of all parameters of `model`, in their dtype and on their device."""
+    for spec, parameter in named_specs(model):
+        with torch.no_grad():
+            fill_initial_(parameter.detach().view(-1), spec, seed)
+
+
+def initial_value(spec: ParamSpec, seed: int) -> Tensor:
+    """The first value of this rank's tensor, [spec.numel], float32 on the CPU."""
+    target = torch.empty(spec.numel, dtype=torch.float32)
+    fill_initial_(target, spec, seed)
+    return target
+
+
+def fill_initial_(target: Tensor, spec: ParamSpec, seed: int) -> None:
+    """Write the first value of `spec` into target [spec.numel]; padding becomes zero.
+
+    A fake or meta tensor has no values: it is only touched, so that memory is counted.
+    """
+    target.zero_()
+    if isinstance(target, FakeTensor) or target.is_meta or spec.init.kind == "zeros":
+        return
+    box = spec.box
+    local = target.view(-1, spec.local_shape[-1])
+    first, width = box.offset[-1], box.lengths[-1]
+    for block, rows, places in _slices(spec, seed):
+        values = block[rows, first : first + width].to(target.device, target.dtype)
+        local[places.to(target.device), :width] = values
+
+
+def _slices(spec: ParamSpec, seed: int) -> Iterator[_Slice]:
+    """The blocks that touch this rank's box, one after the other."""
+    columns = spec.full_shape[-1]
+    num_rows = math.prod(spec.full_shape[:-1])
+    height = max(1, BLOCK_NUMEL // columns)
+    logical = _row_numbers(spec.box.offset[:-1], spec.box.lengths[:-1], spec.full_shape[:-1])
+    local = _row_numbers((0,) * (len(spec.full_shape) - 1), spec.box.lengths[:-1], spec.local_shape[:-1])
+    owner = logical // height
+    for index in torch.unique(owner).tolist():
+        start = index * height
+        block = _draw(spec, seed, index, (min(height, num_rows - start), columns))
+        here = owner == index
+        yield _Slice(block, logical[here] - start, local[here])
+
+
+def _row_numbers(offset: tuple[int, ...], lengths: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+    """Row-major numbers, within `shape`, of the rows of a box, in the box's own order."""
+    numbers = torch.zeros(1, dtype=torch.int64)
+    for start, length, size in zip(offset, lengths, shape, strict=True):
+        numbers = (numbers[:, None] * size + torch.arange(start, start + length)).flatten()
+    return numbers
+
+
+def _draw(spec: ParamSpec, seed: int, index: int, shape: tuple[int, int]) -> Tensor:
+    """Block number `index` of the logical tensor."""
+    if spec.init.kind == "ones":
+        return torch.ones(shape)
+    digest = hashlib.blake2b(f"initial value {seed} {spec.name} {index}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    return torch.empty(shape).normal_(0.0, spec.init.std, generator=generator)

@@ -1,0 +1,123 @@
+"""The loss scale as a pure transition function.
+
+fp16 gradients below 6e-8 are zero, so the loss is multiplied by a *loss scale* before backward and the gradients are
+divided by it before the update.  An *overflow* (an infinity or a NaN in a gradient) skips the step.  A *static* scale
+never moves.  A *dynamic* one doubles after a *window* of good steps and halves on overflow, but only once the
+*hysteresis* - the number of overflows it puts up with - is used up; growing refills the hysteresis (Micikevicius et
+al., arXiv 1710.03740, section 3.2, with Megatron-LM's meaning of the four figures).
+
+Below fp16 nobody needs a scale: bf16, fp32 and fp64 are the static scale 1.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from megazero.config.precision import PrecisionConfig
+from megazero.errors import CheckpointError, Problem, TrainingError
+
+GROWTH = 2.0
+BACKOFF = 0.5
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """Where the loss scale stands between two steps.
+
+    scale: the factor of the next step's loss.
+    good_steps: steps without overflow since the last overflow or growth.
+    hysteresis_left: overflows that are still put up with before the scale halves.
+    skips_at_minimum: steps skipped in a row while the scale could fall no further.
+    """
+
+    scale: float
+    good_steps: int = 0
+    hysteresis_left: int = 1
+    skips_at_minimum: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> "LossScale":
+        """Back from a checkpoint; raises `CheckpointError` when a field is missing, foreign or not a number."""
+        expected = {"scale": float, "good_steps": int, "hysteresis_left": int, "skips_at_minimum": int}
+        if set(saved) != set(expected) or any(type(saved[name]) is not kind for name, kind in expected.items()):
+            rule = "a saved loss scale has the numbers " + ", ".join(expected)
+            raise CheckpointError(Problem(f"the checkpoint's loss scale {dict(saved)}", rule))
+        return cls(**saved)
+
+
+@dataclass(frozen=True)
+class LossScaler:
+    """How the loss scale moves.
+
+    initial, minimum: where it starts and the least it falls to; equal for a static scale.
+    window: good steps before it doubles.  hysteresis: overflows before it halves.
+    max_skips_at_minimum: steps skipped in a row at the minimum after which the run is `exhausted`.
+    """
+
+    initial: float
+    minimum: float
+    dynamic: bool
+    window: int = 1000
+    hysteresis: int = 2
+    max_skips_at_minimum: int = 20
+
+    @classmethod
+    def from_config(cls, config: PrecisionConfig) -> "LossScaler":
+        """Static with --loss-scale; dynamic in fp16 without it; else the static scale 1."""
+        dynamic = config.loss_scale is None and config.precision == "fp16"
+        fixed = 1.0 if config.loss_scale is None else config.loss_scale
+        return cls(
+            initial=config.initial_loss_scale if dynamic else fixed,
+            minimum=config.min_loss_scale if dynamic else fixed,
+            dynamic=dynamic,
+            window=config.loss_scale_window,
+            hysteresis=config.hysteresis,
+            max_skips_at_minimum=config.max_skipped_steps_at_min_loss_scale,
+        )
+
+    def start(self) -> LossScale:
+        """The state before the first step."""
+        return LossScale(scale=self.initial, hysteresis_left=self.hysteresis)
+
+    def after_step(self, state: LossScale, *, overflow: bool) -> LossScale:
+        """The state after one step, which was skipped when there was an `overflow`."""
+        return self._after_overflow(state) if overflow else self._after_good_step(state)
+
+    def exhausted(self, state: LossScale) -> bool:
+        """Whether so many steps were skipped in a row at the minimum that going on is of no use."""
+        return state.skips_at_minimum >= self.max_skips_at_minimum
+
+    def check_not_exhausted(self, state: LossScale, *, parameter: str) -> None:
+        """Raise `TrainingError` if `exhausted`; `parameter` is the one that overflowed first in the last step."""
+        if not self.exhausted(state):
+            return
+        raise TrainingError(
+            Problem(
+                f"{state.skips_at_minimum} steps in a row overflowed at loss scale {state.scale:g}, "
+                f"the last one first in {parameter}",
+                "training goes on while the loss scale can still fall or a step succeeds",
+                "a lower --lr, a longer warm-up, a lower --clip-grad, or --bf16",
+            )
+        )
+
+    def _after_overflow(self, state: LossScale) -> LossScale:
+        at_minimum = not self.dynamic or state.scale <= self.minimum
+        state = replace(state, good_steps=0, skips_at_minimum=state.skips_at_minimum + 1 if at_minimum else 0)
+        if not self.dynamic:
+            return state
+        # The hysteresis stays used up until the scale has grown again: in a bad stretch every overflow halves.
+        left = max(state.hysteresis_left - 1, 0)
+        scale = state.scale if left > 0 else max(state.scale * BACKOFF, self.minimum)
+        return replace(state, hysteresis_left=left, scale=scale)
+
+    def _after_good_step(self, state: LossScale) -> LossScale:
+        state = replace(state, skips_at_minimum=0)
+        if not self.dynamic:
+            return state
+        if state.good_steps + 1 < self.window:
+            return replace(state, good_steps=state.good_steps + 1)
+        return replace(state, good_steps=0, scale=state.scale * GROWTH, hysteresis_left=self.hysteresis)

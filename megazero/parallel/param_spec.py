@@ -1,0 +1,120 @@
+"""What a parameter is, whatever the layout: logical name, full shape, and which box of it sits on this rank.
+
+The *logical tensor* is the parameter as one process would hold it, unpadded; a fused QKV weight is logically
+(3, heads, head_dim, hidden), so that tensor parallelism cuts it into one *box* (offsets and lengths per dim).  A rank's
+tensor may be larger than its box: vocabulary rows are padded to a multiple of the tensor-parallel degree, and padding
+lies past `full_shape`.  Initial values, gradient norm, weight decay, checkpoints and export all ask the spec; a
+parameter carries no other attribute of ours.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from torch import Tensor, nn
+
+_ATTRIBUTE = "spec"
+
+InitKind = Literal["normal", "zeros", "ones"]
+StateKind = Literal["weight", "exp_avg", "exp_avg_sq"]
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangular region of a logical tensor: one offset and one length per dim, in elements."""
+
+    offset: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.lengths)
+
+
+@dataclass(frozen=True)
+class Init:
+    """How a parameter's first value is drawn; `std` only counts for "normal"."""
+
+    kind: InitKind = "zeros"
+    std: float = 0.0
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One parameter of the model as this rank holds it.
+
+    name:         logical name, the same in every layout.
+    full_shape:   shape of the logical tensor, without padding.
+    local_shape:  logical dims of this rank's tensor, padding included; same number of elements, in the same order, as
+                  the module's (possibly flattened to two dims) parameter.
+    offset:       where this rank's tensor begins in the logical tensor, per dim.
+    sharded_axes: mesh axes along which ranks hold different slices ("tp"); empty means every rank holds the same.
+    decay:        whether weight decay applies (not to biases and norms).
+    trainable:    False for a frozen parameter.
+    """
+
+    name: str
+    full_shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    sharded_axes: tuple[str, ...] = ()
+    decay: bool = True
+    trainable: bool = True
+    init: Init = Init()
+
+    @property
+    def numel(self) -> int:
+        """Elements of this rank's tensor, padding included."""
+        return math.prod(self.local_shape)
+
+    @property
+    def box(self) -> Box:
+        """The part of the logical tensor that this rank really holds (padding clipped off; may be empty)."""
+        lengths = tuple(
+            max(0, min(local, full - start))
+            for local, full, start in zip(self.local_shape, self.full_shape, self.offset, strict=True)
+        )
+        return Box(self.offset, lengths)
+
+    def is_counted_on(self, coordinates: dict[str, int]) -> bool:
+        """Whether the rank at these coordinates is the one that counts and saves this parameter.
+
+        Along an axis over which the parameter is replicated only coordinate 0 counts it; `dp` is not asked about, since
+        ZeRO's partitions already say who owns what there.
+        """
+        return all(index == 0 or axis in self.sharded_axes for axis, index in coordinates.items())
+
+
+class StateFragment(NamedTuple):
+    """A contiguous run of one parameter's state on this rank.
+
+    tensor is one-dimensional and holds the elements [start, stop) of the row-major flattened local tensor
+    (`spec.local_shape`); writing to it writes the state.
+    """
+
+    spec: ParamSpec
+    kind: StateKind
+    start: int
+    stop: int
+    tensor: Tensor
+
+
+def attach_spec(parameter: nn.Parameter, spec: ParamSpec) -> nn.Parameter:
+    """Give `parameter` its spec (the layer that makes it knows the slice, not yet the name)."""
+    setattr(parameter, _ATTRIBUTE, spec)
+    return parameter
+
+
+def spec_of(name: str, parameter: nn.Parameter) -> ParamSpec:
+    """The spec of a parameter, under `name`; one that no layer described is whole, replicated, decayed if a matrix."""
+    shape = tuple(parameter.shape)
+    default = ParamSpec(name, shape, shape, (0,) * len(shape), decay=parameter.ndim > 1)
+    spec: ParamSpec = getattr(parameter, _ATTRIBUTE, default)
+    return replace(spec, name=name, trainable=parameter.requires_grad)
+
+
+def named_specs(model: nn.Module) -> Iterator[tuple[ParamSpec, nn.Parameter]]:
+    """Every distinct parameter of `model` with its spec, in registration order; a tied parameter comes once."""
+    for name, parameter in model.named_parameters():
+        yield spec_of(name, parameter), parameter

@@ -1,0 +1,1 @@
+"""Schedules as lists of actions, and the small runtime that executes them."""

@@ -1,0 +1,1 @@
+"""Tensor parallelism: conjugate communication pairs and the layers built on them."""

@@ -1,0 +1,62 @@
+"""Dropout's random states: one for replicated regions, one for sharded regions, both recomputed for every micro-batch.
+
+In a *replicated* region all tensor-parallel ranks hold the same activation and must drop the same elements; in a
+*sharded* region each holds a different part and must draw on its own.  Both states are pure functions of (seed, first
+sample of the micro-batch, region and, when sharded, rank), so no state needs saving, a resumed run draws what an
+uninterrupted one would have, and a micro-batch has the same replicated masks whichever data-parallel rank computes it.
+
+Outside `sharded()` the device's default generator is in the replicated state, so plain dropout needs no care.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+class RandomRegions:
+    """The two random states of one rank on `device`; `tp_rank` is its place on the tensor-parallel axis."""
+
+    def __init__(self, seed: int, tp_rank: int, device: torch.device) -> None:
+        self._seed = seed
+        self._tp_rank = tp_rank
+        self._generator = _default_generator(device)
+        self._inactive: Tensor | None = None  # the sharded state while outside the region, the replicated one inside
+
+    def begin_micro_batch(self, first_sample: int) -> None:
+        """Put both states where they belong for the micro-batch whose first sample is number `first_sample`."""
+        self._generator.manual_seed(region_seed(self._seed, first_sample, f"sharded {self._tp_rank}"))
+        self._inactive = self._generator.get_state()
+        self._generator.manual_seed(region_seed(self._seed, first_sample, "replicated"))
+
+    @contextmanager
+    def sharded(self) -> Iterator[None]:
+        """Draw from the sharded state inside; both states go on from where they were left."""
+        assert self._inactive is not None, "begin_micro_batch() comes before dropout"
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def _swap(self) -> None:
+        assert self._inactive is not None
+        active = self._generator.get_state()
+        self._generator.set_state(self._inactive)
+        self._inactive = active
+
+
+def region_seed(seed: int, first_sample: int, region: str) -> int:
+    """63 bits that differ for every seed, sample and region."""
+    digest = hashlib.blake2b(f"dropout {seed} {first_sample} {region}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        return torch.cuda.default_generators[index]
+    return torch.default_generator

@@ -1,0 +1,1 @@
+"""The training run as a story: build, step, loop, evaluate, report."""

@@ -1,0 +1,248 @@
+"""From a configuration to a run: one function per noun, each given only its part.
+
+`check` comes first and needs no process group: the rules between settings, and the corpora.  `assemble` makes the mesh,
+the model, the engine, the data and the writers, and restores or initialises.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from megazero.comm.build import Launch, make_mesh
+from megazero.comm.mesh import Mesh
+from megazero.config import derived, rules
+from megazero.config.optimizer import OptimizerConfig
+from megazero.config.run import RunConfig
+from megazero.config.yaml_file import to_yaml
+from megazero.console import Console
+from megazero.data.loader import BatchLayout, BatchLoader
+from megazero.errors import ConfigError, Problem, UserError, raise_problems
+from megazero.memory.fused_buffers import FusedBuffers
+from megazero.model.gpt import GPT
+from megazero.model.initialize import initialize_
+from megazero.optim.inner import AdamWSettings
+from megazero.optim.loss_scaler import LossScaler
+from megazero.optim.lr_schedule import LearningRate, reconcile
+from megazero.parallel.topology import Topology
+from megazero.tensor_parallel.layers import TensorParallel
+from megazero.tensor_parallel.random import RandomRegions
+from megazero.train.corpora import Corpora, open_corpora
+from megazero.train.evaluate import EvaluationSet
+from megazero.train.loop import Reporting, Run, Timetable
+from megazero.train.metrics import Rates, flops_per_token, peak_tflops
+from megazero.train.saving import Saver, check_compatible, find_checkpoint, restore_engine
+from megazero.train.state import TrainState
+from megazero.train.step import StepParts
+from megazero.train.timers import Timers
+from megazero.train.writers import open_writers
+from megazero.zero.engine import Engine, EngineSettings, ModelUnit
+from megazero.zero.plan import DTYPES, resolve
+
+
+def check(config: RunConfig, launch: Launch) -> Corpora:
+    """Everything that can be found wrong before ranks meet, raised at once; returns the open corpora."""
+    problems: list[Problem] = list(rules.check(config, launch.world_size))
+    corpora = None
+    try:
+        corpora = open_corpora(
+            config.data, config.model, seed=config.training.seed, evaluates=config.training.eval_iters > 0
+        )
+    except UserError as error:
+        # The rules have already said what they can say about the same settings.
+        problems += [problem for problem in error.problems if problem not in problems]
+    raise_problems(ConfigError, problems)
+    assert corpora is not None
+    return corpora
+
+
+def topology(config: RunConfig, world_size: int) -> Topology:
+    """The layout: what tensor and pipeline parallelism leave is data parallel."""
+    return Topology(
+        tp=config.parallel.tensor_model_parallel_size,
+        dp=derived.data_parallel_size(config, world_size),
+        pp=config.parallel.pipeline_model_parallel_size,
+    )
+
+
+@dataclass(frozen=True)
+class Core:
+    """What computes: mesh, model, engine, and dropout's random states."""
+
+    mesh: Mesh
+    model: GPT
+    engine: Engine
+    random: RandomRegions
+
+
+def build_core(config: RunConfig, launch: Launch, device: torch.device, *, vocab_size: int) -> Core:
+    """Mesh, model with its first values, and engine; every rank calls this after `join`."""
+    buffers = FusedBuffers(0, device)
+    mesh = make_mesh(topology(config, launch.world_size), launch.rank, device, buffers)
+    plan = resolve(config.zero, config.precision)
+    random = RandomRegions(config.training.seed, mesh.coordinate("tp"), device)
+    tp = TensorParallel(mesh.axis("tp"), random, DTYPES[config.precision.precision], device)
+    model = GPT(config.model, vocab_size=vocab_size, tp=tp, padded_vocab_size=padded_vocab_size(config, vocab_size))
+    initialize_(model, config.training.seed)
+    units = [ModelUnit(unit.name, tuple(unit.parameters), unit.module) for unit in model.units()]
+    settings = EngineSettings(
+        config.zero.reduce_bucket_size, config.zero.overlap_comm, adamw_settings(config.optimizer)
+    )
+    engine = Engine(model, units, plan, mesh=mesh, buffers=buffers, settings=settings)
+    buffers.resize(engine.layout.max_bucket_numel * plan.widest_itemsize)
+    return Core(mesh, model, engine, random)
+
+
+def padded_vocab_size(config: RunConfig, vocab_size: int) -> int:
+    """Rows of the embedding over all tensor-parallel ranks."""
+    return derived.padded_vocab_size(
+        vocab_size,
+        divisible_by=config.model.make_vocab_size_divisible_by,
+        tensor_parallel_size=config.parallel.tensor_model_parallel_size,
+    )
+
+
+def adamw_settings(config: OptimizerConfig) -> AdamWSettings:
+    return AdamWSettings(config.adam_beta1, config.adam_beta2, config.adam_eps, config.weight_decay)
+
+
+def step_parts(config: RunConfig, core: Core) -> StepParts:
+    """What every training step is given."""
+    world_size = core.mesh.topology.world_size
+    return StepParts(
+        engine=core.engine,
+        model=core.model,
+        mesh=core.mesh,
+        dropout=core.random,
+        timers=Timers(core.mesh.device, waits=config.logging.log_timers_to_tensorboard),
+        num_positions=derived.global_batch_size(config, world_size) * config.model.seq_length,
+        clip_grad=config.optimizer.clip_grad,
+        checks_overflow=config.precision.precision == "fp16",
+    )
+
+
+def assemble(config: RunConfig, launch: Launch, device: torch.device, corpora: Corpora) -> Run:
+    """Everything a run needs, restored from a checkpoint or freshly initialised."""
+    config = replace(config, model=replace(config.model, vocab_size=corpora.vocab_size))
+    console = Console(launch.rank)
+    core = build_core(config, launch, device, vocab_size=corpora.vocab_size)
+    train_iters = derived.train_iters(config, launch.world_size)
+    scaler = LossScaler.from_config(config.precision)
+    resumed = _resume(config, core, LearningRate.from_config(config.optimizer, train_iters=train_iters), scaler)
+    layout = batch_layout(config, core.mesh, corpora.eod)
+    return Run(
+        parts=step_parts(config, core),
+        state=resumed.state,
+        scaler=scaler,
+        learning_rate=resumed.learning_rate,
+        loader=BatchLoader(
+            corpora.train, layout, start_sample=resumed.state.consumed_samples, prefetch=config.data.num_workers
+        ),
+        held_out=_held_out(config, corpora, layout),
+        timetable=_timetable(config, train_iters),
+        saver=_saver(config, core, resumed.learning_rate),
+        reporting=_reporting(config, console, core, corpora, resumed.state),
+    )
+
+
+def batch_layout(config: RunConfig, mesh: Mesh, eod: int | None) -> BatchLayout:
+    """How a step's samples are dealt out over the data-parallel ranks."""
+    if config.data.eod_mask_loss and eod is None:
+        rule = "the end-of-document token is known from a tokenizer or the corpus's .json"
+        raise ConfigError(Problem("--eod-mask-loss", rule, "--tokenizer-type ..., or no --eod-mask-loss"))
+    return BatchLayout(
+        global_batch_size=derived.global_batch_size(config, mesh.topology.world_size),
+        micro_batch_size=config.training.micro_batch_size,
+        data_rank=mesh.coordinate("dp"),
+        data_size=mesh.topology.dp,
+        masked_token=eod if config.data.eod_mask_loss else None,
+    )
+
+
+@dataclass(frozen=True)
+class _Resumed:
+    state: TrainState
+    learning_rate: LearningRate
+
+
+def _resume(config: RunConfig, core: Core, schedule: LearningRate, scaler: LossScaler) -> _Resumed:
+    """Where the run stands: at the start, or where a checkpoint left it."""
+    checkpoint = find_checkpoint(config.checkpoint)
+    if checkpoint is None:
+        return _Resumed(TrainState(scaler.start()), schedule)
+    weights_only = config.checkpoint.finetune or config.checkpoint.no_load_optim
+    if not config.checkpoint.finetune:
+        check_compatible(checkpoint, seed=config.training.seed, seq_length=config.model.seq_length)
+    restore_engine(checkpoint, core.engine, core.mesh, with_optimizer=not weights_only)
+    if config.checkpoint.finetune:
+        return _Resumed(TrainState(scaler.start()), schedule)
+    state = TrainState.from_json(checkpoint.progress)
+    if not scaler.dynamic:
+        state.loss_scale = scaler.start()
+    if not weights_only:
+        core.engine.optimizer_step.fill_(state.optimizer_steps)
+    saved = checkpoint.progress.get("learning_rate")
+    return _Resumed(state, reconcile(schedule, saved if isinstance(saved, dict) else {}, config.optimizer))
+
+
+def _held_out(config: RunConfig, corpora: Corpora, layout: BatchLayout) -> dict[str, EvaluationSet]:
+    """Evaluation sets by the name they are reported under."""
+    splits = {"validation": corpora.valid, "test": corpora.test}
+    num_batches = config.training.eval_iters
+    return {
+        name: EvaluationSet(source, layout, num_batches)
+        for name, source in splits.items()
+        if source is not None and num_batches > 0
+    }
+
+
+def _timetable(config: RunConfig, train_iters: int) -> Timetable:
+    minutes = config.training.exit_duration_in_mins
+    return Timetable(
+        train_iters=train_iters,
+        eval_interval=config.training.eval_interval,
+        eval_at_start=config.training.eval_at_start,
+        save_interval=config.checkpoint.save_interval,
+        exit_interval=config.training.exit_interval,
+        exit_after_seconds=None if minutes is None else 60 * minutes,
+    )
+
+
+def _saver(config: RunConfig, core: Core, schedule: LearningRate) -> Saver | None:
+    if config.checkpoint.save is None:
+        return None
+    extra = {
+        "learning_rate": schedule.to_json(),
+        "seed": config.training.seed,
+        "seq_length": config.model.seq_length,
+    }
+    return Saver(
+        root=config.checkpoint.save,
+        engine=core.engine,
+        mesh=core.mesh,
+        config_yaml=to_yaml(config),
+        extra=extra,
+        with_optimizer=not config.checkpoint.no_save_optim,
+    )
+
+
+def _reporting(config: RunConfig, console: Console, core: Core, corpora: Corpora, state: TrainState) -> Reporting:
+    device, world_size = core.mesh.device, core.mesh.topology.world_size
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    flops = flops_per_token(config.model, vocab_size=corpora.vocab_size)
+    writers = open_writers(
+        config.logging,
+        console=console,
+        train_iters=derived.train_iters(config, world_size),
+        world_size=world_size,
+        resumed_iteration=state.iteration,
+    )
+    wants_ranks = config.logging.metrics_file is not None or config.logging.log_memory_to_tensorboard
+    return Reporting(
+        console=console,
+        writers=writers,
+        rates=Rates(flops, world_size, peak_tflops(name, precision=config.precision.precision)),
+        global_batch_size=derived.global_batch_size(config, world_size),
+        tokens_per_sample=config.model.seq_length,
+        bytes_per_token=corpora.bytes_per_token,
+        gathers_ranks=wants_ranks,
+    )

@@ -1,0 +1,191 @@
+"""What a run measures: host figures of a step, of a rank, of an interval and of an evaluation.
+
+*Model FLOPs* are the floating-point operations the mathematics of the model asks for, however they are computed; their
+rate against the device's peak is the *MFU*, model FLOPs utilisation (Chowdhery et al., arXiv 2204.02311, appendix B).
+A token costs 6 Psi + 12 L s h: two operations a weight forward and four backward, and the two s x s products of
+attention in each of L blocks, counted in full although the mask hides half.  Psi is the number of weights that take
+part in a matrix product: the blocks' four matrices and the LM head over the unpadded vocabulary.  A tied embedding is
+the head and counts once; looking a row up costs nothing, nor do positions, biases and layer norms to this accuracy.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megazero.config.model import ModelConfig
+
+# exp(20) is 485 million: beyond it a perplexity says only that something is broken.
+MAX_LOG_PERPLEXITY = 20.0
+
+# Dense bf16/fp16 matrix products, TFLOP/s, from the makers' data sheets; the first name found in the device's counts.
+PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
+    ("GB200", 2500.0),
+    ("B200", 2250.0),
+    ("H200 NVL", 835.0),
+    ("H200", 989.0),
+    ("H100 PCIe", 756.0),
+    ("H100 NVL", 835.0),
+    ("H100", 989.0),
+    ("H800", 989.0),
+    ("A100", 312.0),
+    ("A800", 312.0),
+    ("V100", 125.0),
+)
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One training step, read back from the device.
+
+    consumed_samples: samples of all steps so far.  loss: mean over the global batch's tokens.
+    grad_norm: before clipping; infinite or NaN in a step that overflowed.  lr: the rate this step used.
+    tokens_per_second: of the whole run.  tflops_per_device: model TFLOP/s of one process's device.
+    mfu: fraction of the device's peak, None where no peak is known.  timers: seconds by name.
+    overflow_parameter: the first parameter that overflowed, empty unless the step was skipped.
+    """
+
+    iteration: int
+    consumed_samples: int
+    global_batch_size: int
+    loss: float
+    grad_norm: float
+    lr: float
+    loss_scale: float
+    skipped: bool
+    step_seconds: float
+    tokens_per_second: float
+    tflops_per_device: float
+    mfu: float | None = None
+    overflow_parameter: str = ""
+    timers: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RankMetrics:
+    """What one rank held and sent in a step.
+
+    model_state_bytes: {"parameters" | "gradients" | "master" | "moments": bytes}.
+    comm_bytes: {axis: {collective: bytes}}.
+    """
+
+    peak_memory_bytes: int
+    model_state_bytes: Mapping[str, int]
+    comm_bytes: Mapping[str, Mapping[str, int]]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The loss on one split ("validation" or "test") after `iteration` steps.
+
+    loss: nats a token.  bytes_per_token: of the corpus's text; None when nobody wrote it down.
+    """
+
+    iteration: int
+    consumed_samples: int
+    split: str
+    loss: float
+    bytes_per_token: float | None = None
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss), with the loss capped at `MAX_LOG_PERPLEXITY`; NaN stays NaN."""
+        return math.exp(self.loss if math.isnan(self.loss) else min(self.loss, MAX_LOG_PERPLEXITY))
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Bits the model needs for one byte of text, comparable across tokenizers."""
+        return self.loss / math.log(2) / self.bytes_per_token if self.bytes_per_token else None
+
+
+def matmul_parameters(config: ModelConfig, *, vocab_size: int) -> int:
+    """Weights that take part in matrix products, `vocab_size` being the unpadded vocabulary's."""
+    hidden = config.hidden_size
+    feed_forward = config.ffn_hidden_size or 4 * hidden
+    block = 4 * hidden * hidden + 2 * hidden * feed_forward
+    return config.num_layers * block + vocab_size * hidden
+
+
+def flops_per_token(config: ModelConfig, *, vocab_size: int) -> int:
+    """Model FLOPs of one token's forward and backward: 6 Psi + 12 L s h."""
+    attention = 12 * config.num_layers * config.seq_length * config.hidden_size
+    return 6 * matmul_parameters(config, vocab_size=vocab_size) + attention
+
+
+def peak_tflops(device_name: str, *, precision: str) -> float | None:
+    """The dense peak of a device as torch.cuda.get_device_name calls it; None when it is not in the table.
+
+    Only bf16 and fp16 have one: what fp32 reaches depends on whether TF32 is allowed.
+    """
+    if precision not in ("bf16", "fp16"):
+        return None
+    return next((peak for name, peak in PEAK_TFLOPS if name in device_name), None)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Speed of a run of `world_size` processes, each with a device of `device_peak_tflops` (None: not known)."""
+
+    flops_per_token: int
+    world_size: int
+    device_peak_tflops: float | None = None
+
+    def tokens_per_second(self, num_tokens: int, *, seconds: float) -> float:
+        """Of the whole run; 0 when no time has passed."""
+        return num_tokens / seconds if seconds > 0 else 0.0
+
+    def tflops_per_device(self, num_tokens: int, *, seconds: float) -> float:
+        """Model TFLOP/s of one device when the run takes `seconds` for `num_tokens`."""
+        rate = self.tokens_per_second(num_tokens, seconds=seconds)
+        return rate * self.flops_per_token / self.world_size / 1e12
+
+    def mfu(self, num_tokens: int, *, seconds: float) -> float | None:
+        """Part of the device's peak that the model's mathematics uses."""
+        if self.device_peak_tflops is None:
+            return None
+        return self.tflops_per_device(num_tokens, seconds=seconds) / self.device_peak_tflops
+
+
+@dataclass(frozen=True)
+class IntervalMetrics:
+    """The steps between two log lines.
+
+    last: the interval's last step; its rate, loss scale and gradient norm are what the line shows.
+    loss: mean over the steps that were not skipped, None when all were.
+    step_seconds, tokens_per_second, tflops_per_device, mfu: of the interval as a whole.
+    num_skipped, num_nan: steps that were skipped, and steps whose loss was infinite or NaN.
+    """
+
+    last: StepMetrics
+    loss: float | None
+    step_seconds: float
+    tokens_per_second: float
+    tflops_per_device: float
+    mfu: float | None
+    num_skipped: int
+    num_nan: int
+
+    def eta_seconds(self, train_iters: int) -> float:
+        """Seconds until step `train_iters` at the interval's pace."""
+        return max(train_iters - self.last.iteration, 0) * self.step_seconds
+
+
+def interval_metrics(steps: Sequence[StepMetrics]) -> IntervalMetrics:
+    """Averages over `steps`, at least one, in the order they were taken."""
+    losses = [step.loss for step in steps if not step.skipped]
+    seconds = sum(step.step_seconds for step in steps)
+    fractions = [step.mfu * step.step_seconds for step in steps if step.mfu is not None]
+    return IntervalMetrics(
+        last=steps[-1],
+        loss=sum(losses) / len(losses) if losses else None,
+        step_seconds=seconds / len(steps),
+        # Rates are weighted by time, so that they are the interval's tokens over the interval's seconds.
+        tokens_per_second=_over_time([step.tokens_per_second * step.step_seconds for step in steps], seconds),
+        tflops_per_device=_over_time([step.tflops_per_device * step.step_seconds for step in steps], seconds),
+        mfu=_over_time(fractions, seconds) if len(fractions) == len(steps) else None,
+        num_skipped=sum(step.skipped for step in steps),
+        num_nan=sum(not math.isfinite(step.loss) for step in steps),
+    )
+
+
+def _over_time(amounts: Sequence[float], seconds: float) -> float:
+    return sum(amounts) / seconds if seconds > 0 else 0.0

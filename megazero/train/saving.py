@@ -1,0 +1,87 @@
+"""A run's checkpoints: what goes in beside the engine's state, and what a resumed run must agree with."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megazero.checkpoint.folders import LATEST, list_steps
+from megazero.checkpoint.reader import Checkpoint, open_checkpoint
+from megazero.checkpoint.restore import restore
+from megazero.checkpoint.writer import save
+from megazero.comm.mesh import Mesh
+from megazero.config.checkpoint import CheckpointConfig
+from megazero.errors import CheckpointError, Problem, raise_problems
+from megazero.parallel.param_spec import StateFragment
+from megazero.train.state import TrainState
+from megazero.zero.engine import Engine
+
+
+@dataclass(frozen=True)
+class Saver:
+    """Writes checkpoints under `root`.
+
+    extra: what a checkpoint's progress holds beside the counters, unchanged through the run.
+    """
+
+    root: Path
+    engine: Engine
+    mesh: Mesh
+    config_yaml: str
+    extra: Mapping[str, Any]
+    with_optimizer: bool
+
+    def save(self, state: TrainState) -> Path:
+        """Write one checkpoint, on all ranks together; returns its folder."""
+        self.engine.ensure_parameters()
+        return save(
+            self.root,
+            state.iteration,
+            fragments=self._fragments(),
+            progress={**state.to_json(), **self.extra},
+            config_yaml=self.config_yaml,
+            world=self.mesh.world,
+            device=self.mesh.device,
+        )
+
+    def _fragments(self) -> Iterator[StateFragment]:
+        return (piece for piece in self.engine.owned_state() if self.with_optimizer or piece.kind == "weight")
+
+
+def find_checkpoint(config: CheckpointConfig) -> Checkpoint | None:
+    """The checkpoint --load names; None when the folder has none yet, so that the first start of a run is a start."""
+    if config.load is None:
+        return None
+    is_step_folder = config.load.name.startswith("step_")
+    if (
+        not is_step_folder
+        and not (config.load / LATEST).exists()
+        and not (config.load.is_dir() and list_steps(config.load))
+    ):
+        return None
+    return open_checkpoint(config.load)
+
+
+def check_compatible(checkpoint: Checkpoint, *, seed: int, seq_length: int) -> None:
+    """A resumed run takes the same samples: raise CheckpointError when seed or sequence length have changed."""
+    found = {"seed": checkpoint.progress.get("seed"), "seq_length": checkpoint.progress.get("seq_length")}
+    given = {"seed": seed, "seq_length": seq_length}
+    raise_problems(
+        CheckpointError,
+        (
+            Problem(
+                f"--{name.replace('_', '-')} {given[name]}; {checkpoint.folder} was saved with {found[name]}",
+                "a resumed run goes on with the samples it began with",
+                f"--{name.replace('_', '-')} {found[name]}, or --finetune to start a new run from its weights",
+            )
+            for name in given
+            if found[name] != given[name]
+        ),
+    )
+
+
+def restore_engine(checkpoint: Checkpoint, engine: Engine, mesh: Mesh, *, with_optimizer: bool) -> None:
+    """Fill the engine's state from a checkpoint of any layout."""
+    wanted = (piece for piece in engine.wanted_state() if with_optimizer or piece.kind == "weight")
+    restore(checkpoint, wanted, world=mesh.world, device=mesh.device)
+    engine.state_loaded()

@@ -1,0 +1,94 @@
+"""What came of a run, read from its metrics file.
+
+The figures of interest are the first and the last *evaluation* of the validation split - before and after training -
+and the *pace*, tokens a second over all steps but the first, which pays for warming up.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megazero.errors import DataError, Problem
+from megazero.units import format_count, format_duration
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """A run's outcome.
+
+    before, after: evaluation records of the metrics file; None when the run did not evaluate, and the same record
+    when it did once.  num_steps: steps taken so far.  train_seconds: time in steps, evaluations and saving left out.
+    """
+
+    before: Mapping[str, Any] | None
+    after: Mapping[str, Any] | None
+    num_steps: int
+    num_skipped: int
+    train_seconds: float
+    tokens_per_second: float
+
+    def lines(self) -> list[str]:
+        """The summary as people read it."""
+        pace = f"{format_duration(self.train_seconds)} in steps, {format_count(self.tokens_per_second)} tokens/s"
+        skipped = f", {self.num_skipped} skipped" if self.num_skipped else ""
+        steps = f"{'steps':<16} {self.num_steps}{skipped} ({pace})"
+        if self.before is None or self.after is None:
+            return [steps, "no evaluation"]
+        places = (f"step {record['iteration']}" for record in (self.before, self.after))
+        table = [f"{'':<16} " + " ".join(f"{place:>12}" for place in places)]
+        for title, name in (
+            ("validation loss", "loss"),
+            ("perplexity", "perplexity"),
+            ("bits per byte", "bits_per_byte"),
+        ):
+            values = (_figure(record[name]) for record in (self.before, self.after))
+            table.append(f"{title:<16} " + " ".join(f"{value:>12}" for value in values))
+        return [*table, steps]
+
+
+def summarize(metrics_file: Path) -> RunSummary:
+    """Read a metrics file; raises `DataError` if it is not there or not one."""
+    evaluations: list[Mapping[str, Any]] = []
+    num_steps, num_skipped, seconds, timed_seconds, timed_tokens = 0, 0, 0.0, 0.0, 0.0
+    for record in _records(metrics_file):
+        if "evaluation" in record:
+            evaluations += [record["evaluation"]] if record["evaluation"]["split"] == "validation" else []
+            continue
+        if num_steps:
+            timed_seconds += record["step_seconds"]
+            timed_tokens += record["step_seconds"] * record["tokens_per_second"]
+        num_steps = record["iteration"]
+        num_skipped += record["skipped"]
+        seconds += record["step_seconds"]
+    return RunSummary(
+        before=evaluations[0] if evaluations else None,
+        after=evaluations[-1] if evaluations else None,
+        num_steps=num_steps,
+        num_skipped=num_skipped,
+        train_seconds=seconds,
+        tokens_per_second=timed_tokens / timed_seconds if timed_seconds > 0 else 0.0,
+    )
+
+
+def _records(path: Path) -> Iterator[Mapping[str, Any]]:
+    """The file's lines; a last one without its end was cut off and is left out."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    except OSError as error:
+        problem = Problem(f"{path}: {error.strerror}", "the run has written a metrics file", "--metrics-file FILE")
+        raise DataError(problem) from error
+    for number, line in enumerate((line for line in lines if line.endswith("\n")), start=1):
+        try:
+            record = json.loads(line)
+            # What the summary reads has to be there.
+            _ = record["evaluation"]["split"] if "evaluation" in record else record["step_seconds"]
+        except (ValueError, TypeError, KeyError) as error:
+            rule = "every line is a step or an evaluation"
+            raise DataError(Problem(f"{path}, line {number}", rule, "a file written by --metrics-file")) from error
+        yield record
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"

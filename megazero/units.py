@@ -1,0 +1,32 @@
+"""Bytes, counts and durations as people read them."""
+
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_DECIMAL = ("", "K", "M", "B", "T")
+
+
+def format_bytes(nbytes: float) -> str:
+    """`1536` -> `1.5 KiB`."""
+    return _scaled(nbytes, 1024.0, _BINARY, " ")
+
+
+def format_count(count: float) -> str:
+    """`124439808` -> `124.4M` (B is 1e9)."""
+    return _scaled(count, 1000.0, _DECIMAL, "")
+
+
+def format_duration(seconds: float) -> str:
+    """`3725` -> `1h02m05s`; below a minute one decimal is kept."""
+    if seconds < 60:
+        return f"{seconds:.1f}s"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m{rest:02d}s" if hours else f"{minutes}m{rest:02d}s"
+
+
+def _scaled(value: float, base: float, names: tuple[str, ...], gap: str) -> str:
+    index = 0
+    while abs(value) >= base and index < len(names) - 1:
+        value /= base
+        index += 1
+    text = f"{value:.1f}" if index else f"{value:.0f}"
+    return f"{text}{gap}{names[index]}"

@@ -1,0 +1,1 @@
+"""ZeRO data parallelism: one engine for every stage."""

@@ -1,0 +1,241 @@
+"""Gradients: from autograd, bucket by bucket, over the data-parallel axis, to where the plan keeps them.
+
+A bucket is *complete* when every parameter that overlaps it has its gradient, and is reduced as soon as all buckets
+behind it in the model have been: every rank launches in the same order, whatever order its gradients arrive in.  At
+most `_MAX_IN_FLIGHT` reductions run beside backward (none without overlap: backward then waits for each).  Where a
+bucket's unreduced gradients live is the plan's business, behind the two small classes at the end of this file:
+
+    resident   gradients accumulate in full flat tensors; reduced in place at the accumulation boundary
+    leased     gradients are copied into a constant-size buffer and dropped, reduced in every micro-batch, and the
+               reduced slices accumulate in this rank's shard (paper section 5.2)
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from megazero.comm.interface import Communicator, Lease, Scratch, Work
+from megazero.zero.layout import Bucket, FlatLayout
+from megazero.zero.plan import Lifetime, Placement
+from megazero.zero.shards import Shards
+
+_MAX_IN_FLIGHT = 2
+
+
+class UnreducedGradients(Protocol):
+    """Where the gradients of a bucket are until they have been reduced."""
+
+    def begin_step(self) -> None:
+        """Nothing has been accumulated yet."""
+
+    def is_due(self, *, last_micro_batch: bool) -> bool:
+        """Whether buckets are reduced in this micro-batch."""
+
+    def deposit(self, bucket: Bucket, name: str) -> None:
+        """Parameter `name` has its gradient; store the part that lies in `bucket`."""
+
+    def drop(self, name: str) -> None:
+        """Every part of the parameter's gradient has been deposited."""
+
+    def close(self, bucket: Bucket, missing: set[str]) -> Tensor:
+        """All of the bucket's gradients [numel], zeros for parameters in `missing`."""
+
+    def settle(self, bucket: Bucket, reduced: Tensor) -> None:
+        """The reduction has finished; `reduced` is this rank's partition."""
+
+
+class _InFlight(NamedTuple):
+    bucket: Bucket
+    work: Work
+    reduced: Tensor
+
+
+class GradientReducer:
+    """Counts arriving gradients and launches reductions in one order on all ranks."""
+
+    def __init__(
+        self,
+        shards: Shards,
+        communicator: Communicator,
+        buffers: Scratch,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        overlap: bool,
+    ) -> None:
+        self._shards = shards
+        self._communicator = communicator
+        self._max_in_flight = _MAX_IN_FLIGHT if overlap else 0
+        self._buckets = shards.layout.trainable_buckets
+        self._buckets_of = _buckets_by_parameter(shards.layout)
+        self._members = {index: set(names) for index, names in _parameters_by_bucket(shards.layout).items()}
+        self._store = _make_store(shards, communicator, buffers, parameters)
+        self._in_flight: deque[_InFlight] = deque()
+        self._missing: dict[int, set[str]] = {}
+        self._next = -1  # position in self._buckets of the next bucket to launch; -1: none is due
+
+    def begin_step(self) -> None:
+        """Forget the gradients of the step before."""
+        self._store.begin_step()
+
+    def begin_micro_batch(self, *, is_last: bool) -> None:
+        """Expect the gradients of one backward pass."""
+        if self._store.is_due(last_micro_batch=is_last):
+            self._missing = {index: set(names) for index, names in self._members.items()}
+            self._next = len(self._buckets) - 1
+
+    def gradient_ready(self, name: str) -> None:
+        """Autograd has finished the gradient of a parameter; called once per backward pass."""
+        if self._next < 0:
+            return
+        for bucket in reversed(self._buckets_of[name]):
+            self._store.deposit(bucket, name)
+            self._missing[bucket.index].discard(name)
+            self._launch_complete()
+        self._store.drop(name)
+
+    def end_micro_batch(self) -> None:
+        """Backward is over: launch what is left; parameters without a gradient count as zeros."""
+        while self._next >= 0:
+            self._launch()
+
+    def finish(self) -> None:
+        """Wait for every reduction in flight."""
+        while self._in_flight:
+            self._settle_oldest()
+
+    def _launch_complete(self) -> None:
+        while self._next >= 0 and not self._missing[self._buckets[self._next].index]:
+            self._launch()
+
+    def _launch(self) -> None:
+        bucket = self._buckets[self._next]
+        self._next -= 1
+        whole = self._store.close(bucket, self._missing[bucket.index])
+        partition = self._shards.partition(bucket)
+        reduced = whole[partition.start - bucket.start : partition.stop - bucket.start]
+        work = self._communicator.reduce_scatter_into(reduced, whole)
+        self._in_flight.append(_InFlight(bucket, work, reduced))
+        while len(self._in_flight) > self._max_in_flight:
+            self._settle_oldest()
+
+    def _settle_oldest(self) -> None:
+        flight = self._in_flight.popleft()
+        flight.work.wait()
+        self._store.settle(flight.bucket, flight.reduced)
+
+
+class ResidentGradients:
+    """Gradients accumulate in flat tensors that `.grad` points into; a bucket's sum replaces them in place."""
+
+    def __init__(self, shards: Shards, communicator: Communicator) -> None:
+        self._shards = shards
+        self._communicator = communicator
+        self._replicated = shards.plan.gradient.placement is Placement.REPLICATED
+
+    def begin_step(self) -> None:
+        self._shards.reset_resident_gradients()
+
+    def is_due(self, *, last_micro_batch: bool) -> bool:
+        return last_micro_batch
+
+    def deposit(self, bucket: Bucket, name: str) -> None:
+        """Nothing to move: autograd has added in place."""
+
+    def drop(self, name: str) -> None:
+        """Nothing to drop: the flat tensor stays."""
+
+    def close(self, bucket: Bucket, missing: set[str]) -> Tensor:
+        return self._shards.resident_gradient(bucket, bucket.range)
+
+    def settle(self, bucket: Bucket, reduced: Tensor) -> None:
+        """Where every rank keeps the gradient, the second half of the all-reduce."""
+        if self._replicated:
+            self._communicator.all_gather_into(self._shards.resident_gradient(bucket, bucket.range), reduced).wait()
+
+
+class LeasedGradients:
+    """Gradients are copied into leased buffers; reduced slices add up in the gradient shard."""
+
+    def __init__(self, shards: Shards, buffers: Scratch, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._shards = shards
+        self._buffers = buffers
+        self._parameters = parameters
+        self._open: dict[int, Lease] = {}
+        self._has_sum: set[int] = set()  # buckets whose shard already holds earlier micro-batches
+
+    def begin_step(self) -> None:
+        self._has_sum.clear()
+
+    def is_due(self, *, last_micro_batch: bool) -> bool:
+        return True
+
+    def deposit(self, bucket: Bucket, name: str) -> None:
+        gradient = self._parameters[name].grad
+        assert gradient is not None, f"{name} was announced without a gradient"
+        self._fill(bucket, {name}, gradient.reshape(-1))
+
+    def drop(self, name: str) -> None:
+        self._parameters[name].grad = None
+
+    def close(self, bucket: Bucket, missing: set[str]) -> Tensor:
+        if missing:
+            self._fill(bucket, missing, None)
+        return self._buffer(bucket)
+
+    def settle(self, bucket: Bucket, reduced: Tensor) -> None:
+        target = self._shards.reduced_gradient(bucket, self._shards.partition(bucket))
+        if bucket.index in self._has_sum:
+            target.add_(reduced)
+        else:
+            target.copy_(reduced)
+            self._has_sum.add(bucket.index)
+        self._open.pop(bucket.index).release()
+
+    def _fill(self, bucket: Bucket, names: set[str], gradient: Tensor | None) -> None:
+        """Copy a parameter's gradient into the bucket, or zeros for parameters that got none."""
+        whole = self._buffer(bucket)
+        section = self._shards.layout.sections[bucket.section]
+        for fragment in section.fragments(bucket.range):
+            if fragment.spec.name not in names:
+                continue
+            start = fragment.section_start - bucket.start
+            target = whole[start : start + fragment.numel]
+            if gradient is None:
+                target.zero_()
+            else:
+                target.copy_(gradient[fragment.start : fragment.stop])
+
+    def _buffer(self, bucket: Bucket) -> Tensor:
+        if bucket.index not in self._open:
+            lease = self._buffers.lease(bucket.numel, self._shards.plan.gradient.dtype)
+            padding_start = self._shards.layout.sections[bucket.section].used_numel - bucket.start
+            lease.tensor[padding_start:].zero_()
+            self._open[bucket.index] = lease
+        return self._open[bucket.index].tensor
+
+
+def _make_store(
+    shards: Shards, communicator: Communicator, buffers: Scratch, parameters: Mapping[str, nn.Parameter]
+) -> UnreducedGradients:
+    if shards.plan.gradient.lifetime is Lifetime.RESIDENT:
+        return ResidentGradients(shards, communicator)
+    return LeasedGradients(shards, buffers, parameters)
+
+
+def _parameters_by_bucket(layout: FlatLayout) -> dict[int, list[str]]:
+    """{bucket index: names of the parameters that overlap it}."""
+    return {
+        bucket.index: [f.spec.name for f in layout.sections[bucket.section].fragments(bucket.range)]
+        for bucket in layout.trainable_buckets
+    }
+
+
+def _buckets_by_parameter(layout: FlatLayout) -> dict[str, list[Bucket]]:
+    """{parameter: the buckets it overlaps, in order}."""
+    found: dict[str, list[Bucket]] = {}
+    for bucket in layout.trainable_buckets:
+        for fragment in layout.sections[bucket.section].fragments(bucket.range):
+            found.setdefault(fragment.spec.name, []).append(bucket)
+    return found

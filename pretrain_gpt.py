@@ -1,0 +1,35 @@
+"""Pretrain a GPT: `torchrun --nproc-per-node 4 pretrain_gpt.py --tensor-model-parallel-size 2 --zero-stage 2 ...`."""
+
+import sys
+
+from megazero.comm.build import Launch, choose_device, join, leave
+from megazero.config.cli import parse
+from megazero.console import Console, run_program
+from megazero.train.build import assemble, check
+from megazero.train.loop import train
+
+
+def main() -> None:
+    """Read the command line, check it, join the other ranks, build the run, train."""
+    launch = Launch.from_environment()
+    parsed = parse(world_size=launch.world_size)
+    for notice in parsed.notices:
+        Console().line(notice)
+    corpora = check(parsed.config, launch)
+
+    parallel = parsed.config.parallel
+    device = choose_device(parallel.device, launch.local_rank)
+    join(
+        launch,
+        backend=parallel.distributed_backend,
+        device=device,
+        timeout_minutes=parallel.distributed_timeout_minutes,
+    )
+    try:
+        train(assemble(parsed.config, launch, device, corpora))
+    finally:
+        leave()
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(main))

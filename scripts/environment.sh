@@ -1,0 +1,53 @@
+# shellcheck shell=bash
+# Sourced by the other scripts.  `ensure_environment` makes .venv beside setup.py with the pinned versions of
+# scripts/constraints.txt, once: a stamp in .venv names the setup.py and the constraints it was made from.
+# PYTHON names the interpreter to make it with (python3 by default).  Run it in the project's root.
+
+# Prints its arguments with the seconds since the script began.
+say() { printf '[%3ds] %s\n' "$SECONDS" "$*"; }
+
+# Prints a message on stderr and ends the script.
+fail() {
+    printf 'error: %s\n' "$*" >&2
+    exit 2
+}
+
+require_python() {
+    command -v "$1" >/dev/null 2>&1 || fail "$1 is not there; install CPython 3.11 or newer, or name one with PYTHON=..."
+    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+        fail "$("$1" --version) is too old; megazero needs CPython 3.11 or newer (name one with PYTHON=...)"
+}
+
+environment_fingerprint() {
+    cat setup.py scripts/constraints.txt | cksum
+}
+
+install_torch() {
+    local wanted
+    wanted="$(grep '^torch==' scripts/constraints.txt)"
+    local options=()
+    # The default Linux build brings gigabytes of CUDA libraries, of no use without a GPU.
+    if ! command -v nvidia-smi >/dev/null 2>&1; then
+        options=(--extra-index-url https://download.pytorch.org/whl/cpu --retries 1)
+    fi
+    .venv/bin/python -m pip install --quiet "$wanted" -c scripts/constraints.txt "${options[@]+"${options[@]}"}"
+}
+
+ensure_environment() {
+    local stamp=.venv/megazero-stamp
+    if [[ -f "$stamp" && "$(cat "$stamp")" == "$(environment_fingerprint)" ]]; then
+        return
+    fi
+    require_python "${PYTHON:-python3}"
+    if [[ ! -x .venv/bin/python ]]; then
+        say "making .venv"
+        "${PYTHON:-python3}" -m venv .venv || fail "python can't make a virtual environment (Debian: apt install python3-venv)"
+    fi
+    export PIP_DISABLE_PIP_VERSION_CHECK=1
+    say "installing torch"
+    install_torch || fail "torch could not be installed; see pip's message above (no network? use --no-install)"
+    say "installing megazero and its tools"
+    .venv/bin/python -m pip install --quiet -e '.[test]' -c scripts/constraints.txt ||
+        fail "megazero could not be installed; see pip's message above"
+    environment_fingerprint >"$stamp"
+}

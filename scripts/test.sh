@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# Makes the environment if needed, then runs the linter, the formatter's check, the type checker and all tests.
+#
+#   bash scripts/test.sh [--no-install] [arguments of pytest]
+#
+# --no-install uses the python that is there (PYTHON, python3 by default) and its packages.  Every phase runs even when
+# one before it failed; the exit status is 0 only if all passed.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# shellcheck source=scripts/environment.sh
+source scripts/environment.sh
+
+install=yes
+if [[ "${1:-}" == --no-install ]]; then
+    install=no
+    shift
+fi
+
+if [[ "$install" == yes ]]; then
+    ensure_environment
+    python=.venv/bin/python
+else
+    python="${PYTHON:-python3}"
+    require_python "$python"
+fi
+
+failed=()
+phase() {
+    local name="$1" start=$SECONDS
+    shift
+    printf -- '--- %s\n' "$name"
+    if "$@"; then
+        printf -- '--- %s: passed in %ds\n' "$name" "$((SECONDS - start))"
+    else
+        printf -- '--- %s: FAILED after %ds\n' "$name" "$((SECONDS - start))"
+        failed+=("$name")
+    fi
+}
+
+# Tests start several processes on few cores: one thread each.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+
+phase "ruff check" "$python" -m ruff check .
+phase "ruff format" "$python" -m ruff format --check .
+phase "mypy" "$python" -m mypy
+phase "pytest" "$python" -m pytest "$@"
+
+if ((${#failed[@]})); then
+    printf 'FAILED: %s (%ds in all)\n' "${failed[*]}" "$SECONDS"
+    exit 1
+fi
+printf 'all passed in %ds\n' "$SECONDS"

@@ -1,0 +1,49 @@
+"""Package description of megazero; exact versions of everything are in scripts/constraints.txt."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+
+
+def version() -> str:
+    """The version string of megazero/__init__.py, read without importing it (torch is not there yet)."""
+    text = (ROOT / "megazero" / "__init__.py").read_text(encoding="utf-8")
+    found = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
+    if found is None:
+        raise RuntimeError('megazero/__init__.py has no line __version__ = "..."')
+    return found.group(1)
+
+
+setup(
+    name="megazero",
+    version=version(),
+    description="GPT pretraining with tensor parallelism and ZeRO data parallelism",
+    python_requires=">=3.11",
+    packages=find_packages(include=["megazero", "megazero.*"]),
+    package_data={"megazero": ["py.typed"]},
+    install_requires=[
+        "torch>=2.11",
+        "numpy>=1.26",
+        "pydantic>=2.7,<3",
+        "pyyaml>=6",
+        "rich>=13",
+        "safetensors>=0.4.3",
+        "sentencepiece>=0.2",
+        "tensorboard>=2.16",
+        "tokenizers>=0.19",
+    ],
+    extras_require={
+        "test": [
+            "hypothesis>=6.100",
+            "mypy>=1.10",
+            "pytest>=8.2",
+            "pytest-timeout>=2.3",
+            "ruff>=0.5",
+            "transformers>=4.41",
+            "types-PyYAML>=6",
+        ],
+    },
+)

@@ -1,0 +1,68 @@
+"""An action on every rank fails on all of them or on none."""
+
+import torch
+from support.thread_world import ThreadCommunicator, run_threads
+
+from megazero.checkpoint.agreement import together
+from megazero.comm.local import LocalCommunicator
+from megazero.errors import CheckpointError, DataError, Problem
+
+CPU = torch.device("cpu")
+
+
+def fail_on(rank: int, error: Exception, world: ThreadCommunicator) -> list[object]:
+    def action() -> int:
+        if world.rank == rank:
+            raise error
+        return world.rank * 10
+
+    return together(world, CPU, action, doing="trying")
+
+
+def test_results_of_all_ranks_reach_all_ranks() -> None:
+    results = run_threads(3, lambda world: together(world, CPU, lambda: [world.rank, None], doing="x"))
+    assert results == [[[0, None], [1, None], [2, None]]] * 3
+
+
+def test_an_error_of_the_system_reaches_all_ranks_with_rank_and_cause() -> None:
+    results = run_threads(3, lambda world: fail_on(1, OSError(28, "No space left on device", "/disk/x"), world))
+    assert {type(result) for result in results} == {CheckpointError}
+    assert {str(result) for result in results} == {
+        "checkpoint error: rank 1: /disk/x\n    rule:  trying: No space left on device"
+    }
+    assert isinstance(results[1].__cause__, OSError)
+
+
+def test_a_user_error_keeps_its_problems() -> None:
+    error = DataError(Problem("a", "b", "c"), Problem("d", "e"))
+    results = run_threads(2, lambda world: fail_on(0, error, world))
+    for result in results:
+        assert isinstance(result, CheckpointError)
+        assert result.problems == (Problem("rank 0: a", "b", "c"), Problem("rank 0: d", "e"))
+
+
+def test_what_all_ranks_say_is_said_once() -> None:
+    def action() -> None:
+        raise CheckpointError(Problem("given", "rule"))
+
+    results = run_threads(3, lambda world: together(world, CPU, action, doing="x"))
+    assert [result.problems for result in results] == [(Problem("given", "rule"),)] * 3
+
+
+def test_a_bug_stays_itself_where_it_is_and_stops_the_others() -> None:
+    bug = ZeroDivisionError("oops")
+    results = run_threads(2, lambda world: fail_on(1, bug, world))
+    assert results[1] is bug
+    assert isinstance(results[0], CheckpointError)
+    assert "rank 1: trying\n    rule:  ZeroDivisionError: oops" in str(results[0])
+
+
+def test_one_rank_alone_takes_the_same_path() -> None:
+    world = LocalCommunicator()
+    assert together(world, CPU, lambda: "x", doing="y") == ["x"]
+    try:
+        together(world, CPU, lambda: open("/nonexistent/file"), doing="reading")
+    except CheckpointError as error:
+        assert error.problems == (Problem("/nonexistent/file", "reading: No such file or directory"),)
+    else:
+        raise AssertionError("no error")

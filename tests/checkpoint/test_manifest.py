@@ -1,0 +1,217 @@
+"""The manifest: what is dumped comes back; whatever else is offered is refused, with everything that is wrong."""
+
+import copy
+import hashlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megazero.checkpoint.manifest import (
+    DTYPES,
+    BoxEntry,
+    ConfigEntry,
+    FileEntry,
+    Manifest,
+    Part,
+    TensorEntry,
+    dtype_bytes,
+    dtype_name,
+    dump_manifest,
+    dump_part,
+    layout_problems,
+    merge_parts,
+    parse_manifest,
+    parse_part,
+)
+from megazero.errors import CheckpointError
+
+HASH = "0" * 64
+WEIGHT = TensorEntry("w", "weight", (4, 3), "F32")
+MOMENT = TensorEntry("w", "exp_avg", (4, 3), "F32")
+
+
+def part(rank: int, rows: tuple[int, int], entry: TensorEntry = WEIGHT) -> Part:
+    first, last = rows
+    end = 80 + (last - first) * 3 * 4
+    box = BoxEntry("w", "weight", (first, 0), (last - first, 3), 80, end, HASH)
+    return Part((entry,), FileEntry(f"rank_{rank}.safetensors", end, 80, HASH, (box,)))
+
+
+def manifest(*parts: Part, progress: Any = None) -> Manifest:
+    config = ConfigEntry("config.yaml", HASH)
+    return merge_parts(list(parts) or [part(0, (0, 1)), part(1, (1, 4))], step=7, progress=progress or {}, config=config)
+
+
+def signed(body: dict[str, Any]) -> bytes:
+    """A manifest with the right hash whatever it says, as a hostile one would have."""
+    body = {key: value for key, value in body.items() if key != "sha256"}
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), **body}).encode()
+
+
+def test_a_manifest_comes_back_as_it_was() -> None:
+    progress = {"samples": 2**70, "scale": 65536.0, "lr": 0.1 + 0.2, "name": "ü\n", "nested": [None, True, {"a": []}]}
+    original = manifest(progress=progress)
+    again = parse_manifest(dump_manifest(original), source="m")
+    assert again == original
+    assert again.progress == progress
+    assert (again.step, again.format, again.version) == (7, "megazero-checkpoint", 1)
+    assert list(layout_problems(again)) == []
+
+
+def test_the_documented_hash_can_be_computed_by_others() -> None:
+    text = dump_manifest(manifest())
+    assert signed(json.loads(text)) == json.dumps(json.loads(text)).encode()
+
+
+def test_parts_come_back_as_they_were() -> None:
+    assert parse_part(dump_part(part(3, (1, 2)))) == part(3, (1, 2))
+
+
+def test_progress_must_be_json() -> None:
+    with pytest.raises(ValueError):
+        dump_manifest(manifest(progress={"best": float("inf")}))
+    with pytest.raises(ValueError):
+        manifest(progress={"state": object()})
+
+
+def test_ranks_that_disagree_are_named() -> None:
+    other = TensorEntry("w", "weight", (4, 3), "BF16")
+    with pytest.raises(CheckpointError, match=r"rank 1: weight of w, BF16 \[4, 3\]\n.*other ranks say .* F32"):
+        manifest(part(0, (0, 1)), part(1, (1, 4), other))
+
+
+def test_holes_and_overlaps_are_told_by_region() -> None:
+    found = [str(problem) for problem in layout_problems(manifest(part(0, (0, 2)), part(1, (1, 3))))]
+    assert len(found) == 2
+    assert "region [1:2,0:3]" in found[0] and "more than once" in found[0]
+    assert "region [3:4,0:3]" in found[1] and "nowhere" in found[1]
+
+
+def test_every_flipped_byte_is_noticed() -> None:
+    text = dump_manifest(manifest(progress={"samples": 12, "text": "abc"}))
+    original = parse_manifest(text, source="m")
+    for place in range(len(text) - 1):
+        damaged = bytearray(text)
+        damaged[place] ^= 1
+        try:
+            got = parse_manifest(bytes(damaged), source="m")
+        except CheckpointError:
+            continue
+        assert got == original, f"byte {place}"
+
+
+@pytest.mark.parametrize("cut", [0, 1, 50, -2])
+def test_a_truncated_manifest_is_refused(cut: int) -> None:
+    with pytest.raises(CheckpointError, match="not a checkpoint's manifest"):
+        parse_manifest(dump_manifest(manifest())[:cut], source="m")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"null", b"[]", b'"x"', b"{", b"\xff\xfe", b'{"a": NaN}', b"[" * 100_000, b'{"step": ' + b"9" * 5000 + b"}"],
+)
+def test_what_is_not_a_manifest_is_refused(text: bytes) -> None:
+    with pytest.raises(CheckpointError, match="^checkpoint error: m"):
+        parse_manifest(text, source="m")
+
+
+def test_another_format_or_version_is_told_before_anything_else() -> None:
+    with pytest.raises(CheckpointError, match="not a checkpoint of megazero"):
+        parse_manifest(b'{"format": "torch"}', source="m")
+    body = json.loads(dump_manifest(manifest()))
+    with pytest.raises(CheckpointError, match=r"version 2\n.*cannot read(.|\n)*legal: 1"):
+        parse_manifest(signed({**body, "version": 2, "unheard": 1}), source="m")
+
+
+def test_an_edited_manifest_is_refused() -> None:
+    body = json.loads(dump_manifest(manifest()))
+    with pytest.raises(CheckpointError, match="does not match the hash"):
+        parse_manifest(json.dumps({**body, "step": 8}).encode(), source="m")
+
+
+def _file_name(name: str) -> Callable[[dict[str, Any]], None]:
+    return lambda body: body["files"][0].update(name=name)
+
+
+def _box(**changes: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda body: body["files"][0]["boxes"][0].update(changes)
+
+
+def _tensor(**changes: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda body: body["tensors"][0].update(changes)
+
+
+HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "parent folder": (_file_name("../../etc/passwd"), "plain file name"),
+    "absolute path": (_file_name("/etc/passwd"), "plain file name"),
+    "hidden file": (_file_name(".bashrc"), "plain file name"),
+    "folder": (_file_name("a/b"), "plain file name"),
+    "backslash": (_file_name("..\\b"), "plain file name"),
+    "line end": (_file_name("rank\n"), "plain file name"),
+    "empty name": (_file_name(""), "plain file name"),
+    "same file twice": (_file_name("rank_1.safetensors"), "named more than once"),
+    "config elsewhere": (lambda body: body["config"].update(name="../x"), "plain file name"),
+    "name that is no text": (_file_name(5), "string"),  # type: ignore[arg-type]
+    "missing field": (lambda body: body["files"][0].pop("header_bytes"), "required"),
+    "missing step": (lambda body: body.pop("step"), "required"),
+    "unknown field": (lambda body: body.update(run_me="rm"), "unexpected"),
+    "number as text": (lambda body: body.update(step="7"), "valid integer"),
+    "boolean as number": (lambda body: body.update(step=True), "valid integer"),
+    "negative step": (lambda body: body.update(step=-1), "greater than or equal"),
+    "huge dim": (_tensor(shape=[10**30, 3]), "integer|less than"),
+    "huge tensor": (_tensor(shape=[2**40, 2**40]), "too large to be true"),
+    "huge tensor without elements": (_tensor(shape=[2**40, 2**40, 0]), "too large to be true"),
+    "many dims": (_tensor(shape=[1] * 17), "at most 16"),
+    "negative dim": (_tensor(shape=[-4, 3]), "greater than or equal"),
+    "unknown dtype": (_tensor(dtype="F32; rm"), "Input should be"),
+    "unknown kind": (_tensor(kind="pickle"), "Input should be"),
+    "tensor twice": (lambda body: body["tensors"].append(body["tensors"][0]), "listed more than once"),
+    "two shapes": (
+        lambda body: body["tensors"].append({**body["tensors"][0], "kind": "exp_avg", "shape": [4, 4]}),
+        "its other state has shape",
+    ),
+    "box of an unlisted tensor": (_box(parameter="v"), "no such tensor"),
+    "box outside": (_box(offset=[4, 0]), "not a region"),
+    "box too long": (_box(lengths=[5, 3]), "not a region"),
+    "box without elements": (_box(lengths=[0, 3]), "not a region"),
+    "box with other dims": (_box(lengths=[1, 3, 1]), "not a region"),
+    "bytes outside the file": (_box(begin=10**9, end=10**9 + 12), "back to back"),
+    "bytes inside the header": (_box(begin=0, end=12), "back to back"),
+    "too few bytes": (_box(end=91), "back to back"),
+    "file longer than its boxes": (lambda body: body["files"][0].update(num_bytes=10**6), "end at byte"),
+    "no hash": (_box(sha256=""), "match pattern"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_manifest_is_refused(name: str) -> None:
+    change, message = HOSTILE[name]
+    body = copy.deepcopy(json.loads(dump_manifest(manifest())))
+    change(body)
+    with pytest.raises(CheckpointError, match=message):
+        parse_manifest(signed(body), source="m")
+
+
+def test_all_problems_come_at_once_but_not_thousands() -> None:
+    body = json.loads(dump_manifest(manifest()))
+    body["files"][0]["name"] = "../x"
+    body["files"][1]["boxes"][0]["parameter"] = "v"
+    with pytest.raises(CheckpointError) as caught:
+        parse_manifest(signed(body), source="m")
+    assert len(caught.value.problems) == 2
+    body["tensors"] = [{"bad": 1}] * 500
+    with pytest.raises(CheckpointError) as caught:
+        parse_manifest(signed(body), source="m")
+    assert len(caught.value.problems) == 20
+
+
+def test_dtype_names_are_those_of_torch_and_back() -> None:
+    for name, dtype in DTYPES.items():
+        assert dtype_name(dtype) == name
+        assert dtype_bytes(name) == torch.empty(1, dtype=dtype).element_size()
+    with pytest.raises(CheckpointError, match="complex64.*\n.*cannot be stored"):
+        dtype_name(torch.complex64)

@@ -1,0 +1,209 @@
+"""The whole command line: precedence, foreign flags, and all findings at once."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.configs import make_run
+
+from megazero.config.cli import ParsedRun, from_yaml, parse
+from megazero.config.run import RunConfig
+from megazero.config.yaml_file import to_yaml
+from megazero.errors import ConfigError, Problem
+
+BASE = "--preset gpt2-124m --micro-batch-size 4 --lr 1e-4 --train-iters 100 --data-path corpus"
+
+
+def run(line: str) -> ParsedRun:
+    return parse(f"{BASE} {line}".split())
+
+
+def problems(line: str, *, world_size: int | None = None) -> tuple[Problem, ...]:
+    with pytest.raises(ConfigError) as caught:
+        parse(line.split(), world_size=world_size)
+    return caught.value.problems
+
+
+def only_problem(line: str) -> Problem:
+    found = problems(f"{BASE} {line}")
+    assert len(found) == 1, found
+    return found[0]
+
+
+# --- values and precedence -------------------------------------------------------------------------------------------
+
+
+def test_flags_set_settings() -> None:
+    config = run("--zero-stage 2 --tensor-model-parallel-size 2 --split 90,10 --no-save-optim --save runs/a").config
+    assert (config.zero.zero_stage, config.parallel.tensor_model_parallel_size) == (2, 2)
+    assert (config.data.split, config.data.data_path) == ("90,10", ("corpus",))
+    assert config.checkpoint.no_save_optim and config.checkpoint.save == Path("runs/a")
+    assert (config.model.num_layers, config.model.vocab_size) == (12, 50257)
+
+
+def test_a_flag_wins_over_the_file_and_the_file_over_the_preset(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("num_layers: 3\nhidden_size: 60\nnum_attention_heads: 12\nlr: 1e-3\nfp16: true\nbatch_size: 8\n")
+    config = parse(f"--config {file} --preset gpt2-124m --num-layers 5 --train-iters 1 --data-path x".split()).config
+    assert (config.model.num_layers, config.model.hidden_size, config.model.seq_length) == (5, 60, 1024)
+    assert (config.optimizer.lr, config.precision.precision, config.training.micro_batch_size) == (1e-3, "fp16", 8)
+
+
+def test_the_last_of_equal_flags_wins() -> None:
+    assert run("--seed 1 --seed 2").config.training.seed == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [("", True), ("--overlap-comm", True), ("--no-overlap-comm", False), ("--overlap-comm false", False)],
+)
+def test_a_switch_that_is_on_can_be_turned_off(flags: str, expected: bool) -> None:
+    assert run(flags).config.zero.overlap_comm is expected
+
+
+def test_a_switch_of_the_file_can_be_turned_off(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("mock_data: true\nno_overlap_comm: true\n")
+    assert run(f"--config {file}").config.data.mock_data is True
+    assert run(f"--config {file}").config.zero.overlap_comm is False
+    assert run(f"--config {file} --mock-data false").config.data.mock_data is False
+
+
+# --- foreign flags ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["fp64", "fp32", "bf16", "fp16"])
+def test_precision_shorthands(name: str) -> None:
+    assert run(f"--{name}").config.precision.precision == name
+    assert run(f"--{name} --precision {name}").config.precision.precision == name
+
+
+@pytest.mark.parametrize(
+    ("flags", "stage"), [("", 1), ("--zero-stage 2", 2), ("--zero-stage 1", 1), ("--zero-stage=2", 2)]
+)
+def test_the_distributed_optimizer_is_at_least_stage_1(flags: str, stage: int) -> None:
+    parsed = run(f"--use-distributed-optimizer {flags}")
+    assert parsed.config.zero.zero_stage == stage
+    assert len(parsed.notices) == 1 and "--use-distributed-optimizer" in parsed.notices[0]
+
+
+def test_the_distributed_optimizer_clashes_with_stage_0() -> None:
+    assert only_problem("--zero-stage 0 --use-distributed-optimizer").given == (
+        "--zero-stage 0 and --use-distributed-optimizer"
+    )
+
+
+def test_kernel_flags_and_fixed_values_earn_a_notice() -> None:
+    flags = "--no-masked-softmax-fusion --transformer-impl local --data-impl mmap --no-load-rng --deepspeed"
+    notices = run(flags).notices
+    assert [notice.split(":")[0] for notice in notices] == [
+        "--no-masked-softmax-fusion",
+        "--transformer-impl",
+        "--data-impl mmap",
+        "--no-load-rng",
+        "--deepspeed",
+    ]
+    assert all("\n" not in notice for notice in notices)
+
+
+@pytest.mark.parametrize(
+    ("flags", "given", "rule"),
+    [
+        ("--swiglu", "--swiglu", "GPT-2"),
+        ("--sequence-parallel", "--sequence-parallel", "not there yet"),
+        ("--deepspeed_config ds.json", "--deepspeed-config ds.json", "--zero-stage"),
+        ("--recompute-granularity full", "--recompute-granularity full", "not there yet"),
+        ("--normalization RMSNorm", "--normalization RMSNorm", "layer norms"),
+        ("--rampup-batch-size 32 32 1000", "--rampup-batch-size 32 32 1000", "--global-batch-size"),
+        ("--fp16 --bf16", "--fp16 and --bf16", "different values"),
+        ("--precision fp32 --fp16", "--precision fp32 and --fp16", "different values"),
+        ("--batch-size 2", "--micro-batch-size 4 and --batch-size 2", "different values"),
+        ("--overlap-grad-reduce --no-overlap-comm", "--no-overlap-comm and --overlap-grad-reduce", "different values"),
+        ("--num-layer 3", "--num-layer", "no setting of this name"),
+        ("--zero_stag=2", "--zero-stag=2", "no setting of this name"),
+        ("--lr", "--lr", "needs a value"),
+        ("--data-path", "--data-path", "needs a value"),
+        ("--seed 1 2", "--seed 1 2", "one value, not 2"),
+        ("--preset gpt2-124M", "--preset gpt2-124M", "no preset"),
+        ("--config /nonexistent.yaml", "--config /nonexistent.yaml", "can't be read"),
+        ("--fp16 perhaps", "--fp16 perhaps", "true or false"),
+    ],
+)
+def test_refusals(flags: str, given: str, rule: str) -> None:
+    found = only_problem(flags)
+    assert found.given == given and rule in found.rule and found.legal
+
+
+def test_a_misspelt_flag_gets_its_neighbours() -> None:
+    assert "--num-layers" in only_problem("--num-layer 3").legal
+    assert "--tensor-model-parallel-size" in only_problem("--tensor-parallel-size 3").legal
+
+
+def test_a_word_that_follows_no_flag_is_refused() -> None:
+    assert [item.given for item in problems(f"stray {BASE}")] == ["stray"]
+
+
+def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("learning_rate: 1e-3\nhidden_size: wide\nswiglu: true\n")
+    line = (
+        f"--config {file} --foo 1 --num-layers 0 --num-attention-heads 7 --tensor-model-parallel-size 2"
+        " --seq-length 16 --micro-batch-size 2 --lr 1e-3 --min-lr 1 --train-iters 5 --mock-data --fp16 --bf16"
+    )
+    given = [item.given for item in problems(line, world_size=3)]
+    assert given == [
+        "--foo",
+        f"{file}: learning_rate: 1e-3",
+        f"{file}: swiglu: true",
+        "--fp16 and --bf16",
+        "--num-layers 0",
+        f"{file}: hidden_size: wide",
+        "--tensor-model-parallel-size 2 --num-attention-heads 7",
+        "3 processes with --tensor-model-parallel-size 2 --pipeline-model-parallel-size 1",
+        "--lr 0.001 --min-lr 1",
+        "--mock-data without --vocab-size",
+    ]
+
+
+def test_rules_between_settings_are_left_to_the_caller_when_all_settings_are_valid() -> None:
+    assert parse(f"{BASE} --num-attention-heads 7".split(), world_size=3).config.model.num_attention_heads == 7
+
+
+def test_help_ends_the_program(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse(["--help"])
+    assert caught.value.code == 0 and "--zero-stage" in capsys.readouterr().out
+
+
+# --- the resolved configuration --------------------------------------------------------------------------------------
+
+RUNS = st.builds(
+    make_run,
+    lr=st.floats(1e-12, 1e3),
+    init_method_std=st.floats(1e-300, 1e300),
+    data_path=st.lists(st.text("ab: #-'\"é/", min_size=1), max_size=4),
+    split=st.sampled_from(["969,30,1", "100", "0.1,0.2", "1/1", "no", "1e3", "1_0"]),
+    save=st.none() | st.sampled_from(["runs/a", "true", "1", "null", "~", "a: b"]),
+    global_batch_size=st.none() | st.integers(1, 10**12),
+    precision=st.sampled_from(["fp64", "fp32", "bf16", "fp16"]),
+    overlap_comm=st.booleans(),
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(RUNS)
+def test_what_is_written_reads_back_equal(config: RunConfig) -> None:
+    assert from_yaml(to_yaml(config)) == config
+
+
+def test_a_saved_configuration_is_a_config_file(tmp_path: Path) -> None:
+    first = run("--fp16 --split 90,10").config
+    (tmp_path / "run.yaml").write_text(to_yaml(first))
+    assert parse(["--config", str(tmp_path / "run.yaml")]).config == first
+
+
+def test_a_damaged_saved_configuration_is_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_yaml(to_yaml(make_run()) + "surplus: 1\n", origin="run.yaml")
+    assert [item.given for item in caught.value.problems] == ["run.yaml: surplus: 1"]

@@ -1,0 +1,57 @@
+"""The tables of foreign flags."""
+
+from megazero.config.compat import ACCEPTED, FIXED, REFUSED, SHORTHANDS
+from megazero.config.run import FIELDS
+
+# Flags of published launch scripts (Megatron-LM, Megatron-DeepSpeed, BLOOM): all must be known, whatever the answer.
+PUBLISHED = """
+num-layers hidden-size num-attention-heads seq-length max-position-embeddings ffn-hidden-size kv-channels
+init-method-std make-vocab-size-divisible-by hidden-dropout attention-dropout untie-embeddings-and-output-weights
+disable-bias-linear normalization swiglu squared-relu position-embedding-type use-rotary-position-embeddings
+rotary-percent apply-layernorm-1p openai-gelu layernorm-epsilon norm-epsilon apply-query-key-layer-scaling
+no-query-key-layer-scaling attention-softmax-in-fp32 micro-batch-size global-batch-size rampup-batch-size
+step-batch-size-schedule train-iters train-samples train-tokens exit-interval exit-duration-in-mins seed num-workers
+lr min-lr lr-decay-style lr-decay-iters lr-decay-samples lr-decay-tokens lr-warmup-fraction lr-warmup-iters
+lr-warmup-samples lr-warmup-tokens weight-decay start-weight-decay end-weight-decay weight-decay-incr-style optimizer
+adam-beta1 adam-beta2 adam-eps clip-grad override-opt-param-scheduler use-checkpoint-opt-param-scheduler fp16 bf16
+loss-scale initial-loss-scale min-loss-scale loss-scale-window hysteresis accumulate-allreduce-grads-in-fp32
+tensor-model-parallel-size pipeline-model-parallel-size sequence-parallel num-layers-per-virtual-pipeline-stage
+no-pipeline-parallel use-distributed-optimizer overlap-grad-reduce overlap-param-gather distributed-backend
+distributed-timeout-minutes zero-stage deepspeed deepspeed-config cpu-optimizer ds-sequence-parallel-size
+use-megatron-fsdp data-parallel-sharding-strategy recompute-activations recompute-granularity recompute-method
+recompute-num-layers recompute-modules checkpoint-activations deepspeed-activation-checkpointing partition-activations
+checkpoint-in-cpu data-path split vocab-file merge-file tokenizer-type tokenizer-model vocab-size data-impl
+data-cache-path mock-data train-data-path valid-data-path test-data-path dataloader-type reset-position-ids
+reset-attention-mask eod-mask-loss no-mmap-bin-files no-create-attention-mask-in-dataloader save load save-interval
+no-load-optim no-load-rng no-save-optim no-save-rng finetune use-checkpoint-args ckpt-format async-save
+universal-checkpoint reset-iteration no-load-lr-state eval-iters eval-interval log-interval tensorboard-dir
+tensorboard-queue-size log-timers-to-tensorboard log-batch-size-to-tensorboard log-validation-ppl-to-tensorboard
+log-memory-to-tensorboard log-optimizer-states-to-tensorboard log-params-norm log-num-zeros-in-grad log-throughput
+timing-log-level timing-log-option wandb-project wandb-exp-name wandb-save-dir no-masked-softmax-fusion
+no-bias-gelu-fusion no-bias-dropout-fusion no-gradient-accumulation-fusion no-async-tensor-model-parallel-allreduce
+use-flash-attn use-flash-attn-v2 transformer-impl attention-backend use-mcore-models pp-partition-method
+train-weighted-split-paths-path valid-weighted-split-paths-path tokenizer-name-or-path embed-layernorm
+pad-vocab-size-to kill-switch-path valid-num-workers abort-on-unmet-fused-kernel-constraints batch-size warmup
+model-parallel-size activations-checkpoint-method no-position-embedding ckpt-fully-parallel-save use-dist-ckpt
+dist-ckpt-format use-custom-fsdp enable-cuda-graph cuda-graph-impl rotary-position-embeddings-theta
+num-key-value-heads num-query-groups profile local-rank
+""".split()
+
+
+def test_every_published_flag_is_known() -> None:
+    settings = {name for info in FIELDS for name in (info.flag.removeprefix("--"), *info.aliases)}
+    known = settings | set(SHORTHANDS) | set(ACCEPTED) | set(FIXED) | set(REFUSED)
+    assert [flag for flag in PUBLISHED if flag not in known] == []
+
+
+def test_shorthands_set_real_settings() -> None:
+    names = {info.name for info in FIELDS}
+    assert [short.field for short in SHORTHANDS.values() if short.field not in names] == []
+
+
+def test_a_refusal_gives_a_reason_and_names_only_flags_that_exist() -> None:
+    flags = {info.flag for info in FIELDS} | {"--config"}
+    for name, reason in REFUSED.items():
+        assert reason, name
+        named = {word.strip(",;.") for word in reason.split() if word.startswith("--")}
+        assert named <= flags, name

@@ -1,0 +1,25 @@
+"""The corpus's settings."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from megazero.config.data import DataConfig
+
+
+def test_defaults_are_megatrons() -> None:
+    data = DataConfig()
+    assert (data.split, data.num_workers, data.data_path, data.tokenizer_type) == ("969,30,1", 2, (), None)
+
+
+def test_one_corpus_needs_no_brackets_and_a_number_may_be_a_split() -> None:
+    data = DataConfig(data_path="corpus", split=100, vocab_file="vocab.json")  # type: ignore[arg-type]
+    assert (data.data_path, data.split, data.vocab_file) == (("corpus",), "100", Path("vocab.json"))
+    assert DataConfig(data_path=["0.7", "a", "0.3", "b"]).data_path == ("0.7", "a", "0.3", "b")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("name", "value"), [("num_workers", -1), ("tokenizer_type", "BertWordPiece")])
+def test_out_of_range_is_refused(name: str, value: object) -> None:
+    with pytest.raises(ValidationError, match=name):
+        DataConfig(**{name: value})  # type: ignore[arg-type]

@@ -1,0 +1,41 @@
+"""Figures that follow from the settings."""
+
+import pytest
+from support.configs import make_run
+
+from megazero.config import derived
+
+
+@pytest.mark.parametrize(
+    ("vocab", "divisible_by", "degree", "padded"),
+    [(50257, 128, 1, 50304), (50257, 128, 8, 51200), (128, 128, 1, 128), (257, 1, 3, 258), (1, 128, 2, 256)],
+)
+def test_padded_vocabulary(vocab: int, divisible_by: int, degree: int, padded: int) -> None:
+    assert derived.padded_vocab_size(vocab, divisible_by=divisible_by, tensor_parallel_size=degree) == padded
+
+
+def test_model_sizes_follow_from_others_or_are_given() -> None:
+    plain, given = make_run().model, make_run(ffn_hidden_size=100, max_position_embeddings=64).model
+    assert (derived.ffn_hidden_size(plain), derived.max_position_embeddings(plain)) == (128, 16)
+    assert (derived.ffn_hidden_size(given), derived.max_position_embeddings(given)) == (100, 64)
+
+
+def test_batches_on_a_layout() -> None:
+    run = make_run(tensor_model_parallel_size=2, micro_batch_size=3, global_batch_size=48)
+    assert derived.model_parallel_size(run) == 2
+    assert derived.data_parallel_size(run, 8) == 4
+    assert derived.samples_per_micro_step(run, 8) == 12
+    assert derived.num_micro_batches(run, 8) == 4
+    assert derived.global_batch_size(make_run(micro_batch_size=3), 8) == 24
+
+
+def test_length_in_steps() -> None:
+    assert derived.train_iters(make_run(train_iters=7), 1) == 7
+    assert derived.train_iters(make_run(train_iters=None, train_samples=25, global_batch_size=4), 2) == 6
+
+
+def test_schedule_in_steps() -> None:
+    assert derived.lr_decay_iters(make_run(train_iters=50), 1) == 50
+    assert derived.lr_decay_iters(make_run(train_iters=50, lr_decay_iters=40), 1) == 40
+    assert derived.lr_warmup_iters(make_run(lr_warmup_iters=3), 1) == 3
+    assert derived.lr_warmup_iters(make_run(train_iters=50, lr_warmup_fraction=0.25), 1) == 12

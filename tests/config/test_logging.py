@@ -1,0 +1,18 @@
+"""What a run reports."""
+
+import pytest
+from pydantic import ValidationError
+
+from megazero.config.logging import LoggingConfig
+
+
+def test_defaults_are_megatrons() -> None:
+    logging = LoggingConfig()
+    assert (logging.log_interval, logging.tensorboard_queue_size, logging.tensorboard_log_interval) == (100, 1000, 1)
+    assert logging.tensorboard_dir is None and logging.metrics_file is None
+
+
+@pytest.mark.parametrize("name", ["log_interval", "tensorboard_queue_size", "tensorboard_log_interval"])
+def test_an_interval_of_zero_is_refused(name: str) -> None:
+    with pytest.raises(ValidationError, match=name):
+        LoggingConfig(**{name: 0})  # type: ignore[arg-type]

@@ -1,0 +1,25 @@
+"""The nine sections together."""
+
+from support.configs import make_run
+
+from megazero.config.compat import ACCEPTED, FIXED, REFUSED, SHORTHANDS
+from megazero.config.run import FIELDS, SECTIONS
+
+
+def test_sections_are_the_attributes() -> None:
+    run = make_run()
+    assert [type(getattr(run, section)) for section, _ in SECTIONS] == [cls for _, cls in SECTIONS]
+    assert set(run.__dataclass_fields__) == {section for section, _ in SECTIONS}  # type: ignore[attr-defined]
+
+
+def test_every_name_is_said_once() -> None:
+    """A flag or a key has no section, so no two settings, aliases or foreign flags may share a name."""
+    names = [name for info in FIELDS for name in (info.flag.removeprefix("--"), *info.aliases)]
+    names += [*SHORTHANDS, *ACCEPTED, *FIXED, *REFUSED, "config", "preset", "help"]
+    assert len(names) == len(set(names))
+
+
+def test_every_setting_has_help_and_every_count_a_unit() -> None:
+    assert [info.name for info in FIELDS if not info.help] == []
+    unitless = {"seed", "zero_stage"}
+    assert [i.name for i in FIELDS if i.kind == "int" and not i.unit and i.name not in unitless] == []

@@ -1,0 +1,22 @@
+"""Batch, length, evaluation and exits."""
+
+import pytest
+from pydantic import ValidationError
+
+from megazero.config.training import TrainingConfig
+
+
+def test_defaults_are_megatrons() -> None:
+    training = TrainingConfig(micro_batch_size=4)
+    assert (training.seed, training.eval_iters, training.eval_interval) == (1234, 100, 1000)
+    assert training.global_batch_size is None and training.train_iters is None and training.train_samples is None
+    assert training.exit_interval is None and training.exit_duration_in_mins is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("micro_batch_size", 0), ("train_iters", 0), ("seed", -1), ("seed", 2**32), ("exit_duration_in_mins", 0)],
+)
+def test_out_of_range_is_refused(name: str, value: int) -> None:
+    with pytest.raises(ValidationError, match=name):
+        TrainingConfig(**{"micro_batch_size": 4, name: value})  # type: ignore[arg-type]

@@ -1,0 +1,81 @@
+"""Raw words to a configuration, with every finding at once."""
+
+import pytest
+from support.configs import SMALL
+
+from megazero.config.validate import Outcome, Said, Unknown, validate
+from megazero.errors import Problem
+
+
+def outcome(**settings: object) -> Outcome:
+    merged = {**SMALL, **settings}
+    return validate({name: Said(name, value, f"--{name.replace('_', '-')} {value}") for name, value in merged.items()})
+
+
+def problem(**settings: object) -> Problem:
+    found = outcome(**settings)
+    assert found.config is None and len(found.problems) == 1, found.problems
+    return found.problems[0]
+
+
+def test_words_become_values() -> None:
+    config = outcome(train_iters="220_000_000", lr="1e-4", zero_stage="2", mock_data="true", loss_scale="64").config
+    assert config is not None
+    assert (config.training.train_iters, config.optimizer.lr, config.zero.zero_stage) == (220_000_000, 1e-4, 2)
+    assert config.data.mock_data is True and config.precision.loss_scale == 64.0
+
+
+def test_all_findings_come_together_in_the_order_of_help() -> None:
+    found = outcome(lr="fast", num_layers="0", zero_stage="3", precision="fp8").problems
+    assert [item.given.split()[0] for item in found] == ["--num-layers", "--lr", "--precision", "--zero-stage"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "rule", "legal"),
+    [
+        ({"num_layers": "0"}, "a whole number, at least 1", "--num-layers 1"),
+        ({"hidden_size": "12.5"}, "a whole number", "--hidden-size 12, --hidden-size 13"),
+        ({"zero_stage": "3"}, "stage 3, partitioned parameters, is not there yet", "--zero-stage 2"),
+        ({"pipeline_model_parallel_size": 4}, "not there yet", "--pipeline-model-parallel-size 1"),
+        ({"lr": "-1e-5"}, "greater than 0", "greater than 0"),
+        ({"lr": "nan"}, "a number", "greater than 0"),
+        ({"weight_decay": "-1"}, "at least 0", "--weight-decay 0"),
+        ({"lr_decay_style": "cosin"}, "one of constant, linear, cosine", "cosine, constant, linear"),
+        ({"mock_data": "perhaps"}, "true or false", "true, false"),
+        ({"num_layers": True}, "a whole number", "at least 1"),
+        ({"save": ""}, "empty value", "a path"),
+        ({"data_path": ["a", ""]}, "empty value", "one or more texts"),
+    ],
+)
+def test_a_finding_has_the_rule_and_the_nearest_legal_values(
+    settings: dict[str, object], rule: str, legal: str
+) -> None:
+    found = problem(**settings)
+    assert rule in found.rule and legal in found.legal
+    assert found.given.startswith("--" + next(iter(settings)).replace("_", "-"))
+
+
+def test_a_missing_setting_says_what_it_is() -> None:
+    found = validate({}).problems
+    assert [item.given for item in found] == [
+        "--num-layers is missing",
+        "--hidden-size is missing",
+        "--num-attention-heads is missing",
+        "--seq-length is missing",
+        "--micro-batch-size is missing",
+        "--lr is missing",
+    ]
+    assert "transformer blocks" in found[0].rule and "--preset" in found[0].legal
+
+
+def test_broken_settings_are_reported_in_their_place_and_not_as_missing() -> None:
+    said = {name: Said(name, value, name) for name, value in SMALL.items() if name != "hidden_size"}
+    found = validate(said, broken={"hidden_size": Problem("--hidden-size", "needs a value")})
+    assert [item.given for item in found.problems] == ["--hidden-size"]
+
+
+def test_the_partial_configuration_knows_what_is_valid_only() -> None:
+    partial = outcome(num_layers="0", num_attention_heads="8").partial
+    assert partial.model.num_attention_heads == 8 and partial.zero.zero_stage == 1
+    with pytest.raises(Unknown, match="num_layers"):
+        _ = partial.model.num_layers

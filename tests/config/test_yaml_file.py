@@ -1,0 +1,55 @@
+"""The same settings as a flat YAML mapping."""
+
+from pathlib import Path
+
+import pytest
+from support.configs import make_run
+
+from megazero.config.yaml_file import read_file, read_text, to_yaml
+from megazero.errors import ConfigError
+
+
+def test_values_keep_yamls_types_and_names_take_the_flags_form() -> None:
+    said = read_text("num_layers: 12\nlr: 1e-4\ndata-path: [a, b]\nmock_data: yes\n", origin="run.yaml")
+    assert [(item.name, item.value) for item in said] == [
+        ("num-layers", 12),
+        ("lr", "1e-4"),
+        ("data-path", ["a", "b"]),
+        ("mock-data", True),
+    ]
+    assert said[0].source == "run.yaml: num_layers: 12"
+
+
+def test_an_empty_file_says_nothing() -> None:
+    assert read_text("# nothing yet\n", origin="x") == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lr: 1\nlr: 2\n", "the key lr stands twice (line 2)"),
+        ("- lr\n", "a mapping from settings to values"),
+        ("a: [1\n", "not valid YAML"),
+        ("x: !!python/object:os.system {}\n", "not valid YAML"),
+        ("model:\n  num_layers: 2\n", "the file is flat"),
+        ("{[1]: 2}\n", "not valid YAML"),
+    ],
+)
+def test_what_is_no_flat_mapping_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_text(text, origin="run.yaml")
+    assert message in str(caught.value) and "run.yaml" in str(caught.value)
+
+
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        read_file(tmp_path / "none.yaml")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        read_file(tmp_path / "binary.yaml")
+
+
+def test_every_setting_is_written_once_below_its_section() -> None:
+    lines = to_yaml(make_run(data_path=["0.5", "a", "0.5", "b"], mock_data=False, save="runs/x")).splitlines()
+    assert lines[:2] == ["# model", "num_layers: 2"]
+    assert "save: runs/x" in lines and "lr: 0.001" in lines and "global_batch_size: null" in lines

@@ -1,0 +1,106 @@
+"""The corpora of a run: opening, splits, vocabulary, mixtures."""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.token_files import count_up, write_corpus
+
+from megazero.data.corpora import Corpora
+from megazero.data.sidecar import Sidecar, write_sidecar
+from megazero.data.tokenizers import TokenizerSpec
+from megazero.errors import DataError
+
+SIDECAR = Sidecar(
+    documents=100, sequences=100, tokens=1000, text_bytes=3000, tokenizer_type="ByteTokenizer", vocab_size=257,
+    eod=256, append_eod=True, tokenizer_files={},
+)  # fmt: skip
+SHAPE = {"seq_length": 4, "seed": 1, "vocab_size": 5000}
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> str:
+    return write_corpus(tmp_path / "a", count_up(1000, 100))
+
+
+def inputs(corpora: Corpora, split: str, count: int) -> list[int]:
+    samples = corpora.samples(split, **SHAPE)
+    return sorted(token for k in range(count) for token in samples.sample(k)[:-1].tolist())
+
+
+def test_splits_share_no_token(prefix: str) -> None:
+    corpora = Corpora([prefix], split="80,15,5")
+    assert inputs(corpora, "train", 199) == list(range(796))
+    assert inputs(corpora, "valid", 37) == list(range(800, 948))
+    assert inputs(corpora, "test", 12) == list(range(950, 998))
+
+
+def test_an_empty_split_is_refused_with_counts_and_a_legal_one(tmp_path: Path) -> None:
+    """190 documents are too few for 969,30,1: its test split has none."""
+    prefix = write_corpus(tmp_path / "a", count_up(1900, 190))
+    corpora = Corpora([prefix], split="969,30,1")
+    assert corpora.samples("train", **SHAPE).seq_length == 4
+    with pytest.raises(DataError) as caught:
+        corpora.samples("test", **SHAPE)
+    (problem,) = caught.value.problems
+    assert "of 190 sequences: train 184, valid 6, test 0" in problem.given
+    legal = problem.legal.rsplit(" ", 1)[-1]
+    for split in ("train", "valid", "test"):
+        assert Corpora([prefix], split=legal).samples(split, **SHAPE)
+
+
+def test_a_split_too_short_for_a_sample_is_refused(prefix: str) -> None:
+    with pytest.raises(DataError, match="a sample takes 2001 tokens"):
+        Corpora([prefix], split="1").samples("train", seq_length=2000, seed=1, vocab_size=5000)
+
+
+def test_the_problems_of_all_corpora_come_together(prefix: str, tmp_path: Path) -> None:
+    Path(f"{prefix}.bin").write_bytes(b"")
+    with pytest.raises(DataError) as caught:
+        Corpora([prefix, str(tmp_path / "none")], split="1")
+    assert len(caught.value.problems) == 3
+
+
+def test_mixtures_follow_weights_or_sizes(prefix: str, tmp_path: Path) -> None:
+    other = write_corpus(tmp_path / "b", [[[3000 + token for token in range(500)]]])
+
+    def shares(*data_path: str) -> Counter[bool]:
+        samples = Corpora(data_path, split="1").samples("train", **SHAPE)
+        return Counter(bool(samples.sample(k)[0] >= 3000) for k in range(400))
+
+    assert shares("0.25", prefix, "0.75", other) == {False: 100, True: 300}
+    assert abs(shares(prefix, other)[True] - 400 * 124 / (124 + 249)) <= 1
+
+
+def test_sidecars_tell_vocabulary_and_bytes(prefix: str) -> None:
+    assert Corpora([prefix], split="1").vocab_size is None
+    assert Corpora([prefix], split="1").bytes_per_token is None
+    write_sidecar(prefix, SIDECAR)
+    corpora = Corpora([prefix], split="1")
+    assert (corpora.vocab_size, corpora.eod, corpora.bytes_per_token) == (257, 256, 3.0)
+    assert corpora.vocabulary_problems(257, TokenizerSpec("ByteTokenizer")) == []
+
+
+def test_a_wrong_vocabulary_and_a_wrong_tokenizer_are_found_early(prefix: str) -> None:
+    write_sidecar(prefix, replace(SIDECAR, tokenizer_type="SentencePieceTokenizer", tokenizer_files={"a": "b" * 64}))
+    corpora = Corpora([prefix], split="1")
+    problems = corpora.vocabulary_problems(256, TokenizerSpec("ByteTokenizer"))
+    assert len(problems) == 2
+    assert "made with a vocabulary of 257; the model has 256" in problems[0].given
+    assert "not ByteTokenizer" in problems[1].rule
+
+
+def test_corpora_of_two_tokenizers_do_not_mix(prefix: str, tmp_path: Path) -> None:
+    other = write_corpus(tmp_path / "b", count_up(1000, 100))
+    write_sidecar(prefix, SIDECAR)
+    write_sidecar(other, SIDECAR)
+    assert Corpora([prefix, other], split="1").vocab_size == 257
+    write_sidecar(other, replace(SIDECAR, tokenizer_files={"tokenizer_model": "c" * 64}))
+    with pytest.raises(DataError, match="made with one tokenizer"):
+        Corpora([prefix, other], split="1")
+
+
+def test_description(prefix: str) -> None:
+    (line,) = Corpora([prefix], split="8,1,1").describe()
+    assert line == f"{prefix}: 100 documents, 1000 tokens; sequences train 80, valid 10, test 10"

@@ -1,0 +1,118 @@
+"""Splits and samples against a reference that lists everything."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.token_files import count_up, write_corpus
+
+from megazero.data.indexed_dataset import IndexedDataset
+from megazero.data.samples import SampleSource, Split, parse_split, split_sequences
+from megazero.errors import DataError
+
+
+def megatron_ranges(text: str, count: int) -> list[tuple[int, int]]:
+    """Megatron-LM's rule: cumulative shares of the normalised weights, times the count, rounded."""
+    weights = [float(part) for part in text.split(",")]
+    weights += [0.0] * (3 - len(weights))
+    total = sum(weights)
+    bounds = [0.0]
+    for weight in weights:
+        bounds.append(bounds[-1] + weight / total)
+    return [(round(a * count), round(b * count)) for a, b in pairwise(bounds)]
+
+
+@pytest.mark.parametrize("text", ["969,30,1", "0.9,0.05,0.05", "1", "100,0,0", "98,2", "1,1,1", " 8 , 1 , 1 "])
+@pytest.mark.parametrize("count", [1, 2, 3, 10, 190, 731, 12345])
+def test_split_is_megatrons(text: str, count: int) -> None:
+    ranges = split_sequences(count, parse_split(text))
+    assert [(part.start, part.stop) for part in ranges] == megatron_ranges(text, count)
+    assert ranges.test.stop == count
+
+
+def test_one_number_gives_all_to_train() -> None:
+    assert parse_split("7") == Split(1.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("text", ["", "a", "1,2,3,4", "1,,2", "-1,2", "nan", "inf,1", "1e3", "0,0,0", "9 1"])
+def test_bad_splits(text: str) -> None:
+    with pytest.raises(DataError, match="--split"):
+        parse_split(text)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    num_tokens=st.integers(2, 300),
+    num_documents=st.integers(1, 9),
+    seq_length=st.integers(1, 17),
+    seed=st.integers(0, 9),
+    data=st.data(),
+)
+def test_an_epoch_reads_every_token_once_as_input(
+    tmp_path_factory: pytest.TempPathFactory,
+    num_tokens: int,
+    num_documents: int,
+    seq_length: int,
+    seed: int,
+    data: st.DataObject,
+) -> None:
+    dataset = IndexedDataset(write_corpus(tmp_path_factory.mktemp("s") / "c", count_up(num_tokens, num_documents)))
+    first = data.draw(st.integers(0, dataset.num_sequences - 1))
+    sequences = range(first, data.draw(st.integers(first + 1, dataset.num_sequences)))
+    begin, end = dataset.sequence_start(sequences.start), dataset.sequence_start(sequences.stop)
+    count = (end - begin - 1) // seq_length
+    if count < 1:
+        with pytest.raises(DataError, match="a sample takes"):
+            SampleSource(dataset, sequences=sequences, seq_length=seq_length, seed=seed, vocab_size=num_tokens)
+        return
+    source = SampleSource(dataset, sequences=sequences, seq_length=seq_length, seed=seed, vocab_size=num_tokens)
+    assert source.samples_per_epoch == count
+    whole = [list(range(begin + i * seq_length, begin + (i + 1) * seq_length + 1)) for i in range(count)]
+    for epoch in range(2):
+        samples = [source.sample(epoch * count + i) for i in range(count)]
+        assert all(sample.dtype == np.int64 for sample in samples)
+        assert sorted(sample.tolist() for sample in samples) == whole
+
+
+def test_order_depends_on_seed_epoch_and_stream(tmp_path: Path) -> None:
+    dataset = IndexedDataset(write_corpus(tmp_path / "c", count_up(1001)))
+
+    def order(epoch: int, seed: int, stream: int) -> list[int]:
+        source = SampleSource(dataset, sequences=range(1), seq_length=10, seed=seed, vocab_size=1001, stream=stream)
+        return [int(source.sample(epoch * 100 + i)[0]) for i in range(100)]
+
+    orders = [order(0, 1, 0), order(1, 1, 0), order(0, 2, 0), order(0, 1, 1), list(range(0, 1000, 10))]
+    for number, one in enumerate(orders):
+        assert sorted(one) == orders[-1]
+        assert one == orders[number]
+        assert all(sum(a == b for a, b in zip(one, other, strict=True)) < 10 for other in orders[number + 1 :])
+    assert order(0, 1, 0) == orders[0]
+
+
+def test_a_token_outside_the_vocabulary_is_named(tmp_path: Path) -> None:
+    documents = [[[1, 2, 3]], [], [[4, 5], [6, 99, 7]], [[8]]]
+    dataset = IndexedDataset(write_corpus(tmp_path / "c", documents))
+    source = SampleSource(dataset, sequences=range(4), seq_length=8, seed=0, vocab_size=50)
+    with pytest.raises(DataError) as caught:
+        source.sample(0)
+    (problem,) = caught.value.problems
+    assert problem.given == f"{dataset.prefix}: document 2, position 3: token 99"
+    assert "vocabulary size 50" in problem.rule
+
+
+def test_a_negative_token_is_refused(tmp_path: Path) -> None:
+    dataset = IndexedDataset(write_corpus(tmp_path / "c", [[[1, -2, 3]]], code=4))
+    source = SampleSource(dataset, sequences=range(1), seq_length=2, seed=0, vocab_size=50)
+    with pytest.raises(DataError, match="position 1: token -2"):
+        source.sample(0)
+
+
+def test_samples_may_be_written_to(tmp_path: Path) -> None:
+    """A batch is the caller's own memory, not the file's."""
+    dataset = IndexedDataset(write_corpus(tmp_path / "c", [[[1, 2, 3]]], code=5))
+    source = SampleSource(dataset, sequences=range(1), seq_length=2, seed=0, vocab_size=50)
+    source.sample(0)[0] = 9
+    assert source.sample(0).tolist() == [1, 2, 3]

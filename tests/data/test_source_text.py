@@ -1,0 +1,71 @@
+"""Folders of sources as one jsonl."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from megazero.data.source_text import find_sources, find_stdlib, write_jsonl
+from megazero.errors import DataError
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    root = tmp_path / "root"
+    for number in range(20):
+        path = root / f"p{number % 3}" / f"m{number}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"# module {number}\nx = 'é'\n", encoding="utf-8")
+    (root / "notes.md").write_text("notes")
+    (root / "p0" / "empty.py").write_text(" \n")
+    (root / "p0" / "latin.py").write_bytes(b"\xe9")
+    return root
+
+
+def names(root: Path, *excluded: str) -> list[str]:
+    return [source.name for source in find_sources([root], ["*.py"], excluded)]
+
+
+def test_files_match_globs_and_exclusions(tree: Path) -> None:
+    assert len(names(tree)) == 22
+    assert not any(name.startswith("p1/") for name in names(tree, "p1"))
+    assert "p0/m0.py" not in names(tree, "m0.py") and "p0/m0.py" in names(tree, "0.py")
+    assert len(names(tree, "p0/*")) == 13
+    assert len(find_sources([tree], ["*.md", "m1.py"], [])) == 2
+
+
+def test_the_order_is_shuffled_and_depends_on_names_only(tree: Path, tmp_path: Path) -> None:
+    order = names(tree)
+    assert order != sorted(order)
+    os.rename(tree, tmp_path / "elsewhere")
+    assert names(tmp_path / "elsewhere") == order
+
+
+def test_lines_hold_text_and_name(tree: Path, tmp_path: Path) -> None:
+    sources = find_sources([tree], ["*.py"], [])
+    summary = write_jsonl(sources, tmp_path / "out.jsonl")
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert (summary.documents, summary.skipped) == (20, 2)
+    assert summary.text_bytes == sum(len(line["text"].encode()) for line in lines)
+    assert [line["name"] for line in lines] == [
+        source.name for source in sources if source.path.name not in ("empty.py", "latin.py")
+    ]
+    assert all(line["text"] == (tree / line["name"]).read_text(encoding="utf-8") for line in lines)
+
+
+def test_missing_roots_and_no_match_are_told(tree: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        find_sources([tmp_path / "a", tree, tmp_path / "b"], ["*"], [])
+    assert len(caught.value.problems) == 2
+    with pytest.raises(DataError, match="some file matches"):
+        find_sources([tree], ["*.rs"], [])
+    with pytest.raises(DataError, match="none of them text"):
+        write_jsonl(find_sources([tree], ["latin.py"], []), tmp_path / "out.jsonl")
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_the_standard_library_is_found() -> None:
+    found = {source.name for source in find_stdlib()}
+    assert {"json/decoder.py", "argparse.py", "os.py"} <= found
+    assert not any("site-packages" in name or name.startswith("test/") for name in found)

@@ -1,0 +1,185 @@
+"""The GPT against transformers' GPT-2 and against the plain reference: logits, losses and gradients, at every tp."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import reference
+from support.models import Piece, assemble, build_gpt, context, pieces, put_logical, small_config
+from support.processes import mesh_in_worker, run_ranks
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import megazero.model.gpt as gpt
+from megazero.config.model import ModelConfig
+from megazero.model.initialize import initialize_
+from megazero.parallel.param_spec import named_specs
+
+VOCAB, DIVISIBLE_BY = 101, 8
+CONV1D = {  # transformers' name of a block's layer: ours; their matrices are [in, out]
+    "attn.c_attn": "attention.qkv",
+    "attn.c_proj": "attention.projection",
+    "mlp.c_fc": "mlp.up",
+    "mlp.c_proj": "mlp.down",
+}
+NORMS = {"ln_1": "input_norm", "ln_2": "post_attention_norm"}
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    ids = torch.randint(VOCAB, (2, 13), generator=torch.Generator().manual_seed(4))
+    return ids[:, :-1], ids[:, 1:]
+
+
+def random_weights(config: ModelConfig) -> dict[str, Tensor]:
+    """Full logical weights, all of them non-zero, biases too."""
+    generator = torch.Generator().manual_seed(9)
+    return {
+        spec.name: 0.1 * torch.randn(spec.full_shape, generator=generator, dtype=torch.float64)
+        for spec, _ in named_specs(build_gpt(config, context(), vocab_size=VOCAB))
+    }
+
+
+def logits_and_gradients(rank: int, size: int, weights: dict[str, Tensor], untied: bool) -> tuple[Tensor, list[Piece]]:
+    """This rank's logits, and its pieces of the gradients of the mean loss."""
+    tp = context(mesh_in_worker(rank, tp=size).axis("tp"))
+    config = small_config(untie_embeddings_and_output_weights=untied)
+    model = build_gpt(config, tp, vocab_size=VOCAB, divisible_by=DIVISIBLE_BY)
+    put_logical(model, weights)
+    tokens, labels = batch()
+    model.token_losses(tokens, labels).mean().backward()
+    return model(tokens).detach(), pieces(model, gradients=True)
+
+
+def transformers_gpt2(weights: dict[str, Tensor]) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    shape = {"n_embd": 60, "n_layer": 3, "n_head": 12, "n_positions": 12, "vocab_size": VOCAB}
+    theirs = GPT2LMHeadModel(GPT2Config(**shape, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)).double()
+    for name, parameter in theirs.named_parameters():
+        parameter.data.copy_(to_theirs(name, weights))
+    return theirs
+
+
+def to_theirs(name: str, weights: dict[str, Tensor]) -> Tensor:
+    """The value of transformers' parameter `name`, from ours."""
+    top = {"wte": "embedding.word", "wpe": "embedding.position", "ln_f": "final_norm"}
+    parts = name.removeprefix("transformer.").split(".")
+    if parts[0] in top:
+        return weights[f"{top[parts[0]]}.{parts[1]}"]
+    layer, key, kind = f"layers.{parts[1]}", ".".join(parts[2:-1]), parts[-1]
+    if key in NORMS:
+        return weights[f"{layer}.{NORMS[key]}.{kind}"]
+    value = weights[f"{layer}.{CONV1D[key]}.{kind}"]
+    return value.flatten() if kind == "bias" else value.flatten(0, -2).T
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_logits_and_gradients_are_those_of_transformers_gpt2(size: int) -> None:
+    weights = random_weights(small_config())
+    theirs = transformers_gpt2(weights)
+    tokens, labels = batch()
+    expected = theirs(tokens).logits
+    F.cross_entropy(expected.flatten(0, 1), labels.flatten()).backward()
+    results = run_ranks(size, logits_and_gradients, size, weights, False)
+    logits = torch.cat([logits for logits, _ in results], dim=-1)[..., :VOCAB]
+    torch.testing.assert_close(logits, expected.detach(), rtol=1e-11, atol=1e-12)
+    gradients = assemble(pieces for _, pieces in results)
+    for name, parameter in theirs.named_parameters():
+        torch.testing.assert_close(to_theirs(name, gradients), parameter.grad, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("untied", [False, True])
+def test_losses_and_gradients_are_the_references(untied: bool) -> None:
+    weights = random_weights(small_config(untie_embeddings_and_output_weights=untied))
+    assert ("head.weight" in weights) is untied
+    live = {name: value.clone().requires_grad_(True) for name, value in weights.items()}
+    expected = reference.gradients(reference.mean_loss(live, reference.Batch(*batch())), live)
+    gradients = assemble(pieces for _, pieces in run_ranks(2, logits_and_gradients, 2, weights, untied))
+    assert set(gradients) == set(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(gradients[name], value, rtol=1e-10, atol=1e-13)
+
+
+def dropped_losses(rank: int, size: int, attention: float, hidden: float) -> list[Tensor]:
+    tp = context(mesh_in_worker(rank, tp=size).axis("tp"))
+    config = small_config(attention_dropout=attention, hidden_dropout=hidden)
+    model = build_gpt(config, tp, vocab_size=VOCAB, divisible_by=DIVISIBLE_BY)
+    initialize_(model, seed=2)
+    found = []
+    for first_sample in (0, 4, 0):
+        tp.random.begin_micro_batch(first_sample)
+        found.append(model.token_losses(*batch()).detach())
+    return found
+
+
+@pytest.mark.gloo
+def test_dropout_repeats_by_sample_and_keeps_ranks_together() -> None:
+    ranks = run_ranks(2, dropped_losses, 2, 0.3, 0.3)
+    for first, other, again in ranks:
+        assert torch.equal(first, again) and not torch.equal(first, other)
+    # Every rank computes the loss from reduced sums, so equal losses alone prove little; the masks are what is equal.
+    torch.testing.assert_close(ranks[0], ranks[1], rtol=0, atol=0)
+
+
+@pytest.mark.gloo
+def test_residual_dropout_is_the_same_at_every_tensor_parallel_size() -> None:
+    alone, pair = run_ranks(1, dropped_losses, 1, 0.0, 0.3)[0], run_ranks(2, dropped_losses, 2, 0.0, 0.3)[0]
+    torch.testing.assert_close(alone, pair, rtol=1e-12, atol=0)
+
+
+def test_evaluation_draws_nothing() -> None:
+    model = build_gpt(small_config(attention_dropout=0.3, hidden_dropout=0.3), context(), vocab_size=VOCAB).eval()
+    initialize_(model, seed=2)
+    before = torch.get_rng_state()
+    model(batch()[0])
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_units_hold_every_parameter_once_in_order_of_use() -> None:
+    for untied in (False, True):
+        config = small_config(untie_embeddings_and_output_weights=untied)
+        model = build_gpt(config, context(), vocab_size=VOCAB)
+        units = model.units()
+        names = ["embedding.word", "embedding.position", "layers.0", "layers.1", "layers.2", "final_norm"]
+        assert [unit.name for unit in units] == names + ["head"] * untied
+        listed = [name for unit in units for name in unit.parameters]
+        assert sorted(listed) == sorted(name for name, _ in model.named_parameters())
+        for unit in units:
+            mine = {id(parameter) for parameter in unit.module.parameters()}
+            assert mine == {id(model.get_parameter(name)) for name in unit.parameters}
+
+
+def test_the_head_is_tied_to_the_embedding() -> None:
+    model = build_gpt(small_config(), context(), vocab_size=VOCAB)
+    initialize_(model, seed=1)
+    before = model(batch()[0])
+    with torch.no_grad():
+        model.embedding.word.weight[VOCAB - 1] *= 2  # an id that does not occur in the batch
+    assert VOCAB - 1 not in batch()[0]
+    changed = (model(batch()[0]) - before).abs().amax(dim=(0, 1)) > 0
+    assert changed.nonzero().flatten().tolist() == [VOCAB - 1]
+
+
+def test_fake_tensors_go_forward_and_backward_with_dropout() -> None:
+    with FakeTensorMode():
+        tp = context()
+        model = build_gpt(small_config(attention_dropout=0.1, hidden_dropout=0.1), tp, vocab_size=VOCAB)
+        initialize_(model, seed=1)
+        tp.random.begin_micro_batch(0)
+        losses = model.token_losses(torch.zeros(2, 12, dtype=torch.long), torch.zeros(2, 12, dtype=torch.long))
+        losses.sum().backward()
+        assert losses.shape == (2, 12)
+        assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_gpt_itself_does_not_communicate() -> None:
+    tree = ast.parse(Path(gpt.__file__).read_text())
+    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    verbs = {"all_reduce", "all_reduce_scalars", "all_gather_into", "reduce_scatter_into", "broadcast", "barrier"}
+    assert not names & verbs
+    imported = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    assert not any(name.startswith(("megazero.comm", "torch.distributed")) for name in imported)

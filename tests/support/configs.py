@@ -1,0 +1,30 @@
+"""Configurations for tests, from flat names: `make_run(hidden_size=60, zero_stage=2)`."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from megazero.config.run import RunConfig
+from megazero.config.validate import Said, validate
+
+# The least that a valid run needs.
+SMALL: Mapping[str, Any] = MappingProxyType(
+    {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "seq_length": 16,
+        "vocab_size": 100,
+        "micro_batch_size": 2,
+        "train_iters": 10,
+        "lr": 1e-3,
+        "mock_data": True,
+    }
+)
+
+
+def make_run(**settings: Any) -> RunConfig:
+    """A valid small run with some settings of its own; None leaves an optional setting unset."""
+    outcome = validate({name: Said(name, value, name) for name, value in {**SMALL, **settings}.items()})
+    assert outcome.config is not None, outcome.problems
+    return outcome.config

@@ -1,0 +1,231 @@
+"""Real ranks for tests: a pool of worker processes per world size, joined by gloo over loopback.
+
+Starting processes that import torch costs seconds, a call into a running pool milliseconds; so pools live as long as
+the test session.  Workers are forked by a *fork server* that has imported torch and computed nothing (a fork of a
+process that has run multi-threaded kernels hangs in OpenMP).  A failure, or a rank that does not answer in time, costs
+the pool: it is killed and the next call builds a new one, so no test inherits half a collective.
+
+    def fn(rank: int, x: float) -> float: ...          # at module level, in any test file
+    results = run_ranks(4, fn, 0.5)                    # one result per rank
+"""
+
+import faulthandler
+import functools
+import importlib
+import importlib.util
+import inspect
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megazero.comm.build import make_mesh
+from megazero.comm.mesh import Mesh
+from megazero.memory.fused_buffers import FusedBuffers
+from megazero.parallel.topology import Topology
+
+TIMEOUT_SECONDS = 60.0
+GRACE_SECONDS = 5.0  # how long the other ranks may go on after one has failed
+STACK_SIGNAL = signal.SIGUSR2
+SCRATCH_BYTES = 1 << 24
+
+
+class RankFailure(AssertionError):
+    """A rank raised, died or hung; the message holds every failing rank's traceback or stacks."""
+
+
+class _Reply(NamedTuple):
+    ok: bool
+    payload: bytes  # pickled result, or the traceback's text
+
+
+class _Worker(NamedTuple):
+    process: Any
+    connection: Connection
+    stacks: Path  # where faulthandler writes this worker's stacks
+
+
+class _Pool:
+    """The worker processes of one world size."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks_")
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed"])
+        self.workers = [self._start(context, rank) for rank in range(world_size)]
+
+    def _start(self, context: Any, rank: int) -> _Worker:
+        ours, theirs = context.Pipe()
+        stacks = Path(self._folder.name) / f"rank_{rank}.stacks"
+        arguments = (rank, self.world_size, self._store.port, theirs, str(stacks))
+        process = context.Process(target=_serve, args=arguments, daemon=True)
+        process.start()
+        theirs.close()
+        return _Worker(process, ours, stacks)
+
+    def call(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> dict[int, _Reply]:
+        """Replies by rank; a rank that died or did not answer in time is missing."""
+        head = pickle.dumps((fn.__module__, inspect.getsourcefile(fn), fn.__qualname__))
+        body = pickle.dumps(args)
+        for worker in self.workers:
+            worker.connection.send_bytes(head)
+            worker.connection.send_bytes(body)
+        return self._collect(time.monotonic() + timeout)
+
+    def _collect(self, deadline: float) -> dict[int, _Reply]:
+        replies: dict[int, _Reply] = {}
+        waiting = {worker.connection: rank for rank, worker in enumerate(self.workers)}
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for connection in wait(list(waiting), left):
+                assert isinstance(connection, Connection)
+                rank = waiting.pop(connection)
+                reply = _receive(connection)
+                if reply is not None:
+                    replies[rank] = reply
+                if reply is None or not reply.ok:
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        return replies
+
+    def stacks(self, rank: int) -> str:
+        """What the threads of a rank that has not answered are doing now."""
+        worker = self.workers[rank]
+        worker.process.join(0.5)  # one whose pipe has closed is ending
+        if not worker.process.is_alive():
+            return f"process died with exit code {worker.process.exitcode}"
+        os.kill(worker.process.pid, STACK_SIGNAL)
+        time.sleep(0.3)
+        return "no answer; stacks:\n" + worker.stacks.read_text()
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.connection.close()
+            worker.process.kill()
+            worker.process.join()
+        self._folder.cleanup()
+
+
+_pools: dict[int, _Pool] = {}
+
+
+def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT_SECONDS) -> list[Any]:
+    """Call fn(rank, *args) on every rank of a job of `world_size` and return the results in rank order.
+
+    fn is a module-level function; arguments and results are pickled.  The default process group is up, torch uses one
+    thread.  Raises RankFailure with the tracebacks of the ranks that failed, or the stacks of those that hung.
+    """
+    pool = _pools.get(world_size)
+    if pool is None:
+        pool = _pools[world_size] = _Pool(world_size)
+    replies = pool.call(fn, args, timeout)
+    failures = [_failure(pool, rank, replies.get(rank)) for rank in range(world_size)]
+    if any(failures):
+        _pools.pop(world_size).close()
+        raise RankFailure("\n".join(text for text in failures if text))
+    return [pickle.loads(replies[rank].payload) for rank in range(world_size)]
+
+
+def close_pools() -> None:
+    """End all workers (the end of the test session)."""
+    while _pools:
+        _pools.popitem()[1].close()
+
+
+@functools.cache
+def _cached_mesh(rank: int, topology: Topology) -> Mesh:
+    device = torch.device("cpu")
+    return make_mesh(topology, rank, device, FusedBuffers(SCRATCH_BYTES, device))
+
+
+def mesh_in_worker(rank: int, *, tp: int = 1, dp: int = 1) -> Mesh:
+    """The mesh of this worker, its meter at zero; to be called inside fn, by every rank, with the same degrees.
+
+    Process groups are made once per layout and kept, since each new one costs sockets and a thread.
+    """
+    mesh = _cached_mesh(rank, Topology(tp=tp, dp=dp))
+    mesh.meter.reset()
+    return mesh
+
+
+def _failure(pool: _Pool, rank: int, reply: _Reply | None) -> str:
+    if reply is None:
+        return f"rank {rank} of {pool.world_size}: {pool.stacks(rank)}"
+    return "" if reply.ok else f"rank {rank} of {pool.world_size} raised:\n{reply.payload.decode()}"
+
+
+def _receive(connection: Connection) -> _Reply | None:
+    try:
+        ok = connection.recv_bytes() == b"ok"
+        return _Reply(ok, connection.recv_bytes())
+    except (EOFError, ConnectionResetError):
+        return None
+
+
+def _serve(rank: int, world_size: int, port: int, connection: Connection, stacks: str) -> None:
+    """The life of a worker: join, then answer calls until the parent hangs up."""
+    with open(stacks, "w") as log:
+        faulthandler.register(STACK_SIGNAL, file=log, all_threads=True)
+        torch.set_num_threads(1)
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        limit = timedelta(seconds=TIMEOUT_SECONDS)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+        while (head := _next_message(connection)) is not None:
+            reply = _answer(rank, head, connection.recv_bytes())
+            connection.send_bytes(b"ok" if reply.ok else b"failed")
+            connection.send_bytes(reply.payload)
+        os._exit(0)  # the other ranks may be gone already: no goodbye to them
+
+
+def _next_message(connection: Connection) -> bytes | None:
+    try:
+        return connection.recv_bytes()
+    except (EOFError, ConnectionResetError):
+        return None
+
+
+def _answer(rank: int, head: bytes, body: bytes) -> _Reply:
+    try:
+        fn = _find(*pickle.loads(head))
+        return _Reply(True, pickle.dumps(fn(rank, *pickle.loads(body))))
+    except BaseException:
+        return _Reply(False, traceback.format_exc().encode())
+
+
+def _find(module_name: str, file: str, qualified_name: str) -> Callable[..., Any]:
+    """The function of that name; pytest's names of test files cannot be imported, so those come from their path.
+
+    The module is entered under pytest's name for it, so that what is pickled there can be unpickled here.
+    """
+    if module_name not in sys.modules:
+        if _is_importable(module_name):
+            importlib.import_module(module_name)
+        else:
+            spec = importlib.util.spec_from_file_location(module_name, file)
+            assert spec is not None and spec.loader is not None, file
+            sys.modules[module_name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(sys.modules[module_name])
+    found: Any = sys.modules[module_name]
+    for name in qualified_name.split("."):
+        found = getattr(found, name)
+    return found  # type: ignore[no-any-return]
+
+
+def _is_importable(module_name: str) -> bool:
+    try:
+        return importlib.util.find_spec(module_name) is not None
+    except ModuleNotFoundError:
+        return False

@@ -1,0 +1,112 @@
+"""Made-up model states cut by made-up layouts, for checkpoint tests.
+
+The whole state is a table (parameter, kind) -> full tensor.  A layout cuts a parameter along one dim over `tp` ranks
+(the dim padded to a multiple of `tp * pad_to`), flattens each rank's tensor and cuts that at arbitrary points over `dp`.
+Written with numpy's pad and plain slicing, sharing nothing with the code under test.
+"""
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megazero.parallel.param_spec import ParamSpec, StateFragment, StateKind
+
+State = dict[tuple[str, StateKind], Tensor]
+
+PADDING = -77.0
+
+# name -> full shape, dim that tensor parallelism cuts (None: replicated)
+PARAMETERS: dict[str, tuple[tuple[int, ...], int | None]] = {
+    "wte.weight": ((11, 5), 0),
+    "qkv.weight": ((3, 6, 2, 5), 1),
+    "proj.weight": ((5, 12), 1),
+    "norm.weight": ((5,), None),
+    "one.element": ((1,), None),
+    "scalar": ((), None),
+    "nothing": ((0, 3), None),
+}
+
+
+def make_state(seed: int = 0, kinds: tuple[StateKind, ...] = ("weight", "exp_avg", "exp_avg_sq")) -> State:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        (name, kind): torch.randn(shape, generator=generator)
+        for name, (shape, _) in PARAMETERS.items()
+        for kind in kinds
+    }
+
+
+@dataclass(frozen=True)
+class Layout:
+    """tp x dp ranks; rank = tp_rank * dp + dp_rank; `seed` draws the cut points of the flat tensors."""
+
+    tp: int = 1
+    dp: int = 1
+    pad_to: int = 1
+    seed: int = 0
+
+    @property
+    def size(self) -> int:
+        return self.tp * self.dp
+
+    def spec(self, name: str, tp_rank: int) -> ParamSpec:
+        shape, dim = PARAMETERS[name]
+        if dim is None:
+            return ParamSpec(name, shape, shape, (0,) * len(shape))
+        multiple = self.tp * self.pad_to
+        chunk = -(-shape[dim] // multiple) * multiple // self.tp
+        local = shape[:dim] + (chunk,) + shape[dim + 1 :]
+        offset = tuple(chunk * tp_rank if d == dim else 0 for d in range(len(shape)))
+        return ParamSpec(name, shape, local, offset, sharded_axes=("tp",))
+
+    def cuts(self, name: str, numel: int) -> list[int]:
+        """Ends of the dp partitions of a flat tensor: anywhere, so that some are empty."""
+        draw = random.Random(f"{self.seed} {name}")
+        return [0, *sorted(draw.randint(0, numel) for _ in range(self.dp - 1)), numel]
+
+    def fragments(self, rank: int, state: State, *, dtype: torch.dtype | None = None) -> list[StateFragment]:
+        """What a rank owns of `state`; padding holds PADDING."""
+        tp_rank, dp_rank = divmod(rank, self.dp)
+        found = []
+        for (name, kind), full in state.items():
+            spec = self.spec(name, tp_rank)
+            if not spec.sharded_axes and tp_rank:
+                continue
+            flat = local_tensor(spec, full).reshape(-1).to(dtype or full.dtype)
+            start, stop = self.cuts(name, spec.numel)[dp_rank : dp_rank + 2]
+            found.append(StateFragment(spec, kind, start, stop, flat[start:stop]))
+        return found
+
+
+def local_tensor(spec: ParamSpec, full: Tensor) -> Tensor:
+    """This rank's tensor, padded with PADDING past the full shape."""
+    if full.numel() == 0 or full.dim() == 0:
+        return full.clone()
+    ends = [offset + length for offset, length in zip(spec.offset, spec.local_shape, strict=True)]
+    widths = [(0, max(0, end - size)) for end, size in zip(ends, full.shape, strict=True)]
+    raw = full.view(torch.uint8).view(*full.shape, full.element_size())
+    padding = torch.tensor([PADDING]).to(full.dtype).view(torch.uint8)
+    array = np.stack(
+        [np.pad(raw[..., byte].numpy(), widths, constant_values=int(padding[byte])) for byte in range(raw.shape[-1])],
+        axis=-1,
+    )
+    region = tuple(slice(offset, end) for offset, end in zip(spec.offset, ends, strict=True))
+    return torch.from_numpy(np.ascontiguousarray(array[region])).view(full.dtype).reshape(spec.local_shape)
+
+
+def blank(fragments: list[StateFragment]) -> list[StateFragment]:
+    """The same fragments with PADDING in every place, to be filled."""
+    return [fragment._replace(tensor=torch.full_like(fragment.tensor, PADDING)) for fragment in fragments]
+
+
+def assert_same(got: list[StateFragment], expected: list[StateFragment]) -> None:
+    """Bitwise equality of every fragment, padding included."""
+    assert len(got) == len(expected)
+    for a, b in zip(got, expected, strict=True):
+        assert a.tensor.dtype == b.tensor.dtype
+        assert torch.equal(a.tensor.view(torch.uint8), b.tensor.view(torch.uint8)), (a.spec.name, a.kind)
+
+

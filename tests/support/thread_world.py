@@ -1,0 +1,76 @@
+"""Ranks as threads of one process, for code that only needs its few small collectives to be real.
+
+    results = run_threads(4, lambda world: world.rank)
+"""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megazero.comm.interface import Done, ReduceKind, Work
+
+_TIMEOUT_SECONDS = 30.0
+
+
+class _Shared:
+    def __init__(self, size: int) -> None:
+        self.slots: list[Tensor] = [torch.empty(0)] * size
+        self.barrier = threading.Barrier(size)
+
+
+class ThreadCommunicator:
+    """One rank of a world of threads."""
+
+    def __init__(self, rank: int, size: int, shared: _Shared) -> None:
+        self.rank = rank
+        self.size = size
+        self._shared = shared
+
+    def all_gather_into(self, output: Tensor, input: Tensor) -> Work:
+        output.copy_(torch.cat(self._exchange(input)))
+        return Done()
+
+    def reduce_scatter_into(self, output: Tensor, input: Tensor) -> Work:
+        output.copy_(torch.stack(self._exchange(input)).sum(0).chunk(self.size)[self.rank])
+        return Done()
+
+    def all_reduce(self, tensor: Tensor, kind: ReduceKind = "sum") -> Work:
+        everyone = torch.stack(self._exchange(tensor))
+        reduce = {"sum": everyone.sum, "max": everyone.amax, "min": everyone.amin}[kind]
+        tensor.copy_(reduce(0))
+        return Done()
+
+    def all_reduce_scalars(self, tensor: Tensor, kind: ReduceKind = "sum") -> Work:
+        return self.all_reduce(tensor, kind)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Work:
+        tensor.copy_(self._exchange(tensor)[source])
+        return Done()
+
+    def barrier(self) -> None:
+        self._shared.barrier.wait(_TIMEOUT_SECONDS)
+
+    def _exchange(self, tensor: Tensor) -> list[Tensor]:
+        self._shared.slots[self.rank] = tensor.clone()
+        self.barrier()
+        everyone = list(self._shared.slots)
+        self.barrier()
+        return everyone
+
+
+def run_threads(size: int, action: Callable[[ThreadCommunicator], Any]) -> list[Any]:
+    """Call action(world) on `size` threads; per rank its result, or the exception it raised."""
+    shared = _Shared(size)
+
+    def one(rank: int) -> Any:
+        try:
+            return action(ThreadCommunicator(rank, size, shared))
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(one, range(size)))

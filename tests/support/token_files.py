@@ -1,0 +1,66 @@
+"""Token files and tokenizer files for tests, written from the format's description alone; no code of megazero."""
+
+import json
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+TYPES = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}
+Documents = Sequence[Sequence[Sequence[int]]]
+
+
+def index_bytes(documents: Documents, code: int = 8, *, modes: bool = False) -> bytes:
+    """The .idx of documents, each a list of sequences."""
+    itemsize = struct.calcsize("<" + TYPES[code])
+    lengths = [len(sequence) for document in documents for sequence in document]
+    out = b"MMIDIDX\x00\x00" + struct.pack("<Q", 1) + struct.pack("<B", code)
+    out += struct.pack("<Q", len(lengths)) + struct.pack("<Q", len(documents) + 1)
+    out += b"".join(struct.pack("<i", length) for length in lengths)
+    position = 0
+    for length in lengths:
+        out += struct.pack("<q", position)
+        position += length * itemsize
+    count = 0
+    out += struct.pack("<q", 0)
+    for document in documents:
+        count += len(document)
+        out += struct.pack("<q", count)
+    return out + (b"\x00" * len(lengths) if modes else b"")
+
+
+def token_bytes(documents: Documents, code: int = 8) -> bytes:
+    """The .bin of documents."""
+    tokens = [token for document in documents for sequence in document for token in sequence]
+    return struct.pack(f"<{len(tokens)}{TYPES[code]}", *tokens)
+
+
+def write_corpus(prefix: Path, documents: Documents, code: int = 8, *, modes: bool = False) -> str:
+    """Both files; returns the prefix as text."""
+    Path(f"{prefix}.bin").write_bytes(token_bytes(documents, code))
+    Path(f"{prefix}.idx").write_bytes(index_bytes(documents, code, modes=modes))
+    return str(prefix)
+
+
+def count_up(num_tokens: int, num_documents: int = 1) -> list[list[list[int]]]:
+    """Documents of one sequence whose tokens, in a row, are 0, 1, 2, ...; lengths as even as can be."""
+    cuts = [num_tokens * number // num_documents for number in range(num_documents + 1)]
+    return [[list(range(first, last))] for first, last in zip(cuts[:-1], cuts[1:], strict=True)]
+
+
+def byte_symbols() -> dict[int, str]:
+    """GPT-2's printable stand-in for every byte."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    table = {byte: chr(byte) for byte in printable}
+    table.update({byte: chr(256 + number) for number, byte in enumerate(others)})
+    return table
+
+
+def write_gpt2_files(folder: Path, merges: Sequence[tuple[str, str]]) -> tuple[str, str]:
+    """vocab.json and merges.txt: 256 bytes, then one token a merge, then <|endoftext|>."""
+    tokens = [*byte_symbols().values(), *("".join(pair) for pair in merges), "<|endoftext|>"]
+    vocab, merge = folder / "vocab.json", folder / "merges.txt"
+    vocab.write_text(json.dumps({token: number for number, token in enumerate(tokens)}), encoding="utf-8")
+    lines = ["#version: 0.2", *(" ".join(pair) for pair in merges)]
+    merge.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return str(vocab), str(merge)

@@ -1,0 +1,103 @@
+"""Column- and row-parallel layers, apart and as a pair, against nn.functional on whole matrices in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.models import Piece, assemble, context, pieces, put_logical
+from support.processes import mesh_in_worker, run_ranks
+from torch import Tensor, nn
+
+from megazero.parallel.param_spec import Init, spec_of
+from megazero.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+pytestmark = pytest.mark.gloo
+HIDDEN, HEADS, HEAD_DIM = 6, 4, 3
+SHAPES = {
+    "column.weight": (3, HEADS, HEAD_DIM, HIDDEN),
+    "column.bias": (3, HEADS, HEAD_DIM),
+    "row.weight": (5, HEADS * HEAD_DIM),
+    "row.bias": (5,),
+}
+
+
+def weights() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in SHAPES.items()}
+
+
+def x_and_target() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(6)
+    return (
+        torch.randn(2, 7, HIDDEN, generator=generator, dtype=torch.float64),
+        torch.randn(2, 7, 5, generator=generator, dtype=torch.float64),
+    )
+
+
+class Pair(nn.Module):
+    """A fused projection whose second third goes through the row-parallel layer: heads must stay whole."""
+
+    def __init__(self, tp) -> None:
+        super().__init__()
+        self.column = ColumnParallelLinear(
+            tp, logical_shape=(3, HEADS, HEAD_DIM, HIDDEN), split_dim=1, init=Init("normal", 1.0)
+        )
+        self.row = RowParallelLinear(tp, logical_shape=(5, HEADS * HEAD_DIM), init=Init("normal", 1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.column(x).unflatten(-1, (3, -1)).unbind(-2)
+        return self.row(query * torch.tanh(key) + value)
+
+
+def parallel_pair(rank: int, size: int) -> tuple[Tensor, Tensor, list[Piece]]:
+    model = Pair(context(mesh_in_worker(rank, tp=size).axis("tp")))
+    put_logical(model, weights())
+    x, target = x_and_target()
+    x.requires_grad_(True)
+    y = model(x)
+    (y * target).sum().backward()
+    assert x.grad is not None
+    return y.detach(), x.grad, pieces(model, gradients=True)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_pair_equals_whole_matrices(size: int) -> None:
+    full = {name: value.requires_grad_(True) for name, value in weights().items()}
+    x, target = x_and_target()
+    x.requires_grad_(True)
+    fused = F.linear(x, full["column.weight"].reshape(-1, HIDDEN), full["column.bias"].reshape(-1))
+    query, key, value = fused.chunk(3, dim=-1)
+    y = F.linear(query * torch.tanh(key) + value, full["row.weight"], full["row.bias"])
+    (y * target).sum().backward()
+    results = run_ranks(size, parallel_pair, size)
+    for parallel_y, grad_x, _ in results:
+        torch.testing.assert_close(parallel_y, y.detach(), rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(grad_x, x.grad, rtol=1e-13, atol=1e-13)
+    gradients = assemble(result[2] for result in results)
+    for name, value in full.items():
+        torch.testing.assert_close(gradients[name], value.grad, rtol=1e-13, atol=1e-12)
+
+
+def test_frozen_weights_and_inputs_get_no_gradient() -> None:
+    model = Pair(context())
+    put_logical(model, weights())
+    model.column.weight.requires_grad_(False)
+    model(x_and_target()[0]).sum().backward()
+    assert model.column.weight.grad is None and model.column.bias.grad is not None
+
+
+def test_specs_tell_slice_decay_and_sharding() -> None:
+    pair = Pair(context())
+    weight, bias = spec_of("w", pair.column.weight), spec_of("b", pair.column.bias)
+    assert weight.full_shape == (3, HEADS, HEAD_DIM, HIDDEN) and weight.decay and weight.sharded_axes == ("tp",)
+    assert bias.full_shape == (3, HEADS, HEAD_DIM) and not bias.decay and bias.sharded_axes == ("tp",)
+    assert spec_of("w", pair.row.weight).sharded_axes == ("tp",)
+    row_bias = spec_of("b", pair.row.bias)
+    assert row_bias.sharded_axes == () and not row_bias.decay
+
+
+def test_layers_that_do_not_divide_are_our_own_bug() -> None:
+    class Three:
+        size, rank = 3, 0
+
+    with pytest.raises(AssertionError, match="4 elements over 3 ranks"):
+        ColumnParallelLinear(context(Three()), logical_shape=(4, 2), split_dim=0, init=Init())  # type: ignore[arg-type]

@@ -1,0 +1,76 @@
+"""Dropout masks: equal where tensors are replicated, different where they are cut, and a function of the sample."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megazero.tensor_parallel.random import RandomRegions, region_seed
+
+CPU = torch.device("cpu")
+
+
+def mask() -> Tensor:
+    return F.dropout(torch.ones(512), 0.5)
+
+
+def masks(tp_rank: int, first_sample: int, *, seed: int = 7) -> dict[str, Tensor]:
+    """Replicated, sharded, replicated, sharded: what a block draws."""
+    random = RandomRegions(seed, tp_rank, CPU)
+    random.begin_micro_batch(first_sample)
+    found = {"replicated": mask()}
+    with random.sharded():
+        found["sharded"] = mask()
+    found["replicated again"] = mask()
+    with random.sharded():
+        found["sharded again"] = mask()
+    return found
+
+
+def test_replicated_masks_agree_and_sharded_ones_differ_between_ranks() -> None:
+    first, second = masks(0, 3), masks(1, 3)
+    for name in first:
+        assert torch.equal(first[name], second[name]) is name.startswith("replicated"), name
+
+
+def test_no_two_masks_of_a_micro_batch_are_alike() -> None:
+    found = list(masks(0, 3).values())
+    assert not any(torch.equal(a, b) for i, a in enumerate(found) for b in found[:i])
+
+
+def test_masks_depend_on_seed_and_sample_alone() -> None:
+    once = masks(0, 11)
+    torch.rand(100)  # whatever was drawn before
+    again = masks(0, 11)
+    assert all(torch.equal(once[name], again[name]) for name in once)
+    for other in (masks(0, 12), masks(0, 11, seed=8)):
+        assert not any(torch.equal(once[name], other[name]) for name in once)
+
+
+def test_the_sharded_region_does_not_disturb_the_replicated_one() -> None:
+    random = RandomRegions(7, 0, CPU)
+    random.begin_micro_batch(3)
+    plain = [mask(), mask()]
+    found = masks(1, 3)
+    assert torch.equal(plain[0], found["replicated"]) and torch.equal(plain[1], found["replicated again"])
+
+
+def test_an_error_inside_the_region_puts_the_states_back() -> None:
+    random = RandomRegions(7, 0, CPU)
+    random.begin_micro_batch(3)
+    try:
+        with random.sharded():
+            raise KeyError
+    except KeyError:
+        pass
+    assert torch.equal(mask(), masks(0, 3)["replicated"])
+
+
+def test_fake_tensors_pass() -> None:
+    with FakeTensorMode():
+        assert masks(0, 3)["sharded again"].shape == (512,)
+
+
+def test_region_seeds_are_spread() -> None:
+    seeds = {region_seed(s, k, region) for s in range(5) for k in range(50) for region in ("replicated", "sharded 0")}
+    assert len(seeds) == 500 and all(0 <= seed < 1 << 63 for seed in seeds)

@@ -1,0 +1,38 @@
+"""The summary program as it is started."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from megazero.train.metrics import Evaluation
+from megazero.train.metrics_file import MetricsFile
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, ROOT / "tools" / "summarize_run.py", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+
+def test_it_tells_figures_and_places(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "m.jsonl")
+    file.evaluation(Evaluation(0, 0, "validation", loss=7.5))
+    file.close()
+    done = run(
+        "--metrics-file", tmp_path / "m.jsonl", "--load", tmp_path / "none", "--tensorboard-dir", tmp_path / "tb"
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert ["validation", "loss", "7.5000", "7.5000"] in lines
+    assert ["bits", "per", "byte", "-", "-"] in lines
+    assert ["checkpoint", "none"] in lines
+    assert lines[-1][-2:] == ["--logdir", str(tmp_path / "tb")]
+
+
+def test_a_missing_file_is_told_without_a_traceback(tmp_path: Path) -> None:
+    done = run("--metrics-file", tmp_path / "m.jsonl")
+    assert done.returncode == 2
+    assert "m.jsonl" in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,103 @@
+"""Look at checkpoints: what is in one, whether it is sound, how two differ.
+
+    python tools/checkpoint.py inspect runs/demo            the newest checkpoint of a run (or give a step folder)
+    python tools/checkpoint.py verify runs/demo             read every byte and compare with the stored hashes
+    python tools/checkpoint.py diff runs/a runs/b           tensor by tensor; the layouts may be different ones
+
+Exit codes: 0 sound, or equal; 1 the two differ; 2 an error, damage included.
+"""
+
+import argparse
+import json
+import math
+import sys
+
+from megazero.checkpoint.comparison import (
+    NONE,
+    Difference,
+    box_differences,
+    metadata_differences,
+    schema_differences,
+)
+from megazero.checkpoint.manifest import TensorKey, dtype_bytes
+from megazero.checkpoint.reader import Checkpoint, open_checkpoint
+from megazero.console import Console, run_program
+from megazero.errors import CheckpointError, raise_problems
+from megazero.units import format_bytes, format_count
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; the exit code."""
+    options = _parser().parse_args(arguments)
+    console = Console()
+    if options.command == "diff":
+        first, second = (open_checkpoint(path, step=options.step) for path in (options.first, options.second))
+        return _diff(first, second, console)
+    checkpoint = open_checkpoint(options.path, step=options.step)
+    if options.command == "inspect":
+        _inspect(checkpoint, console, tensors=options.tensors)
+    else:
+        _verify(checkpoint, console)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Inspect, verify and compare checkpoints.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    inspect = commands.add_parser("inspect", help="what is in a checkpoint")
+    inspect.add_argument("--tensors", action="store_true", help="list every tensor")
+    verify = commands.add_parser("verify", help="read everything and compare with the stored hashes")
+    for command in (inspect, verify):
+        command.add_argument("path", help="a run's checkpoint folder, or one step folder in it")
+    diff = commands.add_parser("diff", help="compare two checkpoints, whatever layout saved them")
+    diff.add_argument("first", help="a run's checkpoint folder, or one step folder in it")
+    diff.add_argument("second", help="the same")
+    for command in (inspect, verify, diff):
+        command.add_argument("--step", type=int, help="which step of a run (default: the newest)")
+    return parser
+
+
+def _inspect(checkpoint: Checkpoint, console: Console, *, tensors: bool) -> None:
+    manifest = checkpoint.manifest
+    stored = sum(file.num_bytes for file in manifest.files)
+    boxes = sum(len(file.boxes) for file in manifest.files)
+    console.line(f"{checkpoint.folder}")
+    console.line(f"step        {checkpoint.step}")
+    console.line(f"size        {format_bytes(stored)} in {len(manifest.files)} files, {boxes} boxes")
+    console.line(f"config      {checkpoint.folder / manifest.config.name}")
+    console.line(f"progress    {json.dumps(checkpoint.progress)}")
+    console.line(f"parameters  {len(checkpoint.parameters)}")
+    for kind in dict.fromkeys(entry.kind for entry in manifest.tensors):
+        entries = [entry for entry in manifest.tensors if entry.kind == kind]
+        nbytes = sum(math.prod(entry.shape) * dtype_bytes(entry.dtype) for entry in entries)
+        count = sum(math.prod(entry.shape) for entry in entries)
+        dtypes = ", ".join(sorted({entry.dtype for entry in entries}))
+        console.line(f"  {kind:<10} {format_count(count):>9} elements  {format_bytes(nbytes):>10}  {dtypes}")
+    if tensors:
+        for entry in sorted(manifest.tensors, key=lambda entry: (entry.parameter, entry.kind)):
+            console.line(f"{entry.parameter}  {entry.kind}  {entry.dtype}  {list(entry.shape)}")
+
+
+def _verify(checkpoint: Checkpoint, console: Console) -> None:
+    steps = console.track(checkpoint.verify(), total=1 + len(checkpoint.manifest.files), description="verifying")
+    raise_problems(CheckpointError, [problem for problems in steps for problem in problems])
+    stored = sum(file.num_bytes for file in checkpoint.manifest.files)
+    console.line(f"{checkpoint.folder}: sound; {format_bytes(stored)} in {len(checkpoint.manifest.files)} files")
+
+
+def _diff(first: Checkpoint, second: Checkpoint, console: Console) -> int:
+    lines = [*metadata_differences(first, second), *schema_differences(first, second)]
+    total = sum(len(file.boxes) for file in first.manifest.files)
+    found: dict[TensorKey, Difference] = {}
+    for key, difference in console.track(box_differences(first, second), total=total, description="comparing"):
+        found[key] = found.get(key, NONE).joined(difference)
+    for (parameter, kind), (count, largest) in found.items():
+        if count:
+            lines.append(f"{parameter}, {kind}: {count} elements differ, max |a - b| = {largest:.9g}")
+    for line in lines or [f"equal: {len(first.manifest.tensors)} tensors, progress and configuration"]:
+        console.line(line)
+    return 1 if lines else 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(main))

@@ -1,0 +1,33 @@
+"""Tell what came of a run: validation before and after, pace, where its checkpoint is, how to open TensorBoard."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from megazero.checkpoint.folders import newest
+from megazero.console import Console, run_program
+from megazero.train.summary import summarize
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--metrics-file", type=Path, required=True, metavar="FILE.jsonl", help="what the run wrote")
+    parser.add_argument("--load", type=Path, metavar="DIR", help="the run's checkpoints")
+    parser.add_argument("--tensorboard-dir", type=Path, metavar="DIR", help="the run's TensorBoard folder")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Read, tell."""
+    arguments, console = parse_arguments(), Console()
+    for line in summarize(arguments.metrics_file).lines():
+        console.line(line)
+    if arguments.load is not None:
+        console.line(f"{'checkpoint':<16} {newest(arguments.load) or 'none'}")
+    if arguments.tensorboard_dir is not None:
+        console.line(f"{'TensorBoard':<16} {sys.executable} -m tensorboard.main --logdir {arguments.tensorboard_dir}")
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(main))

@@ -1,0 +1,39 @@
+"""Make a jsonl corpus of source files, one document a file: a folder's, or the Python standard library's."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from megazero.console import Console, run_program
+from megazero.data.source_text import find_sources, find_stdlib, write_jsonl
+from megazero.units import format_bytes, format_duration
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--input", nargs="+", type=Path, metavar="PATH", help="folders (or files) to read")
+    where.add_argument("--stdlib", action="store_true", help="the sources of this interpreter's standard library")
+    parser.add_argument("--glob", nargs="+", default=["*"], metavar="PATTERN", help="file names to take (default: all)")
+    parser.add_argument(
+        "--exclude", nargs="+", default=[], metavar="PATTERN", help="file, folder or relative names to leave out"
+    )
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE.jsonl", help="the file to write")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Find, write, tell."""
+    arguments, started = parse_arguments(), time.monotonic()
+    sources = find_stdlib() if arguments.stdlib else find_sources(arguments.input, arguments.glob, arguments.exclude)
+    summary = write_jsonl(sources, arguments.output)
+    Console().line(
+        f"{arguments.output}: {summary.documents} documents, {format_bytes(summary.text_bytes)} of text, "
+        f"{summary.skipped} files skipped (empty or not UTF-8), {format_duration(time.monotonic() - started)}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(main))
