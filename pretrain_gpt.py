@@ -15,7 +15,7 @@ def main() -> None:
     parsed = parse(world_size=launch.world_size)
     for notice in parsed.notices:
         Console().line(notice)
-    corpora = check(parsed.config, launch)
+    inputs = check(parsed.config, launch)
 
     parallel = parsed.config.parallel
     device = choose_device(parallel.device, launch.local_rank)
@@ -26,7 +26,7 @@ def main() -> None:
         timeout_minutes=parallel.distributed_timeout_minutes,
     )
     try:
-        train(assemble(parsed.config, launch, device, corpora))
+        train(assemble(parsed.config, launch, device, inputs))
     finally:
         leave()
 

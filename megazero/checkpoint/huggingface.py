@@ -20,9 +20,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megazero.checkpoint.reader import Checkpoint
+from megazero.comm.local import LocalCommunicator
 from megazero.config.derived import ffn_hidden_size, max_position_embeddings
 from megazero.config.model import ModelConfig
 from megazero.errors import CheckpointError, Problem, raise_problems
+from megazero.model.gpt import GPT
+from megazero.parallel.param_spec import named_specs
+from megazero.tensor_parallel.layers import TensorParallel
+from megazero.tensor_parallel.random import RandomRegions
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -117,26 +122,34 @@ def read_model(folder: Path) -> ImportedModel:
     described = _read_config(folder / CONFIG_FILE)
     config = our_config(described, given=str(folder / CONFIG_FILE))
     shapes = full_shapes(config, described["vocab_size"])
-    weights: dict[str, Tensor] = {}
-    problems: list[Problem] = []
     path = folder / WEIGHTS_FILE
     try:
         with safe_open(path, framework="pt") as file:
-            names = set(file.keys())
-            for row in name_table(config):
-                # Files written by the bare GPT2Model, such as OpenAI's, have no prefix.
-                key = row.theirs if row.theirs in names else row.theirs.removeprefix("transformer.")
-                shape = tuple(file.get_slice(key).get_shape()) if key in names else None
-                wanted = their_shape(shapes[row.ours], row.form)
-                if shape != wanted:
-                    found = "is not there" if shape is None else f"has shape {list(shape)}"
-                    problems.append(Problem(f"{path}: {row.theirs} {found}", f"its shape is {list(wanted)}"))
-                else:
-                    weights[row.ours] = to_ours(file.get_tensor(key), row.form, shapes[row.ours])
+            keys = set(file.keys())
+            found = {row: _find(row, keys) for row in name_table(config)}
+            problems = [_mismatch(path, file, row, key, shapes[row.ours]) for row, key in found.items()]
+            raise_problems(CheckpointError, filter(None, problems))
+            weights = {
+                row.ours: to_ours(file.get_tensor(key), row.form, shapes[row.ours]) for row, key in found.items()
+            }
     except (OSError, SafetensorError) as error:
         raise CheckpointError(Problem(f"{path}: {error}", "must be a safetensors file")) from error
-    raise_problems(CheckpointError, problems)
     return ImportedModel(config, described["vocab_size"], weights)
+
+
+def _find(row: Row, keys: set[str]) -> str | None:
+    """Their name as the file has it: one written by the bare GPT2Model, such as OpenAI's, has no prefix."""
+    names = (row.theirs, row.theirs.removeprefix("transformer."))
+    return next((name for name in names if name in keys), None)
+
+
+def _mismatch(path: Path, file: Any, row: Row, key: str | None, shape: tuple[int, ...]) -> Problem | None:
+    wanted = list(to_theirs(torch.empty(shape, device="meta"), row.form).shape)
+    found = None if key is None else list(file.get_slice(key).get_shape())
+    if found == wanted:
+        return None
+    told = "is not there" if found is None else f"has shape {found}"
+    return Problem(f"{path}: {row.theirs} {told}", f"{CONFIG_FILE} makes it a tensor of shape {wanted}")
 
 
 def to_theirs(value: Tensor, form: Form) -> Tensor:
@@ -151,32 +164,13 @@ def to_ours(value: Tensor, form: Form, shape: tuple[int, ...]) -> Tensor:
     return (value.T if form == "conv1d" else value).reshape(shape).contiguous()
 
 
-def their_shape(shape: tuple[int, ...], form: Form) -> tuple[int, ...]:
-    """The shape of their tensor, from that of ours."""
-    return tuple(to_theirs(torch.empty(shape, device="meta"), form).shape)
-
-
 def full_shapes(config: ModelConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
-    """The logical shape of every parameter, by our name."""
-    hidden, inner, heads = config.hidden_size, ffn_hidden_size(config), config.num_attention_heads
-    ends = {
-        "embedding.word.weight": (vocab_size, hidden),
-        "embedding.position.weight": (max_position_embeddings(config), hidden),
-        "head.weight": (vocab_size, hidden),
-    }
-    matrices: dict[str, tuple[int, ...]] = {
-        "attention.qkv": (3, heads, hidden // heads, hidden),
-        "attention.projection": (hidden, hidden),
-        "mlp.up": (inner, hidden),
-        "mlp.down": (hidden, inner),
-    }
-    found: dict[str, tuple[int, ...]] = {}
-    for name in (row.ours for row in name_table(config)):
-        layer, _, kind = name.rpartition(".")
-        matrix = matrices.get(".".join(layer.split(".")[2:]))
-        vector_or_matrix = matrix[:-1] if matrix and kind == "bias" else matrix
-        found[name] = ends.get(name) or vector_or_matrix or (hidden,)
-    return found
+    """The logical shape of every parameter, by our name, from a model without memory."""
+    tp = TensorParallel(
+        LocalCommunicator(), RandomRegions(0, 0, torch.device("cpu")), torch.float32, torch.device("meta")
+    )
+    model = GPT(config, vocab_size=vocab_size, tp=tp, padded_vocab_size=vocab_size)
+    return {spec.name: spec.full_shape for spec, _ in named_specs(model)}
 
 
 def their_config(config: ModelConfig, *, vocab_size: int, eod: int | None) -> dict[str, Any]:
@@ -210,6 +204,8 @@ def our_config(described: Mapping[str, Any], *, given: str) -> ModelConfig:
         Problem(f"{given}: {name} {other[name]!r}", "only GPT-2 is known", str(_SAME_MODEL[name])) for name in other
     ]
     problems += [Problem(f"{given}: {name} {described.get(name)!r}", "is a whole number") for name in missing]
+    if not problems and described["n_embd"] % max(1, described["n_head"]):
+        problems = [Problem(f"{given}: n_embd {described['n_embd']}, n_head {described['n_head']}", "heads are equal")]
     raise_problems(CheckpointError, problems)
     try:
         return ModelConfig(

@@ -228,7 +228,7 @@ def _envelope_problems(text: bytes, source: str) -> Iterator[Problem]:
         body = json.loads(text)
         digest = body.pop("sha256", None)
         computed = _body_hash(body)
-    except (ValueError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         yield Problem(source, f"not a checkpoint's manifest: {type(error).__name__}: {str(error)[:200]}")
         return
     if body.get("format") != FORMAT:

@@ -188,7 +188,7 @@ class Checkpoint:
         )
         raise_problems(CheckpointError, islice(holes, _MAX_PROBLEMS))
         files = {box.file.name: box.file for boxes in saved.values() for box in boxes}
-        problems = (problem for file in files.values() for problem in self._file_problems(file))
+        problems = (problem for _, file in sorted(files.items()) for problem in self._file_problems(file))
         raise_problems(CheckpointError, islice(problems, _MAX_PROBLEMS))
         self._complete |= new
 

@@ -133,7 +133,8 @@ def write_part(folder: Path, rank: int, fragments: Iterable[StateFragment], *, b
     items.sort(key=lambda item: -item.view.element_size())
     file = _write_file(folder / part_name(rank), items)
     tensors = {(entry.parameter, entry.kind): entry for entry in map(_tensor_entry, fragments)}
-    _write_durably(folder / f"{part_name(rank)}.json", dump_part(Part(tuple(tensors.values()), file)))
+    # Not durably: rank 0 reads it within this save, and then it goes.
+    (folder / f"{part_name(rank)}.json").write_bytes(dump_part(Part(tuple(tensors.values()), file)))
 
 
 def _tensor_entry(fragment: StateFragment) -> TensorEntry:

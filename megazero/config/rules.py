@@ -35,7 +35,7 @@ def neighbours(value: int, step: int) -> tuple[int, ...]:
     """The multiples of `step` on both sides of `value`, positive ones only, the nearer first."""
     below = value // step * step
     near = {candidate for candidate in (below, below + step) if candidate > 0}
-    return tuple(sorted(near, key=lambda candidate: abs(candidate - value)))
+    return _nearest_first(near, value)
 
 
 def near_divisors(number: int, value: int) -> tuple[int, ...]:
@@ -43,7 +43,11 @@ def near_divisors(number: int, value: int) -> tuple[int, ...]:
     divisors = sorted({d for i in range(1, math.isqrt(number) + 1) if number % i == 0 for d in (i, number // i)})
     below = [d for d in divisors if d <= value][-1:]
     above = [d for d in divisors if d > value][:1]
-    return tuple(sorted({*below, *above}, key=lambda candidate: abs(candidate - value)))
+    return _nearest_first({*below, *above}, value)
+
+
+def _nearest_first(numbers: Iterable[int], value: int) -> tuple[int, ...]:
+    return tuple(sorted(numbers, key=lambda number: (abs(number - value), number)))
 
 
 def _flags(flag: str, values: Iterable[int]) -> str:

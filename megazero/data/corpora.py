@@ -7,12 +7,16 @@ not test.
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from megazero.data.blend import BlendedSamples, parse_data_path
-from megazero.data.indexed_dataset import IndexedDataset
+from megazero.data.indexed_dataset import CHECK_BLOCK, IndexedDataset
 from megazero.data.samples import SPLIT_NAMES, Samples, SampleSource, Split, SplitRanges, parse_split, split_sequences
 from megazero.data.sidecar import Sidecar, read_sidecar
 from megazero.data.tokenizers import TokenizerSpec
 from megazero.errors import DataError, Problem
+
+MEASURED_TOKENS = 1 << 24
 
 
 class Corpora:
@@ -52,12 +56,28 @@ class Corpora:
 
     @property
     def bytes_per_token(self) -> float | None:
-        """UTF-8 bytes of text a token stands for, over all corpora; None when a sidecar is missing."""
+        """UTF-8 bytes of text a token stands for, over all corpora as they are; None when a sidecar is missing."""
         known = [sidecar for sidecar in self._sidecars if sidecar]
         tokens = sum(sidecar.tokens for sidecar in known)
         if len(known) < len(self._sidecars) or tokens == 0:
             return None
         return sum(sidecar.text_bytes for sidecar in known) / tokens
+
+    def split_bytes_per_token(self, split: str) -> float | None:
+        """UTF-8 bytes of text that a token of "train", "valid" or "test" stands for, by the mixture's weights.
+
+        A loss of x nats a token is x / ln 2 / bytes_per_token bits a byte.  None when a sidecar is missing or there is
+        no token.  Counted over the split's tokens, the first MEASURED_TOKENS of a corpus at most.
+        """
+        ratios, shares = [], []
+        for weighted, dataset, sidecar in zip(self._weighted, self._datasets, self._sidecars, strict=True):
+            sequences = self._ranges(dataset)[SPLIT_NAMES.index(split)]
+            start, stop = dataset.sequence_start(sequences.start), dataset.sequence_start(sequences.stop)
+            if sidecar is None or start == stop:
+                return None
+            ratios.append(_bytes_per_token(dataset, sidecar, range(start, stop)))
+            shares.append(float(weighted.weight or stop - start))
+        return sum(share * ratio for share, ratio in zip(shares, ratios, strict=True)) / sum(shares)
 
     def vocabulary_problems(self, vocab_size: int, tokenizer: TokenizerSpec | None = None) -> list[Problem]:
         """What speaks against training on these corpora with this vocabulary, and (if given) this tokenizer."""
@@ -148,6 +168,15 @@ class Corpora:
             return ""
         share = max(1, count // 20)
         return f"more documents, or --split {count - 2 * share},{share},{share}"
+
+
+def _bytes_per_token(dataset: IndexedDataset, sidecar: Sidecar, tokens: range) -> float:
+    table = np.array(sidecar.token_bytes)
+    measured = tokens[:MEASURED_TOKENS]
+    blocks = (measured[first : first + CHECK_BLOCK] for first in range(0, len(measured), CHECK_BLOCK))
+    # An id outside the table is refused when it is read as a sample; here it counts as the last one.
+    total = sum(int(table.take(dataset.tokens(block.start, block.stop), mode="clip").sum()) for block in blocks)
+    return total / len(measured)
 
 
 def _digest_text(digests: Mapping[str, str]) -> str:

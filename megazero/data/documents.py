@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megazero.data.files import cannot_read
-from megazero.errors import DataError, Problem
+from megazero.errors import DataError, Problem, raise_problems
 
 JSON_ENDINGS = (".jsonl", ".json")
 TEXT_ENDINGS = (".txt",)
@@ -64,11 +64,14 @@ class _Line(NamedTuple):
     data: bytes
 
 
+def input_problems(paths: Sequence[Path], rules: DocumentRules) -> list[Problem]:
+    """What speaks against reading these files: missing ones, unknown endings, several keys for plain text."""
+    return [problem for path in paths for problem in _path_problems(path, rules)]
+
+
 def find_chunks(paths: Sequence[Path], rules: DocumentRules) -> list[Chunk]:
     """All chunks of all files in order; raises DataError with every file that cannot be used."""
-    problems = [problem for path in paths for problem in _path_problems(path, rules)]
-    if problems:
-        raise DataError(*problems)
+    raise_problems(DataError, input_problems(paths, rules))
     return [chunk for path in paths for chunk in _chunks(path, whole=_is_text(path) and rules.text_rule == "file")]
 
 

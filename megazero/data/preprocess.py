@@ -9,7 +9,7 @@ import multiprocessing
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,11 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megazero.console import Console
-from megazero.data.documents import Chunk, DocumentRules, find_chunks, read_documents
+from megazero.data.documents import Chunk, DocumentRules, find_chunks, input_problems, read_documents
 from megazero.data.indexed_dataset import IndexedDatasetWriter, token_dtype
 from megazero.data.sidecar import Sidecar, sidecar_path, write_sidecar
 from megazero.data.tokenizers import Tokenizer, TokenizerSpec, load_tokenizer
-from megazero.errors import DataError, Problem, UserError
+from megazero.errors import DataError, Problem, UserError, raise_problems
 from megazero.units import format_bytes, format_count, format_duration
 
 
@@ -77,6 +77,7 @@ def preprocess(request: PreprocessRequest, console: Console) -> list[Corpus]:
 
     Raises DataError for input that cannot be read (file and line), and leaves earlier files untouched then.
     """
+    raise_problems(DataError, [*input_problems(request.inputs, request.rules), *request.tokenizer.problems()])
     chunks = find_chunks(request.inputs, request.rules)
     tokenizer = load_tokenizer(request.tokenizer)
     prefixes = [f"{request.output_prefix}_{key}_document" for key in request.rules.json_keys]
@@ -112,6 +113,7 @@ def _sidecar(
         eod=tokenizer.eod,
         append_eod=request.append_eod,
         tokenizer_files=request.tokenizer.digests(),
+        token_bytes=tokenizer.token_bytes(),
     )
 
 
@@ -196,16 +198,18 @@ def _receive(pipe: Connection) -> EncodedChunk:
 
 def _work(request: PreprocessRequest, chunks: Sequence[Chunk], pipe: Connection) -> None:
     """A worker's life: encode its chunks in order, send each."""
-    try:
-        tokenizer = load_tokenizer(request.tokenizer)
-        for chunk in chunks:
-            pipe.send(encode_chunk(chunk, request.rules, tokenizer, append_eod=request.append_eod))
-    except (KeyboardInterrupt, BrokenPipeError):
-        return  # the parent is going, and has said why
-    except UserError as error:
-        pipe.send(_Failure(error.problems, ""))
-    except Exception:
-        pipe.send(_Failure((), traceback.format_exc()))
+    # Both mean that the parent is going, and has said why.
+    with suppress(KeyboardInterrupt, BrokenPipeError):
+        try:
+            tokenizer = load_tokenizer(request.tokenizer)
+            for chunk in chunks:
+                pipe.send(encode_chunk(chunk, request.rules, tokenizer, append_eod=request.append_eod))
+        except BrokenPipeError:
+            raise
+        except UserError as error:
+            pipe.send(_Failure(error.problems, ""))
+        except Exception:
+            pipe.send(_Failure((), traceback.format_exc()))
 
 
 class _Progress:

@@ -6,8 +6,7 @@ usable; one whose counts disagree with the index belongs to other data and is re
 """
 
 import json
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ class Sidecar:
 
     text_bytes: UTF-8 bytes of the documents' text; end-of-document tokens stand for none.
     tokenizer_files: SHA-256 by the name of the flag's field ("tokenizer_model").
+    token_bytes: UTF-8 bytes of text that every id stands for [vocab_size].
     """
 
     documents: int
@@ -34,10 +34,7 @@ class Sidecar:
     eod: int
     append_eod: bool
     tokenizer_files: Mapping[str, str]
-
-    def bits_per_byte(self, loss: float) -> float:
-        """A mean loss in nats a token, as bits for every byte of text; nan for a corpus without text."""
-        return loss / math.log(2) * self.tokens / self.text_bytes if self.text_bytes else math.nan
+    token_bytes: Sequence[int]
 
 
 def sidecar_path(prefix: str | Path) -> Path:
@@ -48,7 +45,13 @@ def sidecar_path(prefix: str | Path) -> Path:
 def write_sidecar(prefix: str | Path, sidecar: Sidecar) -> None:
     """Write it, atomically."""
     with written_aside(sidecar_path(prefix)) as stream:
-        stream.write(json.dumps(asdict(sidecar), indent=2).encode() + b"\n")
+        stream.write(_to_json(sidecar).encode())
+
+
+def _to_json(sidecar: Sidecar) -> str:
+    """One field a line, so that the long table stays out of the way."""
+    lines = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in asdict(sidecar).items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def read_sidecar(dataset: IndexedDataset) -> Sidecar | None:
@@ -86,9 +89,17 @@ def _parse(path: Path) -> Sidecar:
 def _field_problems(path: Path, content: Any) -> list[Problem]:
     if not isinstance(content, dict):
         return [Problem(str(path), "is a JSON object", "preprocess again, or remove it")]
-    kinds: dict[str, type] = {"tokenizer_type": str, "append_eod": bool, "tokenizer_files": dict}
-    return [
-        Problem(f"{path}: {field.name} {content.get(field.name)!r}", f"is of type {kind.__name__}", "preprocess again")
+    kinds: dict[str, type] = {"tokenizer_type": str, "append_eod": bool, "tokenizer_files": dict, "token_bytes": list}
+    problems = [
+        Problem(
+            f"{path}: {field.name} {str(content.get(field.name))[:40]}",
+            f"is of type {kind.__name__}",
+            "preprocess again",
+        )
         for field in fields(Sidecar)
         if type(content.get(field.name)) is not (kind := kinds.get(field.name, int))
     ]
+    if not problems and len(content["token_bytes"]) != content["vocab_size"]:
+        given = f"{path}: token_bytes has {len(content['token_bytes'])} entries"
+        problems.append(Problem(given, f"one for every id of the vocabulary: {content['vocab_size']}"))
+    return problems

@@ -5,6 +5,7 @@ sample of the whole, on every machine.
 """
 
 import json
+import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatch
@@ -43,7 +44,7 @@ def find_sources(roots: Sequence[Path], patterns: Sequence[str], excluded: Seque
     missing = [Problem(f"--input {root}", "must be a folder or a file") for root in roots if not root.exists()]
     if missing:
         raise DataError(*missing)
-    found = [source for root in roots for source in _walk(root, patterns) if not _matches(source.name, excluded)]
+    found = [source for root in roots for source in _walk(root, patterns, excluded)]
     if not found:
         where = ", ".join(map(str, roots))
         raise DataError(Problem(f"--input {where} --glob {' '.join(patterns)}", "some file matches"))
@@ -72,13 +73,18 @@ def write_jsonl(sources: Iterable[SourceFile], output: Path) -> SourceSummary:
     return SourceSummary(documents, text_bytes, skipped)
 
 
-def _walk(root: Path, patterns: Sequence[str]) -> Iterator[SourceFile]:
+def _walk(root: Path, patterns: Sequence[str], excluded: Sequence[str]) -> Iterator[SourceFile]:
     if root.is_file():
         yield SourceFile(root.name, root)
         return
-    for path in root.rglob("*"):
-        if path.is_file() and any(fnmatch(path.name, pattern) for pattern in patterns):
-            yield SourceFile(path.relative_to(root).as_posix(), path)
+    for folder, below, files in os.walk(root):
+        # Assigned in place: os.walk goes down into what is left, so nothing excluded is even listed.
+        below[:] = [name for name in below if not _matches(name, excluded)]
+        for file in files:
+            path = Path(folder, file)
+            name = path.relative_to(root).as_posix()
+            if any(fnmatch(file, pattern) for pattern in patterns) and not _matches(name, excluded):
+                yield SourceFile(name, path)
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

@@ -11,7 +11,7 @@ Every tokenizer knows its *end-of-document* id (eod), which preprocessing puts a
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -24,7 +24,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 from megazero.data.files import cannot_read
-from megazero.errors import DataError, Problem
+from megazero.errors import DataError, Problem, raise_problems
 
 GPT2_BPE = "GPT2BPETokenizer"
 SENTENCE_PIECE = "SentencePieceTokenizer"
@@ -33,6 +33,7 @@ BYTE = "ByteTokenizer"
 FILES = {GPT2_BPE: ("vocab_file", "merge_file"), SENTENCE_PIECE: ("tokenizer_model",), BYTE: ()}
 
 END_OF_TEXT = "<|endoftext|>"
+OUTSIDE = "\ufffd"
 EOD_PIECES = (END_OF_TEXT, "<eod>", "<EOD>")
 
 
@@ -54,7 +55,11 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids; eod reads as <|endoftext|>, bytes that are not UTF-8 as U+FFFD."""
+        """Text of ids; eod reads as <|endoftext|>; ids outside the vocabulary and bytes outside UTF-8 as U+FFFD."""
+        ...
+
+    def token_bytes(self) -> list[int]:
+        """UTF-8 bytes of text every id stands for [vocab_size]; 0 for eod and other signs that are not text."""
         ...
 
 
@@ -69,13 +74,15 @@ class TokenizerSpec:
 
     def files(self) -> dict[str, Path]:
         """The files this type reads, by field name; raises DataError for an unknown type or missing files."""
+        raise_problems(DataError, self.problems())
+        return {name: Path(getattr(self, name)) for name in FILES[self.type]}
+
+    def problems(self) -> list[Problem]:
+        """An unknown type, or every file that is not given or not there."""
         if self.type not in FILES:
-            raise DataError(Problem(f"--tokenizer-type {self.type}", "is a known tokenizer", ", ".join(FILES)))
-        given = {name: getattr(self, name) for name in FILES[self.type]}
-        problems = [_file_problem(self.type, name, path) for name, path in given.items()]
-        if found := [problem for problem in problems if problem]:
-            raise DataError(*found)
-        return {name: Path(path) for name, path in given.items()}
+            return [Problem(f"--tokenizer-type {self.type}", "is a known tokenizer", ", ".join(FILES))]
+        found = [_file_problem(self.type, name, getattr(self, name)) for name in FILES[self.type]]
+        return [problem for problem in found if problem]
 
     def digests(self) -> dict[str, str]:
         """SHA-256 of every file, in hexadecimal, by field name."""
@@ -104,8 +111,11 @@ class ByteTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of bytes."""
-        pieces = (END_OF_TEXT.encode() if token == self.eod else bytes((token,)) for token in ids)
-        return b"".join(pieces).decode(errors="replace")
+        return _decode_runs(self, ids, lambda run: bytes(run).decode(errors="replace"))
+
+    def token_bytes(self) -> list[int]:
+        """One byte each, none for eod."""
+        return [1] * self.eod + [0]
 
 
 class Gpt2BpeTokenizer:
@@ -118,6 +128,7 @@ class Gpt2BpeTokenizer:
         self._tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
         self._tokenizer.decoder = ByteLevelDecoder()
         self._tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, normalized=False)])
+        self._vocab = vocab
         self.vocab_size = len(vocab)
         self.eod = vocab[END_OF_TEXT]
 
@@ -128,8 +139,14 @@ class Gpt2BpeTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids."""
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
-        return text
+        return _decode_runs(self, ids, self._tokenizer.decode)
+
+    def token_bytes(self) -> list[int]:
+        """A token's characters stand for a byte each."""
+        sizes = [0] * self.vocab_size
+        for token, number in self._vocab.items():
+            sizes[number] = 0 if number == self.eod else len(token)
+        return sizes
 
 
 class SentencePieceTokenizer:
@@ -153,13 +170,30 @@ class SentencePieceTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids."""
-        runs: list[list[int]] = [[]]
-        for token in ids:
-            if token == self.eod:
-                runs.append([])
-            else:
-                runs[-1].append(int(token))
-        return END_OF_TEXT.join(self._model.decode(run) for run in runs)
+        return _decode_runs(self, ids, self._model.decode)
+
+    def token_bytes(self) -> list[int]:
+        """Bytes of every piece; U+2581 in a piece is a space."""
+        return [self._piece_bytes(number) for number in range(self.vocab_size)]
+
+    def _piece_bytes(self, number: int) -> int:
+        model = self._model
+        if number == self.eod or model.is_control(number) or model.is_unknown(number) or model.is_unused(number):
+            return 0
+        return 1 if model.is_byte(number) else len(model.id_to_piece(number).replace("\u2581", " ").encode())
+
+
+def _decode_runs(tokenizer: Tokenizer, ids: Sequence[int], decode_run: Callable[[list[int]], str]) -> str:
+    """Decode what lies between eods and ids outside the vocabulary, and put their signs between."""
+    texts: list[str] = []
+    run: list[int] = []
+    for token in ids:
+        if token != tokenizer.eod and 0 <= token < tokenizer.vocab_size:
+            run.append(int(token))
+            continue
+        texts += [decode_run(run), END_OF_TEXT if token == tokenizer.eod else OUTSIDE]
+        run = []
+    return "".join([*texts, decode_run(run)])
 
 
 def _sentence_piece_eod(model: SentencePieceProcessor) -> int:

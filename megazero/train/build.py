@@ -26,8 +26,8 @@ from megazero.optim.lr_schedule import LearningRate, reconcile
 from megazero.parallel.topology import Topology
 from megazero.tensor_parallel.layers import TensorParallel
 from megazero.tensor_parallel.random import RandomRegions
-from megazero.train.corpora import Corpora, open_corpora
 from megazero.train.evaluate import EvaluationSet
+from megazero.train.inputs import RunInputs, open_inputs
 from megazero.train.loop import Reporting, Run, Timetable
 from megazero.train.metrics import Rates, flops_per_token, peak_tflops
 from megazero.train.saving import Saver, check_compatible, find_checkpoint, restore_engine
@@ -39,20 +39,20 @@ from megazero.zero.engine import Engine, EngineSettings, ModelUnit
 from megazero.zero.plan import DTYPES, resolve
 
 
-def check(config: RunConfig, launch: Launch) -> Corpora:
-    """Everything that can be found wrong before ranks meet, raised at once; returns the open corpora."""
+def check(config: RunConfig, launch: Launch) -> RunInputs:
+    """Everything that can be found wrong before ranks meet, raised at once; returns the opened corpora."""
     problems: list[Problem] = list(rules.check(config, launch.world_size))
-    corpora = None
+    inputs = None
     try:
-        corpora = open_corpora(
+        inputs = open_inputs(
             config.data, config.model, seed=config.training.seed, evaluates=config.training.eval_iters > 0
         )
     except UserError as error:
         # The rules have already said what they can say about the same settings.
         problems += [problem for problem in error.problems if problem not in problems]
     raise_problems(ConfigError, problems)
-    assert corpora is not None
-    return corpora
+    assert inputs is not None
+    return inputs
 
 
 def topology(config: RunConfig, world_size: int) -> Topology:
@@ -74,13 +74,11 @@ class Core:
     random: RandomRegions
 
 
-def build_core(config: RunConfig, launch: Launch, device: torch.device, *, vocab_size: int) -> Core:
-    """Mesh, model with its first values, and engine; every rank calls this after `join`."""
-    buffers = FusedBuffers(0, device)
-    mesh = make_mesh(topology(config, launch.world_size), launch.rank, device, buffers)
+def build_core(config: RunConfig, mesh: Mesh, buffers: FusedBuffers, *, vocab_size: int) -> Core:
+    """Model with its first values, and engine; `buffers` get the size the engine needs."""
     plan = resolve(config.zero, config.precision)
-    random = RandomRegions(config.training.seed, mesh.coordinate("tp"), device)
-    tp = TensorParallel(mesh.axis("tp"), random, DTYPES[config.precision.precision], device)
+    random = RandomRegions(config.training.seed, mesh.coordinate("tp"), mesh.device)
+    tp = TensorParallel(mesh.axis("tp"), random, DTYPES[config.precision.precision], mesh.device)
     model = GPT(config.model, vocab_size=vocab_size, tp=tp, padded_vocab_size=padded_vocab_size(config, vocab_size))
     initialize_(model, config.training.seed)
     units = [ModelUnit(unit.name, tuple(unit.parameters), unit.module) for unit in model.units()]
@@ -120,27 +118,29 @@ def step_parts(config: RunConfig, core: Core) -> StepParts:
     )
 
 
-def assemble(config: RunConfig, launch: Launch, device: torch.device, corpora: Corpora) -> Run:
+def assemble(config: RunConfig, launch: Launch, device: torch.device, inputs: RunInputs) -> Run:
     """Everything a run needs, restored from a checkpoint or freshly initialised."""
-    config = replace(config, model=replace(config.model, vocab_size=corpora.vocab_size))
+    config = replace(config, model=replace(config.model, vocab_size=inputs.vocab_size))
     console = Console(launch.rank)
-    core = build_core(config, launch, device, vocab_size=corpora.vocab_size)
+    buffers = FusedBuffers(0, device)
+    mesh = make_mesh(topology(config, launch.world_size), launch.rank, device, buffers)
+    core = build_core(config, mesh, buffers, vocab_size=inputs.vocab_size)
     train_iters = derived.train_iters(config, launch.world_size)
     scaler = LossScaler.from_config(config.precision)
     resumed = _resume(config, core, LearningRate.from_config(config.optimizer, train_iters=train_iters), scaler)
-    layout = batch_layout(config, core.mesh, corpora.eod)
+    layout = batch_layout(config, core.mesh, inputs.eod)
     return Run(
         parts=step_parts(config, core),
         state=resumed.state,
         scaler=scaler,
         learning_rate=resumed.learning_rate,
         loader=BatchLoader(
-            corpora.train, layout, start_sample=resumed.state.consumed_samples, prefetch=config.data.num_workers
+            inputs.train, layout, start_sample=resumed.state.consumed_samples, prefetch=config.data.num_workers
         ),
-        held_out=_held_out(config, corpora, layout),
+        held_out=_held_out(config, inputs, layout),
         timetable=_timetable(config, train_iters),
         saver=_saver(config, core, resumed.learning_rate),
-        reporting=_reporting(config, console, core, corpora, resumed.state),
+        reporting=_reporting(config, console, core, inputs, resumed.state),
     )
 
 
@@ -184,9 +184,9 @@ def _resume(config: RunConfig, core: Core, schedule: LearningRate, scaler: LossS
     return _Resumed(state, reconcile(schedule, saved if isinstance(saved, dict) else {}, config.optimizer))
 
 
-def _held_out(config: RunConfig, corpora: Corpora, layout: BatchLayout) -> dict[str, EvaluationSet]:
+def _held_out(config: RunConfig, inputs: RunInputs, layout: BatchLayout) -> dict[str, EvaluationSet]:
     """Evaluation sets by the name they are reported under."""
-    splits = {"validation": corpora.valid, "test": corpora.test}
+    splits = {"validation": inputs.valid, "test": inputs.test}
     num_batches = config.training.eval_iters
     return {
         name: EvaluationSet(source, layout, num_batches)
@@ -225,10 +225,10 @@ def _saver(config: RunConfig, core: Core, schedule: LearningRate) -> Saver | Non
     )
 
 
-def _reporting(config: RunConfig, console: Console, core: Core, corpora: Corpora, state: TrainState) -> Reporting:
+def _reporting(config: RunConfig, console: Console, core: Core, inputs: RunInputs, state: TrainState) -> Reporting:
     device, world_size = core.mesh.device, core.mesh.topology.world_size
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    flops = flops_per_token(config.model, vocab_size=corpora.vocab_size)
+    flops = flops_per_token(config.model, vocab_size=inputs.vocab_size)
     writers = open_writers(
         config.logging,
         console=console,
@@ -243,6 +243,6 @@ def _reporting(config: RunConfig, console: Console, core: Core, corpora: Corpora
         rates=Rates(flops, world_size, peak_tflops(name, precision=config.precision.precision)),
         global_batch_size=derived.global_batch_size(config, world_size),
         tokens_per_sample=config.model.seq_length,
-        bytes_per_token=corpora.bytes_per_token,
+        bytes_per_token=inputs.bytes_per_token,
         gathers_ranks=wants_ranks,
     )

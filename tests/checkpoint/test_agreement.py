@@ -1,5 +1,8 @@
 """An action on every rank fails on all of them or on none."""
 
+from pathlib import Path
+
+import pytest
 import torch
 from support.thread_world import ThreadCommunicator, run_threads
 
@@ -60,9 +63,6 @@ def test_a_bug_stays_itself_where_it_is_and_stops_the_others() -> None:
 def test_one_rank_alone_takes_the_same_path() -> None:
     world = LocalCommunicator()
     assert together(world, CPU, lambda: "x", doing="y") == ["x"]
-    try:
-        together(world, CPU, lambda: open("/nonexistent/file"), doing="reading")
-    except CheckpointError as error:
-        assert error.problems == (Problem("/nonexistent/file", "reading: No such file or directory"),)
-    else:
-        raise AssertionError("no error")
+    with pytest.raises(CheckpointError) as caught:
+        together(world, CPU, Path("/nonexistent/file").read_bytes, doing="reading")
+    assert caught.value.problems == (Problem("/nonexistent/file", "reading: No such file or directory"),)

@@ -42,7 +42,8 @@ def part(rank: int, rows: tuple[int, int], entry: TensorEntry = WEIGHT) -> Part:
 
 def manifest(*parts: Part, progress: Any = None) -> Manifest:
     config = ConfigEntry("config.yaml", HASH)
-    return merge_parts(list(parts) or [part(0, (0, 1)), part(1, (1, 4))], step=7, progress=progress or {}, config=config)
+    both = list(parts) or [part(0, (0, 1)), part(1, (1, 4))]
+    return merge_parts(both, step=7, progress=progress or {}, config=config)
 
 
 def signed(body: dict[str, Any]) -> bytes:
@@ -115,7 +116,7 @@ def test_a_truncated_manifest_is_refused(cut: int) -> None:
     [b"", b"null", b"[]", b'"x"', b"{", b"\xff\xfe", b'{"a": NaN}', b"[" * 100_000, b'{"step": ' + b"9" * 5000 + b"}"],
 )
 def test_what_is_not_a_manifest_is_refused(text: bytes) -> None:
-    with pytest.raises(CheckpointError, match="^checkpoint error: m"):
+    with pytest.raises(CheckpointError, match=r"^checkpoint error: m"):
         parse_manifest(text, source="m")
 
 
@@ -158,7 +159,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "name that is no text": (_file_name(5), "string"),  # type: ignore[arg-type]
     "missing field": (lambda body: body["files"][0].pop("header_bytes"), "required"),
     "missing step": (lambda body: body.pop("step"), "required"),
-    "unknown field": (lambda body: body.update(run_me="rm"), "unexpected"),
+    "unknown field": (lambda body: body.update(run_me="rm"), "Unexpected"),
     "number as text": (lambda body: body.update(step="7"), "valid integer"),
     "boolean as number": (lambda body: body.update(step=True), "valid integer"),
     "negative step": (lambda body: body.update(step=-1), "greater than or equal"),
@@ -213,5 +214,5 @@ def test_dtype_names_are_those_of_torch_and_back() -> None:
     for name, dtype in DTYPES.items():
         assert dtype_name(dtype) == name
         assert dtype_bytes(name) == torch.empty(1, dtype=dtype).element_size()
-    with pytest.raises(CheckpointError, match="complex64.*\n.*cannot be stored"):
+    with pytest.raises(CheckpointError, match=r"complex64.*\n.*cannot be stored"):
         dtype_name(torch.complex64)

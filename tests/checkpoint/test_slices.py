@@ -1,6 +1,7 @@
 """Boxes of flat ranges, against numpy's own indexing."""
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -156,7 +157,7 @@ def test_defects_equal_those_counted_element_by_element(data: st.DataObject) -> 
 def test_a_range_and_its_rest_tile_the_tensor(case: tuple[tuple[int, ...], int, int]) -> None:
     shape, start, stop = case
     cuts = (0, start, stop, math.prod(shape))
-    boxes = [box for a, b in zip(cuts, cuts[1:], strict=False) for box in range_boxes(shape, a, b)]
+    boxes = [box for a, b in pairwise(cuts) for box in range_boxes(shape, a, b)]
     assert list(tiling_defects(shape, boxes)) == []
 
 
@@ -172,7 +173,7 @@ def test_thousands_of_boxes_are_checked_quickly_enough_to_be_checked_always() ->
     boxes = []
     for column in range(8):
         cuts = [0, *range(8 + column, 2048, 8), 2048]
-        boxes += [Box((a, column * 4), (b - a, 4)) for a, b in zip(cuts, cuts[1:], strict=False)]
+        boxes += [Box((a, column * 4), (b - a, 4)) for a, b in pairwise(cuts)]
     assert list(tiling_defects((2048, 32), boxes)) == []
     assert next(tiling_defects((2048, 32), boxes[:-1])).kind == "hole"
 

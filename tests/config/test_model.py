@@ -1,13 +1,14 @@
 """The model's settings: Megatron's defaults, and what a size may be."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from megazero.config.model import ModelConfig
 
-SHAPE = {"num_layers": 2, "hidden_size": 60, "num_attention_heads": 12, "seq_length": 16}
+SHAPE: dict[str, Any] = {"num_layers": 2, "hidden_size": 60, "num_attention_heads": 12, "seq_length": 16}
 
 
 def test_defaults_are_megatrons() -> None:

@@ -15,6 +15,7 @@ from megazero.errors import DataError
 SIDECAR = Sidecar(
     documents=100, sequences=100, tokens=1000, text_bytes=3000, tokenizer_type="ByteTokenizer", vocab_size=257,
     eod=256, append_eod=True, tokenizer_files={},
+    token_bytes=[2] * 100 + [4] * 156 + [0],
 )  # fmt: skip
 SHAPE = {"seq_length": 4, "seed": 1, "vocab_size": 5000}
 
@@ -76,10 +77,26 @@ def test_mixtures_follow_weights_or_sizes(prefix: str, tmp_path: Path) -> None:
 def test_sidecars_tell_vocabulary_and_bytes(prefix: str) -> None:
     assert Corpora([prefix], split="1").vocab_size is None
     assert Corpora([prefix], split="1").bytes_per_token is None
+    assert Corpora([prefix], split="1").split_bytes_per_token("train") is None
     write_sidecar(prefix, SIDECAR)
     corpora = Corpora([prefix], split="1")
     assert (corpora.vocab_size, corpora.eod, corpora.bytes_per_token) == (257, 256, 3.0)
     assert corpora.vocabulary_problems(257, TokenizerSpec("ByteTokenizer")) == []
+
+
+def test_bytes_per_token_are_those_of_the_split(prefix: str, tmp_path: Path) -> None:
+    """Tokens 0 to 99 stand for 2 bytes, those to 255 for 4, others for none (outside: as the last)."""
+    write_sidecar(prefix, SIDECAR)
+    corpora = Corpora([prefix], split="5,10,85")
+    assert corpora.split_bytes_per_token("train") == 2.0
+    assert corpora.split_bytes_per_token("valid") == (50 * 2 + 50 * 4) / 100
+    assert corpora.split_bytes_per_token("test") == (106 * 4) / 850
+    assert Corpora([prefix], split="1").split_bytes_per_token("valid") is None
+    other = write_corpus(tmp_path / "b", [[[0] * 10]] * 100)
+    write_sidecar(other, SIDECAR)
+    assert Corpora(["1", prefix, "3", other], split="1").split_bytes_per_token("train") == pytest.approx(
+        (0.824 * 1 + 2 * 3) / 4
+    )
 
 
 def test_a_wrong_vocabulary_and_a_wrong_tokenizer_are_found_early(prefix: str) -> None:

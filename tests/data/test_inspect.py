@@ -19,7 +19,7 @@ def dataset(tmp_path: Path) -> IndexedDataset:
 def test_header_lines_tell_counts(dataset: IndexedDataset) -> None:
     text = "\n".join(inspect.header_lines(dataset, None))
     assert "documents      3" in text and "sequences      3" in text and "tokens         5 of uint16, 10 B" in text
-    sidecar = Sidecar(3, 3, 5, 20, "ByteTokenizer", 257, 256, False, {"vocab_file": "ab" * 32})
+    sidecar = Sidecar(3, 3, 5, 20, "ByteTokenizer", 257, 256, False, {"vocab_file": "ab" * 32}, [])
     text = "\n".join(inspect.header_lines(dataset, sidecar))
     assert "ByteTokenizer vocab_file abababababab" in text
     assert "257, end of document 256 (not appended)" in text and "4.00 bytes a token" in text

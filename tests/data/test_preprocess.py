@@ -1,6 +1,7 @@
 """Preprocessing: the files against an independent writer, the same for any number of workers."""
 
 import json
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from megazero.console import Console
 from megazero.data import documents
 from megazero.data.documents import DocumentRules
 from megazero.data.indexed_dataset import IndexedDataset
-from megazero.data.preprocess import Corpus, PreprocessRequest, preprocess
+from megazero.data.preprocess import Corpus, PreprocessRequest, _receive, preprocess
 from megazero.data.sidecar import read_sidecar
 from megazero.data.tokenizers import TokenizerSpec
 from megazero.errors import DataError
@@ -46,9 +47,10 @@ def test_files_are_those_of_the_format(tmp_path: Path, append_eod: bool) -> None
     assert read_sidecar(IndexedDataset(prefix)) == sidecar
 
 
-def test_workers_do_not_change_the_files(tmp_path: Path) -> None:
-    """Three chunks over two files of two kinds, two processes, a tokenizer read from files."""
-    texts = [f"document {number} " * (number % 50) for number in range(2600)]
+def test_workers_do_not_change_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many chunks over two files of two kinds, two processes, a tokenizer read from files."""
+    monkeypatch.setattr(documents, "CHUNK_BYTES", 10_000)  # chunks are found here; workers are sent them
+    texts = [f"document {number} " * (number % 50) for number in range(400)]
     inputs = [write_jsonl(tmp_path / "a.jsonl", texts), tmp_path / "b.txt"]
     inputs[1].write_text("some plain text\n\n" * 1000)
     vocab, merges = write_gpt2_files(tmp_path, [("d", "o"), ("Ġ", "do"), ("e", "n")])
@@ -57,9 +59,9 @@ def test_workers_do_not_change_the_files(tmp_path: Path) -> None:
     for workers in (1, 2):
         corpora = run(tmp_path, *inputs, tokenizer=tokenizer, workers=workers, append_eod=True)
         results.append((written(tmp_path), corpora))
-    assert len(documents.find_chunks(inputs, DocumentRules())) == 3
+    assert len(documents.find_chunks(inputs, DocumentRules())) > 12
     assert results[0] == results[1]
-    assert len(results[0][0][0]) > 100_000
+    assert len(results[0][0][0]) > 50_000
 
 
 def test_every_key_gets_a_corpus(tmp_path: Path) -> None:
@@ -83,6 +85,31 @@ def test_a_bad_line_leaves_earlier_files_as_they_were(tmp_path: Path, workers: i
         run(tmp_path, good, bad, workers=workers)
     assert caught.value.problems[0].given == f"{bad}:2"
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_many_failing_workers_give_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The first in the input's order, however many follow; the workers themselves print nothing."""
+    monkeypatch.setattr(documents, "CHUNK_BYTES", 20)
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS * 20, key="other")
+    with pytest.raises(DataError, match=r"a\.jsonl:1\b"):
+        run(tmp_path, path, workers=2)
+    assert capfd.readouterr().err == ""
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_wrong_inputs_and_tokenizer_files_are_told_together(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        run(tmp_path, tmp_path / "none.jsonl", tokenizer=TokenizerSpec("GPT2BPETokenizer"))
+    assert len(caught.value.problems) == 3
+
+
+def test_a_worker_that_died_is_told() -> None:
+    receiving, sending = Pipe(duplex=False)
+    sending.close()
+    with pytest.raises(DataError, match="worker died"):
+        _receive(receiving)
 
 
 def test_input_without_any_text_is_refused(tmp_path: Path) -> None:

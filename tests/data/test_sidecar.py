@@ -1,9 +1,9 @@
 """The facts beside a corpus."""
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.token_files import write_corpus
@@ -22,6 +22,7 @@ SIDECAR = Sidecar(
     eod=256,
     append_eod=True,
     tokenizer_files={"tokenizer_model": "ab"},
+    token_bytes=[1] * 256 + [0],
 )
 
 
@@ -36,15 +37,22 @@ def test_it_reads_back(dataset: IndexedDataset) -> None:
     assert read_sidecar(dataset) == SIDECAR
 
 
-def test_bits_per_byte() -> None:
-    """A loss of ln 256 nats a token is 8 bits a token; 3 tokens stand for 12 bytes."""
-    assert math.isclose(SIDECAR.bits_per_byte(math.log(256)), 8 * 3 / 12)
-    assert math.isnan(replace(SIDECAR, text_bytes=0).bits_per_byte(1.0))
+def test_it_can_be_read_by_a_person(dataset: IndexedDataset) -> None:
+    write_sidecar(dataset.prefix, SIDECAR)
+    lines = sidecar_path(dataset.prefix).read_text().splitlines()
+    assert '  "vocab_size": 257,' in lines and len(lines) == 12
+
+
+def test_the_table_has_an_entry_for_every_id(dataset: IndexedDataset) -> None:
+    write_sidecar(dataset.prefix, replace(SIDECAR, token_bytes=[1]))
+    with pytest.raises(DataError, match="one for every id of the vocabulary: 257"):
+        read_sidecar(dataset)
 
 
 @pytest.mark.parametrize("field", ["documents", "sequences", "tokens"])
 def test_one_of_other_data_is_refused(dataset: IndexedDataset, field: str) -> None:
-    write_sidecar(dataset.prefix, replace(SIDECAR, **{field: 7}))
+    changed: dict[str, Any] = {field: 7}
+    write_sidecar(dataset.prefix, replace(SIDECAR, **changed))
     with pytest.raises(DataError, match="describes the corpus beside it"):
         read_sidecar(dataset)
 

@@ -4,7 +4,9 @@ import io
 import json
 import re
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -36,7 +38,7 @@ def plain_bpe(text: str) -> list[str]:
     for word in WORDS.findall(text):
         parts = [byte_symbols()[byte] for byte in word.encode()]
         while True:
-            ranks = [MERGES.index(pair) for pair in zip(parts, parts[1:], strict=False) if pair in MERGES]
+            ranks = [MERGES.index(pair) for pair in pairwise(parts) if pair in MERGES]
             if not ranks:
                 break
             first, second = MERGES[min(ranks)]
@@ -56,7 +58,7 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> TokenizerSpec:
     return TokenizerSpec("GPT2BPETokenizer", vocab_file=vocab, merge_file=merges)
 
 
-def sentence_piece(folder: Path, **options: object) -> TokenizerSpec:
+def sentence_piece(folder: Path, **options: Any) -> TokenizerSpec:
     model = io.BytesIO()
     lines = [f"the thing number {i} is in the bag of words\n" for i in range(200)]
     SentencePieceTrainer.train(
@@ -85,12 +87,22 @@ def test_every_text_reads_back(tokenizers: list[Tokenizer], text: str) -> None:
         assert tokenizer.decode(ids) == text
         assert all(0 <= token < tokenizer.vocab_size for token in ids)
         assert tokenizer.eod not in ids
+        table = tokenizer.token_bytes()
+        assert len(table) == tokenizer.vocab_size and table[tokenizer.eod] == 0
+        assert sum(table[token] for token in ids) == len(text.encode())
 
 
 def test_eod_reads_as_end_of_text(tokenizers: list[Tokenizer]) -> None:
     for tokenizer in tokenizers:
         ids = [*tokenizer.encode("the one"), tokenizer.eod, *tokenizer.encode(" other")]
         assert tokenizer.decode(ids) == "the one<|endoftext|> other"
+
+
+def test_ids_outside_the_vocabulary_read_as_a_replacement(tokenizers: list[Tokenizer]) -> None:
+    for tokenizer in tokenizers:
+        ids = [*tokenizer.encode("ab"), tokenizer.vocab_size, -1, *tokenizer.encode("c")]
+        assert tokenizer.decode(ids) == "ab\ufffd\ufffdc"
+        assert tokenizer.decode([]) == ""
 
 
 @settings(max_examples=60, deadline=None)

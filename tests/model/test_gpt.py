@@ -176,6 +176,38 @@ def test_fake_tensors_go_forward_and_backward_with_dropout() -> None:
         assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.bfloat16, 3e-2)])
+def test_a_gpu_gives_the_same_losses_and_gradients(dtype: torch.dtype, tolerance: float) -> None:
+    found = []
+    for tp in (context(), context(dtype=dtype, device=torch.device("cuda"))):
+        model = build_gpt(small_config(), tp, vocab_size=VOCAB, divisible_by=DIVISIBLE_BY)
+        initialize_(model, seed=1)
+        tokens, labels = (ids.to(tp.device) for ids in batch())
+        losses = model.token_losses(tokens, labels)
+        losses.mean().backward()
+        gradients = torch.cat([each.values.flatten().double().cpu() for each in pieces(model, gradients=True)])
+        found.append((losses.detach().double().cpu(), gradients))
+    (losses, gradients), (gpu_losses, gpu_gradients) = found
+    torch.testing.assert_close(gpu_losses, losses, rtol=tolerance, atol=0)
+    assert (gpu_gradients - gradients).norm() <= tolerance * gradients.norm()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_dropout_repeats_by_sample_on_a_gpu() -> None:
+    tp = context(dtype=torch.bfloat16, device=torch.device("cuda"))
+    model = build_gpt(small_config(attention_dropout=0.3, hidden_dropout=0.3), tp, vocab_size=VOCAB)
+    initialize_(model, seed=1)
+    tokens, labels = (ids.cuda() for ids in batch())
+    found = []
+    for first_sample in (0, 4, 0):
+        tp.random.begin_micro_batch(first_sample)
+        found.append(model.token_losses(tokens, labels).detach())
+    assert torch.equal(found[0], found[2]) and not torch.equal(found[0], found[1])
+
+
 def test_gpt_itself_does_not_communicate() -> None:
     tree = ast.parse(Path(gpt.__file__).read_text())
     names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}

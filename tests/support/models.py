@@ -41,11 +41,15 @@ def small_config(**changes: object) -> ModelConfig:
 
 
 def context(
-    communicator: Communicator | None = None, *, dtype: torch.dtype = torch.float64, seed: int = 1
+    communicator: Communicator | None = None,
+    *,
+    dtype: torch.dtype = torch.float64,
+    device: torch.device = CPU,
+    seed: int = 1,
 ) -> TensorParallel:
-    """A tensor-parallel context on the CPU; one rank alone without a communicator."""
+    """A tensor-parallel context; one rank alone without a communicator."""
     axis = communicator or LocalCommunicator()
-    return TensorParallel(axis, RandomRegions(seed, axis.rank, CPU), dtype, CPU)
+    return TensorParallel(axis, RandomRegions(seed, axis.rank, device), dtype, device)
 
 
 def build_gpt(config: ModelConfig, tp: TensorParallel, *, vocab_size: int, divisible_by: int = 1) -> GPT:

@@ -9,6 +9,7 @@ the pool: it is killed and the next call builds a new one, so no test inherits h
     results = run_ranks(4, fn, 0.5)                    # one result per rank
 """
 
+import atexit
 import faulthandler
 import functools
 import importlib
@@ -138,8 +139,9 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
     return [pickle.loads(replies[rank].payload) for rank in range(world_size)]
 
 
+@atexit.register
 def close_pools() -> None:
-    """End all workers (the end of the test session)."""
+    """End all workers, at the end of the test session at the latest."""
     while _pools:
         _pools.popitem()[1].close()
 

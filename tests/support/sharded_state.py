@@ -1,17 +1,19 @@
 """Made-up model states cut by made-up layouts, for checkpoint tests.
 
 The whole state is a table (parameter, kind) -> full tensor.  A layout cuts a parameter along one dim over `tp` ranks
-(the dim padded to a multiple of `tp * pad_to`), flattens each rank's tensor and cuts that at arbitrary points over `dp`.
-Written with numpy's pad and plain slicing, sharing nothing with the code under test.
+(the dim padded to a multiple of `tp * pad_to`), flattens each rank's tensor and cuts that at arbitrary points over
+`dp`.
+Written with plain slicing, sharing nothing with the code under test.
 """
 
 import random
 from dataclasses import dataclass
+from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from megazero.checkpoint.writer import Draft, prepare, publish, write_part
 from megazero.parallel.param_spec import ParamSpec, StateFragment, StateKind
 
 State = dict[tuple[str, StateKind], Tensor]
@@ -58,7 +60,7 @@ class Layout:
             return ParamSpec(name, shape, shape, (0,) * len(shape))
         multiple = self.tp * self.pad_to
         chunk = -(-shape[dim] // multiple) * multiple // self.tp
-        local = shape[:dim] + (chunk,) + shape[dim + 1 :]
+        local = (*shape[:dim], chunk, *shape[dim + 1 :])
         offset = tuple(chunk * tp_rank if d == dim else 0 for d in range(len(shape)))
         return ParamSpec(name, shape, local, offset, sharded_axes=("tp",))
 
@@ -83,18 +85,10 @@ class Layout:
 
 def local_tensor(spec: ParamSpec, full: Tensor) -> Tensor:
     """This rank's tensor, padded with PADDING past the full shape."""
-    if full.numel() == 0 or full.dim() == 0:
-        return full.clone()
     ends = [offset + length for offset, length in zip(spec.offset, spec.local_shape, strict=True)]
-    widths = [(0, max(0, end - size)) for end, size in zip(ends, full.shape, strict=True)]
-    raw = full.view(torch.uint8).view(*full.shape, full.element_size())
-    padding = torch.tensor([PADDING]).to(full.dtype).view(torch.uint8)
-    array = np.stack(
-        [np.pad(raw[..., byte].numpy(), widths, constant_values=int(padding[byte])) for byte in range(raw.shape[-1])],
-        axis=-1,
-    )
-    region = tuple(slice(offset, end) for offset, end in zip(spec.offset, ends, strict=True))
-    return torch.from_numpy(np.ascontiguousarray(array[region])).view(full.dtype).reshape(spec.local_shape)
+    padded = torch.full(list(map(max, ends, full.shape)), PADDING, dtype=full.dtype)
+    padded[tuple(slice(0, size) for size in full.shape)] = full
+    return padded[tuple(slice(offset, end) for offset, end in zip(spec.offset, ends, strict=True))].clone()
 
 
 def blank(fragments: list[StateFragment]) -> list[StateFragment]:
@@ -110,3 +104,10 @@ def assert_same(got: list[StateFragment], expected: list[StateFragment]) -> None
         assert torch.equal(a.tensor.view(torch.uint8), b.tensor.view(torch.uint8)), (a.spec.name, a.kind)
 
 
+def write_checkpoint(root: Path, state: State, layout: Layout, *, step: int = 20, box_bytes: int = 1 << 20) -> Path:
+    """A checkpoint of `state` as the ranks of `layout` would save it, one after the other in this process."""
+    folder = root / ".saving_test"
+    prepare(folder)
+    for rank in range(layout.size):
+        write_part(folder, rank, layout.fragments(rank, state), box_bytes=box_bytes)
+    return root / publish(folder, Draft(root, step, {"iteration": step}, "seed: 1\n"), layout.size)

@@ -1,6 +1,6 @@
 """Ranks as threads of one process, for code that only needs its few small collectives to be real.
 
-    results = run_threads(4, lambda world: world.rank)
+results = run_threads(4, lambda world: world.rank)
 """
 
 import threading

@@ -3,6 +3,7 @@
 import json
 import struct
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 TYPES = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}
@@ -44,7 +45,7 @@ def write_corpus(prefix: Path, documents: Documents, code: int = 8, *, modes: bo
 def count_up(num_tokens: int, num_documents: int = 1) -> list[list[list[int]]]:
     """Documents of one sequence whose tokens, in a row, are 0, 1, 2, ...; lengths as even as can be."""
     cuts = [num_tokens * number // num_documents for number in range(num_documents + 1)]
-    return [[list(range(first, last))] for first, last in zip(cuts[:-1], cuts[1:], strict=True)]
+    return [[list(range(first, last))] for first, last in pairwise(cuts)]
 
 
 def byte_symbols() -> dict[int, str]:

@@ -1,5 +1,6 @@
 """Dropout masks: equal where tensors are replicated, different where they are cut, and a function of the sample."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -8,27 +9,32 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megazero.tensor_parallel.random import RandomRegions, region_seed
 
 CPU = torch.device("cpu")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-def mask() -> Tensor:
-    return F.dropout(torch.ones(512), 0.5)
+def mask(device: torch.device = CPU) -> Tensor:
+    return F.dropout(torch.ones(512, device=device), 0.5)
 
 
-def masks(tp_rank: int, first_sample: int, *, seed: int = 7) -> dict[str, Tensor]:
+def masks(tp_rank: int, first_sample: int, *, seed: int = 7, device: torch.device = CPU) -> dict[str, Tensor]:
     """Replicated, sharded, replicated, sharded: what a block draws."""
-    random = RandomRegions(seed, tp_rank, CPU)
+    random = RandomRegions(seed, tp_rank, device)
     random.begin_micro_batch(first_sample)
-    found = {"replicated": mask()}
+    found = {"replicated": mask(device)}
     with random.sharded():
-        found["sharded"] = mask()
-    found["replicated again"] = mask()
+        found["sharded"] = mask(device)
+    found["replicated again"] = mask(device)
     with random.sharded():
-        found["sharded again"] = mask()
+        found["sharded again"] = mask(device)
     return found
 
 
-def test_replicated_masks_agree_and_sharded_ones_differ_between_ranks() -> None:
-    first, second = masks(0, 3), masks(1, 3)
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, needs_cuda])]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_replicated_masks_agree_and_sharded_ones_differ_between_ranks(device: str) -> None:
+    first, second = (masks(tp_rank, 3, device=torch.device(device)) for tp_rank in (0, 1))
     for name in first:
         assert torch.equal(first[name], second[name]) is name.startswith("replicated"), name
 
@@ -38,12 +44,14 @@ def test_no_two_masks_of_a_micro_batch_are_alike() -> None:
     assert not any(torch.equal(a, b) for i, a in enumerate(found) for b in found[:i])
 
 
-def test_masks_depend_on_seed_and_sample_alone() -> None:
-    once = masks(0, 11)
-    torch.rand(100)  # whatever was drawn before
-    again = masks(0, 11)
+@pytest.mark.parametrize("device", DEVICES)
+def test_masks_depend_on_seed_and_sample_alone(device: str) -> None:
+    where = torch.device(device)
+    once = masks(0, 11, device=where)
+    torch.rand(100, device=where)  # whatever was drawn before
+    again = masks(0, 11, device=where)
     assert all(torch.equal(once[name], again[name]) for name in once)
-    for other in (masks(0, 12), masks(0, 11, seed=8)):
+    for other in (masks(0, 12, device=where), masks(0, 11, seed=8, device=where)):
         assert not any(torch.equal(once[name], other[name]) for name in once)
 
 

@@ -1,0 +1,284 @@
+"""Saving: what the files hold, and that a save that fails or is killed leaves nothing behind but what was there."""
+
+import hashlib
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from support.processes import mesh_in_worker, run_ranks
+from support.sharded_state import Layout, State, make_state, write_checkpoint
+from support.thread_world import ThreadCommunicator, run_threads
+
+import megazero.checkpoint
+from megazero.checkpoint.manifest import DTYPES
+from megazero.checkpoint.reader import open_checkpoint
+from megazero.checkpoint.writer import save, write_part
+from megazero.comm.interface import Communicator
+from megazero.comm.local import LocalCommunicator
+from megazero.errors import CheckpointError
+from megazero.parallel.param_spec import ParamSpec, StateFragment
+
+CPU = torch.device("cpu")
+REPOSITORY = Path(__file__).parents[2]
+
+
+def save_state(root: Path, step: int, state: State, world: Communicator | None = None, tp: int = 1) -> Path:
+    world = world or LocalCommunicator()
+    return save(
+        root,
+        step,
+        fragments=Layout(tp, world.size // tp).fragments(world.rank, state),
+        progress={"iteration": step, "rank": world.rank},
+        config_yaml=f"step: {step}\n",
+        world=world,
+        device=CPU,
+    )
+
+
+def holds(folder: Path, state: State) -> bool:
+    checkpoint = open_checkpoint(folder)
+    return all(torch.equal(checkpoint.read_full(name, kind), full) for (name, kind), full in state.items())
+
+
+def tree(root: Path) -> dict[str, str]:
+    """Every file below root with a hash of its content."""
+    files = (path for path in sorted(root.rglob("*")) if path.is_file())
+    return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def test_a_checkpoint_is_a_folder_of_plain_files(tmp_path: Path) -> None:
+    root = tmp_path / "new" / "run"
+    assert save_state(root, 20, make_state()) == root / "step_0000020"
+    assert list(tree(root)) == [
+        "latest",
+        "step_0000020/config.yaml",
+        "step_0000020/manifest.json",
+        "step_0000020/rank_00000.safetensors",
+    ]
+    assert (root / "latest").read_text() == "step_0000020\n"
+    assert (root / "step_0000020/config.yaml").read_text() == "step: 20\n"
+    assert json.loads((root / "step_0000020/manifest.json").read_text())["progress"] == {"iteration": 20, "rank": 0}
+
+
+def test_safetensors_reads_the_files_and_finds_every_region(tmp_path: Path) -> None:
+    state = make_state()
+    folder = write_checkpoint(tmp_path, state, Layout(2, 3, pad_to=3, seed=1), box_bytes=64)
+    rebuilt = {f"{kind}/{name}": torch.full_like(full, float("nan")) for (name, kind), full in state.items()}
+    for path in folder.glob("*.safetensors"):
+        for key, values in load_file(path).items():
+            name, region = re.fullmatch(r"(.*)\[(.*)\]", key).groups()  # type: ignore[union-attr]
+            place = tuple(slice(*map(int, part.split(":"))) for part in region.split(",") if part)
+            assert values.nbytes <= 64
+            rebuilt[name][place] = values
+    for (name, kind), full in state.items():
+        assert torch.equal(rebuilt[f"{kind}/{name}"], full), name
+
+
+def test_bytes_in_the_manifest_are_those_of_safetensors(tmp_path: Path) -> None:
+    state = make_state()
+    folder = write_checkpoint(tmp_path, state, Layout(dp=2))
+    for file in open_checkpoint(folder).manifest.files:
+        content = (folder / file.name).read_bytes()
+        with safe_open(folder / file.name, "pt") as opened:
+            assert len(opened.keys()) == len(file.boxes)
+        for box in file.boxes:
+            place = tuple(slice(o, o + n) for o, n in zip(box.offset, box.lengths, strict=True))
+            expected = state[box.parameter, box.kind][place].numpy().tobytes()
+            assert content[box.begin : box.end] == expected
+            assert hashlib.sha256(expected).hexdigest() == box.sha256
+
+
+def test_every_dtype_is_stored_bit_by_bit_and_aligned(tmp_path: Path) -> None:
+    numbers = torch.tensor([0.0, -0.0, 1.5, -2.0, float("inf"), float("nan"), 3e-5])
+    finite = numbers.nan_to_num(1, 1)
+    tensors = {name: (numbers if dtype.is_floating_point else finite).to(dtype) for name, dtype in DTYPES.items()}
+    fragments = [
+        StateFragment(ParamSpec(name, (7,), (7,), (0,)), "weight", 0, 7, tensor) for name, tensor in tensors.items()
+    ]
+    folder = save(tmp_path, 1, fragments=fragments, progress={}, config_yaml="", world=LocalCommunicator(), device=CPU)
+    checkpoint, loaded = open_checkpoint(folder), load_file(folder / "rank_00000.safetensors")
+    for name, tensor in tensors.items():
+        for got in (checkpoint.read_full(name), loaded[f"weight/{name}[0:7]"]):
+            assert got.dtype == tensor.dtype
+            assert torch.equal(got.view(torch.uint8), tensor.view(torch.uint8)), name
+    for box in checkpoint.manifest.files[0].boxes:
+        assert box.begin % tensors[box.parameter].element_size() == 0
+
+
+def test_a_dtype_that_cannot_be_stored_is_named(tmp_path: Path) -> None:
+    tensor = torch.zeros(2, dtype=torch.complex64)
+    fragment = StateFragment(ParamSpec("p", (2,), (2,), (0,)), "weight", 0, 2, tensor)
+    with pytest.raises(CheckpointError, match="complex64"):
+        save(tmp_path, 1, fragments=[fragment], progress={}, config_yaml="", world=LocalCommunicator(), device=CPU)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_saving_a_step_again_replaces_it_and_nothing_else(tmp_path: Path) -> None:
+    first, second = make_state(1), make_state(2)
+    save_state(tmp_path, 10, first)
+    save_state(tmp_path, 20, first)
+    assert save_state(tmp_path, 20, second) == tmp_path / "step_0000020_2"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_0000010", "step_0000020_2"]
+    assert holds(tmp_path, second)
+    assert holds(tmp_path / "step_0000010", first)
+    assert save_state(tmp_path, 20, first) == tmp_path / "step_0000020"
+    assert holds(tmp_path, first)
+
+
+def test_what_killed_runs_left_goes_at_the_next_save(tmp_path: Path) -> None:
+    (tmp_path / ".saving_step_0000007").mkdir()
+    (tmp_path / ".saving_step_0000007" / "rank_00000.safetensors").write_bytes(b"half")
+    (tmp_path / ".saving_latest").write_text("step_0000007")
+    (tmp_path / "notes.txt").write_text("mine")
+    save_state(tmp_path, 10, make_state())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "notes.txt", "step_0000010"]
+
+
+def test_state_that_does_not_tile_is_refused(tmp_path: Path) -> None:
+    state = make_state()
+    fragments = Layout().fragments(0, state)
+    whole = next(fragment for fragment in fragments if fragment.spec.name == "proj.weight")
+    short = whole._replace(stop=whole.stop - 1, tensor=whole.tensor[:-1])
+    world = LocalCommunicator()
+    for wrong, message in (([short], r"\[4:5,11:12\]\n.*stored nowhere"), ([whole, whole], "stored more than once")):
+        with pytest.raises(CheckpointError, match=message):
+            save(tmp_path, 1, fragments=wrong, progress={}, config_yaml="", world=world, device=CPU)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_fails_fails_all_and_leaves_what_was_there(tmp_path: Path) -> None:
+    state = make_state()
+    save_state(tmp_path, 10, state)
+    before = tree(tmp_path)
+
+    def fragments(rank: int) -> Iterator[StateFragment]:
+        yield from Layout(dp=3).fragments(rank, state)
+        if rank == 1:
+            raise OSError(5, "Input/output error", "/nvme/swap")
+
+    def action(world: ThreadCommunicator) -> Path:
+        return save(tmp_path, 20, fragments=fragments(world.rank), progress={}, config_yaml="", world=world, device=CPU)
+
+    results = run_threads(3, action)
+    assert [type(result) for result in results] == [CheckpointError] * 3
+    assert len({str(result) for result in results}) == 1
+    assert re.search(r"rank 1: /nvme/swap\n.*Input/output error", str(results[0]))
+    assert tree(tmp_path) == before
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_root_that_cannot_be_made_is_told_on_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    results = run_threads(2, lambda world: save_state(tmp_path / "file" / "run", 1, make_state(), world))
+    assert [type(result) for result in results] == [CheckpointError] * 2
+    assert "rank 0: " in str(results[1]) and "Not a directory" in str(results[1])
+
+
+def _save_with_a_full_disk(rank: int, root: str) -> str:
+    """Rank 1 may write 2,000 bytes to a file, the others as many as they like."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+    try:
+        save_state(Path(root), 20, make_state(1), mesh_in_worker(rank, tp=2).world, tp=2)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return "saved"
+
+
+def _save_in_a_worker(rank: int, root: str) -> str:
+    return str(save_state(Path(root), 10, make_state(), mesh_in_worker(rank, tp=2).world, tp=2))
+
+
+@pytest.mark.gloo
+def test_real_ranks_save_and_a_full_disk_on_one_is_told_by_all(tmp_path: Path) -> None:
+    folders = run_ranks(2, _save_in_a_worker, str(tmp_path))
+    assert folders == [str(tmp_path / "step_0000010")] * 2
+    assert holds(tmp_path, make_state())
+    before = tree(tmp_path)
+    messages = run_ranks(2, _save_with_a_full_disk, str(tmp_path))
+    assert messages[0] == messages[1]
+    assert re.search(r"rank 1: .*\n.*writing to .*: File too large", messages[0])
+    assert tree(tmp_path) == before
+    assert not list(tmp_path.glob(".*"))
+
+
+def _killed_at(event_number: int, root: Path, step: int, state_seed: int) -> bool:
+    """Save in a fork that kills itself (SIGKILL) at its n-th file operation under root; whether it got to the end."""
+    child = os.fork()
+    if child == 0:
+        seen = 0
+
+        def watch(event: str, arguments: tuple[object, ...]) -> None:
+            nonlocal seen
+            if event in ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir") and str(root) in str(arguments[0]):
+                seen += 1
+                if seen == event_number:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        state = make_state(state_seed)
+        sys.addaudithook(watch)
+        save_state(root, step, state)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def _kill_at_every_file_operation(root: Path, step: int) -> None:
+    """Over a checkpoint of step 10 with state 0, save `step` with state 1, killed at every point in turn."""
+    save_state(root, 10, make_state(0))
+    outcomes = []
+    for number in range(1, 100):
+        finished = _killed_at(number, root, step, 1)
+        checkpoint = open_checkpoint(root)
+        assert [problem for problems in checkpoint.verify() for problem in problems] == []
+        seed = next(seed for seed in (0, 1) if holds(root, make_state(seed)))
+        assert checkpoint.config_yaml == f"step: {10 if seed == 0 else step}\n"
+        outcomes.append(seed)
+        if finished:
+            break
+    assert finished and number > 10
+    # Old until the new one is published, new from then on (a later turn saves the same again).
+    assert outcomes == sorted(outcomes) and set(outcomes) == {0, 1}
+    assert not list(root.glob(".*")), "the last, undisturbed save removes what the killed ones left"
+
+
+def test_a_save_killed_at_any_point_leaves_a_sound_checkpoint(tmp_path: Path) -> None:
+    paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_killed_save_over_the_first_checkpoint_ever_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / ".saving_step_0000010").mkdir()
+    write_part(tmp_path / ".saving_step_0000010", 0, Layout().fragments(0, make_state()))
+    with pytest.raises(CheckpointError, match="no checkpoint in this folder"):
+        open_checkpoint(tmp_path)
+
+
+def test_nothing_is_pickled() -> None:
+    sources = Path(megazero.checkpoint.__file__).parent.glob("*.py")
+    modules = r"\b(import|from) +(pickle|marshal|shelve|dill|cloudpickle)"
+    forbidden = re.compile(modules + r"|torch\.(save|load)\b|\beval\(|\bexec\(")
+    texts = {path.name: path.read_text() for path in sources}
+    assert "writer.py" in texts
+    assert [name for name, text in texts.items() if forbidden.search(text)] == []
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    _kill_at_every_file_operation(Path(sys.argv[1]) / "next", 20)
+    _kill_at_every_file_operation(Path(sys.argv[1]) / "again", 10)

@@ -1,0 +1,177 @@
+"""Rules between settings: each breaks on its own row, names the nearest legal values, and those are legal."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.configs import SMALL, make_run
+
+from megazero.config.cli import parse
+from megazero.config.rules import RULES, check, near_divisors, neighbours
+from megazero.config.validate import Said, validate
+from megazero.errors import Problem
+
+
+def only(world_size: int = 1, **settings: Any) -> Problem:
+    found = check(make_run(**settings), world_size)
+    assert len(found) == 1, found
+    return found[0]
+
+
+def test_a_valid_run_has_no_problem() -> None:
+    assert check(make_run(), 1) == ()
+    big = make_run(
+        tensor_model_parallel_size=4, global_batch_size=64, precision="fp16", loss_scale=64, lr_warmup_fraction=0.1
+    )
+    assert check(big, 32) == ()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "settings", "given", "legal"),
+    [
+        (
+            1,
+            {"hidden_size": 60, "num_attention_heads": 8},
+            "--hidden-size 60 --num-attention-heads 8",
+            "--num-attention-heads 6, --num-attention-heads 10, --hidden-size 56, --hidden-size 64",
+        ),
+        (
+            3,
+            {"tensor_model_parallel_size": 3, "ffn_hidden_size": 33},
+            "--tensor-model-parallel-size 3 --num-attention-heads 4",
+            "--tensor-model-parallel-size 2, --tensor-model-parallel-size 4",
+        ),
+        (
+            2,
+            {"tensor_model_parallel_size": 2, "ffn_hidden_size": 33},
+            "--tensor-model-parallel-size 2 with feed-forward width 33",
+            "--ffn-hidden-size 32, --ffn-hidden-size 34",
+        ),
+        (
+            1,
+            {"max_position_embeddings": 8},
+            "--seq-length 16 --max-position-embeddings 8",
+            "--seq-length 8, --max-position-embeddings 16",
+        ),
+        (
+            6,
+            {"tensor_model_parallel_size": 4},
+            "6 processes with --tensor-model-parallel-size 4 --pipeline-model-parallel-size 1",
+            "4 processes, 8 processes, --tensor-model-parallel-size 3, --tensor-model-parallel-size 6",
+        ),
+        (
+            1,
+            {"distributed_backend": "nccl", "device": "cpu"},
+            "--distributed-backend nccl --device cpu",
+            "--distributed-backend gloo, --device cuda",
+        ),
+        (
+            4,
+            {"global_batch_size": 21},
+            "--global-batch-size 21 with --micro-batch-size 2 on 4 data-parallel processes",
+            "--global-batch-size 24, --global-batch-size 16",
+        ),
+        (4, {"global_batch_size": 3}, "--global-batch-size 3 with --micro-batch-size 2", "--global-batch-size 8"),
+        (1, {"train_iters": None}, "neither --train-iters nor --train-samples", "--train-iters N"),
+        (1, {"train_samples": 100}, "--train-iters 10 and --train-samples 100", "one of the two"),
+        (4, {"train_iters": None, "train_samples": 7}, "--train-samples 7", "--train-samples 8"),
+        (1, {"min_lr": 0.1}, "--lr 0.001 --min-lr 0.1", "--min-lr 0.001, --lr 0.1"),
+        (
+            1,
+            {"lr_warmup_iters": 2, "lr_warmup_fraction": 0.1},
+            "--lr-warmup-iters 2 and --lr-warmup-fraction 0.1",
+            "one of the two",
+        ),
+        (1, {"lr_warmup_iters": 10}, "--lr-warmup-iters 10", "--lr-warmup-iters 9, --lr-decay-iters 11"),
+        (
+            1,
+            {"override_opt_param_scheduler": True, "use_checkpoint_opt_param_scheduler": True, "load": "x"},
+            "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler",
+            "one of the two",
+        ),
+        (1, {"loss_scale": 64}, "--loss-scale 64 with --precision fp32", "--precision fp16"),
+        (
+            1,
+            {"initial_loss_scale": 0.5},
+            "--initial-loss-scale 0.5 --min-loss-scale 1",
+            "--initial-loss-scale 1, --min-loss-scale 0.5",
+        ),
+        (
+            1,
+            {"precision": "fp64", "accumulate_allreduce_grads_in_fp32": True},
+            "--accumulate-allreduce-grads-in-fp32 with --precision fp64",
+            "--precision fp32",
+        ),
+    ],
+)
+def test_a_broken_rule(world_size: int, settings: dict[str, Any], given: str, legal: str) -> None:
+    found = only(world_size, **settings)
+    assert found.given.startswith(given)
+    assert found.rule and found.legal.startswith(legal)
+
+
+@given(
+    hidden=st.integers(1, 300),
+    heads=st.integers(1, 40),
+    degree=st.integers(1, 8),
+    world_size=st.integers(1, 12),
+    batch=st.integers(1, 60),
+)
+def test_what_a_rule_calls_legal_mends_it(hidden: int, heads: int, degree: int, world_size: int, batch: int) -> None:
+    settings = {
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "tensor_model_parallel_size": degree,
+        "global_batch_size": batch,
+    }
+    for problem in check(make_run(**settings), world_size):
+        for remedy in problem.legal.split(", "):
+            if remedy.endswith(" processes"):
+                again = check(make_run(**settings), int(remedy.split()[0]))
+            else:
+                flag, value = remedy.split()
+                changed = {**settings, flag.removeprefix("--").replace("-", "_"): int(value)}
+                again = check(make_run(**changed), world_size)
+            assert problem.rule not in [other.rule for other in again], remedy
+
+
+def test_all_problems_come_together() -> None:
+    found = check(make_run(num_attention_heads=7, tensor_model_parallel_size=2, train_iters=None, min_lr=1), 3)
+    assert len(found) == 5
+
+
+def test_rules_that_need_an_unknown_setting_are_passed_over() -> None:
+    settings = {**SMALL, "num_attention_heads": "seven", "min_lr": 1}
+    outcome = validate({name: Said(name, value, name) for name, value in settings.items()})
+    assert [item.given for item in check(outcome.partial, 1)] == ["--lr 0.001 --min-lr 1"]
+
+
+def test_a_launch_script_passes() -> None:
+    """The flags of a published GPT-2 script, one machine of eight."""
+    script = """
+    --tensor-model-parallel-size 2 --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --micro-batch-size 4
+    --global-batch-size 64 --seq-length 1024 --max-position-embeddings 1024 --train-iters 500000 --lr-decay-iters 320000
+    --save checkpoints --load checkpoints --data-path corpus_text_document --data-impl mmap --split 949,50,1
+    --distributed-backend nccl --lr 0.00015 --min-lr 1.0e-5 --lr-decay-style cosine --weight-decay 1e-2 --clip-grad 1.0
+    --lr-warmup-fraction .01 --log-interval 100 --save-interval 10000 --eval-interval 1000 --eval-iters 10 --fp16
+    """
+    assert check(parse(script.split()).config, 8) == ()
+
+
+@given(st.integers(1, 10_000), st.integers(1, 300))
+def test_neighbours_are_the_multiples_around(value: int, step: int) -> None:
+    brute = [n for n in range(step, value + step + 1, step) if abs(n - value) < step]
+    assert sorted(neighbours(value, step))[-2:] == (brute if value % step else [value, value + step])[-2:]
+
+
+@given(st.integers(1, 2_000), st.integers(1, 2_000))
+def test_near_divisors_are_the_divisors_around(number: int, value: int) -> None:
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    below = max((d for d in divisors if d <= value), default=None)
+    above = min((d for d in divisors if d > value), default=None)
+    assert set(near_divisors(number, value)) == {d for d in (below, above) if d is not None}
+
+
+def test_every_rule_says_its_name_once() -> None:
+    assert len({rule.__name__ for rule in RULES}) == len(RULES)

@@ -1,0 +1,97 @@
+"""A setting that nothing reads is a promise that nothing keeps: every one is read outside megazero/config.
+
+Reading means `SECTION.name` or `config.name`, where the words before the dot end in a section's name, in "config", or
+in a parameter that is annotated with a section's class.  A figure of config/derived.py counts as read when somebody
+outside asks for it.
+"""
+
+import ast
+from collections.abc import Iterator
+
+from support.source_tree import PROGRAMS, Source, sources
+
+from megazero.config.run import FIELDS, SECTIONS
+
+SECTION_OF_CLASS = {cls.__name__: section for section, cls in SECTIONS}
+
+
+def reads(tree: ast.AST, section: str, owners: frozenset[str]) -> Iterator[str]:
+    """Names read as attributes of something that stands for the section."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            owner = _last_name(node.value)
+            if owner in (section, f"{section}_config", "config") or owner in owners:
+                yield node.attr
+
+
+def _last_name(node: ast.expr) -> str:
+    name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    return name.lstrip("_")
+
+
+def annotated(tree: ast.AST, section: str) -> frozenset[str]:
+    """Parameters and attributes that are annotated with the section's class."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg) and _section(node.annotation) == section:
+            found.add(node.arg)
+        elif isinstance(node, ast.AnnAssign) and _section(node.annotation) == section:
+            found.add(_last_name(node.target))
+    return frozenset(found)
+
+
+def _section(annotation: ast.expr | None) -> str | None:
+    return SECTION_OF_CLASS.get(_last_name(annotation)) if annotation is not None else None
+
+
+def used_figures(outside: tuple[Source, ...], derived: Source) -> set[str]:
+    """Functions of derived.py asked for outside, and those that they ask."""
+    calls = {function.name: set(_names(function)) for function in derived.functions()}
+    pending = [name for source in outside for name in _names(source.tree) if name in calls]
+    used: set[str] = set()
+    while pending:
+        name = pending.pop()
+        if name not in used:
+            used.add(name)
+            pending += [called for called in calls[name] if called in calls]
+    return used
+
+
+def _names(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+
+
+def unread(outside: tuple[Source, ...], derived: Source) -> list[str]:
+    """Settings that nobody reads, as section.name."""
+    used = used_figures(outside, derived)
+    trees: list[ast.AST] = [source.tree for source in outside]
+    trees += [function for function in derived.functions() if function.name in used]
+    read = {
+        f"{section}.{name}"
+        for tree in trees
+        for section, _ in SECTIONS
+        for name in reads(tree, section, annotated(tree, section))
+    }
+    return [f"{info.section}.{info.name}" for info in FIELDS if f"{info.section}.{info.name}" not in read]
+
+
+OUTSIDE = tuple(s for s in sources("megazero", *PROGRAMS) if s.package != "config")
+(DERIVED,) = sources("megazero/config/derived.py")
+
+
+def test_every_setting_is_read() -> None:
+    assert unread(OUTSIDE, DERIVED) == []
+
+
+def test_the_check_can_fail() -> None:
+    everything = {f"{info.section}.{info.name}" for info in FIELDS}
+    assert set(unread((), DERIVED)) == everything
+    code = "def f(settings: ModelConfig, x): return settings.num_layers, x.split, config.data.split"
+    owners = annotated(ast.parse(code), "model")
+    assert list(reads(ast.parse(code), "model", owners)) == ["data", "num_layers"] or owners == {"settings"}
+    assert "split" in list(reads(ast.parse(code), "data", frozenset()))
+    assert "split" not in list(reads(ast.parse("x.split"), "data", frozenset()))

@@ -1,0 +1,130 @@
+"""Who may import whom: only from layers above; siblings of a layer don't know each other; no circles."""
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+from support.source_tree import PROGRAMS, Source, imports, sources
+
+# Top to bottom; a module imports from lines above its own, and from its own package.
+LAYERS = (
+    {"errors", "units", "console"},
+    {"config"},
+    {"parallel"},
+    {"comm", "memory"},
+    {"optim"},
+    {"tensor_parallel", "activations", "pipeline", "zero", "data"},
+    {"model"},
+    {"checkpoint", "generate"},
+    {"train"},
+    {"planner"},
+    {"__main__"},
+)
+DEPTH = {package: depth for depth, layer in enumerate(LAYERS) for package in layer}
+
+# What a run can do without; only these may be imported inside a function.
+OPTIONAL = ("torch.utils.tensorboard", "transformers")
+
+MODULES = {source.module: source for source in sources()}
+
+
+def targets(source: Source) -> Iterator[str]:
+    """Modules of megazero that the source imports."""
+    for module, name in imports(source.tree):
+        if module.split(".")[0] == "megazero":
+            inner = f"{module}.{name}"
+            yield inner if inner in MODULES else module
+
+
+def may_import(importer: str, imported: str) -> bool:
+    """Whether package `importer` may import from package `imported` (names below megazero)."""
+    if importer == imported or imported == "":
+        return True
+    # console prints what errors says: the one pair of siblings that the first layer needs.
+    if (importer, imported) == ("console", "errors"):
+        return True
+    return DEPTH[imported] < DEPTH[importer]
+
+
+def test_every_package_has_a_layer() -> None:
+    assert sorted({s.package for s in sources()} - set(DEPTH) - {""}) == []
+
+
+def test_imports_go_upwards() -> None:
+    wrong = [
+        f"{source.name} imports {target}"
+        for source in sources()
+        for target in targets(source)
+        if not may_import(source.package, target.partition(".")[2].partition(".")[0])
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("importer", "imported", "legal"),
+    [
+        ("zero", "config", True),
+        ("zero", "zero", True),
+        ("console", "errors", True),
+        ("zero", "pipeline", False),
+        ("config", "zero", False),
+        ("errors", "console", False),
+        ("generate", "checkpoint", False),
+        ("zero", "model", False),
+    ],
+)
+def test_the_rule_itself(importer: str, imported: str, legal: bool) -> None:
+    assert may_import(importer, imported) is legal
+
+
+def test_no_circle_of_modules() -> None:
+    graph = {name: sorted(set(targets(source)) - {name}) for name, source in MODULES.items()}
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, " -> ".join((*trail[trail.index(name) :], name))
+        if name not in done:
+            for target in graph.get(name, []):
+                visit(target, (*trail, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+def test_packages_are_empty_and_imports_are_absolute() -> None:
+    files = [source for source in sources() if source.path.name == "__init__.py" and source.package]
+    assert [s.name for s in files if len(s.tree.body) != 1 or ast.get_docstring(s.tree) is None] == []
+    everywhere = [(s.name, module, name) for s in sources("megazero", *PROGRAMS) for module, name in imports(s.tree)]
+    assert [found for found in everywhere if found[1].startswith(".") or found[2] == "*"] == []
+
+
+def test_imports_stand_at_the_top() -> None:
+    wrong = [
+        f"{source.name}:{function.lineno} imports {module}"
+        for source in sources("megazero", *PROGRAMS)
+        for function in source.functions()
+        for module, _ in imports(function)
+        if not module.startswith(OPTIONAL)
+    ]
+    assert wrong == []
+
+
+def test_only_comm_talks_to_torch_distributed() -> None:
+    wrong = [
+        s.name
+        for s in sources("megazero", *PROGRAMS)
+        if s.package != "comm"
+        and any(f"{module}.{name}".startswith("torch.distributed") for module, name in imports(s.tree))
+    ]
+    assert wrong == []
+
+
+def test_config_and_parallel_are_pure() -> None:
+    """They decide before a process group exists, and are read where torch is not."""
+    wrong = [
+        s.name
+        for s in sources()
+        if s.package == "config" and any(m.split(".")[0] == "torch" for m, _ in imports(s.tree))
+    ]
+    assert wrong == []

@@ -1,0 +1,46 @@
+"""Names: who may speak of ZeRO's stage number, and words that say nothing."""
+
+import ast
+import io
+import re
+import tokenize
+
+from support.source_tree import PROGRAMS, sources
+
+STAGE_NUMBER = "zero_stage"
+MAY_KNOW_THE_STAGE = ("megazero/config/", "megazero/zero/plan.py", "megazero/planner/")
+EMPTY_CLASS_NAMES = re.compile(r"(Manager|Handler|Helper|Util|Utils)$")
+EMPTY_FILE_NAMES = ("utils.py", "util.py", "helpers.py", "misc.py", "common.py")
+
+
+def identifiers(text: str) -> set[str]:
+    return {
+        token.string for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type == tokenize.NAME
+    }
+
+
+def test_only_the_plan_knows_stage_numbers() -> None:
+    """Everything else reads the table of placements that the plan makes of it."""
+    found = [s.name for s in sources("megazero", *PROGRAMS) if STAGE_NUMBER in identifiers(s.text)]
+    assert [name for name in found if not name.startswith(MAY_KNOW_THE_STAGE)] == []
+    assert "megazero/zero/plan.py" in found
+
+
+def test_names_say_what_a_thing_is() -> None:
+    classes = [
+        f"{source.name}: {node.name}"
+        for source in sources()
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.ClassDef) and EMPTY_CLASS_NAMES.search(node.name)
+    ]
+    assert classes + [source.name for source in sources() if source.path.name in EMPTY_FILE_NAMES] == []
+
+
+def test_classes_of_zero_carry_no_prefix() -> None:
+    found = [
+        f"{source.name}: {node.name}"
+        for source in sources("megazero/zero")
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.ClassDef) and node.name.startswith(("Distributed", "Zero")) and node.name != "ZeroPlan"
+    ]
+    assert found == []

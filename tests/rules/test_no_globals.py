@@ -1,0 +1,96 @@
+"""No module-level name changes after import: no `global`, no assignment to a module's names, no mutated table."""
+
+import ast
+from collections.abc import Iterator
+
+from support.source_tree import PROGRAMS, sources
+
+MUTATORS = {"append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem", "remove", "discard", "clear"}
+
+
+def findings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, what) of everything that changes a module-level name from inside a function."""
+    top = set(_bound(tree.body))
+    modules = {alias.asname or alias.name.split(".")[0] for alias in _module_imports(tree)}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Global, ast.Nonlocal)) and isinstance(node, ast.Global):
+            yield node.lineno, "global"
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            outer = top - _locals(node)
+            yield from _changes(node, outer, modules)
+
+
+def _changes(function: ast.AST, names: set[str], modules: set[str]) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(function):
+        if isinstance(node, (ast.Subscript, ast.Attribute)) and isinstance(node.ctx, (ast.Store, ast.Del)):
+            if isinstance(node.value, ast.Name) and node.value.id in names:
+                kind = "sets a name of module" if node.value.id in modules else "changes"
+                yield node.lineno, f"{kind} {node.value.id}"
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
+            owner = node.func.value
+            if isinstance(owner, ast.Name) and owner.id in names - modules:
+                yield node.lineno, f"changes {owner.id}"
+
+
+def _module_imports(tree: ast.Module) -> Iterator[ast.alias]:
+    return (alias for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names)
+
+
+def _bound(body: list[ast.stmt]) -> Iterator[str]:
+    for statement in body:
+        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield statement.name
+            continue
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                yield node.id
+            elif isinstance(node, ast.alias):
+                yield node.asname or node.name.split(".")[0]
+
+
+def _locals(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> set[str]:
+    names = {argument.arg for argument in ast.walk(function) if isinstance(argument, ast.arg)}
+    return names | {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+
+
+def test_no_module_keeps_state() -> None:
+    found = [
+        f"{source.name}:{line} {what}"
+        for source in sources("megazero", *PROGRAMS)
+        for line, what in findings(source.tree)
+    ]
+    assert found == []
+
+
+def test_the_check_sees_what_it_looks_for() -> None:
+    code = """
+import os
+CACHE = {}
+SEEN = []
+def f(x):
+    global CACHE
+    CACHE[x] = 1
+    SEEN.append(x)
+    os.environ = {}
+    local = []
+    local.append(x)
+    x.y = 2
+"""
+    assert [what for _, what in findings(ast.parse(code))] == [
+        "global",
+        "changes CACHE",
+        "changes SEEN",
+        "sets a name of module os",
+    ]
+
+
+def test_nothing_is_cached_by_function() -> None:
+    """A cache is module state that nobody owns; what reads the environment would go stale in it."""
+    found = [
+        f"{source.name}: {node.id if isinstance(node, ast.Name) else node.attr}"
+        for source in sources("megazero", *PROGRAMS)
+        for node in ast.walk(source.tree)
+        if (isinstance(node, ast.Name) and node.id in ("lru_cache", "cache"))
+        or (isinstance(node, ast.Attribute) and node.attr == "lru_cache")
+    ]
+    assert found == []

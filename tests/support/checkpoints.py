@@ -1,0 +1,64 @@
+"""Checkpoints of small models for tests that only read them."""
+
+from pathlib import Path
+
+import torch
+from support.models import CPU, Piece, assemble, build_gpt, context, pieces
+from torch import Tensor
+
+from megazero.checkpoint.writer import save
+from megazero.comm.local import LocalCommunicator
+from megazero.config.data import DataConfig
+from megazero.config.model import ModelConfig
+from megazero.config.optimizer import OptimizerConfig
+from megazero.config.precision import PrecisionConfig
+from megazero.config.run import RunConfig
+from megazero.config.training import TrainingConfig
+from megazero.config.yaml_file import to_yaml
+from megazero.model.initialize import initialize_
+from megazero.parallel.param_spec import StateFragment, named_specs
+
+
+class Axis:
+    """A place on a tensor-parallel axis for building a model only; it can send nothing."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+def run_config(model: ModelConfig, *, precision: str = "fp64", data: DataConfig | None = None) -> RunConfig:
+    """A run's configuration around `model`."""
+    return RunConfig(
+        model=model,
+        training=TrainingConfig(micro_batch_size=1, train_iters=1),
+        optimizer=OptimizerConfig(lr=1e-3),
+        precision=PrecisionConfig(precision=precision),
+        data=data or DataConfig(),
+    )
+
+
+def save_checkpoint(root: Path, config: RunConfig, *, vocab_size: int, tp: int, seed: int = 3) -> dict[str, Tensor]:
+    """Save initial weights cut over `tp` ranks with a padded vocabulary; returns the full logical weights.
+
+    One process stands for all ranks: it hands the writer every rank's fragments.
+    """
+    fragments: list[StateFragment] = []
+    ranks: list[list[Piece]] = []
+    for rank in range(tp):
+        axis = context(Axis(rank, tp), dtype=torch.float64)  # type: ignore[arg-type]
+        model = build_gpt(config.model, axis, vocab_size=vocab_size, divisible_by=8)
+        initialize_(model, seed)
+        ranks.append(pieces(model))
+        for spec, parameter in named_specs(model):
+            if spec.is_counted_on({"tp": rank}):
+                fragments.append(StateFragment(spec, "weight", 0, spec.numel, parameter.detach().view(-1)))
+    save(
+        root,
+        7,
+        fragments=fragments,
+        progress={},
+        config_yaml=to_yaml(config),
+        world=LocalCommunicator(),
+        device=CPU,
+    )
+    return assemble(ranks)

@@ -1,0 +1,82 @@
+"""The repository as text and syntax trees, for the tests of its rules."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = ("tools", "pretrain_gpt.py")
+# Made by tools or by runs, never part of the repository; hidden folders are left out too, apart from .ci.
+MADE = ("runs", "build", "__pycache__")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One Python file."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """Path from the root, `megazero/zero/plan.py`."""
+        return self.path.relative_to(ROOT).as_posix()
+
+    @property
+    def module(self) -> str:
+        """Dotted name, `megazero.zero.plan`; a package's own file has the package's name."""
+        return self.name.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+
+    @property
+    def package(self) -> str:
+        """The first folder (or module) below megazero: `zero`, `errors`; "" for megazero/__init__.py."""
+        return self.module.partition(".")[2].partition(".")[0]
+
+    @cached_property
+    def text(self) -> str:
+        return self.path.read_text(encoding="utf-8")
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text, self.name)
+
+    def functions(self) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+        """Every function and method, nested ones too."""
+        return (node for node in ast.walk(self.tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+
+
+def sources(*places: str) -> tuple[Source, ...]:
+    """The Python files at or below the places (all of megazero without any), sorted."""
+    found: list[Path] = []
+    for place in places or ("megazero",):
+        path = ROOT / place
+        found += [path] if path.is_file() else sorted(path.rglob("*.py"))
+    return tuple(Source(path) for path in found if "__pycache__" not in path.parts)
+
+
+def repository_files() -> Iterator[Path]:
+    """Every file of the repository that is kept, made ones left out."""
+    pending = [ROOT]
+    while pending:
+        for path in sorted(pending.pop().iterdir()):
+            if path.is_dir():
+                hidden = path.name.startswith(".") and path.name != ".ci"
+                if not hidden and path.name not in MADE and not path.name.endswith(".egg-info"):
+                    pending.append(path)
+            else:
+                yield path
+
+
+def line_count(node: ast.stmt | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> int:
+    """Lines of a definition, decorators apart."""
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """(module, name) of every import below `tree`; name is "" for `import module`, relative ones start with a dot."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (("." * node.level + (node.module or ""), alias.name) for alias in node.names)

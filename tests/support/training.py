@@ -1,0 +1,276 @@
+"""Training runs on real ranks through the code a user runs, and their outcome beside the plain reference.
+
+A *cell* is one layout with its options.  All cells train the same awkward model on the same real text (the source of a
+module of the standard library, as bytes) with the same global batches, so that one reference serves them all.
+"""
+
+import argparse
+import inspect
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from support.configs import make_run
+from support.models import box_index
+from support.processes import mesh_in_worker, run_ranks
+from support.reference import Batch, History, Recipe, scheduled_rate, train
+from support.token_files import write_corpus
+from torch import Tensor
+
+from megazero.checkpoint.slices import fragment_pieces, piece_view
+from megazero.comm.mesh import Mesh
+from megazero.config.run import RunConfig
+from megazero.data.loader import BatchLoader
+from megazero.memory.fused_buffers import FusedBuffers
+from megazero.model.initialize import initial_value
+from megazero.optim.loss_scaler import LossScaler
+from megazero.optim.lr_schedule import LearningRate
+from megazero.parallel.param_spec import StateFragment
+from megazero.train.build import Core, batch_layout, build_core, step_parts
+from megazero.train.inputs import open_inputs
+from megazero.train.step import StepControls, training_step
+
+STEPS = 20
+GLOBAL_BATCH = 16
+LR = 3e-3
+
+# Every option but the layout: an awkward model, no dropout, clipping that bites, warm-up, decay.
+SETTINGS: dict[str, Any] = {
+    "num_layers": 3,
+    "hidden_size": 60,
+    "num_attention_heads": 12,
+    "seq_length": 24,
+    "vocab_size": 257,
+    "make_vocab_size_divisible_by": 1,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "init_method_std": 0.08,
+    "global_batch_size": GLOBAL_BATCH,
+    "train_iters": STEPS,
+    "lr": LR,
+    "min_lr": LR / 10,
+    "lr_decay_style": "cosine",
+    "lr_warmup_iters": 4,
+    "weight_decay": 0.1,
+    "clip_grad": 0.5,
+    "reduce_bucket_size": 5000,
+    "split": "1",
+    "eval_iters": 0,
+    "mock_data": False,
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One layout: degrees, ZeRO stage, micro-batches of a step, precision, and settings of its own."""
+
+    tp: int = 1
+    dp: int = 1
+    stage: int = 0
+    accumulation: int = 1
+    precision: str = "fp64"
+    steps: int = STEPS
+    settings: dict[str, Any] = field(default_factory=dict)
+    fault: str = ""
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.dp
+
+    def config(self, prefix: str) -> RunConfig:
+        layout = {
+            "micro_batch_size": GLOBAL_BATCH // (self.dp * self.accumulation),
+            "tensor_model_parallel_size": self.tp,
+            "zero_stage": self.stage,
+            "precision": self.precision,
+            "data_path": [prefix],
+        }
+        return make_run(**{**SETTINGS, **layout, **self.settings})
+
+    def __str__(self) -> str:
+        extra = f" {self.settings}" if self.settings else ""
+        layout = f"tp{self.tp} dp{self.dp} zero{self.stage} accumulation{self.accumulation}"
+        return f"{layout} {self.precision}{extra}{self.fault}"
+
+
+class Saved(NamedTuple):
+    """A box of a full tensor that some rank owns."""
+
+    name: str
+    kind: str
+    full_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    values: Tensor
+
+
+@dataclass
+class Outcome:
+    """What one rank saw."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    skipped: list[bool]
+    saved: list[Saved]
+    comm_bytes: dict[str, dict[str, int]]
+    seconds: float
+
+    def full(self, others: Iterable["Outcome"], kind: str = "weight") -> dict[str, Tensor]:
+        """Full tensors from what all ranks own."""
+        return assemble(piece for outcome in (self, *others) for piece in outcome.saved if piece.kind == kind)
+
+
+def write_text_corpus(folder: Path) -> str:
+    """A corpus of real text, one id a byte; returns its prefix."""
+    text = inspect.getsource(argparse).encode()
+    documents = [[list(part)] for part in text.split(b"\n\n") if part]
+    return write_corpus(folder / "text", documents)
+
+
+def train_cell(cell: Cell, prefix: str) -> list[Outcome]:
+    """Train on real ranks; one outcome a rank."""
+    return run_ranks(cell.world_size, train_on_rank, cell, prefix)
+
+
+def train_on_rank(rank: int, cell: Cell, prefix: str) -> Outcome:
+    """The training loop without its reporting: batches from the loader, steps by `training_step`."""
+    config = cell.config(prefix)
+    mesh = faulty(mesh_in_worker(rank, tp=cell.tp, dp=cell.dp), cell.fault)
+    core = build_core(config, mesh, FusedBuffers(0, mesh.device), vocab_size=config.model.vocab_size or 0)
+    start = time.perf_counter()
+    figures, comm_bytes = run_steps(config, core, cell.steps)
+    seconds = time.perf_counter() - start
+    core.engine.close()
+    saved = [box for fragment in core.engine.owned_state() for box in boxes(fragment)]
+    return Outcome(*zip_figures(figures), saved, comm_bytes, seconds)
+
+
+def run_steps(config: RunConfig, core: Core, steps: int) -> tuple[list[tuple[float, float, bool]], dict[str, Any]]:
+    """(loss, grad norm, skipped) of every step, and the traffic of the last."""
+    inputs = open_inputs(config.data, config.model, seed=config.training.seed, evaluates=False)
+    parts = step_parts(config, core)
+    scaler = LossScaler.from_config(config.precision)
+    scale, done = scaler.start(), 0
+    rate = LearningRate.from_config(config.optimizer, train_iters=config.training.train_iters or 0)
+    figures = []
+    with BatchLoader(inputs.train, batch_layout(config, core.mesh, None), prefetch=0) as loader:
+        for _ in range(steps):
+            core.mesh.meter.reset()
+            report = training_step(parts, next(loader), StepControls(rate.at(done), scale.scale))
+            skipped = bool(report.skipped.item())
+            done += not skipped
+            scale = scaler.after_step(scale, overflow=skipped)
+            figures.append((report.loss.item(), report.grad_norm.item(), skipped))
+    return figures, core.mesh.meter.bytes_by_axis()
+
+
+def zip_figures(figures: list[tuple[float, float, bool]]) -> tuple[list[float], list[float], list[bool]]:
+    losses, norms, skipped = zip(*figures, strict=True)
+    return list(losses), list(norms), list(skipped)
+
+
+def boxes(fragment: StateFragment) -> list[Saved]:
+    """The boxes of a fragment, without padding."""
+    return [
+        Saved(
+            fragment.spec.name,
+            fragment.kind,
+            fragment.spec.full_shape,
+            piece.box.offset,
+            piece_view(fragment.tensor, piece).clone(),
+        )
+        for piece in fragment_pieces(fragment.spec, fragment.start, fragment.stop)
+    ]
+
+
+def assemble(pieces: Iterable[Saved]) -> dict[str, Tensor]:
+    """Full tensors; every element must have exactly one owner."""
+    full: dict[str, Tensor] = {}
+    owners: dict[str, Tensor] = {}
+    for piece in pieces:
+        whole = full.setdefault(piece.name, torch.zeros(piece.full_shape, dtype=piece.values.dtype))
+        owned = owners.setdefault(piece.name, torch.zeros(piece.full_shape, dtype=torch.int32))
+        place = box_index(piece.offset, tuple(piece.values.shape))
+        whole[place] = piece.values
+        owned[place] += 1
+    for name, owned in owners.items():
+        assert bool((owned == 1).all()), f"{name}: elements with owners other than one"
+    return full
+
+
+def reference_history(prefix: str, steps: int = STEPS) -> History:
+    """The plain single-process float64 run on the same text."""
+    config = Cell().config(prefix)
+    inputs = open_inputs(config.data, config.model, seed=config.training.seed, evaluates=False)
+    batches = []
+    for step in range(steps):
+        rows = [torch.from_numpy(inputs.train.sample(step * GLOBAL_BATCH + row)) for row in range(GLOBAL_BATCH)]
+        batch = torch.stack(rows)
+        batches.append(Batch(batch[:, :-1], batch[:, 1:]))
+    recipe = Recipe(
+        lambda step: scheduled_rate(step, peak=LR, final=LR / 10, warmup=4, decay_steps=STEPS, style="cosine"),
+        weight_decay=0.1,
+        max_norm=0.5,
+    )
+    return train(first_weights(config), batches, recipe)
+
+
+def first_weights(config: RunConfig) -> dict[str, Tensor]:
+    """The initial weights as full logical tensors."""
+    mesh_specs = _single_specs(config)
+    return {
+        spec.name: initial_value(spec, config.training.seed).view(spec.full_shape).double() for spec in mesh_specs
+    }
+
+
+def _single_specs(config: RunConfig) -> list[Any]:
+    from support.models import build_gpt, context
+
+    from megazero.parallel.param_spec import named_specs
+
+    model = build_gpt(config.model, context(), vocab_size=config.model.vocab_size or 0)
+    return [spec for spec, _ in named_specs(model)]
+
+
+def faulty(mesh: Mesh, fault: str) -> Mesh:
+    """The mesh, or one whose data-parallel reduction goes wrong once."""
+    if not fault:
+        return mesh
+    wrong = _WrongReduceScatter(mesh.axis("dp"))
+    return replace(mesh, communicators={**mesh.communicators, "dp": wrong})
+
+
+class _WrongReduceScatter:
+    """Passes everything on, but the third reduce-scatter sums one element wrongly."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self._calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def reduce_scatter_into(self, output: Tensor, input: Tensor) -> Any:
+        self._calls += 1
+        if self._calls == 3:
+            input[0] *= 1.001
+        return self._inner.reduce_scatter_into(output, input)
+
+
+def max_relative(measured: list[float], expected: list[float]) -> float:
+    """The largest relative difference of two lists of figures."""
+    return max(abs(a - b) / abs(b) for a, b in zip(measured, expected, strict=True))
+
+
+def weight_errors(measured: dict[str, Tensor], expected: dict[str, Tensor], learning_rate: float) -> dict[str, float]:
+    """max|a - b| / max(max|reference|, learning rate) by name."""
+    assert measured.keys() == expected.keys()
+    return {
+        name: float((measured[name] - value).abs().max() / max(float(value.abs().max()), learning_rate))
+        for name, value in expected.items()
+    }
+
+
+Progress = Callable[[str], None]

@@ -1,0 +1,72 @@
+"""Export and import as programs: there and back again gives the same checkpoint."""
+
+import importlib.util
+import json
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from support.checkpoints import run_config, save_checkpoint
+from support.models import small_config
+
+from megazero.checkpoint.reader import open_checkpoint
+from megazero.config.cli import from_yaml
+from megazero.config.data import DataConfig
+from megazero.errors import CheckpointError
+from megazero.train.state import TrainState
+
+TOOL = Path(__file__).parents[2] / "tools" / "convert_hf.py"
+Main = Callable[[list[str]], None]
+
+
+@pytest.fixture(scope="module")
+def main() -> Main:
+    spec = importlib.util.spec_from_file_location("convert_hf", TOOL)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found: Main = module.main
+    return found
+
+
+def test_there_and_back(tmp_path: Path, main: Main, capsys: pytest.CaptureFixture[str]) -> None:
+    config = run_config(small_config(norm_epsilon=1e-4), data=DataConfig(tokenizer_type="ByteTokenizer"))
+    weights = save_checkpoint(tmp_path / "run", config, vocab_size=257, tp=4)
+    main(["export", "--load", str(tmp_path / "run"), "--output", str(tmp_path / "hf"), "--dtype", "float32"])
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == 256
+    main(["import", "--input", str(tmp_path / "hf"), "--save", str(tmp_path / "back")])
+    assert "step 7" in capsys.readouterr().out
+    back = open_checkpoint(tmp_path / "back")
+    assert back.parameters.keys() == weights.keys()
+    for name, value in weights.items():
+        assert torch.equal(back.read_full(name), value.float()), name
+    model = from_yaml(back.config_yaml).model
+    assert (model.num_layers, model.hidden_size, model.vocab_size, model.norm_epsilon) == (3, 60, 257, 1e-4)
+    assert TrainState.from_json(back.progress).iteration == 0
+
+
+def test_a_lost_tokenizer_stops_no_export(tmp_path: Path, main: Main) -> None:
+    data = DataConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=tmp_path / "gone.model")
+    save_checkpoint(tmp_path / "run", run_config(small_config(), data=data), vocab_size=257, tp=1)
+    main(["export", "--load", str(tmp_path / "run"), "--output", str(tmp_path / "hf")])
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] is None
+
+
+def test_nothing_to_export(tmp_path: Path, main: Main) -> None:
+    with pytest.raises(CheckpointError, match="no such folder"):
+        main(["export", "--load", str(tmp_path / "run"), "--output", str(tmp_path / "hf")])
+
+
+def test_the_program_prints_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        sys, "argv", [str(TOOL), *["import", "--input", str(tmp_path), "--save", str(tmp_path / "run")]]
+    )
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(TOOL), run_name="__main__")
+    assert ended.value.code == 2
+    assert "config.json" in capsys.readouterr().err

@@ -1,0 +1,102 @@
+"""Checkpoints to Hugging Face GPT-2 models, and back.
+
+python tools/convert_hf.py export --load runs/demo --output runs/demo_hf
+python tools/convert_hf.py import --input gpt2/ --save runs/gpt2    (to train on: --load runs/gpt2 --finetune)
+"""
+
+import argparse
+import math
+import sys
+from pathlib import Path
+
+import torch
+
+from megazero.checkpoint.huggingface import export_model, read_model
+from megazero.checkpoint.reader import open_checkpoint
+from megazero.checkpoint.writer import save
+from megazero.comm.local import LocalCommunicator
+from megazero.config.cli import from_yaml
+from megazero.config.data import DataConfig
+from megazero.config.optimizer import OptimizerConfig
+from megazero.config.run import RunConfig
+from megazero.config.training import TrainingConfig
+from megazero.config.yaml_file import to_yaml
+from megazero.console import Console, run_program
+from megazero.data.tokenizers import load_tokenizer
+from megazero.errors import DataError
+from megazero.optim.loss_scaler import LossScale
+from megazero.parallel.param_spec import ParamSpec, StateFragment
+from megazero.train.inputs import tokenizer_spec
+from megazero.train.state import TrainState
+from megazero.units import format_count
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Convert checkpoints to and from Hugging Face GPT-2 models.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    export = commands.add_parser("export", allow_abbrev=False, help="write a model that transformers loads")
+    export.add_argument("--load", type=Path, required=True, metavar="DIR", help="a run's checkpoints, or one of them")
+    export.add_argument("--step", type=int, metavar="N", help="which step of the run; without it, the newest")
+    export.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to make")
+    export.add_argument("--dtype", choices=tuple(DTYPES), help="number format; without it, the checkpoint's")
+    imports = commands.add_parser("import", allow_abbrev=False, help="make a checkpoint of a model from transformers")
+    imports.add_argument("--input", type=Path, required=True, metavar="DIR", help="folder of the model")
+    imports.add_argument("--save", type=Path, required=True, metavar="DIR", help="where checkpoints are, or shall be")
+    return parser.parse_args(arguments)
+
+
+def end_of_document(data: DataConfig) -> int | None:
+    """The end-of-document id; None when the run's tokenizer is unknown or has gone, which stops no export."""
+    spec = tokenizer_spec(data)
+    try:
+        return None if spec is None else load_tokenizer(spec).eod
+    except DataError:
+        return None
+
+
+def export_command(options: argparse.Namespace, console: Console) -> None:
+    """Checkpoint to Hugging Face."""
+    checkpoint = open_checkpoint(options.load, step=options.step)
+    config = from_yaml(checkpoint.config_yaml, origin=f"the configuration in {checkpoint.folder}")
+    eod = end_of_document(config.data)
+    export_model(checkpoint, config.model, options.output, dtype=DTYPES.get(options.dtype), eod=eod)
+    console.line(f"{options.output}: step {checkpoint.step}, for transformers' GPT2LMHeadModel.from_pretrained")
+
+
+def import_command(options: argparse.Namespace, console: Console) -> None:
+    """Hugging Face to a checkpoint of step 0 that holds weights only; what it says of training is a placeholder."""
+    imported = read_model(options.input)
+    config = RunConfig(
+        model=imported.config,
+        training=TrainingConfig(micro_batch_size=1, train_iters=1),
+        optimizer=OptimizerConfig(lr=1e-5),
+    )
+    fragments = []
+    for name, weight in imported.weights.items():
+        shape = tuple(weight.shape)
+        spec = ParamSpec(name, shape, shape, (0,) * len(shape))
+        fragments.append(StateFragment(spec, "weight", 0, spec.numel, weight.float().view(-1)))
+    folder = save(
+        options.save,
+        0,
+        fragments=fragments,
+        progress=TrainState(LossScale(1.0)).to_json(),
+        config_yaml=to_yaml(config),
+        world=LocalCommunicator(),
+        device=torch.device("cpu"),
+    )
+    total = sum(math.prod(fragment.spec.full_shape) for fragment in fragments)
+    console.line(f"{folder}: {format_count(total)} parameters, vocabulary {imported.vocab_size}")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run one command."""
+    options = parse_arguments(arguments)
+    {"export": export_command, "import": import_command}[options.command](options, Console())
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(main))

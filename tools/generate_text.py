@@ -1,0 +1,91 @@
+"""Continue a text with a trained model: one process, a checkpoint of any layout.
+
+python tools/generate_text.py --load runs/demo --prompt "def main("
+"""
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from megazero.checkpoint.reader import open_checkpoint
+from megazero.comm.build import choose_device
+from megazero.config.cli import from_yaml
+from megazero.config.data import DataConfig
+from megazero.console import Console, run_program
+from megazero.data.tokenizers import FILES, Tokenizer, load_tokenizer
+from megazero.errors import CheckpointError, ConfigError, Problem
+from megazero.generate.sampling import Sampling
+from megazero.generate.session import load_session
+from megazero.train.inputs import tokenizer_spec
+
+TOKENIZER_FLAGS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0] if __doc__ else None,
+        allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--load", type=Path, required=True, metavar="DIR", help="a run's checkpoints, or one of them")
+    parser.add_argument("--step", type=int, metavar="N", help="which step of the run; without it, the newest")
+    parser.add_argument("--prompt", default="", metavar="TEXT", help="text to continue; empty starts a new document")
+    parser.add_argument("--max-new-tokens", type=int, default=100, metavar="N", help="length of a continuation")
+    parser.add_argument("--num-samples", type=int, default=1, metavar="N", help="continuations")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="fixes what is drawn")
+    choice = parser.add_argument_group("choice of the next token")
+    choice.add_argument("--greedy", action="store_true", help="always the best one")
+    choice.add_argument("--temperature", type=float, default=1.0, metavar="T", help="divides the logits; 0 is greedy")
+    choice.add_argument("--top-k", type=int, default=0, metavar="K", help="among the K best; 0 is all")
+    choice.add_argument("--top-p", type=float, default=1.0, metavar="P", help="among the best that make up P together")
+    tokenizer = parser.add_argument_group("tokenizer", "only where the run's own configuration does not tell")
+    tokenizer.add_argument("--tokenizer-type", choices=tuple(FILES), help="how text becomes ids")
+    for flag in ("--tokenizer-model", "--vocab-file", "--merge-file"):
+        tokenizer.add_argument(flag, type=Path, metavar="FILE", help="file of the tokenizer")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute")
+    return parser.parse_args(arguments)
+
+
+def choose_tokenizer(data: DataConfig, options: argparse.Namespace) -> Tokenizer:
+    """The run's tokenizer, or the one the flags name; raises ConfigError when nobody tells."""
+    told = {name: getattr(options, name) for name in TOKENIZER_FLAGS if getattr(options, name) is not None}
+    spec = tokenizer_spec(replace(data, **told))
+    if spec is None:
+        given = "the run's configuration names no tokenizer"
+        raise ConfigError(Problem(given, "a prompt needs one", "--tokenizer-type " + ", ".join(FILES)))
+    return load_tokenizer(spec)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Load, continue, print."""
+    options, console = parse_arguments(arguments), Console()
+    counts = {"--max-new-tokens": options.max_new_tokens, "--num-samples": options.num_samples}
+    if wrong := [Problem(f"{flag} {count}", "must be at least 1") for flag, count in counts.items() if count < 1]:
+        raise ConfigError(*wrong)
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.greedy)
+    checkpoint = open_checkpoint(options.load, step=options.step)
+    config = from_yaml(checkpoint.config_yaml, origin=f"the configuration in {checkpoint.folder}")
+    tokenizer = choose_tokenizer(config.data, options)
+    session = load_session(config, checkpoint, choose_device(options.device, 0))
+    if tokenizer.vocab_size > session.model.vocab_size:
+        given = f"a tokenizer of {tokenizer.vocab_size} ids for a model of {session.model.vocab_size}"
+        raise CheckpointError(Problem(given, "the tokenizer is the one that the run was trained with"))
+    continuations = session.generate(
+        tokenizer.encode(options.prompt) or [tokenizer.eod],
+        sampling=sampling,
+        max_new_tokens=options.max_new_tokens,
+        num_samples=options.num_samples,
+        seed=options.seed,
+        stop=tokenizer.eod,
+    )
+    for number, tokens in enumerate(continuations, start=1):
+        if options.num_samples > 1:
+            console.line(f"--- sample {number} of {options.num_samples}")
+        # A vocabulary may be larger than its tokenizer; ids past the end stand for nothing.
+        console.line(options.prompt + tokenizer.decode([token for token in tokens if token < tokenizer.vocab_size]))
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(main))
