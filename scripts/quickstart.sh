@@ -13,12 +13,12 @@ source scripts/environment.sh
 
 # The model and its training: 2.2M parameters, about 1.2M tokens, on two CPU cores a few minutes.
 vocab_size=2048
-global_batch_size=16
+global_batch_size=8
 shape=(--num-layers 4 --hidden-size 192 --num-attention-heads 6 --seq-length 256 --max-position-embeddings 256
     --hidden-dropout 0 --attention-dropout 0)
 recipe=(--lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05 --weight-decay 0.1
     --adam-beta2 0.95 --clip-grad 1.0 --seed 1234)
-intervals=(--log-interval 10 --eval-interval 100 --eval-iters 10 --save-interval 100)
+intervals=(--log-interval 10 --eval-interval 100 --eval-iters 20 --eval-at-start --save-interval 100)
 
 usage() {
     cat <<'TEXT'

@@ -52,11 +52,14 @@ def list_steps(root: Path) -> list[StepFolder]:
 
 def free_name(root: Path, step: int) -> str:
     """Name for a new step folder: that of the step, with the next revision when the step is there already."""
-    name, revision = f"step_{step:07d}", 1
-    while (root / name).exists():
+    revision = max((folder.revision for folder in list_steps(root) if folder.step == step), default=0) + 1
+    while (root / _name(step, revision)).exists():  # something that is no checkpoint
         revision += 1
-        name = f"step_{step:07d}_{revision}"
-    return name
+    return _name(step, revision)
+
+
+def _name(step: int, revision: int) -> str:
+    return f"step_{step:07d}" + (f"_{revision}" if revision > 1 else "")
 
 
 def newest(root: Path) -> Path | None:

@@ -224,9 +224,12 @@ def _merge(folder: Path, draft: Draft, world_size: int) -> Manifest:
 
 
 def _remove_older_revisions(root: Path, step: int, name: str) -> None:
+    """Hidden first, since a folder half removed must not look like a checkpoint; what cannot be removed stays."""
     for old in list_steps(root):
         if old.step == step and old.path.name != name:
-            shutil.rmtree(old.path, ignore_errors=True)
+            with suppress(OSError):
+                os.rename(old.path, root / f"{TEMPORARY_PREFIX}{old.path.name}")
+    remove_stale(root)
 
 
 def _write_durably(path: Path, content: bytes) -> None:

@@ -51,8 +51,8 @@ class Session:
     def next_logits(self, tokens: Tensor) -> Tensor:
         """tokens [b, any length] to the logits of the token that follows, [b, V]."""
         window = tokens[:, -self.model.max_positions :].to(self.device)
-        logits: Tensor = self.model(window)[:, -1, : self.model.vocab_size]
-        return logits
+        last = self.model.hidden(window)[:, -1]
+        return self.model.logits(last)[:, : self.model.vocab_size]
 
     def generate(
         self,

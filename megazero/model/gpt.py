@@ -66,13 +66,20 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens [b, s] to this rank's logits [b, s, Vp/t]; s is at most `max_positions`."""
-        x = self.embedding(tokens)  # [b, s, h]
+        return self.logits(self.hidden(tokens))
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """What the head reads: tokens [b, s] to [b, s, h]."""
+        x: Tensor = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x)
-        x = self.final_norm(x)
+        return self.final_norm(x)  # type: ignore[no-any-return]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[b, s, h] to this rank's logits [b, s, Vp/t]."""
         if self.head is not None:
-            return self.head(x)  # type: ignore[no-any-return]
-        return vocab_parallel_logits(x, self.embedding.word.weight, self._communicator)
+            return self.head(hidden)  # type: ignore[no-any-return]
+        return vocab_parallel_logits(hidden, self.embedding.word.weight, self._communicator)
 
     def token_losses(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Cross-entropy of every position, [b, s], in float32 or float64; tokens and labels [b, s]."""

@@ -40,10 +40,10 @@ class UnreducedGradients(Protocol):
         """Every part of the parameter's gradient has been deposited."""
 
     def close(self, bucket: Bucket, missing: set[str]) -> Tensor:
-        """All of the bucket's gradients [numel], zeros for parameters in `missing`."""
+        """All of the bucket's gradients [numel], zeros for parameters in `missing`; they are on their way now."""
 
     def settle(self, bucket: Bucket, reduced: Tensor) -> None:
-        """The reduction has finished; `reduced` is this rank's partition."""
+        """The oldest reduction has finished; `reduced` is this rank's partition."""
 
 
 class _InFlight(NamedTuple):
@@ -162,7 +162,8 @@ class LeasedGradients:
         self._shards = shards
         self._buffers = buffers
         self._parameters = parameters
-        self._open: dict[int, Lease] = {}
+        self._open: dict[int, Lease] = {}  # being filled, by bucket
+        self._sent: deque[Lease] = deque()  # being reduced, oldest first: the next micro-batch may fill its bucket anew
         self._has_sum: set[int] = set()  # buckets whose shard already holds earlier micro-batches
 
     def begin_step(self) -> None:
@@ -182,7 +183,8 @@ class LeasedGradients:
     def close(self, bucket: Bucket, missing: set[str]) -> Tensor:
         if missing:
             self._fill(bucket, missing, None)
-        return self._buffer(bucket)
+        self._sent.append(self._open.pop(bucket.index))
+        return self._sent[-1].tensor
 
     def settle(self, bucket: Bucket, reduced: Tensor) -> None:
         target = self._shards.reduced_gradient(bucket, self._shards.partition(bucket))
@@ -191,7 +193,7 @@ class LeasedGradients:
         else:
             target.copy_(reduced)
             self._has_sum.add(bucket.index)
-        self._open.pop(bucket.index).release()
+        self._sent.popleft().release()
 
     def _fill(self, bucket: Bucket, names: set[str], gradient: Tensor | None) -> None:
         """Copy a parameter's gradient into the bucket, or zeros for parameters that got none."""

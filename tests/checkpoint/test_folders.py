@@ -68,4 +68,7 @@ def test_names(tmp_path: Path) -> None:
     assert free_name(tmp_path, 20) == "step_0000020"
     make(tmp_path, "step_0000020", "step_0000020_2")
     assert free_name(tmp_path, 20) == "step_0000020_3"
+    make(tmp_path, "step_0000030_5")  # older revisions are gone: the newest must stay the highest
+    (tmp_path / "step_0000030_6").mkdir()
+    assert free_name(tmp_path, 30) == "step_0000030_7"
     assert part_name(3) == "rank_00003.safetensors"

@@ -121,7 +121,6 @@ def test_dropout_repeats_by_sample_and_keeps_ranks_together() -> None:
     ranks = run_ranks(2, dropped_losses, 2, 0.3, 0.3)
     for first, other, again in ranks:
         assert torch.equal(first, again) and not torch.equal(first, other)
-    # Every rank computes the loss from reduced sums, so equal losses alone prove little; the masks are what is equal.
     torch.testing.assert_close(ranks[0], ranks[1], rtol=0, atol=0)
 
 
@@ -129,6 +128,29 @@ def test_dropout_repeats_by_sample_and_keeps_ranks_together() -> None:
 def test_residual_dropout_is_the_same_at_every_tensor_parallel_size() -> None:
     alone, pair = run_ranks(1, dropped_losses, 1, 0.0, 0.3)[0], run_ranks(2, dropped_losses, 2, 0.0, 0.3)[0]
     torch.testing.assert_close(alone, pair, rtol=1e-12, atol=0)
+
+
+def mixed_heads(rank: int, dropout: float) -> Tensor:
+    """What the first block's heads give on this rank, when both ranks' heads have the same weights."""
+    tp = context(mesh_in_worker(rank, tp=2).axis("tp"))
+    model = build_gpt(small_config(attention_dropout=dropout), tp, vocab_size=VOCAB, divisible_by=DIVISIBLE_BY)
+    weights = random_weights(small_config())
+    for kind in ("weight", "bias"):
+        matrix = weights[f"layers.0.attention.qkv.{kind}"]
+        matrix[:, 6:] = matrix[:, :6]
+    put_logical(model, weights)
+    seen: list[Tensor] = []
+    model.layers[0].attention.projection.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
+    tp.random.begin_micro_batch(0)
+    model(batch()[0])
+    return seen[0]
+
+
+@pytest.mark.gloo
+def test_ranks_drop_different_attention_weights() -> None:
+    torch.testing.assert_close(*run_ranks(2, mixed_heads, 0.0), rtol=0, atol=0)
+    first, second = run_ranks(2, mixed_heads, 0.3)
+    assert (first != second).any(-1).double().mean() > 0.9
 
 
 def test_evaluation_draws_nothing() -> None:

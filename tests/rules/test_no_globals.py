@@ -13,7 +13,7 @@ def findings(tree: ast.Module) -> Iterator[tuple[int, str]]:
     top = set(_bound(tree.body))
     modules = {alias.asname or alias.name.split(".")[0] for alias in _module_imports(tree)}
     for node in ast.walk(tree):
-        if isinstance(node, (ast.Global, ast.Nonlocal)) and isinstance(node, ast.Global):
+        if isinstance(node, ast.Global):
             yield node.lineno, "global"
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
             outer = top - _locals(node)
@@ -76,7 +76,7 @@ def f(x):
     local.append(x)
     x.y = 2
 """
-    assert [what for _, what in findings(ast.parse(code))] == [
+    assert [what for _, what in sorted(findings(ast.parse(code)))] == [
         "global",
         "changes CACHE",
         "changes SEEN",

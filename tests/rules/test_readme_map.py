@@ -50,9 +50,21 @@ def test_the_map_is_the_tree() -> None:
     assert [path for path, what in mapped.items() if not path.endswith("/") and not what] == []
 
 
+EXAMPLE = """
+```
+setup.py   the package
+megazero/
+  errors.py  what went wrong
+  zero/   one engine
+    plan.py  table
+tools/
+  x.py  y
+```
+"""
+
+
 def test_how_a_map_is_read() -> None:
-    text = "```\nsetup.py   the package\nmegazero/\n  errors.py  what went wrong\n  zero/   one engine\n    plan.py  table\ntools/\n  x.py  y\n```\n"
-    assert parse_map(map_lines(text)) == {
+    assert parse_map(map_lines(EXAMPLE)) == {
         "setup.py": "the package",
         "megazero/": "",
         "megazero/errors.py": "what went wrong",

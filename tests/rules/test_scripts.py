@@ -7,7 +7,7 @@ import subprocess
 import pytest
 from support.source_tree import ROOT
 
-SCRIPTS = sorted((ROOT / "scripts").rglob("*.sh")) + [ROOT / ".ci" / "run"]
+SCRIPTS = [*sorted((ROOT / "scripts").rglob("*.sh")), ROOT / ".ci" / "run"]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)

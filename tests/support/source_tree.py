@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,13 +46,19 @@ class Source:
         return (node for node in ast.walk(self.tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
 
 
+@cache
+def source(path: Path) -> Source:
+    """The file at `path`, read and parsed once for all tests."""
+    return Source(path)
+
+
 def sources(*places: str) -> tuple[Source, ...]:
     """The Python files at or below the places (all of megazero without any), sorted."""
     found: list[Path] = []
     for place in places or ("megazero",):
         path = ROOT / place
         found += [path] if path.is_file() else sorted(path.rglob("*.py"))
-    return tuple(Source(path) for path in found if "__pycache__" not in path.parts)
+    return tuple(source(path) for path in found if "__pycache__" not in path.parts)
 
 
 def repository_files() -> Iterator[Path]:

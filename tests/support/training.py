@@ -220,9 +220,7 @@ def reference_history(prefix: str, steps: int = STEPS) -> History:
 def first_weights(config: RunConfig) -> dict[str, Tensor]:
     """The initial weights as full logical tensors."""
     mesh_specs = _single_specs(config)
-    return {
-        spec.name: initial_value(spec, config.training.seed).view(spec.full_shape).double() for spec in mesh_specs
-    }
+    return {spec.name: initial_value(spec, config.training.seed).view(spec.full_shape).double() for spec in mesh_specs}
 
 
 def _single_specs(config: RunConfig) -> list[Any]:

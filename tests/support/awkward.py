@@ -1,0 +1,156 @@
+"""A small module of everything that is inconvenient, and its training with and without the engine."""
+
+from typing import Any, NamedTuple
+
+import torch
+from support.processes import mesh_in_worker
+from support.training import Saved, assemble, boxes
+from torch import Tensor, nn
+
+from megazero.config.precision import PrecisionConfig
+from megazero.config.zero import ZeroConfig
+from megazero.memory.fused_buffers import FusedBuffers
+from megazero.optim.inner import AdamWSettings, StepInputs
+from megazero.zero.engine import Engine, EngineSettings, ModelUnit
+from megazero.zero.plan import resolve
+
+SETTINGS = AdamWSettings(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+LR = 1e-2
+SAMPLES = 12  # of a global batch: divides by 1, 2, 3, 4 and twice that
+
+
+class Awkward(nn.Module):
+    """Sizes that divide by nothing, a one-element, a frozen, an unused and a tied parameter, one used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 13)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.frozen = nn.Linear(13, 11)
+        self.frozen.requires_grad_(False)
+        self.unused = nn.Linear(5, 3)
+        self.middle = nn.Linear(11, 11)
+        self.tied = self.middle.weight
+        self.last = nn.Linear(11, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.frozen(torch.tanh(self.first(x)) * self.scale)
+        x = torch.tanh(self.middle(x)) @ self.tied.t()
+        return self.last(x) * self.scale
+
+
+def make_model(dtype: torch.dtype = torch.float64) -> Awkward:
+    torch.manual_seed(7)
+    return Awkward().to(dtype)
+
+
+def batch(step: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 + step)
+    x = torch.randn(SAMPLES, 7, generator=generator, dtype=torch.float64)
+    return x.to(dtype), torch.sin(x.sum(1, keepdim=True)).to(dtype)
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """This part's share of the global mean."""
+    return (model(x) - y).square().sum() / SAMPLES
+
+
+class Options(NamedTuple):
+    """How the engine is asked to train."""
+
+    stage: int = 0
+    dp: int = 1
+    accumulation: int = 1
+    steps: int = 5
+    precision: str = "fp64"
+    bucket: int = 100
+    overlap: bool = True
+    units: bool = True
+
+
+class EngineRun(NamedTuple):
+    """losses and norms per step, owned state, traffic of the last step, number of leased buffers at the most."""
+
+    norms: list[float]
+    saved: list[Saved]
+    calls: dict[str, int]
+    num_buffers: int
+    working: dict[str, Tensor]
+
+
+def make_engine(rank: int, options: Options) -> tuple[Awkward, Engine, FusedBuffers]:
+    mesh = mesh_in_worker(rank, dp=options.dp)
+    plan = resolve(ZeroConfig(zero_stage=options.stage), PrecisionConfig(precision=options.precision))  # type: ignore[arg-type]
+    model = make_model(plan.parameter.dtype)
+    buffers = FusedBuffers(0, mesh.device)
+    settings = EngineSettings(options.bucket, options.overlap, SETTINGS)
+    engine = Engine(model, units_of(model, split=options.units), plan, mesh=mesh, buffers=buffers, settings=settings)
+    buffers.resize(engine.layout.max_bucket_numel * plan.widest_itemsize)
+    return model, engine, buffers
+
+
+def units_of(model: nn.Module, *, split: bool) -> list[ModelUnit]:
+    """One unit a child module (parameters of the module itself first), or all in one."""
+    names = [name for name, _ in model.named_parameters()]
+    if not split:
+        return [ModelUnit("all", tuple(names), model)]
+    heads = dict.fromkeys(name.rpartition(".")[0] for name in names)
+    return [
+        ModelUnit(
+            head or "root", tuple(name for name in names if name.rpartition(".")[0] == head), _module(model, head)
+        )
+        for head in heads
+    ]
+
+
+def _module(model: nn.Module, name: str) -> nn.Module:
+    return model.get_submodule(name) if name else model
+
+
+def train_engine(rank: int, options: Options) -> EngineRun:
+    """Some steps of the engine on this rank's share of the batches."""
+    model, engine, buffers = make_engine(rank, options)
+    mesh = mesh_in_worker(rank, dp=options.dp)
+    norms, dtype = [], next(model.parameters()).dtype
+    for step in range(options.steps):
+        mesh.meter.reset()
+        engine.begin_step()
+        x, y = batch(step, dtype)
+        shares = x.chunk(options.dp * options.accumulation), y.chunk(options.dp * options.accumulation)
+        for micro in range(options.accumulation):
+            part = micro * options.dp + rank
+            engine.backward(loss_of(model, shares[0][part], shares[1][part]), is_last=micro == options.accumulation - 1)
+        engine.finish_reductions()
+        square = engine.local_norms().square.clone()
+        mesh.world.all_reduce_scalars(square).wait()
+        norms.append(float(square.sqrt()))
+        engine.update(StepInputs(LR, torch.ones((), dtype=torch.float64), None))
+    engine.close()
+    calls = {c: mesh.meter.count("dp", c).calls for c in ("all_gather", "reduce_scatter", "all_reduce")}  # type: ignore[arg-type]
+    saved = [box for fragment in engine.owned_state() for box in boxes(fragment)]
+    working = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return EngineRun(norms, saved, calls, buffers.num_buffers, working)
+
+
+def full_state(runs: list[EngineRun], kind: str = "weight") -> dict[str, Tensor]:
+    return assemble(piece for run in runs for piece in run.saved if piece.kind == kind)
+
+
+def train_plain(steps: int = 5) -> tuple[list[float], dict[str, Any]]:
+    """The same training in plain PyTorch: (norms, final parameters)."""
+    model = make_model()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    groups = [
+        {"params": [p for p in trained.values() if p.ndim > 1], "weight_decay": SETTINGS.weight_decay},
+        {"params": [p for p in trained.values() if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8, foreach=False, fused=False)
+    norms = []
+    for step in range(steps):
+        optimizer.zero_grad(set_to_none=False)
+        for p in trained.values():
+            p.grad = torch.zeros_like(p)  # an unused parameter still decays
+        loss_of(model, *batch(step)).backward()
+        norms.append(float(torch.stack([p.grad.norm() for p in trained.values() if p.grad is not None]).norm()))
+        optimizer.step()
+    return norms, {name: p.detach() for name, p in model.named_parameters()}

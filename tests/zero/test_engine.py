@@ -1,0 +1,110 @@
+"""The engine around a module of everything inconvenient, against plain PyTorch."""
+
+import itertools
+
+import pytest
+import torch
+from support.awkward import EngineRun, Options, full_state, make_engine, train_engine, train_plain
+from support.processes import run_ranks
+
+
+@pytest.fixture(scope="module")
+def plain() -> tuple[list[float], dict[str, torch.Tensor]]:
+    return train_plain()
+
+
+def runs_of(options: Options) -> list[EngineRun]:
+    return run_ranks(options.dp, train_engine, options)
+
+
+CASES = [
+    Options(stage=stage, dp=dp, accumulation=accumulation, bucket=bucket, overlap=overlap, units=units)
+    for (stage, dp, accumulation), (bucket, overlap, units) in zip(
+        itertools.product((0, 1, 2), (1, 2, 4), (1, 3)),
+        itertools.cycle(
+            [(100, True, True), (1, False, True), (10_000, True, False), (33, False, False), (33, True, True)]
+        ),
+        strict=False,
+    )
+]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("options", CASES, ids=str)
+def test_awkward_module_trains_like_plain_torch(
+    options: Options, plain: tuple[list[float], dict[str, torch.Tensor]]
+) -> None:
+    runs = runs_of(options)
+    norms, parameters = plain
+    for run in runs:
+        torch.testing.assert_close(run.norms, norms, rtol=1e-11, atol=0)
+        for name, value in parameters.items():
+            torch.testing.assert_close(run.working[name], value, rtol=1e-10, atol=1e-12, msg=name)
+    weights = full_state(runs)
+    assert weights.keys() == parameters.keys(), "frozen and unused parameters are saved too, tied ones once"
+    for name, value in parameters.items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-10, atol=1e-12)
+    assert "frozen.weight" not in full_state(runs, "exp_avg")
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_stages_agree_to_the_bit(precision: str) -> None:
+    """One micro-batch, one reduction algorithm: the placement of state changes no rounding."""
+    outcomes = [runs_of(Options(stage=stage, dp=2, precision=precision)) for stage in (0, 1, 2)]
+    for other in outcomes[1:]:
+        assert [run.norms for run in other] == [run.norms for run in outcomes[0]]
+        for mine, theirs in zip(outcomes[0], other, strict=True):
+            assert all(torch.equal(mine.working[name], theirs.working[name]) for name in mine.working)
+
+
+@pytest.mark.gloo
+def test_ranks_hold_the_same_working_parameters() -> None:
+    for stage in (0, 1, 2):
+        runs = runs_of(Options(stage=stage, dp=4, precision="bf16"))
+        for run in runs[1:]:
+            assert all(torch.equal(run.working[name], runs[0].working[name]) for name in run.working)
+
+
+@pytest.mark.gloo
+def test_number_of_messages() -> None:
+    """One reduce-scatter a bucket where it is due, one all-gather a bucket to publish (stage 0: to finish reducing)."""
+    buckets = run_ranks(2, count_buckets)[0]
+    for stage, reductions in ((0, 1), (1, 1), (2, 3)):
+        calls = runs_of(Options(stage=stage, dp=2, accumulation=3))[0].calls
+        assert calls == {"reduce_scatter": reductions * buckets, "all_gather": buckets, "all_reduce": 0}
+
+
+def count_buckets(rank: int) -> int:
+    _, engine, _ = make_engine(rank, Options(dp=2))
+    engine.close()
+    return len(engine.layout.trainable_buckets)
+
+
+def state_after_reload(rank: int) -> bool:
+    """Overwriting the wanted state and telling the engine brings every working parameter along, on every rank."""
+    model, engine, _ = make_engine(rank, Options(stage=2, dp=2, precision="bf16"))
+    for piece in engine.wanted_state():
+        if piece.kind == "weight":
+            piece.tensor.fill_(0.5)
+    engine.state_loaded()
+    return all(bool((parameter == 0.5).all()) for parameter in model.parameters())
+
+
+@pytest.mark.gloo
+def test_loaded_state_reaches_working_parameters() -> None:
+    assert run_ranks(2, state_after_reload) == [True, True]
+
+
+def leaves_module_as_it_was(rank: int) -> bool:
+    model, engine, _ = make_engine(rank, Options(stage=2))
+    engine.close()
+    x = torch.ones(2, 7, dtype=torch.float64)
+    model(x).sum().backward()
+    gradient = model.first.weight.grad
+    return gradient is not None and bool(gradient.abs().sum() > 0)  # nothing takes the gradient away any more
+
+
+@pytest.mark.gloo
+def test_close_takes_the_hooks_off() -> None:
+    assert run_ranks(1, leaves_module_as_it_was) == [True]

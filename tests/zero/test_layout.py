@@ -1,0 +1,119 @@
+"""The flat layout: arithmetic that every other part trusts."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megazero.parallel.param_spec import ParamSpec
+from megazero.zero.layout import FlatLayout, LayoutRules, Range, Unit, build_layout
+
+Shapes = dict[str, tuple[tuple[int, ...], bool, bool]]  # name -> shape, decay, trainable
+
+
+def spec(name: str, shape: tuple[int, ...], *, decay: bool = True, trainable: bool = True) -> ParamSpec:
+    return ParamSpec(name, shape, shape, (0,) * len(shape), decay=decay, trainable=trainable)
+
+
+def layout_of(units: dict[str, list[ParamSpec]], rules: LayoutRules) -> FlatLayout:
+    plain = [Unit(name, tuple(spec.name for spec in specs)) for name, specs in units.items()]
+    parameters = [(spec, torch.float32) for specs in units.values() for spec in specs]
+    return build_layout(plain, parameters, rules)
+
+
+def test_a_unit_as_a_drawing() -> None:
+    specs = [spec("w", (3, 4)), spec("b", (5,), decay=False), spec("v", (4,)), spec("one", (1,), decay=False)]
+    layout = layout_of({"unit": specs}, LayoutRules(partitions=2, bucket_numel=12, alignment=2))
+    section = layout.sections[0]
+    # No decay first, in order; then decay, in order; padded from 22 to 24, a multiple of 2 x 2.
+    assert [(slot.spec.name, slot.start, slot.stop) for slot in section.slots] == [
+        ("b", 0, 5),
+        ("one", 5, 6),
+        ("w", 6, 18),
+        ("v", 18, 22),
+    ]
+    assert (section.used_numel, section.numel) == (22, 24)
+    assert [(bucket.start, bucket.stop) for bucket in section.buckets] == [(0, 12), (12, 24)]
+    assert [section.buckets[0].partition(rank) for rank in (0, 1)] == [(0, 6), (6, 12)]
+    assert [(f.spec.name, f.start, f.stop, f.section_start) for f in section.fragments(Range(4, 20))] == [
+        ("b", 4, 5, 4),
+        ("one", 0, 1, 5),
+        ("w", 0, 12, 6),
+        ("v", 0, 2, 18),
+    ]
+    assert list(section.group_runs(Range(0, 12))) == [(False, (0, 6)), (True, (6, 12))]
+    assert list(section.group_runs(Range(20, 24))) == [(True, (20, 24))]
+
+
+def test_padding_alone_belongs_to_no_parameter() -> None:
+    layout = layout_of({"unit": [spec("one", (1,))]}, LayoutRules(partitions=4, bucket_numel=100, alignment=16))
+    section = layout.sections[0]
+    assert section.numel == 64
+    assert [list(section.fragments(section.buckets[0].partition(rank))) for rank in (1, 2, 3)] == [[], [], []]
+
+
+def test_frozen_parameters_have_a_section_but_no_reduced_bucket() -> None:
+    specs = [spec("w", (8,)), spec("frozen", (8,), trainable=False)]
+    layout = layout_of({"unit": specs}, LayoutRules(partitions=1, bucket_numel=8, alignment=1))
+    assert [(section.trainable, section.numel) for section in layout.sections] == [(True, 8), (False, 8)]
+    assert [bucket.section for bucket in layout.trainable_buckets] == [0]
+    assert (layout.padded_numel(trainable=True), layout.used_numel(trainable=False)) == (8, 8)
+
+
+def test_dtypes_do_not_share_a_section() -> None:
+    parameters = [(spec("a", (3,)), torch.float32), (spec("b", (3,)), torch.bfloat16)]
+    layout = build_layout([Unit("unit", ("a", "b"))], parameters, LayoutRules(1, 100))
+    assert [section.dtype for section in layout.sections] == [torch.float32, torch.bfloat16]
+
+
+parameter_lists = st.lists(st.tuples(st.integers(0, 400), st.booleans(), st.booleans()), min_size=1, max_size=12).map(
+    lambda rows: [
+        spec(f"p{index}", (numel or 1,), decay=decay, trainable=trainable)
+        for index, (numel, decay, trainable) in enumerate(rows)
+    ]
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(parameter_lists, st.integers(1, 5), st.integers(1, 300), st.sampled_from([1, 2, 16]), st.integers(1, 4))
+def test_every_element_has_one_place_and_one_owner(
+    specs: list[ParamSpec], partitions: int, bucket_numel: int, alignment: int, num_units: int
+) -> None:
+    units = {f"unit{u}": specs[u::num_units] for u in range(num_units) if specs[u::num_units]}
+    rules = LayoutRules(partitions, bucket_numel, alignment)
+    layout = layout_of(units, rules)
+    owned: dict[str, list[int]] = {spec.name: [0] * spec.numel for spec in specs}
+    for section in layout.sections:
+        assert section.numel - section.used_numel < rules.quantum
+        assert [bucket.start for bucket in section.buckets] == [0, *(b.stop for b in section.buckets[:-1])]
+        assert section.buckets[-1].stop == section.numel
+        for bucket in section.buckets:
+            assert bucket.numel % rules.quantum == 0
+            assert bucket.numel <= max(bucket_numel, rules.quantum)
+            for rank in range(partitions):
+                for fragment in section.fragments(bucket.partition(rank)):
+                    for element in range(fragment.start, fragment.stop):
+                        owned[fragment.spec.name][element] += 1
+    assert all(count == 1 for counts in owned.values() for count in counts)
+
+
+@settings(max_examples=100, deadline=None)
+@given(parameter_lists, st.integers(1, 300), st.data())
+def test_group_runs_tile_a_range_and_agree_with_the_parameters(
+    specs: list[ParamSpec], bucket_numel: int, data: st.DataObject
+) -> None:
+    layout = layout_of({"unit": specs}, LayoutRules(2, bucket_numel, 4))
+    for section in layout.sections:
+        start = data.draw(st.integers(0, section.numel))
+        within = Range(start, data.draw(st.integers(start, section.numel)))
+        runs = list(section.group_runs(within))
+        assert len(runs) <= 2
+        assert sum(run.numel for _, run in runs) == within.numel
+        for decay, run in runs:
+            assert all(fragment.spec.decay == decay for fragment in section.fragments(run))
+
+
+def test_buckets_are_numbered_through_the_model() -> None:
+    units = {f"unit{u}": [spec(f"w{u}", (50,))] for u in range(3)}
+    layout = layout_of(units, LayoutRules(2, 16, 8))
+    assert [bucket.index for bucket in layout.trainable_buckets] == list(range(12))
+    assert layout.max_bucket_numel == 16

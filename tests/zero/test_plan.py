@@ -1,0 +1,72 @@
+"""The table of placements against the paper's formulas (sections 3.1 and 5)."""
+
+import re
+from pathlib import Path
+
+import pytest
+from support.configs import make_run
+
+import megazero
+from megazero.zero.plan import DTYPES, SUPPORTED_STAGES, Lifetime, Placement, ZeroPlan, model_state_bytes, resolve
+
+# (p, g, k): bytes a parameter of working parameter, gradient, and master plus moments.
+SIZES = {
+    ("bf16", False): (2, 2, 12),
+    ("bf16", True): (2, 4, 12),
+    ("fp16", False): (2, 2, 12),
+    ("fp16", True): (2, 4, 12),
+}
+SIZES |= {("fp32", wide): (4, 4, 8) for wide in (False, True)}
+SIZES |= {("fp64", wide): (8, 8, 16) for wide in (False, True)}
+
+
+def plan_of(stage: int, precision: str = "bf16", wide: bool = False) -> ZeroPlan:
+    config = make_run(zero_stage=stage, precision=precision, accumulate_allreduce_grads_in_fp32=wide)
+    return resolve(config.zero, config.precision)
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 1024])
+def test_bytes_follow_the_formulas(precision: str, wide: bool, ranks: int) -> None:
+    p, g, k = SIZES[precision, wide]
+    numel = 1024 * 48
+    expected = {0: p + g + k, 1: p + g + k / ranks, 2: p + (g + k) / ranks}
+    for stage, bytes_per_parameter in expected.items():
+        assert model_state_bytes(plan_of(stage, precision, wide), numel, ranks).total == numel * bytes_per_parameter
+
+
+def test_paper_table_1() -> None:
+    """GB per device of 7.5B parameters at Nd = 64, fp16: 120 without ZeRO, 31.4 with Pos, 16.6 with Pos+g."""
+    gigabytes = [model_state_bytes(plan_of(stage, "fp16"), 7_500_000_000, 64).total / 1e9 for stage in (0, 1, 2)]
+    assert [round(value, 1) for value in gigabytes] == [120.0, 31.4, 16.6]
+
+
+def test_the_table_itself() -> None:
+    rows = {
+        stage: (plan.parameter.placement, plan.gradient.placement, plan.gradient.lifetime, plan.optimizer.placement)
+        for stage in SUPPORTED_STAGES
+        for plan in [plan_of(stage)]
+    }
+    replicated, partitioned = Placement.REPLICATED, Placement.PARTITIONED
+    assert rows == {
+        0: (replicated, replicated, Lifetime.RESIDENT, replicated),
+        1: (replicated, partitioned, Lifetime.RESIDENT, partitioned),
+        2: (replicated, partitioned, Lifetime.LEASED, partitioned),
+    }
+
+
+def test_full_precision_is_its_own_master() -> None:
+    assert [plan_of(1, precision).has_separate_master for precision in ("fp64", "fp32", "bf16", "fp16")] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+
+
+def test_nobody_else_knows_stages() -> None:
+    """Inside the engine a stage number means nothing: only the plan turns it into placements."""
+    folder = Path(megazero.__file__).parent / "zero"
+    knows = {path.name for path in folder.glob("*.py") if re.search(r"\bzero_stage\b|\bstage\s*==", path.read_text())}
+    assert knows == {"plan.py"}
