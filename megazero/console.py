@@ -20,8 +20,9 @@ _SILENCE_SECONDS = 5.0
 
 
 def launcher_rank() -> int:
-    """This process's rank as torchrun or srun tells it; 0 when started by hand."""
-    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+    """This process's rank as torchrun or srun tells it; 0 when started by hand, or told what is no number."""
+    told = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+    return int(told) if told.isdecimal() else 0
 
 
 class Console:

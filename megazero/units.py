@@ -16,6 +16,7 @@ def format_count(count: float) -> str:
 
 def format_duration(seconds: float) -> str:
     """`3725` -> `1h02m05s`; below a minute one decimal is kept."""
+    seconds = round(seconds, 1)  # first, or 59.96 would read 60.0s
     if seconds < 60:
         return f"{seconds:.1f}s"
     minutes, rest = divmod(int(seconds), 60)
@@ -25,7 +26,7 @@ def format_duration(seconds: float) -> str:
 
 def _scaled(value: float, base: float, names: tuple[str, ...], gap: str) -> str:
     index = 0
-    while abs(value) >= base and index < len(names) - 1:
+    while round(abs(value), 1) >= base and index < len(names) - 1:  # as it will be printed
         value /= base
         index += 1
     text = f"{value:.1f}" if index else f"{value:.0f}"

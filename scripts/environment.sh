@@ -30,7 +30,7 @@ install_torch() {
     if ! command -v nvidia-smi >/dev/null 2>&1; then
         options=(--extra-index-url https://download.pytorch.org/whl/cpu --retries 1)
     fi
-    .venv/bin/python -m pip install --quiet "$wanted" -c scripts/constraints.txt "${options[@]+"${options[@]}"}"
+    .venv/bin/python -m pip install --quiet --no-deps "$wanted" "${options[@]+"${options[@]}"}"
 }
 
 ensure_environment() {

@@ -1,37 +1,61 @@
-"""Problems and the errors that carry them."""
+"""What a user reads when something is wrong: the texts, character by character, and the exit codes."""
 
 import pytest
 
-from megazero.errors import ConfigError, DataError, Problem, TrainingError, UserError, raise_problems
+from megazero.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    Problem,
+    TopologyError,
+    TrainingError,
+    UserError,
+    raise_problems,
+)
 
-FIRST = Problem("--num-attention-heads 7", "heads divide the hidden size", "6, 8")
-SECOND = Problem("--lr -1", "a number, greater than 0")
+WIDTH = Problem("--hidden-size 10", "heads divide it", "8, 12")
+SPLIT = Problem("--split 0", "some share is above 0")
 
 
-def test_one_problem_reads_as_given_rule_and_legal() -> None:
-    assert ConfigError(FIRST).render() == (
-        "configuration error: --num-attention-heads 7\n    rule:  heads divide the hidden size\n    legal: 6, 8"
-    )
+def test_a_problem_says_what_was_given_the_rule_and_what_is_legal() -> None:
+    assert str(WIDTH) == "--hidden-size 10\n    rule:  heads divide it\n    legal: 8, 12"
+    assert str(SPLIT) == "--split 0\n    rule:  some share is above 0"
+
+
+def test_one_problem_has_no_count() -> None:
+    assert str(ConfigError(WIDTH)) == f"configuration error: {WIDTH}"
+    assert ConfigError(WIDTH).render() == str(ConfigError(WIDTH))
 
 
 def test_several_problems_are_counted_and_all_told() -> None:
-    text = ConfigError(FIRST, SECOND).render()
-    assert text.startswith("2 configuration errors:\n")
-    assert str(FIRST) in text and str(SECOND) in text and "legal" not in str(SECOND)
+    assert DataError(WIDTH, SPLIT).render() == f"2 data errors:\n{WIDTH}\n{SPLIT}"
 
 
-def test_a_plain_message_is_a_problem_too() -> None:
-    error = DataError("corpus.idx: truncated")
-    assert error.render() == "data error: corpus.idx: truncated" == str(error)
-    assert error.problems == (Problem("corpus.idx: truncated", ""),)
+def test_a_message_alone_has_no_empty_rule() -> None:
+    error = CheckpointError("the folder is gone")
+    assert error.problems == (Problem("the folder is gone", ""),)
+    assert str(error) == "checkpoint error: the folder is gone"
 
 
-def test_exit_codes_tell_user_errors_from_a_stopped_run() -> None:
-    assert (UserError.exit_code, ConfigError.exit_code, TrainingError.exit_code) == (2, 2, 3)
+@pytest.mark.parametrize(
+    ("kind", "text", "code"),
+    [
+        (UserError, "error", 2),
+        (ConfigError, "configuration error", 2),
+        (DataError, "data error", 2),
+        (CheckpointError, "checkpoint error", 2),
+        (TopologyError, "topology error", 2),
+        (TrainingError, "training stopped", 3),
+    ],
+)
+def test_kinds(kind: type[UserError], text: str, code: int) -> None:
+    with pytest.raises(UserError, match=f"^{text}: why$") as caught:
+        raise kind("why")
+    assert caught.value.exit_code == code
 
 
-def test_raising_happens_only_with_problems() -> None:
-    raise_problems(ConfigError, ())
+def test_problems_are_raised_all_at_once_or_not_at_all() -> None:
+    raise_problems(ConfigError, [])
     with pytest.raises(ConfigError) as caught:
-        raise_problems(ConfigError, (problem for problem in (FIRST, SECOND)))
-    assert caught.value.problems == (FIRST, SECOND)
+        raise_problems(ConfigError, (problem for problem in (WIDTH, SPLIT)))
+    assert caught.value.problems == (WIDTH, SPLIT)

@@ -21,7 +21,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
@@ -294,6 +294,3 @@ def _is_inside(entry: BoxEntry, shape: tuple[int, ...]) -> bool:
     if not len(entry.offset) == len(entry.lengths) == len(shape):
         return False
     return all(n > 0 and o + n <= full for o, n, full in zip(entry.offset, entry.lengths, shape, strict=True))
-
-
-assert set(DTYPES) == set(get_args(DtypeName))

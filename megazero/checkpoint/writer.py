@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict, Unpack
 
 import torch
 from pydantic import JsonValue
@@ -52,27 +52,33 @@ _ALIGNMENT = 8
 _MAX_PROBLEMS = 20
 
 
+class Contents(TypedDict):
+    """What a checkpoint holds besides tensors: counters (anything JSON), and the run's configuration as YAML text."""
+
+    progress: Mapping[str, JsonValue]
+    config_yaml: str
+
+
 def save(
     root: str | Path,
     step: int,
     *,
     fragments: Iterable[StateFragment],
-    progress: Mapping[str, JsonValue],
-    config_yaml: str,
     world: Communicator,
     device: torch.device,
+    **contents: Unpack[Contents],
 ) -> Path:
     """Write a checkpoint under `root` and return its folder; a collective call over `world`.
 
     fragments: what this rank owns; over all ranks every element of every (parameter, kind) exactly once.  Without the
-    optimizer's kinds the checkpoint is one of weights only.  progress, config_yaml: those of rank 0 count.  One job at
-    a time may save under a root.
+    optimizer's kinds the checkpoint is one of weights only.  contents: progress and config_yaml; those of rank 0 count.
+    One job at a time may save under a root.
 
     Raises CheckpointError on all ranks if it fails on any, naming rank and cause; older checkpoints and `latest` are
     then as they were.
     """
     root = Path(root)
-    draft = Draft(root, step, dict(progress), config_yaml)
+    draft = Draft(root, step, dict(contents["progress"]), contents["config_yaml"])
     leads = world.rank == 0
     folder = root / f"{TEMPORARY_PREFIX}step_{step:07d}"
     try:

@@ -26,7 +26,7 @@ class Launch:
 
     @staticmethod
     def from_environment() -> "Launch":
-        """RANK, WORLD_SIZE and LOCAL_RANK; a process started by hand is alone."""
+        """RANK, WORLD_SIZE and LOCAL_RANK; a process started by hand is alone.  Raises TopologyError."""
         read = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
         try:
             rank, world, local = (
@@ -36,6 +36,10 @@ class Launch:
             )
         except ValueError:
             raise TopologyError(Problem(str(read), "RANK, WORLD_SIZE and LOCAL_RANK must be whole numbers")) from None
+        if not 0 <= rank < world or local < 0:
+            # A forgotten WORLD_SIZE would make every process a run of its own, all saving to the same folder.
+            given = f"RANK {rank}, WORLD_SIZE {world}, LOCAL_RANK {local}"
+            raise TopologyError(Problem(given, "ranks count from 0 to WORLD_SIZE - 1", "start with torchrun"))
         return Launch(rank, world, local)
 
 

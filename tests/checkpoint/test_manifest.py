@@ -4,7 +4,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from megazero.checkpoint.manifest import (
     DTYPES,
     BoxEntry,
     ConfigEntry,
+    DtypeName,
     FileEntry,
     Manifest,
     Part,
@@ -211,6 +212,7 @@ def test_all_problems_come_at_once_but_not_thousands() -> None:
 
 
 def test_dtype_names_are_those_of_torch_and_back() -> None:
+    assert set(DTYPES) == set(get_args(DtypeName))
     for name, dtype in DTYPES.items():
         assert dtype_name(dtype) == name
         assert dtype_bytes(name) == torch.empty(1, dtype=dtype).element_size()

@@ -176,7 +176,7 @@ def test_a_data_file_that_cannot_be_read_is_an_error_not_a_crash(tmp_path: Path)
     folder = write_checkpoint(tmp_path, make_state(), Layout())
     checkpoint = open_checkpoint(folder)
     size = checkpoint.manifest.files[0].num_bytes
-    checkpoint.check(Layout().fragments(0, make_state()))
+    checkpoint.fill(blank(Layout().fragments(0, make_state())))
     with open(folder / "rank_00000.safetensors", "r+b") as file:
         file.truncate(size // 2)
     with pytest.raises(CheckpointError, match="damaged"):

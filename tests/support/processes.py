@@ -104,11 +104,15 @@ class _Pool:
     def stacks(self, rank: int) -> str:
         """What the threads of a rank that has not answered are doing now."""
         worker = self.workers[rank]
-        worker.process.join(0.5)  # one whose pipe has closed is ending
+        if worker.connection.poll():  # the pipe has closed: it is ending, and the fork server will tell its exit code
+            worker.process.join(GRACE_SECONDS)
         if not worker.process.is_alive():
             return f"process died with exit code {worker.process.exitcode}"
         os.kill(worker.process.pid, STACK_SIGNAL)
-        time.sleep(0.3)
+        give_up = time.monotonic() + GRACE_SECONDS
+        while not worker.stacks.stat().st_size and time.monotonic() < give_up:
+            time.sleep(0.1)
+        time.sleep(0.2)  # the rest of the text
         return "no answer; stacks:\n" + worker.stacks.read_text()
 
     def close(self) -> None:

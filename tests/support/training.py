@@ -7,14 +7,14 @@ module of the standard library, as bytes) with the same global batches, so that 
 import argparse
 import inspect
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from support.configs import make_run
-from support.models import box_index
+from support.models import box_index, build_gpt, context
 from support.processes import mesh_in_worker, run_ranks
 from support.reference import Batch, History, Recipe, scheduled_rate, train
 from support.token_files import write_corpus
@@ -28,7 +28,7 @@ from megazero.memory.fused_buffers import FusedBuffers
 from megazero.model.initialize import initial_value
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.lr_schedule import LearningRate
-from megazero.parallel.param_spec import StateFragment
+from megazero.parallel.param_spec import ParamSpec, StateFragment, named_specs
 from megazero.train.build import Core, batch_layout, build_core, step_parts
 from megazero.train.inputs import open_inputs
 from megazero.train.step import StepControls, training_step
@@ -115,6 +115,8 @@ class Outcome:
     skipped: list[bool]
     saved: list[Saved]
     comm_bytes: dict[str, dict[str, int]]
+    model_state_bytes: dict[str, int]
+    layout: tuple[int, int]  # elements of this rank's trainable parameters: with padding, without
     seconds: float
 
     def full(self, others: Iterable["Outcome"], kind: str = "weight") -> dict[str, Tensor]:
@@ -144,7 +146,9 @@ def train_on_rank(rank: int, cell: Cell, prefix: str) -> Outcome:
     seconds = time.perf_counter() - start
     core.engine.close()
     saved = [box for fragment in core.engine.owned_state() for box in boxes(fragment)]
-    return Outcome(*zip_figures(figures), saved, comm_bytes, seconds)
+    states = asdict(core.engine.model_state_bytes())
+    layout = (core.engine.layout.padded_numel(trainable=True), core.engine.layout.used_numel(trainable=True))
+    return Outcome(*zip_figures(figures), saved, comm_bytes, states, layout, seconds)
 
 
 def run_steps(config: RunConfig, core: Core, steps: int) -> tuple[list[tuple[float, float, bool]], dict[str, Any]]:
@@ -223,11 +227,7 @@ def first_weights(config: RunConfig) -> dict[str, Tensor]:
     return {spec.name: initial_value(spec, config.training.seed).view(spec.full_shape).double() for spec in mesh_specs}
 
 
-def _single_specs(config: RunConfig) -> list[Any]:
-    from support.models import build_gpt, context
-
-    from megazero.parallel.param_spec import named_specs
-
+def _single_specs(config: RunConfig) -> list[ParamSpec]:
     model = build_gpt(config.model, context(), vocab_size=config.model.vocab_size or 0)
     return [spec for spec, _ in named_specs(model)]
 
@@ -269,6 +269,3 @@ def weight_errors(measured: dict[str, Tensor], expected: dict[str, Tensor], lear
         name: float((measured[name] - value).abs().max() / max(float(value.abs().max()), learning_rate))
         for name, value in expected.items()
     }
-
-
-Progress = Callable[[str], None]

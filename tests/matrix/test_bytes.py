@@ -1,0 +1,83 @@
+"""Model states and traffic of real runs, counted, against the paper's formulas (sections 3.1, 5 and 7)."""
+
+import itertools
+
+import pytest
+from support.training import GLOBAL_BATCH, SETTINGS, Cell, Outcome, train_cell, write_text_corpus
+
+# (p, g, k) bytes an element: working parameter, gradient, master plus moments; k's two parts beside it.
+SIZES = {"bf16": (2, 2, 4, 8), "fp32": (4, 4, 0, 8), "fp64": (8, 8, 0, 16)}
+LAYOUTS = {(1, 1): 1, (1, 2): 2, (2, 2): 4, (1, 4): 4}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_text_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+# Every pair of (layout, stage), (stage, precision), (stage, accumulation) occurs.
+CELLS = [
+    Cell(tp=tp, dp=dp, stage=stage, accumulation=(1, 4)[index % 2], precision=precision, steps=2)
+    for index, ((tp, dp), stage, precision) in enumerate(itertools.product(LAYOUTS, (0, 1, 2), SIZES))
+    if (index // 9 + index) % 2 == 0 or (tp, dp) == (2, 2)
+]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_counted_bytes_equal_the_formulas(cell: Cell, corpus: str) -> None:
+    for outcome in train_cell(cell, corpus):
+        padded, used = outcome.layout
+        assert used == parameters_on_a_rank(cell.tp)
+        units = 2 + int(SETTINGS["num_layers"]) + 1
+        assert used <= padded < used + units * cell.dp * 16, "padding is less than one quantum a unit"
+        check_states(cell, outcome, padded)
+        check_traffic(cell, outcome, padded)
+
+
+def check_states(cell: Cell, outcome: Outcome, padded: int) -> None:
+    """p + g + k, p + g + k/Nd, p + (g + k)/Nd for stages 0, 1, 2."""
+    p, g, master, moments = SIZES[cell.precision]
+    owned = padded if cell.stage == 0 else padded // cell.dp
+    gradients = padded // cell.dp if cell.stage == 2 else padded
+    assert outcome.model_state_bytes == {
+        "parameters": p * padded,
+        "gradients": g * gradients,
+        "master": master * owned,
+        "moments": moments * owned,
+    }
+
+
+def check_traffic(cell: Cell, outcome: Outcome, padded: int) -> None:
+    """2 Psi (Nd - 1) / Nd for stages 0 and 1 whatever the accumulation, (m + 1) Psi (Nd - 1) / Nd for stage 2."""
+    p, g, _, _ = SIZES[cell.precision]
+    counted = outcome.comm_bytes.get("dp", {})
+    reductions = cell.accumulation if cell.stage == 2 else 1
+    share = padded * (cell.dp - 1) // cell.dp
+    gathered_itemsize = g if cell.stage == 0 else p  # stage 0 gathers gradients, the others parameters
+    assert counted["reduce_scatter"] == reductions * share * g
+    assert counted["all_gather"] == share * gathered_itemsize
+    assert set(counted) == {"all_gather", "reduce_scatter"}
+    assert outcome.comm_bytes["world"] == {"scalars": 2 * 4 * 8 * (cell.world_size - 1) // cell.world_size}
+    check_tensor_parallel_traffic(cell, outcome)
+
+
+def check_tensor_parallel_traffic(cell: Cell, outcome: Outcome) -> None:
+    """Four all-reduces of b s h a block and micro-batch, one for the embedding, one for the head's input gradient."""
+    samples = GLOBAL_BATCH // cell.dp
+    tokens = samples * int(SETTINGS["seq_length"])
+    activations = tokens * int(SETTINGS["hidden_size"]) * SIZES[cell.precision][0]
+    all_reduces = (4 * int(SETTINGS["num_layers"]) + 2) * activations
+    softmax_itemsize = 8 if cell.precision == "fp64" else 4
+    loss = 3 * tokens * softmax_itemsize  # maximum, sum of exponentials, target logit
+    expected = 2 * (all_reduces + loss) * (cell.tp - 1) // cell.tp
+    assert sum(outcome.comm_bytes["tp"].values()) == expected
+
+
+def parameters_on_a_rank(tp: int) -> int:
+    """Psi by hand: 12 h^2 / t + 13 h-ish a block, vocabulary rows padded to a multiple of t."""
+    h, layers, s = (int(SETTINGS[name]) for name in ("hidden_size", "num_layers", "seq_length"))
+    rows = -(-int(SETTINGS["vocab_size"]) // tp)
+    sharded = (12 * h * h + 7 * h) // tp  # qkv 3h^2 + 3h, projection h^2, up 4h^2 + 4h, down 4h^2
+    replicated = 2 * 2 * h + 2 * h  # two norms, two row-parallel biases
+    return layers * (sharded + replicated) + rows * h + s * h + 2 * h

@@ -1,0 +1,57 @@
+"""bf16, fp16 and fp32 stay near the float64 reference; fp16 skips, backs off and says which parameter overflowed."""
+
+import pytest
+from support.reference import History
+from support.training import Cell, max_relative, reference_history, train_cell, write_text_corpus
+
+# Largest relative error of a loss, and of a gradient norm, over 20 steps: about four times what was measured.
+BOUNDS = {"fp32": (3e-7, 1e-6), "bf16": (6e-3, 3e-2), "fp16": (5e-4, 5e-3)}
+FP16 = {"initial_loss_scale": 1024.0}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_text_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def reference(corpus: str) -> History:
+    return reference_history(corpus)
+
+
+CELLS = [
+    Cell(tp=1, dp=2, stage=1, precision="fp32", accumulation=4),
+    Cell(tp=2, dp=2, stage=2, precision="fp32"),
+    Cell(tp=1, dp=1, stage=0, precision="bf16"),
+    Cell(tp=2, dp=2, stage=2, precision="bf16", accumulation=4),
+    Cell(tp=1, dp=2, stage=1, precision="bf16", settings={"accumulate_allreduce_grads_in_fp32": True}),
+    Cell(tp=1, dp=2, stage=2, precision="fp16", settings=FP16),
+    Cell(tp=2, dp=2, stage=0, precision="fp16", accumulation=4, settings=FP16),
+]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_losses_stay_near_the_reference(cell: Cell, corpus: str, reference: History) -> None:
+    for outcome in train_cell(cell, corpus):
+        loss_error = max_relative(outcome.losses, reference.losses)
+        norm_error = max_relative(outcome.grad_norms, reference.grad_norms)
+        print(f"{cell}: loss {loss_error:.2e}, norm {norm_error:.2e}")
+        loss_bound, norm_bound = BOUNDS[cell.precision]
+        assert loss_error < loss_bound
+        assert norm_error < norm_bound
+        assert not any(outcome.skipped)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_fp16_overflow_skips_the_step_on_every_rank(stage: int, corpus: str, reference: History) -> None:
+    """The scale starts too high: steps are skipped, on all ranks alike, until gradients fit."""
+    settings = {"initial_loss_scale": 2.0**20, "hysteresis": 1}
+    outcomes = train_cell(Cell(tp=2, dp=2, stage=stage, precision="fp16", settings=settings), corpus)
+    skipped = outcomes[0].skipped
+    assert skipped[0] and skipped[1] and sum(skipped) < 10
+    assert all(outcome.skipped == skipped for outcome in outcomes)
+    # The reference's first step has learning rate 0 (warm-up), so its second loss is still one of the initial weights.
+    assert outcomes[0].losses[:2] == pytest.approx(reference.losses[:2], rel=2e-3)
+    assert outcomes[0].losses[-1] < 0.7 * outcomes[0].losses[0], "after the skips it trains"

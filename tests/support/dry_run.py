@@ -1,0 +1,64 @@
+"""One training step of one rank out of many, with fake tensors and torch's fake process group; prints JSON.
+
+python dry_run.py RANK DP TP STAGE
+"""
+
+import json
+import sys
+from dataclasses import asdict
+
+import torch
+import torch.distributed as dist
+from support.configs import make_run
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megazero.comm.build import make_mesh
+from megazero.data.loader import MicroBatch, StepBatch
+from megazero.memory.fused_buffers import FusedBuffers
+from megazero.parallel.topology import Topology
+from megazero.train.build import build_core, step_parts
+from megazero.train.step import StepControls, training_step
+
+SEQUENCE = 256
+
+
+def main(rank: int, dp: int, tp: int, stage: int) -> None:
+    config = make_run(
+        num_layers=6,
+        hidden_size=4096,
+        num_attention_heads=32,
+        seq_length=SEQUENCE,
+        vocab_size=50257,
+        micro_batch_size=1,
+        global_batch_size=2 * dp,
+        tensor_model_parallel_size=tp,
+        zero_stage=stage,
+        precision="bf16",
+        hidden_dropout=0.1,
+        attention_dropout=0.1,
+    )
+    dist.init_process_group("fake", rank=rank, world_size=dp * tp, store=FakeStore())
+    with FakeTensorMode():
+        device = torch.device("cpu")
+        buffers = FusedBuffers(0, device)
+        mesh = make_mesh(Topology(tp=tp, dp=dp), rank, device, buffers)
+        core = build_core(config, mesh, buffers, vocab_size=50257)
+        tokens = torch.zeros(1, SEQUENCE, dtype=torch.int64)
+        batch = StepBatch(0, [MicroBatch(index, tokens, tokens, None) for index in range(2)])
+        training_step(step_parts(config, core), batch, StepControls(lr=1e-4, loss_scale=1.0))
+        core.engine.close()
+    print(
+        json.dumps(
+            {
+                "padded": core.engine.layout.padded_numel(trainable=True),
+                "states": asdict(core.engine.model_state_bytes()),
+                "comm_bytes": mesh.meter.bytes_by_axis(),
+                "num_buffers": buffers.num_buffers,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(*(int(word) for word in sys.argv[1:]))
