@@ -1,0 +1,45 @@
+"""Publishing is lazy: a unit's gathers are waited for when the unit is about to run, and not before."""
+
+import pytest
+import torch
+from support.awkward import Options, batch, loss_of, make_engine
+from support.processes import run_ranks
+
+from megazero.optim.inner import StepInputs
+
+
+def in_flight_after(rank: int, stage: int) -> dict[str, list[str]]:
+    """Units in flight after the update, after one unit's forward, after a whole forward."""
+    model, engine, _ = make_engine(rank, Options(stage=stage, dp=2))
+    engine.begin_step()
+    engine.backward(loss_of(model, *batch(rank)), is_last=True)
+    engine.finish_reductions()
+    engine.update(StepInputs(1e-2, torch.ones((), dtype=torch.float64), None))
+    pending = engine._gather._in_flight
+    seen = {"update": sorted(pending)}
+    model.last(torch.zeros(1, 11, dtype=torch.float64))
+    seen["one unit"] = sorted(pending)
+    model(batch(0)[0])
+    seen["forward"] = sorted(pending)
+    engine.ensure_parameters()
+    seen["all"] = sorted(pending)
+    engine.close()
+    return seen
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", [1, 2])
+def test_units_are_waited_for_just_before_their_use(stage: int) -> None:
+    units = ["first", "last", "middle", "root", "unused"]
+    for seen in run_ranks(2, in_flight_after, stage):
+        assert seen == {
+            "update": units,
+            "one unit": ["first", "middle", "root", "unused"],
+            "forward": ["unused"],
+            "all": [],
+        }
+
+
+@pytest.mark.gloo
+def test_replicated_parameters_are_not_gathered() -> None:
+    assert run_ranks(2, in_flight_after, 0)[0]["update"] == []

@@ -1,0 +1,118 @@
+"""The flat tensors of one rank: views, bytes, master and working values."""
+
+import pytest
+import torch
+from support.awkward import Options, make_engine, make_model
+from support.processes import run_ranks
+from torch import nn
+
+from megazero.config.precision import PrecisionConfig
+from megazero.config.zero import ZeroConfig
+from megazero.parallel.param_spec import spec_of
+from megazero.zero.layout import LayoutRules, Unit, build_layout
+from megazero.zero.plan import resolve
+from megazero.zero.shards import Shards
+
+
+def make_shards(stage: int, precision: str, *, rank: int = 0, ranks: int = 2) -> tuple[nn.Module, Shards]:
+    plan = resolve(
+        ZeroConfig(zero_stage=stage),
+        PrecisionConfig(precision=precision),  # type: ignore[arg-type]
+    )
+    model = make_model(plan.parameter.dtype)
+    parameters = dict(model.named_parameters())
+    specs = [(spec_of(name, parameter), parameter.dtype) for name, parameter in parameters.items()]
+    layout = build_layout([Unit("all", tuple(parameters))], specs, LayoutRules(ranks, 64, 2))
+    return model, Shards(plan, layout, rank, parameters=parameters)
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_parameters_keep_their_values_and_become_views(stage: int, precision: str) -> None:
+    model, shards = make_shards(stage, precision)
+    fresh = make_model(next(model.parameters()).dtype)
+    for (name, parameter), before in zip(model.named_parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(parameter, before), name
+    for bucket in shards.layout.trainable_buckets:
+        shards.working(bucket, bucket.range).fill_(3.0)
+    for name, parameter in model.named_parameters():
+        expected = parameter.requires_grad
+        assert bool((parameter == 3.0).all()) == expected, name
+    assert model.get_parameter("middle.weight") is model.tied, "a tied parameter stays one tensor"
+
+
+def test_master_is_the_owned_range_of_working() -> None:
+    for rank in (0, 1):
+        _, shards = make_shards(1, "bf16", rank=rank)
+        for bucket in shards.layout.trainable_buckets:
+            owned = bucket.partition(rank)
+            assert shards.master(bucket, owned).dtype == torch.float32
+            assert torch.equal(shards.master(bucket, owned), shards.working(bucket, owned).float())
+    _, shards = make_shards(1, "fp32")
+    bucket = shards.layout.trainable_buckets[0]
+    owned = shards.owned(bucket)
+    assert shards.master(bucket, owned).data_ptr() == shards.working(bucket, owned).data_ptr()
+
+
+def test_owned_ranges_do_not_overlap_in_the_flat_tensors() -> None:
+    _, shards = make_shards(2, "bf16", rank=1)
+    for number, bucket in enumerate(shards.layout.trainable_buckets):
+        owned = shards.owned(bucket)
+        for view in (shards.master, shards.exp_avg, shards.exp_avg_sq, shards.reduced_gradient):
+            view(bucket, owned).fill_(number + 1)
+    for number, bucket in enumerate(shards.layout.trainable_buckets):
+        owned = shards.owned(bucket)
+        for view in (shards.master, shards.exp_avg, shards.exp_avg_sq, shards.reduced_gradient):
+            assert bool((view(bucket, owned) == number + 1).all())
+
+
+def test_resident_gradients_are_where_autograd_adds() -> None:
+    model, shards = make_shards(0, "bf16")
+    shards.reset_resident_gradients()
+    for _ in range(2):
+        model.first.weight.sum().backward()  # type: ignore[no-untyped-call,union-attr,operator]
+    found = torch.cat(
+        [shards.resident_gradient(bucket, bucket.range).flatten() for bucket in shards.layout.trainable_buckets]
+    )
+    assert float(found.sum()) == 2 * model.get_parameter("first.weight").numel()
+    model.zero_grad()  # drops the views, as users do
+    shards.reset_resident_gradients()
+    model.first.weight.sum().backward()  # type: ignore[no-untyped-call,union-attr,operator]
+    assert float(found.sum()) == 2 * model.get_parameter("first.weight").numel(), "a copy of what was there"
+    again = torch.cat([shards.resident_gradient(bucket, bucket.range) for bucket in shards.layout.trainable_buckets])
+    assert float(again.sum()) == model.get_parameter("first.weight").numel()
+
+
+def test_gradients_accumulate_in_fp32_where_asked() -> None:
+    plan = resolve(ZeroConfig(zero_stage=0), PrecisionConfig(precision="bf16", accumulate_allreduce_grads_in_fp32=True))
+    parameter = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    layout = build_layout([Unit("u", ("p",))], [(spec_of("p", parameter), parameter.dtype)], LayoutRules(1, 64, 1))
+    shards = Shards(plan, layout, 0, parameters={"p": parameter})
+    for _ in range(1000):
+        (parameter * 0.001).sum().backward()  # type: ignore[no-untyped-call]
+    bucket = layout.trainable_buckets[0]
+    gradient = shards.resident_gradient(bucket, bucket.range)
+    assert gradient.dtype == torch.float32
+    # 0.001 in bf16 is 0.00100; in a bf16 sum the last hundreds of additions would vanish.
+    torch.testing.assert_close(gradient, torch.full((4,), 1.0), rtol=5e-3, atol=0)
+
+
+def bytes_on_rank(rank: int, stage: int) -> tuple[dict[str, int], int, int]:
+    _, engine, _ = make_engine(rank, Options(stage=stage, dp=4, precision="bf16"))
+    engine.close()
+    states = engine.model_state_bytes()
+    frozen = engine.layout.padded_numel(trainable=False)
+    return vars(states), engine.layout.padded_numel(trainable=True), frozen
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_frozen_parameters_cost_their_value_only(stage: int) -> None:
+    for states, trained, frozen in run_ranks(4, bytes_on_rank, stage):
+        owned = trained if stage == 0 else trained // 4
+        assert states == {
+            "parameters": 2 * (trained + frozen),
+            "gradients": 2 * (trained // 4 if stage == 2 else trained),
+            "master": 4 * owned,
+            "moments": 8 * owned,
+        }
