@@ -22,15 +22,12 @@ environment_fingerprint() {
     cat setup.py scripts/constraints.txt | cksum
 }
 
+# Torch alone; what it needs comes with the rest.
 install_torch() {
     local wanted
     wanted="$(grep '^torch==' scripts/constraints.txt)"
-    local options=()
-    # The default Linux build brings gigabytes of CUDA libraries, of no use without a GPU.
-    if ! command -v nvidia-smi >/dev/null 2>&1; then
-        options=(--extra-index-url https://download.pytorch.org/whl/cpu --retries 1)
-    fi
-    .venv/bin/python -m pip install --quiet --no-deps "$wanted" "${options[@]+"${options[@]}"}"
+    # Which build this is (with CUDA or without) is for pip's own settings to say, PIP_EXTRA_INDEX_URL say.
+    .venv/bin/python -m pip install --quiet "$wanted"
 }
 
 ensure_environment() {

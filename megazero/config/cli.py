@@ -52,7 +52,7 @@ def parse(argv: Sequence[str] | None = None, *, world_size: int | None = None) -
 
     Raises ConfigError with everything that is wrong.  When settings are invalid and `world_size` is known, the rules
     between the valid ones are tried as well; a configuration without findings is left to `rules.check`, which
-    the caller runs together with its other checks.
+    the caller runs together with its other checks.  A known `world_size` adds the rules' advice to the notices.
     """
     words, stray = split_words(sys.argv[1:] if argv is None else argv)
     gathered = _Gathered()
@@ -66,7 +66,9 @@ def parse(argv: Sequence[str] | None = None, *, world_size: int | None = None) -
     if problems and world_size is not None:
         problems.extend(rules.check(outcome.partial, world_size))
     raise_problems(ConfigError, problems)
-    return ParsedRun(_valid(outcome), tuple(gathered.notices))
+    config = _valid(outcome)
+    advice = () if world_size is None else rules.advice(config, world_size)
+    return ParsedRun(config, (*gathered.notices, *advice))
 
 
 def from_yaml(text: str, *, origin: str = "configuration") -> RunConfig:

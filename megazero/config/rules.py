@@ -21,6 +21,20 @@ def check(config: RunConfig, world_size: int) -> tuple[Problem, ...]:
     return tuple(problem for rule in RULES for problem in _try(rule, config, world_size))
 
 
+def advice(config: RunConfig, world_size: int) -> tuple[str, ...]:
+    """Notices about legal settings whose price is easily overlooked, one line each; none while there are problems."""
+    if check(config, world_size):
+        return ()
+    precision, count = config.precision, derived.num_micro_batches(config, world_size)
+    narrow = precision.precision == "bf16" and not precision.accumulate_allreduce_grads_in_fp32
+    if narrow and count > 1:
+        return (
+            f"--bf16: the gradients of {count} micro-batches are added up in bf16;"
+            " --accumulate-allreduce-grads-in-fp32 keeps them in fp32, for 2 more bytes a gradient element",
+        )
+    return ()
+
+
 def _try(rule: Rule, config: RunConfig, world_size: int) -> tuple[Problem, ...]:
     try:
         return tuple(rule(config, world_size))

@@ -99,7 +99,7 @@ def _uninitialised(tp: TensorParallel, shape: tuple[int, ...], spec: ParamSpec) 
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """F.linear after copy_to_region, in one Function so that the weight's gradient is made during the all-reduce."""
+    """F.linear as the entry of a region, in one Function so that the weight gradient is made during the all-reduce."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, communicator: Communicator) -> Tensor:

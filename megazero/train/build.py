@@ -38,6 +38,8 @@ from megazero.train.writers import open_writers
 from megazero.zero.engine import Engine, EngineSettings, ModelUnit
 from megazero.zero.plan import DTYPES, resolve
 
+_REPORTED_AS = {"valid": "validation", "test": "test"}
+
 
 def check(config: RunConfig, launch: Launch) -> RunInputs:
     """Everything that can be found wrong before ranks meet, raised at once; returns the opened corpora."""
@@ -186,11 +188,11 @@ def _resume(config: RunConfig, core: Core, schedule: LearningRate, scaler: LossS
 
 def _held_out(config: RunConfig, inputs: RunInputs, layout: BatchLayout) -> dict[str, EvaluationSet]:
     """Evaluation sets by the name they are reported under."""
-    splits = {"validation": inputs.valid, "test": inputs.test}
+    sources = {"valid": inputs.valid, "test": inputs.test}
     num_batches = config.training.eval_iters
     return {
-        name: EvaluationSet(source, layout, num_batches)
-        for name, source in splits.items()
+        _REPORTED_AS[split]: EvaluationSet(source, layout, num_batches, inputs.bytes_per_token.get(split))
+        for split, source in sources.items()
         if source is not None and num_batches > 0
     }
 
@@ -243,6 +245,5 @@ def _reporting(config: RunConfig, console: Console, core: Core, inputs: RunInput
         rates=Rates(flops, world_size, peak_tflops(name, precision=config.precision.precision)),
         global_batch_size=derived.global_batch_size(config, world_size),
         tokens_per_sample=config.model.seq_length,
-        bytes_per_token=inputs.bytes_per_token,
         gathers_ranks=wants_ranks,
     )

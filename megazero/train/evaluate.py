@@ -13,11 +13,12 @@ from megazero.train.step import LanguageModel, summed_loss
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """num_batches global batches, from sample 0 on."""
+    """num_batches global batches, from sample 0 on; bytes_per_token of the text, None where nobody tells."""
 
     source: Samples
     layout: BatchLayout
     num_batches: int
+    bytes_per_token: float | None = None
 
 
 @torch.no_grad()

@@ -1,6 +1,8 @@
 """What a run reads, opened and checked from its configuration before any process group exists."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from megazero.config.data import DataConfig
 from megazero.config.model import ModelConfig
@@ -15,7 +17,8 @@ from megazero.errors import DataError, Problem, raise_problems
 class RunInputs:
     """Samples of the splits that are read (None for the others), and what the model must know of the text.
 
-    eod: end-of-document id, None where nobody tells.  bytes_per_token: of the text, None where nobody tells.
+    eod: end-of-document id, None where nobody tells.
+    bytes_per_token: of a held-out split's text; a split is missing where nobody tells.
     """
 
     train: Samples
@@ -23,7 +26,7 @@ class RunInputs:
     test: Samples | None
     vocab_size: int
     eod: int | None
-    bytes_per_token: float | None
+    bytes_per_token: Mapping[str, float]
 
 
 def open_inputs(data: DataConfig, model: ModelConfig, *, seed: int, evaluates: bool) -> RunInputs:
@@ -42,16 +45,25 @@ def open_inputs(data: DataConfig, model: ModelConfig, *, seed: int, evaluates: b
         if is_read
     }
     eod = corpora.eod if tokenizer is None else load_tokenizer(tokenizer).eod
-    return RunInputs(found["train"], found.get("valid"), found.get("test"), vocab_size, eod, corpora.bytes_per_token)
+    ratios = {name: corpora.split_bytes_per_token(name) for name in found if name != "train"}
+    known = {name: ratio for name, ratio in ratios.items() if ratio is not None}
+    return RunInputs(found["train"], found.get("valid"), found.get("test"), vocab_size, eod, known)
 
 
 def tokenizer_spec(data: DataConfig) -> TokenizerSpec | None:
     """The tokenizer the configuration names; None when it names none."""
     if data.tokenizer_type is None:
         return None
-    files = {name: getattr(data, name) for name in ("vocab_file", "merge_file", "tokenizer_model")}
-    given = {name: None if path is None else str(path) for name, path in files.items()}
-    return TokenizerSpec(data.tokenizer_type, **given)
+    return TokenizerSpec(
+        data.tokenizer_type,
+        vocab_file=_text(data.vocab_file),
+        merge_file=_text(data.merge_file),
+        tokenizer_model=_text(data.tokenizer_model),
+    )
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
 
 
 def _vocab_size(data: DataConfig, model: ModelConfig, corpora: Corpora, tokenizer: TokenizerSpec | None) -> int:
@@ -71,4 +83,4 @@ def _made_up(model: ModelConfig, tokenizer: TokenizerSpec | None, seed: int) -> 
     if not vocab_size:
         raise DataError(Problem("--mock-data", "made-up tokens are drawn from a vocabulary", "--vocab-size 50257"))
     train, valid, test = (MockSamples(vocab_size, model.seq_length, seed + stream) for stream in range(3))
-    return RunInputs(train, valid, test, vocab_size, known.eod if known else None, None)
+    return RunInputs(train, valid, test, vocab_size, known.eod if known else None, {})

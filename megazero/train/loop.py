@@ -50,7 +50,6 @@ class Reporting:
     rates: Rates
     global_batch_size: int
     tokens_per_sample: int
-    bytes_per_token: float | None
     gathers_ranks: bool
 
 
@@ -224,9 +223,7 @@ class _Loop:
             return
         self._settle(may_lag=0)
         loss = evaluate(self._parts.model, self._parts.mesh, held_out)
-        result = Evaluation(
-            self._state.iteration, self._state.consumed_samples, split, loss, self._run.reporting.bytes_per_token
-        )
+        result = Evaluation(self._state.iteration, self._state.consumed_samples, split, loss, held_out.bytes_per_token)
         for writer in self._run.reporting.writers:
             writer.evaluation(result)
         if split == "validation":

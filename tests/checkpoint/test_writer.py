@@ -101,6 +101,7 @@ def test_bytes_in_the_manifest_are_those_of_safetensors(tmp_path: Path) -> None:
 def test_every_dtype_is_stored_bit_by_bit_and_aligned(tmp_path: Path) -> None:
     numbers = torch.tensor([0.0, -0.0, 1.5, -2.0, float("inf"), float("nan"), 3e-5])
     finite = numbers.nan_to_num(1, 1)
+    tensors: dict[str, torch.Tensor]
     tensors = {name: (numbers if dtype.is_floating_point else finite).to(dtype) for name, dtype in DTYPES.items()}
     fragments = [
         StateFragment(ParamSpec(name, (7,), (7,), (0,)), "weight", 0, 7, tensor) for name, tensor in tensors.items()

@@ -170,6 +170,12 @@ def test_rules_between_settings_are_left_to_the_caller_when_all_settings_are_val
     assert parse(f"{BASE} --num-attention-heads 7".split(), world_size=3).config.model.num_attention_heads == 7
 
 
+def test_advice_is_a_notice_when_the_world_is_known() -> None:
+    line = f"{BASE} --bf16 --global-batch-size 8".split()
+    assert parse(line).notices == ()
+    assert [notice.split(":")[0] for notice in parse(line, world_size=1).notices] == ["--bf16"]
+
+
 def test_help_ends_the_program(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         parse(["--help"])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from support.configs import SMALL, make_run
 
 from megazero.config.cli import parse
-from megazero.config.rules import RULES, check, near_divisors, neighbours
+from megazero.config.rules import RULES, advice, check, near_divisors, neighbours
 from megazero.config.validate import Said, validate
 from megazero.errors import Problem
 
@@ -139,6 +139,16 @@ def test_what_a_rule_calls_legal_mends_it(hidden: int, heads: int, degree: int, 
 def test_all_problems_come_together() -> None:
     found = check(make_run(num_attention_heads=7, tensor_model_parallel_size=2, train_iters=None, min_lr=1), 3)
     assert len(found) == 5
+
+
+def test_advice_is_given_on_narrow_sums_only() -> None:
+    narrow = {"precision": "bf16", "global_batch_size": 8}
+    assert len(advice(make_run(**narrow), 1)) == 1
+    assert "4 micro-batches" in advice(make_run(**narrow), 1)[0]
+    assert advice(make_run(**narrow), 4) == ()
+    assert advice(make_run(**narrow, accumulate_allreduce_grads_in_fp32=True), 1) == ()
+    assert advice(make_run(precision="fp32", global_batch_size=8), 1) == ()
+    assert advice(make_run(**narrow, min_lr=1), 1) == ()
 
 
 def test_rules_that_need_an_unknown_setting_are_passed_over() -> None:

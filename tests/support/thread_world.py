@@ -40,8 +40,8 @@ class ThreadCommunicator:
 
     def all_reduce(self, tensor: Tensor, kind: ReduceKind = "sum") -> Work:
         everyone = torch.stack(self._exchange(tensor))
-        reduce = {"sum": everyone.sum, "max": everyone.amax, "min": everyone.amin}[kind]
-        tensor.copy_(reduce(0))
+        reduced = {"sum": everyone.sum(0), "max": everyone.amax(0), "min": everyone.amin(0)}
+        tensor.copy_(reduced[kind])
         return Done()
 
     def all_reduce_scalars(self, tensor: Tensor, kind: ReduceKind = "sum") -> Work:
