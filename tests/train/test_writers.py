@@ -66,8 +66,9 @@ def test_console_prints_the_first_step_every_interval_and_the_last(capsys: pytes
     writer = console_writer(train_iters=25)
     for iteration in range(1, 26):
         writer.step(step(iteration, loss=float(iteration)), RANKS)
-    writer.close()
     lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
+    writer.close()
+    assert capsys.readouterr().out == ""
     assert [fields[0].split("iteration ")[1] for fields in lines] == [" 1/25", "10/25", "20/25", "25/25"]
     # Means over steps 1, 2-10, 11-20 and 21-25.
     assert [float(fields[8].split(": ")[1]) for fields in lines] == [1.0, 6.0, 15.5, 23.0]

@@ -1,0 +1,35 @@
+"""The interface and those who claim to meet it: the same calls with the same names."""
+
+import inspect
+
+import pytest
+
+from megazero.comm.interface import Communicator, Done, Scratch
+from megazero.comm.local import LocalCommunicator
+from megazero.comm.metered import MeteredCommunicator
+from megazero.comm.process_group import ProcessGroupCommunicator
+from megazero.memory.fused_buffers import FusedBuffers
+
+CALLS = {name: inspect.signature(call) for name, call in inspect.getmembers(Communicator, inspect.isfunction)}
+COLLECTIVES = ("all_gather_into", "reduce_scatter_into", "all_reduce", "all_reduce_scalars", "broadcast", "barrier")
+
+
+def test_the_interface_has_these_collectives() -> None:
+    assert {name for name in CALLS if not name.startswith("_")} == set(COLLECTIVES)
+
+
+@pytest.mark.parametrize("kind", [LocalCommunicator, ProcessGroupCommunicator, MeteredCommunicator])
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_every_communicator_takes_the_same_arguments(kind: type, name: str) -> None:
+    assert inspect.signature(getattr(kind, name)) == CALLS[name]
+
+
+def test_the_pool_lends_as_scratch_memory_is_asked_for() -> None:
+    ours, theirs = inspect.signature(FusedBuffers.lease), inspect.signature(Scratch.lease)
+    assert ours.parameters.keys() == theirs.parameters.keys()
+
+
+def test_what_is_done_needs_no_waiting() -> None:
+    done = Done()
+    done.wait()
+    done.wait()
