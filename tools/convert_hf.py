@@ -13,7 +13,7 @@ import torch
 
 from megazero.checkpoint.huggingface import export_model, read_model
 from megazero.checkpoint.reader import open_checkpoint
-from megazero.checkpoint.writer import save
+from megazero.checkpoint.writer import Draft, save
 from megazero.comm.local import LocalCommunicator
 from megazero.config.cli import from_yaml
 from megazero.config.data import DataConfig
@@ -79,15 +79,8 @@ def import_command(options: argparse.Namespace, console: Console) -> None:
         shape = tuple(weight.shape)
         spec = ParamSpec(name, shape, shape, (0,) * len(shape))
         fragments.append(StateFragment(spec, "weight", 0, spec.numel, weight.float().view(-1)))
-    folder = save(
-        options.save,
-        0,
-        fragments=fragments,
-        progress=TrainState(LossScale(1.0)).to_json(),
-        config_yaml=to_yaml(config),
-        world=LocalCommunicator(),
-        device=torch.device("cpu"),
-    )
+    draft = Draft(options.save, 0, TrainState(LossScale(1.0)).to_json(), to_yaml(config))
+    folder = save(draft, fragments, world=LocalCommunicator(), device=torch.device("cpu"))
     total = sum(math.prod(fragment.spec.full_shape) for fragment in fragments)
     console.line(f"{folder}: {format_count(total)} parameters, vocabulary {imported.vocab_size}")
 

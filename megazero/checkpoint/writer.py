@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, TypedDict, Unpack
+from typing import NamedTuple
 
 import torch
 from pydantic import JsonValue
@@ -52,35 +52,27 @@ _ALIGNMENT = 8
 _MAX_PROBLEMS = 20
 
 
-class Contents(TypedDict):
-    """What a checkpoint holds besides tensors: counters (anything JSON), and the run's configuration as YAML text."""
+class Draft(NamedTuple):
+    """Where a checkpoint goes, and what it holds besides tensors: counters, and the configuration as YAML text."""
 
+    root: Path
+    step: int
     progress: Mapping[str, JsonValue]
     config_yaml: str
 
 
-def save(
-    root: str | Path,
-    step: int,
-    *,
-    fragments: Iterable[StateFragment],
-    world: Communicator,
-    device: torch.device,
-    **contents: Unpack[Contents],
-) -> Path:
-    """Write a checkpoint under `root` and return its folder; a collective call over `world`.
+def save(draft: Draft, fragments: Iterable[StateFragment], *, world: Communicator, device: torch.device) -> Path:
+    """Write a checkpoint under `draft.root` and return its folder; a collective call over `world`.
 
     fragments: what this rank owns; over all ranks every element of every (parameter, kind) exactly once.  Without the
-    optimizer's kinds the checkpoint is one of weights only.  contents: progress and config_yaml; those of rank 0 count.
-    One job at a time may save under a root.
+    optimizer's kinds the checkpoint is one of weights only.  The draft of rank 0 counts.  One job at a time may save
+    under a root.
 
     Raises CheckpointError on all ranks if it fails on any, naming rank and cause; older checkpoints and `latest` are
     then as they were.
     """
-    root = Path(root)
-    draft = Draft(root, step, dict(contents["progress"]), contents["config_yaml"])
     leads = world.rank == 0
-    folder = root / f"{TEMPORARY_PREFIX}step_{step:07d}"
+    folder = draft.root / f"{TEMPORARY_PREFIX}step_{draft.step:07d}"
     try:
         together(world, device, lambda: prepare(folder) if leads else None, doing=f"making {folder}")
         together(world, device, lambda: write_part(folder, world.rank, fragments), doing=f"writing to {folder}")
@@ -89,17 +81,8 @@ def save(
         )
     finally:
         if leads:
-            remove_stale(root)
-    return root / str(names[0])
-
-
-class Draft(NamedTuple):
-    """What a checkpoint holds besides tensors, and where it goes."""
-
-    root: Path
-    step: int
-    progress: dict[str, JsonValue]
-    config_yaml: str
+            remove_stale(draft.root)
+    return draft.root / str(names[0])
 
 
 class _Item(NamedTuple):
@@ -222,7 +205,7 @@ def _merge(folder: Path, draft: Draft, world_size: int) -> Manifest:
     paths = [folder / f"{part_name(rank)}.json" for rank in range(world_size)]
     config = ConfigEntry(CONFIG, hashlib.sha256(draft.config_yaml.encode()).hexdigest())
     parts = [parse_part(path.read_bytes()) for path in paths]
-    manifest = merge_parts(parts, step=draft.step, progress=draft.progress, config=config)
+    manifest = merge_parts(parts, step=draft.step, progress=dict(draft.progress), config=config)
     raise_problems(CheckpointError, islice(layout_problems(manifest), _MAX_PROBLEMS))
     for path in paths:
         path.unlink()

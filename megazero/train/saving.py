@@ -8,7 +8,7 @@ from typing import Any
 from megazero.checkpoint.folders import LATEST, list_steps
 from megazero.checkpoint.reader import Checkpoint, open_checkpoint
 from megazero.checkpoint.restore import restore
-from megazero.checkpoint.writer import save
+from megazero.checkpoint.writer import Draft, save
 from megazero.comm.mesh import Mesh
 from megazero.config.checkpoint import CheckpointConfig
 from megazero.errors import CheckpointError, Problem, raise_problems
@@ -34,15 +34,8 @@ class Saver:
     def save(self, state: TrainState) -> Path:
         """Write one checkpoint, on all ranks together; returns its folder."""
         self.engine.ensure_parameters()
-        return save(
-            self.root,
-            state.iteration,
-            fragments=self._fragments(),
-            progress={**state.to_json(), **self.extra},
-            config_yaml=self.config_yaml,
-            world=self.mesh.world,
-            device=self.mesh.device,
-        )
+        draft = Draft(self.root, state.iteration, {**state.to_json(), **self.extra}, self.config_yaml)
+        return save(draft, self._fragments(), world=self.mesh.world, device=self.mesh.device)
 
     def _fragments(self) -> Iterator[StateFragment]:
         return (piece for piece in self.engine.owned_state() if self.with_optimizer or piece.kind == "weight")

@@ -22,7 +22,7 @@ from support.thread_world import ThreadCommunicator, run_threads
 import megazero.checkpoint
 from megazero.checkpoint.manifest import DTYPES
 from megazero.checkpoint.reader import open_checkpoint
-from megazero.checkpoint.writer import save, write_part
+from megazero.checkpoint.writer import Draft, save, write_part
 from megazero.comm.interface import Communicator
 from megazero.comm.local import LocalCommunicator
 from megazero.errors import CheckpointError
@@ -34,15 +34,8 @@ REPOSITORY = Path(__file__).parents[2]
 
 def save_state(root: Path, step: int, state: State, world: Communicator | None = None, tp: int = 1) -> Path:
     world = world or LocalCommunicator()
-    return save(
-        root,
-        step,
-        fragments=Layout(tp, world.size // tp).fragments(world.rank, state),
-        progress={"iteration": step, "rank": world.rank},
-        config_yaml=f"step: {step}\n",
-        world=world,
-        device=CPU,
-    )
+    draft = Draft(root, step, {"iteration": step, "rank": world.rank}, f"step: {step}\n")
+    return save(draft, Layout(tp, world.size // tp).fragments(world.rank, state), world=world, device=CPU)
 
 
 def holds(folder: Path, state: State) -> bool:
@@ -106,7 +99,7 @@ def test_every_dtype_is_stored_bit_by_bit_and_aligned(tmp_path: Path) -> None:
     fragments = [
         StateFragment(ParamSpec(name, (7,), (7,), (0,)), "weight", 0, 7, tensor) for name, tensor in tensors.items()
     ]
-    folder = save(tmp_path, 1, fragments=fragments, progress={}, config_yaml="", world=LocalCommunicator(), device=CPU)
+    folder = save(Draft(tmp_path, 1, {}, ""), fragments, world=LocalCommunicator(), device=CPU)
     checkpoint, loaded = open_checkpoint(folder), load_file(folder / "rank_00000.safetensors")
     for name, tensor in tensors.items():
         for got in (checkpoint.read_full(name), loaded[f"weight/{name}[0:7]"]):
@@ -120,7 +113,7 @@ def test_a_dtype_that_cannot_be_stored_is_named(tmp_path: Path) -> None:
     tensor = torch.zeros(2, dtype=torch.complex64)
     fragment = StateFragment(ParamSpec("p", (2,), (2,), (0,)), "weight", 0, 2, tensor)
     with pytest.raises(CheckpointError, match="complex64"):
-        save(tmp_path, 1, fragments=[fragment], progress={}, config_yaml="", world=LocalCommunicator(), device=CPU)
+        save(Draft(tmp_path, 1, {}, ""), [fragment], world=LocalCommunicator(), device=CPU)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -153,7 +146,7 @@ def test_state_that_does_not_tile_is_refused(tmp_path: Path) -> None:
     world = LocalCommunicator()
     for wrong, message in (([short], r"\[4:5,11:12\]\n.*stored nowhere"), ([whole, whole], "stored more than once")):
         with pytest.raises(CheckpointError, match=message):
-            save(tmp_path, 1, fragments=wrong, progress={}, config_yaml="", world=world, device=CPU)
+            save(Draft(tmp_path, 1, {}, ""), wrong, world=world, device=CPU)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -168,7 +161,7 @@ def test_a_rank_that_fails_fails_all_and_leaves_what_was_there(tmp_path: Path) -
             raise OSError(5, "Input/output error", "/nvme/swap")
 
     def action(world: ThreadCommunicator) -> Path:
-        return save(tmp_path, 20, fragments=fragments(world.rank), progress={}, config_yaml="", world=world, device=CPU)
+        return save(Draft(tmp_path, 20, {}, ""), fragments(world.rank), world=world, device=CPU)
 
     results = run_threads(3, action)
     assert [type(result) for result in results] == [CheckpointError] * 3

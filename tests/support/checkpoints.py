@@ -6,7 +6,7 @@ import torch
 from support.models import CPU, Piece, assemble, build_gpt, context, pieces
 from torch import Tensor
 
-from megazero.checkpoint.writer import save
+from megazero.checkpoint.writer import Draft, save
 from megazero.comm.local import LocalCommunicator
 from megazero.config.data import DataConfig
 from megazero.config.model import ModelConfig
@@ -52,13 +52,5 @@ def save_checkpoint(root: Path, config: RunConfig, *, vocab_size: int, tp: int, 
         for spec, parameter in named_specs(model):
             if spec.is_counted_on({"tp": rank}):
                 fragments.append(StateFragment(spec, "weight", 0, spec.numel, parameter.detach().view(-1)))
-    save(
-        root,
-        7,
-        fragments=fragments,
-        progress={},
-        config_yaml=to_yaml(config),
-        world=LocalCommunicator(),
-        device=CPU,
-    )
+    save(Draft(root, 7, {}, to_yaml(config)), fragments, world=LocalCommunicator(), device=CPU)
     return assemble(ranks)

@@ -1,0 +1,146 @@
+"""AdamW on flat runs against torch.optim.AdamW, and a skipped step that leaves no trace."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from megazero.memory.fused_buffers import FusedBuffers
+from megazero.optim.inner import AdamWRun, AdamWSettings, StepInputs, adamw, advance
+
+SETTINGS = AdamWSettings(beta1=0.8, beta2=0.95, eps=1e-6, weight_decay=0.3)
+NUMEL = {True: 11, False: 5}  # of the decayed and of the other run
+RATES = (3e-2, 1e-2, 0.0, 5e-3, 2e-2)
+
+
+@dataclass
+class Flat:
+    """Master weights and moments of both runs in one flat tensor each, as the engine keeps them."""
+
+    master: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    step: Tensor
+    pool: FusedBuffers
+
+    @classmethod
+    def start(cls, dtype: torch.dtype) -> "Flat":
+        numel = sum(NUMEL.values())
+        values = torch.randn(numel, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+        pool = FusedBuffers(max(NUMEL.values()) * dtype.itemsize, torch.device("cpu"))
+        return cls(values, torch.zeros(numel, dtype=dtype), torch.zeros(numel, dtype=dtype), torch.zeros(()), pool)
+
+    def update(self, gradient: Tensor, inputs: StepInputs) -> None:
+        """One optimizer step over both runs."""
+        advance(self.step, inputs)
+        for decay, part in self.parts().items():
+            run = AdamWRun(self.master[part], gradient[part], self.exp_avg[part], self.exp_avg_sq[part], decay)
+            adamw(run, SETTINGS, self.step, inputs, buffers=self.pool)
+
+    @staticmethod
+    def parts() -> dict[bool, slice]:
+        return {True: slice(0, NUMEL[True]), False: slice(NUMEL[True], sum(NUMEL.values()))}
+
+    def copies(self) -> list[Tensor]:
+        return [tensor.clone() for tensor in (self.master, self.exp_avg, self.exp_avg_sq, self.step)]
+
+
+def gradients(dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    numel = sum(NUMEL.values())
+    return [torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype) for _ in RATES]
+
+
+def inputs(lr: float, factor: float = 1.0, found_inf: float | None = None) -> StepInputs:
+    flag = None if found_inf is None else torch.tensor(found_inf)
+    return StepInputs(lr, torch.tensor(factor, dtype=torch.float64), flag)
+
+
+def torch_adamw(start: Tensor, grads: list[Tensor], factor: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(weights, first and second moments) after all steps of torch's plain loop."""
+    parts = {decay: start[part].clone().requires_grad_(True) for decay, part in Flat.parts().items()}
+    groups = [
+        {"params": [weight], "weight_decay": SETTINGS.weight_decay if decay else 0.0} for decay, weight in parts.items()
+    ]
+    betas = (SETTINGS.beta1, SETTINGS.beta2)
+    optimizer = torch.optim.AdamW(groups, lr=1.0, betas=betas, eps=SETTINGS.eps, foreach=False, fused=False)
+    for rate, gradient in zip(RATES, grads, strict=True):
+        for decay, weight in parts.items():
+            weight.grad = (gradient[Flat.parts()[decay]] * factor).to(start.dtype)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+    states = [optimizer.state[weight] for weight in parts.values()]
+    return (
+        torch.cat([weight.detach() for weight in parts.values()]),
+        torch.cat([state["exp_avg"] for state in states]),
+        torch.cat([state["exp_avg_sq"] for state in states]),
+    )
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-14), (torch.float32, 2e-6)], ids=str)
+@pytest.mark.parametrize("factor", [1.0, 0.125])
+@pytest.mark.parametrize("found_inf", [None, 0.0])
+def test_steps_equal_torchs(dtype: torch.dtype, rtol: float, factor: float, found_inf: float | None) -> None:
+    flat, grads = Flat.start(dtype), gradients(dtype)
+    expected = torch_adamw(flat.master.clone(), grads, factor)
+    for rate, gradient in zip(RATES, grads, strict=True):
+        flat.update(gradient, inputs(rate, factor, found_inf))
+    for ours, theirs in zip((flat.master, flat.exp_avg, flat.exp_avg_sq), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=rtol, atol=rtol)
+    assert flat.step.item() == len(RATES)
+
+
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16], ids=str)
+def test_narrow_gradients_are_widened_before_they_are_scaled(narrow: torch.dtype) -> None:
+    """A factor of 1 / 2^16 would push fp16 gradients below what fp16 can hold."""
+    flat, grads = Flat.start(torch.float32), gradients(narrow)
+    expected, _, _ = torch_adamw(flat.master.clone(), [gradient.float() for gradient in grads], 2.0**-16)
+    for rate, gradient in zip(RATES, grads, strict=True):
+        before = gradient.clone()
+        flat.update(gradient, inputs(rate, 2.0**-16))
+        assert torch.equal(gradient, before), "gradients are read only"
+    torch.testing.assert_close(flat.master, expected, rtol=2e-6, atol=2e-6)
+
+
+def test_decay_without_gradient() -> None:
+    """A zero gradient leaves nothing but the decay: weight (1 - lr decay), and only in the run that decays."""
+    flat = Flat.start(torch.float64)
+    before = flat.master.clone()
+    flat.update(torch.zeros_like(before), inputs(0.5))
+    parts = flat.parts()
+    torch.testing.assert_close(flat.master[parts[True]], before[parts[True]] * (1 - 0.5 * 0.3), rtol=1e-15, atol=0)
+    assert torch.equal(flat.master[parts[False]], before[parts[False]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("value", [torch.inf, torch.nan, 1.0])
+def test_a_skipped_step_leaves_everything_as_it_was(dtype: torch.dtype, value: float) -> None:
+    flat, grads = Flat.start(dtype), gradients(dtype)
+    flat.update(grads[0], inputs(1e-2, found_inf=0.0))
+    before = flat.copies()
+    overflowed = grads[1].clone()
+    overflowed[3] = value
+    flat.update(overflowed, inputs(1e-2, factor=torch.nan, found_inf=1.0))
+    for ours, expected in zip(flat.copies(), before, strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_the_step_after_a_skipped_one_is_the_one_that_would_have_been() -> None:
+    skipping, straight = Flat.start(torch.float32), Flat.start(torch.float32)
+    first, second = gradients(torch.float32)[:2]
+    for flat in (skipping, straight):
+        flat.update(first, inputs(1e-2, found_inf=0.0))
+    skipping.update(second * torch.inf, inputs(1e-2, found_inf=1.0))
+    for flat in (skipping, straight):
+        flat.update(second, inputs(1e-2, found_inf=0.0))
+    for ours, expected in zip(skipping.copies(), straight.copies(), strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_scratch_memory_is_one_buffer_and_given_back() -> None:
+    flat = Flat.start(torch.float64)
+    flat.update(gradients(torch.float64)[0], inputs(1e-2))
+    assert flat.pool.num_buffers == 1
+    flat.pool.resize(8)  # refused while a buffer is out

@@ -1,0 +1,63 @@
+"""What a run has come to: how it counts, and the way through a checkpoint's JSON."""
+
+import json
+from typing import Any
+
+import pytest
+
+from megazero.errors import CheckpointError
+from megazero.optim.loss_scaler import LossScale
+from megazero.train.state import TrainState
+
+
+def state() -> TrainState:
+    return TrainState(LossScale(2.0**16, good_steps=7, hysteresis_left=1), 12, 96, 10)
+
+
+def test_steps_are_counted() -> None:
+    counted = TrainState(LossScale(1.0))
+    for skipped in (False, True, False):
+        counted.advance(num_samples=8, skipped=skipped)
+    assert (counted.iteration, counted.consumed_samples, counted.optimizer_steps) == (3, 24, 2)
+
+
+def test_what_is_saved() -> None:
+    assert state().to_json() == {
+        "iteration": 12,
+        "consumed_samples": 96,
+        "optimizer_steps": 10,
+        "loss_scale": {"scale": 65536.0, "good_steps": 7, "hysteresis_left": 1, "skips_at_minimum": 0},
+    }
+
+
+def test_the_way_through_json() -> None:
+    saved = json.loads(json.dumps({**state().to_json(), "seed": 3, "learning_rate": {"peak": 1e-3}}))
+    assert TrainState.from_json(saved) == state()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"iteration": None},
+        {"iteration": "12"},
+        {"iteration": 12.0},
+        {"iteration": True},
+        {"consumed_samples": -1},
+        {"optimizer_steps": [1]},
+        {"loss_scale": 65536.0},
+        {"loss_scale": None},
+        {"loss_scale": {"scale": 1.0}},
+    ],
+    ids=str,
+)
+def test_a_damaged_state_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match="checkpoint's (progress|loss scale)"):
+        TrainState.from_json(state().to_json() | change)
+
+
+@pytest.mark.parametrize("name", ["iteration", "consumed_samples", "optimizer_steps", "loss_scale"])
+def test_nothing_may_be_missing(name: str) -> None:
+    saved = state().to_json()
+    del saved[name]
+    with pytest.raises(CheckpointError, match="progress has loss_scale and the counts"):
+        TrainState.from_json(saved)
