@@ -217,12 +217,27 @@ show_sample() {
         --max-new-tokens 120 --temperature 0.8 --top-k 50 --seed 1234
 }
 
-parse_options "$@"
-choose_python
-prepare_folder
-prepare_data
-train
-show_sample
-say "done"
-"$python" tools/summarize_run.py --metrics-file "$dir/metrics.jsonl" --load "$dir/checkpoints" \
-    --tensorboard-dir "$dir/tensorboard"
+# What ended early is said, whatever ended it: a tool's own message may be missing when a signal did.
+# shellcheck disable=SC2329  # the trap below calls it
+tell_failure() {
+    local status=$?
+    ((status == 0)) || printf 'stopped after %ds with exit status %d; the same command goes on from here\n' \
+        "$SECONDS" "$status" >&2
+}
+
+# In a function, so that the whole script is read before anything runs and may be edited meanwhile.
+main() {
+    parse_options "$@"
+    choose_python
+    prepare_folder
+    trap tell_failure EXIT
+    prepare_data
+    train
+    show_sample
+    say "done"
+    "$python" tools/summarize_run.py --metrics-file "$dir/metrics.jsonl" --load "$dir/checkpoints" \
+        --tensorboard-dir "$dir/tensorboard"
+}
+
+main "$@"
+exit

@@ -1,14 +1,16 @@
 """From a configuration to a run: one function per noun, each given only its part.
 
-`check` comes first and needs no process group: the rules between settings, and the corpora.  `assemble` makes the mesh,
-the model, the engine, the data and the writers, and restores or initialises.
+`check` comes first and needs no process group: the rules between settings, the corpora, and the checkpoint.
+`assemble` makes the mesh, the model, the engine, the data and the writers, and restores or initialises.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
 from megazero.comm.build import Launch, make_mesh
+from megazero.comm.local import LocalCommunicator
 from megazero.comm.mesh import Mesh
 from megazero.config import derived, rules
 from megazero.config.optimizer import OptimizerConfig
@@ -30,7 +32,7 @@ from megazero.train.evaluate import EvaluationSet
 from megazero.train.inputs import RunInputs, open_inputs
 from megazero.train.loop import Reporting, Run, Timetable
 from megazero.train.metrics import Rates, flops_per_token, peak_tflops
-from megazero.train.saving import Saver, check_compatible, find_checkpoint, restore_engine
+from megazero.train.saving import Saver, check_compatible, check_shapes, find_checkpoint, restore_engine
 from megazero.train.state import TrainState
 from megazero.train.step import StepParts
 from megazero.train.timers import Timers
@@ -43,18 +45,34 @@ _REPORTED_AS = {"valid": "validation", "test": "test"}
 
 def check(config: RunConfig, launch: Launch) -> RunInputs:
     """Everything that can be found wrong before ranks meet, raised at once; returns the opened corpora."""
-    problems: list[Problem] = list(rules.check(config, launch.world_size))
-    inputs = None
-    try:
-        inputs = open_inputs(
-            config.data, config.model, seed=config.training.seed, evaluates=config.training.eval_iters > 0
-        )
-    except UserError as error:
-        # The rules have already said what they can say about the same settings.
-        problems += [problem for problem in error.problems if problem not in problems]
-    raise_problems(ConfigError, problems)
-    assert inputs is not None
+    raise_problems(ConfigError, rules.check(config, launch.world_size))
+    evaluates = config.training.eval_iters > 0
+    inputs = open_inputs(config.data, config.model, seed=config.training.seed, evaluates=evaluates)
+    raise_problems(ConfigError, (*_masking_problems(config, inputs), *_checkpoint_problems(config, inputs)))
     return inputs
+
+
+def _masking_problems(config: RunConfig, inputs: RunInputs) -> Iterator[Problem]:
+    if config.data.eod_mask_loss and inputs.eod is None:
+        rule = "the end-of-document token is known from a tokenizer or the corpus's .json"
+        yield Problem("--eod-mask-loss", rule, "--tokenizer-type ..., or no --eod-mask-loss")
+
+
+def _checkpoint_problems(config: RunConfig, inputs: RunInputs) -> Iterator[Problem]:
+    """What keeps --load from working, as far as it can be told without reading tensors: a whole model on no device."""
+    try:
+        checkpoint = find_checkpoint(config.checkpoint)
+        if checkpoint is None:
+            return
+        meta = torch.device("meta")
+        tp = TensorParallel(LocalCommunicator(), RandomRegions(0, 0, torch.device("cpu")), torch.float32, meta)
+        vocab_size = inputs.vocab_size
+        model = GPT(config.model, vocab_size=vocab_size, tp=tp, padded_vocab_size=vocab_size)
+        check_shapes(checkpoint, model, with_optimizer=not _takes_weights_only(config))
+        if not config.checkpoint.finetune:
+            check_compatible(checkpoint, seed=config.training.seed, seq_length=config.model.seq_length)
+    except UserError as error:
+        yield from error.problems
 
 
 def topology(config: RunConfig, world_size: int) -> Topology:
@@ -148,9 +166,6 @@ def assemble(config: RunConfig, launch: Launch, device: torch.device, inputs: Ru
 
 def batch_layout(config: RunConfig, mesh: Mesh, eod: int | None) -> BatchLayout:
     """How a step's samples are dealt out over the data-parallel ranks."""
-    if config.data.eod_mask_loss and eod is None:
-        rule = "the end-of-document token is known from a tokenizer or the corpus's .json"
-        raise ConfigError(Problem("--eod-mask-loss", rule, "--tokenizer-type ..., or no --eod-mask-loss"))
     return BatchLayout(
         global_batch_size=derived.global_batch_size(config, mesh.topology.world_size),
         micro_batch_size=config.training.micro_batch_size,
@@ -158,6 +173,10 @@ def batch_layout(config: RunConfig, mesh: Mesh, eod: int | None) -> BatchLayout:
         data_size=mesh.topology.dp,
         masked_token=eod if config.data.eod_mask_loss else None,
     )
+
+
+def _takes_weights_only(config: RunConfig) -> bool:
+    return config.checkpoint.finetune or config.checkpoint.no_load_optim
 
 
 @dataclass(frozen=True)
@@ -171,9 +190,7 @@ def _resume(config: RunConfig, core: Core, schedule: LearningRate, scaler: LossS
     checkpoint = find_checkpoint(config.checkpoint)
     if checkpoint is None:
         return _Resumed(TrainState(scaler.start()), schedule)
-    weights_only = config.checkpoint.finetune or config.checkpoint.no_load_optim
-    if not config.checkpoint.finetune:
-        check_compatible(checkpoint, seed=config.training.seed, seq_length=config.model.seq_length)
+    weights_only = _takes_weights_only(config)
     restore_engine(checkpoint, core.engine, core.mesh, with_optimizer=not weights_only)
     if config.checkpoint.finetune:
         return _Resumed(TrainState(scaler.start()), schedule)
@@ -217,7 +234,7 @@ def _saver(config: RunConfig, core: Core, schedule: LearningRate) -> Saver | Non
         "seed": config.training.seed,
         "seq_length": config.model.seq_length,
     }
-    return Saver(
+    saver = Saver(
         root=config.checkpoint.save,
         engine=core.engine,
         mesh=core.mesh,
@@ -225,6 +242,8 @@ def _saver(config: RunConfig, core: Core, schedule: LearningRate) -> Saver | Non
         extra=extra,
         with_optimizer=not config.checkpoint.no_save_optim,
     )
+    saver.save_configuration()
+    return saver
 
 
 def _reporting(config: RunConfig, console: Console, core: Core, inputs: RunInputs, state: TrainState) -> Reporting:

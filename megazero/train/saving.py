@@ -5,14 +5,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from megazero.checkpoint.folders import LATEST, list_steps
 from megazero.checkpoint.reader import Checkpoint, open_checkpoint
 from megazero.checkpoint.restore import restore
 from megazero.checkpoint.writer import Draft, save
 from megazero.comm.mesh import Mesh
 from megazero.config.checkpoint import CheckpointConfig
+from megazero.data.files import written_aside
 from megazero.errors import CheckpointError, Problem, raise_problems
-from megazero.parallel.param_spec import StateFragment
+from megazero.parallel.param_spec import StateFragment, StateKind, named_specs
 from megazero.train.state import TrainState
 from megazero.zero.engine import Engine
 
@@ -30,6 +33,12 @@ class Saver:
     config_yaml: str
     extra: Mapping[str, Any]
     with_optimizer: bool
+
+    def save_configuration(self) -> None:
+        """Write the resolved configuration beside the checkpoints to come, for a run that never gets to one."""
+        if self.mesh.rank == 0:
+            with written_aside(self.root / "config.yaml") as stream:
+                stream.write(self.config_yaml.encode())
 
     def save(self, state: TrainState) -> Path:
         """Write one checkpoint, on all ranks together; returns its folder."""
@@ -70,6 +79,23 @@ def check_compatible(checkpoint: Checkpoint, *, seed: int, seq_length: int) -> N
             for name in given
             if found[name] != given[name]
         ),
+    )
+
+
+def check_shapes(checkpoint: Checkpoint, model: nn.Module, *, with_optimizer: bool) -> None:
+    """Raise CheckpointError unless checkpoint and model have the same parameters; no tensor is read."""
+    kinds: tuple[StateKind, ...] = ("weight", "exp_avg", "exp_avg_sq") if with_optimizer else ("weight",)
+    parameters = list(named_specs(model))
+    names = {spec.name for spec, _ in parameters}
+    unknown = (name for name in checkpoint.parameters if name not in names)
+    raise_problems(
+        CheckpointError,
+        (Problem(f"{name} in {checkpoint.folder}", "the model has no such parameter") for name in unknown),
+    )
+    checkpoint.check(
+        StateFragment(spec, kind, 0, spec.numel, parameter.detach().view(-1))
+        for spec, parameter in parameters
+        for kind in kinds
     )
 
 

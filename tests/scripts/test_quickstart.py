@@ -74,3 +74,11 @@ def test_a_folder_made_from_other_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("words")
     status, output = quickstart("--dir", "run", "--input", "a.txt", cwd=tmp_path)
     assert status == 2 and "was made from other text (another.jsonl, 1 2)" in output
+
+
+def test_a_stage_that_fails_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("not json\n")
+    status, output = quickstart("--dir", "run", "--input", "a.jsonl", cwd=tmp_path)
+    assert status != 0
+    assert "a.jsonl" in output and "stopped after" in output and "Traceback" not in output
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["text"]
