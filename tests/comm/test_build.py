@@ -71,7 +71,6 @@ def test_auto_takes_the_cpu_where_there_is_no_gpu() -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_auto_takes_the_gpu_of_this_process() -> None:
     last = torch.cuda.device_count() - 1
     assert choose_device("auto", last) == torch.device("cuda", last)
