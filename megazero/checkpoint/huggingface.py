@@ -23,6 +23,7 @@ from megazero.checkpoint.reader import Checkpoint
 from megazero.comm.local import LocalCommunicator
 from megazero.config.derived import ffn_hidden_size, max_position_embeddings
 from megazero.config.model import ModelConfig
+from megazero.data.files import sync_path
 from megazero.errors import CheckpointError, Problem, raise_problems
 from megazero.model.gpt import GPT
 from megazero.parallel.param_spec import named_specs
@@ -244,19 +245,11 @@ def _publish(output: Path, described: str, tensors: Mapping[str, Tensor]) -> Non
         (aside / CONFIG_FILE).write_text(described, encoding="utf-8")
         save_file(dict(tensors), aside / WEIGHTS_FILE, metadata={"format": "pt"})
         for path in (aside / CONFIG_FILE, aside / WEIGHTS_FILE, aside):
-            _sync(path)
+            sync_path(path)
         os.replace(aside, output)
-        _sync(output.parent)
+        sync_path(output.parent)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(Problem(f"--output {output}: {error}", "the folder must be writable")) from error
     finally:
         with suppress(FileNotFoundError):
             shutil.rmtree(aside)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

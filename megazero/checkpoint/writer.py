@@ -44,6 +44,7 @@ from megazero.checkpoint.manifest import (
 )
 from megazero.checkpoint.slices import Piece, format_box, fragment_pieces, piece_view
 from megazero.comm.interface import Communicator
+from megazero.data.files import sync_path
 from megazero.errors import CheckpointError, raise_problems
 from megazero.parallel.param_spec import StateFragment
 
@@ -191,11 +192,11 @@ def publish(folder: Path, draft: Draft, world_size: int) -> str:
     # Everything that can fail for want of space comes before the rename.
     aside = root / f"{TEMPORARY_PREFIX}{LATEST}"
     _write_durably(aside, f"{name}\n".encode())
-    _sync_folder(folder)
+    sync_path(folder)
     os.rename(folder, root / name)
-    _sync_folder(root)
+    sync_path(root)
     os.replace(aside, root / LATEST)
-    _sync_folder(root)
+    sync_path(root)
     _remove_older_revisions(root, draft.step, name)
     return name
 
@@ -226,12 +227,3 @@ def _write_durably(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    """Make renames and new names in a folder survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -42,7 +42,7 @@ class AsideFile:
         if not self.stream.closed:
             self.seal()
         os.replace(self._aside, self.path)
-        sync_folder(self.path.parent)
+        sync_path(self.path.parent)
 
     def discard(self) -> None:
         """Remove what was written; harmless after `publish`."""
@@ -65,9 +65,9 @@ def written_aside(path: Path) -> Iterator[IO[bytes]]:
         aside.discard()
 
 
-def sync_folder(folder: Path) -> None:
-    """Make renames in `folder` durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync_path(path: Path) -> None:
+    """Bring a file's bytes, or a folder's renames, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
