@@ -3,6 +3,7 @@
 import sys
 
 from megazero.comm.build import Launch, choose_device, join, leave
+from megazero.comm.last_word import last_word
 from megazero.config.cli import parse
 from megazero.console import Console, run_program
 from megazero.train.build import assemble, check
@@ -19,14 +20,15 @@ def main() -> None:
 
     parallel = parsed.config.parallel
     device = choose_device(parallel.device, launch.local_rank)
-    join(
+    store = join(
         launch,
         backend=parallel.distributed_backend,
         device=device,
         timeout_minutes=parallel.distributed_timeout_minutes,
     )
     try:
-        train(assemble(parsed.config, launch, device, inputs))
+        with last_word(store, launch.rank):
+            train(assemble(parsed.config, launch, device, inputs))
     finally:
         leave()
 

@@ -70,8 +70,14 @@ def run_program(main: Callable[[], int | None]) -> int:
             # Usually every rank has found the same.  Rank 0 says it and exits, whereupon the launcher ends this
             # process; if it is still here after a while, rank 0 knows nothing of the error.
             time.sleep(_SILENCE_SECONDS)
-        print(error.render(), file=sys.stderr, flush=True)
-        return error.exit_code
+        return tell(error)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr, flush=True)
+        if launcher_rank() == 0:
+            print("interrupted", file=sys.stderr, flush=True)
         return 130
+
+
+def tell(error: UserError) -> int:
+    """Print what the user can mend, without a traceback; returns the exit code."""
+    print(error.render(), file=sys.stderr, flush=True)
+    return error.exit_code

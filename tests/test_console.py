@@ -135,12 +135,16 @@ def test_another_rank_tells_its_error_after_a_silence(
     assert capsys.readouterr().err == "configuration error: only here\n"
 
 
-def test_an_interrupt_is_told_as_such(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("rank", "text"), [("0", "interrupted\n"), ("1", "")])
+def test_an_interrupt_is_told_once(
+    rank: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def main() -> None:
         raise KeyboardInterrupt
 
+    monkeypatch.setenv("RANK", rank)
     assert run_program(main) == 130
-    assert capsys.readouterr().err == "interrupted\n"
+    assert capsys.readouterr().err == text
 
 
 def test_our_own_errors_keep_their_traceback() -> None:

@@ -104,7 +104,8 @@ def resolve(path: Path, step: int | None = None) -> Path:
         rule = "there is no such folder"
         if path.exists():
             rule = "there is no such step" if steps else "there is no checkpoint in this folder"
-        raise CheckpointError(Problem(wanted, rule, _existing(steps)))
+        # A step folder that isn't there: its neighbours may be.
+        raise CheckpointError(Problem(wanted, rule, _existing(steps or list_steps(path.parent))))
     return found
 
 

@@ -6,6 +6,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from megazero.comm.interface import Communicator, Scratch
 from megazero.comm.local import LocalCommunicator
@@ -46,11 +48,13 @@ class Launch:
 def choose_device(name: str, local_rank: int) -> torch.device:
     """ "auto", "cpu" or "cuda" to this process's device, which becomes the current one.
 
-    Raises TopologyError when a node runs more processes than it has GPUs.
+    Raises TopologyError when there is no GPU, or a node runs more processes than it has.
     """
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     count = torch.cuda.device_count()
+    if not count:
+        raise TopologyError(Problem("--device cuda", "PyTorch sees no GPU on this machine", "--device cpu"))
     if local_rank >= count:
         rule = "every process on a node needs a GPU of its own"
         legal = f"at most {count} processes a node, or --device cpu"
@@ -60,22 +64,40 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     return device
 
 
-def join(launch: Launch, *, backend: str, device: torch.device, timeout_minutes: float) -> None:
-    """Make the default process group; a job of one process needs none.
+def join(launch: Launch, *, backend: str, device: torch.device, timeout_minutes: float) -> Store | None:
+    """Make the default process group; returns the store that all processes of the job share.
 
-    backend is "auto" (nccl on CUDA, gloo elsewhere), "nccl" or "gloo".  With gloo on this device a single process that
-    has no rendezvous in its environment simply stays alone.
+    backend is "auto" (nccl on CUDA, gloo elsewhere), "nccl" or "gloo".  A job of one process needs no group and has no
+    store.  Raises TopologyError when the backend doesn't fit the device, or the launcher has named no meeting place.
     """
+    chosen = _choose_backend(backend, device)
     if launch.world_size == 1:
-        return
-    chosen = {"cuda": "nccl", "cpu": "gloo"}[device.type] if backend == "auto" else backend
+        return None
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        rule = f"{launch.world_size} processes find each other by MASTER_ADDR and MASTER_PORT"
+        raise TopologyError(Problem(f"no {' and no '.join(missing)} in the environment", rule, "start with torchrun"))
+    timeout = timedelta(minutes=timeout_minutes)
+    # torch would make the same store by itself, and keep it to itself.
+    store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
+    store.set_timeout(timeout)
     dist.init_process_group(
         chosen,
+        store=PrefixStore("default_pg", store),
         rank=launch.rank,
         world_size=launch.world_size,
-        timeout=timedelta(minutes=timeout_minutes),
+        timeout=timeout,
         device_id=device if chosen == "nccl" else None,
     )
+    return PrefixStore("megazero", store)
+
+
+def _choose_backend(name: str, device: torch.device) -> str:
+    fitting = {"cuda": "nccl", "cpu": "gloo"}[device.type]
+    if name not in ("auto", fitting):
+        rule = f"{name} doesn't move {device.type} memory, and this run's device is {device.type}"
+        raise TopologyError(Problem(f"--distributed-backend {name}", rule, f"--distributed-backend {fitting}"))
+    return fitting
 
 
 def leave() -> None:

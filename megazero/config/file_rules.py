@@ -108,6 +108,16 @@ def tokenizer_has_its_files(config: RunConfig, world_size: int) -> Iterator[Prob
             yield Problem(f"--{name.replace('_', '-')} {path}", "the file exists", "")
 
 
+CORPUS_RULES = (
+    corpus_is_given_once,
+    mixture_has_weights,
+    split_is_shares,
+    split_has_what_is_read,
+    mock_data_has_a_vocabulary,
+    tokenizer_has_its_files,
+)
+
+
 def folders_are_folders(config: RunConfig, world_size: int) -> Iterator[Problem]:
     folders = {
         "--save": config.checkpoint.save,

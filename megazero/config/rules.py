@@ -21,6 +21,11 @@ def check(config: RunConfig, world_size: int) -> tuple[Problem, ...]:
     return tuple(problem for rule in RULES for problem in _try(rule, config, world_size))
 
 
+def corpus_is_named(config: RunConfig, world_size: int) -> bool:
+    """Whether the settings of the corpus break no rule, so that opening it tells something new."""
+    return not any(_try(rule, config, world_size) for rule in file_rules.CORPUS_RULES)
+
+
 def advice(config: RunConfig, world_size: int) -> tuple[str, ...]:
     """Notices about legal settings whose price is easily overlooked, one line each; none while there are problems."""
     if check(config, world_size):
@@ -265,12 +270,7 @@ RULES: tuple[Rule, ...] = (
     loss_scale_is_for_fp16,
     loss_scales_are_ordered,
     fp32_gradients_are_wider,
-    file_rules.corpus_is_given_once,
-    file_rules.mixture_has_weights,
-    file_rules.split_is_shares,
-    file_rules.split_has_what_is_read,
-    file_rules.mock_data_has_a_vocabulary,
-    file_rules.tokenizer_has_its_files,
+    *file_rules.CORPUS_RULES,
     file_rules.folders_are_folders,
     file_rules.saving_has_a_folder,
     file_rules.loading_has_a_folder,

@@ -90,8 +90,8 @@ class Corpora:
                     Problem(given, "the model's vocabulary holds the corpus's", f"--vocab-size {sidecar.vocab_size}")
                 )
             if tokenizer and (tokenizer.type, digests) != (sidecar.tokenizer_type, dict(sidecar.tokenizer_files)):
-                given = f"{prefix}: made with {sidecar.tokenizer_type} {_digest_text(sidecar.tokenizer_files)}"
-                rule = f"the run's tokenizer is the one that made the corpus, not {tokenizer.type} "
+                given = f"{prefix}: made with {sidecar.tokenizer_type}{_digest_text(sidecar.tokenizer_files)}"
+                rule = f"the run's tokenizer is the one that made the corpus, not {tokenizer.type}"
                 problems.append(Problem(given, rule + _digest_text(digests), "the files the corpus was made with"))
         return problems
 
@@ -144,8 +144,8 @@ class Corpora:
         known = self._known_sidecars()
         return [
             Problem(
-                f"{prefix}: made with {sidecar.tokenizer_type} {_digest_text(sidecar.tokenizer_files)}",
-                f"all corpora of a run are made with one tokenizer; {known[0][0]} has {known[0][1].tokenizer_type} "
+                f"{prefix}: made with {sidecar.tokenizer_type}{_digest_text(sidecar.tokenizer_files)}",
+                f"all corpora of a run are made with one tokenizer; {known[0][0]} has {known[0][1].tokenizer_type}"
                 + _digest_text(known[0][1].tokenizer_files),
             )
             for prefix, sidecar in known[1:]
@@ -180,4 +180,4 @@ def _bytes_per_token(dataset: IndexedDataset, sidecar: Sidecar, tokens: range) -
 
 
 def _digest_text(digests: Mapping[str, str]) -> str:
-    return " ".join(f"{name} {digest[:12]}" for name, digest in digests.items())
+    return "".join(f" {name} {digest[:12]}" for name, digest in digests.items())

@@ -302,7 +302,8 @@ def _prefixes_nearby(prefix: str) -> str:
     if stem != prefix and idx_path(stem).is_file():
         return f"the prefix without its ending: {stem}"
     folder = Path(prefix).parent
-    found = sorted(str(path.with_suffix("")) for path in folder.glob("*.idx"))[:5] if folder.is_dir() else []
+    indexes = folder.glob("*.idx") if folder.is_dir() else ()
+    found = sorted(str(path.with_suffix("")) for path in indexes if path.with_suffix(".bin").is_file())[:5]
     return ", ".join(found) or "a prefix that tools/preprocess_data.py wrote"
 
 

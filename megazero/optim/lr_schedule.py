@@ -15,12 +15,22 @@ minimum.  This is Megatron-LM's rule, which counts samples; with a constant glob
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any
 
 from megazero.config.optimizer import OptimizerConfig
 from megazero.errors import CheckpointError, ConfigError, Problem, raise_problems
 
 STYLES = ("constant", "linear", "cosine")
+_FLAGS: Mapping[str, str] = MappingProxyType(
+    {
+        "peak": "--lr",
+        "minimum": "--min-lr",
+        "style": "--lr-decay-style",
+        "warmup_steps": "--lr-warmup-iters",
+        "decay_steps": "--lr-decay-iters (--train-iters without it)",
+    }
+)
 _UNUSED_BY_CONSTANT = ("minimum", "decay_steps")
 
 
@@ -98,8 +108,8 @@ class LearningRate:
 def reconcile(given: LearningRate, saved: Mapping[str, Any], config: OptimizerConfig) -> LearningRate:
     """The schedule of a resumed run: `given` by this command line against `saved` in the checkpoint.
 
-    They have to agree unless the user says which one counts: --override-opt_param-scheduler takes the command line's,
-    --use-checkpoint-opt_param-scheduler the checkpoint's.  Raises `CheckpointError` with every field that differs.
+    They have to agree unless the user says which one counts: --override-opt-param-scheduler takes the command line's,
+    --use-checkpoint-opt-param-scheduler the checkpoint's.  Raises `CheckpointError` with every field that differs.
     """
     if config.override_opt_param_scheduler:
         return given
@@ -107,9 +117,9 @@ def reconcile(given: LearningRate, saved: Mapping[str, Any], config: OptimizerCo
         return _from_json(saved)
     problems = [
         Problem(
-            f"{name} is {value} on the command line and {saved.get(name)} in the checkpoint",
+            f"{_FLAGS[name]} {value}; the checkpoint was saved with {saved.get(name)}",
             "a resumed run keeps its learning-rate schedule",
-            "the checkpoint's value, or --override-opt_param-scheduler, or --use-checkpoint-opt_param-scheduler",
+            "the same, or --override-opt-param-scheduler, or --use-checkpoint-opt-param-scheduler",
         )
         for name, value in given.to_json().items()
         if value != saved.get(name) and not (given.style == "constant" and name in _UNUSED_BY_CONSTANT)

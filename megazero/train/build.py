@@ -4,7 +4,8 @@
 `assemble` makes the mesh, the model, the engine, the data and the writers, and restores or initialises.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,7 +33,7 @@ from megazero.train.evaluate import EvaluationSet
 from megazero.train.inputs import RunInputs, open_inputs
 from megazero.train.loop import Reporting, Run, Timetable
 from megazero.train.metrics import Rates, flops_per_token, peak_tflops
-from megazero.train.saving import Saver, check_compatible, check_shapes, find_checkpoint, restore_engine
+from megazero.train.saving import Saver, check_compatible, check_model, check_shapes, find_checkpoint, restore_engine
 from megazero.train.state import TrainState
 from megazero.train.step import StepParts
 from megazero.train.timers import Timers
@@ -45,34 +46,59 @@ _REPORTED_AS = {"valid": "validation", "test": "test"}
 
 def check(config: RunConfig, launch: Launch) -> RunInputs:
     """Everything that can be found wrong before ranks meet, raised at once; returns the opened corpora."""
-    raise_problems(ConfigError, rules.check(config, launch.world_size))
-    evaluates = config.training.eval_iters > 0
-    inputs = open_inputs(config.data, config.model, seed=config.training.seed, evaluates=evaluates)
-    raise_problems(ConfigError, (*_masking_problems(config, inputs), *_checkpoint_problems(config, inputs)))
+    errors: list[UserError] = []
+    inputs = None
+    with _gathering(errors):
+        raise_problems(ConfigError, rules.check(config, launch.world_size))
+    sound = not errors
+    if rules.corpus_is_named(config, launch.world_size):
+        with _gathering(errors):
+            inputs = _open_inputs(config)
+    if inputs is not None and sound:
+        with _gathering(errors):
+            _check_checkpoint(config, inputs)
+    _raise_together(errors)
+    assert inputs is not None, "inputs that could not be opened were an error"
     return inputs
 
 
-def _masking_problems(config: RunConfig, inputs: RunInputs) -> Iterator[Problem]:
+@contextmanager
+def _gathering(errors: list[UserError]) -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        errors.append(error)
+
+
+def _raise_together(errors: Sequence[UserError]) -> None:
+    """Raise one error with all problems, of their kind if they have one."""
+    kinds = {type(error) for error in errors}
+    kind = kinds.pop() if len(kinds) == 1 else UserError
+    raise_problems(kind, (problem for error in errors for problem in error.problems))
+
+
+def _open_inputs(config: RunConfig) -> RunInputs:
+    evaluates = config.training.eval_iters > 0
+    inputs = open_inputs(config.data, config.model, seed=config.training.seed, evaluates=evaluates)
     if config.data.eod_mask_loss and inputs.eod is None:
         rule = "the end-of-document token is known from a tokenizer or the corpus's .json"
-        yield Problem("--eod-mask-loss", rule, "--tokenizer-type ..., or no --eod-mask-loss")
+        raise ConfigError(Problem("--eod-mask-loss", rule, "--tokenizer-type ..., or no --eod-mask-loss"))
+    return inputs
 
 
-def _checkpoint_problems(config: RunConfig, inputs: RunInputs) -> Iterator[Problem]:
+def _check_checkpoint(config: RunConfig, inputs: RunInputs) -> None:
     """What keeps --load from working, as far as it can be told without reading tensors: a whole model on no device."""
-    try:
-        checkpoint = find_checkpoint(config.checkpoint)
-        if checkpoint is None:
-            return
-        meta = torch.device("meta")
-        tp = TensorParallel(LocalCommunicator(), RandomRegions(0, 0, torch.device("cpu")), torch.float32, meta)
-        vocab_size = inputs.vocab_size
-        model = GPT(config.model, vocab_size=vocab_size, tp=tp, padded_vocab_size=vocab_size)
-        check_shapes(checkpoint, model, with_optimizer=not _takes_weights_only(config))
-        if not config.checkpoint.finetune:
-            check_compatible(checkpoint, seed=config.training.seed, seq_length=config.model.seq_length)
-    except UserError as error:
-        yield from error.problems
+    checkpoint = find_checkpoint(config.checkpoint)
+    if checkpoint is None:
+        return
+    vocab_size = inputs.vocab_size
+    check_model(checkpoint, replace(config.model, vocab_size=vocab_size))
+    meta = torch.device("meta")
+    tp = TensorParallel(LocalCommunicator(), RandomRegions(0, 0, torch.device("cpu")), torch.float32, meta)
+    model = GPT(config.model, vocab_size=vocab_size, tp=tp, padded_vocab_size=vocab_size)
+    check_shapes(checkpoint, model, with_optimizer=not _takes_weights_only(config))
+    if not config.checkpoint.finetune:
+        check_compatible(checkpoint, seed=config.training.seed, seq_length=config.model.seq_length)
 
 
 def topology(config: RunConfig, world_size: int) -> Topology:
@@ -159,7 +185,7 @@ def assemble(config: RunConfig, launch: Launch, device: torch.device, inputs: Ru
         ),
         held_out=_held_out(config, inputs, layout),
         timetable=_timetable(config, train_iters),
-        saver=_saver(config, core, resumed.learning_rate),
+        saver=_saver(config, core, resumed),
         reporting=_reporting(config, console, core, inputs, resumed.state),
     )
 
@@ -226,21 +252,24 @@ def _timetable(config: RunConfig, train_iters: int) -> Timetable:
     )
 
 
-def _saver(config: RunConfig, core: Core, schedule: LearningRate) -> Saver | None:
-    if config.checkpoint.save is None:
+def _saver(config: RunConfig, core: Core, resumed: _Resumed) -> Saver | None:
+    root, source = config.checkpoint.save, config.checkpoint.load
+    if root is None:
         return None
+    goes_on_there = source is not None and source.resolve() in (root.resolve(), *root.resolve().glob("step_*"))
     extra = {
-        "learning_rate": schedule.to_json(),
+        "learning_rate": resumed.learning_rate.to_json(),
         "seed": config.training.seed,
         "seq_length": config.model.seq_length,
     }
     saver = Saver(
-        root=config.checkpoint.save,
+        root=root,
         engine=core.engine,
         mesh=core.mesh,
         config_yaml=to_yaml(config),
         extra=extra,
         with_optimizer=not config.checkpoint.no_save_optim,
+        already_there=resumed.state.iteration if goes_on_there and resumed.state.iteration else None,
     )
     saver.save_configuration()
     return saver

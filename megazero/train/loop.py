@@ -108,7 +108,7 @@ class _Loop:
         on_cpu = run.parts.mesh.device.type == "cpu"
         self._may_lag = 0 if on_cpu or run.parts.checks_overflow else 1
         self._someone_stops = False
-        self._saved_iteration: int | None = None
+        self._saved_iteration = run.saver.already_there if run.saver else None
         self._evaluated_iteration: int | None = None
 
     def run_to_end(self) -> str:

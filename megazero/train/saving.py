@@ -3,18 +3,21 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
-from megazero.checkpoint.folders import LATEST, list_steps
+from megazero.checkpoint.folders import LATEST, MANIFEST, list_steps
 from megazero.checkpoint.reader import Checkpoint, open_checkpoint
 from megazero.checkpoint.restore import restore
 from megazero.checkpoint.writer import Draft, save
 from megazero.comm.mesh import Mesh
 from megazero.config.checkpoint import CheckpointConfig
+from megazero.config.cli import from_yaml
+from megazero.config.derived import ffn_hidden_size, max_position_embeddings
+from megazero.config.model import ModelConfig
 from megazero.data.files import written_aside
-from megazero.errors import CheckpointError, Problem, raise_problems
+from megazero.errors import CheckpointError, ConfigError, Problem, raise_problems
 from megazero.parallel.param_spec import StateFragment, StateKind, named_specs
 from megazero.train.state import TrainState
 from megazero.zero.engine import Engine
@@ -25,6 +28,7 @@ class Saver:
     """Writes checkpoints under `root`.
 
     extra: what a checkpoint's progress holds beside the counters, unchanged through the run.
+    already_there: the iteration that the run was resumed from, if that checkpoint lies under `root`.
     """
 
     root: Path
@@ -33,6 +37,7 @@ class Saver:
     config_yaml: str
     extra: Mapping[str, Any]
     with_optimizer: bool
+    already_there: int | None = None
 
     def save_configuration(self) -> None:
         """Write the resolved configuration beside the checkpoints to come, for a run that never gets to one."""
@@ -54,14 +59,10 @@ def find_checkpoint(config: CheckpointConfig) -> Checkpoint | None:
     """The checkpoint --load names; None when the folder has none yet, so that the first start of a run is a start."""
     if config.load is None:
         return None
-    is_step_folder = config.load.name.startswith("step_")
-    if (
-        not is_step_folder
-        and not (config.load / LATEST).exists()
-        and not (config.load.is_dir() and list_steps(config.load))
-    ):
-        return None
-    return open_checkpoint(config.load)
+    # A step folder may have been renamed or copied; one that is named but not there is an error, not a start.
+    is_one = config.load.name.startswith("step_") or (config.load / MANIFEST).exists()
+    has_some = (config.load / LATEST).exists() or bool(list_steps(config.load))
+    return open_checkpoint(config.load) if is_one or has_some else None
 
 
 def check_compatible(checkpoint: Checkpoint, *, seed: int, seq_length: int) -> None:
@@ -80,6 +81,49 @@ def check_compatible(checkpoint: Checkpoint, *, seed: int, seq_length: int) -> N
             if found[name] != given[name]
         ),
     )
+
+
+def check_model(checkpoint: Checkpoint, model: ModelConfig) -> None:
+    """Raise CheckpointError with the settings that give the model another shape than the saved one has.
+
+    `check_shapes` finds the same tensor by tensor, and cannot say where it comes from.
+    """
+    try:
+        saved = from_yaml(checkpoint.config_yaml, origin=str(checkpoint.folder)).model
+    except ConfigError:  # another version's settings
+        return
+    pairs = zip(_shaping_settings(model), _shaping_settings(saved), strict=True)
+    differ = {given.flag: (given.value, found.value) for given, found in pairs if given.value != found.value}
+    if "--hidden-size" in differ and model.ffn_hidden_size is None:
+        differ.pop("--ffn-hidden-size", None)  # it only follows
+    raise_problems(
+        CheckpointError,
+        (
+            Problem(
+                f"{flag} {value}; {checkpoint.folder} was saved with {found}",
+                "a checkpoint's parameters fit a model of the same shape",
+                f"{flag} {found}, or another --load",
+            )
+            for flag, (value, found) in differ.items()
+        ),
+    )
+
+
+class _Setting(NamedTuple):
+    flag: str
+    value: int | bool | None
+
+
+def _shaping_settings(model: ModelConfig) -> Iterator[_Setting]:
+    """The settings that parameters' shapes follow from, with the values of those that were left out."""
+    yield _Setting("--num-layers", model.num_layers)
+    yield _Setting("--hidden-size", model.hidden_size)
+    yield _Setting("--num-attention-heads", model.num_attention_heads)
+    yield _Setting("--ffn-hidden-size", ffn_hidden_size(model))
+    positions = "--seq-length" if model.max_position_embeddings is None else "--max-position-embeddings"
+    yield _Setting(positions, max_position_embeddings(model))
+    yield _Setting("--vocab-size", model.vocab_size)
+    yield _Setting("--untie-embeddings-and-output-weights", model.untie_embeddings_and_output_weights)
 
 
 def check_shapes(checkpoint: Checkpoint, model: nn.Module, *, with_optimizer: bool) -> None:

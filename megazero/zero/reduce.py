@@ -45,6 +45,9 @@ class UnreducedGradients(Protocol):
     def settle(self, bucket: Bucket, reduced: Tensor) -> None:
         """The oldest reduction has finished; `reduced` is this rank's partition."""
 
+    def finish(self) -> None:
+        """Return when everything that settling has started is done."""
+
 
 class _InFlight(NamedTuple):
     bucket: Bucket
@@ -104,6 +107,7 @@ class GradientReducer:
         """Wait for every reduction in flight."""
         while self._in_flight:
             self._settle_oldest()
+        self._store.finish()
 
     def _launch_complete(self) -> None:
         while self._next >= 0 and not self._missing[self._buckets[self._next].index]:
@@ -133,6 +137,7 @@ class ResidentGradients:
         self._shards = shards
         self._communicator = communicator
         self._replicated = shards.plan.gradient.placement is Placement.REPLICATED
+        self._gathering: list[Work] = []
 
     def begin_step(self) -> None:
         self._shards.reset_resident_gradients()
@@ -150,9 +155,14 @@ class ResidentGradients:
         return self._shards.resident_gradient(bucket, bucket.range)
 
     def settle(self, bucket: Bucket, reduced: Tensor) -> None:
-        """Where every rank keeps the gradient, the second half of the all-reduce."""
+        """Where every rank keeps the gradient, start the second half of the all-reduce."""
         if self._replicated:
-            self._communicator.all_gather_into(self._shards.resident_gradient(bucket, bucket.range), reduced).wait()
+            whole = self._shards.resident_gradient(bucket, bucket.range)
+            self._gathering.append(self._communicator.all_gather_into(whole, reduced))
+
+    def finish(self) -> None:
+        while self._gathering:
+            self._gathering.pop().wait()
 
 
 class LeasedGradients:
@@ -194,6 +204,9 @@ class LeasedGradients:
             target.copy_(reduced)
             self._has_sum.add(bucket.index)
         self._sent.popleft().release()
+
+    def finish(self) -> None:
+        """Nothing is under way: what has been reduced is where it belongs."""
 
     def _fill(self, bucket: Bucket, names: set[str], gradient: Tensor | None) -> None:
         """Copy a parameter's gradient into the bucket, or zeros for parameters that got none."""

@@ -77,6 +77,22 @@ def test_auto_takes_the_gpu_of_this_process() -> None:
     assert torch.cuda.current_device() == last
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of machines without a GPU")
+def test_no_gpu() -> None:
+    with pytest.raises(TopologyError) as caught:
+        choose_device("cuda", 0)
+    (problem,) = caught.value.problems
+    assert (problem.given, problem.legal) == ("--device cuda", "--device cpu")
+
+
+def test_a_backend_fits_the_device() -> None:
+    with pytest.raises(TopologyError) as caught:
+        join(Launch(0, 1, 0), backend="nccl", device=CPU, timeout_minutes=1)
+    (problem,) = caught.value.problems
+    assert (problem.given, problem.legal) == ("--distributed-backend nccl", "--distributed-backend gloo")
+
+
+@pytest.mark.cuda
 def test_more_processes_than_gpus() -> None:
     count = torch.cuda.device_count()
     with pytest.raises(TopologyError) as caught:

@@ -37,7 +37,7 @@ def test_axes_of_two_by_two_ranks() -> None:
 
 
 VALUES = [
-    {"text": "Größe, 漢字, 🦆, \x00, \"quoted\", end", "deep": {"list": [1, [2.5, None]], "yes": True}},
+    {"text": 'Größe, 漢字, 🦆, \x00, "quoted", end', "deep": {"list": [1, [2.5, None]], "yes": True}},
     [],
     "",
     {"long": "ü" * 3000, "exact": 2**53 + 1, "small": 1e-300},

@@ -50,7 +50,9 @@ def test_figures_that_do_not_divide_are_rounded_down_per_half() -> None:
     assert sent_bytes("all_reduce", 8, 1024) == 2 * 7
 
 
-def every_collective(rank: int, size: int, dtype: torch.dtype) -> tuple[dict[str, dict[str, int]], list[int], list[Any]]:
+def every_collective(
+    rank: int, size: int, dtype: torch.dtype
+) -> tuple[dict[str, dict[str, int]], list[int], list[Any]]:
     """(bytes by axis, calls, results) of one call of each collective over a data-parallel axis."""
     mesh = mesh_in_worker(rank, dp=size)
     axis = mesh.axis("dp")

@@ -128,7 +128,7 @@ def halves(rank: int, dtype: torch.dtype, large: float) -> list[float]:
 
 @pytest.mark.parametrize(("dtype", "large", "total"), [(torch.bfloat16, 256, 260), (torch.float16, 2048, 2052)])
 def test_narrow_sums_are_rounded_once(dtype: torch.dtype, large: float, total: float) -> None:
-    """256 + 1 + 1 + 1 in bf16 is 256 when every sum is rounded, and 260 (the even neighbour of 259) when only one is."""
+    """256 + 1 + 1 + 1 in bf16 is 256 when every sum is rounded, and 260 (259 to the even side) when only one is."""
     one_by_one = torch.tensor(large, dtype=dtype)
     for _ in range(3):
         one_by_one += 1

@@ -101,7 +101,7 @@ def test_resume_refuses_another_schedule() -> None:
     saved = schedule(peak=2.0, decay_steps=8).to_json()
     with pytest.raises(CheckpointError) as caught:
         reconcile(schedule(), saved, config)
-    assert [problem.given.split()[0] for problem in caught.value.problems] == ["peak", "decay_steps"]
+    assert [problem.given.split()[0] for problem in caught.value.problems] == ["--lr", "--lr-decay-iters"]
     assert reconcile(schedule(), schedule().to_json(), config) == schedule()
 
 

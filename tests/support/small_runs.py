@@ -1,4 +1,4 @@
-"""The smallest runs for tests of training: a tiny GPT, drawn samples with many documents' ends, and the plain twin's view.
+"""The smallest runs for tests of training: a tiny GPT, drawn samples with many documents' ends, the plain twin's view.
 
 Everything that makes a batch or a first weight here is also what the reference is given.
 """
@@ -92,9 +92,7 @@ class Told(NamedTuple):
     text: str
 
 
-def train_run(
-    rank: int, size: int, settings: dict[str, Any], inputs: RunInputs | None = None
-) -> Told:
+def train_run(rank: int, size: int, settings: dict[str, Any], inputs: RunInputs | None = None) -> Told:
     """A whole run as the program makes it, on one rank of `size`."""
     config, launch, printed = tiny_run(**settings), Launch(rank, size, rank), io.StringIO()
     with contextlib.redirect_stdout(printed):

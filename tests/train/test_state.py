@@ -51,7 +51,7 @@ def test_the_way_through_json() -> None:
     ids=str,
 )
 def test_a_damaged_state_is_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(CheckpointError, match="checkpoint's (progress|loss scale)"):
+    with pytest.raises(CheckpointError, match=r"checkpoint's (progress|loss scale)"):
         TrainState.from_json(state().to_json() | change)
 
 

@@ -1,0 +1,388 @@
+"""What a user is told: wrong invocations and damaged files, each with the message it gets.
+
+Every row goes through pretrain_gpt.py.  It must end with an exit code, without a traceback and before anything is
+written, and its message must name what was given, the rule, and what would be legal.
+
+`python tests/end_to_end/test_messages.py` prints all invocations with their messages as Markdown.
+"""
+
+import contextlib
+import io
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+if __name__ == "__main__":  # pytest knows where the tests' support code is
+    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+
+import pytest
+import torch
+from support import broken_files
+from support.launch import SMALL_RUN, command_line, run_here, run_torchrun, set_launcher
+
+Flags = Mapping[str, str | None]
+
+
+class Row(NamedTuple):
+    """One wrong invocation.
+
+    flags: what it changes of the smallest good run; None removes a flag, {folder} is a new folder.  told: what its
+    message holds, in this order.  prepare: puts files into the folder.  ranks: of the job; more than one can't be
+    joined here, so a row that isn't refused before that fails.  trains: the error is found only while training.
+    """
+
+    flags: Flags
+    told: tuple[str, ...]
+    prepare: Callable[[Path], None] | None = None
+    ranks: int = 4
+    trains: bool = False
+
+
+CORPUS: Flags = {"--mock-data": None, "--data-path": "{folder}/text", "--split": "1"}
+LOAD: Flags = {"--load": "{folder}/saved", "--save": "{folder}/saved"}
+FILE: Flags = {"--config": "{folder}/run.yaml"}
+TOKENIZER: Flags = {
+    "--vocab-size": None,
+    "--tokenizer-type": "GPT2BPETokenizer",
+    "--vocab-file": "{folder}/vocab.json",
+    "--merge-file": "{folder}/merges.txt",
+}
+
+ROWS: dict[str, Row] = {
+    # --- model, layout and batch
+    "heads do not divide the width": Row(
+        {"--num-attention-heads": "7"},
+        ("--hidden-size 32 --num-attention-heads 7", "divides hidden_size", "--num-attention-heads 8"),
+    ),
+    "heads do not divide over processes": Row(
+        {"--tensor-model-parallel-size": "4", "--num-attention-heads": "2"},
+        ("--tensor-model-parallel-size 4", "divides num_attention_heads", "legal: --tensor-model-parallel-size 2"),
+    ),
+    "the feed-forward layer does not divide": Row(
+        {"--tensor-model-parallel-size": "2", "--ffn-hidden-size": "33"},
+        ("feed-forward width 33", "divides its width", "--ffn-hidden-size 32, --ffn-hidden-size 34"),
+    ),
+    "processes do not divide": Row(
+        {"--tensor-model-parallel-size": "4"},
+        ("6 processes with --tensor-model-parallel-size 4", "divides the number of processes", "4 processes, 8"),
+        ranks=6,
+    ),
+    "the batch does not divide": Row(
+        {"--global-batch-size": "12"},
+        ("--global-batch-size 12", "2 x 4 divides", "--global-batch-size 8, --global-batch-size 16"),
+    ),
+    "the sequence is too long": Row(
+        {"--max-position-embeddings": "8"}, ("--seq-length 16", "at most max_position_embeddings", "--seq-length 8")
+    ),
+    "stage 3": Row({"--zero-stage": "3"}, ("--zero-stage 3", "not there yet", "legal: --zero-stage 2")),
+    "a pipeline": Row(
+        {"--pipeline-model-parallel-size": "2"},
+        ("--pipeline-model-parallel-size 2", "not there yet", "legal: --pipeline-model-parallel-size 1"),
+    ),
+    # --- flags and files of settings
+    "misspelled flags": Row(
+        {"--tensor-parallel-size": "2", "--num-layer": "2"},
+        ("2 configuration errors", "no setting of this name", "--tensor-model-parallel-size", "--num-layers"),
+    ),
+    "more values than the flag takes": Row(
+        {"--seq-length": "16 32"}, ("--seq-length 16 32", "one value, not 2", "a whole number")
+    ),
+    "a flag without its value": Row({"--seq-length": ""}, ("--seq-length", "needs a value", "a whole number")),
+    "missing flags": Row(
+        {"--hidden-size": None, "--lr": None}, ("--hidden-size is missing", "--preset", "--lr is missing", "--lr N")
+    ),
+    "values that are no numbers": Row(
+        {"--num-layers": "two", "--lr": "fast"}, ("--num-layers two", "whole number", "--lr fast", "greater than 0")
+    ),
+    "values out of range": Row(
+        {"--hidden-dropout": "1.5", "--seed": "-1", "--lr": "0"},
+        ("3 configuration errors", "--hidden-dropout 1.5", "less than 1", "--seed -1", "at least 0", "--lr 0"),
+    ),
+    "flags without a meaning here": Row(
+        {"--sequence-parallel": "", "--swiglu": ""},
+        ("--sequence-parallel", "not there yet", "leave out", "--swiglu", "the model is GPT-2", "leave out --swiglu"),
+    ),
+    "two precisions": Row({"--bf16": "", "--fp16": ""}, ("--bf16 and --fp16", "both set --precision", "one of the")),
+    "no such precision": Row({"--precision": "fp8"}, ("--precision fp8", "is one of", "fp64, fp32, bf16, fp16")),
+    "a loss scale without fp16": Row(
+        {"--bf16": "", "--loss-scale": "1024"}, ("--loss-scale 1024", "only fp16", "leave out --loss-scale")
+    ),
+    "a minimum above the learning rate": Row(
+        {"--min-lr": "1"}, ("--lr 0.001 --min-lr 1", "min_lr is at most lr", "--min-lr 0.001")
+    ),
+    "warm-up beyond the decay": Row(
+        {"--lr-decay-style": "cosine", "--lr-warmup-iters": "9"},
+        ("--lr-warmup-iters 9", "at step 4", "--lr-warmup-iters 3, --lr-decay-iters 10"),
+    ),
+    "a run without length": Row({"--train-iters": None}, ("neither --train-iters", "has a length", "--train-iters N")),
+    "an unknown preset": Row({"--preset": "gpt2-125m"}, ("--preset gpt2-125m", "no preset", "gpt2-124m, gpt2-1.5b")),
+    "no such file of settings": Row(FILE, ("{folder}/run.yaml", "can't be read: No such file", "a YAML file")),
+    "a file that is not YAML": Row(
+        FILE, ("{folder}/run.yaml", "not valid YAML", "line 3", "num_layers: 12"), broken_files.unreadable_settings
+    ),
+    "wrong settings in a file": Row(
+        {**FILE, "--num-layers": None, "--seed": None},
+        ("3 ", "hidden_sise", "no setting of this name", "--hidden-size", "model", "flat", "seed", "whole number"),
+        broken_files.wrong_settings,
+    ),
+    # --- the machine
+    "a backend for another device": Row(
+        {"--device": "cpu", "--distributed-backend": "nccl"},
+        ("--distributed-backend nccl --device cpu", "gloo moves CPU memory", "--distributed-backend gloo"),
+    ),
+    "processes started without torchrun": Row(
+        {}, ("no MASTER_ADDR", "4 processes find each other", "start with torchrun")
+    ),
+    # --- places for output
+    "a file where a folder goes": Row(
+        {"--save": "{folder}/file"}, ("--save {folder}/file", "a file is there", "file-folder"), broken_files.a_file
+    ),
+    "a metrics file of something else": Row(
+        {"--metrics-file": "{folder}/notes.jsonl", "--save": None},
+        ("notes.jsonl, line 1", "nothing but steps and evaluations", "a new file"),
+        broken_files.notes,
+        ranks=1,
+    ),
+    # --- corpora
+    "no corpus": Row({"--mock-data": None}, ("neither --data-path nor", "has a corpus", "--data-path PREFIX")),
+    "a missing corpus": Row(
+        {**CORPUS, "--data-path": "{folder}/texts"},
+        ("2 data errors", "{folder}/texts.idx", "must be a file", "legal: {folder}/text", "{folder}/texts.bin"),
+        broken_files.corpus,
+    ),
+    "a corpus named by its file": Row(
+        {**CORPUS, "--data-path": "{folder}/text.bin"},
+        ("{folder}/text.bin.idx", "PREFIX.bin and PREFIX.idx", "the prefix without its ending: {folder}/text"),
+        broken_files.corpus,
+    ),
+    "an index without tokens": Row(
+        CORPUS, ("{folder}/text.bin", "must be a file", "preprocess_data.py"), broken_files.index_alone
+    ),
+    "a truncated .bin": Row(
+        CORPUS,
+        ("text.bin: the file has 3700 bytes", "lists: 4000 bytes", "an undamaged copy"),
+        broken_files.truncated_tokens,
+    ),
+    "a truncated .idx": Row(
+        CORPUS, ("text.idx: the file has 802 bytes", "842 bytes", "an undamaged copy"), broken_files.truncated_index
+    ),
+    "an .idx of another kind": Row(
+        CORPUS, ("text.idx: the file starts with b'PK", "MMIDIDX", "an undamaged copy"), broken_files.other_index
+    ),
+    "a corrupt .idx": Row(
+        CORPUS,
+        ("text.idx: sequence 1 starts at byte 102", "where the one before it ends", "an undamaged copy"),
+        broken_files.shuffled_index,
+    ),
+    "a damaged description of a corpus": Row(
+        {**CORPUS, "--vocab-size": None},
+        ("{folder}/text.json", "is a JSON object", "preprocess again"),
+        broken_files.damaged_sidecar,
+    ),
+    "an unknown vocabulary": Row(
+        {**CORPUS, "--vocab-size": None},
+        ("--data-path {folder}/text", "size of the vocabulary", "--vocab-size N"),
+        broken_files.corpus,
+    ),
+    "a vocabulary that is too small": Row(
+        CORPUS,
+        ("{folder}/text: made with a vocabulary of 257", "holds the corpus's", "--vocab-size 257"),
+        broken_files.corpus_of_bytes,
+    ),
+    "the wrong tokenizer": Row(
+        {**CORPUS, **TOKENIZER},
+        ("{folder}/text: made with ByteTokenizer", "not GPT2BPETokenizer", "the files the corpus was made with"),
+        broken_files.corpus_of_bytes_and_another_tokenizer,
+    ),
+    "a tokenizer without its file": Row(
+        {**CORPUS, "--tokenizer-type": "SentencePieceTokenizer"},
+        ("SentencePieceTokenizer without --tokenizer-model", "read from a file", "--tokenizer-model FILE"),
+        broken_files.corpus,
+    ),
+    "an empty split": Row(
+        {**CORPUS, "--split": "969,30,1", "--eval-iters": "1"},
+        ("--split 969,30,1", "train 2, valid 0, test 0", "a sample takes 17 tokens", "more text"),
+        broken_files.two_documents,
+    ),
+    "no split to evaluate": Row(
+        {**CORPUS, "--eval-iters": "1"},
+        ("--split 1 with --eval-iters 1", "evaluation needs a share", "--eval-iters 0"),
+        broken_files.corpus,
+    ),
+    "a mixture without weights": Row(
+        {**CORPUS, "--data-path": "0.5 {folder}/text {folder}/text"},
+        ("--data-path 0.5 {folder}/text", "pairs of a positive weight", "--data-path 0.7 PREFIX 0.3 PREFIX"),
+        broken_files.corpus,
+    ),
+    "a token outside the vocabulary": Row(
+        {**CORPUS, "--train-iters": "20"},
+        ("{folder}/text: document 3, position 25: token 700", "below the vocabulary size 100", "a corpus preproc"),
+        broken_files.foreign_token,
+        ranks=1,
+        trains=True,
+    ),
+    # --- checkpoints
+    "a damaged manifest": Row(
+        LOAD, ("step_0000002/manifest.json", "damaged: the content does not match"), broken_files.damaged_manifest
+    ),
+    "a truncated file of weights": Row(
+        LOAD, ("rank_00000.safetensors: ", "truncated or altered", "bytes"), broken_files.truncated_weights
+    ),
+    "damaged weights": Row(
+        LOAD,
+        ("exp_avg_sq of final_norm.bias", "damaged: bytes", "do not match the hash"),
+        broken_files.flipped_weight,
+        ranks=1,
+    ),
+    "`latest` names nothing": Row(
+        LOAD,
+        ("saved/latest names 'step_0000009'", "must name a complete checkpoint", "step_0000002"),
+        broken_files.latest_names_nothing,
+    ),
+    "no such step": Row(
+        {**LOAD, "--load": "{folder}/saved/step_0000007"},
+        ("saved/step_0000007", "no such folder", "complete checkpoints here: step_0000002"),
+        broken_files.checkpoint,
+    ),
+    "a checkpoint of another model": Row(
+        {**LOAD, "--hidden-size": "16", "--num-layers": "3"},
+        ("--num-layers 3; ", "saved with 2", "--num-layers 2", "--hidden-size 16; ", "saved with 32"),
+        broken_files.checkpoint,
+    ),
+    "a longer sequence than the checkpoint's": Row(
+        {**LOAD, "--seq-length": "24"},
+        ("--seq-length 24; ", "saved with 16", "fit a model of the same shape", "--seq-length 16"),
+        broken_files.checkpoint,
+    ),
+    "another seed": Row(
+        {**LOAD, "--seed": "5"}, ("--seed 5; ", "the samples it began with", "--finetune"), broken_files.checkpoint
+    ),
+    "another learning rate": Row(
+        {**LOAD, "--lr": "2e-3"},
+        ("--lr 0.002; ", "saved with 0.001", "keeps its learning-rate schedule", "--override-opt-param-scheduler"),
+        broken_files.checkpoint,
+        ranks=1,
+    ),
+    # --- several at once
+    "wrong flags, values and combinations": Row(
+        {"--num-layer": "2", "--zero-stage": "3", "--lr": "fast", "--num-attention-heads": "7", "--min-lr": "-1"},
+        ("--num-layer\n", "--zero-stage 3", "--lr fast", "--min-lr -1", "--hidden-size 32 --num-attention-heads 7"),
+    ),
+    "wrong combinations and a damaged corpus": Row(
+        {**CORPUS, "--num-attention-heads": "7", "--save": None, "--save-interval": "5"},
+        ("3 errors", "--num-attention-heads 7", "--save-interval 5 without --save", "text.bin: the file has 3700"),
+        broken_files.truncated_tokens,
+    ),
+}
+
+if not torch.cuda.is_available():
+    ROWS["no GPU"] = Row({"--device": "cuda"}, ("--device cuda", "sees no GPU", "--device cpu"))
+    ROWS["nccl without a GPU"] = Row(
+        {"--distributed-backend": "nccl"}, ("--distributed-backend nccl", "cpu memory", "--distributed-backend gloo")
+    )
+
+
+class Told(NamedTuple):
+    """What came of an invocation."""
+
+    code: int
+    message: str
+    written: list[str]  # names of files that weren't there, or have changed
+
+
+def tell(row: Row, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Told:
+    """Prepare the row's files and run it."""
+    if row.prepare is not None:
+        row.prepare(folder)
+    set_launcher(monkeypatch, world_size=row.ranks)
+    before = contents(folder)
+    message = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(message):
+        code = run_here(arguments(row, folder), monkeypatch)
+    after = contents(folder)
+    written = [str(path.relative_to(folder)) for path in after if path not in before or after[path] != before[path]]
+    return Told(code, message.getvalue(), written)
+
+
+def arguments(row: Row, folder: Path) -> list[str]:
+    """The invocation's words, with everything that a run might write inside of the folder."""
+    places = {"--save": "{folder}/run", "--metrics-file": "{folder}/steps", "--tensorboard-dir": "{folder}/board"}
+    words = command_line({**SMALL_RUN, **places, **row.flags})
+    return [word.replace("{folder}", str(folder)) for word in words]
+
+
+def contents(folder: Path) -> dict[Path, bytes | None]:
+    """All that is in a folder, files with their bytes."""
+    return {path: path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
+
+
+def is_told(row: Row, message: str, folder: Path) -> bool:
+    """Whether the message holds what it should, in that order."""
+    position = 0
+    for part in row.told:
+        position = message.find(part.replace("{folder}", str(folder)), position)
+        if position < 0:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_message_names_value_rule_and_legal_value(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = ROWS[name]
+    told = tell(row, tmp_path, monkeypatch)
+    assert is_told(row, told.message, tmp_path), told.message
+    assert told.code == 2
+    assert "Traceback" not in told.message and "error" in told.message.splitlines()[0]
+    if row.trains:
+        assert not [path for path in told.written if path.startswith("run/step_")], "a checkpoint"
+    else:
+        assert told.written == []
+
+
+def test_the_run_that_all_rows_spoil_is_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for flags in ({}, CORPUS, LOAD):
+        folder = tmp_path / str(len(flags))
+        folder.mkdir()
+        told = tell(Row(flags, (), good_files, ranks=1), folder, monkeypatch)
+        assert (told.code, told.message) == (0, "")
+        assert "steps" in told.written
+
+
+def good_files(folder: Path) -> None:
+    broken_files.corpus(folder)
+    broken_files.checkpoint(folder)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", ["wrong flags, values and combinations", "a token outside the vocabulary"])
+def test_a_job_says_it_once(name: str, tmp_path: Path) -> None:
+    """Whether every rank has found it or one rank alone, and all others only that it has left."""
+    row = ROWS[name]
+    if row.prepare is not None:
+        row.prepare(tmp_path)
+    finished = run_torchrun([*arguments(row, tmp_path), "--device", "cpu"], ranks=2, folder=tmp_path)
+    assert finished.code == 1  # torchrun's for any failure
+    assert is_told(row, finished.stderr, tmp_path), finished.stderr
+    for part in row.told:
+        assert finished.stderr.count(part.replace("{folder}", str(tmp_path))) == 1, finished.stderr
+    # torchrun shows where it raised its own error; nothing of ours does.
+    assert 'pretrain_gpt.py", line' not in finished.stderr
+    assert "Traceback" not in finished.stdout
+
+
+def print_table() -> None:
+    """All invocations with their messages, as Markdown."""
+    print(f"Each line changes this run:\n\n    pretrain_gpt.py {' '.join(command_line(SMALL_RUN))}\n")
+    for name, row in ROWS.items():
+        with tempfile.TemporaryDirectory() as place, pytest.MonkeyPatch.context() as monkeypatch:
+            told = tell(row, Path(place), monkeypatch)
+        left_out = [f"(no {flag})" for flag, value in row.flags.items() if value is None]
+        words = " ".join([*command_line(row.flags), *left_out]).replace("{folder}", "runs")
+        print(f"### {name[0].upper()}{name[1:]}\n\n    {words}\n".rstrip(" "))
+        print(f"exit code {told.code}\n\n```text\n{told.message.replace(place, 'runs')}```\n")
+
+
+if __name__ == "__main__":
+    print_table()

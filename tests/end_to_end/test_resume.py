@@ -1,0 +1,127 @@
+"""A run that was saved and resumed is the run that was not: bit by bit at the same layout, to rounding at another.
+
+All runs go through what pretrain_gpt.py calls after joining, with dropout on where the layout stays.
+"""
+
+import contextlib
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.configs import make_run
+from support.launch import read_steps
+from support.processes import run_ranks
+
+from megazero.checkpoint.reader import Checkpoint, open_checkpoint
+from megazero.comm.build import Launch
+from megazero.train.build import assemble, check
+from megazero.train.loop import train
+
+HALF, WHOLE = 10, 20
+
+SETTINGS: dict[str, Any] = {
+    "hidden_size": 24,
+    "num_attention_heads": 4,
+    "vocab_size": 101,
+    "make_vocab_size_divisible_by": 1,
+    "global_batch_size": 8,
+    "micro_batch_size": 2,
+    "train_iters": WHOLE,
+    "eval_iters": 1,
+    "eval_interval": 5,
+    "hidden_dropout": 0.1,
+    "attention_dropout": 0.1,
+    "lr_warmup_iters": 3,
+    "lr_decay_style": "cosine",
+    "min_lr": 1e-5,
+    "log_interval": 100,
+}
+# The scale grows after every second good step, so that gradients overflow again and again.
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {},
+    "fp16": {"initial_loss_scale": 2.0**18, "loss_scale_window": 2, "hysteresis": 2},
+}
+
+
+def train_one_after_another(rank: int, world_size: int, runs: list[dict[str, Any]]) -> list[str]:
+    """Why each of the runs ended."""
+    reasons = []
+    for settings in runs:
+        config, launch = make_run(**SETTINGS | settings), Launch(rank, world_size, rank)
+        with contextlib.redirect_stdout(io.StringIO()):
+            reasons.append(train(assemble(config, launch, torch.device("cpu"), check(config, launch))))
+    return reasons
+
+
+def train_on(world_size: int, *runs: dict[str, Any]) -> list[str]:
+    """The same, on ranks of a job of that size; what rank 0 says."""
+    reasons: list[str] = run_ranks(world_size, train_one_after_another, world_size, list(runs))[0]
+    return reasons
+
+
+def files(folder: Path) -> dict[str, Any]:
+    return {"save": folder, "load": folder, "metrics_file": folder.with_suffix(".jsonl")}
+
+
+def figures(metrics_file: Path) -> list[tuple[Any, ...]]:
+    """What must not depend on an interruption, of every step."""
+    names = ("consumed_samples", "loss", "grad_norm", "lr", "loss_scale", "skipped")
+    return [(iteration, *(step[name] for name in names)) for iteration, step in read_steps(metrics_file).items()]
+
+
+def tensors(checkpoint: Checkpoint) -> dict[tuple[str, str], torch.Tensor]:
+    """Everything that was saved, by name and kind."""
+    return {
+        (name, kind): checkpoint.read_full(name, kind)
+        for name, saved in checkpoint.parameters.items()
+        for kind in saved.kinds
+    }
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_resuming_is_bitwise(tmp_path: Path, precision: str, stage: int) -> None:
+    common = {"tensor_model_parallel_size": 2, "zero_stage": stage, "precision": precision, **PRECISIONS[precision]}
+    through, halves = files(tmp_path / "through"), files(tmp_path / "halves")
+    reasons = train_on(4, {**common, **through}, {**common, **halves, "exit_interval": HALF}, {**common, **halves})
+    finished = f"finished {WHOLE} iterations"
+    assert reasons == [finished, f"exit interval {HALF} reached at iteration {HALF}", finished]
+
+    steps = figures(through["metrics_file"])
+    assert len(steps) == WHOLE
+    assert figures(halves["metrics_file"]) == steps
+    if precision == "fp16":
+        assert any(step[-1] for step in steps[:HALF]) and any(step[-1] for step in steps[HALF:]), "no overflow"
+        assert len({step[-2] for step in steps}) > 2, "the loss scale did not move"
+
+    expected, resumed = (open_checkpoint(each["save"]) for each in (through, halves))
+    assert expected.step == resumed.step == WHOLE
+    assert resumed.progress == expected.progress
+    ours, theirs = tensors(resumed), tensors(expected)
+    assert ours.keys() == theirs.keys()
+    kinds = {"weight", "exp_avg", "exp_avg_sq"}
+    assert kinds <= {kind for _, kind in ours}
+    assert [key for key, value in theirs.items() if not torch.equal(ours[key], value)] == []
+
+
+@pytest.mark.gloo
+def test_another_layout_goes_on_from_the_same_files(tmp_path: Path) -> None:
+    common = {"precision": "fp64", "hidden_dropout": 0.0, "attention_dropout": 0.0, "eval_iters": 0}
+    layout = {"tensor_model_parallel_size": 2, "zero_stage": 2}
+    saved = {"save": tmp_path / "saved", "metrics_file": tmp_path / "through.jsonl"}
+    stop = {"exit_interval": HALF}
+    train_on(4, {**common, **layout, **saved, **stop}, {**common, **layout, "metrics_file": saved["metrics_file"]})
+    expected = figures(saved["metrics_file"])[HALF:]
+    assert len(expected) == WHOLE - HALF
+
+    others = {"tp4": (4, 4, 0), "dp4": (4, 1, 1), "one": (1, 1, 0)}
+    for name, (world_size, tensor_size, stage) in others.items():
+        metrics_file = tmp_path / f"{name}.jsonl"
+        settings = {"tensor_model_parallel_size": tensor_size, "zero_stage": stage, "load": saved["save"]}
+        train_on(world_size, {**common, **settings, "metrics_file": metrics_file})
+        for step, reference in zip(figures(metrics_file), expected, strict=True):
+            assert step == pytest.approx(reference, rel=1e-9), name

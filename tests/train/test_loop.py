@@ -1,0 +1,383 @@
+"""Whole runs: when they evaluate, save and stop, why they end, and what they write down."""
+
+import json
+import math
+import os
+import signal
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from support.processes import run_ranks
+from support.reference import Batch, History, Recipe, mean_loss, scheduled_rate
+from support.reference import train as train_plainly
+from support.small_runs import CPU, LENGTH, VOCAB, Told, tiny_run, train_run
+from support.training import first_weights, max_relative
+
+from megazero.checkpoint.folders import list_steps
+from megazero.checkpoint.reader import open_checkpoint
+from megazero.comm.build import Launch
+from megazero.data.mock import MockSamples
+from megazero.data.samples import Samples
+from megazero.errors import TrainingError
+from megazero.train.build import assemble, check
+from megazero.train.loop import train
+
+
+def run(folder: Path, **settings: Any) -> Told:
+    """A run of this process alone; its metrics go to m.jsonl and its checkpoints to save/."""
+    paths = {"metrics_file": str(folder / "m.jsonl"), "save": str(folder / "save")}
+    return train_run(0, 1, {**paths, **settings})
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "m.jsonl").read_text().splitlines()]
+
+
+def steps(folder: Path) -> list[dict[str, Any]]:
+    return [line for line in lines(folder) if "evaluation" not in line]
+
+
+def places(folder: Path) -> str:
+    """ "1 2 2v 2t": steps, evaluations of validation and test, in the order they were written."""
+    found = []
+    for line in lines(folder):
+        evaluation = line.get("evaluation")
+        found.append(f"{evaluation['iteration']}{evaluation['split'][0]}" if evaluation else str(line["iteration"]))
+    return " ".join(found)
+
+
+def saved(folder: Path) -> list[int]:
+    return [entry.step for entry in list_steps(folder / "save")]
+
+
+# --- the timetable ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "written", "checkpoints", "reason"),
+    [
+        ({}, "1 2 3 4 5", [5], "finished 5 iterations"),
+        ({"eval_iters": 1}, "1 2 3 4 5 5v 5t", [5], "finished 5 iterations"),
+        ({"eval_iters": 1, "eval_interval": 2}, "1 2 2v 3 4 4v 5 5v 5t", [5], "finished 5 iterations"),
+        # An evaluation that is due at the end is not done twice.
+        ({"eval_iters": 1, "eval_interval": 5}, "1 2 3 4 5 5v 5t", [5], "finished 5 iterations"),
+        ({"eval_iters": 1, "eval_at_start": True}, "0v 1 2 3 4 5 5v 5t", [5], "finished 5 iterations"),
+        ({"save_interval": 2}, "1 2 3 4 5", [2, 4, 5], "finished 5 iterations"),
+        ({"save_interval": 5}, "1 2 3 4 5", [5], "finished 5 iterations"),
+        ({"exit_interval": 3}, "1 2 3", [3], "exit interval 3 reached at iteration 3"),
+        ({"exit_interval": 5}, "1 2 3 4 5", [5], "finished 5 iterations"),
+        (
+            {"exit_interval": 4, "save_interval": 2, "eval_iters": 1, "eval_interval": 4},
+            "1 2 3 4 4v",
+            [2, 4],
+            "exit interval 4 reached at iteration 4",
+        ),
+        ({"exit_duration_in_mins": 1e-9}, "1", [1], "asked to stop after iteration 1 (by another rank or the clock)"),
+    ],
+    ids=str,
+)
+def test_timetable(settings: dict[str, Any], written: str, checkpoints: list[int], reason: str, tmp_path: Path) -> None:
+    told = run(tmp_path, **settings)
+    assert told.reason == reason
+    assert places(tmp_path) == written
+    assert saved(tmp_path) == checkpoints
+    assert reason in told.text.splitlines()
+    assert told.text.count("saved checkpoint of iteration") == len(checkpoints)
+
+
+def test_what_a_run_prints(tmp_path: Path) -> None:
+    told = run(tmp_path, log_interval=2, train_iters=4, zero_stage=2)
+    first, *rest = told.text.splitlines()
+    assert first.startswith(
+        "pipeline 1 x data 1 x tensor 1 = 1 ranks on cpu | parameters on this rank: 7.2K | model states"
+    )
+    assert [line.split("iteration")[1].split("|")[0].strip() for line in rest if " | lm loss" in line] == [
+        "1/4",
+        "2/4",
+        "4/4",
+    ]
+
+
+def test_evaluating_changes_nothing_of_the_training(tmp_path: Path) -> None:
+    dropout = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
+    for name, settings in {"quiet": {}, "loud": {"eval_iters": 1, "eval_interval": 1, "eval_at_start": True}}.items():
+        run(tmp_path / name, **dropout, **settings)
+    quiet, loud = steps(tmp_path / "quiet"), steps(tmp_path / "loud")
+    assert [(line["loss"], line["grad_norm"]) for line in quiet] == [(line["loss"], line["grad_norm"]) for line in loud]
+
+
+def test_a_run_that_went_away_and_came_back_is_the_run_that_stayed(tmp_path: Path) -> None:
+    """To the bit, dropout and learning rate included, and its metrics file reads as if nothing had happened."""
+    settings: dict[str, Any] = {
+        "hidden_dropout": 0.2,
+        "precision": "bf16",
+        "lr_decay_style": "cosine",
+        "lr_warmup_iters": 1,
+    }
+    run(tmp_path / "stayed", **settings)
+    run(tmp_path / "left", **settings, exit_interval=3)
+    told = run(tmp_path / "left", **settings, load=str(tmp_path / "left" / "save"))
+    assert "resumed at iteration 3, 6 samples consumed" in told.text
+    assert places(tmp_path / "left") == places(tmp_path / "stayed") == "1 2 3 4 5"
+    for key in ("loss", "grad_norm", "lr", "consumed_samples"):
+        assert [line[key] for line in steps(tmp_path / "left")] == [line[key] for line in steps(tmp_path / "stayed")]
+    one, other = (open_checkpoint(tmp_path / name / "save") for name in ("left", "stayed"))
+    assert one.progress == other.progress
+    for name, parameter in one.parameters.items():
+        for kind in parameter.kinds:
+            assert torch.equal(one.read_full(name, kind), other.read_full(name, kind)), (name, kind)
+
+
+def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
+    run(tmp_path)
+    before = (tmp_path / "m.jsonl").read_text()
+    told = run(tmp_path, load=str(tmp_path / "save"))
+    assert told.reason == "finished 5 iterations"
+    assert (tmp_path / "m.jsonl").read_text() == before
+    assert "saved checkpoint" not in told.text
+    # Elsewhere there is no such checkpoint yet.
+    run(tmp_path, load=str(tmp_path / "save"), save=str(tmp_path / "other" / "save"))
+    assert saved(tmp_path / "other") == [5]
+
+
+# --- runs with no future ----------------------------------------------------------------------------------------------
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_without_saving_it(tmp_path: Path) -> None:
+    """A learning rate of 1e30 spoils the weights in the first step, which the second one's loss shows."""
+    with pytest.raises(TrainingError, match="loss and gradient norm are finite") as caught:
+        run(tmp_path, precision="fp32", lr=1e30, save_interval=1, weight_decay=0.0)
+    assert "iteration 2: loss" in caught.value.problems[0].given
+    assert saved(tmp_path) == [1]
+    last = steps(tmp_path)[-1]
+    assert last["iteration"] == 2 and None in (last["loss"], last["grad_norm"]), "the step is written down, as null"
+
+
+def test_an_exhausted_loss_scale_saves_says_why_and_stops(tmp_path: Path) -> None:
+    scale = 2.0**60
+    settings = {"precision": "fp16", "initial_loss_scale": scale, "min_loss_scale": scale, "train_iters": 9}
+    with pytest.raises(TrainingError, match="3 steps in a row overflowed") as caught:
+        run(tmp_path, **settings, max_skipped_steps_at_min_loss_scale=3)
+    assert caught.value.exit_code == 3
+    assert saved(tmp_path) == [3]
+    checkpoint = open_checkpoint(tmp_path / "save")
+    assert (checkpoint.progress["iteration"], checkpoint.progress["optimizer_steps"]) == (3, 0)
+    for name, value in first_weights(tiny_run(**settings)).items():
+        # A master weight starts as the fp16 working weight it stands for.
+        assert torch.equal(checkpoint.read_full(name, "weight"), value.half().float()), name
+    for line in steps(tmp_path):
+        assert line["skipped"] and line["grad_norm"] is None and line["loss_scale"] == scale
+        assert line["overflow_parameter"] in caught.value.problems[0].given
+    assert len(steps(tmp_path)) == 3
+
+
+def test_a_loss_scale_that_can_fall_goes_on(tmp_path: Path) -> None:
+    """Overflows at 2^40 and 2^39; the learning rate waits for steps that count."""
+    told = run(
+        tmp_path,
+        precision="fp16",
+        initial_loss_scale=2.0**40,
+        min_loss_scale=1.0,
+        hysteresis=1,
+        train_iters=40,
+        lr_warmup_iters=4,
+        lr_decay_style="constant",
+    )
+    assert told.reason == "finished 40 iterations"
+    found = steps(tmp_path)
+    skipped = [line["skipped"] for line in found]
+    first = skipped.index(False)
+    assert 0 < first < 39 and skipped[:first] == [True] * first
+    assert [line["loss_scale"] for line in found[: first + 1]] == [2.0 ** (40 - n) for n in range(first + 1)]
+    assert [line["lr"] for line in found[: first + 1]] == [0.0] * (first + 1)
+    taken = [line for line in found if not line["skipped"]]
+    assert [line["lr"] for line in taken[:5]] == [1e-2 * n / 4 for n in range(5)]
+    assert f"iteration 1 skipped: {found[0]['overflow_parameter']} overflowed first" in told.text
+    assert open_checkpoint(tmp_path / "save").progress["optimizer_steps"] == len(taken)
+
+
+def test_an_error_closes_files_hooks_and_handlers(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    config = tiny_run(precision="fp32", lr=1e30, weight_decay=0.0, tensorboard_dir=str(tmp_path), num_workers=2)
+    launch = Launch(0, 1, 0)
+    broken = assemble(config, launch, CPU, check(config, launch))
+    with pytest.raises(TrainingError):
+        train(broken)
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert not any(module._forward_pre_hooks for module in broken.parts.engine.model.modules())
+    with pytest.raises(AssertionError, match="the loader is closed"):
+        next(broken.loader)
+    (events,) = tmp_path.glob("events.*")
+    assert events.stat().st_size > 500, "points held back are written"
+
+
+# --- signals ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """Samples during the reading of one of which this process is sent a signal."""
+
+    source: Samples
+    at: int
+    number: signal.Signals
+
+    @property
+    def seq_length(self) -> int:
+        return self.source.seq_length
+
+    def sample(self, k: int) -> NDArray[np.int64]:
+        if k == self.at:
+            os.kill(os.getpid(), self.number)
+        return self.source.sample(k)
+
+
+def interrupted_run(rank: int, settings: dict[str, Any], at: int, number: signal.Signals) -> Told:
+    """Two data-parallel ranks with one sample each a step; only the one that reads sample `at` gets the signal."""
+    inputs = check(tiny_run(**settings), Launch(rank, 2, rank))
+    return train_run(rank, 2, settings, replace(inputs, train=Interrupted(inputs.train, at, number)))
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(number: signal.Signals, tmp_path: Path) -> None:
+    settings = {"micro_batch_size": 1, "train_iters": 50, "save": str(tmp_path / "save"), "zero_stage": 2}
+    # Samples 4 and 5 are step 3's; rank 1 reads sample 5.
+    zero, one = run_ranks(2, interrupted_run, settings, 5, number)
+    assert one.reason == f"asked to stop after iteration 3 ({number.name})"
+    assert zero.reason == "asked to stop after iteration 3 (by another rank or the clock)"
+    assert saved(tmp_path) == [3]
+    assert zero.text.count("saved checkpoint of iteration 3") == 1 and one.text == ""
+
+
+# --- what is written down ---------------------------------------------------------------------------------------------
+
+METRICS: dict[str, Any] = {
+    "tensor_model_parallel_size": 2,
+    "zero_stage": 2,
+    "micro_batch_size": 2,
+    "global_batch_size": 8,
+    "train_iters": 4,
+    "lr_decay_style": "cosine",
+    "lr_warmup_iters": 1,
+    "min_lr": 1e-3,
+    "clip_grad": 0.5,
+    "eval_iters": 2,
+    "eval_interval": 2,
+}
+STEP_FIELDS = {
+    "iteration",
+    "consumed_samples",
+    "loss",
+    "grad_norm",
+    "lr",
+    "loss_scale",
+    "skipped",
+    "step_seconds",
+    "tokens_per_second",
+    "tflops_per_device",
+    "ranks",
+}
+
+
+def batch(samples: MockSamples, first: int, size: int) -> Batch:
+    rows = torch.from_numpy(np.stack([samples.sample(k) for k in range(first, first + size)]))
+    return Batch(rows[:, :-1], rows[:, 1:])
+
+
+def rate(step: int) -> float:
+    return scheduled_rate(step, peak=1e-2, final=1e-3, warmup=1, decay_steps=4, style="cosine")
+
+
+def plain_history(steps_taken: int) -> History:
+    samples = MockSamples(VOCAB, LENGTH, 1234)
+    batches = [batch(samples, 8 * step, 8) for step in range(steps_taken)]
+    return train_plainly(first_weights(tiny_run()), batches, Recipe(rate, weight_decay=0.01, max_norm=0.5))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run on 2 x 2 real ranks."""
+    folder = tmp_path_factory.mktemp("metrics")
+    run_ranks(4, train_run_on_four, {**METRICS, "metrics_file": str(folder / "m.jsonl")})
+    return folder
+
+
+def train_run_on_four(rank: int, settings: dict[str, Any]) -> str:
+    return train_run(rank, 4, settings).reason
+
+
+@pytest.mark.gloo
+def test_a_line_a_step_with_these_fields(written: Path) -> None:
+    assert places(written) == "1 2 2v 3 4 4v 4t"
+    for number, line in enumerate(steps(written), start=1):
+        assert set(line) == STEP_FIELDS
+        assert (line["iteration"], line["consumed_samples"]) == (number, 8 * number)
+        assert (line["loss_scale"], line["skipped"], line["lr"]) == (
+            1.0,
+            False,
+            pytest.approx(rate(number - 1), rel=1e-12),
+        )
+        tokens = 8 * LENGTH
+        assert line["tokens_per_second"] * line["step_seconds"] == pytest.approx(tokens)
+        # 6 operations a weight and token, 12 s h a block and token: 2 blocks of 12 x 16^2 weights, 29 rows of 16.
+        flops = 6 * (2 * 12 * 16 * 16 + 29 * 16) + 12 * 2 * LENGTH * 16
+        assert line["tflops_per_device"] * line["step_seconds"] == pytest.approx(tokens * flops / 4 / 1e12)
+
+
+@pytest.mark.gloo
+def test_losses_and_norms_at_full_precision_are_the_plain_twins(written: Path) -> None:
+    expected, found = plain_history(4), steps(written)
+    assert max_relative([line["loss"] for line in found], expected.losses) < 1e-9
+    assert max_relative([line["grad_norm"] for line in found], expected.grad_norms) < 1e-9
+    assert min(expected.grad_norms) > 0.5, "the norm is the one before clipping"
+
+
+@pytest.mark.gloo
+def test_evaluation_lines(written: Path) -> None:
+    found = [line["evaluation"] for line in lines(written) if "evaluation" in line]
+    # Validation takes the same first samples of its own stream each time, after two steps and after four.
+    held_out = {"validation": MockSamples(VOCAB, LENGTH, 1235), "test": MockSamples(VOCAB, LENGTH, 1236)}
+    for line in found:
+        weights = plain_history(line["iteration"]).weights
+        expected = mean_loss(weights, batch(held_out[line["split"]], 0, 16)).item()
+        assert line["loss"] == pytest.approx(expected, rel=1e-9)
+        assert line["perplexity"] == pytest.approx(math.exp(expected), rel=1e-9)
+        assert (line["consumed_samples"], line["bits_per_byte"]) == (8 * line["iteration"], None)
+
+
+@pytest.mark.gloo
+def test_every_ranks_memory_and_traffic(written: Path) -> None:
+    for line in steps(written):
+        assert [rank["rank"] for rank in line["ranks"]] == [0, 1, 2, 3]
+        for rank in line["ranks"]:
+            assert set(rank) == {"rank", "peak_memory_bytes", "model_state_bytes", "comm_bytes"}
+            assert rank["peak_memory_bytes"] > 10 * 2**20
+            states = rank["model_state_bytes"]
+            assert set(states) == {"parameters", "gradients", "master", "moments"}
+            # fp64, stage 2 over two ranks: p, g/2, no separate master, two moments of which half is owned.
+            parameters = states["parameters"]
+            assert parameters > 0 and parameters % 16 == 0
+            assert (states["gradients"], states["master"], states["moments"]) == (parameters // 2, 0, parameters)
+            traffic = rank["comm_bytes"]
+            # Two micro-batches on two ranks: half of all gradients are sent in each, half of all parameters once.
+            assert traffic["dp"] == {"reduce_scatter": parameters, "all_gather": parameters // 2}
+            assert set(traffic["tp"]) == {"all_reduce"} and traffic["tp"]["all_reduce"] > 0
+            assert traffic["world"] == {"scalars": 2 * 4 * 8 * 3 // 4}
+
+
+@pytest.mark.gloo
+def test_ranks_hold_the_whole_model_between_them(written: Path) -> None:
+    """Replicated parameters twice, sharded ones once, and at most 31 elements of padding a bucket."""
+    sizes = {name: value.numel() for name, value in first_weights(tiny_run()).items()}
+    cut = ("word.weight", "qkv", "mlp.up", "projection.weight", "down.weight")
+    sharded = sum(numel for name, numel in sizes.items() if any(part in name for part in cut))
+    each = sharded / 2 + (sum(sizes.values()) - sharded)
+    for rank in steps(written)[0]["ranks"]:
+        parameters = rank["model_state_bytes"]["parameters"] / 8
+        assert each <= parameters <= each + 0.5 * 16 + 5 * 31, "five units, one of them with half a row of padding"
