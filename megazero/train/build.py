@@ -221,8 +221,8 @@ def _resume(config: RunConfig, core: Core, schedule: LearningRate, scaler: LossS
     if config.checkpoint.finetune:
         return _Resumed(TrainState(scaler.start()), schedule)
     state = TrainState.from_json(checkpoint.progress)
-    if not scaler.dynamic:
-        state.loss_scale = scaler.start()
+    if not (scaler.dynamic and checkpoint.progress.get("loss_scale_is_dynamic")):
+        state.loss_scale = scaler.start()  # a constant says nothing about where a moving scale should stand
     if not weights_only:
         core.engine.optimizer_step.fill_(state.optimizer_steps)
     saved = checkpoint.progress.get("learning_rate")
@@ -259,6 +259,7 @@ def _saver(config: RunConfig, core: Core, resumed: _Resumed) -> Saver | None:
     goes_on_there = source is not None and source.resolve() in (root.resolve(), *root.resolve().glob("step_*"))
     extra = {
         "learning_rate": resumed.learning_rate.to_json(),
+        "loss_scale_is_dynamic": LossScaler.from_config(config.precision).dynamic,
         "seed": config.training.seed,
         "seq_length": config.model.seq_length,
     }

@@ -123,8 +123,8 @@ ROWS: dict[str, Row] = {
         FILE, ("{folder}/run.yaml", "not valid YAML", "line 3", "num_layers: 12"), broken_files.unreadable_settings
     ),
     "wrong settings in a file": Row(
-        {**FILE, "--num-layers": None, "--seed": None},
-        ("3 ", "hidden_sise", "no setting of this name", "--hidden-size", "model", "flat", "seed", "whole number"),
+        FILE,
+        ("2 configuration errors", "hidden_sise", "no setting of this name", "--hidden-size", "seed", "whole number"),
         broken_files.wrong_settings,
     ),
     # --- the machine
@@ -268,7 +268,7 @@ ROWS: dict[str, Row] = {
     # --- several at once
     "wrong flags, values and combinations": Row(
         {"--num-layer": "2", "--zero-stage": "3", "--lr": "fast", "--num-attention-heads": "7", "--min-lr": "-1"},
-        ("--num-layer\n", "--zero-stage 3", "--lr fast", "--min-lr -1", "--hidden-size 32 --num-attention-heads 7"),
+        ("--num-layer\n", "--lr fast", "--min-lr -1", "--zero-stage 3", "--hidden-size 32 --num-attention-heads 7"),
     ),
     "wrong combinations and a damaged corpus": Row(
         {**CORPUS, "--num-attention-heads": "7", "--save": None, "--save-interval": "5"},
@@ -374,14 +374,16 @@ def test_a_job_says_it_once(name: str, tmp_path: Path) -> None:
 
 def print_table() -> None:
     """All invocations with their messages, as Markdown."""
-    print(f"Each line changes this run:\n\n    pretrain_gpt.py {' '.join(command_line(SMALL_RUN))}\n")
+    print(f"Every invocation changes this one:\n\n    pretrain_gpt.py {' '.join(command_line(SMALL_RUN))}\n")
     for name, row in ROWS.items():
         with tempfile.TemporaryDirectory() as place, pytest.MonkeyPatch.context() as monkeypatch:
             told = tell(row, Path(place), monkeypatch)
         left_out = [f"(no {flag})" for flag, value in row.flags.items() if value is None]
-        words = " ".join([*command_line(row.flags), *left_out]).replace("{folder}", "runs")
-        print(f"### {name[0].upper()}{name[1:]}\n\n    {words}\n".rstrip(" "))
-        print(f"exit code {told.code}\n\n```text\n{told.message.replace(place, 'runs')}```\n")
+        job = "1 process:" if row.ranks == 1 else f"{row.ranks} processes:"
+        words = " ".join([job, *command_line(row.flags), *left_out]).replace("{folder}", "runs")
+        print(
+            f"### {name[0].upper()}{name[1:]}\n\n    {words}\n\nexit code {told.code}\n\n```text\n{told.message.replace(place, 'runs')}```\n"
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Runs that are asked to end: all ranks stop after the same step, save, and exit 0; the checkpoint is good to go on from.
+"""Runs that are asked to end: all ranks stop after the same step, save, and exit 0; the run can go on from there.
 
 Signals go to real processes under torchrun.  torchrun itself turns a SIGTERM into its own exit code 1; its workers
 save nevertheless.

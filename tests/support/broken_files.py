@@ -107,7 +107,7 @@ def unreadable_settings(folder: Path) -> None:
 
 
 def wrong_settings(folder: Path) -> None:
-    (folder / "run.yaml").write_text("hidden_sise: 32\nseed: many\nmodel:\n  num_layers: 2\n")
+    (folder / "run.yaml").write_text("hidden_sise: 32\nseed: many\n")
 
 
 def checkpoint(folder: Path) -> None:

@@ -266,6 +266,12 @@ def test_a_dynamic_loss_scale_goes_on(tmp_path: Path) -> None:
     assert (scale.scale, scale.good_steps) == (128.0, 1)
 
 
+def test_a_dynamic_loss_scale_does_not_start_from_another_precisions_constant(tmp_path: Path) -> None:
+    finished(precision="bf16", save=str(tmp_path))
+    resumed = built(precision="fp16", initial_loss_scale=4096.0, load=str(tmp_path), train_iters=8)
+    assert resumed.state.loss_scale.scale == 4096.0
+
+
 def test_a_config_is_not_changed_by_building() -> None:
     config: RunConfig = tiny_run(vocab_size=None, tokenizer_type="ByteTokenizer")
     before = replace(config)

@@ -53,6 +53,7 @@ def test_what_was_taken_does_not_change_any_more() -> None:
 def test_kernels_are_waited_for_on_request() -> None:
     """A kernel that spins for about 50 ms returns to the host at once."""
     device = torch.device("cuda")
+    torch.cuda._sleep(1)  # the first launch loads the kernel
     taken = {}
     for waits in (False, True):
         torch.cuda.synchronize(device)

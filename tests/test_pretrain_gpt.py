@@ -1,0 +1,104 @@
+"""The program from its command line on one process: what it prints, writes, and takes up again."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from support import broken_files
+from support.launch import SMALL_RUN, command_line, read_steps, run_here, set_launcher
+
+from megazero.checkpoint.reader import open_checkpoint
+from megazero.config.cli import from_yaml
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of a program that is started by hand."""
+    set_launcher(monkeypatch)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name)
+
+
+def flags(folder: Path, **more: str | None) -> list[str]:
+    """The smallest run, all of whose files go to `folder`; `more` by flag, without dashes."""
+    files = {"--save": f"{folder / 'saved'}", "--load": f"{folder / 'saved'}", "--metrics-file": f"{folder / 'steps'}"}
+    changes = {f"--{name.replace('_', '-')}": value for name, value in more.items()}
+    return command_line({**SMALL_RUN, **files, "--log-interval": "2", **changes})
+
+
+def test_a_run_reports_evaluates_and_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    broken_files.corpus(tmp_path)
+    corpus = {"mock_data": None, "data_path": f"{tmp_path / 'text'}", "split": "80,10,10"}
+    board = {"tensorboard_dir": f"{tmp_path / 'board'}", "eval_iters": "1", "eval_interval": "2"}
+    assert run_here(flags(tmp_path, **corpus, **board), monkeypatch) == 0
+    assert not dist.is_initialized()
+
+    printed, complaints = capsys.readouterr()
+    assert complaints == ""
+    assert printed.splitlines()[-1] == "finished 4 iterations"
+    assert [line.split("|")[0].split("iteration")[1].strip() for line in printed.splitlines() if "lm loss" in line] == [
+        "1/4",
+        "2/4",
+        "4/4",
+    ]
+    assert list(read_steps(tmp_path / "steps")) == [1, 2, 3, 4]
+    records = [json.loads(line) for line in (tmp_path / "steps").read_text().splitlines()]
+    evaluations = [record["evaluation"] for record in records if "evaluation" in record]
+    assert [(each["iteration"], each["split"]) for each in evaluations] == [
+        (2, "validation"),
+        (4, "validation"),
+        (4, "test"),
+    ]
+    assert [path for path in (tmp_path / "board").iterdir() if "tfevents" in path.name]
+    checkpoint = open_checkpoint(tmp_path / "saved")
+    assert checkpoint.step == 4
+    assert from_yaml(checkpoint.config_yaml).data.split == "80,10,10"
+
+
+def test_a_run_is_taken_up_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    for train_iters in ("2", "4"):
+        assert run_here(flags(tmp_path, train_iters=train_iters), monkeypatch) == 0
+    assert "resumed at iteration 2, 16 samples consumed\n" in capsys.readouterr().out
+    resumed = read_steps(tmp_path / "steps")
+    through = tmp_path / "through"
+    through.mkdir()
+    assert run_here(flags(through), monkeypatch) == 0
+    expected = read_steps(through / "steps")
+    assert [step["loss"] for step in resumed.values()] == [step["loss"] for step in expected.values()]
+
+
+def test_a_finished_run_has_nothing_left_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    for _ in range(2):
+        assert run_here(flags(tmp_path), monkeypatch) == 0
+    assert capsys.readouterr().out.endswith("finished 4 iterations\n")
+    assert list(read_steps(tmp_path / "steps")) == [1, 2, 3, 4]
+    assert [path.name for path in (tmp_path / "saved").glob("step_*")] == ["step_0000004"]
+
+
+def test_flags_without_effect_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    assert run_here(flags(tmp_path, use_flash_attn="", train_iters="1"), monkeypatch) == 0
+    assert capsys.readouterr().out.startswith("--use-flash-attn: accepted, without effect")
+
+
+def test_help_needs_no_settings(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run_here(["--help"], monkeypatch)
+    assert caught.value.code == 0
+    assert "--tensor-model-parallel-size" in capsys.readouterr().out
+
+
+def test_a_loss_scale_at_its_end_stops_the_run_and_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    scale = {"fp16": "", "loss_scale": "1e30", "max_skipped_steps_at_min_loss_scale": "2"}
+    assert run_here(flags(tmp_path, **scale), monkeypatch) == 3
+    told = capsys.readouterr().err
+    assert told.startswith("training stopped: 2 steps in a row overflowed at loss scale 1e+30")
+    assert "--lr" in told and "Traceback" not in told
+    assert [step["skipped"] for step in read_steps(tmp_path / "steps").values()] == [True, True]
+    assert open_checkpoint(tmp_path / "saved").progress["optimizer_steps"] == 0
