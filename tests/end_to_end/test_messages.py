@@ -381,9 +381,8 @@ def print_table() -> None:
         left_out = [f"(no {flag})" for flag, value in row.flags.items() if value is None]
         job = "1 process:" if row.ranks == 1 else f"{row.ranks} processes:"
         words = " ".join([job, *command_line(row.flags), *left_out]).replace("{folder}", "runs")
-        print(
-            f"### {name[0].upper()}{name[1:]}\n\n    {words}\n\nexit code {told.code}\n\n```text\n{told.message.replace(place, 'runs')}```\n"
-        )
+        print(f"### {name[0].upper()}{name[1:]}\n\n    {words}\n\nexit code {told.code}\n")
+        print(f"```text\n{told.message.replace(place, 'runs')}```\n")
 
 
 if __name__ == "__main__":
