@@ -1,0 +1,193 @@
+"""Step time of ZeRO stages 0, 1, 2 beside torch's DistributedDataParallel, the same model on the same ranks.
+
+    torchrun --nproc-per-node 2 benchmarks/data_parallel.py [--rounds 6] [--steps 8] [--hidden-size 256]
+
+Systems take turns in one run (A B C D A B C D ...), so that whatever else the machine does hits all alike; reported are
+medians over all steps, their spread, and the ratio to DDP.  `alone` is the same work without communication: the floor.
+Every system trains the same weights on the same tokens, and the losses at the end are printed beside the times.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from megazero.comm.build import Launch, choose_device, join, leave, make_mesh
+from megazero.comm.local import LocalCommunicator
+from megazero.comm.mesh import Mesh
+from megazero.config.model import ModelConfig
+from megazero.config.precision import PrecisionConfig
+from megazero.config.zero import ZeroConfig
+from megazero.data.loader import MicroBatch, StepBatch
+from megazero.data.mock import MockSamples
+from megazero.memory.fused_buffers import FusedBuffers
+from megazero.model.gpt import GPT
+from megazero.model.initialize import initialize_
+from megazero.optim.inner import AdamWSettings
+from megazero.parallel.topology import Topology
+from megazero.tensor_parallel.layers import TensorParallel
+from megazero.tensor_parallel.random import RandomRegions
+from megazero.train.step import StepControls, StepParts, training_step
+from megazero.train.timers import Timers
+from megazero.zero.engine import Engine, EngineSettings, ModelUnit
+from megazero.zero.plan import resolve
+
+VOCABULARY = 4096
+SETTINGS = AdamWSettings(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+LR = 3e-4
+
+
+@dataclass
+class System:
+    """Something that trains: step(batch) returns the loss (DDP and alone: of this rank's samples)."""
+
+    name: str
+    step: Callable[[StepBatch], float]
+    close: Callable[[], None] = lambda: None
+    seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+
+class Losses(nn.Module):
+    """token_losses as a forward, which is what DistributedDataParallel wraps."""
+
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        return self.model.token_losses(tokens, labels).mean()
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=6, help="turns of every system; the first is a warm-up")
+    parser.add_argument("--steps", type=int, default=8, help="steps of a turn")
+    parser.add_argument("--num-layers", type=int, default=8, help="blocks")
+    parser.add_argument("--hidden-size", type=int, default=256, help="width")
+    parser.add_argument("--seq-length", type=int, default=128, help="tokens of a sample")
+    parser.add_argument("--micro-batch-size", type=int, default=2, help="samples of a rank and step")
+    return parser.parse_args()
+
+
+def make_model(config: ModelConfig, device: torch.device) -> GPT:
+    context = TensorParallel(LocalCommunicator(), RandomRegions(1, 0, device), torch.float32, device)
+    model = GPT(config, vocab_size=VOCABULARY, tp=context, padded_vocab_size=VOCABULARY)
+    initialize_(model, 1)
+    return model
+
+
+def plain_system(name: str, module: nn.Module, device: torch.device) -> System:
+    """Losses or its DDP wrapper, with torch's fused AdamW."""
+    parameters = list(module.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": SETTINGS.weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(SETTINGS.beta1, SETTINGS.beta2), eps=SETTINGS.eps, fused=True)
+
+    def step(batch: StepBatch) -> float:
+        part = batch.micro_batches[0]
+        loss = module(part.tokens.to(device), part.labels.to(device))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return System(name, step)
+
+
+def zero_system(stage: int, config: ModelConfig, mesh: Mesh, num_positions: int) -> System:
+    """The engine, through the step that pretrain_gpt.py runs."""
+    model = make_model(config, mesh.device)
+    units = [ModelUnit(unit.name, tuple(unit.parameters), unit.module) for unit in model.units()]
+    plan = resolve(ZeroConfig(zero_stage=stage), PrecisionConfig())
+    buffers = FusedBuffers(0, mesh.device)
+    settings = EngineSettings(ZeroConfig().reduce_bucket_size, True, SETTINGS)
+    engine = Engine(model, units, plan, mesh=mesh, buffers=buffers, settings=settings)
+    buffers.resize(engine.layout.max_bucket_numel * plan.widest_itemsize)
+    parts = StepParts(
+        engine=engine,
+        model=model,
+        mesh=mesh,
+        dropout=RandomRegions(1, 0, mesh.device),
+        timers=Timers(mesh.device, waits=False),
+        num_positions=num_positions,
+        clip_grad=1.0,
+        checks_overflow=False,
+    )
+
+    def step(batch: StepBatch) -> float:
+        return training_step(parts, batch, StepControls(LR, 1.0)).loss.item()
+
+    return System(f"zero-{stage}", step, engine.close)
+
+
+def take_turn(system: System, mesh: Mesh, options: argparse.Namespace, turn: int) -> None:
+    """Some steps of one system; a barrier first, so that nobody pays for the system before."""
+    source = MockSamples(VOCABULARY, options.seq_length, seed=1)
+    rows = options.micro_batch_size
+    for number in range(turn * options.steps, (turn + 1) * options.steps):
+        first = (number * mesh.topology.dp + mesh.coordinate("dp")) * rows
+        samples = torch.stack([torch.from_numpy(source.sample(first + row)) for row in range(rows)])
+        batch = StepBatch(first, [MicroBatch(first, samples[:, :-1], samples[:, 1:], None)])
+        mesh.world.barrier()
+        start = time.perf_counter()
+        loss = system.step(batch)
+        if turn:
+            system.seconds.append(time.perf_counter() - start)
+        system.losses.append(loss)
+
+
+def report(systems: list[System], numel: int) -> None:
+    base = statistics.median(next(s for s in systems if s.name == "ddp").seconds)
+    print(f"{numel / 1e6:.1f}M parameters, torch {torch.__version__}, {torch.get_num_threads()} threads a rank")
+    for system in systems:
+        median = statistics.median(system.seconds)
+        quartiles = statistics.quantiles(system.seconds, n=4)
+        print(
+            f"{system.name:8s} {1000 * median:8.1f} ms  ({1000 * quartiles[0]:.1f} to {1000 * quartiles[2]:.1f})  "
+            f"{median / base:5.2f} x DDP   loss {system.losses[0]:.4f} -> {system.losses[-1]:.4f}"
+        )
+
+
+def main() -> None:
+    options = parse_arguments()
+    launch = Launch.from_environment()
+    device = choose_device("auto", launch.local_rank)
+    join(launch, backend="auto", device=device, timeout_minutes=10)
+    mesh = make_mesh(Topology(dp=launch.world_size), launch.rank, device, FusedBuffers(1 << 26, device))
+    config = ModelConfig(
+        num_layers=options.num_layers,
+        hidden_size=options.hidden_size,
+        num_attention_heads=options.hidden_size // 64,
+        seq_length=options.seq_length,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+    num_positions = options.micro_batch_size * launch.world_size * options.seq_length
+    alone = Losses(make_model(config, device))
+    systems = [
+        plain_system("alone", alone, device),
+        plain_system("ddp", DistributedDataParallel(Losses(make_model(config, device))), device),
+        *(zero_system(stage, config, mesh, num_positions) for stage in (0, 1, 2)),
+    ]
+    for turn in range(options.rounds):
+        for system in systems:
+            take_turn(system, mesh, options, turn)
+    if launch.rank == 0:
+        report(systems, sum(parameter.numel() for parameter in alone.parameters()))
+    for system in systems:
+        system.close()  # gathers of updated parameters may still be in flight
+    leave()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
