@@ -214,7 +214,7 @@ show_sample() {
     [[ -n "$input" ]] || prompt="def "
     say "a sample that begins with \"$prompt\""
     "$python" tools/generate_text.py --load "$dir/checkpoints" --prompt "$prompt" \
-        --max-new-tokens 120 --temperature 0.8 --top-k 50 --seed 1234
+        --max-new-tokens 120 --temperature 0.6 --top-k 20 --seed 1234
 }
 
 # What ended early is said, whatever ended it: a tool's own message may be missing when a signal did.

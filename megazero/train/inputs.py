@@ -37,7 +37,7 @@ def open_inputs(data: DataConfig, model: ModelConfig, *, seed: int, evaluates: b
     corpora = Corpora(data.data_path, split=data.split)
     vocab_size = _vocab_size(data, model, corpora, tokenizer)
     raise_problems(DataError, corpora.vocabulary_problems(vocab_size, tokenizer))
-    # A test share is optional: published scripts give it and never look at it on corpora that are too small for it.
+    # A split that is given a share is read, and refused with its counts if the share comes to nothing.
     wanted = {"train": True, "valid": evaluates, "test": evaluates and parse_split(data.split).test > 0}
     found = {
         name: corpora.samples(name, seq_length=model.seq_length, seed=seed, vocab_size=vocab_size)
