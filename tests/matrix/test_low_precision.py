@@ -23,10 +23,10 @@ CELLS = [
     Cell(tp=1, dp=2, stage=1, precision="fp32", accumulation=4),
     Cell(tp=2, dp=2, stage=2, precision="fp32"),
     Cell(tp=1, dp=1, stage=0, precision="bf16"),
-    Cell(tp=2, dp=2, stage=2, precision="bf16", accumulation=4),
+    Cell(tp=2, dp=2, stage=2, precision="bf16"),
     Cell(tp=1, dp=2, stage=1, precision="bf16", settings={"accumulate_allreduce_grads_in_fp32": True}),
     Cell(tp=1, dp=2, stage=2, precision="fp16", settings=FP16),
-    Cell(tp=2, dp=2, stage=0, precision="fp16", accumulation=4, settings=FP16),
+    Cell(tp=2, dp=1, stage=0, precision="fp16", accumulation=4, settings=FP16),
 ]
 
 
@@ -48,10 +48,10 @@ def test_losses_stay_near_the_reference(cell: Cell, corpus: str, reference: Hist
 def test_fp16_overflow_skips_the_step_on_every_rank(stage: int, corpus: str, reference: History) -> None:
     """The scale starts too high: steps are skipped, on all ranks alike, until gradients fit."""
     settings = {"initial_loss_scale": 2.0**20, "hysteresis": 1}
-    outcomes = train_cell(Cell(tp=2, dp=2, stage=stage, precision="fp16", settings=settings), corpus)
+    outcomes = train_cell(Cell(tp=2, dp=2, stage=stage, precision="fp16", steps=12, settings=settings), corpus)
     skipped = outcomes[0].skipped
-    assert skipped[0] and skipped[1] and sum(skipped) < 10
+    assert skipped[0] and skipped[1] and sum(skipped) < 8
     assert all(outcome.skipped == skipped for outcome in outcomes)
     # The reference's first step has learning rate 0 (warm-up), so its second loss is still one of the initial weights.
     assert outcomes[0].losses[:2] == pytest.approx(reference.losses[:2], rel=2e-3)
-    assert outcomes[0].losses[-1] < 0.7 * outcomes[0].losses[0], "after the skips it trains"
+    assert outcomes[0].losses[-1] < 0.9 * outcomes[0].losses[0], "after the skips it trains"
