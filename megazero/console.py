@@ -3,6 +3,7 @@
 Only the process with rank 0 speaks; every other one is silent unless it has an error of its own.
 """
 
+import argparse
 import os
 import sys
 import time
@@ -23,6 +24,13 @@ def launcher_rank() -> int:
     """This process's rank as torchrun or srun tells it; 0 when started by hand, or told what is no number."""
     told = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
     return int(told) if told.isdecimal() else 0
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the defaults of a tool's flags, where there are any."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
 
 
 class Console:

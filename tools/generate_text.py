@@ -12,7 +12,7 @@ from megazero.checkpoint.reader import open_checkpoint
 from megazero.comm.build import choose_device
 from megazero.config.cli import from_yaml
 from megazero.config.data import DataConfig
-from megazero.console import Console, run_program
+from megazero.console import Console, HelpFormatter, run_program
 from megazero.data.tokenizers import FILES, Tokenizer, load_tokenizer
 from megazero.errors import CheckpointError, ConfigError, Problem
 from megazero.generate.sampling import Sampling
@@ -27,7 +27,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0] if __doc__ else None,
         allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("--load", type=Path, required=True, metavar="DIR", help="a run's checkpoints, or one of them")
     parser.add_argument("--step", type=int, metavar="N", help="which step of the run; without it, the newest")

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from megazero.console import Console, run_program
+from megazero.console import Console, HelpFormatter, run_program
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.inspect import find_id_range, header_lines, shown_document
 from megazero.data.sidecar import read_sidecar
@@ -13,9 +13,7 @@ from megazero.errors import DataError, Problem
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=HelpFormatter)
     parser.add_argument("prefix", metavar="PREFIX", help="the corpus: PREFIX.bin and PREFIX.idx")
     parser.add_argument("--documents", type=int, default=3, metavar="N", help="documents to show")
     parser.add_argument("--tokens", type=int, default=64, metavar="N", help="tokens to show of each")

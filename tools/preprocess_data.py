@@ -5,7 +5,7 @@ import sys
 import time
 from pathlib import Path
 
-from megazero.console import Console, run_program
+from megazero.console import Console, HelpFormatter, run_program
 from megazero.data.documents import TEXT_RULES, DocumentRules
 from megazero.data.preprocess import PreprocessRequest, preprocess
 from megazero.data.tokenizers import FILES, TokenizerSpec
@@ -22,9 +22,7 @@ def positive(text: str) -> int:
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=HelpFormatter)
     text = parser.add_argument_group("text")
     text.add_argument("--input", nargs="+", type=Path, required=True, metavar="FILE", help=".jsonl, .json, .txt files")
     text.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to take, a corpus for each")

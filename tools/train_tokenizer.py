@@ -5,7 +5,7 @@ import sys
 import time
 from pathlib import Path
 
-from megazero.console import Console, run_program
+from megazero.console import Console, HelpFormatter, run_program
 from megazero.data.documents import TEXT_RULES, DocumentRules
 from megazero.data.tokenizer_training import MODEL_TYPES, TokenizerRequest, sample_text, train_tokenizer
 from megazero.units import format_bytes, format_duration
@@ -13,9 +13,7 @@ from megazero.units import format_bytes, format_duration
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=HelpFormatter)
     parser.add_argument(
         "--input", nargs="+", type=Path, required=True, metavar="FILE", help=".jsonl, .json, .txt files"
     )
