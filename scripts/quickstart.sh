@@ -211,10 +211,10 @@ train() {
 
 show_sample() {
     local prompt="The "
-    [[ -n "$input" ]] || prompt="def "
+    [[ -n "$input" ]] || prompt="def __init__(self"
     say "a sample that begins with \"$prompt\""
     "$python" tools/generate_text.py --load "$dir/checkpoints" --prompt "$prompt" \
-        --max-new-tokens 120 --temperature 0.6 --top-k 20 --seed 1234
+        --max-new-tokens 120 --temperature 0.7 --top-p 0.9 --seed 1234
 }
 
 # What ended early is said, whatever ended it: a tool's own message may be missing when a signal did.
