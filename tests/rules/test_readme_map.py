@@ -8,7 +8,7 @@ import re
 
 from support.source_tree import ROOT
 
-MAPPED_FOLDERS = ("megazero", "tools", "scripts")
+MAPPED_FOLDERS = ("megazero", "tools", "scripts", "benchmarks")
 
 
 def map_lines(readme: str) -> list[str]:
@@ -36,7 +36,9 @@ def parse_map(lines: list[str]) -> dict[str, str]:
 def actual_files() -> set[str]:
     files = [path for folder in MAPPED_FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()]
     files += [path for path in ROOT.iterdir() if path.is_file() and not path.name.startswith(".")]
-    kept = [path for path in files if path.suffix != ".pyc" and path.name not in ("py.typed", "__init__.py")]
+    results = ROOT / "benchmarks" / "results"
+    unnamed = (".pyc", "py.typed", "__init__.py")
+    kept = [path for path in files if not path.name.endswith(unnamed) and results not in path.parents]
     return {path.relative_to(ROOT).as_posix() for path in kept}
 
 
