@@ -36,7 +36,8 @@ ensure_environment() {
         return
     fi
     require_python "${PYTHON:-python3}"
-    if [[ ! -x .venv/bin/python ]]; then
+    # One without pip is half made: that is what a python without its venv package leaves behind.
+    if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
         say "making .venv"
         "${PYTHON:-python3}" -m venv .venv || fail "python can't make a virtual environment (Debian: apt install python3-venv)"
     fi

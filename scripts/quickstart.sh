@@ -67,6 +67,10 @@ check_input() {
     input="$(from_where_invoked "$input")"
     [[ -f "$input" ]] || fail "--input $input: no such file"
     [[ "$input" == *.jsonl || "$input" == *.txt ]] || fail "--input $input: must end in .jsonl or .txt"
+    # A twentieth is held out, and the tokenizer learns 2048 pieces: less text gives neither.
+    local least=300000 size
+    size="$(wc -c <"$input")"
+    ((size >= least)) || fail "--input $input: $size bytes of text; the quickstart needs $least or more"
 }
 
 # Relative paths are the caller's, who need not stand in the project's root.

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from megazero.checkpoint.folders import list_steps
 from megazero.checkpoint.huggingface import export_model, read_model
 from megazero.checkpoint.reader import open_checkpoint
 from megazero.checkpoint.writer import Draft, save
@@ -23,7 +24,7 @@ from megazero.config.training import TrainingConfig
 from megazero.config.yaml_file import to_yaml
 from megazero.console import Console, run_program
 from megazero.data.tokenizers import load_tokenizer
-from megazero.errors import DataError
+from megazero.errors import CheckpointError, DataError, Problem
 from megazero.optim.loss_scaler import LossScale
 from megazero.parallel.param_spec import ParamSpec, StateFragment
 from megazero.train.inputs import tokenizer_spec
@@ -68,6 +69,9 @@ def export_command(options: argparse.Namespace, console: Console) -> None:
 
 def import_command(options: argparse.Namespace, console: Console) -> None:
     """Hugging Face to a checkpoint of step 0 that holds weights only; what it says of training is a placeholder."""
+    if steps := list_steps(options.save):
+        given = f"--save {options.save}, which has {steps[-1].path.name}"
+        raise CheckpointError(Problem(given, "an imported model is step 0 of a new run", "another folder"))
     imported = read_model(options.input)
     config = RunConfig(
         model=imported.config,

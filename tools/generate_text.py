@@ -5,6 +5,7 @@ python tools/generate_text.py --load runs/demo --prompt "def main("
 
 import argparse
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from megazero.config.cli import from_yaml
 from megazero.config.data import DataConfig
 from megazero.console import Console, HelpFormatter, run_program
 from megazero.data.tokenizers import FILES, Tokenizer, load_tokenizer
-from megazero.errors import CheckpointError, ConfigError, Problem
+from megazero.errors import CheckpointError, ConfigError, Problem, raise_problems
 from megazero.generate.sampling import Sampling
 from megazero.generate.session import load_session
 from megazero.train.inputs import tokenizer_spec
@@ -48,6 +49,26 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def wrong_flags(options: argparse.Namespace) -> Iterator[Problem]:
+    """What is wrong with the flags by themselves."""
+    for flag, count in {"--max-new-tokens": options.max_new_tokens, "--num-samples": options.num_samples}.items():
+        if count < 1:
+            yield Problem(f"{flag} {count}", "must be at least 1")
+    if not 0 <= options.seed < 2**63:
+        yield Problem(f"--seed {options.seed}", "must be at least 0 and below 2**63", "--seed 0")
+    if not _is_unicode(options.prompt):
+        yield Problem(f"--prompt {options.prompt!a}", "must be UTF-8 text")
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether a word of the command line was UTF-8: Python lets other bytes pass as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def choose_tokenizer(data: DataConfig, options: argparse.Namespace) -> Tokenizer:
     """The run's tokenizer, or the one the flags name; raises ConfigError when nobody tells."""
     told = {name: getattr(options, name) for name in TOKENIZER_FLAGS if getattr(options, name) is not None}
@@ -61,9 +82,7 @@ def choose_tokenizer(data: DataConfig, options: argparse.Namespace) -> Tokenizer
 def main(arguments: list[str] | None = None) -> None:
     """Load, continue, print."""
     options, console = parse_arguments(arguments), Console()
-    counts = {"--max-new-tokens": options.max_new_tokens, "--num-samples": options.num_samples}
-    if wrong := [Problem(f"{flag} {count}", "must be at least 1") for flag, count in counts.items() if count < 1]:
-        raise ConfigError(*wrong)
+    raise_problems(ConfigError, wrong_flags(options))
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.greedy)
     checkpoint = open_checkpoint(options.load, step=options.step)
     config = from_yaml(checkpoint.config_yaml, origin=f"the configuration in {checkpoint.folder}")

@@ -5,10 +5,12 @@ import sys
 import time
 from pathlib import Path
 
+from megazero.config.compat import PREPROCESSING_ACCEPTED, PREPROCESSING_FIXED, PREPROCESSING_REFUSED
 from megazero.console import Console, HelpFormatter, run_program
 from megazero.data.documents import TEXT_RULES, DocumentRules
 from megazero.data.preprocess import PreprocessRequest, preprocess
 from megazero.data.tokenizers import FILES, TokenizerSpec
+from megazero.errors import ConfigError, Problem, raise_problems
 from megazero.units import format_bytes, format_duration
 
 
@@ -37,12 +39,38 @@ def parse_arguments() -> argparse.Namespace:
     output.add_argument("--output-prefix", required=True, metavar="PREFIX", help="where the files go")
     output.add_argument("--workers", type=positive, default=1, metavar="N", help="processes")
     output.add_argument("--log-interval", type=positive, default=1000, metavar="N", help="documents between two lines")
-    return parser.parse_args()
+    for name in (*PREPROCESSING_ACCEPTED, *PREPROCESSING_FIXED, *PREPROCESSING_REFUSED):
+        parser.add_argument(f"--{name}", nargs="*", help=argparse.SUPPRESS)
+    return parser.parse_args([dashed(word) for word in sys.argv[1:]])
+
+
+def dashed(word: str) -> str:
+    """A flag with dashes for underscores; any other word as it is."""
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if word.startswith("--") else word
+
+
+def take_foreign_flags(arguments: argparse.Namespace, console: Console) -> None:
+    """Tell which flags of other tools have no effect; raises ConfigError for those that would need one."""
+    given = {name.replace("_", "-"): words for name, words in vars(arguments).items() if words is not None}
+    problems = []
+    for name, rule in PREPROCESSING_REFUSED.items():
+        if name in given:
+            problems.append(Problem(f"--{name}", f"refused: {rule}", f"leave out --{name}"))
+    for name, fixed in PREPROCESSING_FIXED.items():
+        if name in given and tuple(given[name]) not in {(value,) for value in fixed.values}:
+            legal = ", ".join(f"--{name} {value}" for value in fixed.values)
+            problems.append(Problem(" ".join([f"--{name}", *given[name]]), f"refused: {fixed.rule}", legal))
+    raise_problems(ConfigError, problems)
+    effects = {**PREPROCESSING_ACCEPTED, **{name: fixed.rule for name, fixed in PREPROCESSING_FIXED.items()}}
+    for name in (name for name in effects if name in given):
+        console.line(f"--{name}: accepted, without effect: {effects[name]}")
 
 
 def main() -> None:
     """Encode, write, tell."""
     arguments, console, started = parse_arguments(), Console(), time.monotonic()
+    take_foreign_flags(arguments, console)
     request = PreprocessRequest(
         inputs=tuple(arguments.input),
         output_prefix=arguments.output_prefix,

@@ -1,6 +1,7 @@
 """Tell what came of a run: validation before and after, pace, where its checkpoint is, how to open TensorBoard."""
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 
@@ -26,7 +27,8 @@ def main() -> None:
     if arguments.load is not None:
         console.line(f"{'checkpoint':<16} {newest(arguments.load) or 'none'}")
     if arguments.tensorboard_dir is not None:
-        console.line(f"{'TensorBoard':<16} {sys.executable} -m tensorboard.main --logdir {arguments.tensorboard_dir}")
+        command = shlex.join([sys.executable, "-m", "tensorboard.main", "--logdir", str(arguments.tensorboard_dir)])
+        console.line(f"{'TensorBoard':<16} {command}")
 
 
 if __name__ == "__main__":

@@ -93,6 +93,11 @@ def resolve(path: Path, step: int | None = None) -> Path:
     Raises CheckpointError when there is none.
     """
     if (path / MANIFEST).is_file():
+        match = _STEP_FOLDER.fullmatch(path.name)
+        if step is not None and (match is None or int(match[1]) != step):
+            raise CheckpointError(
+                Problem(f"{path}, step {step}", "a step is chosen in a run's folder; this is one checkpoint")
+            )
         return path
     steps = list_steps(path)
     if step is None:

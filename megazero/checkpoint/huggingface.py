@@ -251,5 +251,5 @@ def _publish(output: Path, described: str, tensors: Mapping[str, Tensor]) -> Non
     except (OSError, SafetensorError) as error:
         raise CheckpointError(Problem(f"--output {output}: {error}", "the folder must be writable")) from error
     finally:
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError, NotADirectoryError):
             shutil.rmtree(aside)

@@ -106,23 +106,35 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def make_mesh(topology: Topology, rank: int, device: torch.device, scratch: Scratch) -> Mesh:
-    """One metered communicator per axis; every rank of the job must call this with the same topology."""
+def make_mesh(
+    topology: Topology, rank: int, device: torch.device, scratch: Scratch, *, timeout_minutes: float | None = None
+) -> Mesh:
+    """One metered communicator per axis; every rank of the job must call this with the same topology.
+
+    timeout_minutes: how long a collective may wait on an axis that has groups of its own, as `join` was told for all
+    ranks (torch doesn't pass it on); None: as long as the backend likes.
+    """
+    timeout = None if timeout_minutes is None else timedelta(minutes=timeout_minutes)
     meter = Meter()
     communicators: dict[str, Communicator] = {}
     for axis in (*AXES, WORLD):
-        inner = _communicator(topology, axis, rank, scratch)
+        inner = _communicator(topology, axis, rank, scratch, timeout=timeout)
         communicators[axis] = MeteredCommunicator(inner, axis, meter)
     return Mesh(topology, rank, device, communicators, meter)
 
 
-def _communicator(topology: Topology, axis: str, rank: int, scratch: Scratch) -> Communicator:
+def _communicator(
+    topology: Topology, axis: str, rank: int, scratch: Scratch, *, timeout: timedelta | None
+) -> Communicator:
     """All ranks make all groups of the axis, in the same order, as torch demands; each keeps its own."""
     if topology.size(axis) == 1:
         return LocalCommunicator()
     if axis == WORLD:
         return ProcessGroupCommunicator(_default_group(), scratch)
-    groups = [(ranks, dist.new_group(list(ranks), group_desc=f"megazero_{axis}")) for ranks in topology.groups(axis)]
+    groups = [
+        (ranks, dist.new_group(list(ranks), timeout=timeout, group_desc=f"megazero_{axis}"))
+        for ranks in topology.groups(axis)
+    ]
     mine = next(group for ranks, group in groups if rank in ranks)
     return ProcessGroupCommunicator(mine, scratch)
 

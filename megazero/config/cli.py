@@ -57,6 +57,7 @@ def parse(argv: Sequence[str] | None = None, *, world_size: int | None = None) -
     words, stray = split_words(sys.argv[1:] if argv is None else argv)
     gathered = _Gathered()
     gathered.problems.extend(_unexpected(stray))
+    gathered.problems.extend(_nameless_sources(words))
     _take_preset(gathered, words)
     for path in _values(words, "config"):
         _take_file(gathered, Path(path))
@@ -97,6 +98,13 @@ def _unexpected(stray: Sequence[str]) -> Iterable[Problem]:
             loose.append(word)
     if loose:
         yield Problem(" ".join(loose), "a word belongs to a flag, and these follow none", "--flag VALUE")
+
+
+def _nameless_sources(words: Iterable[Said]) -> Iterable[Problem]:
+    legal = {"config": "--config RUN.yaml", "preset": f"--preset {', --preset '.join(PRESETS)}"}
+    for word in words:
+        if word.name in legal and not word.value:
+            yield Problem(word.source, f"--{word.name} needs a value", legal[word.name])
 
 
 def _values(words: Iterable[Said], name: str) -> list[str]:

@@ -174,3 +174,18 @@ REFUSED: Mapping[str, str] = _rows(
         ("fp8 is not there", "fp8-format fp8-hybrid fp8-e4m3"),
     )
 )
+
+# Answers of the same kinds for the flags of the field's preprocessing tools (tools/preprocess_data.py).
+PREPROCESSING_ACCEPTED: Mapping[str, str] = _rows(
+    (
+        ("documents come in the input's order; --workers alone says how many processes", "partitions"),
+        ("documents always come in the input's order", "keep-sequential-samples"),
+        ("it is about splitting sentences, which is not done here", "keep-newlines lang"),
+    )
+)
+PREPROCESSING_FIXED: Mapping[str, Fixed] = MappingProxyType(
+    {"dataset-impl": Fixed(("mmap",), "corpora are .bin/.idx pairs read by mmap")}
+)
+PREPROCESSING_REFUSED: Mapping[str, str] = _rows(
+    (("a document is one sequence, sentences are not told apart", "split-sentences"),)
+)

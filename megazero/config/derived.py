@@ -61,11 +61,3 @@ def lr_decay_iters(config: RunConfig, world_size: int) -> int:
     """Step at which the learning rate has come down to min_lr."""
     given = config.optimizer.lr_decay_iters
     return train_iters(config, world_size) if given is None else given
-
-
-def lr_warmup_iters(config: RunConfig, world_size: int) -> int:
-    """Steps of warm-up; a fraction is taken of the decay's length and rounded down."""
-    fraction = config.optimizer.lr_warmup_fraction
-    if fraction is None:
-        return config.optimizer.lr_warmup_iters
-    return int(fraction * lr_decay_iters(config, world_size))

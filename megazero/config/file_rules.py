@@ -21,21 +21,27 @@ def corpus_is_given_once(config: RunConfig, world_size: int) -> Iterator[Problem
 
 def mixture_has_weights(config: RunConfig, world_size: int) -> Iterator[Problem]:
     paths = config.data.data_path
-    weights = paths[::2]
-    if len(paths) > 1 and (len(paths) % 2 or any(_positive(weight) is None for weight in weights)):
+    weights = [_number(word) for word in paths[::2]]
+    if all(weight is None for weight in weights):  # prefixes alone count by their sizes
+        return
+    if len(paths) % 2 or any(weight is None or weight <= 0 for weight in weights):
         yield Problem(
             f"--data-path {' '.join(paths)}",
-            "a mixture is pairs of a positive weight and a prefix",
-            "--data-path PREFIX, --data-path 0.7 PREFIX 0.3 PREFIX",
+            "a mixture is prefixes, or pairs of a positive weight and a prefix",
+            "--data-path PREFIX PREFIX, --data-path 0.7 PREFIX 0.3 PREFIX",
         )
 
 
-def _positive(text: str) -> float | None:
+def _number(text: str) -> float | None:
+    """A weight such as 0.3 or 1/3; 0 for one that is none (nan, inf, 1/0); None for a word."""
+    numerator, slash, denominator = text.partition("/")
     try:
-        value = float(text)
+        value = float(numerator) / float(denominator if slash else 1)
     except ValueError:
         return None
-    return value if math.isfinite(value) and value > 0 else None
+    except ZeroDivisionError:
+        return 0.0
+    return value if math.isfinite(value) else 0.0
 
 
 def split_shares(split: str) -> tuple[float, float, float] | None:

@@ -138,8 +138,11 @@ def _nearest(info: FieldInfo, value: Any) -> str:
     if info.kind not in ("int", "float") or not _is_number(value):
         return ""
     number = float(value)
-    low = max((bound for name, bound in info.bounds if name == "ge"), default=-math.inf)
-    high = min((bound for name, bound in info.bounds if name == "le"), default=math.inf)
+    # The integers next to an open bound are legal; no real number is the one next to it.
+    beside = {"ge": 0, "le": 0} | ({"gt": 1, "lt": -1} if info.kind == "int" else {})
+    closed = [(name, bound + beside[name]) for name, bound in info.bounds if name in beside]
+    low = max((bound for name, bound in closed if name in ("ge", "gt")), default=-math.inf)
+    high = min((bound for name, bound in closed if name in ("le", "lt")), default=math.inf)
     if info.kind == "float":
         candidates = {bound for bound in (low, high) if math.isfinite(bound)}
     else:

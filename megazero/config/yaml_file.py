@@ -24,10 +24,11 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         seen: set[object] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node)
-            if not isinstance(key, Hashable) or key in seen:
+            name = key.replace("_", "-") if isinstance(key, str) else key
+            if not isinstance(key, Hashable) or name in seen:
                 finding = f"the key {key} stands twice" if isinstance(key, Hashable) else "a key is a name"
                 raise yaml.constructor.ConstructorError(None, None, finding, key_node.start_mark)
-            seen.add(key)
+            seen.add(name)
         return super().construct_mapping(node, deep)
 
 

@@ -187,5 +187,8 @@ def _decode(chunk: Chunk, offset: int, data: bytes) -> str:
 
 
 def _bad_line(chunk: Chunk, offset: int, rule: str, legal: str = "") -> DataError:
-    before = _read(Chunk(chunk.path, 0, chunk.start + offset))
-    return DataError(Problem(f"{chunk.path}:{before.count(10) + 1}", f"every line {rule}", legal))
+    stop = chunk.start + offset
+    # In pieces: what comes before the line may be more than memory holds.
+    pieces = (Chunk(chunk.path, start, min(start + CHUNK_BYTES, stop)) for start in range(0, stop, CHUNK_BYTES))
+    number = 1 + sum(_read(piece).count(b"\n") for piece in pieces)
+    return DataError(Problem(f"{chunk.path}:{number}", f"every line {rule}", legal))

@@ -16,7 +16,7 @@ from megazero.errors import DataError, Problem
 class AsideFile:
     """A file being written next to `path`; `publish` gives it its name, `discard` removes it.
 
-    Raises DataError when the folder cannot be made or written.
+    Raises DataError when the folder cannot be made or written, and later when the disk is full.
     """
 
     def __init__(self, path: Path) -> None:
@@ -27,6 +27,13 @@ class AsideFile:
             self.stream: IO[bytes] = open(self._aside, "wb")  # noqa: SIM115 (lives until publish or discard)
         except OSError as error:
             raise cannot_write(path, error) from error
+
+    def write(self, content: bytes) -> None:
+        """Append bytes."""
+        try:
+            self.stream.write(content)
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
 
     def seal(self) -> None:
         """Bring every byte to the disk and close; the file still has its temporary name."""
@@ -41,8 +48,11 @@ class AsideFile:
         """Rename to the final name and make the rename itself durable."""
         if not self.stream.closed:
             self.seal()
-        os.replace(self._aside, self.path)
-        sync_path(self.path.parent)
+        try:
+            os.replace(self._aside, self.path)
+            sync_path(self.path.parent)
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
 
     def discard(self) -> None:
         """Remove what was written; harmless after `publish`."""
@@ -63,6 +73,14 @@ def written_aside(path: Path) -> Iterator[IO[bytes]]:
         raise cannot_write(path, error) from error
     finally:
         aside.discard()
+
+
+def remove_file(path: Path) -> None:
+    """Remove a file if it is there; raises DataError when it is there and stays."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise cannot_write(path, error) from error
 
 
 def sync_path(path: Path) -> None:

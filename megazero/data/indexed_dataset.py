@@ -34,7 +34,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from megazero.data.files import AsideFile, cannot_read
+from megazero.data.files import AsideFile, cannot_read, remove_file
 from megazero.errors import DataError, Problem
 
 Tokens = NDArray[Any]
@@ -249,29 +249,31 @@ class IndexedDatasetWriter:
             raise DataError(
                 Problem(f"{self.prefix}: a sequence of {max(lengths)} tokens", f"at most {LARGEST_LENGTH} tokens")
             )
-        self._bin.stream.write(tokens.astype(self.dtype, copy=False).tobytes())
+        self._bin.write(tokens.astype(self.dtype, copy=False).tobytes())
         self._lengths.extend(lengths)
         self._num_tokens += len(tokens)
 
-    def _write_index(self) -> AsideFile:
-        index = AsideFile(idx_path(self.prefix))
+    def _write_index(self, index: AsideFile) -> None:
         lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.empty(0, np.int32)
         code = TYPE_CODES[self.dtype.newbyteorder("=")]
-        index.stream.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(self._documents)))
-        index.stream.write(lengths.astype("<i4").tobytes())
+        index.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(self._documents)))
+        index.write(lengths.astype("<i4").tobytes())
         ends = np.cumsum(lengths, dtype=np.int64)
-        index.stream.write(((ends - lengths) * self.dtype.itemsize).astype("<i8").tobytes())
-        index.stream.write(np.frombuffer(self._documents, np.int64).astype("<i8").tobytes())
+        index.write(((ends - lengths) * self.dtype.itemsize).astype("<i8").tobytes())
+        index.write(np.frombuffer(self._documents, np.int64).astype("<i8").tobytes())
         index.seal()
-        return index
 
     def publish(self) -> None:
         """Give both files their names; the corpus is readable afterwards."""
         self._bin.seal()
-        index = self._write_index()
-        idx_path(self.prefix).unlink(missing_ok=True)
-        self._bin.publish()
-        index.publish()
+        index = AsideFile(idx_path(self.prefix))
+        try:
+            self._write_index(index)
+            remove_file(idx_path(self.prefix))
+            self._bin.publish()
+            index.publish()
+        finally:
+            index.discard()
 
     def discard(self) -> None:
         """Leave nothing behind; harmless after `publish`."""
@@ -283,9 +285,11 @@ class IndexedDatasetWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            self.publish()
-        self.discard()
+        try:
+            if kind is None:
+                self.publish()
+        finally:
+            self.discard()
 
 
 def _require_files(prefix: str) -> None:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from megazero.console import Console
 from megazero.data.documents import Chunk, DocumentRules, find_chunks, input_problems, read_documents
+from megazero.data.files import remove_file
 from megazero.data.indexed_dataset import IndexedDatasetWriter, token_dtype
 from megazero.data.sidecar import Sidecar, sidecar_path, write_sidecar
 from megazero.data.tokenizers import Tokenizer, TokenizerSpec, load_tokenizer
@@ -77,7 +78,8 @@ def preprocess(request: PreprocessRequest, console: Console) -> list[Corpus]:
 
     Raises DataError for input that cannot be read (file and line), and leaves earlier files untouched then.
     """
-    raise_problems(DataError, [*input_problems(request.inputs, request.rules), *request.tokenizer.problems()])
+    problems = [*_key_problems(request.rules.json_keys), *input_problems(request.inputs, request.rules)]
+    raise_problems(DataError, [*problems, *request.tokenizer.problems()])
     chunks = find_chunks(request.inputs, request.rules)
     tokenizer = load_tokenizer(request.tokenizer)
     prefixes = [f"{request.output_prefix}_{key}_document" for key in request.rules.json_keys]
@@ -93,11 +95,19 @@ def preprocess(request: PreprocessRequest, console: Console) -> list[Corpus]:
             progress.advance(len(encoded.texts[0].lengths), encoded.input_bytes)
         _refuse_empty(request, writers)
         for prefix in prefixes:
-            sidecar_path(prefix).unlink(missing_ok=True)
+            remove_file(sidecar_path(prefix))
     sidecars = [_sidecar(request, tokenizer, writer, size) for writer, size in zip(writers, text_bytes, strict=True)]
     for prefix, sidecar in zip(prefixes, sidecars, strict=True):
         write_sidecar(prefix, sidecar)
     return [Corpus(prefix, sidecar) for prefix, sidecar in zip(prefixes, sidecars, strict=True)]
+
+
+def _key_problems(keys: tuple[str, ...]) -> list[Problem]:
+    once = tuple(dict.fromkeys(keys))
+    if once == keys:
+        return []
+    given, legal = (f"--json-keys {' '.join(names)}" for names in (keys, once))
+    return [Problem(given, "every key has a corpus of its own, so it is given once", legal)]
 
 
 def _sidecar(

@@ -13,19 +13,18 @@ permutation(seed, stream, k // n)[k mod n] of the range.  Nothing is stored, so 
 any k costs nothing.  Sequences lie back to back (checked at open), so a sample is one slice of the file.
 """
 
-import re
 from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megazero.config.file_rules import split_shares
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.permutation import Permutation
 from megazero.errors import DataError, Problem
 
 SPLIT_NAMES = ("train", "valid", "test")
-SPLIT_PATTERN = re.compile(r"\s*(\d+(\.\d*)?|\.\d+)\s*")
 
 
 class Split(NamedTuple):
@@ -62,15 +61,11 @@ def parse_split(text: str) -> Split:
 
     Raises DataError for anything else.
     """
-    parts = text.split(",")
-    legal = "three weights such as 969,30,1 or 0.9,0.1,0"
-    if len(parts) > len(SPLIT_NAMES) or not all(SPLIT_PATTERN.fullmatch(part) for part in parts):
-        raise DataError(Problem(f"--split {text}", "is one to three numbers >= 0 with commas between", legal))
-    weights = [float(part) for part in parts] + [0.0] * (len(SPLIT_NAMES) - len(parts))
-    total = sum(weights)
-    if total <= 0:
-        raise DataError(Problem(f"--split {text}", "gives at least one split a weight above 0", legal))
-    return Split(*(weight / total for weight in weights))
+    shares = split_shares(text)
+    if shares is None:
+        rule = "is one to three numbers >= 0 with commas between, not all of them 0"
+        raise DataError(Problem(f"--split {text}", rule, "three weights such as 969,30,1 or 0.9,0.1,0"))
+    return Split(*shares)
 
 
 def split_sequences(num_sequences: int, split: Split) -> SplitRanges:

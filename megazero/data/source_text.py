@@ -66,7 +66,9 @@ def write_jsonl(sources: Iterable[SourceFile], output: Path) -> SourceSummary:
             if text is None:
                 skipped += 1
                 continue
-            stream.write(json.dumps({"text": text, "name": source.name}, ensure_ascii=False).encode() + b"\n")
+            line = json.dumps({"text": text, "name": source.name}, ensure_ascii=False)
+            # Only a file's name can hold what is no Unicode; it becomes a question mark.
+            stream.write(line.encode(errors="replace") + b"\n")
             documents += 1
             text_bytes += len(text.encode())
         if not documents:
@@ -84,7 +86,8 @@ def _walk(root: Path, patterns: Sequence[str], excluded: Sequence[str]) -> Itera
         for file in files:
             path = Path(folder, file)
             name = path.relative_to(root).as_posix()
-            if any(fnmatch(file, pattern) for pattern in patterns) and not _matches(name, excluded):
+            wanted = any(fnmatch(file, pattern) for pattern in patterns) and not _matches(name, excluded)
+            if wanted and path.is_file():  # no dangling link, and no pipe, which would be waited on for ever
                 yield SourceFile(name, path)
 
 

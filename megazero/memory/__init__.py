@@ -1,1 +1,1 @@
-"""Where bytes sit: constant-size buffers and the ledger of bytes by category."""
+"""Where bytes sit: constant-size buffers."""

@@ -169,7 +169,13 @@ def assemble(config: RunConfig, launch: Launch, device: torch.device, inputs: Ru
     config = replace(config, model=replace(config.model, vocab_size=inputs.vocab_size))
     console = Console(launch.rank)
     buffers = FusedBuffers(0, device)
-    mesh = make_mesh(topology(config, launch.world_size), launch.rank, device, buffers)
+    mesh = make_mesh(
+        topology(config, launch.world_size),
+        launch.rank,
+        device,
+        buffers,
+        timeout_minutes=config.parallel.distributed_timeout_minutes,
+    )
     core = build_core(config, mesh, buffers, vocab_size=inputs.vocab_size)
     train_iters = derived.train_iters(config, launch.world_size)
     scaler = LossScaler.from_config(config.precision)
@@ -184,7 +190,7 @@ def assemble(config: RunConfig, launch: Launch, device: torch.device, inputs: Ru
             inputs.train, layout, start_sample=resumed.state.consumed_samples, prefetch=config.data.num_workers
         ),
         held_out=_held_out(config, inputs, layout),
-        timetable=_timetable(config, train_iters),
+        timetable=_timetable(config, _last_iteration(config, resumed.state, launch.world_size)),
         saver=_saver(config, core, resumed),
         reporting=_reporting(config, console, core, inputs, resumed.state),
     )
@@ -240,6 +246,15 @@ def _held_out(config: RunConfig, inputs: RunInputs, layout: BatchLayout) -> dict
     }
 
 
+def _last_iteration(config: RunConfig, state: TrainState, world_size: int) -> int:
+    """Where the run ends; a length in samples counts those taken so far, whose steps may have had another size."""
+    samples = config.training.train_samples
+    if samples is None:
+        return derived.train_iters(config, world_size)
+    left = max(samples - state.consumed_samples, 0)
+    return state.iteration + left // derived.global_batch_size(config, world_size)
+
+
 def _timetable(config: RunConfig, train_iters: int) -> Timetable:
     minutes = config.training.exit_duration_in_mins
     return Timetable(
@@ -283,7 +298,7 @@ def _reporting(config: RunConfig, console: Console, core: Core, inputs: RunInput
     writers = open_writers(
         config.logging,
         console=console,
-        train_iters=derived.train_iters(config, world_size),
+        train_iters=_last_iteration(config, state, world_size),
         world_size=world_size,
         resumed_iteration=state.iteration,
     )

@@ -68,10 +68,27 @@ class Run:
     reporting: Reporting
 
 
+class _Readback:
+    """A report on its way to the host, queued behind its own step and before the next."""
+
+    def __init__(self, report: StepReport) -> None:
+        figures = torch.stack(report)
+        self._host = figures.to("cpu", non_blocking=True)
+        self._arrived = torch.cuda.Event() if figures.is_cuda else None  # type: ignore[no-untyped-call]
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def read(self) -> list[float]:
+        """The report's figures, in its order; waits for its own step only."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._host.tolist()
+
+
 class _Launched(NamedTuple):
     """A step whose figures may still be on the device."""
 
-    report: StepReport
+    figures: _Readback
     iteration: int
     consumed_samples: int
     lr: float
@@ -118,14 +135,16 @@ class _Loop:
             self._evaluate("validation")
         while state.iteration < timetable.train_iters:
             self._one_step()
-            if _is_due(timetable.eval_interval, state.iteration):
-                self._evaluate("validation")
+            # Saved before it is evaluated: an evaluation can take long, fail, or be cut short.
             if _is_due(timetable.save_interval, state.iteration):
                 self._save()
+            if _is_due(timetable.eval_interval, state.iteration) and not self._someone_stops:
+                self._evaluate("validation")
             reason = self._reason_to_exit()
             if reason:
                 return self._end(reason)
         self._settle(may_lag=0)
+        self._save()
         self._evaluate("validation")
         self._evaluate("test")
         return self._end(f"finished {state.iteration} iterations")
@@ -148,7 +167,7 @@ class _Loop:
         seconds, self._mark = now - self._mark, now
         self._launched.append(
             _Launched(
-                report,
+                _Readback(report),
                 self._state.iteration,
                 self._state.consumed_samples,
                 lr,
@@ -164,7 +183,7 @@ class _Loop:
         """Read the figures of all but the last `may_lag` steps and hand them to the writers."""
         while len(self._launched) > may_lag:
             launched = self._launched.popleft()
-            loss, norm, stops, skipped, overflow = torch.stack(launched.report).tolist()
+            loss, norm, stops, skipped, overflow = launched.figures.read()
             name = self._parts.engine.parameter_name(int(overflow)) if skipped else ""
             metrics = self._metrics(launched, loss, norm, name)
             self._someone_stops = self._someone_stops or stops > 0
@@ -254,6 +273,7 @@ class _Loop:
         return ""
 
     def _end(self, reason: str) -> str:
+        self._settle(may_lag=0)
         self._save()
         self._run.reporting.console.line(reason)
         return reason

@@ -126,12 +126,17 @@ class _Passes:
 
 def summed_loss(model: LanguageModel, batch: MicroBatch, device: torch.device) -> tuple[Tensor, Tensor | int]:
     """(sum of the losses of a micro-batch's unmasked tokens, their number); both without dimensions."""
-    tokens, labels = (part.to(device, non_blocking=True) for part in (batch.tokens, batch.labels))
+    tokens, labels = (_to_device(part, device) for part in (batch.tokens, batch.labels))
     losses = model.token_losses(tokens, labels)  # [b, s]
     if batch.loss_mask is None:
         return losses.sum(), losses.numel()
-    mask = batch.loss_mask.to(device, non_blocking=True)
+    mask = _to_device(batch.loss_mask, device)
     return (losses * mask).sum(), mask.sum()
+
+
+def _to_device(part: Tensor, device: torch.device) -> Tensor:
+    """A copy that a GPU makes by itself needs pinned memory at its source; on the CPU nothing is copied."""
+    return part.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else part.to(device)
 
 
 def _overflow(parts: StepParts, square: Tensor, first_overflow: Tensor) -> tuple[Tensor, Tensor]:

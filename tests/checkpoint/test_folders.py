@@ -57,6 +57,13 @@ def test_resolve_takes_a_step_folder_a_root_or_a_step(tmp_path: Path) -> None:
         resolve(tmp_path, 15)
 
 
+def test_a_step_folder_holds_no_other_step(tmp_path: Path) -> None:
+    make(tmp_path, "step_0000010", "step_0000020_2")
+    assert resolve(tmp_path / "step_0000020_2", 20) == tmp_path / "step_0000020_2"
+    with pytest.raises(CheckpointError, match="step 20"):
+        resolve(tmp_path / "step_0000010", 20)
+
+
 def test_resolve_tells_an_absent_folder_from_an_empty_one(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such folder"):
         resolve(tmp_path / "absent")

@@ -105,6 +105,14 @@ def test_a_failed_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+def test_a_file_in_the_way_of_the_folder_is_told(tmp_path: Path) -> None:
+    (tmp_path / "hf").write_text("")
+    model = small_config()
+    save_checkpoint(tmp_path / "run", run_config(model), vocab_size=VOCAB, tp=1)
+    with pytest.raises(CheckpointError, match="must be writable"):
+        export_model(open_checkpoint(tmp_path / "run"), model, tmp_path / "hf" / "below")
+
+
 def test_import_tells_all_that_does_not_fit(tmp_path: Path) -> None:
     their_model(tmp_path)
     tensors = load_file(tmp_path / WEIGHTS_FILE)

@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -134,6 +135,18 @@ def test_every_axis_joins_the_ranks_of_its_groups(degrees: dict[str, int]) -> No
     topology = Topology(**degrees)
     for rank, found in enumerate(run_ranks(4, members, topology)):
         assert found == {name: list(topology.group_of(rank, name)) for name in ("pp", "dp", "tp", "world")}
+
+
+def time_outs(rank: int) -> list[timedelta]:
+    mesh = make_mesh(Topology(dp=2, tp=2), rank, CPU, FusedBuffers(64, CPU), timeout_minutes=7)
+    groups = [mesh.communicators[axis]._inner._group for axis in ("dp", "tp")]  # type: ignore[attr-defined]
+    return [group._get_backend(CPU).options._timeout for group in groups]
+
+
+@pytest.mark.gloo
+def test_the_time_out_holds_on_every_axis() -> None:
+    """A group of its own would get the backend's time-out from torch (gloo's is half an hour), not the job's."""
+    assert run_ranks(4, time_outs) == [[timedelta(minutes=7)] * 2] * 4
 
 
 PROGRAM = """

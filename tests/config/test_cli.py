@@ -144,6 +144,11 @@ def test_a_word_that_follows_no_flag_is_refused() -> None:
     assert [item.given for item in problems(f"stray {BASE}")] == ["stray"]
 
 
+@pytest.mark.parametrize("flag", ["--config", "--preset"])
+def test_a_source_without_a_name_is_refused(flag: str) -> None:
+    assert only_problem(flag).rule == f"{flag} needs a value"
+
+
 def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("learning_rate: 1e-3\nhidden_size: wide\nswiglu: true\n")

@@ -37,5 +37,3 @@ def test_length_in_steps() -> None:
 def test_schedule_in_steps() -> None:
     assert derived.lr_decay_iters(make_run(train_iters=50), 1) == 50
     assert derived.lr_decay_iters(make_run(train_iters=50, lr_decay_iters=40), 1) == 40
-    assert derived.lr_warmup_iters(make_run(lr_warmup_iters=3), 1) == 3
-    assert derived.lr_warmup_iters(make_run(train_iters=50, lr_warmup_fraction=0.25), 1) == 12

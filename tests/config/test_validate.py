@@ -37,6 +37,7 @@ def test_all_findings_come_together_in_the_order_of_help() -> None:
         ({"hidden_size": "12.5"}, "a whole number", "--hidden-size 12, --hidden-size 13"),
         ({"zero_stage": "3"}, "stage 3, partitioned parameters, is not there yet", "--zero-stage 2"),
         ({"pipeline_model_parallel_size": 4}, "not there yet", "--pipeline-model-parallel-size 1"),
+        ({"seed": "99999999999"}, "less than 4294967296", "--seed 4294967295"),
         ({"lr": "-1e-5"}, "greater than 0", "greater than 0"),
         ({"lr": "nan"}, "a number", "greater than 0"),
         ({"weight_decay": "-1"}, "at least 0", "--weight-decay 0"),

@@ -28,6 +28,7 @@ def test_an_empty_file_says_nothing() -> None:
     ("text", "message"),
     [
         ("lr: 1\nlr: 2\n", "the key lr stands twice (line 2)"),
+        ("num-layers: 1\nnum_layers: 2\n", "the key num_layers stands twice (line 2)"),
         ("- lr\n", "a mapping from settings to values"),
         ("a: [1\n", "not valid YAML"),
         ("x: !!python/object:os.system {}\n", "not valid YAML"),

@@ -1,6 +1,7 @@
 """Documents of jsonl and plain text, whole and in chunks."""
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -135,3 +136,15 @@ def test_a_bad_byte_in_text_is_named(tmp_path: Path) -> None:
     path.write_bytes(b"one\ntwo\nthr\xffee\n")
     with pytest.raises(DataError, match=r"a\.txt:3"):
         read(path, DocumentRules())
+
+
+def test_telling_a_line_of_a_long_file_takes_little_memory(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "%s"}\n' % (b"x" * 1000) * 20_000 + b"{\n")
+    chunks = find_chunks([path], DocumentRules())
+    tracemalloc.start()
+    with pytest.raises(DataError, match=r"a\.jsonl:20001\b"):
+        list(read_documents(chunks[-1], DocumentRules()))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < path.stat().st_size / 2

@@ -35,6 +35,15 @@ def test_a_folder_that_cannot_be_made_is_a_data_error(tmp_path: Path) -> None:
         AsideFile(tmp_path / "file" / "below")
 
 
+def test_a_folder_under_the_name_is_a_data_error(tmp_path: Path) -> None:
+    (tmp_path / "file").mkdir()
+    aside = AsideFile(tmp_path / "file")
+    with pytest.raises(DataError, match="must be writable"):
+        aside.publish()
+    aside.discard()
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
 def test_discard_after_publish_keeps_the_file(tmp_path: Path) -> None:
     aside = AsideFile(tmp_path / "file")
     aside.stream.write(b"x")

@@ -105,6 +105,23 @@ def test_wrong_inputs_and_tokenizer_files_are_told_together(tmp_path: Path) -> N
     assert len(caught.value.problems) == 3
 
 
+def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    with pytest.raises(DataError, match="--json-keys text text"):
+        run(tmp_path, path, rules=DocumentRules(("text", "text")))
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("ending", ["bin", "idx", "json"])
+def test_a_folder_in_the_way_is_told_and_no_trace_is_left(tmp_path: Path, ending: str) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    folder = tmp_path / f"out_text_document.{ending}"
+    folder.mkdir()
+    with pytest.raises(DataError, match="must be writable"):
+        run(tmp_path, path)
+    assert sorted(tmp_path.iterdir()) == [path, folder]
+
+
 def test_a_worker_that_died_is_told() -> None:
     receiving, sending = Pipe(duplex=False)
     sending.close()

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.token_files import count_up, write_corpus
 
+from megazero.config.file_rules import split_shares
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.samples import SampleSource, Split, parse_split, split_sequences
 from megazero.errors import DataError
@@ -37,7 +38,12 @@ def test_one_number_gives_all_to_train() -> None:
     assert parse_split("7") == Split(1.0, 0.0, 0.0)
 
 
-@pytest.mark.parametrize("text", ["", "a", "1,2,3,4", "1,,2", "-1,2", "nan", "inf,1", "1e3", "0,0,0", "9 1"])
+@pytest.mark.parametrize("text", ["90/10", "1e3,1_0", "969, 30, 1"])
+def test_what_the_configuration_takes_for_a_split_is_one(text: str) -> None:
+    assert tuple(parse_split(text)) == split_shares(text)
+
+
+@pytest.mark.parametrize("text", ["", "a", "1,2,3,4", "1,,2", "-1,2", "nan", "inf,1", "0,0,0", "9 1"])
 def test_bad_splits(text: str) -> None:
     with pytest.raises(DataError, match="--split"):
         parse_split(text)

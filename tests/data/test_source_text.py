@@ -69,3 +69,22 @@ def test_the_standard_library_is_found() -> None:
     found = {source.name for source in find_stdlib()}
     assert {"json/decoder.py", "argparse.py", "os.py"} <= found
     assert not any("site-packages" in name or name.startswith("test/") for name in found)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+def test_dangling_links_and_pipes_are_no_sources(tree: Path) -> None:
+    before = names(tree)
+    (tree / "p0" / "lock.py").symlink_to("nowhere")
+    os.mkfifo(tree / "p0" / "pipe.py")
+    assert names(tree) == before
+
+
+def test_a_name_that_is_not_unicode_stops_nothing(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    try:
+        Path(os.fsdecode(os.fsencode(root) + b"/\xff.py")).write_text("x = 1\n")
+    except OSError:
+        pytest.skip("this file system's names are Unicode")
+    write_jsonl(find_sources([root], ["*.py"], []), tmp_path / "out.jsonl")
+    assert json.loads((tmp_path / "out.jsonl").read_text(encoding="utf-8")) == {"text": "x = 1\n", "name": "?.py"}

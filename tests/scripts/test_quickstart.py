@@ -42,6 +42,13 @@ def test_input_of_another_kind(tmp_path: Path) -> None:
     assert status == 2 and "must end in .jsonl or .txt" in output
 
 
+def test_too_little_text_is_refused_before_any_work(tmp_path: Path) -> None:
+    (tmp_path / "note.txt").write_text("a few words\n" * 100)
+    status, output = quickstart("--input", "note.txt", "--dir", "run", cwd=tmp_path)
+    assert status == 2 and "1200 bytes of text" in output
+    assert not (tmp_path / "run").exists()
+
+
 def test_help_names_every_option() -> None:
     status, output = quickstart("--help")
     assert status == 0
@@ -71,13 +78,13 @@ def test_a_folder_made_from_other_text(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     (run / "text").write_text("another.jsonl, 1 2\n")
-    (tmp_path / "a.txt").write_text("words")
+    (tmp_path / "a.txt").write_text("words " * 50_000)
     status, output = quickstart("--dir", "run", "--input", "a.txt", cwd=tmp_path)
     assert status == 2 and "was made from other text (another.jsonl, 1 2)" in output
 
 
 def test_a_stage_that_fails_is_told(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("not json\n")
+    (tmp_path / "a.jsonl").write_text("not json\n" * 40_000)
     status, output = quickstart("--dir", "run", "--input", "a.jsonl", cwd=tmp_path)
     assert status != 0
     assert "a.jsonl" in output and "stopped after" in output and "Traceback" not in output

@@ -70,3 +70,10 @@ def test_the_program_prints_no_traceback(
         runpy.run_path(str(TOOL), run_name="__main__")
     assert ended.value.code == 2
     assert "config.json" in capsys.readouterr().err
+
+
+def test_a_model_is_not_imported_into_a_run_that_has_begun(tmp_path: Path, main: Main) -> None:
+    save_checkpoint(tmp_path / "run", run_config(small_config()), vocab_size=50, tp=1)
+    main(["export", "--load", str(tmp_path / "run"), "--output", str(tmp_path / "hf")])
+    with pytest.raises(CheckpointError, match="step 0 of a new run"):
+        main(["import", "--input", str(tmp_path / "hf"), "--save", str(tmp_path / "run")])

@@ -76,6 +76,9 @@ def test_flags_name_the_tokenizer_that_the_run_does_not(
         (["--max-new-tokens", "0", "--num-samples", "-1"], ConfigError, r"--max-new-tokens 0(.|\n)*--num-samples -1"),
         (["--temperature", "-2"], ConfigError, "--temperature -2"),
         (["--step", "8"], CheckpointError, "step 8"),
+        (["--seed", "-1"], ConfigError, "--seed -1"),
+        (["--seed", "18446744073709551616"], ConfigError, "--seed 18446744073709551616"),
+        (["--prompt", "a\udcff"], ConfigError, "--prompt"),
         (["--tokenizer-type", "SentencePieceTokenizer"], DataError, "--tokenizer-model"),
     ],
 )

@@ -44,3 +44,32 @@ def test_a_user_error_has_no_traceback(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert f"{tmp_path}/a.jsonl:2" in done.stderr and "has the key 'text'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_full_disk_is_told_and_leaves_no_trace(tmp_path: Path) -> None:
+    """A limit on file sizes stands for the disk."""
+    (tmp_path / "a.txt").write_text("hello world\n" * 20_000)
+    command = [sys.executable, str(TOOLS / "preprocess_data.py"), "--input", str(tmp_path / "a.txt")]
+    command += ["--output-prefix", str(tmp_path / "out"), "--tokenizer-type", "ByteTokenizer"]
+    program = (
+        "import os, resource, sys\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        "os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    limited = [sys.executable, "-c", program, *command]
+    done = subprocess.run(limited, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "out_text_document.bin" in done.stderr and "must be writable" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_flags_of_megatrons_tool_are_taken_or_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("hello\n")
+    flags = ["--input", tmp_path / "a.txt", "--output_prefix", tmp_path / "out", "--tokenizer-type", "ByteTokenizer"]
+    done = run("preprocess_data.py", *flags, "--dataset-impl", "mmap", "--partitions", 1, "--keep-sequential-samples")
+    assert done.returncode == 0, done.stderr
+    assert "--partitions: accepted, without effect" in done.stdout
+    done = run("preprocess_data.py", *flags, "--split-sentences", "--dataset-impl", "lazy", "--keep-newlines")
+    assert done.returncode == 2
+    assert "2 configuration errors" in done.stderr and "--split-sentences\n" in done.stderr
+    assert "--dataset-impl lazy\n" in done.stderr

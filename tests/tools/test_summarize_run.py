@@ -1,6 +1,7 @@
 """The summary program as it is started."""
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -22,14 +23,15 @@ def test_it_tells_figures_and_places(tmp_path: Path) -> None:
     file.evaluation(Evaluation(0, 0, "validation", loss=7.5))
     file.close()
     done = run(
-        "--metrics-file", tmp_path / "m.jsonl", "--load", tmp_path / "none", "--tensorboard-dir", tmp_path / "tb"
+        "--metrics-file", tmp_path / "m.jsonl", "--load", tmp_path / "none", "--tensorboard-dir", tmp_path / "t b"
     )
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
     assert ["validation", "loss", "7.5000", "7.5000"] in lines
     assert ["bits", "per", "byte", "-", "-"] in lines
     assert ["checkpoint", "none"] in lines
-    assert lines[-1][-2:] == ["--logdir", str(tmp_path / "tb")]
+    # What is shown can be pasted.
+    assert shlex.split(done.stdout.splitlines()[-1])[-2:] == ["--logdir", str(tmp_path / "t b")]
 
 
 def test_a_missing_file_is_told_without_a_traceback(tmp_path: Path) -> None:

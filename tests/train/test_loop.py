@@ -23,9 +23,10 @@ from megazero.checkpoint.reader import open_checkpoint
 from megazero.comm.build import Launch
 from megazero.data.mock import MockSamples
 from megazero.data.samples import Samples
-from megazero.errors import TrainingError
+from megazero.errors import DataError, Problem, TrainingError
 from megazero.train.build import assemble, check
-from megazero.train.loop import train
+from megazero.train.loop import _Loop, train
+from megazero.train.signals import StopRequest
 
 
 def run(folder: Path, **settings: Any) -> Told:
@@ -78,6 +79,13 @@ def saved(folder: Path) -> list[int]:
             "exit interval 4 reached at iteration 4",
         ),
         ({"exit_duration_in_mins": 1e-9}, "1", [1], "asked to stop after iteration 1 (by another rank or the clock)"),
+        # Who asks for the nodes back does not wait for an evaluation: saving comes first.
+        (
+            {"exit_duration_in_mins": 1e-9, "eval_iters": 1, "eval_interval": 1},
+            "1",
+            [1],
+            "asked to stop after iteration 1 (by another rank or the clock)",
+        ),
     ],
     ids=str,
 )
@@ -133,6 +141,16 @@ def test_a_run_that_went_away_and_came_back_is_the_run_that_stayed(tmp_path: Pat
             assert torch.equal(one.read_full(name, kind), other.read_full(name, kind)), (name, kind)
 
 
+def test_a_length_in_samples_is_kept_with_another_global_batch(tmp_path: Path) -> None:
+    """12 samples: 3 steps of 2, then 3/2 steps of 4 - of which one is whole - and not the 3 of a run of 4 from 0."""
+    length = {"train_iters": None, "train_samples": 12}
+    run(tmp_path, **length, exit_interval=3)
+    told = run(tmp_path, **length, load=str(tmp_path / "save"), micro_batch_size=4, global_batch_size=4)
+    assert told.reason == "finished 4 iterations"
+    assert [line["consumed_samples"] for line in steps(tmp_path)] == [2, 4, 6, 10]
+    assert "iteration 4/4" in told.text
+
+
 def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
     run(tmp_path)
     before = (tmp_path / "m.jsonl").read_text()
@@ -156,6 +174,31 @@ def test_a_loss_that_is_not_finite_stops_the_run_without_saving_it(tmp_path: Pat
     assert saved(tmp_path) == [1]
     last = steps(tmp_path)[-1]
     assert last["iteration"] == 2 and None in (last["loss"], last["grad_norm"]), "the step is written down, as null"
+
+
+@dataclass(frozen=True)
+class Damaged:
+    """Samples that cannot be read."""
+
+    seq_length: int = LENGTH
+
+    def sample(self, k: int) -> NDArray[np.int64]:
+        raise DataError(Problem(f"sample {k}", "tokens are in the vocabulary"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "split", "checkpoints"),
+    [({}, "test", [5]), ({"eval_interval": 2, "save_interval": 2}, "valid", [2])],
+    ids=str,
+)
+def test_an_evaluation_that_fails_costs_no_training(
+    settings: dict[str, Any], split: str, checkpoints: list[int], tmp_path: Path
+) -> None:
+    settings = {**settings, "eval_iters": 1, "save": str(tmp_path / "save")}
+    inputs = replace(check(tiny_run(**settings), Launch(0, 1, 0)), **{split: Damaged()})  # type: ignore[arg-type]
+    with pytest.raises(DataError):
+        train_run(0, 1, settings, inputs)
+    assert saved(tmp_path) == checkpoints
 
 
 def test_an_exhausted_loss_scale_saves_says_why_and_stops(tmp_path: Path) -> None:
@@ -214,6 +257,21 @@ def test_an_error_closes_files_hooks_and_handlers(tmp_path: Path) -> None:
         next(broken.loader)
     (events,) = tmp_path.glob("events.*")
     assert events.stat().st_size > 500, "points held back are written"
+
+
+@pytest.mark.parametrize("settings", [{}, {"exit_interval": 3}, {"exit_interval": 3, "save": True}], ids=str)
+def test_figures_that_are_read_a_step_late_all_arrive(settings: dict[str, Any], tmp_path: Path) -> None:
+    """As on a GPU, where a step's figures are read when the next one has been launched."""
+    if settings.get("save"):
+        settings = {**settings, "save": str(tmp_path / "save")}
+    config, launch = tiny_run(**settings, metrics_file=str(tmp_path / "m.jsonl")), Launch(0, 1, 0)
+    late = assemble(config, launch, CPU, check(config, launch))
+    with StopRequest() as stop:
+        loop = _Loop(late, stop)
+        loop._may_lag = 1
+        loop.run_to_end()
+    late.parts.engine.close()
+    assert places(tmp_path) == ("1 2 3" if settings else "1 2 3 4 5")
 
 
 # --- signals ----------------------------------------------------------------------------------------------------------
