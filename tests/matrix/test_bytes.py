@@ -3,16 +3,11 @@
 import itertools
 
 import pytest
-from support.training import GLOBAL_BATCH, SETTINGS, Cell, Outcome, train_cell, write_text_corpus
+from support.training import GLOBAL_BATCH, SETTINGS, Cell, Outcome, train_cell
 
 # (p, g, k) bytes an element: working parameter, gradient, master plus moments; k's two parts beside it.
 SIZES = {"bf16": (2, 2, 4, 8), "fp32": (4, 4, 0, 8), "fp64": (8, 8, 0, 16)}
-LAYOUTS = {(1, 1): 1, (1, 2): 2, (2, 2): 4, (1, 4): 4}
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_text_corpus(tmp_path_factory.mktemp("corpus"))
+LAYOUTS = ((1, 1), (1, 2), (2, 2), (1, 4))
 
 
 # Every pair of (layout, stage), (stage, precision), (stage, accumulation) occurs.

@@ -12,7 +12,6 @@ from support.training import (
     reference_history,
     train_cell,
     weight_errors,
-    write_text_corpus,
 )
 
 BOUND = 1e-9
@@ -23,16 +22,6 @@ CELLS = [
     for stage in (0, 1, 2)
     for accumulation in (1, 4)
 ]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_text_corpus(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture(scope="module")
-def reference(corpus: str) -> History:
-    return reference_history(corpus)
 
 
 def worst_error(outcomes: list[Outcome], reference: History) -> float:
