@@ -29,7 +29,7 @@ from megazero.data.mock import MockSamples
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.model.gpt import GPT
 from megazero.model.initialize import initialize_
-from megazero.optim.inner import AdamWSettings
+from megazero.optim.inner import AdamWSettings, FusedAdamW
 from megazero.parallel.topology import Topology
 from megazero.tensor_parallel.layers import TensorParallel
 from megazero.tensor_parallel.random import RandomRegions
@@ -107,12 +107,13 @@ def plain_system(name: str, module: nn.Module, device: torch.device) -> System:
 def zero_system(stage: int, config: ModelConfig, mesh: Mesh, num_positions: int) -> System:
     """The engine, through the step that pretrain_gpt.py runs."""
     model = make_model(config, mesh.device)
-    units = [ModelUnit(unit.name, tuple(unit.parameters), unit.module) for unit in model.units()]
-    plan = resolve(ZeroConfig(zero_stage=stage), PrecisionConfig())
+    units = [ModelUnit(unit.name, tuple(unit.parameters), unit.consumers) for unit in model.units()]
+    zero = ZeroConfig(zero_stage=stage)
+    plan = resolve(zero, PrecisionConfig())
     buffers = FusedBuffers(0, mesh.device)
-    settings = EngineSettings(ZeroConfig().reduce_bucket_size, True, SETTINGS)
+    settings = EngineSettings(zero, FusedAdamW(SETTINGS))
     engine = Engine(model, units, plan, mesh=mesh, buffers=buffers, settings=settings)
-    buffers.resize(engine.layout.max_bucket_numel * plan.widest_itemsize)
+    buffers.resize(engine.largest_buffer_bytes)
     parts = StepParts(
         engine=engine,
         model=model,

@@ -76,6 +76,19 @@ class TopologyError(UserError):
     kind = "topology error"
 
 
+class UsageError(UserError):
+    """A call of the library at a time, or on a thing, that it is not meant for."""
+
+    kind = "usage error"
+
+
+class CollectiveError(UserError):
+    """Ranks have not done the same thing: a collective was not entered by all of them, or one of them is gone."""
+
+    kind = "collective error"
+    exit_code = 3
+
+
 class TrainingError(UserError):
     """Training cannot go on (the loss scale is exhausted, say); what could be saved has been saved."""
 

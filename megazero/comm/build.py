@@ -11,7 +11,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from megazero.comm.interface import Communicator, Scratch
 from megazero.comm.local import LocalCommunicator
-from megazero.comm.mesh import Mesh
+from megazero.comm.mesh import GATHERING, Mesh
 from megazero.comm.metered import Meter, MeteredCommunicator
 from megazero.comm.process_group import ProcessGroupCommunicator
 from megazero.errors import Problem, TopologyError
@@ -109,17 +109,18 @@ def leave() -> None:
 def make_mesh(
     topology: Topology, rank: int, device: torch.device, scratch: Scratch, *, timeout_minutes: float | None = None
 ) -> Mesh:
-    """One metered communicator per axis; every rank of the job must call this with the same topology.
+    """One metered communicator per axis, and a second one of the data-parallel axis for parameters.
 
+    Every rank of the job must call this with the same topology.
     timeout_minutes: how long a collective may wait on an axis that has groups of its own, as `join` was told for all
     ranks (torch doesn't pass it on); None: as long as the backend likes.
     """
     timeout = None if timeout_minutes is None else timedelta(minutes=timeout_minutes)
     meter = Meter()
     communicators: dict[str, Communicator] = {}
-    for axis in (*AXES, WORLD):
+    for key, axis in (*((axis, axis) for axis in (*AXES, WORLD)), (GATHERING, "dp")):
         inner = _communicator(topology, axis, rank, scratch, timeout=timeout)
-        communicators[axis] = MeteredCommunicator(inner, axis, meter)
+        communicators[key] = MeteredCommunicator(inner, axis, meter)
     return Mesh(topology, rank, device, communicators, meter)
 
 

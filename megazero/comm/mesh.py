@@ -11,6 +11,8 @@ from megazero.comm.interface import Communicator
 from megazero.comm.metered import Meter
 from megazero.parallel.topology import WORLD, Topology
 
+GATHERING = "dp_gather"  # the key of the second communicator of the data-parallel axis
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -25,6 +27,11 @@ class Mesh:
     def axis(self, name: str) -> Communicator:
         """The communicator of an axis: "tp", "dp", "pp" or "world"."""
         return self.communicators[name]
+
+    @property
+    def gathering(self) -> Communicator:
+        """The data-parallel axis over a second group: parameters travel beside gradients, in any order."""
+        return self.communicators[GATHERING]
 
     @property
     def world(self) -> Communicator:

@@ -1,22 +1,29 @@
 """The command line: one flag for each setting, made from the settings' own descriptions.
 
-Order of precedence: flags, then `--config run.yaml`, then `--preset`, then defaults.  argparse splits the words and
-prints `--help`; pydantic checks all values in one pass at the end.  The two libraries that would do both at once were
-tried first: tyro and jsonargparse list unknown flags together, but stop at the first value that doesn't fit its type,
-and don't report unknown flags beside it.  Neither has a place for flags that are known and refused, or known and
-without effect here (compat.py), and both would put a second type system beside pydantic's ranges.  So values stay raw
-words until everything is gathered, and the user sees all findings at once.
+Order of precedence: flags (and `--deepspeed-config ds.json`, whose values count as flags), then `--config run.yaml`,
+then `--preset`, then defaults.  argparse splits the words and prints `--help`; pydantic checks all values in one pass
+at the end.  The two libraries that would do both at once were tried first: tyro and jsonargparse list unknown flags
+together, but stop at the first value that doesn't fit its type, and don't report unknown flags beside it.  Neither has
+a place for flags that are known and refused, or known and without effect here (compat.py), and both would put a second
+type system beside pydantic's ranges.  So values stay raw words until everything is gathered, and the user sees all
+findings at once.
 """
 
 import difflib
+import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from megazero.config import rules
 from megazero.config.compat import ACCEPTED, FIXED, REFUSED, SHORTHANDS
+from megazero.config.conform import is_number
+from megazero.config.deepspeed import read as read_deepspeed
+from megazero.config.deepspeed import read_file as read_deepspeed_file
+from megazero.config.deepspeed_run import adopt, complete
 from megazero.config.fields import FieldInfo
 from megazero.config.flags import spellings, split_words
 from megazero.config.presets import PRESETS
@@ -24,6 +31,15 @@ from megazero.config.run import FIELDS, RunConfig
 from megazero.config.validate import Outcome, Said, validate
 from megazero.config.yaml_file import read_file, read_text
 from megazero.errors import ConfigError, Problem, raise_problems
+
+# Flags that name further sources of settings, and what they want to hear.
+_SOURCES: Mapping[str, str] = MappingProxyType(
+    {
+        "config": "--config RUN.yaml",
+        "preset": f"--preset {', --preset '.join(PRESETS)}",
+        "deepspeed-config": "--deepspeed-config FILE.json",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -61,7 +77,8 @@ def parse(argv: Sequence[str] | None = None, *, world_size: int | None = None) -
     _take_preset(gathered, words)
     for path in _values(words, "config"):
         _take_file(gathered, Path(path))
-    _take(gathered, [word for word in words if word.name not in ("preset", "config")])
+    flags = [word for word in words if word.name not in _SOURCES]
+    _take_flags(gathered, flags, _values(words, "deepspeed-config"), world_size or 1)
     outcome = validate(gathered.settings, broken=gathered.broken)
     problems = [*gathered.problems, *outcome.problems]
     if problems and world_size is not None:
@@ -101,10 +118,9 @@ def _unexpected(stray: Sequence[str]) -> Iterable[Problem]:
 
 
 def _nameless_sources(words: Iterable[Said]) -> Iterable[Problem]:
-    legal = {"config": "--config RUN.yaml", "preset": f"--preset {', --preset '.join(PRESETS)}"}
     for word in words:
-        if word.name in legal and not word.value:
-            yield Problem(word.source, f"--{word.name} needs a value", legal[word.name])
+        if word.name in _SOURCES and not word.value:
+            yield Problem(word.source, f"--{word.name} needs a value", _SOURCES[word.name])
 
 
 def _values(words: Iterable[Said], name: str) -> list[str]:
@@ -129,6 +145,46 @@ def _take_file(gathered: _Gathered, path: Path) -> None:
         gathered.problems.extend(error.problems)
         return
     _take(gathered, said)
+
+
+def _take_flags(gathered: _Gathered, flags: Sequence[Said], names: Sequence[str], world_size: int) -> None:
+    """Add the flags, and beside them the settings of the DeepSpeed configuration in `names`, which count as flags."""
+    if len(names) > 1:
+        given = " ".join(f"--deepspeed-config {name}" for name in names)
+        gathered.problems.append(Problem(given, "a run has one DeepSpeed configuration", "one of them"))
+    try:
+        content = read_deepspeed_file(Path(names[0])) if len(names) == 1 else None
+    except ConfigError as error:
+        gathered.problems.extend(error.problems)
+        content = None
+    if content is None:
+        _take(gathered, flags)
+        return
+    reading = read_deepspeed(content, names[0])
+    adopted = adopt(reading, wants_fp16=_wants_fp16(gathered.settings, flags))
+    _take(gathered, [*adopted.said, *flags])
+    data_parallel_size = world_size // _model_parallel_size(gathered.settings)
+    gathered.problems.extend(complete(adopted, gathered.settings, data_parallel_size=max(data_parallel_size, 1)))
+    gathered.problems.extend(reading.findings.problems)
+    gathered.notices.extend(reading.findings.notices)
+
+
+def _wants_fp16(settings: Mapping[str, Said], flags: Iterable[Said]) -> bool:
+    """Whether the flags ask for fp16, or the weaker sources do and the flags ask for nothing else."""
+    formats = [flag.name if flag.name in SHORTHANDS else flag.value for flag in flags if _sets_precision(flag.name)]
+    weaker = settings.get("precision")
+    return formats[-1] in ("fp16", ("fp16",)) if formats else weaker is not None and weaker.value == "fp16"
+
+
+def _sets_precision(name: str) -> bool:
+    return name == "precision" or (name in SHORTHANDS and SHORTHANDS[name].field == "precision")
+
+
+def _model_parallel_size(settings: Mapping[str, Said]) -> int:
+    """Processes that hold one copy of the model, as far as valid settings say."""
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+    said = [str(settings[name].value) for name in names if name in settings]
+    return math.prod(int(value) for value in said if value.isdecimal() and int(value) > 0)
 
 
 def _take(gathered: _Gathered, said: Sequence[Said]) -> None:
@@ -158,7 +214,7 @@ def _take_setting(gathered: _Gathered, here: dict[str, Said], info: FieldInfo, i
     before = here.get(info.name)
     here[info.name] = Said(info.name, value, item.source)
     # The same flag twice is how scripts override themselves; two spellings that disagree are a slip.
-    if before is not None and before.value != value and _flag_of(before) != _flag_of(item):
+    if before is not None and _flag_of(before) != _flag_of(item) and not _same(info, before.value, value):
         gathered.problems.append(_clash(before.source, item.source, info.flag))
 
 
@@ -178,6 +234,13 @@ def _one_value(info: FieldInfo, item: Said) -> Any:
 
 def _flag_of(item: Said) -> str:
     return item.source.split()[0]
+
+
+def _same(info: FieldInfo, first: Any, second: Any) -> bool:
+    """Whether two raw values mean the same: a file's 2 and a command line's "2"."""
+    if info.kind in ("int", "float") and is_number(first) and is_number(second):
+        return math.isclose(float(first), float(second), rel_tol=1e-12)
+    return str(first).lower() == str(second).lower() if info.kind == "bool" else bool(first == second)
 
 
 def _clash(first: str, second: str, flag: str) -> Problem:
@@ -217,6 +280,9 @@ def _take_foreign(gathered: _Gathered, item: Said) -> None:
         gathered.notices.append(f"--{item.name}: accepted, without effect: {ACCEPTED[item.name]}")
     elif item.name in FIXED:
         _take_fixed(gathered, item)
+    elif item.name in _SOURCES:
+        rule = f"--{item.name} names a source of settings, on the command line only"
+        gathered.problems.append(Problem(item.source, rule, _SOURCES[item.name]))
     elif item.name in REFUSED:
         gathered.problems.append(Problem(item.source, f"refused: {REFUSED[item.name]}", f"leave out --{item.name}"))
     else:

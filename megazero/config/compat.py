@@ -26,7 +26,7 @@ SHORTHANDS: Mapping[str, Shorthand] = MappingProxyType(
         "fp32": Shorthand("precision", "fp32"),
         "bf16": Shorthand("precision", "bf16"),
         "fp16": Shorthand("precision", "fp16"),
-        "use-distributed-optimizer": Shorthand("zero_stage", "1", gives_way_to=("2",)),
+        "use-distributed-optimizer": Shorthand("zero_stage", "1", gives_way_to=("2", "3")),
         "overlap-grad-reduce": Shorthand("overlap_comm", "true"),
     }
 )
@@ -73,7 +73,8 @@ ACCEPTED: Mapping[str, str] = _rows(
             " no-rope-fusion cross-entropy-loss-fusion attention-softmax-in-fp32",
         ),
         ("there is one model implementation", "use-mcore-models use-legacy-models"),
-        ("the ZeRO engine is built in; --zero-stage chooses the stage", "deepspeed"),
+        ("the ZeRO engine is built in; --zero-stage or --deepspeed-config chooses the stage", "deepspeed"),
+        ("every bucket is already cut into equal slices for all ranks", "round-robin-gradients"),
         ("there is no pipeline unless --pipeline-model-parallel-size asks for one", "no-pipeline-parallel"),
         ("publishing parameters overlaps wherever --overlap-comm allows it", "overlap-param-gather"),
         (
@@ -129,13 +130,9 @@ REFUSED: Mapping[str, str] = _rows(
             "num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank pp-partition-method"
             " standalone-embedding-stage",
         ),
-        (
-            "what it says has flags here: --zero-stage --micro-batch-size --global-batch-size --clip-grad --precision",
-            "deepspeed-config",
-        ),
         ("optimizer states stay on the device", "cpu-optimizer cpu-torch-adam optimizer-cpu-offload"),
         (
-            "partitioned parameters are not there yet; --zero-stage 2 partitions gradients and optimizer states",
+            "it is another engine's flag; --zero-stage 3 partitions parameters",
             "use-megatron-fsdp use-custom-fsdp use-torch-fsdp2 data-parallel-sharding-strategy",
         ),
         (

@@ -43,7 +43,8 @@ def setting(
 class FieldInfo:
     """A setting as the command line and the messages see it.
 
-    kind: "int", "float", "bool", "str", "path" or "list"; choices: the legal values as text, empty when free.
+    kind: "int", "float", "bool", "str", "path" or "list", or "pair" (two numbers, in files only).
+    choices: the legal values as text, empty when free.
     """
 
     section: str
@@ -75,6 +76,7 @@ class FieldInfo:
             "str": "a text",
             "path": "a path",
             "list": "one or more texts",
+            "pair": "two numbers",
         }
         bounds = dict(self.bounds)
         if "ge" in bounds and bounds["ge"] == bounds.get("le"):

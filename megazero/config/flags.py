@@ -4,6 +4,7 @@ argparse splits the words and prints the help; it checks nothing, because it wou
 """
 
 import argparse
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +32,10 @@ class _Help(argparse.HelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=28, width=110)
 
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        """Lines that break at blanks only: a flag or "all-reduce" stays whole."""
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
     def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
         return str(action.metavar)
 
@@ -38,7 +43,7 @@ class _Help(argparse.HelpFormatter):
 def build_parser() -> argparse.ArgumentParser:
     """The parser with every flag: settings in groups, known foreign flags hidden."""
     parser = argparse.ArgumentParser(
-        usage="%(prog)s [--config RUN.yaml] [--preset NAME] [flags]",
+        usage="%(prog)s [--config RUN.yaml] [--preset NAME] [--deepspeed-config FILE.json] [flags]",
         description="Flags have Megatron-LM's names.  A flag wins over the file, the file over the preset.",
         epilog="Further flags of Megatron-LM's and Megatron-DeepSpeed's launch scripts are accepted with a notice when "
         "they change nothing here, and refused with the reason when they would.",
@@ -49,6 +54,12 @@ def build_parser() -> argparse.ArgumentParser:
     sources = parser.add_argument_group("sources")
     _add(sources, ["--config"], "RUN.yaml", "YAML file with the same settings, num_layers: 12; may be given repeatedly")
     _add(sources, ["--preset"], "NAME", f"settings of a known model: {', '.join(PRESETS)}")
+    _add(
+        sources,
+        ["--deepspeed-config"],
+        "FILE.json",
+        "DeepSpeed configuration, whose values count as flags; what its sections leave out has DeepSpeed's defaults",
+    )
     groups = {section: parser.add_argument_group(section, _headline(cls)) for section, cls in SECTIONS}
     for info in FIELDS:
         _add(groups[info.section], spellings(info), _metavar(info), _help_text(info))

@@ -24,6 +24,9 @@ class PrecisionConfig:
         1000, help="fp16: steps without an overflow before the scale doubles", unit="steps", ge=1
     )
     hysteresis: int = setting(2, help="fp16: overflows before the scale is halved", unit="steps", ge=1)
+    consecutive_hysteresis: bool = setting(
+        False, help="fp16: a step without an overflow refills the hysteresis; false: only a growing scale does"
+    )
     max_skipped_steps_at_min_loss_scale: int = setting(
         20,
         help="fp16: after this many skipped steps in a row at the minimum scale the run saves and stops",

@@ -5,11 +5,13 @@ it: what was given, the rule, and the nearest legal values.  Ranges of single se
 Nothing here needs a process group or a device; of the file system only the existence of named files is asked.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 
 from megazero.config import derived, file_rules
 from megazero.config.run import RunConfig
+from megazero.config.state_rules import STATE_RULES, StateRule
 from megazero.config.validate import Unknown
 from megazero.errors import Problem
 
@@ -221,36 +223,17 @@ def schedule_has_one_source(config: RunConfig, world_size: int) -> Iterator[Prob
         )
 
 
-# --- precision -------------------------------------------------------------------------------------------------------
+# --- ZeRO and precision ----------------------------------------------------------------------------------------------
 
 
-def loss_scale_is_for_fp16(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    precision, scale = config.precision.precision, config.precision.loss_scale
-    if precision != "fp16" and scale is not None:
-        yield Problem(
-            f"--loss-scale {scale:g} with --precision {precision}",
-            "only fp16 gradients are so small that the loss is scaled",
-            "--precision fp16, or leave out --loss-scale",
-        )
+def _with_flags(rule: StateRule) -> Rule:
+    """A rule between two sections as a rule of the run, settings spelt as flags."""
 
+    @functools.wraps(rule)
+    def of_the_run(config: RunConfig, world_size: int) -> Iterable[Problem]:
+        return rule(config.zero, config.precision, lambda name: "--" + name.replace("_", "-"))
 
-def loss_scales_are_ordered(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    first, least = config.precision.initial_loss_scale, config.precision.min_loss_scale
-    if first < least:
-        yield Problem(
-            f"--initial-loss-scale {first:g} --min-loss-scale {least:g}",
-            "the loss scale starts at or above its minimum",
-            f"--initial-loss-scale {least:g}, --min-loss-scale {first:g}",
-        )
-
-
-def fp32_gradients_are_wider(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    if config.precision.accumulate_allreduce_grads_in_fp32 and config.precision.precision == "fp64":
-        yield Problem(
-            "--accumulate-allreduce-grads-in-fp32 with --precision fp64",
-            "gradients are not accumulated in a narrower format than the model computes in",
-            "--precision fp32, --precision bf16, --precision fp16",
-        )
+    return of_the_run
 
 
 RULES: tuple[Rule, ...] = (
@@ -267,9 +250,7 @@ RULES: tuple[Rule, ...] = (
     warmup_is_given_once,
     warmup_ends_before_decay,
     schedule_has_one_source,
-    loss_scale_is_for_fp16,
-    loss_scales_are_ordered,
-    fp32_gradients_are_wider,
+    *map(_with_flags, STATE_RULES),
     *file_rules.CORPUS_RULES,
     file_rules.folders_are_folders,
     file_rules.saving_has_a_folder,

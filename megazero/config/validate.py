@@ -5,14 +5,13 @@ is what came of it: a configuration, or the problems together with a `partial` c
 settings only, so that rules between settings can still be tried (`Unknown` is raised when one reads an invalid one).
 """
 
-import difflib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 from pydantic import TypeAdapter, ValidationError
 
+from megazero.config.conform import is_number, nearest
 from megazero.config.fields import FieldInfo
 from megazero.config.run import FIELDS, SECTIONS, RunConfig
 from megazero.errors import Problem
@@ -123,36 +122,12 @@ def explain(info: FieldInfo, said: Said | None) -> Problem:
         preset = ", or --preset NAME" if info.section == "model" else ""
         return Problem(f"{info.flag} is missing", f"a run needs it: {info.help}", f"{info.flag} N{preset}")
     rule = f"{info.flag} is {info.legal}"
-    if info.beyond and _is_number(said.value):
+    if info.beyond and is_number(said.value):
         rule += f" ({info.beyond})"
     return Problem(said.source, rule, _nearest(info, said.value) or info.legal)
 
 
 def _nearest(info: FieldInfo, value: Any) -> str:
-    """The legal values next to `value`, or "" where none is nearer than another (an open range, a text)."""
-    if info.choices:
-        near = difflib.get_close_matches(str(value), info.choices, n=1, cutoff=0.3)
-        return ", ".join([*near, *(choice for choice in info.choices if choice not in near)])
-    if info.kind == "bool":
-        return "true, false"
-    if info.kind not in ("int", "float") or not _is_number(value):
-        return ""
-    number = float(value)
-    # The integers next to an open bound are legal; no real number is the one next to it.
-    beside = {"ge": 0, "le": 0} | ({"gt": 1, "lt": -1} if info.kind == "int" else {})
-    closed = [(name, bound + beside[name]) for name, bound in info.bounds if name in beside]
-    low = max((bound for name, bound in closed if name in ("ge", "gt")), default=-math.inf)
-    high = min((bound for name, bound in closed if name in ("le", "lt")), default=math.inf)
-    if info.kind == "float":
-        candidates = {bound for bound in (low, high) if math.isfinite(bound)}
-    else:
-        candidates = {float(min(max(near, low), high)) for near in (math.floor(number), math.ceil(number))}
-    legal = sorted(candidates, key=lambda candidate: abs(candidate - number))
-    return ", ".join(f"{info.flag} {candidate:.12g}" for candidate in legal)
-
-
-def _is_number(value: Any) -> bool:
-    try:
-        return not isinstance(value, bool) and math.isfinite(float(value))
-    except (TypeError, ValueError):
-        return False
+    """The legal values next to `value`, numbers with their flag; "" where none is nearer than another."""
+    flag = f"{info.flag} " if info.kind in ("int", "float") else ""
+    return ", ".join(flag + item for item in nearest(info, value))

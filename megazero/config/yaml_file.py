@@ -6,7 +6,8 @@ configuration in full, and `from_yaml` reads it back to an equal one; this is ho
 with a run.
 """
 
-from collections.abc import Hashable
+import re
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,34 @@ def read_text(text: str, *, origin: str) -> tuple[Said, ...]:
     if problems:
         raise ConfigError(*problems)
     return tuple(_said(origin, str(key), value) for key, value in content.items())
+
+
+def read_nested(path: Path) -> Mapping[str, Any]:
+    """The mapping in a YAML file that may have sections; ConfigError when it can't be read or is no mapping.
+
+    Numbers such as 1e-3, which YAML 1.1 takes for text, are numbers.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(Problem(str(path), f"the file can't be read: {reason}", "a YAML file")) from None
+    try:
+        content = yaml.load(text, Loader=_UniqueKeyLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError(Problem(str(path), f"this is not valid YAML: {_one_line(error)}", "zero: {...}")) from None
+    if not isinstance(content, dict):
+        raise ConfigError(Problem(str(path), "the file is a mapping from names to values", "zero: {...}"))
+    return {str(name): _with_numbers(value) for name, value in content.items()}
+
+
+def _with_numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(name): _with_numbers(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_with_numbers(item) for item in value]
+    is_number = isinstance(value, str) and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+", value)
+    return float(value) if is_number else value
 
 
 def to_yaml(config: RunConfig) -> str:

@@ -25,19 +25,19 @@ from megazero.tensor_parallel.layers import (
     replicated_parameter,
 )
 from megazero.tensor_parallel.vocab import (
+    TiedHead,
     VocabParallelEmbedding,
     VocabParallelHead,
     vocab_parallel_cross_entropy,
-    vocab_parallel_logits,
 )
 
 
 class Unit(NamedTuple):
-    """A group of parameters that is needed at once, and the module whose forward needs it (first)."""
+    """A group of parameters that is needed at once, and the modules whose forwards read it."""
 
     name: str
     parameters: list[str]
-    module: nn.Module
+    consumers: tuple[nn.Module, ...]
 
 
 class GPT(nn.Module):
@@ -54,7 +54,7 @@ class GPT(nn.Module):
         self.embedding = Embedding(config, tp, vocab_size=vocab_size, padded_vocab_size=padded_vocab_size)
         self.layers = nn.ModuleList(Block(config, tp) for _ in range(config.num_layers))
         self.final_norm = LayerNorm(config, tp)
-        self.head = None
+        self.head: TiedHead | VocabParallelHead = TiedHead(tp)
         if config.untie_embeddings_and_output_weights:
             self.head = VocabParallelHead(
                 tp,
@@ -77,9 +77,8 @@ class GPT(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[b, s, h] to this rank's logits [b, s, Vp/t]."""
-        if self.head is not None:
-            return self.head(hidden)  # type: ignore[no-any-return]
-        return vocab_parallel_logits(hidden, self.embedding.word.weight, self._communicator)
+        shared = (self.embedding.word.weight,) if isinstance(self.head, TiedHead) else ()
+        return self.head(hidden, *shared)  # type: ignore[no-any-return]
 
     def token_losses(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Cross-entropy of every position, [b, s], in float32 or float64; tokens and labels [b, s]."""
@@ -95,10 +94,12 @@ class GPT(nn.Module):
         ]
         modules += [(f"layers.{index}", layer) for index, layer in enumerate(self.layers)]
         modules.append(("final_norm", self.final_norm))
-        if self.head is not None:
+        if isinstance(self.head, VocabParallelHead):
             modules.append(("head", self.head))
+        also = {"embedding.word": (self.head,)} if isinstance(self.head, TiedHead) else {}
         return [
-            Unit(name, [f"{name}.{key}" for key, _ in module.named_parameters()], module) for name, module in modules
+            Unit(name, [f"{name}.{key}" for key, _ in module.named_parameters()], (module, *also.get(name, ())))
+            for name, module in modules
         ]
 
 

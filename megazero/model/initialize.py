@@ -41,9 +41,9 @@ def initialize_(model: nn.Module, seed: int) -> None:
             fill_initial_(parameter.detach().view(-1), spec, seed)
 
 
-def initial_value(spec: ParamSpec, seed: int) -> Tensor:
-    """The first value of this rank's tensor, [spec.numel], float32 on the CPU."""
-    target = torch.empty(spec.numel, dtype=torch.float32)
+def initial_value(spec: ParamSpec, seed: int, *, like: Tensor | None = None) -> Tensor:
+    """The first value of this rank's tensor, [spec.numel], of the dtype and on the device of `like` (float32, CPU)."""
+    target = torch.empty(spec.numel) if like is None else torch.empty(spec.numel, dtype=like.dtype, device=like.device)
     fill_initial_(target, spec, seed)
     return target
 

@@ -1,37 +1,35 @@
-"""AdamW on flat tensors, through torch's fused kernel.
+"""The inner optimizer: what happens to flat pieces of master weights once their gradients are reduced.
 
-The kernel wants gradients in the master weights' dtype, so each run of gradients is scaled into a leased constant-size
-buffer on its way; unscaling and clipping are one factor there.  `found_inf` travels into the kernel: on overflow
-weights, moments and step count stay untouched, without a branch on the host.
+Two of them.  `FusedAdamW` is torch's fused kernel on flat tensors, with its moments in the engine's shards; `found_inf`
+travels into the kernel: on overflow weights, moments and step count stay untouched, without a branch on the host.
+`Elementwise` runs any torch optimizer that works element by element, which keeps its own state.
+
+Either wants gradients in the master weights' dtype, so each run of gradients is scaled into a leased constant-size
+buffer on its way; unscaling and clipping are one factor there.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megazero.comm.interface import Scratch
+from megazero.optim.torch_optimizer import FlatRun, TorchOptimizer
+from megazero.parallel.param_spec import ParamSpec
+
+_UNDECAYED, _DECAYED = 0, 1
+_NOT_UPDATED = -1
 
 
-@dataclass(frozen=True)
-class AdamWSettings:
-    """Constants of the optimizer (Loshchilov and Hutter, arXiv 1711.05101); weight decay is decoupled."""
-
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-
-
-class AdamWRun(NamedTuple):
-    """One contiguous run of equal treatment: one-dimensional views of the same length."""
+class Run(NamedTuple):
+    """One contiguous run of equal treatment: one-dimensional views of the same length, and its optimizer group."""
 
     master: Tensor
     gradient: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    decay: bool
+    moments: Mapping[str, Tensor]
+    group: int
 
 
 class StepInputs(NamedTuple):
@@ -46,30 +44,110 @@ class StepInputs(NamedTuple):
     found_inf: Tensor | None
 
 
+class InnerOptimizer(Protocol):
+    """Updates runs; a run is known by its place in what `bind` was given."""
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """Names of the flat tensors that the engine keeps for it, each of the master weights' shape."""
+
+    def group_of(self, spec: ParamSpec, parameter: nn.Parameter) -> int:
+        """The group a parameter belongs to; parameters of one group are treated alike, and lie side by side."""
+
+    def bind(self, runs: Sequence[Run]) -> None:
+        """These are the runs, from now on."""
+
+    def update(self, index: int, run: Run, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> None:
+        """One step of one run in place; `step` (float32, no dimensions) already counts it."""
+
+    def state(self, index: int, run: Run) -> Mapping[str, Tensor]:
+        """What it keeps for each element of a run, by name; empty where nothing has been kept yet."""
+
+
+@dataclass(frozen=True)
+class AdamWSettings:
+    """Constants of the optimizer (Loshchilov and Hutter, arXiv 1711.05101); weight decay is decoupled."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+
+class FusedAdamW:
+    """AdamW with one learning rate, which decays only what its spec says decays."""
+
+    moments = ("exp_avg", "exp_avg_sq")
+
+    def __init__(self, settings: AdamWSettings) -> None:
+        self._settings = settings
+
+    def group_of(self, spec: ParamSpec, parameter: nn.Parameter) -> int:
+        return _DECAYED if spec.decay else _UNDECAYED
+
+    def bind(self, runs: Sequence[Run]) -> None:
+        """Nothing is kept beside the moments."""
+
+    def state(self, index: int, run: Run) -> Mapping[str, Tensor]:
+        return run.moments
+
+    def update(self, index: int, run: Run, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> None:
+        lease = buffers.lease(run.master.numel(), run.master.dtype)
+        gradient = lease.tensor.copy_(run.gradient).mul_(inputs.factor)
+        torch._fused_adamw_(
+            [run.master],
+            [gradient],
+            [run.moments["exp_avg"]],
+            [run.moments["exp_avg_sq"]],
+            [],
+            [step],
+            lr=inputs.lr,
+            beta1=self._settings.beta1,
+            beta2=self._settings.beta2,
+            weight_decay=self._settings.weight_decay if run.group == _DECAYED else 0.0,
+            eps=self._settings.eps,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=None,
+            found_inf=inputs.found_inf,
+        )
+        lease.release()
+
+
+class Elementwise:
+    """A torch optimizer with its own groups and learning rates; parameters it was not given stay as they are.
+
+    On overflow the host decides, so each step of an fp16 run waits for the device once.
+    """
+
+    moments: tuple[str, ...] = ()
+
+    def __init__(self, optimizer: TorchOptimizer) -> None:
+        self.optimizer = optimizer
+        self._places: dict[int, int] = {}
+
+    def group_of(self, spec: ParamSpec, parameter: nn.Parameter) -> int:
+        group = self.optimizer.group_of(parameter)
+        return _NOT_UPDATED if group is None else group
+
+    def bind(self, runs: Sequence[Run]) -> None:
+        updated = [(index, run) for index, run in enumerate(runs) if run.group != _NOT_UPDATED]
+        self._places = {index: place for place, (index, _) in enumerate(updated)}
+        self.optimizer.bind([FlatRun(run.master, run.group) for _, run in updated])
+
+    def update(self, index: int, run: Run, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> None:
+        skipped = inputs.found_inf is not None and bool(inputs.found_inf.item())
+        if skipped or index not in self._places:
+            return
+        lease = buffers.lease(run.master.numel(), run.master.dtype)
+        gradient = lease.tensor.copy_(run.gradient).mul_(inputs.factor)
+        self.optimizer.step_run(self._places[index], gradient)
+        lease.release()
+
+    def state(self, index: int, run: Run) -> Mapping[str, Tensor]:
+        return self.optimizer.state_of(self._places[index]).tensors if index in self._places else {}
+
+
 def advance(step: Tensor, inputs: StepInputs) -> None:
     """Count one optimizer step in `step` (float32, no dimensions), unless it is skipped."""
     step.add_(1.0 if inputs.found_inf is None else 1.0 - inputs.found_inf)
-
-
-def adamw(run: AdamWRun, settings: AdamWSettings, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> None:
-    """Update one run in place; `step` has been advanced."""
-    with_buffer = buffers.lease(run.master.numel(), run.master.dtype)
-    gradient = with_buffer.tensor.copy_(run.gradient).mul_(inputs.factor)
-    torch._fused_adamw_(
-        [run.master],
-        [gradient],
-        [run.exp_avg],
-        [run.exp_avg_sq],
-        [],
-        [step],
-        lr=inputs.lr,
-        beta1=settings.beta1,
-        beta2=settings.beta2,
-        weight_decay=settings.weight_decay if run.decay else 0.0,
-        eps=settings.eps,
-        amsgrad=False,
-        maximize=False,
-        grad_scale=None,
-        found_inf=inputs.found_inf,
-    )
-    with_buffer.release()

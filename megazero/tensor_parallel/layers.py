@@ -27,12 +27,16 @@ from megazero.tensor_parallel.regions import reduce_from_region
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """What a layer must know of its surroundings: the tensor-parallel axis, random states, where and what it holds."""
+    """What a layer must know of its surroundings: the tensor-parallel axis, random states, where and what it holds.
+
+    hollow: parameters are made without memory, for an engine that brings their first values itself.
+    """
 
     communicator: Communicator
     random: RandomRegions
     dtype: torch.dtype
     device: torch.device
+    hollow: bool = False
 
 
 class ColumnParallelLinear(nn.Module):
@@ -85,17 +89,21 @@ def sharded_parameter(
     offset = tuple(rank * length if dim == split_dim else 0 for dim in range(len(local)))
     shape = (math.prod(local),) if flat else (math.prod(local[:-1]), local[-1])
     spec = ParamSpec("", tuple(logical_shape), local, offset, sharded_axes=("tp",), decay=not flat, init=init)
-    return _uninitialised(tp, shape, spec)
+    return uninitialised_parameter(tp, shape, spec)
 
 
 def replicated_parameter(tp: TensorParallel, shape: Sequence[int], *, init: Init, decay: bool) -> nn.Parameter:
     """A whole parameter that every tensor-parallel rank holds, uninitialised."""
     whole = tuple(shape)
-    return _uninitialised(tp, whole, ParamSpec("", whole, whole, (0,) * len(whole), decay=decay, init=init))
+    return uninitialised_parameter(tp, whole, ParamSpec("", whole, whole, (0,) * len(whole), decay=decay, init=init))
 
 
-def _uninitialised(tp: TensorParallel, shape: tuple[int, ...], spec: ParamSpec) -> nn.Parameter:
-    return attach_spec(nn.Parameter(torch.empty(shape, dtype=tp.dtype, device=tp.device)), spec)
+def uninitialised_parameter(tp: TensorParallel, shape: tuple[int, ...], spec: ParamSpec) -> nn.Parameter:
+    """A parameter of this shape with its spec, its values undefined (or, if hollow, not there)."""
+    tensor = torch.empty(shape, dtype=tp.dtype, device=tp.device)
+    if tp.hollow:
+        tensor.untyped_storage().resize_(0)
+    return attach_spec(nn.Parameter(tensor), spec)
 
 
 class _ColumnLinear(torch.autograd.Function):

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megazero.comm.interface import Communicator
-from megazero.parallel.param_spec import Init, ParamSpec, attach_spec
-from megazero.tensor_parallel.layers import TensorParallel, column_linear
+from megazero.parallel.param_spec import Init, ParamSpec
+from megazero.tensor_parallel.layers import TensorParallel, column_linear, uninitialised_parameter
 from megazero.tensor_parallel.regions import reduce_from_region
 
 
@@ -35,6 +35,17 @@ class VocabParallelEmbedding(nn.Module):
         elsewhere = (row < 0) | (row >= num_rows)
         found = F.embedding(row.clamp(0, num_rows - 1), self.weight)
         return reduce_from_region(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self._communicator)
+
+
+class TiedHead(nn.Module):
+    """Hidden states [..., h] to this rank's logits [..., Vp / tp], by the embedding's matrix."""
+
+    def __init__(self, tp: TensorParallel) -> None:
+        super().__init__()
+        self._communicator = tp.communicator
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return vocab_parallel_logits(x, weight, self._communicator)
 
 
 class VocabParallelHead(nn.Module):
@@ -59,7 +70,7 @@ def vocab_parameter(
     assert padded_vocab_size % size == 0 and padded_vocab_size >= vocab_size, (vocab_size, padded_vocab_size, size)
     local = (padded_vocab_size // size, hidden_size)
     spec = ParamSpec("", (vocab_size, hidden_size), local, (rank * local[0], 0), sharded_axes=("tp",), init=init)
-    return attach_spec(nn.Parameter(torch.empty(local, dtype=tp.dtype, device=tp.device)), spec)
+    return uninitialised_parameter(tp, local, spec)
 
 
 def vocab_parallel_logits(x: Tensor, weight: Tensor, communicator: Communicator) -> Tensor:

@@ -22,8 +22,8 @@ from megazero.data.loader import BatchLayout, BatchLoader
 from megazero.errors import ConfigError, Problem, UserError, raise_problems
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.model.gpt import GPT
-from megazero.model.initialize import initialize_
-from megazero.optim.inner import AdamWSettings
+from megazero.model.initialize import initial_value
+from megazero.optim.inner import AdamWSettings, FusedAdamW
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.lr_schedule import LearningRate, reconcile
 from megazero.parallel.topology import Topology
@@ -124,15 +124,16 @@ def build_core(config: RunConfig, mesh: Mesh, buffers: FusedBuffers, *, vocab_si
     """Model with its first values, and engine; `buffers` get the size the engine needs."""
     plan = resolve(config.zero, config.precision)
     random = RandomRegions(config.training.seed, mesh.coordinate("tp"), mesh.device)
-    tp = TensorParallel(mesh.axis("tp"), random, DTYPES[config.precision.precision], mesh.device)
+    tp = TensorParallel(mesh.axis("tp"), random, DTYPES[config.precision.precision], mesh.device, hollow=True)
     model = GPT(config.model, vocab_size=vocab_size, tp=tp, padded_vocab_size=padded_vocab_size(config, vocab_size))
-    initialize_(model, config.training.seed)
-    units = [ModelUnit(unit.name, tuple(unit.parameters), unit.module) for unit in model.units()]
+    units = [ModelUnit(unit.name, tuple(unit.parameters), unit.consumers) for unit in model.units()]
     settings = EngineSettings(
-        config.zero.reduce_bucket_size, config.zero.overlap_comm, adamw_settings(config.optimizer)
+        config.zero,
+        FusedAdamW(adamw_settings(config.optimizer)),
+        lambda spec, parameter: initial_value(spec, config.training.seed, like=parameter),
     )
     engine = Engine(model, units, plan, mesh=mesh, buffers=buffers, settings=settings)
-    buffers.resize(engine.layout.max_bucket_numel * plan.widest_itemsize)
+    buffers.resize(engine.largest_buffer_bytes)
     return Core(mesh, model, engine, random)
 
 

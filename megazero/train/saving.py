@@ -147,4 +147,4 @@ def restore_engine(checkpoint: Checkpoint, engine: Engine, mesh: Mesh, *, with_o
     """Fill the engine's state from a checkpoint of any layout."""
     wanted = (piece for piece in engine.wanted_state() if with_optimizer or piece.kind == "weight")
     restore(checkpoint, wanted, world=mesh.world, device=mesh.device)
-    engine.state_loaded()
+    engine.state_loaded(weights_only=not with_optimizer)

@@ -92,7 +92,7 @@ def training_step(parts: StepParts, batch: StepBatch, controls: StepControls) ->
     parts.mesh.world.all_reduce_scalars(totals).wait()
     square, loss_sum, num_tokens, stop = totals.unbind()
 
-    correction = parts.num_positions / num_tokens.clamp(min=1.0)
+    correction = engine.predivisor * parts.num_positions / num_tokens.clamp(min=1.0)
     grad_norm = square.sqrt() * (correction / controls.loss_scale)
     skipped, overflow = _overflow(parts, square, local.first_overflow)
     factor = clip_coefficient(grad_norm, parts.clip_grad) * (correction / controls.loss_scale)

@@ -1,51 +1,78 @@
-"""The engine: wires layout, shards, reduction, update and publishing around a module, for every ZeRO stage.
+"""The engine: wires layout, shards, gathering, reduction, update and publishing around a module, for every ZeRO stage.
 
-A step is: `begin_step`, then for every micro-batch `backward` (its reductions run beside it), `finish_reductions`,
-`local_norms` (the caller sums them over ranks and derives the factor), `update`.  Which stage it is shows nowhere but
-in the plan.
+A step is: `begin_step`, then for every micro-batch forward and `backward` (their gathers and reductions run beside
+them), `finish_reductions`, `local_norms` (the caller sums them over ranks and derives the factor), `update`.  Which
+stage it is shows nowhere but in the plan.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from megazero.comm.interface import Scratch
+from megazero.comm.interface import Communicator, Scratch
 from megazero.comm.mesh import Mesh
-from megazero.optim.inner import AdamWSettings, StepInputs
-from megazero.parallel.param_spec import StateFragment, named_specs
+from megazero.config.zero import ZeroConfig
+from megazero.optim.inner import InnerOptimizer, StepInputs
+from megazero.parallel.param_spec import StateFragment, StateKind, named_specs
+from megazero.zero.frames import Frames
 from megazero.zero.gather import ParameterGather
-from megazero.zero.hooks import before_forward, on_gradient
-from megazero.zero.layout import Bucket, FlatLayout, Fragment, LayoutRules, Range, Unit, build_layout
-from megazero.zero.plan import ModelStateBytes, ZeroPlan
+from megazero.zero.guard import give_handle, take_handle
+from megazero.zero.hooks import on_gradient
+from megazero.zero.layout import (
+    Bucket,
+    FlatLayout,
+    Fragment,
+    LayoutRules,
+    Placed,
+    Range,
+    Unit,
+    build_layout,
+    choose_persistent,
+)
+from megazero.zero.plan import ModelStateBytes, Placement, ZeroPlan
+from megazero.zero.publish import ParameterPublisher
 from megazero.zero.reduce import GradientReducer
-from megazero.zero.shards import Shards
-from megazero.zero.update import LocalNorms, ShardUpdate
+from megazero.zero.shards import Contents, FirstValue, Shards, value_of_parameter
+from megazero.zero.update import LocalNorms, Piece, ShardUpdate
 
 
 class ModelUnit(NamedTuple):
-    """A unit of the model: its parameters by name, and the module whose forward reads them first."""
+    """A unit of the model: its parameters by name, and the modules whose forwards read them."""
 
     name: str
     parameters: tuple[str, ...]
-    consumer: nn.Module
+    consumers: tuple[nn.Module, ...]
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """reduce_bucket_numel in elements; overlap: whether reductions run beside backward."""
+    """The ZeRO section, the optimizer, and where first values come from (the parameters, unless told)."""
 
-    reduce_bucket_numel: int
-    overlap: bool
-    adamw: AdamWSettings
+    zero: ZeroConfig
+    optimizer: InnerOptimizer
+    first_value: FirstValue = value_of_parameter
 
 
-def plan_layout(model: nn.Module, units: Sequence[ModelUnit], partitions: int, reduce_bucket_numel: int) -> FlatLayout:
+def plan_layout(
+    model: nn.Module, units: Sequence[ModelUnit], partitions: int, plan: ZeroPlan, settings: EngineSettings
+) -> FlatLayout:
     """The flat layout of a model's parameters over `partitions` ranks."""
-    specs = ((spec, parameter.dtype) for spec, parameter in named_specs(model))
+    zero = settings.zero
+    specs = [spec for spec, _ in named_specs(model)]
+    persistent = {spec.name for spec in specs}
+    if plan.parameter.placement is Placement.PARTITIONED:
+        persistent = choose_persistent(
+            specs, smaller_than=zero.param_persistence_threshold, total=zero.model_persistence_threshold
+        )
+    placed = [
+        Placed(spec, parameter.dtype, spec.name not in persistent, settings.optimizer.group_of(spec, parameter))
+        for spec, parameter in named_specs(model)
+    ]
     plain = [Unit(unit.name, unit.parameters) for unit in units]
-    return build_layout(plain, specs, LayoutRules(partitions, reduce_bucket_numel))
+    bucket_numel = min(zero.reduce_bucket_size, zero.allgather_bucket_size)
+    return build_layout(plain, placed, LayoutRules(partitions, bucket_numel))
 
 
 class Engine:
@@ -64,16 +91,31 @@ class Engine:
         self.model = model
         self.plan = plan
         self.settings = settings
+        self.gradient_scale = 1.0
+        """What kept gradients are multiplied with where they are shown to a user; the caller of `update` knows it."""
+        self._mesh, self._buffers = mesh, buffers
         axis = mesh.axis("dp")
-        parameters = dict(model.named_parameters())
-        self.layout = plan_layout(model, units, axis.size, settings.reduce_bucket_numel)
-        self._shards = Shards(plan, self.layout, axis.rank, parameters=parameters)
-        self._reducer = GradientReducer(self._shards, axis, buffers, parameters, overlap=settings.overlap)
-        self._gather = ParameterGather(self._shards, axis)
+        self._parameters = dict(model.named_parameters())
         self._coordinates = {"tp": mesh.coordinate("tp")}
-        self._update = ShardUpdate(self._shards, self._gather, buffers, counted_at=self._coordinates)
-        self._hooks = on_gradient(parameters, self._reducer.gradient_ready)
-        self._hooks += before_forward([(unit.name, unit.consumer) for unit in units], self._gather.ensure)
+        self.layout = plan_layout(model, units, axis.size, plan, settings)
+        self._slots = {slot.spec.name: (section, slot) for section in self.layout.sections for slot in section.slots}
+        contents = Contents(self._parameters, settings.first_value, settings.optimizer.moments)
+        self._shards = Shards(plan, self.layout, axis.rank, contents=contents)
+        zero = settings.zero
+        self._reducer = GradientReducer(self._shards, axis, buffers, self._parameters, zero)
+        for name, parameter in self._parameters.items():
+            give_handle(parameter, name, self)
+        self._hooks = on_gradient(self._parameters, self._gradient_ready)
+        self._publisher = ParameterPublisher(self._shards, mesh.gathering, by_gather=zero.allgather_partitions)
+        self._gather = ParameterGather(self._shards, mesh.gathering, self._parameters, zero)
+        self._frames = Frames(model, _units_by_consumer(units), self._gather, self._publisher)
+        self._update = ShardUpdate(
+            self._shards,
+            self._publisher,
+            settings.optimizer,
+            sub_group_numel=zero.sub_group_size,
+            counted_at=self._coordinates,
+        )
 
     def begin_step(self) -> None:
         """Nothing is accumulated any more."""
@@ -82,27 +124,63 @@ class Engine:
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         """Backward of one micro-batch; `is_last` marks the accumulation boundary.
 
-        loss must already be divided by the step's number of tokens over all ranks: gradients are summed, not averaged.
+        Gradients are summed over micro-batches and ranks, so `loss` must hold whatever makes that sum the average.
         """
-        self._reducer.begin_micro_batch(is_last=is_last)
+        self.begin_backward(is_last=is_last)
         loss.backward()  # type: ignore[no-untyped-call]
+        self.end_backward()
+
+    def begin_backward(self, *, is_last: bool) -> None:
+        """Autograd is about to walk the graph of one micro-batch; for callers that start it themselves."""
+        self._reducer.begin_micro_batch(is_last=is_last)
+
+    def end_backward(self) -> None:
+        """Autograd is done."""
         self._reducer.end_micro_batch()
+        self._gather.end_pass(with_backward=True)
+
+    def when_backward_begins(self, call: Callable[[], None]) -> None:
+        """Have `call` called when a gradient comes back to the output of a forward."""
+        self._frames.on_backward = call
 
     def finish_reductions(self) -> None:
         """Return when every gradient this rank keeps is reduced."""
         self._reducer.finish()
 
+    @property
+    def data_parallel(self) -> Communicator:
+        """The axis over which state is partitioned."""
+        return self._mesh.axis("dp")
+
+    @property
+    def predivisor(self) -> float:
+        """What gradients have been divided by on their way: norms and the update's factor make up for it."""
+        return self._reducer.predivisor
+
     def local_norms(self) -> LocalNorms:
-        """This rank's share of the gradient norm and of the overflow check."""
+        """This rank's share of the gradient norm and of the overflow check, of gradients as they are kept."""
         return self._update.local_norms()
 
     def update(self, inputs: StepInputs) -> None:
         """Optimizer step on the owned ranges, and publishing, which ends just before each unit's next use."""
-        self._update.apply(self.settings.adamw, inputs)
+        self._gather.check_unpinned("an optimizer step")
+        self._gather.release_all()
+        self._update.apply(inputs, self._buffers)
 
     def ensure_parameters(self) -> None:
-        """Return when every working parameter may be read outside a forward."""
-        self._gather.ensure_all()
+        """Return when every working parameter that is kept whole may be read outside a forward."""
+        self._publisher.ensure_all()
+
+    @property
+    def largest_buffer_bytes(self) -> int:
+        """Bytes that constant-size buffers must hold: a bucket on the wire, or the gradients of one update."""
+        wire = self.layout.max_bucket_numel * max(self.plan.gradient_wire.itemsize, self.plan.gradient.itemsize)
+        return max(wire, self._update.largest_run_numel * self.plan.optimizer.itemsize)
+
+    @property
+    def gathered_numel(self) -> tuple[int, int]:
+        """Elements of partitioned parameters that are gathered now, and that were at the most."""
+        return self._gather.live_numel, self._gather.peak_live_numel
 
     def parameter_name(self, index: int) -> str:
         """The parameter that `LocalNorms.first_overflow` means."""
@@ -127,25 +205,79 @@ class Engine:
         """What this rank must be given to go on from a checkpoint; follow with `state_loaded`."""
         for section in self.layout.sections:
             for bucket in section.buckets:
-                kept = self._shards.owned(bucket) if section.trainable else bucket.range
-                for fragment in section.fragments(kept):
+                for fragment in section.fragments(self._shards.loaded(bucket)):
                     yield from self._state_of(bucket, fragment)
 
-    def state_loaded(self) -> None:
-        """Make working parameters follow what has been written into `wanted_state`."""
-        self._shards.copy_master_to_working()
+    def state_loaded(self, *, weights_only: bool = False) -> None:
+        """Make working parameters follow what has been written into `wanted_state`.
+
+        With weights_only (no moments), master weights then lose what the working dtype cannot hold, if the
+        configuration wants to load from such weights.
+        """
+        for bucket in self.layout.trainable_buckets:
+            self._shards.copy_master_to_working(bucket)
+        if weights_only and not self.settings.zero.load_from_fp32_weights:
+            self._shards.copy_working_to_master()
         self._update.publish_all()
         self.ensure_parameters()
 
-    def weights_loaded(self) -> None:
-        """Make master weights follow what has been written into the module's parameters (initial values, say)."""
-        self._shards.copy_working_to_master()
+    def pieces(self, name: str, kind: str) -> Iterator[Piece]:
+        """What this rank owns of a parameter's "master", "gradient" or optimizer state; nothing of a frozen one."""
+        return self._update.pieces(name, kind)
+
+    def republish(self, name: str) -> None:
+        """Bring working parameters after their master weights have been written to; a collective call."""
+        section, _ = self._slots[name]
+        self._gather.release_all()
+        for bucket in section.buckets:
+            self._shards.copy_master_to_working(bucket)
+            self._publisher.publish(bucket)
+        self._publisher.ensure(section.unit)
+
+    def touched(self, name: str, call: str) -> None:
+        """A partitioned parameter is about to be read: gather it if this is the place, or raise UsageError."""
+        self._frames.touched(name, call)
+
+    def hold(self, names: Iterable[str], why: str) -> None:
+        """Make parameters whole on every rank until `hand_back`; a collective call."""
+        for name in names:
+            unit = self._gather.unit_of(name)
+            if unit is None:
+                self._publisher.ensure(self._slots[name][0].unit)
+            else:
+                self._gather.hold(unit, why)
+
+    def hand_back(self, names: Iterable[str], *, modifier_rank: int | None) -> None:
+        """Let parameters go; with modifier_rank every rank keeps, master weights too, what they are on that rank."""
+        for name in names:
+            unit = self._gather.unit_of(name)
+            if modifier_rank is not None:
+                self._take_over(name, modifier_rank)
+            if unit is not None:
+                self._gather.unpin(unit)
+
+    def register_external(self, module: nn.Module, name: str) -> None:
+        """`module`'s forward reads parameter `name` too."""
+        self._frames.register(module, self._slots[name][0].unit)
 
     def close(self) -> None:
-        """Take the hooks off the module."""
+        """Take the hooks off the module; partitioned parameters stay without values."""
         self.ensure_parameters()
+        self._frames.close()
         for handle in self._hooks:
             handle.remove()
+        for parameter in self._parameters.values():
+            take_handle(parameter)
+
+    def _take_over(self, name: str, source: int) -> None:
+        """The parameter's values on data-parallel rank `source` become everyone's."""
+        section, slot = self._slots[name]
+        self._mesh.gathering.broadcast(self._shards.flat(section)[slot.start : slot.stop], source).wait()
+        self._shards.take_over(section, name)
+
+    def _gradient_ready(self, name: str) -> None:
+        self._reducer.gradient_ready(name)
+        self._gather.gradient_ready(name)
 
     def _fragments_to_save(self) -> Iterator[tuple[Bucket, Fragment]]:
         for section in self.layout.sections:
@@ -160,5 +292,17 @@ class Engine:
             yield StateFragment(fragment.spec, "weight", *place, self._shards.working(bucket, within))
             return
         yield StateFragment(fragment.spec, "weight", *place, self._shards.master(bucket, within))
-        yield StateFragment(fragment.spec, "exp_avg", *place, self._shards.exp_avg(bucket, within))
-        yield StateFragment(fragment.spec, "exp_avg_sq", *place, self._shards.exp_avg_sq(bucket, within))
+        for kind in _SAVED_MOMENTS:
+            if kind in self._shards.moment_kinds:
+                yield StateFragment(fragment.spec, kind, *place, self._shards.moment(kind, bucket, within))
+
+
+_SAVED_MOMENTS: tuple[StateKind, ...] = ("exp_avg", "exp_avg_sq")
+
+
+def _units_by_consumer(units: Sequence[ModelUnit]) -> dict[nn.Module, list[str]]:
+    consumers: dict[nn.Module, list[str]] = {}
+    for unit in units:
+        for module in unit.consumers:
+            consumers.setdefault(module, []).append(unit.name)
+    return consumers

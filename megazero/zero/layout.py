@@ -1,7 +1,8 @@
 """The flat layout: parameters -> units -> sections -> buckets -> partitions -> fragments.  Pure arithmetic, no tensors.
 
     unit       a transformer block, an embedding, the final norm: what is gathered and released together
-    section    the parameters of one unit with the same (dtype, trainable), flattened one behind the other and padded
+    section    the parameters of one unit with the same (dtype, trainable, partitioned), flattened one behind the other
+               and padded
     bucket     a piece of a section of at most `bucket_numel` elements: what one collective moves
     partition  a rank's equal slice of a bucket
     fragment   the overlap of one parameter with some range of a section
@@ -18,6 +19,7 @@ between stages is who keeps which ranges (`plan.py`).  Flatness never shows outs
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -58,12 +60,25 @@ class Range(NamedTuple):
         return self.stop - self.start
 
 
+class Placed(NamedTuple):
+    """A parameter to lay out.
+
+    partitioned: whether its working value is partitioned, or every rank keeps all of it.  group: its optimizer group.
+    """
+
+    spec: ParamSpec
+    dtype: torch.dtype
+    partitioned: bool
+    group: int
+
+
 @dataclass(frozen=True)
 class Slot:
     """A parameter's place in its section."""
 
     spec: ParamSpec
     start: int
+    group: int
 
     @property
     def stop(self) -> int:
@@ -81,6 +96,11 @@ class Fragment(NamedTuple):
     @property
     def numel(self) -> int:
         return self.stop - self.start
+
+    @property
+    def within(self) -> Range:
+        """The range of the section it covers."""
+        return Range(self.section_start, self.section_start + self.numel)
 
 
 @dataclass(frozen=True)
@@ -109,12 +129,13 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Section:
-    """The flattened parameters of one unit with one dtype and one trainability; `numel` includes padding."""
+    """The flattened parameters of one unit that are treated alike; `numel` includes padding."""
 
     index: int
     unit: str
     dtype: torch.dtype
     trainable: bool
+    partitioned: bool
     slots: tuple[Slot, ...]
     buckets: tuple[Bucket, ...]
     numel: int
@@ -131,13 +152,18 @@ class Section:
             if start < stop:
                 yield Fragment(slot.spec, start - slot.start, stop - slot.start, start)
 
-    def group_runs(self, within: Range) -> Iterator[tuple[bool, Range]]:
-        """(decay, range) pieces that tile `within`: at most one per optimizer group; padding joins the last group."""
-        boundary = next((slot.start for slot in self.slots if slot.spec.decay), self.numel)
-        for decay, start, stop in ((False, 0, boundary), (True, boundary, self.numel)):
+    def fragments_of(self, name: str, within: Range) -> Iterator[Fragment]:
+        """The overlap of one parameter with a range, if there is one."""
+        return (fragment for fragment in self.fragments(within) if fragment.spec.name == name)
+
+    def group_runs(self, within: Range) -> Iterator[tuple[int, Range]]:
+        """(group, range) pieces that tile `within`: at most one per optimizer group; padding joins the last group."""
+        starts = [(group, next(slots).start) for group, slots in groupby(self.slots, lambda slot: slot.group)]
+        stops = [start for _, start in starts[1:]] + [self.numel]
+        for (group, start), stop in zip(starts, stops, strict=True):
             piece = Range(max(within.start, start), min(within.stop, stop))
             if piece.numel > 0:
-                yield decay, piece
+                yield group, piece
 
 
 @dataclass(frozen=True)
@@ -166,32 +192,44 @@ class FlatLayout:
         return sum(section.used_numel for section in self.sections if section.trainable == trainable)
 
 
-def build_layout(
-    units: Sequence[Unit], parameters: Iterable[tuple[ParamSpec, torch.dtype]], rules: LayoutRules
-) -> FlatLayout:
+def build_layout(units: Sequence[Unit], parameters: Iterable[Placed], rules: LayoutRules) -> FlatLayout:
     """Lay out `parameters`; every one must be in exactly one unit."""
-    by_name = {spec.name: (spec, dtype) for spec, dtype in parameters}
+    by_name = {placed.spec.name: placed for placed in parameters}
     _check_units(units, by_name.keys())
     sections: list[Section] = []
     first_bucket = 0
     for unit in units:
-        keyed: dict[tuple[torch.dtype, bool], list[ParamSpec]] = {}
-        for spec, dtype in (by_name[name] for name in unit.parameters):
-            keyed.setdefault((dtype, spec.trainable), []).append(spec)
-        for (dtype, trainable), specs in keyed.items():
-            slots = _slots(specs)
+        keyed: dict[tuple[torch.dtype, bool, bool], list[Placed]] = {}
+        for placed in (by_name[name] for name in unit.parameters):
+            keyed.setdefault((placed.dtype, placed.spec.trainable, placed.partitioned), []).append(placed)
+        for key, members in keyed.items():
+            slots = _slots(members)
             numel = _round_up(slots[-1].stop, rules.quantum)
             buckets = tuple(_buckets(len(sections), first_bucket, numel, rules))
             first_bucket += len(buckets)
-            sections.append(Section(len(sections), unit.name, dtype, trainable, slots, buckets, numel))
+            sections.append(Section(len(sections), unit.name, *key, slots, buckets, numel))
     return FlatLayout(rules, tuple(sections))
 
 
-def _slots(specs: Sequence[ParamSpec]) -> tuple[Slot, ...]:
+def choose_persistent(specs: Iterable[ParamSpec], *, smaller_than: int, total: int) -> set[str]:
+    """Names of the parameters that stay whole on every rank though others are partitioned.
+
+    smaller_than: elements that one of them stays below; total: most elements of all together.  They are taken in
+    registration order, and one that no longer fits is passed over.
+    """
+    chosen, left = set(), total
+    for spec in specs:
+        if spec.numel < smaller_than and spec.numel <= left:
+            chosen.add(spec.name)
+            left -= spec.numel
+    return chosen
+
+
+def _slots(members: Sequence[Placed]) -> tuple[Slot, ...]:
     slots, offset = [], 0
-    for spec in sorted(specs, key=lambda spec: spec.decay):  # stable: forward order within a group
-        slots.append(Slot(spec, offset))
-        offset += spec.numel
+    for placed in sorted(members, key=lambda placed: placed.group):  # stable: forward order within a group
+        slots.append(Slot(placed.spec, offset, placed.group))
+        offset += placed.spec.numel
     return tuple(slots)
 
 

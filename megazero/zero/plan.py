@@ -3,19 +3,21 @@
 Rows are kinds of state, columns say where it lives.  A stage is a choice of cells, and everything else in `zero/` reads
 cells (paper sections 5.1-5.3):
 
-                              stage 0      stage 1                    stage 2
-    working parameter         replicated   replicated                 replicated
-    gradient, after reduction replicated   partitioned                partitioned
-    gradient, before          resident     resident                   leased, bucket by bucket
-    master weights, moments   replicated   partitioned                partitioned
+                              stage 0      stage 1       stage 2       stage 3
+    working parameter         replicated   replicated    replicated    partitioned, gathered for use
+    gradient, before          resident     resident      leased        leased
+    gradient, after reduction replicated   partitioned   partitioned   partitioned
+    master weights, moments   replicated   partitioned   partitioned   partitioned
 
 *Resident* gradients are full flat tensors that live from the first micro-batch to the step's end, and are reduced once,
 at the accumulation boundary; *leased* ones exist only in constant-size buffers until their bucket has been reduced, in
-every micro-batch.
+every micro-batch.  Without contiguous gradients resident ones become *loose*: torch's own tensors, which accumulate
+until the boundary.
 """
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 
@@ -31,10 +33,11 @@ class Placement(Enum):
 
 
 class Lifetime(Enum):
-    """How long unreduced gradients exist in full."""
+    """How long a piece of state exists in full on a rank that doesn't keep it in full."""
 
-    RESIDENT = "from the first micro-batch to the end of the step"
-    LEASED = "until their bucket is reduced"
+    RESIDENT = "always; for gradients from the first micro-batch to the end of the step, in flat tensors"
+    LOOSE = "gradients: the same time, in tensors of torch's own"
+    LEASED = "gradients: until their bucket is reduced; parameters: while their unit computes"
 
 
 @dataclass(frozen=True)
@@ -57,16 +60,13 @@ class ZeroPlan:
     parameter: Row
     gradient: Row
     optimizer: Row
+    gradient_wire: torch.dtype
+    """Number format in which gradients are reduced."""
 
     @property
     def has_separate_master(self) -> bool:
         """Whether master weights are tensors of their own; at full precision the working parameter is its master."""
         return self.optimizer.dtype != self.parameter.dtype
-
-    @property
-    def widest_itemsize(self) -> int:
-        """Bytes an element of the widest row takes."""
-        return max(self.parameter.itemsize, self.gradient.itemsize, self.optimizer.itemsize)
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,19 @@ class ModelStateBytes:
         return self.parameters + self.gradients + self.master + self.moments
 
 
+class _Stage(NamedTuple):
+    parameter: Placement
+    gradient: Placement
+    gradient_lifetime: Lifetime
+    optimizer: Placement
+
+
+_KEPT, _CUT = Placement.REPLICATED, Placement.PARTITIONED
 _STAGES = {
-    0: (Placement.REPLICATED, Lifetime.RESIDENT, Placement.REPLICATED),
-    1: (Placement.PARTITIONED, Lifetime.RESIDENT, Placement.PARTITIONED),
-    2: (Placement.PARTITIONED, Lifetime.LEASED, Placement.PARTITIONED),
+    0: _Stage(_KEPT, _KEPT, Lifetime.RESIDENT, _KEPT),
+    1: _Stage(_KEPT, _CUT, Lifetime.RESIDENT, _CUT),
+    2: _Stage(_KEPT, _CUT, Lifetime.LEASED, _CUT),
+    3: _Stage(_CUT, _CUT, Lifetime.LEASED, _CUT),
 }
 SUPPORTED_STAGES = tuple(_STAGES)
 
@@ -95,31 +104,37 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 
 def resolve(zero: ZeroConfig, precision: PrecisionConfig) -> ZeroPlan:
     """The table for a configuration that has passed its rules."""
-    gradient_placement, lifetime, optimizer_placement = _STAGES[zero.zero_stage]
+    stage = _STAGES[zero.zero_stage]
     parameter_dtype = DTYPES[precision.precision]
     master_dtype = torch.promote_types(parameter_dtype, torch.float32)
-    widen = precision.accumulate_allreduce_grads_in_fp32
-    gradient_dtype = torch.promote_types(parameter_dtype, torch.float32) if widen else parameter_dtype
+    gradient_dtype = master_dtype if precision.accumulate_allreduce_grads_in_fp32 else parameter_dtype
+    lifetime = stage.gradient_lifetime
+    if lifetime is Lifetime.RESIDENT and not zero.contiguous_gradients:
+        lifetime = Lifetime.LOOSE
+    gathered = Lifetime.LEASED if stage.parameter is _CUT else Lifetime.RESIDENT
     return ZeroPlan(
-        parameter=Row(Placement.REPLICATED, parameter_dtype),
-        gradient=Row(gradient_placement, gradient_dtype, lifetime),
-        optimizer=Row(optimizer_placement, master_dtype),
+        parameter=Row(stage.parameter, parameter_dtype, gathered),
+        gradient=Row(stage.gradient, gradient_dtype, lifetime),
+        optimizer=Row(stage.optimizer, master_dtype),
+        gradient_wire=DTYPES.get(zero.communication_data_type, gradient_dtype),
     )
 
 
 def model_state_bytes(plan: ZeroPlan, numel: int, partitions: int) -> ModelStateBytes:
     """Bytes per rank for `numel` parameters by formula: p + g + k with each term divided where it is partitioned.
 
-    A resident gradient is whole on every rank until the step's end, whatever becomes of it after reduction.
+    A resident gradient is whole on every rank until the step's end, whatever becomes of it after reduction.  Loose
+    gradients are torch's own and not counted: what is counted is where their reduction goes.
     """
 
     def kept(row: Row, *, whole: bool = False) -> int:
         return numel if whole or row.placement is Placement.REPLICATED else numel // partitions
 
     owned = kept(plan.optimizer)
+    resident = plan.gradient.lifetime is Lifetime.RESIDENT
     return ModelStateBytes(
         parameters=kept(plan.parameter) * plan.parameter.itemsize,
-        gradients=kept(plan.gradient, whole=plan.gradient.lifetime is Lifetime.RESIDENT) * plan.gradient.itemsize,
+        gradients=kept(plan.gradient, whole=resident) * plan.gradient.itemsize,
         master=owned * plan.optimizer.itemsize if plan.has_separate_master else 0,
         moments=2 * owned * plan.optimizer.itemsize,
     )

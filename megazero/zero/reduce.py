@@ -8,6 +8,7 @@ bucket's unreduced gradients live is the plan's business, behind the two small c
     resident   gradients accumulate in full flat tensors; reduced in place at the accumulation boundary
     leased     gradients are copied into a constant-size buffer and dropped, reduced in every micro-batch, and the
                reduced slices accumulate in this rank's shard (paper section 5.2)
+    loose      gradients accumulate where autograd puts them, and go the way of leased ones at the boundary
 """
 
 from collections import deque
@@ -17,7 +18,9 @@ from typing import NamedTuple, Protocol
 from torch import Tensor, nn
 
 from megazero.comm.interface import Communicator, Lease, Scratch, Work
-from megazero.zero.layout import Bucket, FlatLayout
+from megazero.config.zero import ZeroConfig
+from megazero.errors import Problem, UsageError
+from megazero.zero.layout import Bucket, FlatLayout, Range
 from megazero.zero.plan import Lifetime, Placement
 from megazero.zero.shards import Shards
 
@@ -40,18 +43,16 @@ class UnreducedGradients(Protocol):
         """Every part of the parameter's gradient has been deposited."""
 
     def close(self, bucket: Bucket, missing: set[str]) -> Tensor:
-        """All of the bucket's gradients [numel], zeros for parameters in `missing`; they are on their way now."""
+        """All of the bucket's gradients [numel] in the wire's dtype, zeros for `missing`; they are on their way now."""
 
-    def settle(self, bucket: Bucket, reduced: Tensor) -> None:
-        """The oldest reduction has finished; `reduced` is this rank's partition."""
-
-    def finish(self) -> None:
-        """Return when everything that settling has started is done."""
+    def settle(self, bucket: Bucket, within: Range, reduced: Tensor) -> None:
+        """The oldest reduction has finished: `reduced` [numel of within] are its sums."""
 
 
 class _InFlight(NamedTuple):
     bucket: Bucket
     work: Work
+    within: Range
     reduced: Tensor
 
 
@@ -64,17 +65,20 @@ class GradientReducer:
         communicator: Communicator,
         buffers: Scratch,
         parameters: Mapping[str, nn.Parameter],
-        *,
-        overlap: bool,
+        zero: ZeroConfig,
     ) -> None:
         self._shards = shards
         self._communicator = communicator
-        self._max_in_flight = _MAX_IN_FLIGHT if overlap else 0
+        self._zero = zero
+        self._max_in_flight = _MAX_IN_FLIGHT if zero.overlap_comm else 0
+        self.predivisor = float(communicator.size) if zero.prescale_gradients else zero.gradient_predivide_factor
         self._buckets = shards.layout.trainable_buckets
         self._buckets_of = _buckets_by_parameter(shards.layout)
         self._members = {index: set(names) for index, names in _parameters_by_bucket(shards.layout).items()}
-        self._store = _make_store(shards, communicator, buffers, parameters)
+        self._store = _make_store(shards, buffers, parameters, contiguous=zero.contiguous_gradients)
+        self._everyone_keeps_all = shards.plan.gradient.placement is Placement.REPLICATED
         self._in_flight: deque[_InFlight] = deque()
+        self._gathering: list[Work] = []
         self._missing: dict[int, set[str]] = {}
         self._next = -1  # position in self._buckets of the next bucket to launch; -1: none is due
 
@@ -99,7 +103,12 @@ class GradientReducer:
         self._store.drop(name)
 
     def end_micro_batch(self) -> None:
-        """Backward is over: launch what is left; parameters without a gradient count as zeros."""
+        """Backward is over: launch what is left; parameters without a gradient count as zeros.
+
+        Raises UsageError with their names where unused parameters are not to be ignored.
+        """
+        if not self._zero.ignore_unused_parameters:
+            self._check_all_came()
         while self._next >= 0:
             self._launch()
 
@@ -107,7 +116,16 @@ class GradientReducer:
         """Wait for every reduction in flight."""
         while self._in_flight:
             self._settle_oldest()
-        self._store.finish()
+        while self._gathering:
+            self._gathering.pop().wait()
+
+    def _check_all_came(self) -> None:
+        pending = [bucket for bucket in self._buckets[: self._next + 1] if self._missing[bucket.index]]
+        unused = sorted({name for bucket in pending for name in self._missing[bucket.index]})
+        if unused:
+            rule = "every trainable parameter has a part in the loss (ignore_unused_parameters is false)"
+            legal = "freeze them, use them, or set ignore_unused_parameters"
+            raise UsageError(Problem(f"no gradient for {', '.join(unused)}", rule, legal))
 
     def _launch_complete(self) -> None:
         while self._next >= 0 and not self._missing[self._buckets[self._next].index]:
@@ -117,27 +135,41 @@ class GradientReducer:
         bucket = self._buckets[self._next]
         self._next -= 1
         whole = self._store.close(bucket, self._missing[bucket.index])
+        if self.predivisor != 1.0:
+            whole.div_(self.predivisor)
         partition = self._shards.partition(bucket)
-        reduced = whole[partition.start - bucket.start : partition.stop - bucket.start]
-        work = self._communicator.reduce_scatter_into(reduced, whole)
-        self._in_flight.append(_InFlight(bucket, work, reduced))
+        mine = whole[partition.start - bucket.start : partition.stop - bucket.start]
+        if self._zero.reduce_scatter:
+            flight = _InFlight(bucket, self._communicator.reduce_scatter_into(mine, whole), partition, mine)
+        elif self._everyone_keeps_all:
+            flight = _InFlight(bucket, self._communicator.all_reduce(whole), bucket.range, whole)
+        else:
+            flight = _InFlight(bucket, self._communicator.all_reduce(whole), partition, mine)
+        self._in_flight.append(flight)
         while len(self._in_flight) > self._max_in_flight:
             self._settle_oldest()
 
     def _settle_oldest(self) -> None:
-        flight = self._in_flight.popleft()
-        flight.work.wait()
-        self._store.settle(flight.bucket, flight.reduced)
+        bucket, work, within, reduced = self._in_flight.popleft()
+        work.wait()
+        self._store.settle(bucket, within, reduced)
+        if self._everyone_keeps_all and within != bucket.range:  # the second half of an all-reduce
+            whole = self._shards.reduced_gradient(bucket, bucket.range)
+            mine = self._shards.reduced_gradient(bucket, within)
+            self._gathering.append(self._communicator.all_gather_into(whole, mine))
 
 
 class ResidentGradients:
-    """Gradients accumulate in flat tensors that `.grad` points into; a bucket's sum replaces them in place."""
+    """Gradients accumulate in flat tensors that `.grad` points into; a bucket's sum replaces them in place.
 
-    def __init__(self, shards: Shards, communicator: Communicator) -> None:
+    Only a wire of another dtype takes a buffer on the way.
+    """
+
+    def __init__(self, shards: Shards, buffers: Scratch) -> None:
         self._shards = shards
-        self._communicator = communicator
-        self._replicated = shards.plan.gradient.placement is Placement.REPLICATED
-        self._gathering: list[Work] = []
+        self._buffers = buffers
+        self._converts = shards.plan.gradient_wire != shards.plan.gradient.dtype
+        self._sent: deque[Lease] = deque()
 
     def begin_step(self) -> None:
         self._shards.reset_resident_gradients()
@@ -152,52 +184,74 @@ class ResidentGradients:
         """Nothing to drop: the flat tensor stays."""
 
     def close(self, bucket: Bucket, missing: set[str]) -> Tensor:
-        return self._shards.resident_gradient(bucket, bucket.range)
+        whole = self._shards.resident_gradient(bucket, bucket.range)
+        if not self._converts:
+            return whole
+        self._sent.append(self._buffers.lease(bucket.numel, self._shards.plan.gradient_wire))
+        return self._sent[-1].tensor.copy_(whole)
 
-    def settle(self, bucket: Bucket, reduced: Tensor) -> None:
-        """Where every rank keeps the gradient, start the second half of the all-reduce."""
-        if self._replicated:
-            whole = self._shards.resident_gradient(bucket, bucket.range)
-            self._gathering.append(self._communicator.all_gather_into(whole, reduced))
-
-    def finish(self) -> None:
-        while self._gathering:
-            self._gathering.pop().wait()
+    def settle(self, bucket: Bucket, within: Range, reduced: Tensor) -> None:
+        if self._converts:
+            self._shards.resident_gradient(bucket, within).copy_(reduced)
+            self._sent.popleft().release()
 
 
 class LeasedGradients:
-    """Gradients are copied into leased buffers; reduced slices add up in the gradient shard."""
+    """Gradients are copied into leased buffers; reduced slices add up in the gradient shard.
 
-    def __init__(self, shards: Shards, buffers: Scratch, parameters: Mapping[str, nn.Parameter]) -> None:
+    every_micro_batch: whether buckets are reduced in each micro-batch, or gradients accumulate until the last.
+    at_once: whether a gradient is copied and dropped as soon as it has come, or when its buckets are complete.
+    """
+
+    def __init__(
+        self,
+        shards: Shards,
+        buffers: Scratch,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        every_micro_batch: bool,
+        at_once: bool,
+    ) -> None:
         self._shards = shards
         self._buffers = buffers
         self._parameters = parameters
+        self._every_micro_batch = every_micro_batch
+        self._at_once = at_once
         self._open: dict[int, Lease] = {}  # being filled, by bucket
         self._sent: deque[Lease] = deque()  # being reduced, oldest first: the next micro-batch may fill its bucket anew
         self._has_sum: set[int] = set()  # buckets whose shard already holds earlier micro-batches
+        self._last_buckets = {name: buckets[0].index for name, buckets in _buckets_by_parameter(shards.layout).items()}
 
     def begin_step(self) -> None:
         self._has_sum.clear()
 
     def is_due(self, *, last_micro_batch: bool) -> bool:
-        return True
+        return self._every_micro_batch or last_micro_batch
 
     def deposit(self, bucket: Bucket, name: str) -> None:
-        gradient = self._parameters[name].grad
-        assert gradient is not None, f"{name} was announced without a gradient"
-        self._fill(bucket, {name}, gradient.reshape(-1))
+        if self._at_once:
+            self._fill(bucket, {name})
 
     def drop(self, name: str) -> None:
-        self._parameters[name].grad = None
+        if self._at_once:
+            self._parameters[name].grad = None
 
     def close(self, bucket: Bucket, missing: set[str]) -> Tensor:
+        section = self._shards.layout.sections[bucket.section]
+        members = {fragment.spec.name for fragment in section.fragments(bucket.range)}
+        if not self._at_once:
+            self._fill(bucket, members - missing)
         if missing:
-            self._fill(bucket, missing, None)
+            self._fill(bucket, missing)
+        if not self._at_once:
+            for name in members:
+                if self._last_buckets[name] == bucket.index:  # buckets are closed from the last to the first
+                    self._parameters[name].grad = None
         self._sent.append(self._open.pop(bucket.index))
         return self._sent[-1].tensor
 
-    def settle(self, bucket: Bucket, reduced: Tensor) -> None:
-        target = self._shards.reduced_gradient(bucket, self._shards.partition(bucket))
+    def settle(self, bucket: Bucket, within: Range, reduced: Tensor) -> None:
+        target = self._shards.reduced_gradient(bucket, within)
         if bucket.index in self._has_sum:
             target.add_(reduced)
         else:
@@ -205,11 +259,8 @@ class LeasedGradients:
             self._has_sum.add(bucket.index)
         self._sent.popleft().release()
 
-    def finish(self) -> None:
-        """Nothing is under way: what has been reduced is where it belongs."""
-
-    def _fill(self, bucket: Bucket, names: set[str], gradient: Tensor | None) -> None:
-        """Copy a parameter's gradient into the bucket, or zeros for parameters that got none."""
+    def _fill(self, bucket: Bucket, names: set[str]) -> None:
+        """Copy parameters' gradients into the bucket, zeros for those that got none."""
         whole = self._buffer(bucket)
         section = self._shards.layout.sections[bucket.section]
         for fragment in section.fragments(bucket.range):
@@ -217,14 +268,15 @@ class LeasedGradients:
                 continue
             start = fragment.section_start - bucket.start
             target = whole[start : start + fragment.numel]
+            gradient = self._parameters[fragment.spec.name].grad
             if gradient is None:
                 target.zero_()
             else:
-                target.copy_(gradient[fragment.start : fragment.stop])
+                target.copy_(gradient.reshape(-1)[fragment.start : fragment.stop])
 
     def _buffer(self, bucket: Bucket) -> Tensor:
         if bucket.index not in self._open:
-            lease = self._buffers.lease(bucket.numel, self._shards.plan.gradient.dtype)
+            lease = self._buffers.lease(bucket.numel, self._shards.plan.gradient_wire)
             padding_start = self._shards.layout.sections[bucket.section].used_numel - bucket.start
             lease.tensor[padding_start:].zero_()
             self._open[bucket.index] = lease
@@ -232,11 +284,13 @@ class LeasedGradients:
 
 
 def _make_store(
-    shards: Shards, communicator: Communicator, buffers: Scratch, parameters: Mapping[str, nn.Parameter]
+    shards: Shards, buffers: Scratch, parameters: Mapping[str, nn.Parameter], *, contiguous: bool
 ) -> UnreducedGradients:
-    if shards.plan.gradient.lifetime is Lifetime.RESIDENT:
-        return ResidentGradients(shards, communicator)
-    return LeasedGradients(shards, buffers, parameters)
+    lifetime = shards.plan.gradient.lifetime
+    if lifetime is Lifetime.RESIDENT:
+        return ResidentGradients(shards, buffers)
+    every = lifetime is Lifetime.LEASED
+    return LeasedGradients(shards, buffers, parameters, every_micro_batch=every, at_once=contiguous)
 
 
 def _parameters_by_bucket(layout: FlatLayout) -> dict[int, list[str]]:

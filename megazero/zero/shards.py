@@ -1,38 +1,59 @@
 """The persistent flat tensors of this rank, and the views everything else works on.
 
-Working parameters are one flat tensor per section, and every `nn.Parameter` is a view of it.  Resident gradients have
-the same shape, with `.grad` preset to views.  What is partitioned (reduced gradients of leased buckets, master weights,
+Every `nn.Parameter` is a view of its section's flat tensor.  Where the section is kept whole, that tensor is the
+working parameters; where it is partitioned, its memory exists only while the unit is gathered (`gather.py` fills and
+empties it), and what persists is this rank's *working shard*.  Resident gradients have the section's shape, with
+`.grad` preset to views.  What is partitioned (working shards, reduced gradients of leased buckets, master weights,
 moments) lies bucket after bucket in one flat tensor each; `owned` says which range of a bucket that is.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from megazero.zero.layout import Bucket, FlatLayout, Range, Section
+from megazero.parallel.param_spec import ParamSpec
+from megazero.zero.layout import Bucket, FlatLayout, Range, Section, Slot
 from megazero.zero.plan import Lifetime, ModelStateBytes, Placement, Row, ZeroPlan
+
+FirstValue = Callable[[ParamSpec, nn.Parameter], Tensor]
+
+
+def value_of_parameter(spec: ParamSpec, parameter: nn.Parameter) -> Tensor:
+    """The first value of an ordinary parameter: what it holds."""
+    return parameter.detach()
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What goes into the shards: parameters by name, their first values, and the kinds of moments the optimizer keeps.
+
+    first_value is asked for one parameter at a time, and gives all elements of this rank's tensor, in any shape.
+    """
+
+    parameters: Mapping[str, nn.Parameter]
+    first_value: FirstValue = value_of_parameter
+    moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
 
 class Shards:
-    """Allocates the state of one rank according to the plan, and takes over the values of `parameters`."""
+    """Allocates the state of one rank according to the plan, and takes over the values of the parameters."""
 
-    def __init__(
-        self, plan: ZeroPlan, layout: FlatLayout, rank: int, *, parameters: Mapping[str, nn.Parameter]
-    ) -> None:
+    def __init__(self, plan: ZeroPlan, layout: FlatLayout, rank: int, *, contents: Contents) -> None:
         self.plan = plan
         self.layout = layout
         self.rank = rank
-        self._parameters = parameters
-        self._device = next(iter(parameters.values())).device
+        self._parameters = contents.parameters
+        self._device = next(iter(contents.parameters.values())).device
         self._positions = self._positions_by_bucket(plan.optimizer)
-        self._working = [self._adopt(section) for section in layout.sections]
+        self._working_shards: dict[int, Tensor] = {}
+        self._flats = [self._adopt(section, contents.first_value) for section in layout.sections]
         self._resident_gradients = self._make_resident_gradients()
         self._gradient_shard = self._make_gradient_shard()
         owned = sum(self.owned(bucket).numel for bucket in layout.trainable_buckets)
         self._master = self._empty(owned, plan.optimizer.dtype) if plan.has_separate_master else None
-        self._exp_avg = self._zeros(owned, plan.optimizer.dtype)
-        self._exp_avg_sq = self._zeros(owned, plan.optimizer.dtype)
+        self._moments = {kind: self._zeros(owned, plan.optimizer.dtype) for kind in contents.moments}
         self.optimizer_step = torch.zeros((), dtype=torch.float32, device=self._device)
         self.copy_working_to_master()
 
@@ -40,13 +61,32 @@ class Shards:
         """The range of the section for which this rank keeps optimizer state."""
         return self._kept(self.plan.optimizer, bucket)
 
+    def loaded(self, bucket: Bucket) -> Range:
+        """The range of the section that this rank must be given to go on: what it owns, or else what it keeps."""
+        section = self.layout.sections[bucket.section]
+        if section.trainable:
+            return self.owned(bucket)
+        return self.partition(bucket) if section.partitioned else bucket.range
+
     def partition(self, bucket: Bucket) -> Range:
         """This rank's partition of a bucket, whatever is kept: norms are computed on it in every stage."""
         return bucket.partition(self.rank)
 
+    def flat(self, section: Section) -> Tensor:
+        """The tensor that the section's parameters are views of, [section.numel]; without memory while released."""
+        return self._flats[section.index]
+
+    def renew_flat(self, section: Section) -> None:
+        """Point the parameters at new memory, not yet there; what autograd has saved keeps the old."""
+        self._flats[section.index] = self._make_hollow_flat(section)
+
     def working(self, bucket: Bucket, within: Range) -> Tensor:
-        """Working parameters [numel of within], a view."""
-        return self._working[bucket.section][within.start : within.stop]
+        """Working parameters [numel of within], a view; of a partitioned section only inside this rank's partition."""
+        shard = self._working_shards.get(bucket.section)
+        if shard is None:
+            return self._flats[bucket.section][within.start : within.stop]
+        start = bucket.start // bucket.partitions + within.start - self.partition(bucket).start
+        return shard[start : start + within.numel]
 
     def resident_gradient(self, bucket: Bucket, within: Range) -> Tensor:
         """Unreduced (after reduction: reduced) gradients of a resident section, a view."""
@@ -64,13 +104,14 @@ class Shards:
             return self.working(bucket, within)
         return self._master[self._place(bucket, within)]
 
-    def exp_avg(self, bucket: Bucket, within: Range) -> Tensor:
-        """Adam's first moment of an owned range."""
-        return self._exp_avg[self._place(bucket, within)]
+    @property
+    def moment_kinds(self) -> tuple[str, ...]:
+        """What the optimizer keeps beside the master weights."""
+        return tuple(self._moments)
 
-    def exp_avg_sq(self, bucket: Bucket, within: Range) -> Tensor:
-        """Adam's second moment of an owned range."""
-        return self._exp_avg_sq[self._place(bucket, within)]
+    def moment(self, kind: str, bucket: Bucket, within: Range) -> Tensor:
+        """One of the optimizer's moments of an owned range, a view."""
+        return self._moments[kind][self._place(bucket, within)]
 
     def reset_resident_gradients(self) -> None:
         """Empty resident gradients, and point every `.grad` at its view again (a user's zero_grad() drops them)."""
@@ -80,64 +121,101 @@ class Shards:
 
     def copy_working_to_master(self) -> None:
         """Master = working, where they are two tensors."""
-        self._between_master_and_working(to_working=False)
+        if self._master is not None:
+            for bucket in self.layout.trainable_buckets:
+                owned = self.owned(bucket)
+                self.master(bucket, owned).copy_(self.working(bucket, owned))
 
-    def copy_master_to_working(self) -> None:
-        """The owned ranges of working = master, cast."""
-        self._between_master_and_working(to_working=True)
+    def copy_master_to_working(self, bucket: Bucket) -> None:
+        """The owned range of a bucket: working = master, cast."""
+        if self._master is not None:
+            owned = self.owned(bucket)
+            self.working(bucket, owned).copy_(self.master(bucket, owned))
 
     def model_state_bytes(self) -> ModelStateBytes:
-        """Bytes the flat tensors really occupy."""
+        """Bytes the persistent flat tensors really occupy; gathered parameters are not among them."""
+        whole = (self._flats[section.index] for section in self.layout.sections if not section.partitioned)
         return ModelStateBytes(
-            parameters=sum(_nbytes(flat) for flat in self._working),
+            parameters=sum(map(_nbytes, whole)) + sum(map(_nbytes, self._working_shards.values())),
             gradients=sum(map(_nbytes, self._resident_gradients.values())) + _nbytes(self._gradient_shard),
             master=0 if self._master is None else _nbytes(self._master),
-            moments=_nbytes(self._exp_avg) + _nbytes(self._exp_avg_sq),
+            moments=sum(map(_nbytes, self._moments.values())),
         )
 
-    def _adopt(self, section: Section) -> Tensor:
-        """Move a section's parameters into one flat tensor; the module's own tensors are freed one by one."""
+    def _adopt(self, section: Section, first_value: FirstValue) -> Tensor:
+        """Move a section's values to where they are kept; the module's own tensors are freed one by one."""
+        if section.partitioned:
+            numel = section.numel // self.layout.rules.partitions
+            self._working_shards[section.index] = self._zeros(numel, section.dtype)
+            for slot in section.slots:
+                value = first_value(slot.spec, self._parameters[slot.spec.name]).reshape(-1)
+                self._keep_working(section, slot.spec.name, value)
+            return self._make_hollow_flat(section)
         flat = self._zeros(section.numel, section.dtype)
         for slot in section.slots:
-            parameter = self._parameters[slot.spec.name]
-            view = flat[slot.start : slot.stop].view(parameter.shape)
-            view.copy_(parameter.data)
-            parameter.data = view
+            flat[slot.start : slot.stop].copy_(first_value(slot.spec, self._parameters[slot.spec.name]).reshape(-1))
+            self._point(slot, flat)
         return flat
+
+    def take_over(self, section: Section, name: str) -> None:
+        """What a parameter holds now is its value: the working shard, and master weights, follow."""
+        slot = next(slot for slot in section.slots if slot.spec.name == name)
+        value = self.flat(section)[slot.start : slot.stop]
+        if section.partitioned:
+            self._keep_working(section, name, value)
+        if section.trainable and self._master is not None:
+            for bucket in section.buckets:
+                for fragment in section.fragments_of(name, self.owned(bucket)):
+                    self.master(bucket, fragment.within).copy_(value[fragment.start : fragment.stop])
+
+    def _keep_working(self, section: Section, name: str, value: Tensor) -> None:
+        """Of a parameter's value, write what this rank's working shard keeps."""
+        for bucket in section.buckets:
+            for fragment in section.fragments_of(name, self.partition(bucket)):
+                self.working(bucket, fragment.within).copy_(value[fragment.start : fragment.stop])
+
+    def _make_hollow_flat(self, section: Section) -> Tensor:
+        """A flat tensor with the section's parameters as its views, and no memory."""
+        flat = self._empty(section.numel, section.dtype)
+        for slot in section.slots:
+            self._point(slot, flat)
+        flat.untyped_storage().resize_(0)
+        return flat
+
+    def _point(self, slot: Slot, flat: Tensor) -> None:
+        parameter = self._parameters[slot.spec.name]
+        parameter.data = flat[slot.start : slot.stop].view(parameter.shape)
 
     def _make_resident_gradients(self) -> dict[int, Tensor]:
         row = self.plan.gradient
-        if row.lifetime is not Lifetime.RESIDENT:
-            return {}
         flats = {}
         for section in self.layout.sections:
-            if section.trainable:
+            if not section.trainable:
+                continue
+            if row.lifetime is Lifetime.RESIDENT:
                 flats[section.index] = self._zeros(section.numel, row.dtype)
                 self._preset_gradients(section, flats[section.index])
+            elif row.lifetime is Lifetime.LOOSE:
+                self._set_gradient_dtype(section, row.dtype)
         return flats
 
     def _preset_gradients(self, section: Section, flat: Tensor) -> None:
         """Autograd adds in place where `.grad` exists, so it accumulates straight into the flat tensor."""
+        self._set_gradient_dtype(section, flat.dtype)
         for slot in section.slots:
             parameter = self._parameters[slot.spec.name]
-            if flat.dtype != parameter.dtype:
-                parameter.grad_dtype = flat.dtype
             parameter.grad = flat[slot.start : slot.stop].view(parameter.shape)
 
-    def _make_gradient_shard(self) -> Tensor:
-        leased = self.plan.gradient.lifetime is Lifetime.LEASED
-        numel = sum(self.owned(bucket).numel for bucket in self.layout.trainable_buckets) if leased else 0
-        return self._zeros(numel, self.plan.gradient.dtype)
+    def _set_gradient_dtype(self, section: Section, dtype: torch.dtype) -> None:
+        for slot in section.slots:
+            parameter = self._parameters[slot.spec.name]
+            if dtype != parameter.dtype:
+                parameter.grad_dtype = dtype
 
-    def _between_master_and_working(self, *, to_working: bool) -> None:
-        if self._master is None:
-            return
-        for bucket in self.layout.trainable_buckets:
-            owned = self.owned(bucket)
-            source, target = self.working(bucket, owned), self.master(bucket, owned)
-            if to_working:
-                source, target = target, source
-            target.copy_(source)
+    def _make_gradient_shard(self) -> Tensor:
+        resident = self.plan.gradient.lifetime is Lifetime.RESIDENT
+        numel = 0 if resident else sum(self.owned(bucket).numel for bucket in self.layout.trainable_buckets)
+        return self._zeros(numel, self.plan.gradient.dtype)
 
     def _kept(self, row: Row, bucket: Bucket) -> Range:
         return bucket.range if row.placement is Placement.REPLICATED else bucket.partition(self.rank)

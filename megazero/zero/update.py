@@ -8,9 +8,9 @@ from torch import Tensor
 
 from megazero.comm.interface import Scratch
 from megazero.optim.grad_norm import first_overflow, fragment_norms
-from megazero.optim.inner import AdamWRun, AdamWSettings, StepInputs, adamw, advance
-from megazero.zero.gather import ParameterGather
+from megazero.optim.inner import InnerOptimizer, Run, StepInputs, advance
 from megazero.zero.layout import Bucket, Fragment, Range
+from megazero.zero.publish import ParameterPublisher
 from megazero.zero.shards import Shards
 
 
@@ -25,18 +25,45 @@ class LocalNorms(NamedTuple):
     first_overflow: Tensor
 
 
+class OwnedRun(NamedTuple):
+    """A run of equal treatment that this rank updates at once: elements `within` of the bucket's section."""
+
+    bucket: Bucket
+    within: Range
+    run: Run
+
+
+class Piece(NamedTuple):
+    """Elements [start, stop) of a parameter's state; writing to `tensor`, one-dimensional, writes the state."""
+
+    start: int
+    stop: int
+    tensor: Tensor
+
+
 class ShardUpdate:
     """Works on the ranges this rank owns, bucket by bucket in forward order."""
 
     def __init__(
-        self, shards: Shards, gather: ParameterGather, buffers: Scratch, *, counted_at: Mapping[str, int]
+        self,
+        shards: Shards,
+        publisher: ParameterPublisher,
+        optimizer: InnerOptimizer,
+        *,
+        sub_group_numel: int,
+        counted_at: Mapping[str, int],
     ) -> None:
-        """counted_at: this rank's coordinates on the axes over which parameters may be replicated ({"tp": 1})."""
+        """sub_group_numel: most elements updated at once.
+
+        counted_at: this rank's coordinates on the axes over which parameters may be replicated ({"tp": 1}).
+        """
         self._shards = shards
-        self._gather = gather
-        self._buffers = buffers
+        self._publisher = publisher
+        self._optimizer = optimizer
         self._buckets = shards.layout.trainable_buckets
         self._coordinates = dict(counted_at)
+        self.runs = tuple(run for bucket in self._buckets for run in self._runs(bucket, sub_group_numel))
+        optimizer.bind([owned.run for owned in self.runs])
         self.parameter_names = tuple(
             slot.spec.name for section in shards.layout.sections if section.trainable for slot in section.slots
         )
@@ -47,11 +74,15 @@ class ShardUpdate:
         counted = [fragment.spec.is_counted_on(self._coordinates) for _, fragment in self._partition_fragments()]
         self._counted = torch.tensor(counted, dtype=torch.float64, device=device)
 
+    @property
+    def largest_run_numel(self) -> int:
+        """Elements of the largest run: what a buffer for its gradients must hold."""
+        return max((owned.within.numel for owned in self.runs), default=0)
+
     def local_norms(self) -> LocalNorms:
         """Norms over this rank's partitions; the same fragments in every stage, so that stages agree to the bit."""
         gradients = [
-            self._shards.reduced_gradient(bucket, self._range_of(fragment))
-            for bucket, fragment in self._partition_fragments()
+            self._shards.reduced_gradient(bucket, fragment.within) for bucket, fragment in self._partition_fragments()
         ]
         norms = fragment_norms(gradients, self._counted.device)
         # A replicated fragment is not multiplied by zero but left out: 0 * inf would be nan, and the rank that does
@@ -59,40 +90,47 @@ class ShardUpdate:
         square = torch.where(self._counted > 0, norms.square(), 0.0).sum()
         return LocalNorms(square, first_overflow(norms, self._fragment_parameters))
 
-    def apply(self, settings: AdamWSettings, inputs: StepInputs) -> None:
+    def apply(self, inputs: StepInputs, buffers: Scratch) -> None:
         """One optimizer step on the owned ranges; each bucket is published as soon as it is done."""
-        advance(self._shards.optimizer_step, inputs)
-        for bucket in self._buckets:
-            owned = self._shards.owned(bucket)
-            for run in self._runs(bucket):
-                adamw(run, settings, self._shards.optimizer_step, inputs, buffers=self._buffers)
-            if self._shards.plan.has_separate_master:
-                self._shards.working(bucket, owned).copy_(self._shards.master(bucket, owned))
-            self._gather.publish(bucket)
+        step = self._shards.optimizer_step
+        advance(step, inputs)
+        for index, (bucket, _, run) in enumerate(self.runs):
+            self._optimizer.update(index, run, step, inputs, buffers=buffers)
+            if index + 1 == len(self.runs) or self.runs[index + 1].bucket is not bucket:
+                self._shards.copy_master_to_working(bucket)
+                self._publisher.publish(bucket)
+
+    def pieces(self, name: str, kind: str) -> Iterator[Piece]:
+        """What this rank owns of a trainable parameter: its "master", "gradient", or what the optimizer calls `kind`.
+
+        Pieces come in order; none where the optimizer keeps no such state (yet).
+        """
+        for index, (bucket, within, run) in enumerate(self.runs):
+            section = self._shards.layout.sections[bucket.section]
+            for fragment in section.fragments_of(name, within):
+                kept = {"master": run.master, "gradient": run.gradient}
+                found = kept[kind] if kind in kept else self._optimizer.state(index, run).get(kind)
+                if found is not None:
+                    offset = fragment.section_start - within.start
+                    yield Piece(fragment.start, fragment.stop, found[offset : offset + fragment.numel])
 
     def publish_all(self) -> None:
         """Publish every bucket, after state has been loaded into the owned ranges."""
         for bucket in self._buckets:
-            self._gather.publish(bucket)
+            self._publisher.publish(bucket)
 
-    def _runs(self, bucket: Bucket) -> Iterator[AdamWRun]:
+    def _runs(self, bucket: Bucket, sub_group_numel: int) -> Iterator[OwnedRun]:
         shards = self._shards
         section = shards.layout.sections[bucket.section]
-        for decay, piece in section.group_runs(shards.owned(bucket)):
-            yield AdamWRun(
-                shards.master(bucket, piece),
-                shards.reduced_gradient(bucket, piece),
-                shards.exp_avg(bucket, piece),
-                shards.exp_avg_sq(bucket, piece),
-                decay,
-            )
+        for group, piece in section.group_runs(shards.owned(bucket)):
+            for start in range(piece.start, piece.stop, sub_group_numel):
+                within = Range(start, min(start + sub_group_numel, piece.stop))
+                moments = {kind: shards.moment(kind, bucket, within) for kind in shards.moment_kinds}
+                master, gradient = shards.master(bucket, within), shards.reduced_gradient(bucket, within)
+                yield OwnedRun(bucket, within, Run(master, gradient, moments, group))
 
     def _partition_fragments(self) -> Iterator[tuple[Bucket, Fragment]]:
         for bucket in self._buckets:
             section = self._shards.layout.sections[bucket.section]
             for fragment in section.fragments(self._shards.partition(bucket)):
                 yield bucket, fragment
-
-    @staticmethod
-    def _range_of(fragment: Fragment) -> Range:
-        return Range(fragment.section_start, fragment.section_start + fragment.numel)

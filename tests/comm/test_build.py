@@ -108,7 +108,7 @@ def test_one_process_joins_nothing() -> None:
     assert not dist.is_initialized()
     leave()
     mesh = make_mesh(Topology(), 0, CPU, FusedBuffers(0, CPU))
-    assert set(mesh.communicators) == {"pp", "dp", "tp", "world"}
+    assert set(mesh.communicators) == {"pp", "dp", "tp", "world", "dp_gather"}
     for axis in mesh.communicators.values():
         assert (axis.size, axis.rank) == (1, 0)
         axis.all_reduce(torch.ones(3)).wait()

@@ -80,7 +80,8 @@ def test_precision_shorthands(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "stage"), [("", 1), ("--zero-stage 2", 2), ("--zero-stage 1", 1), ("--zero-stage=2", 2)]
+    ("flags", "stage"),
+    [("", 1), ("--zero-stage 2", 2), ("--zero-stage 1", 1), ("--zero-stage=2", 2), ("--zero-stage 3", 3)],
 )
 def test_the_distributed_optimizer_is_at_least_stage_1(flags: str, stage: int) -> None:
     parsed = run(f"--use-distributed-optimizer {flags}")
@@ -94,15 +95,25 @@ def test_the_distributed_optimizer_clashes_with_stage_0() -> None:
     )
 
 
+def test_stage3_names_are_aliases() -> None:
+    zero = run("--zero-stage 3 --stage3_max_live_parameters 7 --stage3-prefetch-bucket-size 8").config.zero
+    assert (zero.zero_stage, zero.max_live_parameters, zero.prefetch_bucket_size) == (3, 7, 8)
+
+
+def test_two_spellings_of_one_value_agree() -> None:
+    assert run("--lr-warmup-fraction 0.01 --warmup 1e-2").config.optimizer.lr_warmup_fraction == 0.01
+
+
 def test_kernel_flags_and_fixed_values_earn_a_notice() -> None:
     flags = "--no-masked-softmax-fusion --transformer-impl local --data-impl mmap --no-load-rng --deepspeed"
-    notices = run(flags).notices
+    notices = run(f"{flags} --round_robin_gradients").notices
     assert [notice.split(":")[0] for notice in notices] == [
         "--no-masked-softmax-fusion",
         "--transformer-impl",
         "--data-impl mmap",
         "--no-load-rng",
         "--deepspeed",
+        "--round-robin-gradients",
     ]
     assert all("\n" not in notice for notice in notices)
 
@@ -112,7 +123,19 @@ def test_kernel_flags_and_fixed_values_earn_a_notice() -> None:
     [
         ("--swiglu", "--swiglu", "GPT-2"),
         ("--sequence-parallel", "--sequence-parallel", "not there yet"),
-        ("--deepspeed_config ds.json", "--deepspeed-config ds.json", "--zero-stage"),
+        ("--deepspeed_config /none.json", "/none.json", "can't be read"),
+        (
+            "--deepspeed-config a.json --deepspeed_config b.json",
+            "--deepspeed-config a.json --deepspeed-config b.json",
+            "one",
+        ),
+        ("--use-torch-fsdp2", "--use-torch-fsdp2", "--zero-stage 3 partitions parameters"),
+        ("--prescale-gradients 3", "--prescale-gradients 3", "true or false"),
+        (
+            "--prefetch-bucket-size 5 --stage3-prefetch-bucket-size 6",
+            "--prefetch-bucket-size 5 and --stage3-prefetch-bucket-size 6",
+            "different values",
+        ),
         ("--recompute-granularity full", "--recompute-granularity full", "not there yet"),
         ("--normalization RMSNorm", "--normalization RMSNorm", "layer norms"),
         ("--rampup-batch-size 32 32 1000", "--rampup-batch-size 32 32 1000", "--global-batch-size"),
@@ -144,7 +167,7 @@ def test_a_word_that_follows_no_flag_is_refused() -> None:
     assert [item.given for item in problems(f"stray {BASE}")] == ["stray"]
 
 
-@pytest.mark.parametrize("flag", ["--config", "--preset"])
+@pytest.mark.parametrize("flag", ["--config", "--preset", "--deepspeed-config"])
 def test_a_source_without_a_name_is_refused(flag: str) -> None:
     assert only_problem(flag).rule == f"{flag} needs a value"
 
@@ -169,6 +192,13 @@ def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
         "--lr 0.001 --min-lr 1",
         "--mock-data without --vocab-size",
     ]
+
+
+@pytest.mark.parametrize("name", ["config", "preset", "deepspeed_config"])
+def test_a_source_is_named_on_the_command_line_only(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"{name}: x\n")
+    assert "on the command line only" in only_problem(f"--config {file}").rule
 
 
 def test_rules_between_settings_are_left_to_the_caller_when_all_settings_are_valid() -> None:

@@ -40,13 +40,20 @@ num-key-value-heads num-query-groups profile local-rank
 
 def test_every_published_flag_is_known() -> None:
     settings = {name for info in FIELDS for name in (info.flag.removeprefix("--"), *info.aliases)}
-    known = settings | set(SHORTHANDS) | set(ACCEPTED) | set(FIXED) | set(REFUSED)
+    known = settings | set(SHORTHANDS) | set(ACCEPTED) | set(FIXED) | set(REFUSED) | {"deepspeed-config"}
     assert [flag for flag in PUBLISHED.split() if flag not in known] == []
 
 
 def test_shorthands_set_real_settings() -> None:
     names = {info.name for info in FIELDS}
     assert [short.field for short in SHORTHANDS.values() if short.field not in names] == []
+
+
+def test_what_counted_as_a_refusal_before_stage_3() -> None:
+    """The launcher's file is read, and flags of other engines point to the stage that does what they ask for."""
+    assert "deepspeed-config" not in REFUSED
+    assert "--zero-stage 3" in REFUSED["use-megatron-fsdp"] and "--zero-stage 3" in REFUSED["use-torch-fsdp2"]
+    assert SHORTHANDS["use-distributed-optimizer"].gives_way_to == ("2", "3")
 
 
 def test_a_refusal_gives_a_reason_and_names_only_flags_that_exist() -> None:

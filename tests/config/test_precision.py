@@ -10,7 +10,7 @@ def test_defaults_are_megatrons() -> None:
     precision = PrecisionConfig()
     assert (precision.precision, precision.loss_scale, precision.initial_loss_scale) == ("fp32", None, 2**32)
     assert (precision.min_loss_scale, precision.loss_scale_window, precision.hysteresis) == (1.0, 1000, 2)
-    assert not precision.accumulate_allreduce_grads_in_fp32
+    assert not precision.accumulate_allreduce_grads_in_fp32 and not precision.consecutive_hysteresis
 
 
 @pytest.mark.parametrize(

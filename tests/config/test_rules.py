@@ -103,6 +103,12 @@ def test_a_valid_run_has_no_problem() -> None:
             "--accumulate-allreduce-grads-in-fp32 with --precision fp64",
             "--precision fp32",
         ),
+        (
+            1,
+            {"prescale_gradients": True, "gradient_predivide_factor": 2},
+            "--prescale-gradients and --gradient-predivide-factor 2",
+            "--gradient-predivide-factor 1, or leave out --prescale-gradients",
+        ),
     ],
 )
 def test_a_broken_rule(world_size: int, settings: dict[str, Any], given: str, legal: str) -> None:

@@ -26,7 +26,7 @@ def test_words_become_values() -> None:
 
 
 def test_all_findings_come_together_in_the_order_of_help() -> None:
-    found = outcome(lr="fast", num_layers="0", zero_stage="3", precision="fp8").problems
+    found = outcome(lr="fast", num_layers="0", zero_stage="4", precision="fp8").problems
     assert [item.given.split()[0] for item in found] == ["--num-layers", "--lr", "--precision", "--zero-stage"]
 
 
@@ -35,7 +35,9 @@ def test_all_findings_come_together_in_the_order_of_help() -> None:
     [
         ({"num_layers": "0"}, "a whole number, at least 1", "--num-layers 1"),
         ({"hidden_size": "12.5"}, "a whole number", "--hidden-size 12, --hidden-size 13"),
-        ({"zero_stage": "3"}, "stage 3, partitioned parameters, is not there yet", "--zero-stage 2"),
+        ({"zero_stage": "4"}, "there is nothing left to partition after stage 3", "--zero-stage 3"),
+        ({"sub_group_size": "0"}, "a whole number, at least 1", "--sub-group-size 1"),
+        ({"communication_data_type": "bf8"}, "one of auto, fp64", "bf16, auto"),
         ({"pipeline_model_parallel_size": 4}, "not there yet", "--pipeline-model-parallel-size 1"),
         ({"seed": "99999999999"}, "less than 4294967296", "--seed 4294967295"),
         ({"lr": "-1e-5"}, "greater than 0", "greater than 0"),

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from support.configs import make_run
 
-from megazero.config.yaml_file import read_file, read_text, to_yaml
+from megazero.config.yaml_file import read_file, read_nested, read_text, to_yaml
 from megazero.errors import ConfigError
 
 
@@ -54,3 +54,27 @@ def test_every_setting_is_written_once_below_its_section() -> None:
     lines = to_yaml(make_run(data_path=["0.5", "a", "0.5", "b"], mock_data=False, save="runs/x")).splitlines()
     assert lines[:2] == ["# model", "num_layers: 2"]
     assert "save: runs/x" in lines and "lr: 0.001" in lines and "global_batch_size: null" in lines
+
+
+def test_a_file_with_sections_has_numbers_where_yaml_sees_text(tmp_path: Path) -> None:
+    file = tmp_path / "engine.yaml"
+    file.write_text("zero: {max_live_parameters: 5e8, a: [1e-3, x, 2]}\nlr: 1.5E-4\nname: e5\n")
+    assert read_nested(file) == {"zero": {"max_live_parameters": 5e8, "a": [1e-3, "x", 2]}, "lr": 1.5e-4, "name": "e5"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("zero: {a: 1, a: 2}\n", "the key a stands twice"),
+        ("- 1\n", "a mapping from names to values"),
+        ("", "a mapping from names to values"),
+        ("a: [1\n", "not valid YAML"),
+    ],
+)
+def test_what_is_no_mapping_with_sections_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "engine.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="engine") as caught:
+        read_nested(tmp_path / "engine.yaml")
+    assert message in str(caught.value)
+    with pytest.raises(ConfigError, match="No such file"):
+        read_nested(tmp_path / "none.yaml")

@@ -1,17 +1,55 @@
 """ZeRO's settings."""
 
+import sys
+
 import pytest
 from pydantic import ValidationError
 
+from megazero.config.fields import describe
 from megazero.config.zero import ZeroConfig
 
 
-def test_stages_0_to_2_are_legal() -> None:
-    assert [ZeroConfig(zero_stage=stage).zero_stage for stage in (0, 1, 2)] == [0, 1, 2]
-    assert ZeroConfig() == ZeroConfig(zero_stage=1, reduce_bucket_size=2**24, overlap_comm=True)
+def test_stages_0_to_3_are_legal() -> None:
+    assert [ZeroConfig(zero_stage=stage).zero_stage for stage in range(4)] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(("name", "value"), [("zero_stage", 3), ("zero_stage", -1), ("reduce_bucket_size", 0)])
-def test_out_of_range_is_refused(name: str, value: int) -> None:
+def test_defaults_are_megazeros_own() -> None:
+    zero = ZeroConfig()
+    assert (zero.zero_stage, zero.reduce_bucket_size, zero.allgather_bucket_size) == (1, 2**24, 2**24)
+    assert (zero.param_persistence_threshold, zero.max_reuse_distance) == (0, 0)
+    assert (zero.prefetch_bucket_size, zero.max_live_parameters) == (50_000_000, 10**9)
+    assert zero.model_persistence_threshold == sys.maxsize and zero.sub_group_size == 10**9
+    assert (zero.communication_data_type, zero.gradient_predivide_factor) == ("auto", 1.0)
+    off = {"gather_16bit_weights_on_model_save", "prescale_gradients"}
+    switches = {info.name: info.default for info in describe("zero", ZeroConfig) if info.kind == "bool"}
+    assert {name for name, value in switches.items() if not value} == off and len(switches) == 10
+
+
+def test_stage_3s_settings_have_deepspeeds_other_name_too() -> None:
+    aliased = {
+        info.name for info in describe("zero", ZeroConfig) if f"stage3-{info.name.replace('_', '-')}" in info.aliases
+    }
+    assert aliased == {
+        "prefetch_bucket_size",
+        "param_persistence_threshold",
+        "model_persistence_threshold",
+        "max_live_parameters",
+        "max_reuse_distance",
+        "gather_16bit_weights_on_model_save",
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("zero_stage", 4),
+        ("zero_stage", -1),
+        ("reduce_bucket_size", -1),
+        ("sub_group_size", 0),
+        ("gradient_predivide_factor", 0),
+        ("communication_data_type", "int8"),
+    ],
+)
+def test_out_of_range_is_refused(name: str, value: object) -> None:
     with pytest.raises(ValidationError, match=name):
         ZeroConfig(**{name: value})  # type: ignore[arg-type]

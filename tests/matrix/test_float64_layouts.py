@@ -19,7 +19,7 @@ LAYOUTS = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 1)]
 CELLS = [
     Cell(tp=tp, dp=dp, stage=stage, accumulation=accumulation)
     for tp, dp in LAYOUTS
-    for stage in (0, 1, 2)
+    for stage in (0, 1, 2, 3)
     for accumulation in (1, 4)
 ]
 
@@ -42,7 +42,7 @@ def test_layout_trains_like_one_process(cell: Cell, corpus: str, reference: Hist
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_one_wrong_reduction_is_noticed(stage: int, corpus: str, reference: History) -> None:
     cell = Cell(tp=1, dp=2, stage=stage, fault="one wrong element in one reduction")
     assert worst_error(train_cell(cell, corpus), reference) > 1e3 * BOUND

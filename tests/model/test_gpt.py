@@ -171,7 +171,7 @@ def test_units_hold_every_parameter_once_in_order_of_use() -> None:
         listed = [name for unit in units for name in unit.parameters]
         assert sorted(listed) == sorted(name for name, _ in model.named_parameters())
         for unit in units:
-            mine = {id(parameter) for parameter in unit.module.parameters()}
+            mine = {id(parameter) for parameter in unit.consumers[0].parameters()}
             assert mine == {id(model.get_parameter(name)) for name in unit.parameters}
 
 

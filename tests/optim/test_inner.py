@@ -4,14 +4,19 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megazero.memory.fused_buffers import FusedBuffers
-from megazero.optim.inner import AdamWRun, AdamWSettings, StepInputs, adamw, advance
+from megazero.optim.inner import AdamWSettings, FusedAdamW, Run, StepInputs, advance
+from megazero.parallel.param_spec import ParamSpec
 
 SETTINGS = AdamWSettings(beta1=0.8, beta2=0.95, eps=1e-6, weight_decay=0.3)
 NUMEL = {True: 11, False: 5}  # of the decayed and of the other run
 RATES = (3e-2, 1e-2, 0.0, 5e-3, 2e-2)
+
+
+def spec(decay: bool) -> ParamSpec:
+    return ParamSpec("p", (1,), (1,), (0,), decay=decay)
 
 
 @dataclass
@@ -34,9 +39,11 @@ class Flat:
     def update(self, gradient: Tensor, inputs: StepInputs) -> None:
         """One optimizer step over both runs."""
         advance(self.step, inputs)
+        optimizer = FusedAdamW(SETTINGS)
         for decay, part in self.parts().items():
-            run = AdamWRun(self.master[part], gradient[part], self.exp_avg[part], self.exp_avg_sq[part], decay)
-            adamw(run, SETTINGS, self.step, inputs, buffers=self.pool)
+            moments = {"exp_avg": self.exp_avg[part], "exp_avg_sq": self.exp_avg_sq[part]}
+            run = Run(self.master[part], gradient[part], moments, optimizer.group_of(spec(decay), nn.Parameter()))
+            optimizer.update(0, run, self.step, inputs, buffers=self.pool)
 
     @staticmethod
     def parts() -> dict[bool, slice]:

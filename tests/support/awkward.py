@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from megazero.config.precision import PrecisionConfig
 from megazero.config.zero import ZeroConfig
 from megazero.memory.fused_buffers import FusedBuffers
-from megazero.optim.inner import AdamWSettings, StepInputs
+from megazero.optim.inner import AdamWSettings, FusedAdamW, StepInputs
 from megazero.zero.engine import Engine, EngineSettings, ModelUnit
+from megazero.zero.gathered import GatheredParameters
 from megazero.zero.plan import resolve
 
 SETTINGS = AdamWSettings(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
@@ -66,6 +67,7 @@ class Options(NamedTuple):
     bucket: int = 100
     overlap: bool = True
     units: bool = True
+    zero: tuple[tuple[str, Any], ...] = ()  # further settings of the ZeRO section
 
 
 class EngineRun(NamedTuple):
@@ -80,12 +82,21 @@ class EngineRun(NamedTuple):
 
 def make_engine(rank: int, options: Options) -> tuple[Awkward, Engine, FusedBuffers]:
     mesh = mesh_in_worker(rank, dp=options.dp)
-    plan = resolve(ZeroConfig(zero_stage=options.stage), PrecisionConfig(precision=options.precision))  # type: ignore[arg-type]
+    zero = ZeroConfig(
+        zero_stage=options.stage, reduce_bucket_size=options.bucket, overlap_comm=options.overlap, **dict(options.zero)
+    )
+    plan = resolve(zero, PrecisionConfig(precision=options.precision))  # type: ignore[arg-type]
     model = make_model(plan.parameter.dtype)
     buffers = FusedBuffers(0, mesh.device)
-    settings = EngineSettings(options.bucket, options.overlap, SETTINGS)
-    engine = Engine(model, units_of(model, split=options.units), plan, mesh=mesh, buffers=buffers, settings=settings)
-    buffers.resize(engine.layout.max_bucket_numel * plan.widest_itemsize)
+    engine = Engine(
+        model,
+        units_of(model, split=options.units),
+        plan,
+        mesh=mesh,
+        buffers=buffers,
+        settings=EngineSettings(zero, FusedAdamW(SETTINGS)),
+    )
+    buffers.resize(engine.largest_buffer_bytes)
     return model, engine, buffers
 
 
@@ -93,11 +104,11 @@ def units_of(model: nn.Module, *, split: bool) -> list[ModelUnit]:
     """One unit a child module (parameters of the module itself first), or all in one."""
     names = [name for name, _ in model.named_parameters()]
     if not split:
-        return [ModelUnit("all", tuple(names), model)]
+        return [ModelUnit("all", tuple(names), (model,))]
     heads = dict.fromkeys(name.rpartition(".")[0] for name in names)
     return [
         ModelUnit(
-            head or "root", tuple(name for name in names if name.rpartition(".")[0] == head), _module(model, head)
+            head or "root", tuple(name for name in names if name.rpartition(".")[0] == head), (_module(model, head),)
         )
         for head in heads
     ]
@@ -125,10 +136,11 @@ def train_engine(rank: int, options: Options) -> EngineRun:
         mesh.world.all_reduce_scalars(square).wait()
         norms.append(float(square.sqrt()))
         engine.update(StepInputs(LR, torch.ones((), dtype=torch.float64), None))
-    engine.close()
     calls = {c: mesh.meter.count("dp", c).calls for c in ("all_gather", "reduce_scatter", "all_reduce")}  # type: ignore[arg-type]
+    with GatheredParameters(model):
+        working = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    engine.close()
     saved = [box for fragment in engine.owned_state() for box in boxes(fragment)]
-    working = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     return EngineRun(norms, saved, calls, buffers.num_buffers, working)
 
 

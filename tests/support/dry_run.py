@@ -55,6 +55,7 @@ def main(rank: int, dp: int, tp: int, stage: int) -> None:
                 "states": asdict(core.engine.model_state_bytes()),
                 "comm_bytes": mesh.meter.bytes_by_axis(),
                 "num_buffers": buffers.num_buffers,
+                "units": {section.unit: section.numel for section in core.engine.layout.sections},
             }
         )
     )

@@ -117,6 +117,8 @@ class Outcome:
     comm_bytes: dict[str, dict[str, int]]
     model_state_bytes: dict[str, int]
     layout: tuple[int, int]  # elements of this rank's trainable parameters: with padding, without
+    unit_numel: dict[str, int]  # the same with padding, by unit
+    gathered_numel: tuple[int, int]  # of partitioned parameters, now and at the most
     seconds: float
 
     def full(self, others: Iterable["Outcome"], kind: str = "weight") -> dict[str, Tensor]:
@@ -148,7 +150,9 @@ def train_on_rank(rank: int, cell: Cell, prefix: str) -> Outcome:
     saved = [box for fragment in core.engine.owned_state() for box in boxes(fragment)]
     states = asdict(core.engine.model_state_bytes())
     layout = (core.engine.layout.padded_numel(trainable=True), core.engine.layout.used_numel(trainable=True))
-    return Outcome(*zip_figures(figures), saved, comm_bytes, states, layout, seconds)
+    unit_numel = {section.unit: section.numel for section in core.engine.layout.sections}
+    gathered = core.engine.gathered_numel
+    return Outcome(*zip_figures(figures), saved, comm_bytes, states, layout, unit_numel, gathered, seconds)
 
 
 def run_steps(config: RunConfig, core: Core, steps: int) -> tuple[list[tuple[float, float, bool]], dict[str, Any]]:

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from megazero.zero.hooks import before_forward, on_gradient
+from megazero.zero.hooks import on_gradient
 
 
 def test_every_trainable_parameter_reports_once_a_backward() -> None:
@@ -19,15 +19,3 @@ def test_every_trainable_parameter_reports_once_a_backward() -> None:
         handle.remove()
     model(torch.ones(1, 3)).sum().backward()
     assert len(ready) == 4
-
-
-def test_a_unit_is_asked_for_before_its_module_computes() -> None:
-    model = nn.Linear(2, 2)
-    order: list[str] = []
-    model.register_forward_hook(lambda *_: order.append("computed"))
-    handles = before_forward([("unit", model)], order.append)
-    model(torch.ones(1, 2))
-    assert order == ["unit", "computed"]
-    handles[0].remove()
-    model(torch.ones(1, 2))
-    assert order == ["unit", "computed", "computed"]

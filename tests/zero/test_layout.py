@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megazero.parallel.param_spec import ParamSpec
-from megazero.zero.layout import FlatLayout, LayoutRules, Range, Unit, build_layout
+from megazero.zero.layout import FlatLayout, LayoutRules, Placed, Range, Unit, build_layout, choose_persistent
 
 Shapes = dict[str, tuple[tuple[int, ...], bool, bool]]  # name -> shape, decay, trainable
 
@@ -16,7 +16,7 @@ def spec(name: str, shape: tuple[int, ...], *, decay: bool = True, trainable: bo
 
 def layout_of(units: dict[str, list[ParamSpec]], rules: LayoutRules) -> FlatLayout:
     plain = [Unit(name, tuple(spec.name for spec in specs)) for name, specs in units.items()]
-    parameters = [(spec, torch.float32) for specs in units.values() for spec in specs]
+    parameters = [Placed(spec, torch.float32, False, int(spec.decay)) for specs in units.values() for spec in specs]
     return build_layout(plain, parameters, rules)
 
 
@@ -40,8 +40,8 @@ def test_a_unit_as_a_drawing() -> None:
         ("w", 0, 12, 6),
         ("v", 0, 2, 18),
     ]
-    assert list(section.group_runs(Range(0, 12))) == [(False, (0, 6)), (True, (6, 12))]
-    assert list(section.group_runs(Range(20, 24))) == [(True, (20, 24))]
+    assert list(section.group_runs(Range(0, 12))) == [(0, (0, 6)), (1, (6, 12))]
+    assert list(section.group_runs(Range(20, 24))) == [(1, (20, 24))]
 
 
 def test_padding_alone_belongs_to_no_parameter() -> None:
@@ -60,9 +60,33 @@ def test_frozen_parameters_have_a_section_but_no_reduced_bucket() -> None:
 
 
 def test_dtypes_do_not_share_a_section() -> None:
-    parameters = [(spec("a", (3,)), torch.float32), (spec("b", (3,)), torch.bfloat16)]
+    parameters = [Placed(spec("a", (3,)), torch.float32, False, 0), Placed(spec("b", (3,)), torch.bfloat16, False, 0)]
     layout = build_layout([Unit("unit", ("a", "b"))], parameters, LayoutRules(1, 100))
     assert [section.dtype for section in layout.sections] == [torch.float32, torch.bfloat16]
+
+
+def test_persistent_parameters_have_a_section_of_their_own() -> None:
+    placed = [Placed(spec(name, (3,)), torch.float32, name != "b", 0) for name in "abc"]
+    layout = build_layout([Unit("unit", ("a", "b", "c"))], placed, LayoutRules(1, 100))
+    members = [(section.partitioned, [slot.spec.name for slot in section.slots]) for section in layout.sections]
+    assert members == [(True, ["a", "c"]), (False, ["b"])]
+
+
+def test_small_parameters_persist_as_long_as_they_fit() -> None:
+    specs = [spec(name, (numel,)) for name, numel in zip("abcd", (5, 10, 4, 9), strict=True)]
+    assert choose_persistent(specs, smaller_than=10, total=100) == {"a", "c", "d"}
+    assert choose_persistent(specs, smaller_than=11, total=17) == {"a", "b"}, "two elements are left, none fits"
+    assert choose_persistent(specs, smaller_than=11, total=9) == {"a", "c"}
+    assert choose_persistent(specs, smaller_than=0, total=100) == set()
+
+
+def test_groups_of_an_optimizer_lie_side_by_side() -> None:
+    placed = [
+        Placed(spec(name, (2,)), torch.float32, False, group) for name, group in zip("abcd", (2, 0, 2, 1), strict=True)
+    ]
+    (section,) = build_layout([Unit("unit", tuple("abcd"))], placed, LayoutRules(1, 100, 3)).sections
+    assert [slot.spec.name for slot in section.slots] == ["b", "d", "a", "c"]
+    assert list(section.group_runs(Range(1, 9))) == [(0, (1, 2)), (1, (2, 4)), (2, (4, 9))]
 
 
 parameter_lists = st.lists(st.tuples(st.integers(0, 400), st.booleans(), st.booleans()), min_size=1, max_size=12).map(

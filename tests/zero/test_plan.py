@@ -31,28 +31,33 @@ def plan_of(stage: int, precision: str = "bf16", wide: bool = False) -> ZeroPlan
 def test_bytes_follow_the_formulas(precision: str, wide: bool, ranks: int) -> None:
     p, g, k = SIZES[precision, wide]
     numel = 1024 * 48
-    expected = {0: p + g + k, 1: p + g + k / ranks, 2: p + (g + k) / ranks}
+    expected = {0: p + g + k, 1: p + g + k / ranks, 2: p + (g + k) / ranks, 3: (p + g + k) / ranks}
     for stage, bytes_per_parameter in expected.items():
         assert model_state_bytes(plan_of(stage, precision, wide), numel, ranks).total == numel * bytes_per_parameter
 
 
 def test_paper_table_1() -> None:
-    """GB per device of 7.5B parameters at Nd = 64, fp16: 120 without ZeRO, 31.4 with Pos, 16.6 with Pos+g."""
-    gigabytes = [model_state_bytes(plan_of(stage, "fp16"), 7_500_000_000, 64).total / 1e9 for stage in (0, 1, 2)]
-    assert [round(value, 1) for value in gigabytes] == [120.0, 31.4, 16.6]
+    """GB per device of 7.5B parameters at Nd = 64, fp16: none, Pos, Pos+g, Pos+g+p."""
+    gigabytes = [model_state_bytes(plan_of(stage, "fp16"), 7_500_000_000, 64).total / 1e9 for stage in SUPPORTED_STAGES]
+    assert [round(value, 2) for value in gigabytes] == [120.0, 31.41, 16.64, 1.88]
 
 
 def test_the_table_itself() -> None:
     rows = {
-        stage: (plan.parameter.placement, plan.gradient.placement, plan.gradient.lifetime, plan.optimizer.placement)
+        stage: (
+            *(plan.parameter.placement, plan.parameter.lifetime),
+            *(plan.gradient.placement, plan.gradient.lifetime),
+            plan.optimizer.placement,
+        )
         for stage in SUPPORTED_STAGES
         for plan in [plan_of(stage)]
     }
     replicated, partitioned = Placement.REPLICATED, Placement.PARTITIONED
     assert rows == {
-        0: (replicated, replicated, Lifetime.RESIDENT, replicated),
-        1: (replicated, partitioned, Lifetime.RESIDENT, partitioned),
-        2: (replicated, partitioned, Lifetime.LEASED, partitioned),
+        0: (replicated, Lifetime.RESIDENT, replicated, Lifetime.RESIDENT, replicated),
+        1: (replicated, Lifetime.RESIDENT, partitioned, Lifetime.RESIDENT, partitioned),
+        2: (replicated, Lifetime.RESIDENT, partitioned, Lifetime.LEASED, partitioned),
+        3: (partitioned, Lifetime.LEASED, partitioned, Lifetime.LEASED, partitioned),
     }
 
 

@@ -10,7 +10,7 @@ from megazero.comm.interface import Work
 from megazero.config.precision import PrecisionConfig
 from megazero.config.zero import ZeroConfig
 from megazero.memory.fused_buffers import FusedBuffers
-from megazero.optim.inner import AdamWSettings
+from megazero.optim.inner import AdamWSettings, FusedAdamW
 from megazero.zero.engine import Engine, EngineSettings, ModelUnit
 from megazero.zero.plan import resolve
 
@@ -33,13 +33,14 @@ def stack_engine(rank: int, depth: int, bucket: int, dp: int) -> tuple[Stack, En
     torch.manual_seed(3)
     model = Stack(depth)
     units = [
-        ModelUnit(f"{i}", (f"layers.{i}.weight", f"layers.{i}.bias"), layer) for i, layer in enumerate(model.layers)
+        ModelUnit(f"{i}", (f"layers.{i}.weight", f"layers.{i}.bias"), (layer,)) for i, layer in enumerate(model.layers)
     ]
-    plan = resolve(ZeroConfig(zero_stage=2), PrecisionConfig())
+    zero = ZeroConfig(zero_stage=2, reduce_bucket_size=bucket)
+    plan = resolve(zero, PrecisionConfig())
     buffers = FusedBuffers(0, mesh.device)
-    settings = EngineSettings(bucket, True, AdamWSettings(0.9, 0.95, 1e-8, 0.0))
+    settings = EngineSettings(zero, FusedAdamW(AdamWSettings(0.9, 0.95, 1e-8, 0.0)))
     engine = Engine(model, units, plan, mesh=mesh, buffers=buffers, settings=settings)
-    buffers.resize(engine.layout.max_bucket_numel * plan.widest_itemsize)
+    buffers.resize(engine.largest_buffer_bytes)
     return model, engine, buffers
 
 

@@ -1,5 +1,8 @@
 """The flat tensors of one rank: views, bytes, master and working values."""
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from support.awkward import Options, make_engine, make_model
@@ -9,9 +12,9 @@ from torch import nn
 from megazero.config.precision import PrecisionConfig
 from megazero.config.zero import ZeroConfig
 from megazero.parallel.param_spec import spec_of
-from megazero.zero.layout import LayoutRules, Unit, build_layout
-from megazero.zero.plan import resolve
-from megazero.zero.shards import Shards
+from megazero.zero.layout import Bucket, LayoutRules, Placed, Range, Unit, build_layout
+from megazero.zero.plan import Placement, resolve
+from megazero.zero.shards import Contents, Shards
 
 
 def make_shards(stage: int, precision: str, *, rank: int = 0, ranks: int = 2) -> tuple[nn.Module, Shards]:
@@ -21,9 +24,13 @@ def make_shards(stage: int, precision: str, *, rank: int = 0, ranks: int = 2) ->
     )
     model = make_model(plan.parameter.dtype)
     parameters = dict(model.named_parameters())
-    specs = [(spec_of(name, parameter), parameter.dtype) for name, parameter in parameters.items()]
-    layout = build_layout([Unit("all", tuple(parameters))], specs, LayoutRules(ranks, 64, 2))
-    return model, Shards(plan, layout, rank, parameters=parameters)
+    partitioned = plan.parameter.placement is Placement.PARTITIONED
+    placed = [
+        Placed(spec, parameter.dtype, partitioned, int(spec.decay))
+        for spec, parameter in ((spec_of(name, parameter), parameter) for name, parameter in parameters.items())
+    ]
+    layout = build_layout([Unit("all", tuple(parameters))], placed, LayoutRules(ranks, 64, 2))
+    return model, Shards(plan, layout, rank, contents=Contents(parameters))
 
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
@@ -54,15 +61,20 @@ def test_master_is_the_owned_range_of_working() -> None:
     assert shards.master(bucket, owned).data_ptr() == shards.working(bucket, owned).data_ptr()
 
 
+def views_of(shards: Shards) -> list[Callable[[Bucket, Range], torch.Tensor]]:
+    moments = [partial(shards.moment, kind) for kind in shards.moment_kinds]
+    return [shards.master, shards.reduced_gradient, *moments]
+
+
 def test_owned_ranges_do_not_overlap_in_the_flat_tensors() -> None:
     _, shards = make_shards(2, "bf16", rank=1)
     for number, bucket in enumerate(shards.layout.trainable_buckets):
         owned = shards.owned(bucket)
-        for view in (shards.master, shards.exp_avg, shards.exp_avg_sq, shards.reduced_gradient):
+        for view in views_of(shards):
             view(bucket, owned).fill_(number + 1)
     for number, bucket in enumerate(shards.layout.trainable_buckets):
         owned = shards.owned(bucket)
-        for view in (shards.master, shards.exp_avg, shards.exp_avg_sq, shards.reduced_gradient):
+        for view in views_of(shards):
             assert bool((view(bucket, owned) == number + 1).all())
 
 
@@ -86,8 +98,9 @@ def test_resident_gradients_are_where_autograd_adds() -> None:
 def test_gradients_accumulate_in_fp32_where_asked() -> None:
     plan = resolve(ZeroConfig(zero_stage=0), PrecisionConfig(precision="bf16", accumulate_allreduce_grads_in_fp32=True))
     parameter = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
-    layout = build_layout([Unit("u", ("p",))], [(spec_of("p", parameter), parameter.dtype)], LayoutRules(1, 64, 1))
-    shards = Shards(plan, layout, 0, parameters={"p": parameter})
+    placed = [Placed(spec_of("p", parameter), parameter.dtype, False, 0)]
+    layout = build_layout([Unit("u", ("p",))], placed, LayoutRules(1, 64, 1))
+    shards = Shards(plan, layout, 0, contents=Contents({"p": parameter}))
     for _ in range(1000):
         (parameter * 0.001).sum().backward()  # type: ignore[no-untyped-call]
     bucket = layout.trainable_buckets[0]
@@ -106,13 +119,13 @@ def bytes_on_rank(rank: int, stage: int) -> tuple[dict[str, int], int, int]:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_frozen_parameters_cost_their_value_only(stage: int) -> None:
     for states, trained, frozen in run_ranks(4, bytes_on_rank, stage):
         owned = trained if stage == 0 else trained // 4
         assert states == {
-            "parameters": 2 * (trained + frozen),
-            "gradients": 2 * (trained // 4 if stage == 2 else trained),
+            "parameters": 2 * (trained + frozen) // (4 if stage == 3 else 1),
+            "gradients": 2 * (trained // 4 if stage >= 2 else trained),
             "master": 4 * owned,
             "moments": 8 * owned,
         }

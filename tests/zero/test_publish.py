@@ -15,7 +15,7 @@ def in_flight_after(rank: int, stage: int) -> dict[str, list[str]]:
     engine.backward(loss_of(model, *batch(rank)), is_last=True)
     engine.finish_reductions()
     engine.update(StepInputs(1e-2, torch.ones((), dtype=torch.float64), None))
-    pending = engine._gather._in_flight
+    pending = engine._publisher._in_flight
     seen = {"update": sorted(pending)}
     model.last(torch.zeros(1, 11, dtype=torch.float64))
     seen["one unit"] = sorted(pending)

@@ -1,0 +1,236 @@
+"""The ledger: live bytes by category through a step, storage by storage, as the real run makes and frees them.
+
+A *storage* is what occupies memory, however many tensors are views of it; it is counted once, from its first use until
+the last tensor on it is gone.  A `TorchDispatchMode` shows the ledger what every operation returns, a weak reference
+tells it when a storage dies, and who allocates state says what it is.  The categories of a storage nobody has named:
+
+    activations    made during a forward and still alive when that forward ends: what it leaves for backward
+    temporary      everything else
+
+Both, and the first `tag` of a storage made in the same step, hold from the storage's birth, not from the moment they
+are known; a storage that had been named before changes sides at the tag.  So the categories add up to the total at
+every moment.
+
+What no dispatch mode sees is not counted: scratch inside kernels (0 to 4 % of small steps on a CPU), the CUDA
+context, NCCL's buffers, cuBLAS's workspace.  On CUDA the mode follows backward into the engine's own threads, because
+autograd takes thread-local state along.  While any mode watches, autograd adds two gradients of one tensor out of place
+instead of in place; the ledger counts that sum, which a run without a ledger does not make.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megazero.memory.ledger_figures import (
+    CATEGORIES,
+    AllocatorSample,
+    Category,
+    Phase,
+    PhaseMark,
+    StepMemory,
+    Timeline,
+)
+from megazero.memory.ledger_interface import AnyLedger, NullLedger
+
+# PyTorch's CUDA allocator gives out multiples of this.
+_CUDA_UNIT_BYTES = 512
+
+# A fake tensor answers `.device` by an operation, which a real one does not run.
+_DEVICE_READ = torch.ops.prim.device.default
+
+
+class _Label:
+    """The category of a storage, shared by all its changes; until somebody has said it, it may be corrected.
+
+    from_forward: made in the forward that is running; it becomes an activation if it outlives that.
+    """
+
+    __slots__ = ("category", "from_forward", "is_said")
+
+    def __init__(self, category: Category, *, is_said: bool = False, from_forward: bool = False) -> None:
+        self.category = category
+        self.is_said = is_said
+        self.from_forward = from_forward
+
+
+class _Entry(weakref.ref[torch.UntypedStorage]):
+    """A live storage, which the entry does not keep alive."""
+
+    __slots__ = ("key", "label", "nbytes")
+
+    key: int
+    label: _Label
+    nbytes: int
+
+
+class _Change(NamedTuple):
+    """Bytes that came or, if negative, went after so many operations."""
+
+    nbytes: int
+    label: _Label
+    operation: int
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Shows the results of every operation."""
+
+    def __init__(self, show: Callable[[Any], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._show = show
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is not _DEVICE_READ:
+            self._show(result)
+        return result
+
+
+class Ledger:
+    """The ledger of this process's memory on `device` (named as its tensors name it), kept while entered as a context.
+
+    allocator: bytes the device's allocator has given out, asked at every phase; by default PyTorch's on CUDA, nothing
+    elsewhere.  On CUDA a storage counts as the multiple of 512 bytes that it occupies.
+    """
+
+    def __init__(self, device: torch.device, *, allocator: Callable[[], int] | None = None) -> None:
+        on_cuda = device.type == "cuda"
+        self._device = device
+        self._unit = _CUDA_UNIT_BYTES if on_cuda else 1
+        self._allocator = allocator or ((lambda: torch.cuda.memory_allocated(device)) if on_cuda else None)
+        self._watch = _Watch(self._operation_done)
+        self._said: dict[Category, _Label] = {name: _Label(name, is_said=True) for name in CATEGORIES}
+        self._inside: list[Category] = []
+        self._live: dict[int, _Entry] = {}
+        self._start = np.zeros(len(CATEGORIES), np.int64)
+        self._changes: list[_Change] = []
+        self._phases: list[PhaseMark] = []
+        self._samples: list[tuple[int, int]] = []  # (changes so far, bytes by the allocator)
+        self._num_operations = 0
+
+    def __enter__(self) -> "Ledger":
+        self._watch.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._watch.__exit__(*exc)  # type: ignore[no-untyped-call]
+
+    def tag(self, tensor: Tensor, category: Category) -> None:
+        storage = tensor.untyped_storage()
+        entry, label = self._live.get(storage._cdata), self._said[category]
+        if entry is None:
+            self._enter(tensor, storage, label)
+        elif not entry.label.is_said:
+            entry.label.category, entry.label.is_said = category, True
+        elif entry.label.category != category:
+            self._changed(-entry.nbytes, entry.label)
+            self._changed(entry.nbytes, label)
+            entry.label = label
+
+    @contextmanager
+    def category(self, category: Category) -> Iterator[None]:
+        self._inside.append(category)
+        try:
+            yield
+        finally:
+            self._inside.pop()
+
+    def resized(self, tensor: Tensor) -> None:
+        self._meet(tensor)
+
+    def phase(self, phase: Phase) -> None:
+        self._end_phase()
+        self._phases.append(PhaseMark(self._num_operations, phase))
+
+    def reset(self) -> None:
+        self.take()
+
+    def take(self) -> StepMemory:
+        self._end_phase()
+        for entry in list(self._live.values()):
+            entry.label.is_said = True  # what this step's figures say of it stays so
+        # Taken in one move: a storage may die at any moment, and its change belongs to this step or to the next.
+        changes, self._changes = self._changes, []
+        told = ((change.nbytes, change.label.category, change.operation) for change in changes)
+        timeline = Timeline.of_changes(self._start, told, self._phases, self._num_operations)
+        totals = timeline.totals
+        samples = tuple(AllocatorSample(int(totals[point]), nbytes) for point, nbytes in self._samples)
+        self._start, self._phases, self._samples, self._num_operations = timeline.live[-1].copy(), [], [], 0
+        return StepMemory(timeline, samples)
+
+    def live_bytes(self) -> dict[Category, int]:
+        """Bytes alive now."""
+        totals = dict.fromkeys(CATEGORIES, 0)
+        for entry in list(self._live.values()):
+            totals[entry.label.category] += entry.nbytes
+        return totals
+
+    def _operation_done(self, result: Any) -> None:
+        self._num_operations += 1
+        self._look_through(result)
+
+    def _look_through(self, result: Any) -> None:
+        if isinstance(result, Tensor):
+            self._meet(result)
+        elif isinstance(result, (list, tuple)):
+            for part in result:
+                self._look_through(part)
+
+    def _meet(self, tensor: Tensor) -> None:
+        """Enter a storage that is new, and measure again one that is not: an operation may have resized it."""
+        if tensor.layout is not torch.strided:  # made of several tensors, without a storage of its own
+            return
+        storage = tensor.untyped_storage()
+        entry = self._live.get(storage._cdata)
+        if entry is None:
+            self._enter(tensor, storage, self._label_of_new())
+            return
+        nbytes = self._occupied(storage)
+        if nbytes != entry.nbytes:
+            self._changed(nbytes - entry.nbytes, entry.label)
+            entry.nbytes = nbytes
+
+    def _label_of_new(self) -> _Label:
+        if self._inside:
+            return self._said[self._inside[-1]]
+        return _Label("temporary", from_forward=bool(self._phases) and self._phases[-1].phase == "forward")
+
+    def _enter(self, tensor: Tensor, storage: torch.UntypedStorage, label: _Label) -> None:
+        if tensor.device != self._device:
+            return
+        entry = _Entry(storage, self._died)
+        entry.key, entry.label, entry.nbytes = storage._cdata, label, self._occupied(storage)
+        self._live[entry.key] = entry
+        self._changed(entry.nbytes, label)
+
+    def _died(self, entry: weakref.ref[torch.UntypedStorage]) -> None:
+        assert isinstance(entry, _Entry)
+        del self._live[entry.key]
+        self._changed(-entry.nbytes, entry.label)
+
+    def _changed(self, nbytes: int, label: _Label) -> None:
+        """One append, so that a death in between, in another thread or by the garbage collector, does no harm."""
+        self._changes.append(_Change(nbytes, label, self._num_operations))
+
+    def _end_phase(self) -> None:
+        """What a forward has left alive is there for backward; compare with the allocator."""
+        for entry in list(self._live.values()):
+            if entry.label.from_forward and not entry.label.is_said:
+                entry.label.category = "activations"
+        if self._allocator is not None:
+            self._samples.append((len(self._changes), self._allocator()))
+
+    def _occupied(self, storage: torch.UntypedStorage) -> int:
+        return -(-storage.nbytes() // self._unit) * self._unit
+
+
+def open_ledger(device: torch.device, *, kept: bool) -> AnyLedger:
+    """The ledger of a run on `device`, or none."""
+    return Ledger(device) if kept else NullLedger()

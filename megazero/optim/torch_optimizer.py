@@ -1,0 +1,395 @@
+"""Any elementwise torch optimizer on the flat pieces of master weights that ZeRO leaves with a rank.
+
+The user's optimizer, the *template*, was made for whole parameters and never steps.  Each *run* - a contiguous piece of
+a flat tensor whose elements share a parameter group - gets an optimizer of the same class and options of its own, over
+a parameter that aliases the run.  So runs are updated one by one, each with a gradient that is only lent.  Options stay
+in the template: what a learning-rate scheduler writes into its groups acts on the next step.  Hooks on its step don't
+run.
+
+That is the same update only if the optimizer is *elementwise*: an element's new value depends on this element's value,
+gradient and state alone, and on *numbers* that are the same for all elements (a step count).  `check_elementwise` finds
+out by trying: a small matrix, updated whole and as two flat pieces, has to come out the same, also when the pieces'
+state is saved and restored on the way.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from megazero.errors import CheckpointError, ConfigError, Problem, raise_problems
+
+# Entries of a param group that name parameters; everything else is an option.
+_PARAMETERS = ("params", "param_names")
+_PLAIN = (bool, int, float, complex, str, bytes, tuple, torch.dtype, type(None))
+_GROUP = "group."
+_RULE = "ZeRO updates flat pieces of parameters, so the optimizer has to treat every element by itself"
+_LEGAL = (
+    "SGD, Adam, AdamW, RMSprop, Adagrad, NAdam, RAdam, Adamax, Adadelta, Rprop, ASGD, or an elementwise one of yours"
+)
+
+# The trial.  Its learning rate is not the template's, which a warm-up may have set to zero, where nothing would show.
+_TRIAL_RATE = 0.05
+_TRIAL_STEPS = 4
+_TRIAL_SHAPE = (6, 5)
+_TRIAL_CUT = 13
+_TOLERANCE = 1e-12
+
+
+class FlatRun(NamedTuple):
+    """One contiguous run of equal treatment: a one-dimensional view of master weights, the index of its param group."""
+
+    master: Tensor
+    group: int
+
+
+class RunState(NamedTuple):
+    """An optimizer's state of one run; empty before the first step.
+
+    tensors: by name, of the run's shape ("exp_avg", "momentum_buffer").
+    numbers: by name, equal in all runs of a group ("step"); "group.X" is entry X of the param group, where some
+    optimizers count.
+    """
+
+    tensors: dict[str, Tensor]
+    numbers: dict[str, float]
+
+
+class TorchOptimizer:
+    """A torch optimizer over flat runs of master weights, in place of the parameters it was made for."""
+
+    def __init__(self, template: Optimizer) -> None:
+        """Raises `ConfigError` when `template` has taken steps already or does not work element by element."""
+        self.template = template
+        self._attributes = {name: value for name, value in vars(template).items() if isinstance(value, _PLAIN)}
+        raise_problems(ConfigError, self._problems())
+        self._group_of = {p: index for index, group in enumerate(template.param_groups) for p in group["params"]}
+        self._groups: tuple[int, ...] = ()
+        self._pieces: tuple[_Piece, ...] = ()
+
+    def group_of(self, parameter: nn.Parameter) -> int | None:
+        """Index of the parameter's group; None for one that the optimizer was not given and so does not update."""
+        return self._group_of.get(parameter)
+
+    def bind(self, runs: Sequence[FlatRun]) -> None:
+        """Update these runs from now on, known by their places in `runs`; frees what state the template holds."""
+        assert not self._pieces, "an optimizer is bound once"
+        assert all(run.master.dim() == 1 for run in runs), "runs are one-dimensional"
+        self._groups = tuple(run.group for run in runs)
+        self._pieces = tuple(_Piece(self._recipe(run.group, run.master.device), run.master) for run in runs)
+        self.template.state.clear()
+
+    def step_run(self, index: int, gradient: Tensor, *, lr: float | None = None) -> None:
+        """One step of run `index`, in place; the other runs stay untouched.
+
+        gradient: unscaled and clipped, of the run's shape and dtype; it is not kept, but may be written to.
+        lr: this step's rate; None takes the one that stands in the template's group.
+        """
+        piece = self._pieces[index]
+        piece.take_options(self._recipe(self._groups[index], gradient.device).options)
+        if lr is not None:
+            piece.take_options({"lr": lr})
+        piece.step(gradient)
+        # torch's schedulers warn when they step before the optimizer they were made for.
+        vars(self.template)["_opt_called"] = True
+
+    def state_of(self, index: int) -> RunState:
+        """The state of a run; its tensors are the optimizer's own."""
+        return self._pieces[index].state()
+
+    def set_state(self, index: int, state: RunState) -> None:
+        """Replace a run's state by a copy of `state`; raises `CheckpointError` when it is another optimizer's."""
+        self._pieces[index].restore(state)
+
+    def state_names(self, group: int) -> tuple[str, ...]:
+        """Names of the tensors that a run of this group has from its first step on."""
+        return _learn(self._recipe(group, torch.device("cpu")), torch.zeros(0)).tensors
+
+    def _recipe(self, group: int, device: torch.device) -> "_Recipe":
+        """How to make the optimizer of a run of this group, with the options of this moment."""
+        options = _options(self.template.param_groups[group], device)
+        return _Recipe(type(self.template), options, self._attributes)
+
+    def _problems(self) -> list[Problem]:
+        recipes = [self._recipe(index, torch.device("cpu")) for index in range(len(self.template.param_groups))]
+        # Groups often differ in the rate alone, which the trial replaces.
+        distinct: list[_Recipe] = []
+        for recipe in map(_Recipe.at_trial_rate, recipes):
+            if not any(_same(recipe.options, other.options) for other in distinct):
+                distinct.append(recipe)
+        reasons = dict.fromkeys(reason for reason in map(_objection, distinct) if reason is not None)
+        if reasons:
+            return [_refusal(type(self.template), reason) for reason in reasons]
+        if not any(_has_stepped(self.template, index, recipe) for index, recipe in enumerate(recipes)):
+            return []
+        given = f"an optimizer {type(self.template).__name__} that has state already"
+        rule = "the optimizer's state is partitioned from its first step on"
+        return [Problem(given, rule, "an optimizer that has not stepped yet; its state comes from a checkpoint")]
+
+
+def check_elementwise(optimizer_class: type[Optimizer], options: Mapping[str, Any]) -> Problem | None:
+    """What keeps this class, with these options of a param group, from working on flat pieces; None: nothing."""
+    reason = _objection(_Recipe(optimizer_class, _options(options, torch.device("cpu")), {}).at_trial_rate())
+    return None if reason is None else _refusal(optimizer_class, reason)
+
+
+def _refusal(optimizer_class: type[Optimizer], reason: str) -> Problem:
+    return Problem(f"optimizer {optimizer_class.__name__}: {reason}", _RULE, _LEGAL)
+
+
+def _options(group: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """The options of a param group, as they fit master weights on `device`; "capturable" is for accelerators only."""
+    options = {name: value for name, value in group.items() if name not in _PARAMETERS}
+    if device.type == "cpu" and options.get("capturable"):
+        options["capturable"] = False
+    return options
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two options are equal; tensors are equal to themselves only, as they change in place."""
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return one is other
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(value, other[name]) for name, value in one.items())
+    return bool(one == other)
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """How to make an optimizer like the user's over one tensor.
+
+    options: of its param group.  attributes: what it keeps beside them, for constructors that take more than options.
+    """
+
+    kind: type[Optimizer]
+    options: Mapping[str, Any]
+    attributes: Mapping[str, Any]
+
+    def build(self, parameter: nn.Parameter) -> Optimizer:
+        accepted = inspect.signature(self.kind.__init__).parameters
+        arguments = {name: value for name, value in self.options.items() if name in accepted}
+        made = cast(Callable[..., Optimizer], self.kind)([{"params": [parameter], **self.options}], **arguments)
+        vars(made).update(self.attributes)
+        return made
+
+    def at_trial_rate(self) -> "_Recipe":
+        """The same with the trial's learning rate, unless the optimizer finds its own."""
+        if self.options.get("lr") is None:
+            return self
+        return replace(self, options={**self.options, "lr": _TRIAL_RATE})
+
+
+class _Kept(NamedTuple):
+    """Everything that an optimizer keeps of a parameter, by name.
+
+    tensors: names of those of the parameter's shape.  numbers: names of those that are one number.
+    values: all of them.
+    """
+
+    tensors: tuple[str, ...]
+    numbers: tuple[str, ...]
+    values: Mapping[str, Any]
+
+
+class _Piece:
+    """An optimizer like the user's over one tensor, which it updates in place."""
+
+    def __init__(self, recipe: _Recipe, master: Tensor) -> None:
+        self._recipe = recipe
+        self._parameter = nn.Parameter(master.detach())
+        self._start()
+
+    @property
+    def values(self) -> Tensor:
+        return self._parameter.detach()
+
+    def take_options(self, options: Mapping[str, Any]) -> None:
+        """Set the options that changed; entries in which the optimizer itself keeps count are left to it."""
+        for name, value in options.items():
+            if name not in self._given or not _same(self._given[name], value):
+                self._group[name] = self._given[name] = value
+
+    def step(self, gradient: Tensor) -> None:
+        self._parameter.grad = gradient
+        self._optimizer.step()
+        self._parameter.grad = None
+        self._has_state = True
+
+    def kept(self) -> dict[str, Any]:
+        """The parameter's state, and as "group.X" the entries of the param group that the optimizer has changed."""
+        changed = {
+            _GROUP + name: value
+            for name, value in self._group.items()
+            if name not in _PARAMETERS and not (name in self._given and _same(self._given[name], value))
+        }
+        return {**self._optimizer.state[self._parameter], **changed}
+
+    def state(self) -> RunState:
+        if not self._has_state:
+            return RunState({}, {})
+        values = {**self._optimizer.state[self._parameter]}
+        values |= {_GROUP + name: value for name, value in self._group.items()}
+        return RunState(
+            {name: values[name] for name in self._learned.tensors},
+            {name: float(values[name]) for name in self._learned.numbers},
+        )
+
+    def restore(self, state: RunState) -> None:
+        self._start()
+        if not state.tensors and not state.numbers:
+            return
+        self._check_names(state)
+        held = self._optimizer.state[self._parameter]
+        for name, example in self._learned.values.items():
+            if name in self._learned.tensors:
+                held[name] = torch.empty_like(self.values, dtype=example.dtype).copy_(state.tensors[name])
+            elif name.startswith(_GROUP):
+                self._group[name.removeprefix(_GROUP)] = _like(example, state.numbers[name])
+            else:
+                held[name] = None if example is None else _like(example, state.numbers[name])
+        self._has_state = True
+
+    def _start(self) -> None:
+        self._optimizer = self._recipe.build(self._parameter)
+        self._given = {name: value for name, value in self._group.items() if name not in _PARAMETERS}
+        self._has_state = False
+
+    @property
+    def _group(self) -> dict[str, Any]:
+        return self._optimizer.param_groups[0]
+
+    @cached_property
+    def _learned(self) -> _Kept:
+        return _learn(self._recipe, self._parameter)
+
+    def _check_names(self, state: RunState) -> None:
+        wanted = {*self._learned.tensors, *self._learned.numbers}
+        found = {*state.tensors, *state.numbers}
+        if found != wanted:
+            given = f"a saved optimizer state of {', '.join(sorted(found))}"
+            rule = f"{self._recipe.kind.__name__} keeps {', '.join(sorted(wanted)) or 'nothing'}"
+            raise CheckpointError(Problem(given, rule, "a checkpoint of the same optimizer with the same options"))
+
+
+def _learn(recipe: _Recipe, like: Tensor) -> _Kept:
+    """What an optimizer keeps after its first step, learned on three elements of the same dtype in the same place."""
+    piece = _Piece(recipe.at_trial_rate(), torch.zeros(3, dtype=like.dtype, device=like.device))
+    piece.step(torch.zeros_like(piece.values))
+    kept = piece.kept()
+    tensors = tuple(name for name, value in kept.items() if isinstance(value, Tensor) and value.shape == (3,))
+    numbers = tuple(name for name, value in kept.items() if value is not None and name not in tensors)
+    return _Kept(tensors, numbers, kept)
+
+
+def _like(example: Any, number: float) -> Any:
+    """The number in the example's type, and for a tensor in its dtype and place."""
+    return torch.full_like(example, number) if isinstance(example, Tensor) else type(example)(number)
+
+
+def _has_stepped(template: Optimizer, group: int, recipe: _Recipe) -> bool:
+    """Whether a parameter of the group has another state than a new optimizer's, which may have one from the start."""
+    parameter = nn.Parameter(torch.zeros(3))
+    fresh = recipe.build(parameter).state.get(parameter, {})
+    numbers = {name: float(value) for name, value in fresh.items() if _is_number(value)}
+    states = [template.state.get(p, {}) for p in template.param_groups[group]["params"]]
+    return any(
+        state.keys() != fresh.keys() or any(float(state[name]) != number for name, number in numbers.items())
+        for state in states
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (bool, int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def _objection(recipe: _Recipe) -> str | None:
+    """Why this optimizer is not elementwise, or not to be saved; None when the trial went well."""
+    closure = inspect.signature(recipe.kind.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        return "its step asks for a closure that evaluates the model again"
+    with torch.random.fork_rng(devices=[]):
+        for trial, place in (
+            (_odd_state, "a matrix with a dense gradient"),
+            (_odd_pieces, "a flat piece"),
+            (_odd_resumption, "a flat piece whose state was restored"),
+        ):
+            try:
+                reason = trial(recipe)
+            except Exception as error:
+                reason = f"raises {type(error).__name__} on {place}: {str(error).partition(chr(10))[0]}"
+            if reason is not None:
+                return reason
+    return None
+
+
+def _odd_state(recipe: _Recipe) -> str | None:
+    """State that is neither one value an element nor one number."""
+    start, gradients = _trial_values()
+    piece = _Piece(recipe, start)
+    for gradient in gradients:
+        piece.step(gradient)
+        if any(
+            isinstance(value, Tensor) and value.data_ptr() == gradient.data_ptr() for value in piece.kept().values()
+        ):
+            return "it keeps the gradient itself instead of a copy"
+    for name, value in piece.kept().items():
+        if isinstance(value, Tensor) and value.shape != _TRIAL_SHAPE and value.numel() != 1:
+            return f"its state {name!r} has shape {list(value.shape)} for a parameter of shape {list(_TRIAL_SHAPE)}"
+        if value is not None and not isinstance(value, Tensor) and not _is_number(value):
+            return f"its state {name!r} is a {type(value).__name__}"
+    return None
+
+
+def _odd_pieces(recipe: _Recipe) -> str | None:
+    whole, pieces = _whole_and_pieces(recipe, restored_before=None)
+    if torch.allclose(whole, pieces, rtol=_TOLERANCE, atol=_TOLERANCE):
+        return None
+    return f"elements of a flat piece differ from the same ones of a matrix by up to {_gap(whole, pieces)}"
+
+
+def _odd_resumption(recipe: _Recipe) -> str | None:
+    whole, pieces = _whole_and_pieces(recipe, restored_before=_TRIAL_STEPS // 2)
+    if torch.allclose(whole, pieces, rtol=_TOLERANCE, atol=_TOLERANCE):
+        return None
+    return f"what it keeps in its state does not suffice to go on: values differ by up to {_gap(whole, pieces)}"
+
+
+def _gap(one: Tensor, other: Tensor) -> str:
+    return f"{(one - other).abs().max().item():.1e}"
+
+
+def _whole_and_pieces(recipe: _Recipe, *, restored_before: int | None) -> tuple[Tensor, Tensor]:
+    """Weights after the trial's steps, updated as one matrix and as two flat pieces; both flat.
+
+    restored_before: the step before which the pieces' state moves to new optimizers.
+    """
+    start, gradients = _trial_values()
+    flat = start.flatten().clone()
+    masters = (flat[:_TRIAL_CUT], flat[_TRIAL_CUT:])
+    whole = _Piece(recipe, start)
+    pieces = [_Piece(recipe, master) for master in masters]
+    lent = torch.empty_like(flat)
+    for step, gradient in enumerate(gradients):
+        if step == restored_before:
+            states = [piece.state() for piece in pieces]
+            pieces = [_Piece(recipe, master) for master in masters]
+            for piece, state in zip(pieces, states, strict=True):
+                piece.restore(state)
+        lent.copy_(gradient.flatten())
+        for piece, part in zip(pieces, (lent[:_TRIAL_CUT], lent[_TRIAL_CUT:]), strict=True):
+            piece.step(part)
+        whole.step(gradient)
+    return whole.values.flatten(), flat
+
+
+def _trial_values() -> tuple[Tensor, list[Tensor]]:
+    """Weights and gradients, whose rows are of very different sizes; both new on every call."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.logspace(-2, 2, _TRIAL_SHAPE[0], dtype=torch.float64).unsqueeze(1)
+    values = torch.randn(1 + _TRIAL_STEPS, *_TRIAL_SHAPE, generator=generator, dtype=torch.float64)
+    return values[0].clone(), [sizes * gradient for gradient in values[1:]]

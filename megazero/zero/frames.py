@@ -1,0 +1,208 @@
+"""Where forward and backward need partitioned parameters.
+
+A *frame* is a forward in progress of a module that has units to pin, or of a module around such modules.  Units are
+pinned when their module's forward begins and let go when it ends.  Two nets catch every other use:
+
+    a parameter touched outside its module    is pinned to the innermost frame (`guard.py` notices the touch)
+    a parameter, or a view of one, returned   moves to the frame around
+    a tensor saved for backward               is remembered with its unit, and gathers it when backward asks for it
+
+so what a model does between its modules needs no declaration.  Where saved tensors go elsewhere (activation
+recomputation has hooks of its own on them), a gradient that comes back to a unit's output gathers it instead.
+Outermost frames also tell where a backward begins.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from megazero.errors import Problem, UsageError
+from megazero.zero.gather import ParameterGather, in_backward
+from megazero.zero.publish import ParameterPublisher
+
+
+@dataclass
+class _Frame:
+    module: nn.Module
+    pinned: list[str] = field(default_factory=list)
+
+
+class _Saved(NamedTuple):
+    """A tensor that autograd has saved and that lies in a unit's memory."""
+
+    unit: str
+    tensor: Tensor
+
+
+class Frames:
+    """Follows the forwards of one model; `consumers` says which units a module's forward reads."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        consumers: Mapping[nn.Module, list[str]],
+        gather: ParameterGather,
+        publisher: ParameterPublisher,
+    ) -> None:
+        self._consumers = {module: list(units) for module, units in consumers.items()}
+        self._names = {module: name or "the model" for name, module in model.named_modules()}
+        self._gather = gather
+        self._publisher = publisher
+        self._stack: list[_Frame] = []
+        self._saving: _SavedTensors | None = None
+        self.on_backward: Callable[[], None] = lambda: None
+        """Called when a gradient comes back to the output of an outermost forward."""
+        self._handles: dict[nn.Module, tuple[RemovableHandle, RemovableHandle]] = {}
+        for module in self._modules_to_follow(model):
+            self._follow(module)
+
+    def register(self, module: nn.Module, unit: str) -> None:
+        """From now on `module`'s forward reads the unit too."""
+        units = self._consumers.setdefault(module, [])
+        if unit not in units:
+            units.append(unit)
+        self._follow(module)
+
+    def touched(self, name: str, call: str) -> None:
+        """A guarded parameter is about to be computed with: gather it where that is meant, else raise UsageError."""
+        unit = self._gather.unit_of(name)
+        assert unit is not None, f"{name} is guarded and has no unit"
+        if self._stack:
+            self._stack[-1].pinned.append(unit)
+            self._gather.pin(unit, f"{call} in {self._names[self._stack[-1].module]}")
+        elif in_backward():
+            self._gather.lend(unit)
+        else:
+            rule = f"{name} is partitioned: its values are whole inside its module's forward only"
+            legal = (
+                "with megazero.zero.GatheredParameters([parameter]): ... to read it, with modifier_rank=0 to change it;"
+                " or megazero.zero.safe_get_full_fp32_param(parameter)"
+            )
+            raise UsageError(Problem(f"{call} of parameter {name} outside a forward", rule, legal))
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for handles in self._handles.values():
+            for handle in handles:
+                handle.remove()
+
+    def _follow(self, module: nn.Module) -> None:
+        if module not in self._handles:
+            before = module.register_forward_pre_hook(self._enter)
+            self._handles[module] = (before, module.register_forward_hook(self._leave, always_call=True))
+
+    def _modules_to_follow(self, model: nn.Module) -> Iterator[nn.Module]:
+        """Consumers; and where something is partitioned, every module around one."""
+        for module in model.modules():
+            inner = module.modules() if self._gather.is_needed else (module,)
+            if any(part in self._consumers for part in inner):
+                yield module
+
+    def _enter(self, module: nn.Module, _inputs: Any) -> None:
+        if not self._stack and not in_backward() and self._gather.is_needed:
+            self._begin_forward()
+        frame = _Frame(module)
+        self._stack.append(frame)
+        for unit in self._consumers.get(module, ()):
+            self._publisher.ensure(unit)
+            if self._gather.has(unit):
+                frame.pinned.append(unit)
+                self._gather.pin(unit, f"the forward of {self._names[module]}")
+
+    def _leave(self, module: nn.Module, _inputs: Any, output: Any) -> None:
+        if not self._stack or self._stack[-1].module is not module:
+            return  # its forward was not entered: an error came before
+        frame = self._stack.pop()
+        returned = self._units_in(output) if frame.pinned else set()
+        if frame.pinned and torch.is_grad_enabled() and not (self._saving and self._saving.sees_what_is_saved()):
+            self._gather_when_gradients_come(output, frame.pinned)
+        for unit in frame.pinned:
+            if unit in returned and self._stack:
+                self._stack[-1].pinned.append(unit)
+                continue
+            if unit in returned:
+                self._gather.let_go(unit)
+            self._gather.unpin(unit)
+        if not self._stack and self._gather.is_needed:
+            self._end_forward(output)
+
+    def _gather_when_gradients_come(self, output: Any, units: list[str]) -> None:
+        def gather(gradient: Tensor) -> None:
+            for unit in units:
+                self._gather.demand(unit)
+
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(gather)  # type: ignore[no-untyped-call]
+
+    def _begin_forward(self) -> None:
+        self._gather.begin_pass(with_backward=torch.is_grad_enabled())
+        if torch.is_grad_enabled():
+            self._saving = _SavedTensors(self._gather)
+            self._saving.hooks.__enter__()
+
+    def _end_forward(self, output: Any) -> None:
+        if self._saving is not None:
+            self._saving.hooks.__exit__()
+            self._saving = None
+            for tensor in tensors_in(output):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
+        elif not in_backward():
+            self._gather.end_pass(with_backward=False)
+
+    def _backward_begins(self, gradient: Tensor) -> None:
+        self.on_backward()
+
+    def _units_in(self, output: Any) -> set[str]:
+        found = (self._gather.unit_of_storage(t.untyped_storage()._cdata) for t in tensors_in(output))
+        return {unit for unit in found if unit is not None}
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Tensors in a module's output: in sequences, mappings and dataclasses, however nested."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif is_dataclass(value):
+        for part in fields(value):
+            yield from tensors_in(getattr(value, part.name))
+
+
+class _SavedTensors:
+    """Gathers a unit when backward asks for what was saved of it; other tensors go the way they would without us."""
+
+    def __init__(self, gather: ParameterGather) -> None:
+        self._gather = gather
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self._pack_other, self._unpack_other = (_as_it_is, _as_it_is) if outer is None else outer
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def sees_what_is_saved(self) -> bool:
+        """Whether tensors saved now come here, not to hooks that the model has set up inside."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return top is not None and top[0] == self._pack
+
+    def _pack(self, tensor: Tensor) -> Any:
+        unit = self._gather.unit_of_storage(tensor.untyped_storage()._cdata)
+        return self._pack_other(tensor) if unit is None else _Saved(unit, tensor)
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if not isinstance(packed, _Saved):
+            return self._unpack_other(packed)
+        if self._gather.unit_of_storage(packed.tensor.untyped_storage()._cdata) is not None:
+            self._gather.demand(packed.unit)  # else the tensor has kept its memory
+        return packed.tensor
+
+
+def _as_it_is(value: Any) -> Any:
+    return value

@@ -1,0 +1,51 @@
+"""Publishing: updated parameters travel from the rank that owns them to every rank that keeps them whole.
+
+Each bucket is all-gathered in place as soon as its partition has been updated, while the next one is being updated.
+Nobody waits at the step's end: a unit's gathers are waited for just before the unit's first use in the next forward.
+"""
+
+from collections import deque
+
+from megazero.comm.interface import Communicator, Work
+from megazero.zero.layout import Bucket
+from megazero.zero.plan import Placement
+from megazero.zero.shards import Shards
+
+
+class ParameterPublisher:
+    """Buckets on their way, by unit.  Without `by_gather` every owner broadcasts its partition instead."""
+
+    def __init__(self, shards: Shards, communicator: Communicator, *, by_gather: bool) -> None:
+        self._shards = shards
+        self._communicator = communicator
+        self._by_gather = by_gather
+        self._in_flight: dict[str, deque[Work]] = {}
+        self._owners_differ = shards.plan.optimizer.placement is Placement.PARTITIONED
+
+    def publish(self, bucket: Bucket) -> None:
+        """Start sending a bucket whose owned range has new values; nothing where it stays partitioned."""
+        section = self._shards.layout.sections[bucket.section]
+        if self._owners_differ and not section.partitioned:
+            works = self._gather(bucket) if self._by_gather else self._broadcasts(bucket)
+            self._in_flight.setdefault(section.unit, deque()).extend(works)
+
+    def ensure(self, unit: str) -> None:
+        """Return when the unit's parameters may be read."""
+        for work in self._in_flight.pop(unit, ()):
+            work.wait()
+
+    def ensure_all(self) -> None:
+        """Return when every parameter may be read."""
+        for unit in list(self._in_flight):
+            self.ensure(unit)
+
+    def _gather(self, bucket: Bucket) -> list[Work]:
+        whole = self._shards.working(bucket, bucket.range)
+        return [self._communicator.all_gather_into(whole, self._shards.working(bucket, self._shards.owned(bucket)))]
+
+    def _broadcasts(self, bucket: Bucket) -> list[Work]:
+        owners = range(self._communicator.size)
+        return [
+            self._communicator.broadcast(self._shards.working(bucket, bucket.partition(owner)), owner)
+            for owner in owners
+        ]

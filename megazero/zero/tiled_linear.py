@@ -1,0 +1,163 @@
+"""A linear layer in tiles, so that ZeRO stage 3 gathers one tile of its weight at a time.
+
+Memory-centric tiling (ZeRO-Infinity, arXiv 2104.07857, section 5.1.3): a layer whose weight alone would not fit, or
+would need one piece of memory larger than any that is free, becomes a grid of small linear layers, used one after the
+other.  Each is a module of its own, so whatever gathers and releases parameters module by module holds one tile.
+
+             in_splits
+           +-----+-----+-----+
+    out_   | 0.0 | 0.1 | 0.2 |--> y part 0 = x part 0 * W 0.0 + x part 1 * W 0.1 + x part 2 * W 0.2 + bias part 0
+    splits +-----+-----+-----+
+           | 1.0 | 1.1 | 1.2 |--> y part 1
+           +-----+-----+-----+
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from megazero.errors import ConfigError, Problem, raise_problems
+from megazero.zero.gathered import GatheredParameters
+
+
+class TiledLinear(nn.Module):
+    """y [.., out_features] = x [.., in_features] W^T + b, computed in in_splits x out_splits tiles.
+
+    `linears[o][i]` makes its share of output part o from input part i; the last tile of each row has the bias.  Where
+    sizes do not divide, the first parts have one element more.
+
+    input_is_already_split: forward takes the in_splits parts of x in a sequence, instead of x.
+    Further options, by name:
+    combine_out_splits (True): False makes forward return the list of the out_splits parts of y, and y is never whole.
+    linear_cls (nn.Linear): called for every tile with (inputs, outputs, bias=.., **kwargs); has a weight and a bias.
+    init_linear (None): a linear layer of the whole size, whose values the tiles take.  Without it each tile starts with
+    linear_cls's own values, which are wider than the whole layer's where that looks at the number of inputs.
+    Whatever else is given goes to linear_cls (device, dtype).
+
+    Raises ConfigError for splits below 1 or above the features, and for an init_linear of another size.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        in_splits: int = 1,
+        out_splits: int = 1,
+        input_is_already_split: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        problems = [_check_splits("in", in_splits, in_features), _check_splits("out", out_splits, out_features)]
+        raise_problems(ConfigError, [problem for problem in problems if problem is not None])
+        self.in_features, self.out_features = in_features, out_features
+        self.in_splits, self.out_splits = in_splits, out_splits
+        self.input_is_already_split = input_is_already_split
+        self.combine_out_splits: bool = options.pop("combine_out_splits", True)
+        linear_cls = options.pop("linear_cls", nn.Linear)
+        init_linear = options.pop("init_linear", None)
+        self._in_sizes, self._out_sizes = _cut(in_features, in_splits), _cut(out_features, out_splits)
+        last = in_splits - 1
+        self.linears = nn.ModuleList(
+            nn.ModuleList(
+                linear_cls(inputs, outputs, bias=bias and index == last, **options)
+                for index, inputs in enumerate(self._in_sizes)
+            )
+            for outputs in self._out_sizes
+        )
+        self._has_bias = bias
+        if init_linear is not None:
+            self.copy_params_from(init_linear)
+
+    def forward(self, input_: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
+        """input_ [.., in_features], or its parts in a sequence; raises ConfigError when they are not of these sizes."""
+        parts = self._parts_of(input_)
+        outputs = [self._output_part(cast(nn.ModuleList, row), parts) for row in self.linears]
+        if not self.combine_out_splits:
+            return outputs
+        return outputs[0] if self.out_splits == 1 else torch.cat(outputs, dim=-1)
+
+    @torch.no_grad()
+    def copy_params_from(self, other: nn.Linear) -> None:
+        """Take the values of `other`, a linear layer of the whole size; raises ConfigError if it has another.
+
+        Where parameters are partitioned this is collective, and every rank takes data-parallel rank 0's values.
+        """
+        raise_problems(ConfigError, self._problems_of(other))
+        with GatheredParameters(other.parameters(recurse=False)):
+            for tile, outputs, inputs in self._tiles():
+                with GatheredParameters(tile, modifier_rank=0):
+                    tile.weight.copy_(other.weight[outputs, inputs])
+                    if tile.bias is not None:
+                        tile.bias.copy_(other.bias[outputs])
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self._has_bias}, "
+            f"in_splits={self.in_splits}, out_splits={self.out_splits}"
+        )
+
+    def _tiles(self) -> Iterator[tuple[nn.Linear, slice, slice]]:
+        """Every tile with its outputs and its inputs among the whole layer's."""
+        for row, outputs in zip(self.linears, _slices(self._out_sizes), strict=True):
+            for tile, inputs in zip(cast(nn.ModuleList, row), _slices(self._in_sizes), strict=True):
+                yield cast(nn.Linear, tile), outputs, inputs
+
+    @staticmethod
+    def _output_part(row: nn.ModuleList, parts: Sequence[Tensor]) -> Tensor:
+        """One part of y: the row's tiles, one after the other, each on its part of x."""
+        total: Tensor | None = None
+        for tile, part in zip(row, parts, strict=True):
+            share = tile(part)
+            # Not added in place: a hook may have handed out the tile's output as a view.
+            total = share if total is None else total + share
+        assert total is not None, "a row has at least one tile"
+        return total
+
+    def _parts_of(self, input_: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+        if isinstance(input_, Tensor):
+            whole = not self.input_is_already_split or self.in_splits == 1
+            if whole and input_.shape[-1:] == (self.in_features,):
+                return torch.split(input_, self._in_sizes, dim=-1)
+            given = f"one tensor of shape {list(input_.shape)}"
+        else:
+            if self.input_is_already_split and [part.shape[-1] for part in input_] == self._in_sizes:
+                return input_
+            given = f"{len(input_)} tensors of shapes {', '.join(str(list(part.shape)) for part in input_)}"
+        legal = f"a tensor [.., {self.in_features}]"
+        if self.input_is_already_split:
+            legal = "a sequence of tensors " + ", ".join(f"[.., {size}]" for size in self._in_sizes)
+        rule = f"input_is_already_split={self.input_is_already_split} says in what form the input comes"
+        raise ConfigError(Problem(f"the input of TiledLinear: {given}", rule, legal))
+
+    def _problems_of(self, other: nn.Linear) -> list[Problem]:
+        problems = []
+        if other.weight.shape != (self.out_features, self.in_features):
+            given = f"a weight of shape {list(other.weight.shape)} to copy into TiledLinear"
+            legal = f"[{self.out_features}, {self.in_features}]"
+            problems.append(Problem(given, "both layers have the same size", legal))
+        if (other.bias is not None) != self._has_bias:
+            given = f"a layer {'with' if other.bias is not None else 'without'} bias to copy into TiledLinear"
+            problems.append(Problem(given, "both layers have a bias or none has", f"bias={self._has_bias}"))
+        return problems
+
+
+def _check_splits(side: str, splits: int, features: int) -> Problem | None:
+    if 1 <= splits <= features:
+        return None
+    given = f"TiledLinear({side}_splits={splits}) of {side}_features={features}"
+    return Problem(given, "every tile has at least one element on each side", f"{side}_splits from 1 to {features}")
+
+
+def _cut(size: int, splits: int) -> list[int]:
+    """Sizes of the parts, as equal as can be, larger ones first."""
+    smallest, longer = divmod(size, splits)
+    return [smallest + (part < longer) for part in range(splits)]
+
+
+def _slices(sizes: Sequence[int]) -> list[slice]:
+    """Where each part stands in the whole."""
+    return [slice(begin, end) for begin, end in pairwise(accumulate(sizes, initial=0))]

@@ -1,0 +1,113 @@
+"""Optimizers as users write them: elementwise ones, and some of each kind that can't work on pieces of parameters."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class Lion(Optimizer):
+    """Signs of an average of gradients, its momentum kept in `kept_in` where that is given."""
+
+    def __init__(self, params: Any, lr: float, beta: float = 0.9, *, kept_in: torch.dtype | None = None) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta})
+        self.kept_in = kept_in
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                average = self.state[p].setdefault("average", torch.zeros_like(p, dtype=self.kept_in or p.dtype))
+                p.sub_(torch.sign(average * group["beta"] + p.grad * 0.1), alpha=group["lr"])
+                average.lerp_(p.grad.to(average.dtype), 1 - group["beta"])
+
+
+class Plain(Optimizer):
+    """Gradient descent along a direction that subclasses make."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(self.direction(p, group) * group["lr"])
+
+    def direction(self, p: Tensor, group: dict[str, Any]) -> Tensor:
+        raise NotImplementedError
+
+
+class TrustRatio(Plain):
+    """The heart of LAMB and LARS: the step of a layer is as long as its weights say."""
+
+    def direction(self, p: Tensor, group: dict[str, Any]) -> Tensor:
+        assert p.grad is not None
+        return p.grad * (p.norm() / p.grad.norm())
+
+
+class KeepsGradient(Plain):
+    def direction(self, p: Tensor, group: dict[str, Any]) -> Tensor:
+        assert p.grad is not None
+        previous = self.state[p].get("previous", p.grad)
+        self.state[p]["previous"] = p.grad
+        return p.grad + previous
+
+
+class KeepsList(Plain):
+    def direction(self, p: Tensor, group: dict[str, Any]) -> Tensor:
+        assert p.grad is not None
+        self.state[p].setdefault("history", []).append(p.grad.clone())
+        return p.grad
+
+
+class CountsInItself(Plain):
+    count = 0
+
+    def direction(self, p: Tensor, group: dict[str, Any]) -> Tensor:
+        assert p.grad is not None
+        self.count += 1
+        return p.grad / self.count
+
+
+class CountsInGroup(Plain):
+    """Counts once a step, in the param group, where older optimizers do; the entry looks like an option."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        for group in self.param_groups:
+            group.setdefault("step", 0)
+
+    def direction(self, p: Tensor, group: dict[str, Any]) -> Tensor:
+        assert p.grad is not None
+        if p is group["params"][0]:
+            group["step"] += 1
+        return p.grad / group["step"]
+
+
+class Noisy(Plain):
+    def direction(self, p: Tensor, group: dict[str, Any]) -> Tensor:
+        assert p.grad is not None
+        return p.grad + torch.randn_like(p)
+
+
+class Scaled(Plain):
+    """Keeps a setting that is no option of its groups."""
+
+    def __init__(self, params: Any, *, scale: float = 1.0) -> None:
+        super().__init__(params)
+        self.scale = scale
+
+    def direction(self, p: Tensor, group: dict[str, Any]) -> Tensor:
+        assert p.grad is not None
+        return p.grad * self.scale
+
+
+class NeedsMore(Plain):
+    def __init__(self, params: Any, horizon: int) -> None:
+        super().__init__(params)
