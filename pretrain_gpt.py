@@ -6,6 +6,7 @@ from megazero.comm.build import Launch, choose_device, join, leave
 from megazero.comm.last_word import last_word
 from megazero.config.cli import parse
 from megazero.console import Console, run_program
+from megazero.memory.ledger import open_ledger
 from megazero.train.build import assemble, check
 from megazero.train.loop import train
 
@@ -27,8 +28,9 @@ def main() -> None:
         timeout_minutes=parallel.distributed_timeout_minutes,
     )
     try:
-        with last_word(store, launch.rank):
-            train(assemble(parsed.config, launch, device, inputs))
+        ledger = open_ledger(device, kept=parsed.config.logging.ledger)
+        with last_word(store, launch.rank), ledger:
+            train(assemble(parsed.config, launch, device, inputs, ledger))
     finally:
         leave()
 

@@ -1,22 +1,30 @@
-"""Step time of ZeRO stages 0, 1, 2 beside torch's DistributedDataParallel, the same model on the same ranks.
+"""ZeRO stages 0 to 3 beside torch's DistributedDataParallel and FSDP2 (`fully_shard`): one model, the same ranks.
 
     torchrun --nproc-per-node 2 benchmarks/data_parallel.py [--rounds 6] [--steps 8] [--hidden-size 256]
 
 Systems take turns in one run (A B C D A B C D ...), so that whatever else the machine does hits all alike; reported are
 medians over all steps, their spread, and the ratio to DDP.  `alone` is the same work without communication: the floor.
-Every system trains the same weights on the same tokens, and the losses at the end are printed beside the times.
+Every system trains the same weights on the same tokens, and the losses at the end are printed beside the times.  One
+more step of each, watched, gives the bytes alive at its peak (storages, over what was alive before the model was made)
+and the bytes a rank sends, counted alike for all: with n ranks and a tensor of N bytes, all-gather and reduce-scatter
+N (n-1)/n, all-reduce twice that.
 """
 
 import argparse
+import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megazero.comm.build import Launch, choose_device, join, leave, make_mesh
 from megazero.comm.local import LocalCommunicator
@@ -52,6 +60,59 @@ class System:
     close: Callable[[], None] = lambda: None
     seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+    sent_bytes: int = 0
+    messages: int = 0
+
+
+class StepWatch(TorchDispatchMode):
+    """Bytes of live storages at every operation, measured anew since systems resize them, and collectives."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self._ranks = ranks
+        self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.peak_bytes = self.sent_bytes = self.messages = 0
+        for thing in gc.get_objects():
+            if isinstance(thing, Tensor) and type(thing).__name__ != "DTensor":
+                self._meet(thing)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self._count(func.__name__.split(".")[0], max((_nbytes(tensor) for tensor in _tensors(args)), default=0))
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            self._meet(tensor)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes())
+        return result
+
+    def live_bytes(self) -> int:
+        alive = (reference() for reference in self._live.values())
+        return sum(storage.nbytes() for storage in alive if storage is not None)
+
+    def _meet(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._live:
+            key = storage._cdata
+            self._live[key] = weakref.ref(storage, lambda _: self._live.pop(key, None))
+
+    def _count(self, name: str, nbytes: int) -> None:
+        if name != "barrier":
+            factor = 2 if name == "allreduce_" else 1
+            self.messages += 1
+            self.sent_bytes += factor * nbytes * (self._ranks - 1) // self._ranks
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 class Losses(nn.Module):
@@ -73,6 +134,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--hidden-size", type=int, default=256, help="width")
     parser.add_argument("--seq-length", type=int, default=128, help="tokens of a sample")
     parser.add_argument("--micro-batch-size", type=int, default=2, help="samples of a rank and step")
+    parser.add_argument(
+        "--systems", nargs="+", default=["alone", "ddp", "zero-0", "zero-1", "zero-2", "zero-3", "fsdp2"], help="which"
+    )
     return parser.parse_args()
 
 
@@ -104,13 +168,14 @@ def plain_system(name: str, module: nn.Module, device: torch.device) -> System:
     return System(name, step)
 
 
-def zero_system(stage: int, config: ModelConfig, mesh: Mesh, num_positions: int) -> System:
+def zero_system(stage: int, config: ModelConfig, shared: Mesh, num_positions: int) -> System:
     """The engine, through the step that pretrain_gpt.py runs."""
+    buffers = FusedBuffers(0, shared.device)
+    mesh = make_mesh(shared.topology, shared.rank, shared.device, buffers)  # one pool for engine and collectives
     model = make_model(config, mesh.device)
     units = [ModelUnit(unit.name, tuple(unit.parameters), unit.consumers) for unit in model.units()]
     zero = ZeroConfig(zero_stage=stage)
     plan = resolve(zero, PrecisionConfig())
-    buffers = FusedBuffers(0, mesh.device)
     settings = EngineSettings(zero, FusedAdamW(SETTINGS))
     engine = Engine(model, units, plan, mesh=mesh, buffers=buffers, settings=settings)
     buffers.resize(engine.largest_buffer_bytes)
@@ -131,14 +196,53 @@ def zero_system(stage: int, config: ModelConfig, mesh: Mesh, num_positions: int)
     return System(f"zero-{stage}", step, engine.close)
 
 
-def take_turn(system: System, mesh: Mesh, options: argparse.Namespace, turn: int) -> None:
-    """Some steps of one system; a barrier first, so that nobody pays for the system before."""
+def sharded_system(config: ModelConfig, device: torch.device) -> System:
+    """FSDP2: every block, and what is left in the root."""
+    module = Losses(make_model(config, device))
+    for block in module.model.layers:
+        fully_shard(block)
+    fully_shard(module)
+    return plain_system("fsdp2", module, device)
+
+
+def make_system(name: str, config: ModelConfig, mesh: Mesh, num_positions: int) -> System:
+    if name == "fsdp2":
+        return sharded_system(config, mesh.device)
+    if name.startswith("zero-"):
+        return zero_system(int(name[-1]), config, mesh, num_positions)
+    losses = Losses(make_model(config, mesh.device))
+    return plain_system(name, DistributedDataParallel(losses) if name == "ddp" else losses, mesh.device)
+
+
+def watch_one_step(name: str, config: ModelConfig, mesh: Mesh, options: argparse.Namespace) -> StepWatch:
+    """A fresh system's third step: by then moments, buffers and records are there."""
+    gc.collect()
+    before = StepWatch(mesh.topology.dp).live_bytes()
+    system = make_system(name, config, mesh, options.micro_batch_size * mesh.topology.dp * options.seq_length)
+    for number in range(2):
+        system.step(batch_of(number, mesh, options))
+    batch = batch_of(2, mesh, options)
+    watch = StepWatch(mesh.topology.dp)
+    with watch:
+        system.step(batch)
+    watch.peak_bytes -= before
+    system.close()
+    return watch
+
+
+def batch_of(number: int, mesh: Mesh, options: argparse.Namespace) -> StepBatch:
+    """This rank's samples of one step."""
     source = MockSamples(VOCABULARY, options.seq_length, seed=1)
     rows = options.micro_batch_size
+    first = (number * mesh.topology.dp + mesh.coordinate("dp")) * rows
+    samples = torch.stack([torch.from_numpy(source.sample(first + row)) for row in range(rows)])
+    return StepBatch(first, [MicroBatch(first, samples[:, :-1], samples[:, 1:], None)])
+
+
+def take_turn(system: System, mesh: Mesh, options: argparse.Namespace, turn: int) -> None:
+    """Some steps of one system; a barrier first, so that nobody pays for the system before."""
     for number in range(turn * options.steps, (turn + 1) * options.steps):
-        first = (number * mesh.topology.dp + mesh.coordinate("dp")) * rows
-        samples = torch.stack([torch.from_numpy(source.sample(first + row)) for row in range(rows)])
-        batch = StepBatch(first, [MicroBatch(first, samples[:, :-1], samples[:, 1:], None)])
+        batch = batch_of(number, mesh, options)
         mesh.world.barrier()
         start = time.perf_counter()
         loss = system.step(batch)
@@ -148,14 +252,16 @@ def take_turn(system: System, mesh: Mesh, options: argparse.Namespace, turn: int
 
 
 def report(systems: list[System], numel: int) -> None:
-    base = statistics.median(next(s for s in systems if s.name == "ddp").seconds)
+    base = statistics.median(next((s for s in systems if s.name == "ddp"), systems[0]).seconds)
     print(f"{numel / 1e6:.1f}M parameters, torch {torch.__version__}, {torch.get_num_threads()} threads a rank")
     for system in systems:
         median = statistics.median(system.seconds)
-        quartiles = statistics.quantiles(system.seconds, n=4)
+        low, _, high = statistics.quantiles(system.seconds, n=4)
         print(
-            f"{system.name:8s} {1000 * median:8.1f} ms  ({1000 * quartiles[0]:.1f} to {1000 * quartiles[2]:.1f})  "
-            f"{median / base:5.2f} x DDP   loss {system.losses[0]:.4f} -> {system.losses[-1]:.4f}"
+            f"{system.name:7s} {1000 * median:7.1f} ms ({1000 * low:.1f} to {1000 * high:.1f})  {median / base:5.2f} x DDP"
+            f"  peak {system.peak_bytes / 1e6:6.1f} MB, {system.peak_bytes / numel:4.1f} B a parameter"
+            f"  sent {system.sent_bytes / numel / 4:4.2f} x 4 B a parameter, {system.messages:3d} messages"
+            f"  loss {system.losses[0]:.4f} -> {system.losses[-1]:.4f}"
         )
 
 
@@ -164,7 +270,7 @@ def main() -> None:
     launch = Launch.from_environment()
     device = choose_device("auto", launch.local_rank)
     join(launch, backend="auto", device=device, timeout_minutes=10)
-    mesh = make_mesh(Topology(dp=launch.world_size), launch.rank, device, FusedBuffers(1 << 26, device))
+    mesh = make_mesh(Topology(dp=launch.world_size), launch.rank, device, FusedBuffers(0, device))
     config = ModelConfig(
         num_layers=options.num_layers,
         hidden_size=options.hidden_size,
@@ -174,17 +280,16 @@ def main() -> None:
         attention_dropout=0.0,
     )
     num_positions = options.micro_batch_size * launch.world_size * options.seq_length
-    alone = Losses(make_model(config, device))
-    systems = [
-        plain_system("alone", alone, device),
-        plain_system("ddp", DistributedDataParallel(Losses(make_model(config, device))), device),
-        *(zero_system(stage, config, mesh, num_positions) for stage in (0, 1, 2)),
-    ]
+    watched = {name: watch_one_step(name, config, mesh, options) for name in options.systems}
+    systems = [make_system(name, config, mesh, num_positions) for name in options.systems]
+    for system in systems:
+        watch = watched[system.name]
+        system.peak_bytes, system.sent_bytes, system.messages = watch.peak_bytes, watch.sent_bytes, watch.messages
     for turn in range(options.rounds):
         for system in systems:
             take_turn(system, mesh, options, turn)
     if launch.rank == 0:
-        report(systems, sum(parameter.numel() for parameter in alone.parameters()))
+        report(systems, sum(parameter.numel() for parameter in make_model(config, device).parameters()))
     for system in systems:
         system.close()  # gathers of updated parameters may still be in flight
     leave()

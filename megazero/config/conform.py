@@ -89,8 +89,8 @@ def violation(place: Place, info: FieldInfo, value: Any) -> Problem:
     rule = f"{place.path} is {info.legal}"
     if info.beyond and is_number(value):
         rule += f" ({info.beyond})"
-    near = nearest(info, value)
-    return Problem(place.said(value), rule, ", ".join(f"{name}: {item}" for item in near) or info.legal)
+    prefix = f"{name}: " if info.kind in ("int", "float") else ""
+    return Problem(place.said(value), rule, ", ".join(prefix + item for item in nearest(info, value)) or info.legal)
 
 
 def unknown(place: Place, value: Any, known: Iterable[str]) -> Problem:

@@ -216,8 +216,11 @@ def _take_switched(reading: Reading, place: Place, path: str, value: Any) -> Non
     reading.findings.notices.append(f"{place}: accepted, without effect: it is turned off")
 
 
-def _is_on(value: Any) -> bool:
+def _is_on(section: Any) -> bool:
     """Whether a switch is on anywhere in the section."""
-    if isinstance(value, Mapping):
-        return any(_is_on(item) or (name in SWITCHES and item is True) for name, item in value.items())
-    return value is True
+    if not isinstance(section, Mapping):
+        return section is True
+    return any(
+        _is_on(item) if isinstance(item, Mapping) else name in SWITCHES and item is True
+        for name, item in section.items()
+    )

@@ -62,6 +62,8 @@ def engine_parts(reading: Reading) -> EngineParts:
 
 
 def _spell(setting: str) -> str:
+    if setting == "initial_loss_scale":
+        return f"2 to the {PRECISION_KEYS[setting]},"
     return ZERO_KEYS.get(setting) or PRECISION_KEYS.get(setting) or setting
 
 

@@ -164,6 +164,8 @@ def _mapping(place: Place, value: Any, findings: Findings) -> Mapping[str, Any]:
 
 
 def _section(cls: type[_Section], place: Place, value: Any, findings: Findings) -> _Section:
+    if isinstance(value, cls):
+        return value
     fields: tuple[FieldInfo, ...] = describe("", cls)
     infos = {name.replace("-", "_"): info for info in fields for name in (info.name, *info.aliases)}
     return cls(**_values(infos, place, _mapping(place, value, findings), findings))

@@ -22,4 +22,10 @@ class LoggingConfig:
     tensorboard_log_interval: int = setting(1, help="TensorBoard: steps between points", unit="steps", ge=1)
     log_timers_to_tensorboard: bool = setting(False, help="TensorBoard: seconds spent in each part of a step")
     log_validation_ppl_to_tensorboard: bool = setting(False, help="TensorBoard: perplexity beside the validation loss")
+    ledger: bool = setting(
+        False, help="keep the ledger: live memory by category and traffic by axis, of every step; slows the step down"
+    )
+    ledger_dir: Path | None = setting(
+        None, help="folder for the ledger's pictures, one page a process: of the second step, then every log_interval"
+    )
     log_memory_to_tensorboard: bool = setting(False, help="TensorBoard: bytes of each kind of model state, and peak")

@@ -58,9 +58,10 @@ class ZeroConfig:
     sub_group_size: int = setting(
         1_000_000_000, help="most elements that the optimizer updates at once", unit="elements", ge=1
     )
-    prefetch_bucket_size: int = setting(
-        50_000_000,
-        help="stage 3: most parameter elements gathered ahead of use; 0 gathers each unit when it is needed",
+    prefetch_bucket_size: int | None = setting(
+        None,
+        help="stage 3: most parameter elements gathered ahead of use; 0 gathers each unit when it is needed;"
+        " without it, as many as the largest unit has",
         unit="elements",
         aliases=("stage3-prefetch-bucket-size",),
         ge=0,

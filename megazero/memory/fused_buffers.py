@@ -7,12 +7,15 @@ makes a new buffer only when all are out, and `num_buffers` is therefore the lar
 import torch
 from torch import Tensor
 
+from megazero.memory.ledger_interface import AnyLedger, NullLedger
+
 
 class FusedBuffers:
     """A pool of equal buffers of `buffer_bytes` bytes on `device`."""
 
-    def __init__(self, buffer_bytes: int, device: torch.device) -> None:
+    def __init__(self, buffer_bytes: int, device: torch.device, *, ledger: AnyLedger | None = None) -> None:
         self.buffer_bytes = buffer_bytes
+        self._ledger = ledger or NullLedger()
         self._device = device
         self._free: list[Tensor] = []
         self.num_buffers = 0
@@ -35,6 +38,7 @@ class FusedBuffers:
         assert nbytes <= self.buffer_bytes, f"{nbytes} bytes asked of buffers of {self.buffer_bytes}"
         if not self._free:
             self._free.append(torch.empty(self.buffer_bytes, dtype=torch.uint8, device=self._device))
+            self._ledger.tag(self._free[-1], "communication_buffers")
             self.num_buffers += 1
         storage = self._free.pop()
         return BufferLease(self, storage, storage[:nbytes].view(dtype))

@@ -21,6 +21,7 @@ from megazero.console import Console
 from megazero.data.loader import BatchLayout, BatchLoader
 from megazero.errors import ConfigError, Problem, UserError, raise_problems
 from megazero.memory.fused_buffers import FusedBuffers
+from megazero.memory.ledger_interface import AnyLedger, NullLedger
 from megazero.model.gpt import GPT
 from megazero.model.initialize import initial_value
 from megazero.optim.inner import AdamWSettings, FusedAdamW
@@ -31,6 +32,7 @@ from megazero.tensor_parallel.layers import TensorParallel
 from megazero.tensor_parallel.random import RandomRegions
 from megazero.train.evaluate import EvaluationSet
 from megazero.train.inputs import RunInputs, open_inputs
+from megazero.train.ledger_report import LedgerReport
 from megazero.train.loop import Reporting, Run, Timetable
 from megazero.train.metrics import Rates, flops_per_token, peak_tflops
 from megazero.train.saving import Saver, check_compatible, check_model, check_shapes, find_checkpoint, restore_engine
@@ -120,7 +122,9 @@ class Core:
     random: RandomRegions
 
 
-def build_core(config: RunConfig, mesh: Mesh, buffers: FusedBuffers, *, vocab_size: int) -> Core:
+def build_core(
+    config: RunConfig, mesh: Mesh, buffers: FusedBuffers, *, vocab_size: int, ledger: AnyLedger | None = None
+) -> Core:
     """Model with its first values, and engine; `buffers` get the size the engine needs."""
     plan = resolve(config.zero, config.precision)
     random = RandomRegions(config.training.seed, mesh.coordinate("tp"), mesh.device)
@@ -131,6 +135,7 @@ def build_core(config: RunConfig, mesh: Mesh, buffers: FusedBuffers, *, vocab_si
         config.zero,
         FusedAdamW(adamw_settings(config.optimizer)),
         lambda spec, parameter: initial_value(spec, config.training.seed, like=parameter),
+        ledger or NullLedger(),
     )
     engine = Engine(model, units, plan, mesh=mesh, buffers=buffers, settings=settings)
     buffers.resize(engine.largest_buffer_bytes)
@@ -162,14 +167,17 @@ def step_parts(config: RunConfig, core: Core) -> StepParts:
         num_positions=derived.global_batch_size(config, world_size) * config.model.seq_length,
         clip_grad=config.optimizer.clip_grad,
         checks_overflow=config.precision.precision == "fp16",
+        ledger=core.engine.settings.ledger,
     )
 
 
-def assemble(config: RunConfig, launch: Launch, device: torch.device, inputs: RunInputs) -> Run:
-    """Everything a run needs, restored from a checkpoint or freshly initialised."""
+def assemble(
+    config: RunConfig, launch: Launch, device: torch.device, inputs: RunInputs, ledger: AnyLedger | None = None
+) -> Run:
+    """Everything a run needs, restored from a checkpoint or freshly initialised; a ledger that is kept sees it made."""
     config = replace(config, model=replace(config.model, vocab_size=inputs.vocab_size))
     console = Console(launch.rank)
-    buffers = FusedBuffers(0, device)
+    buffers = FusedBuffers(0, device, ledger=ledger)
     mesh = make_mesh(
         topology(config, launch.world_size),
         launch.rank,
@@ -177,7 +185,7 @@ def assemble(config: RunConfig, launch: Launch, device: torch.device, inputs: Ru
         buffers,
         timeout_minutes=config.parallel.distributed_timeout_minutes,
     )
-    core = build_core(config, mesh, buffers, vocab_size=inputs.vocab_size)
+    core = build_core(config, mesh, buffers, vocab_size=inputs.vocab_size, ledger=ledger)
     train_iters = derived.train_iters(config, launch.world_size)
     scaler = LossScaler.from_config(config.precision)
     resumed = _resume(config, core, LearningRate.from_config(config.optimizer, train_iters=train_iters), scaler)
@@ -303,12 +311,21 @@ def _reporting(config: RunConfig, console: Console, core: Core, inputs: RunInput
         world_size=world_size,
         resumed_iteration=state.iteration,
     )
-    wants_ranks = config.logging.metrics_file is not None or config.logging.log_memory_to_tensorboard
+    logging = config.logging
+    in_tensorboard = logging.tensorboard_dir is not None and (logging.ledger or logging.log_memory_to_tensorboard)
+    ledger = LedgerReport(
+        core.engine.settings.ledger,
+        core.mesh.meter,
+        rank=core.mesh.rank,
+        folder=logging.ledger_dir,
+        interval=logging.log_interval,
+    )
     return Reporting(
         console=console,
         writers=writers,
         rates=Rates(flops, world_size, peak_tflops(name, precision=config.precision.precision)),
         global_batch_size=derived.global_batch_size(config, world_size),
         tokens_per_sample=config.model.seq_length,
-        gathers_ranks=wants_ranks,
+        gathers_ranks=logging.metrics_file is not None or in_tensorboard,
+        ledger=ledger,
     )

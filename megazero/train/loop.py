@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,6 +20,7 @@ from megazero.errors import Problem, TrainingError
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.lr_schedule import LearningRate
 from megazero.train.evaluate import EvaluationSet, evaluate
+from megazero.train.ledger_report import LedgerReport
 from megazero.train.metrics import Evaluation, RankMetrics, Rates, StepMetrics
 from megazero.train.saving import Saver
 from megazero.train.signals import StopRequest
@@ -51,6 +52,7 @@ class Reporting:
     global_batch_size: int
     tokens_per_sample: int
     gathers_ranks: bool
+    ledger: LedgerReport
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ class _Launched(NamedTuple):
     seconds: float
     timers: Mapping[str, float]
     comm_bytes: Mapping[str, Mapping[str, int]]
+    ledger: Mapping[str, Any]
 
 
 def train(run: Run) -> str:
@@ -157,12 +160,14 @@ class _Loop:
         lr = self._run.learning_rate.at(self._state.optimizer_steps)
         scale = self._state.loss_scale.scale
         meter.reset()
+        self._run.reporting.ledger.begin_step()
         wish = self._stop.requested or self._is_out_of_time()
         report = training_step(self._parts, batch, StepControls(lr, scale, wish))
         skipped = bool(report.skipped.item()) if self._parts.checks_overflow else False
         self._state.loss_scale = self._run.scaler.after_step(self._state.loss_scale, overflow=skipped)
         num_samples = self._run.loader.consumed_samples - self._state.consumed_samples
         self._state.advance(num_samples=num_samples, skipped=skipped)
+        ledger = self._run.reporting.ledger.end_step(self._state.iteration)
         now = time.perf_counter()
         seconds, self._mark = now - self._mark, now
         self._launched.append(
@@ -175,6 +180,7 @@ class _Loop:
                 seconds,
                 timers.take(),
                 meter.bytes_by_axis(),
+                ledger,
             )
         )
         self._settle(may_lag=self._may_lag)
@@ -221,6 +227,7 @@ class _Loop:
             peak_memory_bytes=peak_memory_bytes(mesh.device),
             model_state_bytes=asdict(self._parts.engine.model_state_bytes()),
             comm_bytes=launched.comm_bytes,
+            ledger=launched.ledger,
         )
         return [RankMetrics(**figures) for figures in gather_json(mesh.world, asdict(mine), mesh.device)]
 

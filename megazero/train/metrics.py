@@ -11,6 +11,7 @@ the head and counts once; looking a row up costs nothing, nor do positions, bias
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from megazero.config.model import ModelConfig
 
@@ -65,12 +66,13 @@ class RankMetrics:
     """What one rank held and sent in a step.
 
     model_state_bytes: {"parameters" | "gradients" | "master" | "moments": bytes}.
-    comm_bytes: {axis: {collective: bytes}}.
+    comm_bytes: {axis: {collective: bytes}}.  ledger: `StepLedger.to_json`, empty where none is kept.
     """
 
     peak_memory_bytes: int
     model_state_bytes: Mapping[str, int]
     comm_bytes: Mapping[str, Mapping[str, int]]
+    ledger: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -69,12 +69,13 @@ def _step_record(metrics: StepMetrics, ranks: Sequence[RankMetrics]) -> dict[str
 
 
 def _rank_record(rank: int, figures: RankMetrics) -> dict[str, Any]:
-    return {
+    record = {
         "rank": rank,
         "peak_memory_bytes": figures.peak_memory_bytes,
         "model_state_bytes": dict(figures.model_state_bytes),
         "comm_bytes": {axis: dict(by_collective) for axis, by_collective in figures.comm_bytes.items()},
     }
+    return record | {"ledger": dict(figures.ledger)} if figures.ledger else record
 
 
 def _evaluation_record(evaluation: Evaluation) -> dict[str, Any]:

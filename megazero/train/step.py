@@ -5,7 +5,7 @@ gradients are summed over micro-batches and ranks.  Positions masked out of the 
 correction at the end makes the divisor the true number of loss tokens.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megazero.comm.mesh import Mesh
 from megazero.data.loader import MicroBatch, StepBatch
+from megazero.memory.ledger_interface import AnyLedger, NullLedger
 from megazero.optim.grad_norm import clip_coefficient
 from megazero.optim.inner import StepInputs
 from megazero.pipeline.runtime import execute
@@ -50,6 +51,7 @@ class StepParts:
     num_positions: int
     clip_grad: float
     checks_overflow: bool
+    ledger: AnyLedger = field(default_factory=NullLedger)
 
 
 class StepControls(NamedTuple):
@@ -82,9 +84,11 @@ def training_step(parts: StepParts, batch: StepBatch, controls: StepControls) ->
     passes = _Passes(parts, batch, controls.loss_scale)
     with parts.timers.measure("forward-backward"):
         execute(one_stage(len(batch.micro_batches)), passes)
+    parts.ledger.phase("reduce")
     with parts.timers.measure("all-grads-sync"):
         engine.finish_reductions()
 
+    parts.ledger.phase("update")
     local = engine.local_norms()
     counts = 1.0 if parts.mesh.coordinate("tp") == 0 else 0.0  # tensor-parallel ranks all hold the same loss
     wish = torch.full_like(local.square, float(controls.stop))
@@ -113,6 +117,7 @@ class _Passes:
         self.num_tokens = torch.zeros((), dtype=torch.float64, device=parts.mesh.device)
 
     def forward(self, micro_batch: int) -> None:
+        self._parts.ledger.phase("forward")
         batch = self._batch.micro_batches[micro_batch]
         self._parts.dropout.begin_micro_batch(batch.first_sample)
         loss, num_tokens = summed_loss(self._parts.model, batch, self._parts.mesh.device)
@@ -121,6 +126,7 @@ class _Passes:
         self.num_tokens += num_tokens
 
     def backward(self, micro_batch: int, *, is_last: bool) -> None:
+        self._parts.ledger.phase("backward")
         self._parts.engine.backward(self._losses.pop(micro_batch), is_last=is_last)
 
 

@@ -11,6 +11,7 @@ from typing import Protocol
 from megazero.config.logging import LoggingConfig
 from megazero.console import Console
 from megazero.errors import ConfigError, Problem
+from megazero.train.ledger_report import ledger_scalars
 from megazero.train.metrics import Evaluation, IntervalMetrics, RankMetrics, StepMetrics, interval_metrics
 from megazero.train.metrics_file import MetricsFile
 from megazero.units import format_duration
@@ -148,6 +149,7 @@ class TensorBoardWriter:
             scalars.update({f"{name}-time": seconds for name, seconds in metrics.timers.items()})
         if self._config.log_memory_to_tensorboard and ranks:
             scalars.update(_memory_scalars(ranks))
+        scalars.update(ledger_scalars([figures.ledger for figures in ranks]))
         return scalars
 
 

@@ -6,7 +6,7 @@ stage it is shows nowhere but in the plan.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megazero.comm.interface import Communicator, Scratch
 from megazero.comm.mesh import Mesh
 from megazero.config.zero import ZeroConfig
+from megazero.memory.ledger_interface import AnyLedger, NullLedger
 from megazero.optim.inner import InnerOptimizer, StepInputs
 from megazero.parallel.param_spec import StateFragment, StateKind, named_specs
 from megazero.zero.frames import Frames
@@ -48,11 +49,12 @@ class ModelUnit(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """The ZeRO section, the optimizer, and where first values come from (the parameters, unless told)."""
+    """The ZeRO section, the optimizer, where first values come from (the parameters, unless told), and the ledger."""
 
     zero: ZeroConfig
     optimizer: InnerOptimizer
     first_value: FirstValue = value_of_parameter
+    ledger: AnyLedger = field(default_factory=NullLedger)
 
 
 def plan_layout(
@@ -99,7 +101,7 @@ class Engine:
         self._coordinates = {"tp": mesh.coordinate("tp")}
         self.layout = plan_layout(model, units, axis.size, plan, settings)
         self._slots = {slot.spec.name: (section, slot) for section in self.layout.sections for slot in section.slots}
-        contents = Contents(self._parameters, settings.first_value, settings.optimizer.moments)
+        contents = Contents(self._parameters, settings.first_value, settings.optimizer.moments, settings.ledger)
         self._shards = Shards(plan, self.layout, axis.rank, contents=contents)
         zero = settings.zero
         self._reducer = GradientReducer(self._shards, axis, buffers, self._parameters, zero)
@@ -276,6 +278,9 @@ class Engine:
         self._shards.take_over(section, name)
 
     def _gradient_ready(self, name: str) -> None:
+        gradient = self._parameters[name].grad
+        if gradient is not None:
+            self.settings.ledger.tag(gradient, "gradients")
         self._reducer.gradient_ready(name)
         self._gather.gradient_ready(name)
 

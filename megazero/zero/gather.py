@@ -82,6 +82,7 @@ class ParameterGather:
             self._remember_storages(unit)
             _each(guard, unit.parameters)
         numel = {name: unit.numel for name, unit in self._units.items()}
+        self._window = _window(zero, largest=max(numel.values(), default=0))
         self._orders = {True: UseOrder(numel), False: UseOrder(numel)}  # passes with a backward, passes without
         self._order = self._orders[True]
         self._last_in_backward: GatheredUnit | None = None
@@ -214,7 +215,7 @@ class ParameterGather:
 
     def _look_ahead(self) -> None:
         """Launch gathers of the units used next, as far as the window reaches and the limit allows."""
-        window = self._zero.prefetch_bucket_size if self._zero.overlap_comm else 0
+        window = self._window
         for name in self._order.upcoming():
             unit = self._units[name]
             if window <= 0:
@@ -261,6 +262,7 @@ class ParameterGather:
         for section in unit.sections:
             flat = self._shards.flat(section)
             flat.untyped_storage().resize_(section.numel * flat.element_size())
+            self._shards.ledger.resized(flat)
         unit.state = UnitState.IN_FLIGHT
         self._live[unit.name] = unit
         self.live_numel += unit.numel
@@ -274,6 +276,7 @@ class ParameterGather:
             return
         for section in unit.sections:
             self._shards.flat(section).untyped_storage().resize_(0)
+            self._shards.ledger.resized(self._shards.flat(section))
         _each(guard, unit.parameters)
         self._forget(unit)
 
@@ -313,6 +316,13 @@ class ParameterGather:
 def in_backward() -> bool:
     """Whether autograd is walking a graph in this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def _window(zero: ZeroConfig, *, largest: int) -> int:
+    """Elements to gather ahead of use."""
+    if not zero.overlap_comm:
+        return 0
+    return largest if zero.prefetch_bucket_size is None else zero.prefetch_bucket_size
 
 
 def _units(shards: Shards, parameters: Mapping[str, nn.Parameter]) -> Iterator[GatheredUnit]:

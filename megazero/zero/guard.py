@@ -24,7 +24,18 @@ _ALIASES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 # Functions that read only what stays.
 _HARMLESS = frozenset(
     {
-        *("numel", "nelement", "size", "dim", "ndimension", "stride", "element_size", "get_device", "__hash__"),
+        *(
+            "numel",
+            "nelement",
+            "size",
+            "dim",
+            "ndimension",
+            "stride",
+            "element_size",
+            "get_device",
+            "untyped_storage",
+            "__hash__",
+        ),
         *("is_contiguous", "is_floating_point", "is_complex", "requires_grad_"),
         *("register_hook", "register_post_accumulate_grad_hook"),
     }

@@ -8,11 +8,12 @@ moments) lies bucket after bucket in one flat tensor each; `owned` says which ra
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from megazero.memory.ledger_interface import AnyLedger, NullLedger
 from megazero.parallel.param_spec import ParamSpec
 from megazero.zero.layout import Bucket, FlatLayout, Range, Section, Slot
 from megazero.zero.plan import Lifetime, ModelStateBytes, Placement, Row, ZeroPlan
@@ -35,6 +36,7 @@ class Contents:
     parameters: Mapping[str, nn.Parameter]
     first_value: FirstValue = value_of_parameter
     moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+    ledger: AnyLedger = field(default_factory=NullLedger)
 
 
 class Shards:
@@ -44,6 +46,7 @@ class Shards:
         self.plan = plan
         self.layout = layout
         self.rank = rank
+        self.ledger = contents.ledger
         self._parameters = contents.parameters
         self._device = next(iter(contents.parameters.values())).device
         self._positions = self._positions_by_bucket(plan.optimizer)
@@ -54,6 +57,7 @@ class Shards:
         owned = sum(self.owned(bucket).numel for bucket in layout.trainable_buckets)
         self._master = self._empty(owned, plan.optimizer.dtype) if plan.has_separate_master else None
         self._moments = {kind: self._zeros(owned, plan.optimizer.dtype) for kind in contents.moments}
+        self._tag_optimizer_state()
         self.optimizer_step = torch.zeros((), dtype=torch.float32, device=self._device)
         self.copy_working_to_master()
 
@@ -147,11 +151,13 @@ class Shards:
         if section.partitioned:
             numel = section.numel // self.layout.rules.partitions
             self._working_shards[section.index] = self._zeros(numel, section.dtype)
+            self.ledger.tag(self._working_shards[section.index], "parameters")
             for slot in section.slots:
                 value = first_value(slot.spec, self._parameters[slot.spec.name]).reshape(-1)
                 self._keep_working(section, slot.spec.name, value)
             return self._make_hollow_flat(section)
         flat = self._zeros(section.numel, section.dtype)
+        self.ledger.tag(flat, "parameters")
         for slot in section.slots:
             flat[slot.start : slot.stop].copy_(first_value(slot.spec, self._parameters[slot.spec.name]).reshape(-1))
             self._point(slot, flat)
@@ -180,6 +186,8 @@ class Shards:
         for slot in section.slots:
             self._point(slot, flat)
         flat.untyped_storage().resize_(0)
+        self.ledger.tag(flat, "gathered_parameters")
+        self.ledger.resized(flat)
         return flat
 
     def _point(self, slot: Slot, flat: Tensor) -> None:
@@ -194,10 +202,18 @@ class Shards:
                 continue
             if row.lifetime is Lifetime.RESIDENT:
                 flats[section.index] = self._zeros(section.numel, row.dtype)
+                self.ledger.tag(flats[section.index], "gradients")
                 self._preset_gradients(section, flats[section.index])
             elif row.lifetime is Lifetime.LOOSE:
                 self._set_gradient_dtype(section, row.dtype)
         return flats
+
+    def _tag_optimizer_state(self) -> None:
+        self.ledger.tag(self._gradient_shard, "gradients")
+        if self._master is not None:
+            self.ledger.tag(self._master, "master")
+        for moment in self._moments.values():
+            self.ledger.tag(moment, "moments")
 
     def _preset_gradients(self, section: Section, flat: Tensor) -> None:
         """Autograd adds in place where `.grad` exists, so it accumulates straight into the flat tensor."""
