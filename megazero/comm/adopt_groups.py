@@ -47,22 +47,22 @@ def is_joined() -> bool:
 
 def joined_device() -> torch.device:
     """Where the default process group computes: this process's current GPU, or the CPU."""
-    return _device_of(_default_group())
+    uses_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config(_default_group())
+    return torch.device("cuda", torch.cuda.current_device()) if uses_gpu else torch.device("cpu")
 
 
-def adopt_default(scratch: Scratch) -> Mesh:
+def adopt_default(device: torch.device, scratch: Scratch) -> Mesh:
     """A mesh in which all processes of the default group are data parallel; every one of them calls this."""
     group = _default_group()
-    return make_mesh(Topology(dp=dist.get_world_size(group)), dist.get_rank(group), _device_of(group), scratch)
+    return make_mesh(Topology(dp=dist.get_world_size(group)), dist.get_rank(group), device, scratch)
 
 
-def adopt(foreign: Any, scratch: Scratch) -> Mesh:
+def adopt(foreign: Any, device: torch.device, scratch: Scratch) -> Mesh:
     """A mesh over somebody else's groups; every process of the job calls this.  Raises TopologyError."""
     groups = find_groups(foreign)
     data = dist.get_process_group_ranks(groups.data)
     tensor = [dist.get_rank()] if groups.tensor is None else dist.get_process_group_ranks(groups.tensor)
     _check_ranks(data, tensor)
-    device = _device_of(groups.data)
     over_data = _communicator(groups.data, scratch)
     over_tensor = LocalCommunicator() if groups.tensor is None else _communicator(groups.tensor, scratch)
     inner: dict[str, Communicator] = {
@@ -187,8 +187,3 @@ class _NoScratch:
 
     def lease(self, numel: int, dtype: torch.dtype) -> Any:
         raise AssertionError("gathering borrows no memory")
-
-
-def _device_of(group: dist.ProcessGroup) -> torch.device:
-    uses_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config(group)
-    return torch.device("cuda", torch.cuda.current_device()) if uses_gpu else torch.device("cpu")

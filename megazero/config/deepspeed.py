@@ -198,7 +198,8 @@ def _take_value(reading: Reading, place: Place, path: str, value: Any) -> None:
 def _take_refused(reading: Reading, place: Place, path: str, value: Any) -> None:
     refused = REFUSED[path]
     # True is no 1 and False no 0 here, as in JSON.
-    if value == AUTO or any(value == off and isinstance(value, bool) is isinstance(off, bool) for off in refused.off):
+    is_off = any(value == off and isinstance(value, bool) is isinstance(off, bool) for off in refused.off)
+    if value is None or value == AUTO or is_off:
         return
     legal = refused.legal or f"leave out {path.rpartition('.')[2]}"
     reading.findings.problems.append(Problem(place.said(value), f"refused: {refused.reason}", legal))

@@ -54,7 +54,8 @@ class LossScaler:
     """How the loss scale moves.
 
     initial, minimum: where it starts and the least it falls to; equal for a static scale.
-    window: good steps before it doubles.  hysteresis: overflows before it halves.
+    window: good steps before it doubles.  hysteresis: overflows before it halves; with consecutive_hysteresis a good step
+    in between starts their count anew.
     max_skips_at_minimum: steps skipped in a row at the minimum after which the run is `exhausted`.
     """
 
@@ -63,6 +64,7 @@ class LossScaler:
     dynamic: bool
     window: int = 1000
     hysteresis: int = 2
+    consecutive_hysteresis: bool = False
     max_skips_at_minimum: int = 20
 
     @classmethod
@@ -76,6 +78,7 @@ class LossScaler:
             dynamic=dynamic,
             window=config.loss_scale_window,
             hysteresis=config.hysteresis,
+            consecutive_hysteresis=config.consecutive_hysteresis,
             max_skips_at_minimum=config.max_skipped_steps_at_min_loss_scale,
         )
 
@@ -118,6 +121,8 @@ class LossScaler:
         state = replace(state, skips_at_minimum=0)
         if not self.dynamic:
             return state
+        if self.consecutive_hysteresis:
+            state = replace(state, hysteresis_left=self.hysteresis)
         if state.good_steps + 1 < self.window:
             return replace(state, good_steps=state.good_steps + 1)
         return replace(state, good_steps=0, scale=state.scale * GROWTH, hysteresis_left=self.hysteresis)

@@ -263,13 +263,14 @@ class Engine:
         self._frames.register(module, self._slots[name][0].unit)
 
     def close(self) -> None:
-        """Take the hooks off the module; partitioned parameters stay without values."""
+        """Take the hooks off the module; partitioned parameters stay without values, and guarded."""
         self.ensure_parameters()
         self._frames.close()
         for handle in self._hooks:
             handle.remove()
-        for parameter in self._parameters.values():
-            take_handle(parameter)
+        for name, parameter in self._parameters.items():
+            if self._gather.unit_of(name) is None:
+                take_handle(parameter)
 
     def _take_over(self, name: str, source: int) -> None:
         """The parameter's values on data-parallel rank `source` become everyone's."""

@@ -47,7 +47,7 @@ def hears(mesh: Mesh, rank: int) -> dict[str, list[int]]:
 
 
 def adopted(rank: int, name: str) -> tuple[dict[str, list[int]], int]:
-    mesh = adopt(mpu_of(rank, DATA, TENSOR, name), scratch())
+    mesh = adopt(mpu_of(rank, DATA, TENSOR, name), CPU, scratch())
     return hears(mesh, rank), mesh.rank
 
 
@@ -62,7 +62,7 @@ def test_ranks_in_another_order(name: str) -> None:
 
 
 def two_axes(rank: int) -> list[list[float]]:
-    mesh = adopt(mpu_of(rank, DATA, TENSOR), scratch())
+    mesh = adopt(mpu_of(rank, DATA, TENSOR), CPU, scratch())
     world = mesh.world
     assert isinstance(world._inner, TwoAxes)  # type: ignore[attr-defined]
     place = world.rank
@@ -92,11 +92,11 @@ def test_collectives_over_both_axes() -> None:
 
 
 def device_meshes(rank: int) -> list[Any]:
-    flat = adopt(init_device_mesh("cpu", (4,)), scratch())
-    square = adopt(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), scratch())
+    flat = adopt(init_device_mesh("cpu", (4,)), CPU, scratch())
+    square = adopt(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), CPU, scratch())
     found = [hears(mesh, rank) for mesh in (flat, square)]
     with pytest.raises(TopologyError, match="known by their names") as caught:
-        adopt(init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model")), scratch())
+        adopt(init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model")), CPU, scratch())
     assert "data, model" in str(caught.value)
     return found
 
@@ -110,7 +110,7 @@ def test_device_meshes() -> None:
 
 
 def default(rank: int) -> tuple[bool, torch.device, dict[str, list[int]]]:
-    return is_joined(), joined_device(), hears(adopt_default(scratch()), rank)
+    return is_joined(), joined_device(), hears(adopt_default(CPU, scratch()), rank)
 
 
 @pytest.mark.gloo
@@ -132,7 +132,7 @@ def refusals(rank: int) -> list[str]:
     same = mpu_of(rank, DATA, DATA)
     for foreign in (pipeline, same, object()):
         with pytest.raises(TopologyError) as caught:
-            adopt(foreign, scratch())
+            adopt(foreign, CPU, scratch())
         told.append(caught.value.problems[0].given)
     return told
 
@@ -147,8 +147,8 @@ def test_what_cannot_be_adopted() -> None:
 
 def alone_in_its_group(rank: int) -> tuple[int, int, int]:
     """Every process a data-parallel axis of its own."""
-    mesh = adopt(mpu_of(rank, ((0,), (1,)), ((0, 1),)), scratch())
-    only_data = adopt(SimpleNamespace(get_data_parallel_group=lambda: dist.group.WORLD), scratch())
+    mesh = adopt(mpu_of(rank, ((0,), (1,)), ((0, 1),)), CPU, scratch())
+    only_data = adopt(SimpleNamespace(get_data_parallel_group=lambda: dist.group.WORLD), CPU, scratch())
     groups = find_groups(SimpleNamespace(get_data_parallel_group=lambda: dist.group.WORLD))
     assert groups.tensor is None
     return mesh.axis("dp").size, mesh.axis("tp").size, only_data.axis("dp").size

@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from megazero.config.choices import OPTIMIZERS, OptimizerChoice, SchedulerChoice
+from megazero.config.choices import OPTIMIZERS, SCHEDULERS, OptimizerChoice, SchedulerChoice
 from megazero.config.choose import choose_optimizer, choose_scheduler
 from megazero.config.conform import Findings, Place
 from megazero.errors import Problem
+from megazero.optim import warmup
 
 
 def optimizer(name: Any, **params: Any) -> tuple[OptimizerChoice, Findings]:
@@ -86,6 +87,14 @@ def test_parameters_of_a_schedule_are_complete() -> None:
             "warmup_type": "linear",
         },
     )
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_choice_makes_a_schedule(name: str) -> None:
+    length = {"total_num_steps": 2000} if "total_num_steps" in SCHEDULERS[name] else {}
+    choice, findings = scheduler(name, **length)
+    assert findings == Findings() and choice is not None
+    assert getattr(warmup, choice.type)(**choice.params).rate(999, 0.001) == pytest.approx(0.001)
 
 
 def test_an_automatic_peak_is_the_optimizers_rate() -> None:

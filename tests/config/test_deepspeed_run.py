@@ -78,6 +78,7 @@ def test_what_the_section_leaves_out_has_deepspeeds_defaults() -> None:
         reduce_bucket_size=500_000_000,
         allgather_bucket_size=500_000_000,
         overlap_comm=False,
+        prefetch_bucket_size=50_000_000,
         param_persistence_threshold=100_000,
         max_reuse_distance=10**9,
     )

@@ -82,7 +82,7 @@ def tensors(checkpoint: Checkpoint) -> dict[tuple[str, str], torch.Tensor]:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_resuming_is_bitwise(tmp_path: Path, precision: str, stage: int) -> None:
     common = {"tensor_model_parallel_size": 2, "zero_stage": stage, "precision": precision, **PRECISIONS[precision]}
@@ -118,7 +118,7 @@ def test_another_layout_goes_on_from_the_same_files(tmp_path: Path) -> None:
     expected = figures(saved["metrics_file"])[HALF:]
     assert len(expected) == WHOLE - HALF
 
-    others = {"tp4": (4, 4, 0), "dp4": (4, 1, 1), "one": (1, 1, 0)}
+    others = {"tp4": (4, 4, 0), "dp4": (4, 1, 1), "one": (1, 1, 0), "partitioned": (4, 2, 3)}
     for name, (world_size, tensor_size, stage) in others.items():
         metrics_file = tmp_path / f"{name}.jsonl"
         settings = {"tensor_model_parallel_size": tensor_size, "zero_stage": stage, "load": saved["save"]}

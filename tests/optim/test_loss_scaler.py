@@ -45,6 +45,13 @@ def test_literal_histories(steps: str, scales: list[float]) -> None:
     assert [state.scale for state in history(dynamic(), steps)] == scales
 
 
+def test_consecutive_overflows_alone_use_up_the_hysteresis() -> None:
+    scaler = dynamic(consecutive_hysteresis=True, window=100)
+    assert [state.scale for state in history(scaler, "x.x.xx.x")] == [16, 16, 16, 16, 16, 8, 8, 8]
+    assert [state.scale for state in history(dynamic(window=100), "x.x.xx.x")] == [16, 16, 8, 8, 4, 2, 2, 2]
+    assert LossScaler.from_config(PrecisionConfig(precision="fp16", consecutive_hysteresis=True)).consecutive_hysteresis
+
+
 @settings(deadline=None, max_examples=50)
 @given(st.text("...x", max_size=60), st.integers(1, 5))
 def test_hysteresis_one_is_torchs_rule(steps: str, window: int) -> None:

@@ -41,12 +41,10 @@ class Steps:
 
     def __init__(self, ledger: AnyLedger, mesh: Mesh, **changes: Any) -> None:
         config = make_run(**{**SETTINGS, "global_batch_size": 6 * mesh.topology.dp, **changes})
-        self.buffers = FusedBuffers(0, CPU)
+        self.buffers = FusedBuffers(0, CPU, ledger=ledger)
         self.mesh = mesh
-        self.core = build_core(config, mesh, self.buffers, vocab_size=101)
+        self.core = build_core(config, mesh, self.buffers, vocab_size=101, ledger=ledger)
         self.parts = step_parts(config, self.core)
-        for parameter in self.core.model.parameters():
-            ledger.tag(parameter, "parameters")
         tokens = torch.arange(48).view(3, 16) % 101
         self.batch = StepBatch(0, [MicroBatch(index, tokens, tokens, None) for index in range(2)])
 
@@ -59,7 +57,7 @@ def alone() -> Mesh:
     return make_mesh(Topology(tp=1, dp=1), 0, CPU, FusedBuffers(0, CPU))
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_a_step_holds_what_the_engine_says_it_holds(zero_stage: int) -> None:
     with Ledger(CPU) as ledger:
         steps = Steps(ledger, alone(), zero_stage=zero_stage, precision="bf16")
@@ -69,8 +67,14 @@ def test_a_step_holds_what_the_engine_says_it_holds(zero_stage: int) -> None:
             steps.take()
             record = report.end_step(iteration)
         held = steps.core.engine.model_state_bytes()
-        assert record["at_peak"]["parameters"] == record["peaks"]["parameters"] == held.parameters
-        assert sum(record["at_peak"].values()) == record["peak_bytes"]
+        at_peak, peaks = record["at_peak"], record["peaks"]
+        assert at_peak["parameters"] == peaks["parameters"] == held.parameters
+        assert at_peak["master"] == held.master
+        assert at_peak["moments"] == held.moments
+        assert at_peak["communication_buffers"] == steps.buffers.total_bytes
+        assert held.gradients <= at_peak["gradients"] <= peaks["gradients"]
+        assert peaks["gathered_parameters"] == 2 * steps.core.engine.gathered_numel[1]
+        assert sum(at_peak.values()) == record["peak_bytes"]
         # Between steps nothing is left but model states, buffers, and small change: counters, indices, last figures.
         left = sum(ledger.live_bytes().values()) - held.total - steps.buffers.total_bytes
         assert 0 < left < 4096
@@ -119,7 +123,7 @@ def two_steps(ledger: Ledger, zero_stage: int) -> list[list[list[int]]]:
     return moments
 
 
-@pytest.mark.parametrize("zero_stage", [0, 2])
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
 def test_a_dry_step_has_the_ledger_of_a_real_one(zero_stage: int) -> None:
     with Ledger(CPU) as ledger:
         real = two_steps(ledger, zero_stage)

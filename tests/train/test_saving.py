@@ -23,6 +23,7 @@ from megazero.train.build import Core, batch_layout, step_parts
 from megazero.train.saving import Saver, check_compatible, check_shapes, find_checkpoint, restore_engine
 from megazero.train.state import TrainState
 from megazero.train.step import StepControls, training_step
+from megazero.zero.gathered import GatheredParameters
 
 GLOBAL_BATCH = 4
 STATE = TrainState(LossScale(8.0, good_steps=2), iteration=2, consumed_samples=8, optimizer_steps=2)
@@ -81,8 +82,10 @@ def load_on_rank(rank: int, root: Path, layout: tuple[int, int, int], with_optim
     core = core_on_rank(rank, config, tp=tp, dp=dp)
     before = owned_boxes(core)
     restore_engine(open_checkpoint(root), core.engine, core.mesh, with_optimizer=with_optimizer)
+    with GatheredParameters(core.model):
+        working = pieces(core.model)
     core.engine.close()
-    return Loaded(before, owned_boxes(core), pieces(core.model))
+    return Loaded(before, owned_boxes(core), working)
 
 
 def full(ranks: list[list[Saved]], kind: str) -> dict[str, Tensor]:
@@ -96,7 +99,14 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("layout", "other"),
-    [((1, 2, 2), (2, 1, 0)), ((2, 1, 1), (1, 2, 2)), ((2, 1, 0), (1, 1, 1)), ((1, 1, 2), (2, 2, 2))],
+    [
+        ((1, 2, 2), (2, 1, 0)),
+        ((2, 1, 1), (1, 2, 2)),
+        ((2, 1, 0), (1, 1, 1)),
+        ((1, 1, 2), (2, 2, 2)),
+        ((1, 2, 3), (2, 2, 1)),
+        ((2, 1, 0), (1, 4, 3)),
+    ],
     ids=str,
 )
 def test_a_checkpoint_of_one_layout_fills_another(

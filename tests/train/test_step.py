@@ -79,6 +79,7 @@ def masked_reference() -> History:
         {"dp": 2, "accumulation": 2, "stage": 0},
         {"dp": 2, "accumulation": 2, "stage": 1},
         {"dp": 2, "accumulation": 2, "stage": 2},
+        {"dp": 2, "accumulation": 2, "stage": 3},
         {"tp": 2, "dp": 2, "stage": 2},
         {"accumulation": 4},
     ],

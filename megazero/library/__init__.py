@@ -1,0 +1,1 @@
+"""megazero around any torch.nn.Module: `engine = megazero.initialize(model, config)`."""

@@ -1,0 +1,82 @@
+"""A user's module made ready for the engine: device, number format, equal values on all ranks, descriptions.
+
+Parameters that an engine or `zero.Init` keeps already are where they belong, and only described.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from megazero.comm.interface import Communicator
+from megazero.comm.mesh import Mesh
+from megazero.errors import Problem, UsageError, raise_problems
+from megazero.parallel.param_spec import ParamSpec, attach_spec
+from megazero.zero.guard import handle_of
+
+# What tensor-parallel libraries call a parameter of which every rank has another slice.
+_SHARDED = ("tensor_model_parallel", "model_parallel")
+
+
+def prepare(model: nn.Module, mesh: Mesh, dtype: torch.dtype) -> None:
+    """Bring `model` to the mesh's device and to `dtype`, with data-parallel rank 0's values on all of them.
+
+    dtype: of everything that is floating point.  Raises UsageError with all that keeps the model from being trained.
+    """
+    raise_problems(UsageError, _problems(model))
+    own = [parameter for parameter in model.parameters() if handle_of(parameter) is None]
+    for tensor in (*own, *model.buffers()):
+        tensor.data = tensor.data.to(mesh.device, dtype if tensor.is_floating_point() else tensor.dtype)
+    for parameter in own:
+        parameter.grad = None
+    broadcast([*own, *model.buffers()], mesh.axis("dp"))
+    for parameter in model.parameters():
+        describe(parameter, mesh)
+
+
+def broadcast(tensors: list[Tensor], communicator: Communicator) -> None:
+    """Every rank gets rank 0's values."""
+    with torch.no_grad():
+        dense = [tensor.detach().contiguous() for tensor in tensors]
+        for work in [communicator.broadcast(tensor, 0) for tensor in dense]:
+            work.wait()
+        for tensor, sent in zip(tensors, dense, strict=True):
+            if sent.data_ptr() != tensor.data_ptr():
+                tensor.copy_(sent)
+
+
+def describe(parameter: nn.Parameter, mesh: Mesh) -> None:
+    """Attach a spec to a parameter without one: whole, or one of its tensor-parallel slices; weight decay applies.
+
+    The dim that is sliced is `partition_dim`, where the parameter says it.
+    """
+    if isinstance(getattr(parameter, "spec", None), ParamSpec):
+        return
+    shape = tuple(parameter.shape)
+    full, offset, size = list(shape), [0] * len(shape), mesh.axis("tp").size
+    is_sharded = size > 1 and any(getattr(parameter, name, False) for name in _SHARDED)
+    if is_sharded:
+        dim = max(getattr(parameter, "partition_dim", 0), 0)
+        full[dim], offset[dim] = full[dim] * size, mesh.axis("tp").rank * full[dim]
+    axes = ("tp",) if is_sharded else ()
+    attach_spec(parameter, ParamSpec("", tuple(full), shape, tuple(offset), sharded_axes=axes))
+
+
+def _problems(model: nn.Module) -> Iterator[Problem]:
+    named = list(model.named_parameters())
+    for name, parameter in named:
+        if is_lazy(parameter):
+            rule = "every parameter has its shape: a lazy module makes them in its first forward"
+            yield Problem(f"parameter {name} without a shape", rule, "one forward of the model before initialize")
+        elif handle_of(parameter) is None and parameter.is_meta:
+            rule = "parameters have values"
+            yield Problem(f"parameter {name} on the meta device", rule, "a model made under megazero.zero.Init")
+        elif parameter.is_complex():
+            yield Problem(f"parameter {name} of {parameter.dtype}", "parameters are real", "torch.view_as_real of it")
+    if not any(parameter.requires_grad for _, parameter in named):
+        yield Problem("a model without a parameter that requires a gradient", "there is something to train")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            rule = "gradients are dense: they travel in flat buffers"
+            yield Problem(f"embedding {name} with sparse=True", rule, "sparse=False")

@@ -1,0 +1,107 @@
+"""One optimizer step: norm over all ranks, clipping, overflow check, update, loss scale, learning rates.
+
+Gradients arrive as sums over micro-batches and data-parallel ranks, of losses that were multiplied by the loss scale.
+What makes the average of them is one factor, `gradient_scale`:
+
+    average = sum x predivisor / (data-parallel ranks x loss scale)
+
+A learning rate moves on after each update that was not skipped, as DeepSpeed's do: update k (from 0) takes the
+schedule's rate of step k - 1.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megazero.comm.mesh import Mesh
+from megazero.optim.grad_norm import clip_coefficient
+from megazero.optim.inner import StepInputs
+from megazero.optim.loss_scaler import LossScaler
+from megazero.optim.warmup import Schedule
+from megazero.zero.engine import Engine
+
+
+class StepOutcome(NamedTuple):
+    """grad_norm: before clipping, unscaled, float64 without dimensions.  applied: False where an overflow skipped it."""
+
+    grad_norm: Tensor
+    applied: bool
+
+
+class LearningRates:
+    """The rates of an optimizer's groups: a schedule's, or whatever stands in the groups."""
+
+    def __init__(self, groups: Sequence[dict[str, Any]], schedule: Schedule | None) -> None:
+        """groups: param groups with an "lr" each, which a schedule takes as its base and writes to."""
+        self._groups = groups
+        self._schedule = schedule
+        self._bases = [float(group["lr"]) for group in groups]
+        self._num_updates = 0
+        self._write()
+
+    def current(self) -> list[float]:
+        """The rates of the next update, one a group."""
+        return [float(group["lr"]) for group in self._groups]
+
+    def advance(self) -> None:
+        """An update has been made."""
+        self._num_updates += 1
+        self._write()
+
+    def _write(self) -> None:
+        if self._schedule is not None:
+            for group, base in zip(self._groups, self._bases, strict=True):
+                group["lr"] = self._schedule.rate(self._num_updates - 1, base)
+
+
+class Stepper:
+    """Takes the steps of one engine."""
+
+    def __init__(self, core: Engine, mesh: Mesh, *, rates: LearningRates, scaler: LossScaler, clip_grad: float) -> None:
+        """clip_grad: largest gradient norm, 0 for none."""
+        self._core = core
+        self._mesh = mesh
+        self._clip_grad = clip_grad
+        self._scaler = scaler
+        self._state = scaler.start()
+        self.rates = rates
+
+    @property
+    def loss_scale(self) -> float:
+        """What the next backward's loss is multiplied with."""
+        return self._state.scale
+
+    def gradient_scale(self) -> float:
+        """What summed gradients are multiplied with to be averages."""
+        return self._core.predivisor / (self._core.data_parallel.size * self.loss_scale)
+
+    def step(self, *, checks_overflow: bool) -> StepOutcome:
+        """Update the parameters, which are up to date on every rank when this returns.
+
+        checks_overflow: a gradient that is not finite skips the update and lowers the loss scale (fp16).  Raises
+        TrainingError after too many such steps at the lowest scale.
+        """
+        self._core.finish_reductions()
+        local = self._core.local_norms()
+        square = local.square.clone()
+        self._mesh.world.all_reduce_scalars(square).wait()
+        scale = self._core.gradient_scale
+        grad_norm = square.sqrt() * scale
+        overflow = checks_overflow and not bool(torch.isfinite(square).item())
+        if not overflow:
+            factor = clip_coefficient(grad_norm, self._clip_grad) * scale
+            self._core.update(StepInputs(self.rates.current()[0], factor, None))
+            # Parameters may be read anywhere between two steps, not only where a forward waits for them.
+            self._core.ensure_parameters()
+            self.rates.advance()
+        self._state = self._scaler.after_step(self._state, overflow=overflow)
+        if overflow:
+            self._check_not_exhausted(local.first_overflow)
+        return StepOutcome(grad_norm, not overflow)
+
+    def _check_not_exhausted(self, first_overflow: Tensor) -> None:
+        first = first_overflow.clone()
+        self._mesh.world.all_reduce_scalars(first, "min").wait()
+        self._scaler.check_not_exhausted(self._state, parameter=self._core.parameter_name(int(first.item())))
