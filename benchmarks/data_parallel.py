@@ -129,15 +129,39 @@ class Losses(nn.Module):
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--rounds", type=int, default=6, help="turns of every system; the first is a warm-up")
+    add_work(parser)
+    parser.add_argument(
+        "--systems", nargs="+", default=["alone", "ddp", "zero-0", "zero-1", "zero-2", "zero-3", "fsdp2"], help="which"
+    )
+    return parser.parse_args()
+
+
+def add_work(parser: argparse.ArgumentParser) -> None:
+    """Options that say what a turn trains."""
     parser.add_argument("--steps", type=int, default=8, help="steps of a turn")
     parser.add_argument("--num-layers", type=int, default=8, help="blocks")
     parser.add_argument("--hidden-size", type=int, default=256, help="width")
     parser.add_argument("--seq-length", type=int, default=128, help="tokens of a sample")
     parser.add_argument("--micro-batch-size", type=int, default=2, help="samples of a rank and step")
-    parser.add_argument(
-        "--systems", nargs="+", default=["alone", "ddp", "zero-0", "zero-1", "zero-2", "zero-3", "fsdp2"], help="which"
+
+
+def model_config(options: argparse.Namespace) -> ModelConfig:
+    return ModelConfig(
+        num_layers=options.num_layers,
+        hidden_size=options.hidden_size,
+        num_attention_heads=options.hidden_size // 64,
+        seq_length=options.seq_length,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
     )
-    return parser.parse_args()
+
+
+def meet() -> Mesh:
+    """All ranks of the launch as one data-parallel axis."""
+    launch = Launch.from_environment()
+    device = choose_device("auto", launch.local_rank)
+    join(launch, backend="auto", device=device, timeout_minutes=10)
+    return make_mesh(Topology(dp=launch.world_size), launch.rank, device, FusedBuffers(0, device))
 
 
 def make_model(config: ModelConfig, device: torch.device) -> GPT:
@@ -258,7 +282,7 @@ def report(systems: list[System], numel: int) -> None:
         median = statistics.median(system.seconds)
         low, _, high = statistics.quantiles(system.seconds, n=4)
         print(
-            f"{system.name:7s} {1000 * median:7.1f} ms ({1000 * low:.1f} to {1000 * high:.1f})  {median / base:5.2f} x DDP"
+            f"{system.name:7s} {1000 * median:7.1f} ms ({1000 * low:.1f} to {1000 * high:.1f}), {median / base:.2f} DDP"
             f"  peak {system.peak_bytes / 1e6:6.1f} MB, {system.peak_bytes / numel:4.1f} B a parameter"
             f"  sent {system.sent_bytes / numel / 4:4.2f} x 4 B a parameter, {system.messages:3d} messages"
             f"  loss {system.losses[0]:.4f} -> {system.losses[-1]:.4f}"
@@ -267,19 +291,8 @@ def report(systems: list[System], numel: int) -> None:
 
 def main() -> None:
     options = parse_arguments()
-    launch = Launch.from_environment()
-    device = choose_device("auto", launch.local_rank)
-    join(launch, backend="auto", device=device, timeout_minutes=10)
-    mesh = make_mesh(Topology(dp=launch.world_size), launch.rank, device, FusedBuffers(0, device))
-    config = ModelConfig(
-        num_layers=options.num_layers,
-        hidden_size=options.hidden_size,
-        num_attention_heads=options.hidden_size // 64,
-        seq_length=options.seq_length,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-    )
-    num_positions = options.micro_batch_size * launch.world_size * options.seq_length
+    mesh, config = meet(), model_config(options)
+    num_positions = options.micro_batch_size * mesh.topology.dp * options.seq_length
     watched = {name: watch_one_step(name, config, mesh, options) for name in options.systems}
     systems = [make_system(name, config, mesh, num_positions) for name in options.systems]
     for system in systems:
@@ -288,8 +301,8 @@ def main() -> None:
     for turn in range(options.rounds):
         for system in systems:
             take_turn(system, mesh, options, turn)
-    if launch.rank == 0:
-        report(systems, sum(parameter.numel() for parameter in make_model(config, device).parameters()))
+    if mesh.rank == 0:
+        report(systems, sum(parameter.numel() for parameter in make_model(config, mesh.device).parameters()))
     for system in systems:
         system.close()  # gathers of updated parameters may still be in flight
     leave()

@@ -1,3 +1,25 @@
-"""megazero: GPT pretraining with tensor parallelism and ZeRO data parallelism.  Importing it does nothing."""
+"""megazero: pretraining with tensor parallelism and ZeRO data parallelism.  Importing it does nothing.
+
+    megazero.initialize(model, config)     an engine around any torch.nn.Module
+    megazero.zero                          Init, GatheredParameters, ... (megazero/zero/__init__.py)
+
+Public names are imported when they are first used.
+"""
+
+from importlib import import_module
+from typing import Any
 
 __version__ = "0.1.0"
+__all__ = ["initialize", "zero"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "initialize":
+        return import_module("megazero.library.initialize").initialize
+    if name == "zero":
+        return import_module("megazero.zero")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -9,6 +9,7 @@ from itertools import groupby
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from megazero.comm.interface import Communicator
 
@@ -34,12 +35,12 @@ class ModuleBuffers:
         buffers = {id(b): b for module in self._owners for b in module._buffers.values() if b is not None}
         ordered = sorted(buffers.values(), key=lambda buffer: str(buffer.dtype))
         # A forward before may have saved the buffers for its backward, and their values are of no matter there.
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(ordered)):
+        with torch.no_grad(), _unsafe_preserve_version_counter(tuple(ordered)):
             for _, alike in groupby(ordered, key=lambda buffer: buffer.dtype):
                 self._send_together(list(alike))
 
     def _send_together(self, buffers: list[Tensor]) -> None:
         flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
         self._communicator.broadcast(flat, 0).wait()
-        for buffer, sent in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
+        for buffer, sent in zip(buffers, torch.split(flat, [buffer.numel() for buffer in buffers]), strict=True):
             buffer.copy_(sent.view(buffer.shape))

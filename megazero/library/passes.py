@@ -42,7 +42,6 @@ class BackwardPasses:
         self._at_next = True  # whether the step's next pass is still to come, or the last one is the current one
         self._is_explicit = self._is_armed = self._is_begun = self._is_scaled = False
         self._kept: dict[str, Tensor] = {}  # gradients that autograd is to add to in place
-        self._arrived: set[str] = set()
         self._handles: list[Any] = []
 
     def watch(self, model: nn.Module) -> None:
@@ -140,9 +139,6 @@ class BackwardPasses:
             self._arm()
             self._begin_plain()
             self._is_begun = True
-        if name in self._arrived:
-            raise _came_twice(name)
-        self._arrived.add(name)
         kept, parameter = self._kept.get(name), self._parameters[name]
         if kept is not None and parameter.grad is not kept:
             _put_back(parameter, kept)
@@ -158,6 +154,9 @@ class BackwardPasses:
         except UsageError:
             self._is_armed = False
             self._core.finish_reductions()
+            for name, parameter in self._parameters.items():
+                if name not in self._kept:
+                    parameter.grad = None
             self.start_over()
             raise
         self._begin()
@@ -169,7 +168,6 @@ class BackwardPasses:
             raise UsageError(Problem(given, _STEP, legal))
 
     def _begin(self) -> None:
-        self._arrived.clear()
         self._core.begin_backward(is_last=self._synchronises and self.count + 1 == self.accumulation)
 
     def _end(self) -> None:
@@ -194,11 +192,3 @@ def _put_back(parameter: nn.Parameter, kept: Tensor) -> None:
     else:
         kept.add_(gradient)
     parameter.grad = kept
-
-
-def _came_twice(name: str) -> UsageError:
-    rule = (
-        "a backward pass completes each gradient once; reentrant checkpoints that share a parameter complete it twice"
-    )
-    legal = "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-    return UsageError(Problem(f"two gradients of parameter {name} in one backward pass", rule, legal))

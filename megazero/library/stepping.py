@@ -24,7 +24,7 @@ from megazero.zero.engine import Engine
 
 
 class StepOutcome(NamedTuple):
-    """grad_norm: before clipping, unscaled, float64 without dimensions.  applied: False where an overflow skipped it."""
+    """grad_norm: before clipping, unscaled; float64 without dimensions.  applied: False after an overflow."""
 
     grad_norm: Tensor
     applied: bool

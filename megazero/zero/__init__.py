@@ -1,1 +1,34 @@
-"""ZeRO data parallelism: one engine for every stage."""
+"""ZeRO data parallelism: one engine for every stage.
+
+The names below are for users of the library, who may write `megazero.zero.GatheredParameters`; each is imported from
+its module when it is first used.
+"""
+
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any
+
+_MODULES = MappingProxyType(
+    {
+        "GatheredParameters": "gathered",
+        "Init": "init",
+        "TiledLinear": "tiled_linear",
+        "register_external_parameter": "gathered",
+        "safe_get_full_fp32_param": "access",
+        "safe_get_full_grad": "access",
+        "safe_get_full_optimizer_state": "access",
+        "safe_set_full_fp32_param": "access",
+        "safe_set_full_grad": "access",
+        "safe_set_full_optimizer_state": "access",
+    }
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(_MODULES)

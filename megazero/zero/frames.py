@@ -8,12 +8,14 @@ pinned when their module's forward begins and let go when it ends.  Two nets cat
     a tensor saved for backward               is remembered with its unit, and gathers it when backward asks for it
 
 so what a model does between its modules needs no declaration.  Where saved tensors go elsewhere (activation
-recomputation has hooks of its own on them), a gradient that comes back to a unit's output gathers it instead.
-Outermost frames also tell where a backward begins.
+recomputation has hooks of its own on them), a gradient that comes back to a module's output gathers its units instead,
+and those of the modules around it, whose own backward goes on when the inner module's is done.  Outermost frames also
+tell where a backward begins.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +29,10 @@ from megazero.zero.publish import ParameterPublisher
 
 @dataclass
 class _Frame:
+    """hidden: whether tensors that are saved in it for backward go elsewhere, and their units must come unasked."""
+
     module: nn.Module
+    hidden: bool
     pinned: list[str] = field(default_factory=list)
 
 
@@ -105,7 +110,7 @@ class Frames:
     def _enter(self, module: nn.Module, _inputs: Any) -> None:
         if not self._stack and not in_backward() and self._gather.is_needed:
             self._begin_forward()
-        frame = _Frame(module)
+        frame = _Frame(module, hidden=not (self._saving and self._saving.sees_what_is_saved()))
         self._stack.append(frame)
         for unit in self._consumers.get(module, ()):
             self._publisher.ensure(unit)
@@ -118,21 +123,24 @@ class Frames:
             return  # its forward was not entered: an error came before
         frame = self._stack.pop()
         returned = self._units_in(output) if frame.pinned else set()
-        if frame.pinned and torch.is_grad_enabled() and not (self._saving and self._saving.sees_what_is_saved()):
-            self._gather_when_gradients_come(output, frame.pinned)
+        if frame.pinned and frame.hidden and torch.is_grad_enabled():
+            around = [outer.pinned for outer in self._stack if outer.hidden]
+            self._gather_when_gradients_come(output, [*around, frame.pinned])
         for unit in frame.pinned:
             if unit in returned and self._stack:
                 self._stack[-1].pinned.append(unit)
                 continue
             if unit in returned:
-                self._gather.let_go(unit)
+                self._gather.share(unit)
             self._gather.unpin(unit)
         if not self._stack and self._gather.is_needed:
             self._end_forward(output)
 
-    def _gather_when_gradients_come(self, output: Any, units: list[str]) -> None:
+    def _gather_when_gradients_come(self, output: Any, pinned: list[list[str]]) -> None:
+        """pinned: of the frames concerned, outermost first; those still open may pin more."""
+
         def gather(gradient: Tensor) -> None:
-            for unit in units:
+            for unit in chain.from_iterable(pinned):
                 self._gather.demand(unit)
 
         for tensor in tensors_in(output):
@@ -159,7 +167,7 @@ class Frames:
         self.on_backward()
 
     def _units_in(self, output: Any) -> set[str]:
-        found = (self._gather.unit_of_storage(t.untyped_storage()._cdata) for t in tensors_in(output))
+        found = (self._gather.unit_of_memory(tensor) for tensor in tensors_in(output))
         return {unit for unit in found if unit is not None}
 
 
@@ -193,14 +201,16 @@ class _SavedTensors:
         return top is not None and top[0] == self._pack
 
     def _pack(self, tensor: Tensor) -> Any:
-        unit = self._gather.unit_of_storage(tensor.untyped_storage()._cdata)
-        return self._pack_other(tensor) if unit is None else _Saved(unit, tensor)
+        unit = self._gather.unit_of_memory(tensor)
+        return self._pack_other(tensor) if unit is None else _Saved(unit, tensor.detach())
 
     def _unpack(self, packed: Any) -> Tensor:
         if not isinstance(packed, _Saved):
             return self._unpack_other(packed)
-        if self._gather.unit_of_storage(packed.tensor.untyped_storage()._cdata) is not None:
-            self._gather.demand(packed.unit)  # else the tensor has kept its memory
+        if self._gather.unit_of_memory(packed.tensor) is not None:  # else the tensor has kept its memory
+            self._gather.demand(packed.unit)
+            if torch.is_grad_enabled():  # this backward makes a graph itself, whose saved tensors go past us
+                self._gather.share(packed.unit)
         return packed.tensor
 
 

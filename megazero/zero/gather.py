@@ -43,6 +43,9 @@ class GatheredUnit:
 
     pins: how many hold it.  ahead: gathered (in part) for a use that has not come yet.  awaited: its trainable
     parameters whose gradients have not come in this pass; releases_early: whether nothing needs the unit once all have.
+    shared: whether others refer to its memory, who keep it beyond the release.  lent_in: the backward in which a
+    recomputation got it, which may go through what it has recomputed in a backward of its own.  held: whether the user
+    has had it, and may have written what is to be lost.
     """
 
     name: str
@@ -53,6 +56,9 @@ class GatheredUnit:
     state: UnitState = UnitState.PARTITIONED
     pins: int = 0
     ahead: bool = False
+    shared: bool = False
+    lent_in: int | None = None
+    held: bool = False
     awaited: set[str] = field(default_factory=set)
     works: dict[int, Work] = field(default_factory=dict)  # launched buckets, by index
 
@@ -86,6 +92,8 @@ class ParameterGather:
         self._orders = {True: UseOrder(numel), False: UseOrder(numel)}  # passes with a backward, passes without
         self._order = self._orders[True]
         self._last_in_backward: GatheredUnit | None = None
+        self._node: object = None  # of autograd's graph: the one that backward was computing when it last asked
+        self._used_by_node: set[str] = set()
         self._live: dict[str, GatheredUnit] = {}  # units with memory, the longest unused first
         self.live_numel = 0
         self.peak_live_numel = 0
@@ -104,9 +112,9 @@ class ParameterGather:
         unit = self._unit_of.get(parameter)
         return None if unit is None else unit.name
 
-    def unit_of_storage(self, address: int) -> str | None:
-        """The unit whose memory lies in the storage at this address; None for any other storage."""
-        unit = self._by_storage.get(address)
+    def unit_of_memory(self, tensor: torch.Tensor) -> str | None:
+        """The unit in whose memory the tensor lies; None for any other tensor, with memory or without."""
+        unit = self._by_storage.get(_address(tensor)) if torch._C._has_storage(tensor) else None
         return None if unit is None else unit.name
 
     def begin_pass(self, *, with_backward: bool) -> None:
@@ -118,7 +126,7 @@ class ParameterGather:
         unit = self._units[name]
         unit.pins += 1
         if in_backward():
-            self.demand(name)
+            self._use_in_backward(unit)
         else:
             self._order.use(name)
             self._fetch(unit, why)
@@ -130,6 +138,7 @@ class ParameterGather:
         unit = self._units[name]
         unit.pins += 1
         self._fetch(unit, why)
+        unit.held = True
         _each(unguard, unit.parameters)
 
     def unpin(self, name: str) -> None:
@@ -138,28 +147,46 @@ class ParameterGather:
         unit.pins -= 1
         if unit.pins == 0:
             _each(guard, unit.parameters)
-            gone = unit.state is UnitState.PARTITIONED
-            if not gone and not in_backward() and not self._is_worth_keeping(unit):
+            stays = not unit.held and (in_backward() or self._is_worth_keeping(unit))
+            if unit.state is not UnitState.PARTITIONED and not stays:  # its memory may not have come at all
                 self._release(unit)
 
+    def share(self, name: str) -> None:
+        """Others refer to the unit's memory from now on: they keep it when the unit is released."""
+        self._units[name].shared = True
+
     def demand(self, name: str) -> None:
-        """Backward needs the unit (once or many times in a row: one use)."""
+        """Backward needs the unit; what one node of the graph needs is there together."""
         unit = self._units[name]
+        node = torch._C._current_autograd_node()
+        if node is not self._node:
+            self._node, self._used_by_node = node, set()
+        self._used_by_node.add(name)
+        self._use_in_backward(unit)
+
+    def lend(self, name: str) -> None:
+        """Backward recomputes a part of a forward with the parameters themselves, and keeps what it has saved of them.
+
+        They are unguarded as long as the unit is there.
+        """
+        unit = self._units[name]
+        self.demand(name)
+        unit.shared = True
+        unit.lent_in = torch._C._current_graph_task_id()
+        _each(unguard, unit.parameters)
+
+    def _use_in_backward(self, unit: GatheredUnit) -> None:
+        """A use by a backward; many in a row are one."""
         if self._last_in_backward is not unit:
             self._last_in_backward = unit
             self._order = self._orders[True]
-            self._order.use(name)
+            self._order.use(unit.name)
             unit.awaited = set(unit.trainable)
             self._release_passed(unit)
         elif unit.state is UnitState.WHOLE:
             return
         self._fetch(unit, "backward")
         self._look_ahead()
-
-    def lend(self, name: str) -> None:
-        """Backward computes with the parameters themselves (it recomputes a part of a forward): unguarded for now."""
-        self.demand(name)
-        _each(unguard, self._units[name].parameters)
 
     def gradient_ready(self, parameter: str) -> None:
         """Autograd has finished a parameter's gradient; with the last one of its unit, backward is done with it."""
@@ -173,9 +200,9 @@ class ParameterGather:
     def end_pass(self, *, with_backward: bool) -> None:
         """A backward, or a forward without one, is over: nothing stays that nobody holds."""
         self._orders[with_backward].end_pass()
-        self._last_in_backward = None
-        if with_backward:
-            self.release_all()
+        self._last_in_backward = self._node = None
+        self._used_by_node = set()
+        self.release_all()
 
     def release_all(self) -> None:
         """Release every unit that nobody holds."""
@@ -190,17 +217,6 @@ class ParameterGather:
             given = f"{call} while {', '.join(held)} is gathered"
             rule = "gathered parameters are copies, which would be out of date"
             raise UsageError(Problem(given, rule, f"{call} after the block of GatheredParameters"))
-
-    def let_go(self, name: str) -> None:
-        """Whoever else refers to the unit's memory keeps it: the parameters move to new memory, not yet there."""
-        unit = self._units[name]
-        _each(unguard, unit.parameters)
-        for section in unit.sections:
-            self._by_storage.pop(_address(self._shards.flat(section)))
-            self._shards.renew_flat(section)
-        self._remember_storages(unit)
-        _each(guard, unit.parameters)
-        self._forget(unit)
 
     def _fetch(self, unit: GatheredUnit, why: str) -> None:
         """Return when the unit is whole."""
@@ -271,33 +287,43 @@ class ParameterGather:
     def _release(self, unit: GatheredUnit) -> None:
         if unit.state is UnitState.IN_FLIGHT:  # gathered ahead, and not used
             self._wait(unit, "a use that did not come")
-        if not self._zero.memory_efficient_linear:
-            self.let_go(unit.name)
-            return
-        for section in unit.sections:
-            self._shards.flat(section).untyped_storage().resize_(0)
-            self._shards.ledger.resized(self._shards.flat(section))
+        if unit.shared or not self._zero.memory_efficient_linear:
+            self._leave_memory(unit)
+        else:
+            for section in unit.sections:
+                self._shards.flat(section).untyped_storage().resize_(0)
+                self._shards.ledger.resized(self._shards.flat(section))
         _each(guard, unit.parameters)
-        self._forget(unit)
-
-    def _forget(self, unit: GatheredUnit) -> None:
         unit.state = UnitState.PARTITIONED
-        unit.ahead = False
+        unit.ahead = unit.shared = unit.held = False
+        unit.lent_in = None
         del self._live[unit.name]
         self.live_numel -= unit.numel
+
+    def _leave_memory(self, unit: GatheredUnit) -> None:
+        """Whoever else refers to the unit's memory keeps it: the parameters move to new memory, not yet there."""
+        _each(unguard, unit.parameters)
+        for section in unit.sections:
+            self._by_storage.pop(_address(self._shards.flat(section)))
+            self._shards.renew_flat(section)
+        self._remember_storages(unit)
 
     def _release_passed(self, current: GatheredUnit) -> None:
         """What backward has gone past goes."""
         for unit in list(self._live.values()):
-            if unit is not current and not unit.pins and not unit.ahead and not self._is_worth_keeping(unit):
+            if not (unit is current or unit.ahead or self._is_in_use(unit) or self._is_worth_keeping(unit)):
                 self._release(unit)
+
+    def _is_in_use(self, unit: GatheredUnit) -> bool:
+        is_recomputed = unit.lent_in is not None and unit.lent_in != torch._C._current_graph_task_id()
+        return unit.pins > 0 or unit.name in self._used_by_node or is_recomputed
 
     def _make_room(self, wanted: GatheredUnit) -> None:
         """Release what is only kept for later, the longest unused first, until `wanted` fits."""
         for unit in list(self._live.values()):
             if self._fits(wanted):
                 return
-            if unit is not wanted and not unit.pins and unit.state is UnitState.WHOLE:
+            if unit.state is UnitState.WHOLE and unit is not wanted and not self._is_in_use(unit):
                 self._release(unit)
 
     def _fits(self, unit: GatheredUnit) -> bool:
@@ -352,4 +378,4 @@ def _each(action: Callable[[nn.Parameter], None], parameters: Iterable[nn.Parame
 
 def _address(tensor: torch.Tensor) -> int:
     """Identity of the tensor's storage, the same for all its views and through resizing."""
-    return int(tensor.untyped_storage()._cdata)
+    return int(torch._C._storage_address(tensor))  # type: ignore[attr-defined]

@@ -80,6 +80,7 @@ class GradientReducer:
         self._in_flight: deque[_InFlight] = deque()
         self._gathering: list[Work] = []
         self._missing: dict[int, set[str]] = {}
+        self._came: set[str] | None = None  # parameters with a gradient in this micro-batch; None: none is due
         self._next = -1  # position in self._buckets of the next bucket to launch; -1: none is due
 
     def begin_step(self) -> None:
@@ -90,12 +91,18 @@ class GradientReducer:
         """Expect the gradients of one backward pass."""
         if self._store.is_due(last_micro_batch=is_last):
             self._missing = {index: set(names) for index, names in self._members.items()}
+            self._came = set()
             self._next = len(self._buckets) - 1
 
     def gradient_ready(self, name: str) -> None:
-        """Autograd has finished the gradient of a parameter; called once per backward pass."""
-        if self._next < 0:
+        """Autograd has finished the gradient of a parameter.  Raises UsageError if it wasn't the parameter's first."""
+        if self._came is None:
             return
+        if name in self._came:
+            rule = "a parameter gets its whole gradient at once, since it may be on its way to the other ranks then"
+            legal = "torch.utils.checkpoint.checkpoint(..., use_reentrant=False); one backward a micro-batch"
+            raise UsageError(Problem(f"a second gradient of {name} in one micro-batch", rule, legal))
+        self._came.add(name)
         for bucket in reversed(self._buckets_of[name]):
             self._store.deposit(bucket, name)
             self._missing[bucket.index].discard(name)
@@ -111,6 +118,7 @@ class GradientReducer:
             self._check_all_came()
         while self._next >= 0:
             self._launch()
+        self._came = None
 
     def finish(self) -> None:
         """Wait for every reduction in flight."""
@@ -132,6 +140,8 @@ class GradientReducer:
             self._launch()
 
     def _launch(self) -> None:
+        while len(self._in_flight) >= max(self._max_in_flight, 1):  # before another takes its buffers
+            self._settle_oldest()
         bucket = self._buckets[self._next]
         self._next -= 1
         whole = self._store.close(bucket, self._missing[bucket.index])
@@ -146,7 +156,7 @@ class GradientReducer:
         else:
             flight = _InFlight(bucket, self._communicator.all_reduce(whole), partition, mine)
         self._in_flight.append(flight)
-        while len(self._in_flight) > self._max_in_flight:
+        if not self._max_in_flight:
             self._settle_oldest()
 
     def _settle_oldest(self) -> None:

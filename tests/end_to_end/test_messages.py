@@ -76,7 +76,7 @@ ROWS: dict[str, Row] = {
     "the sequence is too long": Row(
         {"--max-position-embeddings": "8"}, ("--seq-length 16", "at most max_position_embeddings", "--seq-length 8")
     ),
-    "stage 3": Row({"--zero-stage": "3"}, ("--zero-stage 3", "not there yet", "legal: --zero-stage 2")),
+    "stage 4": Row({"--zero-stage": "4"}, ("--zero-stage 4", "nothing left to partition", "legal: --zero-stage 3")),
     "a pipeline": Row(
         {"--pipeline-model-parallel-size": "2"},
         ("--pipeline-model-parallel-size 2", "not there yet", "legal: --pipeline-model-parallel-size 1"),
@@ -267,8 +267,8 @@ ROWS: dict[str, Row] = {
     ),
     # --- several at once
     "wrong flags, values and combinations": Row(
-        {"--num-layer": "2", "--zero-stage": "3", "--lr": "fast", "--num-attention-heads": "7", "--min-lr": "-1"},
-        ("--num-layer\n", "--lr fast", "--min-lr -1", "--zero-stage 3", "--hidden-size 32 --num-attention-heads 7"),
+        {"--num-layer": "2", "--zero-stage": "4", "--lr": "fast", "--num-attention-heads": "7", "--min-lr": "-1"},
+        ("--num-layer\n", "--lr fast", "--min-lr -1", "--zero-stage 4", "--hidden-size 32 --num-attention-heads 7"),
     ),
     "wrong combinations and a damaged corpus": Row(
         {**CORPUS, "--num-attention-heads": "7", "--save": None, "--save-interval": "5"},

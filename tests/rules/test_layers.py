@@ -16,11 +16,14 @@ LAYERS = (
     {"tensor_parallel", "activations", "pipeline", "zero", "data"},
     {"model"},
     {"checkpoint", "generate"},
-    {"train"},
+    {"train", "library"},
     {"planner"},
     {"__main__"},
 )
 DEPTH = {package: depth for depth, layer in enumerate(LAYERS) for package in layer}
+
+# Packages whose names users write; their __init__ hands names out without importing anything itself.
+PUBLIC_FACES = ("megazero/zero/__init__.py",)
 
 # What a run can do without; only these may be imported inside a function.
 OPTIONAL = ("torch.utils.tensorboard", "transformers")
@@ -94,7 +97,9 @@ def test_no_circle_of_modules() -> None:
 
 def test_packages_are_empty_and_imports_are_absolute() -> None:
     files = [source for source in sources() if source.path.name == "__init__.py" and source.package]
-    assert [s.name for s in files if len(s.tree.body) != 1 or ast.get_docstring(s.tree) is None] == []
+    assert [s.name for s in files if ast.get_docstring(s.tree) is None] == []
+    assert [s.name for s in files if s.name not in PUBLIC_FACES and len(s.tree.body) != 1] == []
+    assert [s.name for s in files if s.name in PUBLIC_FACES and list(targets(s))] == []
     everywhere = [(s.name, module, name) for s in sources("megazero", *PROGRAMS) for module, name in imports(s.tree)]
     assert [found for found in everywhere if found[1].startswith(".") or found[2] == "*"] == []
 

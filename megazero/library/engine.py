@@ -1,0 +1,199 @@
+"""The engine of a user's own training loop: forward, backward, step, over data-parallel ranks.
+
+    engine = megazero.initialize(model, config)
+    for batch in batches:
+        loss = engine(batch)           # the model's forward
+        engine.backward(loss)          # or loss.backward()
+        engine.step()                  # acts after gradient_accumulation_steps backwards
+
+Everything else is asked of the model, through the engine if one likes: `engine.state_dict`, `engine.my_method()`.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from megazero.comm.mesh import Mesh
+from megazero.config.batch import BatchSizes
+from megazero.config.engine import EngineConfig
+from megazero.errors import Problem, UsageError
+from megazero.library.module_buffers import ModuleBuffers
+from megazero.library.passes import BackwardPasses
+from megazero.library.save import save_model
+from megazero.library.stepping import StepOutcome, Stepper
+from megazero.zero.engine import Engine, ModelUnit
+from megazero.zero.plan import Placement
+
+WEIGHTS_FILE = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What an engine is made of; `initialize` makes it."""
+
+    config: EngineConfig
+    batch: BatchSizes
+    mesh: Mesh
+    units: list[ModelUnit]
+    core: Engine
+    passes: BackwardPasses
+    stepper: Stepper
+    optimizer: Optimizer | None
+
+
+class DataParallelEngine:
+    """Trains `module` on this rank's share of the data; made by `megazero.initialize`.
+
+    Every rank makes the same calls in the same order.  What it does not know itself it asks of the module.
+    """
+
+    def __init__(self, module: nn.Module, parts: EngineParts) -> None:
+        self.module = module
+        self.core = parts.core
+        """The ZeRO engine beneath."""
+        self.mesh = parts.mesh
+        self.config = parts.config
+        self.optimizer = parts.optimizer
+        """The torch optimizer whose param groups hold, None for the configuration's AdamW.  It never steps itself."""
+        self.global_steps = 0
+        """Steps so far, skipped ones among them."""
+        self.skipped_steps = 0
+        """Steps that an overflow has skipped (fp16)."""
+        self._batch, self._units = parts.batch, parts.units
+        self._passes, self._stepper = parts.passes, parts.stepper
+        self._buffers = ModuleBuffers(module, parts.core.data_parallel)
+        self._last: StepOutcome | None = None
+        self._was_applied = False
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        """The model's forward; its buffers are data-parallel rank 0's, as under DistributedDataParallel."""
+        self._buffers.before_forward()
+        output = self.module(*inputs, **options)
+        self._buffers.after_forward(synchronised=torch.is_grad_enabled() and self._passes.is_boundary)
+        return output
+
+    forward = __call__
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> None:
+        """Backward of one micro-batch.  `loss` is this rank's mean; gradients are averaged over ranks.
+
+        The loss is divided by gradient_accumulation_steps (not if scale_wrt_gas is False) and multiplied with the loss
+        scale.  Raises UsageError when the step is complete already.
+        """
+        share = 1.0 / self._batch.accumulation if scale_wrt_gas else 1.0
+        self._passes.run(_multiplied(loss, share * self.loss_scale), retain_graph=retain_graph)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale, to begin a plain `backward()` with; needed in fp16."""
+        scaled = _multiplied(loss, self.loss_scale)
+        self._passes.expect_scaled(scaled)
+        return scaled
+
+    def no_sync(self) -> Any:
+        """A block whose backward passes accumulate gradients without counting as the step's.
+
+        Where gradients are partitioned they are reduced all the same, since there is no place for whole ones.
+        """
+        return self._passes.no_sync()
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the micro-batch that is being worked on is the last of its step."""
+        return self._passes.is_boundary
+
+    def step(self) -> None:
+        """Update the parameters if the step's backward passes are done; do nothing before.
+
+        Raises UsageError without a backward pass, and TrainingError when the loss scale can fall no further (fp16).
+        """
+        self._was_applied = False
+        if not self._passes.check_complete():
+            return
+        self._last = self._stepper.step(checks_overflow=self.config.precision.precision == "fp16")
+        self._was_applied = self._last.applied
+        self.global_steps += 1
+        self.skipped_steps += not self._last.applied
+        self._passes.start_over()
+
+    def was_step_applied(self) -> bool:
+        """Whether the last call of `step` has changed the parameters."""
+        return self._was_applied
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing: a step's gradients go when it is over."""
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the next loss; 1 but in fp16."""
+        return self._stepper.loss_scale
+
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the last step's averaged gradients over all ranks, before clipping; None before the first step."""
+        return None if self._last is None else float(self._last.grad_norm.item())
+
+    def get_lr(self) -> list[float]:
+        """Learning rates of the next update, one for each param group."""
+        return self._stepper.rates.current()
+
+    def gradient_accumulation_steps(self) -> int:
+        """Backward passes of a step."""
+        return self._batch.accumulation
+
+    def train_micro_batch_size_per_gpu(self) -> int | None:
+        """Samples of a backward pass on one rank, where the configuration says it."""
+        return self._batch.micro
+
+    def train_batch_size(self) -> int | None:
+        """Samples of a step over all ranks, where the configuration says it."""
+        return self._batch.train
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the model's training mode."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Set the model's evaluation mode."""
+        return self.train(False)
+
+    def empty_partition_cache(self) -> None:
+        """Release gathered parameters that are kept for a next use."""
+        self.core._gather.release_all()
+
+    def save_16bit_model(self, folder: str | Path, filename: str = WEIGHTS_FILE) -> bool:
+        """Write the working parameters and buffers to folder/filename, a safetensors file; a collective call.
+
+        Raises UsageError where parameters are partitioned and the configuration does not allow to gather them, or a
+        rank has slices of them only; CheckpointError when the file cannot be written.
+        """
+        partitioned = self.core.plan.parameter.placement is Placement.PARTITIONED
+        if partitioned and not self.config.zero.gather_16bit_weights_on_model_save:
+            rule = "partitioned parameters are gathered to be saved only where the configuration says so"
+            legal = (
+                "zero.gather_16bit_weights_on_model_save: true (stage3_gather_16bit_weights_on_model_save in DeepSpeed)"
+            )
+            raise UsageError(Problem("save_16bit_model in ZeRO stage 3", rule, legal))
+        if self.mesh.axis("tp").size > 1:
+            given = f"save_16bit_model of a model in {self.mesh.axis('tp').size} tensor-parallel slices"
+            raise UsageError(Problem(given, "one file holds whole parameters", "a checkpoint of every rank"))
+        save_model(self.module, self._units, Path(folder) / filename, self.mesh)
+        return True
+
+    def close(self) -> None:
+        """Take everything off the module again; partitioned parameters stay without values."""
+        self._passes.close()
+        self.core.close()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "module":  # not there yet
+            raise AttributeError(name)
+        return getattr(self.module, name)
+
+
+def _multiplied(loss: Tensor, factor: float) -> Tensor:
+    """A loss of 16 bits is widened first: it could overflow when it is multiplied."""
+    wide = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
+    return wide * factor

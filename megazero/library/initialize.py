@@ -1,0 +1,73 @@
+"""`megazero.initialize`: from a module and a configuration to an engine that trains it."""
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from megazero.comm.mesh import Mesh
+from megazero.config.engine import EngineConfig, load_engine_config, resolve_batch
+from megazero.library.engine import DataParallelEngine, EngineParts
+from megazero.library.join import mesh_and_buffers
+from megazero.library.optimizers import MakeOptimizer, choose
+from megazero.library.passes import BackwardPasses
+from megazero.library.prepare import prepare
+from megazero.library.stepping import LearningRates, Stepper
+from megazero.optim.loss_scaler import LossScaler
+from megazero.optim.warmup import make_schedule
+from megazero.zero.engine import Engine, EngineSettings
+from megazero.zero.plan import resolve
+from megazero.zero.units import choose_units
+
+
+def initialize(
+    model: nn.Module,
+    config: EngineConfig | Mapping[str, Any] | str | Path,
+    mesh: Any = None,
+    optimizer: Optimizer | MakeOptimizer | None = None,
+) -> DataParallelEngine:
+    """An engine that trains `model` in data parallel with ZeRO; every process calls this with the same model.
+
+    model: moved to this process's device and into the configuration's precision, with rank 0's values everywhere; from
+    then on it belongs to the engine.  What requires a gradient now is trained, what doesn't is frozen.
+    config: megazero's own configuration or DeepSpeed's, as a mapping or a file (`megazero/config/engine.py`).
+    mesh: which processes train together: None for all (of torch's default group, or that the launcher has started), a
+    megazero Mesh, torch's DeviceMesh, or an object like Megatron-LM's mpu (`megazero/comm/adopt_groups.py`).
+    optimizer: a torch optimizer over parameters of the model, or a function that makes one of them; its param groups
+    hold, and learning-rate schedulers on it act.  None: the configuration's, over all parameters.
+
+    Raises ConfigError, TopologyError or UsageError with everything that is wrong at once.
+    """
+    settings = load_engine_config(config)
+    mesh, buffers = mesh_and_buffers(mesh)
+    batch = resolve_batch(settings, mesh.axis("dp").size)
+    _tell(settings, mesh)
+    plan = resolve(settings.zero, settings.precision)
+    prepare(model, mesh, plan.parameter.dtype)
+    chosen = choose(optimizer, settings.optimizer, model)
+    passes = BackwardPasses(batch.accumulation, needs_scale=settings.precision.precision == "fp16")
+    passes.watch(model)
+    units = choose_units(model)
+    core_settings = EngineSettings(settings.zero, chosen.inner)
+    core = Engine(model, units, plan, mesh=mesh, buffers=buffers, settings=core_settings)
+    buffers.resize(core.largest_buffer_bytes)
+    schedule = None if settings.scheduler is None else make_schedule(settings.scheduler.type, settings.scheduler.params)
+    stepper = Stepper(
+        core,
+        mesh,
+        rates=LearningRates(chosen.groups, schedule),
+        scaler=LossScaler.from_config(settings.precision),
+        clip_grad=settings.gradient_clipping,
+    )
+    passes.start(core, stepper.gradient_scale)
+    return DataParallelEngine(model, EngineParts(settings, batch, mesh, units, core, passes, stepper, chosen.template))
+
+
+def _tell(config: EngineConfig, mesh: Mesh) -> None:
+    """Keys without effect, once per job."""
+    if mesh.world.rank == 0:
+        for notice in config.notices:
+            warnings.warn(notice, stacklevel=3)

@@ -1,0 +1,35 @@
+"""Which processes train together: from whatever a user has to say about it to a mesh."""
+
+from typing import Any
+
+from megazero.comm.adopt_groups import adopt, adopt_default, is_joined, joined_device
+from megazero.comm.build import Launch, choose_device, join, make_mesh
+from megazero.comm.mesh import Mesh
+from megazero.config.parallel import ParallelConfig
+from megazero.memory.fused_buffers import FusedBuffers
+from megazero.parallel.topology import Topology
+
+
+def mesh_and_buffers(given: Any) -> tuple[Mesh, FusedBuffers]:
+    """The mesh, and the buffers that its collectives borrow (nothing yet: the engine knows the size).
+
+    given: a Mesh, whose collectives have buffers of their own; somebody else's groups (`comm/adopt_groups.py`); or
+    None: all processes of torch's default group or, if there is none, all that the launcher has started.
+    """
+    if isinstance(given, Mesh):
+        return given, FusedBuffers(0, given.device)
+    if given is None and not is_joined():
+        return _join_others()
+    device = joined_device()
+    buffers = FusedBuffers(0, device)
+    return (adopt_default(device, buffers) if given is None else adopt(given, device, buffers)), buffers
+
+
+def _join_others() -> tuple[Mesh, FusedBuffers]:
+    launch = Launch.from_environment()
+    device = choose_device("auto", launch.local_rank)
+    buffers = FusedBuffers(0, device)
+    minutes = ParallelConfig().distributed_timeout_minutes
+    join(launch, backend="auto", device=device, timeout_minutes=minutes)
+    topology = Topology(dp=launch.world_size)
+    return make_mesh(topology, launch.rank, device, buffers, timeout_minutes=minutes), buffers

@@ -1,0 +1,129 @@
+"""A model's working parameters as one safetensors file, gathered unit by unit and written as they come.
+
+The file has what the model's state_dict has.  Its header needs shapes only, so it comes first; then each unit is made
+whole on all ranks, rank 0 writes its tensors, and the unit is let go: no rank ever holds more than one unit.  A tensor
+that has several names is stored under the first, and the others are noted in the header's metadata, {name: stored as},
+which is what safetensors.torch.save_model does.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megazero.checkpoint.agreement import together
+from megazero.checkpoint.manifest import dtype_name
+from megazero.comm.mesh import Mesh
+from megazero.data.files import AsideFile
+from megazero.errors import CheckpointError, UserError
+from megazero.zero.engine import ModelUnit
+from megazero.zero.gathered import GatheredParameters
+
+_ALIGNMENT = 8
+_NO_UNIT = -1  # buffers, which every rank has
+
+
+class StoredTensor(NamedTuple):
+    """A tensor to store; `unit` is the place of its unit in the model."""
+
+    name: str
+    tensor: Tensor
+    unit: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.numel() * self.tensor.element_size()
+
+
+def save_model(model: nn.Module, units: Sequence[ModelUnit], path: Path, mesh: Mesh) -> None:
+    """Write the file; a collective call.  It appears whole or not at all; raises CheckpointError on all ranks."""
+    stored, aliases = contents(model, units)
+    start = header(stored, aliases)
+    writer = _Writer(path, start) if mesh.world.rank == 0 else None
+    for _, alike in groupby(stored, key=lambda item: (item.unit, item.tensor.dtype)):
+        group = list(alike)
+        with GatheredParameters([item.tensor for item in group if isinstance(item.tensor, nn.Parameter)]):
+            if writer is not None:
+                for item in group:
+                    writer.write(item.tensor)
+    together(mesh.world, mesh.device, lambda: None if writer is None else writer.publish(), doing=f"writing {path}")
+
+
+def contents(model: nn.Module, units: Sequence[ModelUnit]) -> tuple[list[StoredTensor], dict[str, str]]:
+    """What is stored, in file order, and {further name: name it is stored under}.
+
+    Wide elements come first, so that every tensor is aligned to its element size; within them units stay together.
+    """
+    unit_of = {name: index for index, unit in enumerate(units) for name in unit.parameters}
+    first_name: dict[int, str] = {}
+    stored, aliases = [], {}
+    for name, tensor in _state(model):
+        known = first_name.setdefault(id(tensor), name)
+        if known != name:
+            aliases[name] = known
+        else:
+            stored.append(StoredTensor(name, tensor, unit_of.get(name, _NO_UNIT)))
+    stored.sort(key=lambda item: (-item.tensor.element_size(), item.unit))
+    return stored, aliases
+
+
+def header(stored: Sequence[StoredTensor], aliases: dict[str, str]) -> bytes:
+    """Length of the JSON, 8 bytes little-endian; then name -> dtype, shape, bytes; padded with spaces."""
+    table: dict[str, object] = {"__metadata__": {"format": "pt", **aliases}}
+    position = 0
+    for item in stored:
+        end = position + item.nbytes
+        shape, dtype = list(item.tensor.shape), dtype_name(item.tensor.dtype)
+        table[item.name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of the state_dict, which cannot be asked: it reads values."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        persistent = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
+        for name, tensor in (*module._parameters.items(), *persistent.items()):
+            if tensor is not None:
+                yield f"{prefix}.{name}" if prefix else name, tensor
+
+
+class _Writer:
+    """Rank 0's file.  An error waits until all ranks may hear of it."""
+
+    def __init__(self, path: Path, start: bytes) -> None:
+        self._error: UserError | None = None
+        self._file: AsideFile | None = None
+        try:
+            self._file = AsideFile(path)
+            self._file.write(start)
+        except UserError as error:
+            self._error = error
+
+    def write(self, tensor: Tensor) -> None:
+        if self._file is None or self._error is not None:
+            return
+        try:
+            dense = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+            self._file.write(dense.numpy().data)  # type: ignore[arg-type]
+        except UserError as error:
+            self._error = error
+
+    def publish(self) -> None:
+        """Give the file its name, or raise CheckpointError with what has gone wrong on the way."""
+        try:
+            if self._error is None and self._file is not None:
+                self._file.publish()
+        except UserError as error:
+            self._error = error
+        finally:
+            if self._file is not None:
+                self._file.discard()
+        if self._error is not None:
+            raise CheckpointError(*self._error.problems) from self._error

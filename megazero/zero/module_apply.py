@@ -1,0 +1,41 @@
+"""`Module.apply` on modules whose parameters are partitioned: what is applied sees them whole.
+
+A module gets an `apply` of its own, an attribute beside the class's method, which gathers the module's direct
+parameters around the call and keeps what data-parallel rank 0 makes of them.  Which modules have a method of their own
+class is left to them.
+"""
+
+from collections.abc import Callable
+from types import MethodType
+
+from torch import nn
+
+from megazero.zero.gathered import GatheredParameters
+
+_NAME = "apply"
+
+
+def apply(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
+    """Call fn on every module below, then on the module itself, each with its own parameters whole; a collective call.
+
+    Named as the method it stands in for, so that a module with it can be copied and pickled: a bound method goes by the
+    name of its function.
+    """
+    for child in self.children():
+        child.apply(fn)
+    with GatheredParameters(list(self.parameters(recurse=False)), modifier_rank=0):
+        fn(self)
+    return self
+
+
+def gather_around_apply(module: nn.Module) -> None:
+    """Have `module.apply` gather the module's own parameters; once is enough."""
+    if type(module).apply is nn.Module.apply and _NAME not in vars(module):
+        setattr(module, _NAME, MethodType(apply, module))
+
+
+def leave_apply(module: nn.Module) -> None:
+    """Take `gather_around_apply` back, if it was called."""
+    own = vars(module).get(_NAME)
+    if isinstance(own, MethodType) and own.__func__ is apply:
+        delattr(module, _NAME)

@@ -1,0 +1,139 @@
+"""The engine around models of many kinds, in every ZeRO stage, against plain PyTorch in float64."""
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from support.any_models import CASES, History, inputs_of, make, train_plain
+from support.processes import mesh_in_worker, run_ranks
+
+import megazero
+from megazero.library.engine import DataParallelEngine
+from megazero.zero.gathered import GatheredParameters
+
+STEPS = 3
+CLIP = 0.05
+OPTIMIZER = {"type": "AdamW", "lr": 1e-2, "params": {"weight_decay": 0.1}}
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a case is trained; `plain` uses loss.backward()."""
+
+    stage: int
+    dp: int = 1
+    accumulation: int = 1
+    plain: bool = False
+    zero: dict[str, Any] = field(default_factory=dict)
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "zero": {"zero_stage": self.stage, "reduce_bucket_size": 200, **self.zero},
+            "precision": {"precision": "fp64"},
+            "optimizer": OPTIMIZER,
+            "gradient_clipping": CLIP,
+            "gradient_accumulation_steps": self.accumulation,
+        }
+
+
+def train(rank: int, name: str, options: Options) -> History:
+    """Some steps on this rank's share, with an evaluation between them."""
+    model = make(name)
+    engine = megazero.initialize(model, options.config(), mesh=mesh_in_worker(rank, dp=options.dp))
+    losses, norms = [], []
+    for step in range(STEPS):
+        losses.append(train_step(engine, rank, name, step, options))
+        norm = engine.get_global_grad_norm()
+        assert norm is not None
+        norms.append(norm)
+        evaluate(engine, name, step)
+    with GatheredParameters(model):
+        weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    engine.close()
+    return History(losses, norms, weights)
+
+
+def train_step(engine: DataParallelEngine, rank: int, name: str, step: int, options: Options) -> float:
+    shares = [x.chunk(options.dp * options.accumulation) for x in inputs_of(name, step)]
+    total = 0.0
+    for micro in range(options.accumulation):
+        part = [share[micro * options.dp + rank] for share in shares]
+        loss = CASES[name].loss(engine, step, *part)
+        total += loss.item() / options.accumulation
+        if options.plain:
+            (loss / options.accumulation).backward()
+        else:
+            engine.backward(loss)
+        assert engine.is_gradient_accumulation_boundary() == (micro + 1 == options.accumulation)
+        engine.step()
+    assert engine.was_step_applied()
+    return total
+
+
+def evaluate(engine: DataParallelEngine, name: str, step: int) -> None:
+    before = engine.core.gathered_numel[0]
+    engine.eval()
+    with torch.no_grad():
+        CASES[name].loss(engine, step, *inputs_of(name, step))
+    engine.train()
+    engine.empty_partition_cache()
+    assert before == engine.core.gathered_numel[0] == 0
+
+
+@cache
+def reference(name: str) -> History:
+    return train_plain(name, STEPS, clip=CLIP)
+
+
+def check(name: str, options: Options) -> None:
+    runs: list[History] = run_ranks(options.dp, train, name, options)
+    expected = reference(name)
+    losses = torch.tensor([run.losses for run in runs], dtype=torch.float64).mean(0).tolist()
+    torch.testing.assert_close(losses, expected.losses, rtol=1e-9, atol=0)
+    for run in runs:
+        torch.testing.assert_close(run.norms, expected.norms, rtol=1e-9, atol=0)
+        assert run.weights.keys() == expected.weights.keys()
+        for key, value in expected.weights.items():
+            torch.testing.assert_close(run.weights[key], value, rtol=1e-9, atol=1e-11, msg=f"{key} of {name}")
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("name", CASES)
+def test_models_train_as_in_plain_torch(name: str, stage: int) -> None:
+    check(name, Options(stage))
+    check(name, Options(stage, dp=2, accumulation=2))
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("name", ["translator", "sharing", "reentrant checkpoint"])
+def test_plain_backward(name: str, stage: int) -> None:
+    check(name, Options(stage, dp=2, accumulation=2, plain=True))
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", range(4))
+def test_more_ranks(stage: int) -> None:
+    check("perceptron", Options(stage, dp=4, accumulation=2))
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    "name", ["recurrent", "translator", "branching", "sharing", "checkpoint", "reentrant checkpoint"]
+)
+@pytest.mark.parametrize(
+    "zero",
+    [
+        {"prefetch_bucket_size": 0},
+        {"max_reuse_distance": 1000, "prefetch_bucket_size": 100},
+        {"memory_efficient_linear": False, "max_live_parameters": 50},
+        {"param_persistence_threshold": 20},
+    ],
+    ids=str,
+)
+def test_gathering_in_every_way(name: str, zero: dict[str, Any]) -> None:
+    """What is gathered when, and for how long, changes nothing."""
+    check(name, Options(3, dp=2, accumulation=2, zero=zero))

@@ -1,0 +1,63 @@
+"""Who trains together: started by torchrun, joined already, somebody else's groups, or alone."""
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+from support.processes import mesh_in_worker, run_ranks
+
+from megazero.library.join import mesh_and_buffers
+
+PROGRAM = """
+import torch
+from torch import nn
+import megazero
+
+model = nn.Linear(3, 1, bias=False).double()
+torch.nn.init.constant_(model.weight, 1.0)
+config = {"zero": {"zero_stage": 3}, "precision": {"precision": "fp64"}, "optimizer": {"type": "SGD", "lr": 0.5}}
+engine = megazero.initialize(model, config)
+rank = engine.mesh.rank
+engine.backward(engine(torch.full((2, 3), float(rank + 1), dtype=torch.float64)).mean())
+engine.step()
+with megazero.zero.GatheredParameters(model):
+    open(f"{rank}.txt", "w").write(f"{engine.mesh.axis('dp').size} {model.weight.tolist()}")
+"""
+
+
+@pytest.mark.gloo
+def test_started_by_torchrun(tmp_path: object) -> None:
+    """The whole way of a user's program on two processes."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.getcwd()}
+    script = f"{tmp_path}/program.py"
+    with open(script, "w") as file:
+        file.write(PROGRAM)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    finished = subprocess.run(command, env=environment, cwd=str(tmp_path), capture_output=True, text=True, timeout=120)
+    assert finished.returncode == 0, finished.stderr
+    for rank in range(2):
+        # The average gradient is 1.5 everywhere.
+        assert open(f"{tmp_path}/{rank}.txt").read() == "2 [[0.25, 0.25, 0.25]]"
+
+
+def test_a_process_of_its_own() -> None:
+    mesh, buffers = mesh_and_buffers(None)
+    assert (mesh.axis("dp").size, mesh.rank, buffers.buffer_bytes) == (1, 0, 0)
+    assert not dist.is_initialized()
+
+
+def joined(rank: int) -> list[tuple[int, int]]:
+    given = mesh_in_worker(rank, dp=2)
+    foreign = SimpleNamespace(get_data_parallel_group=lambda: dist.group.WORLD)
+    meshes = [mesh_and_buffers(mesh)[0] for mesh in (None, foreign, given)]
+    assert meshes[-1] is given
+    return [(mesh.axis("dp").size, mesh.axis("dp").rank) for mesh in meshes]
+
+
+@pytest.mark.gloo
+def test_joined_already() -> None:
+    assert run_ranks(2, joined) == [[(2, rank)] * 3 for rank in range(2)]

@@ -1,0 +1,175 @@
+"""Every elementwise optimizer of torch on partitioned state: chosen by name, given, or made by a function."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.any_models import CASES, History, inputs_of, make, train_plain
+from support.processes import mesh_in_worker, run_ranks
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+import megazero
+from megazero.config.choices import OPTIMIZERS, OptimizerChoice
+from megazero.errors import ConfigError, UsageError
+from megazero.library.engine import DataParallelEngine
+from megazero.library.optimizers import choose
+from megazero.optim.inner import Elementwise, FusedAdamW
+from megazero.zero.gathered import GatheredParameters
+
+STEPS = 4
+NAME = "perceptron"  # frozen, unused and lone parameters
+# Options by name of optimizer, away from the defaults where these are simple.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "AdamW": {"betas": (0.8, 0.9), "weight_decay": 0.2},
+    "Adam": {"amsgrad": True, "weight_decay": 0.1},
+    "SGD": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    "Adagrad": {"initial_accumulator_value": 0.1, "lr_decay": 0.1},
+    "Adadelta": {},
+    "Adamax": {},
+    "NAdam": {"decoupled_weight_decay": True, "weight_decay": 0.1},
+    "RAdam": {},
+    "RMSprop": {"momentum": 0.5, "centered": True},
+    "Rprop": {},
+    "ASGD": {"t0": 1.0},
+}
+LR = 0.02
+
+
+def config(stage: int, **more: Any) -> dict[str, Any]:
+    return {"zero": {"zero_stage": stage, "reduce_bucket_size": 50}, "precision": {"precision": "fp64"}, **more}
+
+
+def run(engine: DataParallelEngine, rank: int = 0, dp: int = 1, scheduler: LambdaLR | None = None) -> dict[str, Tensor]:
+    for step in range(STEPS):
+        part = [x.chunk(dp)[rank] for x in inputs_of(NAME, step)]
+        engine.backward(CASES[NAME].loss(engine, step, *part))
+        engine.step()
+        if scheduler is not None:
+            scheduler.step()
+    with GatheredParameters(engine.module):
+        found = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    engine.close()
+    return found
+
+
+def by_name(rank: int, kind: str, stage: int, dp: int) -> dict[str, Tensor]:
+    mesh = mesh_in_worker(rank, dp=dp) if dp > 1 else None
+    optimizer = {"type": kind, "lr": LR, "params": OPTIONS[kind]}
+    return run(megazero.initialize(make(NAME), config(stage, optimizer=optimizer), mesh=mesh), rank, dp)
+
+
+def plain(kind: str) -> History:
+    return train_plain(NAME, STEPS, lambda p: getattr(torch.optim, kind)(p, lr=LR, **OPTIONS[kind]))
+
+
+def close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def test_every_choice_is_tried() -> None:
+    assert OPTIONS.keys() == OPTIMIZERS.keys()
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_by_name(kind: str, stage: int) -> None:
+    close(by_name(0, kind, stage, 1), plain(kind).weights)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "NAdam", "RMSprop"])
+def test_by_name_on_several_ranks(kind: str) -> None:
+    expected = plain(kind).weights
+    for stage in (1, 2, 3):
+        for found in run_ranks(2, by_name, kind, stage, 2):
+            close(found, expected)
+
+
+def grouped(parameters: Any) -> torch.optim.Optimizer:
+    """Two groups of different rates and decays."""
+    parameters = list(parameters)
+    groups = [{"params": parameters[::2], "lr": 0.05, "weight_decay": 0.3}, {"params": parameters[1::2]}]
+    return torch.optim.AdamW(groups, lr=LR, weight_decay=0.0)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("given", ["instance", "function"])
+def test_groups_of_a_given_optimizer_hold(stage: int, given: str) -> None:
+    model = make(NAME)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    engine = megazero.initialize(model, config(stage), optimizer=grouped(trained) if given == "instance" else grouped)
+    assert engine.get_lr() == [0.05, LR] and engine.optimizer is not None
+    close(run(engine), train_plain(NAME, STEPS, grouped).weights)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_scheduler_on_a_given_optimizer_acts(stage: int) -> None:
+    def rate(step: int) -> float:
+        return 1.0 / (1 + step)
+
+    model = make(NAME)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)  # the frozen ones too
+    scheduler = LambdaLR(optimizer, rate)
+    engine = megazero.initialize(model, config(stage), optimizer=optimizer)
+    found = run(engine, scheduler=scheduler)
+    assert engine.get_lr() == scheduler.get_last_lr() == [0.5 / (1 + STEPS)]
+
+    other = make(NAME)
+    plain_optimizer = torch.optim.SGD(other.parameters(), lr=0.5)
+    plain_scheduler = LambdaLR(plain_optimizer, rate)
+    for step in range(STEPS):
+        plain_optimizer.zero_grad()
+        CASES[NAME].loss(other, step, *inputs_of(NAME, step)).backward()
+        plain_optimizer.step()
+        plain_scheduler.step()
+    close(found, {name: p.detach() for name, p in other.named_parameters()})
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_the_optimizer_was_not_given_stays(stage: int) -> None:
+    model, before = make(NAME), make(NAME)
+    engine = megazero.initialize(model, config(stage), optimizer=torch.optim.SGD(model.layers.parameters(), lr=0.1))
+    found = run(engine)
+    for name, value in before.named_parameters():
+        assert torch.equal(found[name], value) != name.startswith("layers."), name
+
+
+# --- choice and refusals ---------------------------------------------------------------------------------------------
+
+
+def test_adamw_of_a_configuration_is_the_fused_one() -> None:
+    model = nn.Linear(3, 2)
+    chosen = choose(None, OptimizerChoice(type="AdamW", lr=0.1, params={"weight_decay": 0.5}), model)
+    assert isinstance(chosen.inner, FusedAdamW) and chosen.groups == [{"lr": 0.1}]
+    assert chosen.inner._settings.weight_decay == 0.5 and chosen.inner._settings.eps == 1e-8
+    other = choose(None, OptimizerChoice(type="AdamW", lr=0.1, params={"amsgrad": True}), model)
+    assert isinstance(other.inner, Elementwise) and other.template is not None
+    assert other.template.param_groups[0]["amsgrad"] is True
+
+
+def refusals() -> list[tuple[Callable[[nn.Module], Any], str]]:
+    return [
+        (lambda model: torch.optim.LBFGS(model.parameters()), "LBFGS"),
+        (lambda model: torch.optim.Adafactor(model.parameters()), "Adafactor"),
+        (lambda model: torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1), "1 tensors that are no parameters"),
+        (lambda model: lambda parameters: "Adam", "optimizer of type str"),
+    ]
+
+
+@pytest.mark.parametrize(("make_optimizer", "told"), refusals())
+def test_optimizers_that_do_not_fit(make_optimizer: Callable[[nn.Module], Any], told: str) -> None:
+    model = nn.Linear(3, 2)
+    with pytest.raises(ConfigError, match=told):
+        megazero.initialize(model, {"zero": {}}, optimizer=make_optimizer(model))
+
+
+def test_a_given_optimizer_never_steps_itself() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    megazero.initialize(model, {"zero": {}}, optimizer=optimizer)
+    with pytest.raises(UsageError, match=r"engine.step\(\)"):
+        optimizer.step()

@@ -1,0 +1,294 @@
+"""Which backward passes are a step's: explicit and plain ones, recomputing ones, uncounted ones, and refusals."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.processes import mesh_in_worker, run_ranks
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import megazero
+from megazero.errors import UsageError
+from megazero.library.engine import DataParallelEngine
+from megazero.zero.gathered import GatheredParameters
+
+STAGES = range(4)
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+
+
+def make_engine(
+    stage: int = 0, *, accumulation: int = 1, mesh: Any = None, precision: str = "fp64"
+) -> DataParallelEngine:
+    config = {
+        "zero": {"zero_stage": stage, "reduce_bucket_size": 50},
+        "precision": {"precision": precision},
+        "optimizer": {"type": "SGD", "lr": 0.1},
+        "gradient_accumulation_steps": accumulation,
+    }
+    return megazero.initialize(make_model(), config, mesh=mesh)
+
+
+@pytest.fixture
+def engine() -> Iterator[DataParallelEngine]:
+    engine = make_engine()
+    yield engine
+    engine.close()
+
+
+def batch(seed: int = 0) -> Tensor:
+    return torch.randn(5, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def loss_of(model: Callable[[Tensor], Tensor], seed: int = 0) -> Tensor:
+    return model(batch(seed)).square().mean()
+
+
+def weights(engine: DataParallelEngine) -> list[Tensor]:
+    with GatheredParameters(engine.module):
+        return [p.detach().clone() for p in engine.module.parameters()]
+
+
+def after_sgd(*losses: tuple[int, float]) -> list[Tensor]:
+    """Parameters after one step of plain SGD on a weighted sum of losses, by seed."""
+    model = make_model()
+    sum(loss_of(model, seed) * weight for seed, weight in losses).backward()  # type: ignore[union-attr]
+    return [(p - 0.1 * p.grad).detach() for p in model.parameters() if p.grad is not None]
+
+
+def close(found: list[Tensor], expected: list[Tensor]) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+# --- what counts -----------------------------------------------------------------------------------------------------
+
+
+def test_a_boundary_is_known_before_and_after_each_pass() -> None:
+    engine = make_engine(accumulation=2)
+    told = []
+    for _ in range(4):
+        told.append(engine.is_gradient_accumulation_boundary())
+        loss = loss_of(engine)
+        told.append(engine.is_gradient_accumulation_boundary())
+        engine.backward(loss)
+        told.append(engine.is_gradient_accumulation_boundary())
+        with torch.no_grad():
+            engine(batch())
+        told.append(engine.is_gradient_accumulation_boundary())
+        engine.step()
+    # Before the forward of the second micro-batch the first one is still the current one.
+    assert told == [False, False, False, False, False, True, True, True] * 2
+    assert engine.global_steps == 2
+
+
+def in_one_step(rank: int, stage: int) -> list[list[Tensor]]:
+    """Three uncounted or uneven ways to one and the same step."""
+    mesh = mesh_in_worker(rank, dp=2)
+    found = []
+    for way in (uncounted_passes, accumulated_at_the_end, dropped_gradients):
+        engine = way(stage, mesh, rank)
+        found.append(weights(engine))
+        engine.close()
+    return found
+
+
+def uncounted_passes(stage: int, mesh: Any, rank: int) -> DataParallelEngine:
+    engine = make_engine(stage, mesh=mesh)
+    with engine.no_sync():
+        engine.backward(loss_of(engine, rank) * 0.5)
+        assert not engine.is_gradient_accumulation_boundary()
+        (loss_of(engine, 2 + rank) * 0.25).backward()
+    engine.backward(loss_of(engine, 4 + rank) * 0.25)
+    engine.step()
+    return engine
+
+
+def accumulated_at_the_end(stage: int, mesh: Any, rank: int) -> DataParallelEngine:
+    """All passes, then step."""
+    engine = make_engine(stage, accumulation=2, mesh=mesh)
+    engine.backward(loss_of(engine, rank))
+    loss = (loss_of(engine, 2 + rank) + loss_of(engine, 4 + rank)) * 0.25
+    loss.backward()
+    engine.step()
+    return engine
+
+
+def dropped_gradients(stage: int, mesh: Any, rank: int) -> DataParallelEngine:
+    """A loop that empties gradients whenever it likes."""
+    engine = make_engine(stage, accumulation=3, mesh=mesh)
+    engine.module.zero_grad()
+    for seed, weight in ((0, 0.5), (2, 0.25), (4, 0.25)):
+        (loss_of(engine, seed + rank) * weight).backward()
+        engine.step()
+        if stage == 1:
+            engine.module[0].zero_grad()  # a part of them
+        elif stage != 3:
+            engine.module.zero_grad()
+        engine.zero_grad()
+    assert engine.was_step_applied()
+    return engine
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", STAGES)
+def test_ways_to_one_step(stage: int) -> None:
+    expected = after_sgd(*((seed + rank, w / 2) for rank in (0, 1) for seed, w in ((0, 0.5), (2, 0.25), (4, 0.25))))
+    for found in run_ranks(2, in_one_step, stage):
+        for way in found:
+            close(way, expected)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_pass_of_autograd_grad(stage: int) -> None:
+    """A gradient penalty: derivatives by the input, then a pass through them."""
+    engine = make_engine(stage)
+    x = batch().requires_grad_()
+    (slope,) = torch.autograd.grad(engine(x).sum(), x, create_graph=True)
+    assert engine._passes.count == 0
+    engine.backward(slope.square().mean())
+    engine.step()
+
+    model = make_model()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    expected = torch.autograd.grad(slope.square().mean(), list(model.parameters()), allow_unused=True)
+    values = zip(model.parameters(), expected, strict=True)
+    close(weights(engine), [p.detach() - (0 if g is None else 0.1 * g) for p, g in values])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_gradients_of_gradients(stage: int) -> None:
+    """With create_graph autograd adds nothing in place."""
+    engine = make_engine(stage, accumulation=2)
+    for seed in (0, 1):
+        loss_of(engine, seed).mul(0.5).backward(create_graph=True)
+        engine.step()
+    close(weights(engine), after_sgd((0, 0.5), (1, 0.5)))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_parts_of_the_model_called_by_themselves(stage: int) -> None:
+    engine = make_engine(stage)
+    hidden = engine.module[1](engine.module[0](batch()))
+    hidden = engine.module[3](engine.module[2](hidden))
+    engine.module[4](hidden).square().mean().backward()
+    engine.step()
+    close(weights(engine), after_sgd((0, 1.0)))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_graph_used_twice_is_two_passes(stage: int) -> None:
+    engine = make_engine(stage, accumulation=2)
+    loss = loss_of(engine)
+    engine.backward(loss, retain_graph=True)
+    engine.backward(loss, scale_wrt_gas=False)
+    engine.step()
+    close(weights(engine), after_sgd((0, 1.5)))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("stage", STAGES)
+def test_recomputation_around_the_engine(stage: int, reentrant: bool) -> None:
+    engine = make_engine(stage)
+    x = batch().requires_grad_()
+    checkpoint(engine, x, use_reentrant=reentrant).square().mean().backward()
+    engine.step()
+    close(weights(engine), after_sgd((0, 1.0)))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_backward_that_fails_is_forgotten(stage: int) -> None:
+    engine = make_engine(stage)
+
+    def fail(gradient: Tensor) -> None:
+        raise ValueError("not today")
+
+    loss = loss_of(engine)
+    loss.register_hook(fail)
+    with pytest.raises(ValueError, match="not today"):
+        loss.backward()
+    loss_of(engine).backward()
+    engine.step()
+    close(weights(engine), after_sgd((0, 1.0)))
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_needs_a_backward(engine: DataParallelEngine) -> None:
+    with pytest.raises(UsageError, match=r"engine.step\(\) without a backward pass"):
+        engine.step()
+    engine.backward(loss_of(engine))
+    engine.step()
+    with pytest.raises(UsageError, match="without a backward"):
+        engine.step()
+
+
+def test_a_step_needs_a_pass_that_counts(engine: DataParallelEngine) -> None:
+    with engine.no_sync():
+        engine.backward(loss_of(engine))
+        with pytest.raises(UsageError, match=r"within engine.no_sync\(\)"):
+            engine.step()
+    with pytest.raises(UsageError, match="in no_sync only"):
+        engine.step()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_complete_step_takes_no_further_pass(stage: int) -> None:
+    engine = make_engine(stage)
+    engine.backward(loss_of(engine))
+    with pytest.raises(UsageError, match="backward pass 2 of a step of 1"):
+        engine.backward(loss_of(engine, 1))
+    with engine.no_sync(), pytest.raises(UsageError, match="backward pass 2"):
+        engine.backward(loss_of(engine, 1))
+    engine.step()
+    close(weights(engine), after_sgd((0, 1.0)))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_plain_pass_too_many_starts_the_step_over(stage: int) -> None:
+    """Its first gradients are there by the time it is noticed."""
+    engine = make_engine(stage)
+    loss_of(engine).backward()
+    with pytest.raises(UsageError, match="backward pass 2 of a step of 1"):
+        loss_of(engine, 1).backward()
+    loss_of(engine, 2).backward()
+    engine.step()
+    close(weights(engine), after_sgd((2, 1.0)))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_fp16_wants_the_scale(stage: int) -> None:
+    engine = make_engine(stage, precision="fp16")
+    x = batch().half()
+    with pytest.raises(UsageError, match=r"engine.scale\(loss\).backward\(\)"):
+        engine(x).square().mean().backward()
+    scaled = engine.scale(engine(x).square().mean())
+    assert scaled.dtype == torch.float32 and engine.loss_scale == 2.0**32
+    scaled.backward()
+    with pytest.raises(UsageError, match="backward pass 2"):
+        engine.backward(engine(x).square().mean())
+
+
+def test_shared_parameters_in_reentrant_checkpoints(engine: DataParallelEngine) -> None:
+    """Each checkpoint completes the gradient: the first would be sent away without the second."""
+    layer = engine.module[2]
+    x = torch.ones(2, 6, dtype=torch.float64, requires_grad=True)
+    for _ in range(2):
+        x = checkpoint(layer, x, use_reentrant=True)
+    with pytest.raises(UsageError, match="a second gradient of 2") as caught:
+        engine.backward(x.sum())
+    assert "use_reentrant=False" in str(caught.value)
+
+
+def test_close_takes_the_hooks_off() -> None:
+    engine = make_engine()
+    engine.close()
+    loss_of(engine.module).backward()
+    loss_of(engine.module).backward()
+    assert not (engine.module._forward_hooks or engine.module._forward_pre_hooks)

@@ -1,0 +1,188 @@
+"""One step: number formats, loss scale, norm over tensor-parallel ranks, learning rates."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.processes import mesh_in_worker, run_ranks
+from torch import Tensor, nn
+
+import megazero
+from megazero.errors import TrainingError
+from megazero.library.engine import DataParallelEngine
+from megazero.library.stepping import LearningRates
+from megazero.optim.warmup import WarmupLR
+from megazero.zero.gathered import GatheredParameters
+
+LR = 0.1
+CLIP = 0.3
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3)).to(dtype)
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+
+
+def make_engine(stage: int, mesh: Any = None, clip: float = 0.0, **precision: Any) -> DataParallelEngine:
+    config = {
+        "zero": {"zero_stage": stage, "reduce_bucket_size": 64},
+        "precision": precision,
+        "optimizer": {"type": "SGD", "lr": LR},
+        "gradient_clipping": clip,
+    }
+    return megazero.initialize(make_model(), config, mesh=mesh)
+
+
+def working(engine: DataParallelEngine) -> list[Tensor]:
+    with GatheredParameters(engine.module):
+        return [p.detach().clone() for p in engine.module.parameters()]
+
+
+def by_hand(precision: str, steps: int, scale: float) -> tuple[list[Tensor], list[float]]:
+    """Working parameters, fp32 master weights, unscaling, clipping and SGD in plain torch; norms too."""
+    model = make_model(DTYPES[precision])
+    master = [p.detach().float() for p in model.parameters()]
+    norms = []
+    for step in range(steps):
+        model.zero_grad()
+        loss = model(batch(step).to(DTYPES[precision])).square().mean()
+        (loss.float() * scale).backward()
+        gradients = [p.grad.float() / scale for p in model.parameters() if p.grad is not None]
+        norms.append(float(torch.stack([g.double().norm() for g in gradients]).norm()))
+        for p, kept, g in zip(model.parameters(), master, gradients, strict=True):
+            kept -= LR * g * min(1.0, CLIP / (norms[-1] + 1e-6))
+            p.data.copy_(kept)
+    return [p.detach() for p in model.parameters()], norms
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(
+    ("precision", "options"),
+    [("fp32", {}), ("bf16", {}), ("fp16", {"loss_scale": 1024.0}), ("fp16", {"initial_loss_scale": 512.0})],
+    ids=str,
+)
+def test_number_formats(precision: str, options: dict[str, float], stage: int) -> None:
+    engine = make_engine(stage, clip=CLIP, precision=precision, **options)
+    expected, norms = by_hand(precision, 4, next(iter(options.values()), 1.0))
+    for step in range(4):
+        loss = engine(batch(step).to(DTYPES[precision])).square().mean()
+        if step % 2:
+            engine.scale(loss).backward()
+        else:
+            engine.backward(loss)
+        engine.step()
+        assert engine.get_global_grad_norm() == pytest.approx(norms[step], rel=1e-6)
+    assert max(norms) > CLIP > min(norms), "clipping bites in some steps"
+    for found, value in zip(working(engine), expected, strict=True):
+        assert found.dtype == DTYPES[precision]
+        torch.testing.assert_close(found, value, rtol=1e-6 if precision == "fp32" else 1e-2, atol=1e-6)
+
+
+def test_gradient_scale_is_told() -> None:
+    engine = make_engine(0, precision="fp16", loss_scale=64.0)
+    assert engine.core.gradient_scale == 1 / 64
+
+
+def overflowing(rank: int, stage: int) -> list[Any]:
+    """A loss that is too large on rank 1 only; what each rank tells of the steps."""
+    engine = make_engine(stage, mesh_in_worker(rank, dp=2), precision="fp16", initial_loss_scale=256.0, hysteresis=2)
+    before, told = working(engine), []
+    for step, factor in enumerate((1e6, 1e6, 1.0)):
+        engine.backward(engine(batch(step).half()).square().mean() * (factor if rank == 1 else 1.0))
+        engine.step()
+        norm = engine.get_global_grad_norm()
+        assert norm is not None and (norm < 10) == engine.was_step_applied()
+        unchanged = all(torch.equal(*pair) for pair in zip(before, working(engine), strict=True))
+        told.append((engine.was_step_applied(), unchanged, engine.loss_scale))
+    return [told, engine.global_steps, engine.skipped_steps]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", range(4))
+def test_an_overflow_anywhere_skips_the_step_everywhere(stage: int) -> None:
+    expected = [(False, True, 256.0), (False, True, 128.0), (True, False, 128.0)]
+    assert run_ranks(2, overflowing, stage) == [[expected, 3, 2]] * 2
+
+
+def test_training_stops_when_the_scale_can_fall_no_further() -> None:
+    engine = make_engine(0, precision="fp16", loss_scale=1.0, max_skipped_steps_at_min_loss_scale=2)
+    engine.backward(engine(batch(0).half()).square().mean() * 1e6)
+    engine.step()
+    engine.backward(engine(batch(0).half()).square().mean() * 1e6)
+    with pytest.raises(TrainingError, match="2 steps in a row overflowed at loss scale 1, the last one first in 0"):
+        engine.step()
+
+
+# --- tensor parallelism of the user's own ----------------------------------------------------------------------------
+
+
+def norms_with_mpu(rank: int, stage: int, mark: str) -> list[float | None]:
+    """Ranks 0 and 2 (and 1 and 3) share a model: "cut" is a slice on each, "whole" the same on both."""
+    pairs = [(0, 1), (2, 3)], [(0, 2), (1, 3)]
+    groups = [next(g for g in [(r, dist.new_group(r)) for r in pair] if rank in g[0])[1] for pair in pairs]
+    mpu = SimpleNamespace(get_data_parallel_group=lambda: groups[0], get_model_parallel_group=lambda: groups[1])
+    model = nn.ParameterDict({"cut": torch.zeros(3, 5), "whole": torch.zeros(7)}).double()
+    setattr(model["cut"], mark, True)
+    config = {
+        "zero": {"zero_stage": stage, "reduce_bucket_size": 40},
+        "precision": {"precision": "fp64"},
+        "optimizer": {"type": "SGD", "lr": LR},
+    }
+    engine = megazero.initialize(model, config, mesh=mpu)
+    tensor_rank, data_rank = rank // 2, rank % 2
+    norms = []
+    for _ in range(2):
+        loss = (2.0 + tensor_rank + 4 * data_rank) * model["cut"].sum() + (1.0 + data_rank) * model["whole"].sum()
+        engine.backward(loss)
+        engine.step()
+        norms.append(engine.get_global_grad_norm())
+    return norms
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", range(3))
+@pytest.mark.parametrize("mark", ["tensor_model_parallel", "model_parallel"])
+def test_the_norm_counts_every_slice_and_every_whole_parameter_once(stage: int, mark: str) -> None:
+    # Averaged over data-parallel ranks: 4 and 5 in the slices' 15 elements each, 1.5 in 7 elements.
+    expected = (15 * 4.0**2 + 15 * 5.0**2 + 7 * 1.5**2) ** 0.5
+    for norms in run_ranks(4, norms_with_mpu, stage, mark):
+        assert norms == pytest.approx([expected] * 2, rel=1e-12)
+
+
+# --- learning rates --------------------------------------------------------------------------------------------------
+
+
+def test_a_schedule_is_one_call_behind() -> None:
+    groups: list[dict[str, Any]] = [{"lr": 0.5}, {"lr": 0.25}]
+    schedule = WarmupLR(warmup_max_lr=None, warmup_num_steps=4, warmup_type="linear")
+    rates = LearningRates(groups, schedule)
+    seen = []
+    for _ in range(6):
+        seen.append(rates.current())
+        rates.advance()
+    assert [one for one, _ in seen] == [0.0, 0.0, 0.125, 0.25, 0.375, 0.5]
+    assert [one / 2 for one, _ in seen] == [other for _, other in seen] and groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+def test_a_schedule_of_the_configuration(kind: str) -> None:
+    """Parameters move by the schedule's rate: two steps at 0, then on."""
+    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.4, "warmup_num_steps": 4, "warmup_type": "linear"}}
+    config = {"zero": {}, "optimizer": {"type": kind, "lr": 9.0}, "scheduler": schedule}
+    engine = megazero.initialize(make_model(), config)
+    rates, moved = [], []
+    for step in range(4):
+        before = working(engine)
+        rates.append(engine.get_lr())
+        engine.backward(engine(batch(step)).square().mean())
+        engine.step()
+        moved.append(any(not torch.equal(*pair) for pair in zip(before, working(engine), strict=True)))
+    assert rates == [[0.0], [0.0], [pytest.approx(0.1)], [pytest.approx(0.2)]]
+    assert moved == [False, False, True, True]
