@@ -119,6 +119,7 @@ class Outcome:
     layout: tuple[int, int]  # elements of this rank's trainable parameters: with padding, without
     unit_numel: dict[str, int]  # the same with padding, by unit
     gathered_numel: tuple[int, int]  # of partitioned parameters, now and at the most
+    persistent_numel: int  # of parameters that are not partitioned
     seconds: float
 
     def full(self, others: Iterable["Outcome"], kind: str = "weight") -> dict[str, Tensor]:
@@ -152,7 +153,8 @@ def train_on_rank(rank: int, cell: Cell, prefix: str) -> Outcome:
     layout = (core.engine.layout.padded_numel(trainable=True), core.engine.layout.used_numel(trainable=True))
     unit_numel = {section.unit: section.numel for section in core.engine.layout.sections}
     gathered = core.engine.gathered_numel
-    return Outcome(*zip_figures(figures), saved, comm_bytes, states, layout, unit_numel, gathered, seconds)
+    persistent = sum(section.numel for section in core.engine.layout.sections if not section.partitioned)
+    return Outcome(*zip_figures(figures), saved, comm_bytes, states, layout, unit_numel, gathered, persistent, seconds)
 
 
 def run_steps(config: RunConfig, core: Core, steps: int) -> tuple[list[tuple[float, float, bool]], dict[str, Any]]:
@@ -208,9 +210,9 @@ def assemble(pieces: Iterable[Saved]) -> dict[str, Tensor]:
     return full
 
 
-def reference_history(prefix: str, steps: int = STEPS) -> History:
-    """The plain single-process float64 run on the same text."""
-    config = Cell().config(prefix)
+def reference_history(prefix: str, steps: int = STEPS, **settings: Any) -> History:
+    """The plain single-process float64 run on the same text; settings: of the model, if it is another one."""
+    config = Cell(settings=settings).config(prefix)
     inputs = open_inputs(config.data, config.model, seed=config.training.seed, evaluates=False)
     batches = []
     for step in range(steps):
