@@ -9,6 +9,7 @@
 Everything else is asked of the model, through the engine if one likes: `engine.state_dict`, `engine.my_method()`.
 """
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -93,7 +94,7 @@ class DataParallelEngine:
         self._passes.expect_scaled(scaled)
         return scaled
 
-    def no_sync(self) -> Any:
+    def no_sync(self) -> AbstractContextManager[None]:
         """A block whose backward passes accumulate gradients without counting as the step's.
 
         Where gradients are partitioned they are reduced all the same, since there is no place for whole ones.

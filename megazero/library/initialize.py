@@ -19,6 +19,7 @@ from megazero.library.stepping import LearningRates, Stepper
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.warmup import make_schedule
 from megazero.zero.engine import Engine, EngineSettings
+from megazero.zero.init import first_value
 from megazero.zero.plan import resolve
 from megazero.zero.units import choose_units
 
@@ -51,7 +52,7 @@ def initialize(
     passes = BackwardPasses(batch.accumulation, needs_scale=settings.precision.precision == "fp16")
     passes.watch(model)
     units = choose_units(model)
-    core_settings = EngineSettings(settings.zero, chosen.inner)
+    core_settings = EngineSettings(settings.zero, chosen.inner, first_value)
     core = Engine(model, units, plan, mesh=mesh, buffers=buffers, settings=core_settings)
     buffers.resize(core.largest_buffer_bytes)
     schedule = None if settings.scheduler is None else make_schedule(settings.scheduler.type, settings.scheduler.params)

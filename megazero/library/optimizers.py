@@ -45,7 +45,8 @@ def _configured(choice: OptimizerChoice, model: nn.Module) -> EngineOptimizer:
         (beta1, beta2), eps, weight_decay = standard["betas"], standard["eps"], standard["weight_decay"]
         return EngineOptimizer(FusedAdamW(AdamWSettings(beta1, beta2, eps, weight_decay)), [{"lr": choice.lr}])
     kind: Callable[..., Optimizer] = getattr(torch.optim, choice.type)
-    return _over(kind(_trainable(model), lr=choice.lr, **choice.params))
+    with torch._C.DisableTorchFunctionSubclass():  # Adagrad makes state of its parameters' shapes, not of their values
+        return _over(kind(_trainable(model), lr=choice.lr, **choice.params))
 
 
 def _over(template: Optimizer) -> EngineOptimizer:

@@ -64,7 +64,7 @@ class BackwardPasses:
         self._core.begin_step()
         self._core.gradient_scale = self._gradient_scale()
         self.count, self._holds_gradients, self._at_next = 0, False, True
-        self._kept = {name: p.grad for name, p in self._parameters.items() if p.grad is not None and p.requires_grad}
+        self._kept = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
 
     @property
     def is_boundary(self) -> bool:

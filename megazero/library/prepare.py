@@ -1,6 +1,7 @@
 """A user's module made ready for the engine: device, number format, equal values on all ranks, descriptions.
 
-Parameters that an engine or `zero.Init` keeps already are where they belong, and only described.
+Parameters that `zero.Init` keeps have their places and values already.  What they lack is the number format: they have
+no memory, so it is enough to say another.
 """
 
 from collections.abc import Iterator
@@ -13,7 +14,8 @@ from megazero.comm.interface import Communicator
 from megazero.comm.mesh import Mesh
 from megazero.errors import Problem, UsageError, raise_problems
 from megazero.parallel.param_spec import ParamSpec, attach_spec
-from megazero.zero.guard import handle_of
+from megazero.zero.engine import Engine
+from megazero.zero.guard import guard, handle_of, unguard
 
 # What tensor-parallel libraries call a parameter of which every rank has another slice.
 _SHARDED = ("tensor_model_parallel", "model_parallel")
@@ -26,6 +28,9 @@ def prepare(model: nn.Module, mesh: Mesh, dtype: torch.dtype) -> None:
     """
     raise_problems(UsageError, _problems(model))
     own = [parameter for parameter in model.parameters() if handle_of(parameter) is None]
+    for parameter in model.parameters():
+        if handle_of(parameter) is not None and parameter.is_floating_point() and parameter.dtype != dtype:
+            _convert_hollow(parameter, dtype)
     for tensor in (*own, *model.buffers()):
         tensor.data = tensor.data.to(mesh.device, dtype if tensor.is_floating_point() else tensor.dtype)
     for parameter in own:
@@ -63,10 +68,22 @@ def describe(parameter: nn.Parameter, mesh: Mesh) -> None:
     attach_spec(parameter, ParamSpec("", tuple(full), shape, tuple(offset), sharded_axes=axes))
 
 
+def _convert_hollow(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Give a parameter without memory another number format; its values are converted when they come."""
+    hollow = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
+    hollow.untyped_storage().resize_(0)
+    unguard(parameter)
+    parameter.data = hollow
+    guard(parameter)
+
+
 def _problems(model: nn.Module) -> Iterator[Problem]:
     named = list(model.named_parameters())
     for name, parameter in named:
-        if is_lazy(parameter):
+        if not issubclass(type(parameter), nn.Parameter):
+            rule = "parameters are plain tensors, since each one becomes a view of a flat tensor"
+            yield Problem(f"parameter {name} of type {type(parameter).__name__}", rule, "torch.nn.Parameter")
+        elif is_lazy(parameter):
             rule = "every parameter has its shape: a lazy module makes them in its first forward"
             yield Problem(f"parameter {name} without a shape", rule, "one forward of the model before initialize")
         elif handle_of(parameter) is None and parameter.is_meta:
@@ -74,6 +91,11 @@ def _problems(model: nn.Module) -> Iterator[Problem]:
             yield Problem(f"parameter {name} on the meta device", rule, "a model made under megazero.zero.Init")
         elif parameter.is_complex():
             yield Problem(f"parameter {name} of {parameter.dtype}", "parameters are real", "torch.view_as_real of it")
+    if any(isinstance(handle.owner, Engine) for _, p in named if (handle := handle_of(p)) is not None):
+        rule = "a model has one engine, which its parameters belong to"
+        yield Problem(
+            "a model with an engine", rule, "engine.close() of the other one, where no parameter is partitioned"
+        )
     if not any(parameter.requires_grad for _, parameter in named):
         yield Problem("a model without a parameter that requires a gradient", "there is something to train")
     for name, module in model.named_modules():

@@ -110,7 +110,8 @@ class _Writer:
         if self._file is None or self._error is not None:
             return
         try:
-            dense = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+            # A copy: memory that numpy has seen could not be released any more.
+            dense = tensor.detach().to("cpu", copy=True).contiguous().reshape(-1).view(torch.uint8)
             self._file.write(dense.numpy().data)  # type: ignore[arg-type]
         except UserError as error:
             self._error = error

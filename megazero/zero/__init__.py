@@ -17,9 +17,15 @@ _MODULES = MappingProxyType(
         "safe_get_full_fp32_param": "access",
         "safe_get_full_grad": "access",
         "safe_get_full_optimizer_state": "access",
+        "safe_get_local_fp32_param": "access",
+        "safe_get_local_grad": "access",
+        "safe_get_local_optimizer_state": "access",
         "safe_set_full_fp32_param": "access",
         "safe_set_full_grad": "access",
         "safe_set_full_optimizer_state": "access",
+        "safe_set_local_fp32_param": "access",
+        "safe_set_local_grad": "access",
+        "safe_set_local_optimizer_state": "access",
     }
 )
 

@@ -7,15 +7,14 @@ pinned when their module's forward begins and let go when it ends.  Two nets cat
     a parameter, or a view of one, returned   moves to the frame around
     a tensor saved for backward               is remembered with its unit, and gathers it when backward asks for it
 
-so what a model does between its modules needs no declaration.  Where saved tensors go elsewhere (activation
-recomputation has hooks of its own on them), a gradient that comes back to a module's output gathers its units instead,
-and those of the modules around it, whose own backward goes on when the inner module's is done.  Outermost frames also
-tell where a backward begins.
+so what a model does between its modules needs no declaration.  Where saved tensors would go elsewhere (activation
+recomputation and offloading have hooks of their own), the frame sees to it that those of units come here first.
+Outermost frames also tell where a backward begins.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -26,19 +25,22 @@ from megazero.errors import Problem, UsageError
 from megazero.zero.gather import ParameterGather, in_backward
 from megazero.zero.publish import ParameterPublisher
 
+_Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+
 
 @dataclass
 class _Frame:
-    """hidden: whether tensors that are saved in it for backward go elsewhere, and their units must come unasked."""
+    """saving: hooks that catch what is saved in this frame, if those around it would not."""
 
     module: nn.Module
-    hidden: bool
+    saving: "_SavedTensors | None"
     pinned: list[str] = field(default_factory=list)
 
 
 class _Saved(NamedTuple):
     """A tensor that autograd has saved and that lies in a unit's memory."""
 
+    gather: ParameterGather
     unit: str
     tensor: Tensor
 
@@ -58,7 +60,6 @@ class Frames:
         self._gather = gather
         self._publisher = publisher
         self._stack: list[_Frame] = []
-        self._saving: _SavedTensors | None = None
         self.on_backward: Callable[[], None] = lambda: None
         """Called when a gradient comes back to the output of an outermost forward."""
         self._handles: dict[nn.Module, tuple[RemovableHandle, RemovableHandle]] = {}
@@ -108,9 +109,9 @@ class Frames:
                 yield module
 
     def _enter(self, module: nn.Module, _inputs: Any) -> None:
-        if not self._stack and not in_backward() and self._gather.is_needed:
-            self._begin_forward()
-        frame = _Frame(module, hidden=not (self._saving and self._saving.sees_what_is_saved()))
+        if not self._stack and not in_backward():
+            self._gather.begin_pass(with_backward=torch.is_grad_enabled())
+        frame = _Frame(module, self._catch_what_is_saved())
         self._stack.append(frame)
         for unit in self._consumers.get(module, ()):
             self._publisher.ensure(unit)
@@ -118,14 +119,17 @@ class Frames:
                 frame.pinned.append(unit)
                 self._gather.pin(unit, f"the forward of {self._names[module]}")
 
+    def _catch_what_is_saved(self) -> "_SavedTensors | None":
+        needed = self._gather.is_needed and torch.is_grad_enabled()
+        return _SavedTensors(self._gather) if needed and not _SavedTensors.are_caught(self._gather) else None
+
     def _leave(self, module: nn.Module, _inputs: Any, output: Any) -> None:
         if not self._stack or self._stack[-1].module is not module:
             return  # its forward was not entered: an error came before
         frame = self._stack.pop()
+        if frame.saving is not None:
+            frame.saving.stop()
         returned = self._units_in(output) if frame.pinned else set()
-        if frame.pinned and frame.hidden and torch.is_grad_enabled():
-            around = [outer.pinned for outer in self._stack if outer.hidden]
-            self._gather_when_gradients_come(output, [*around, frame.pinned])
         for unit in frame.pinned:
             if unit in returned and self._stack:
                 self._stack[-1].pinned.append(unit)
@@ -133,35 +137,19 @@ class Frames:
             if unit in returned:
                 self._gather.share(unit)
             self._gather.unpin(unit)
-        if not self._stack and self._gather.is_needed:
+        if not self._stack and self._gather.is_needed and not in_backward():
             self._end_forward(output)
 
-    def _gather_when_gradients_come(self, output: Any, pinned: list[list[str]]) -> None:
-        """pinned: of the frames concerned, outermost first; those still open may pin more."""
-
-        def gather(gradient: Tensor) -> None:
-            for unit in chain.from_iterable(pinned):
-                self._gather.demand(unit)
-
+    def _end_forward(self, output: Any) -> None:
+        if output is None and sys.exception() is not None:  # torch calls hooks so when a forward has raised it
+            self._gather.abandon_pass()
+            return
+        if not torch.is_grad_enabled():
+            self._gather.end_pass(with_backward=False)
+            return
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
-                tensor.register_hook(gather)  # type: ignore[no-untyped-call]
-
-    def _begin_forward(self) -> None:
-        self._gather.begin_pass(with_backward=torch.is_grad_enabled())
-        if torch.is_grad_enabled():
-            self._saving = _SavedTensors(self._gather)
-            self._saving.hooks.__enter__()
-
-    def _end_forward(self, output: Any) -> None:
-        if self._saving is not None:
-            self._saving.hooks.__exit__()
-            self._saving = None
-            for tensor in tensors_in(output):
-                if tensor.grad_fn is not None:
-                    tensor.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
-        elif not in_backward():
-            self._gather.end_pass(with_backward=False)
+                tensor.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
 
     def _backward_begins(self, gradient: Tensor) -> None:
         self.on_backward()
@@ -190,22 +178,28 @@ class _SavedTensors:
     """Gathers a unit when backward asks for what was saved of it; other tensors go the way they would without us."""
 
     def __init__(self, gather: ParameterGather) -> None:
+        """Catch what is saved from now on, until `stop`."""
         self._gather = gather
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        self._pack_other, self._unpack_other = (_as_it_is, _as_it_is) if outer is None else outer
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        self._pack_other, self._unpack_other = _top_hooks() or _NO_HOOKS
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        self._hooks.__enter__()
 
-    def sees_what_is_saved(self) -> bool:
-        """Whether tensors saved now come here, not to hooks that the model has set up inside."""
-        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        return top is not None and top[0] == self._pack
+    def stop(self) -> None:
+        self._hooks.__exit__()
+
+    @staticmethod
+    def are_caught(gather: ParameterGather) -> bool:
+        """Whether tensors saved now are caught already."""
+        top = _top_hooks()
+        owner = None if top is None else getattr(top[0], "__self__", None)
+        return isinstance(owner, _SavedTensors) and owner._gather is gather
 
     def _pack(self, tensor: Tensor) -> Any:
         unit = self._gather.unit_of_memory(tensor)
-        return self._pack_other(tensor) if unit is None else _Saved(unit, tensor.detach())
+        return self._pack_other(tensor) if unit is None else _Saved(self._gather, unit, tensor.detach())
 
-    def _unpack(self, packed: Any) -> Tensor:
-        if not isinstance(packed, _Saved):
+    def _unpack(self, packed: Any) -> Any:
+        if not (isinstance(packed, _Saved) and packed.gather is self._gather):
             return self._unpack_other(packed)
         if self._gather.unit_of_memory(packed.tensor) is not None:  # else the tensor has kept its memory
             self._gather.demand(packed.unit)
@@ -214,5 +208,14 @@ class _SavedTensors:
         return packed.tensor
 
 
+def _top_hooks() -> _Hooks | None:
+    """What is done with tensors that are saved now, and when they are asked for."""
+    hooks: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
+
+
 def _as_it_is(value: Any) -> Any:
     return value
+
+
+_NO_HOOKS: _Hooks = (_as_it_is, _as_it_is)

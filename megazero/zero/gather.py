@@ -194,7 +194,8 @@ class ParameterGather:
         if unit is None or not unit.releases_early:
             return
         unit.awaited.discard(parameter)
-        if not unit.awaited and unit.state is UnitState.WHOLE and not unit.pins and not self._is_worth_keeping(unit):
+        is_done = not (unit.awaited or unit.pins or _is_recomputed(unit))
+        if is_done and unit.state is UnitState.WHOLE and not self._is_worth_keeping(unit):
             self._release(unit)
 
     def end_pass(self, *, with_backward: bool) -> None:
@@ -202,6 +203,11 @@ class ParameterGather:
         self._orders[with_backward].end_pass()
         self._last_in_backward = self._node = None
         self._used_by_node = set()
+        self.release_all()
+
+    def abandon_pass(self) -> None:
+        """A forward has failed: what it has used is no record of anything."""
+        self._order.abandon_pass()
         self.release_all()
 
     def release_all(self) -> None:
@@ -264,6 +270,7 @@ class ParameterGather:
             for work in unit.works.values():
                 work.wait()
         except RuntimeError as error:
+            unit.works.clear()  # nothing more will come
             names = ", ".join(_names(unit))
             given = f"data-parallel rank {self._communicator.rank}: gathering {names} for {why} did not end: {error}"
             rule = "every rank gathers the same parameters in the same order"
@@ -315,8 +322,7 @@ class ParameterGather:
                 self._release(unit)
 
     def _is_in_use(self, unit: GatheredUnit) -> bool:
-        is_recomputed = unit.lent_in is not None and unit.lent_in != torch._C._current_graph_task_id()
-        return unit.pins > 0 or unit.name in self._used_by_node or is_recomputed
+        return unit.pins > 0 or unit.name in self._used_by_node or _is_recomputed(unit)
 
     def _make_room(self, wanted: GatheredUnit) -> None:
         """Release what is only kept for later, the longest unused first, until `wanted` fits."""
@@ -342,6 +348,11 @@ class ParameterGather:
 def in_backward() -> bool:
     """Whether autograd is walking a graph in this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def _is_recomputed(unit: GatheredUnit) -> bool:
+    """Whether a backward within the one that it was lent in goes through what has been recomputed with it."""
+    return unit.lent_in is not None and unit.lent_in != torch._C._current_graph_task_id()
 
 
 def _window(zero: ZeroConfig, *, largest: int) -> int:

@@ -11,6 +11,7 @@ an error that says what to do.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -82,6 +83,14 @@ class PartitionedParameter(nn.Parameter):
             assert handle is not None, "a guarded parameter has a handle"
             handle.owner.touched(handle.name, call)
         return func(*args, **arguments)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy has values, and nobody who would gather them: it is of the whole parameter's class."""
+        handle = handle_of(self)
+        if handle is not None:
+            handle.owner.touched(handle.name, "deepcopy")
+        assert type(self) is not PartitionedParameter, "whoever was touched is whole now"
+        return deepcopy(self, memo)
 
     def __repr__(self) -> str:  # type: ignore[override]
         handle = handle_of(self)

@@ -4,8 +4,8 @@
         model = Model()
 
 A parameter is *whole* on every rank from its making until its module has been made; then rank 0's values are shared
-out, each rank keeps its *slice*, and the memory goes.  So at most the modules in the making are whole beside the slices,
-and the model comes out as if it had been made on rank 0 and partitioned afterwards: what the model's constructors do
+out, each rank keeps its *slice*, and the memory goes.  So at most the modules in the making are whole beside the
+slices, and the model comes out as if it had been made on rank 0 and partitioned afterwards: what its constructors do
 with partitioned parameters (they draw values anew, tie, compare) finds them whole for the length of the call.
 
     whole --its module is made--> slice --touched, or gathered--> whole --the call, the block is over--> slice
@@ -19,24 +19,22 @@ call ends and where memory is about to be asked for.  An engine takes the values
 """
 
 import gc
-import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.hooks import RemovableHandle
 
 from megazero.comm.adopt import adopt_group, own_device
@@ -46,13 +44,13 @@ from megazero.comm.mesh import Mesh
 from megazero.config.engine import EngineConfig, load_engine_config
 from megazero.errors import ConfigError, Problem, UsageError, raise_problems
 from megazero.parallel.param_spec import ParamSpec
-from megazero.zero.guard import PartitionedParameter, give_handle, guard, handle_of, take_handle, unguard
+from megazero.zero.constructors import CallsOfConstructors, in_the_making, innermost, is_running
+from megazero.zero.guard import give_handle, handle_of, take_handle
+from megazero.zero.kept import Kept, Whole, address, has_alias
 from megazero.zero.module_apply import gather_around_apply, leave_apply
 from megazero.zero.plan import resolve
 
 _GATHERED = "with megazero.zero.GatheredParameters([parameter], modifier_rank=0): ..."
-# Functions with which modules ask for the memory of new parameters.
-_ASKS_FOR_MEMORY = frozenset({torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.tensor})
 
 
 def first_value(spec: ParamSpec, parameter: nn.Parameter) -> Tensor:
@@ -64,92 +62,6 @@ def first_value(spec: ParamSpec, parameter: nn.Parameter) -> Tensor:
     if handle is None or not isinstance(handle.owner, Init):
         return parameter.detach()
     return handle.owner.give_up(handle.name)
-
-
-class _Kept:
-    """A parameter whose slice an Init keeps, and what can happen to it."""
-
-    def __init__(self, name: str, parameter: nn.Parameter, communicator: Communicator, device: torch.device) -> None:
-        self.name = name
-        self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self.pins = 0  # how many hold it gathered
-        self._communicator, self._device = communicator, device
-        self._parameter = weakref.ref(parameter)
-        self._slice: Tensor | None = None
-        self._shape = parameter.shape
-
-    @property
-    def is_alive(self) -> bool:
-        return self._parameter() is not None
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        parameter = self._parameter()
-        assert parameter is not None, f"somebody asks for {self.name}"
-        return parameter
-
-    def take(self, source: int) -> None:
-        """The whole parameter's values on rank `source` are everyone's, and of them this rank keeps its slice."""
-        parameter = self.parameter
-        values = parameter.detach().to(self._device)
-        if not values.is_contiguous() or (values.data_ptr() == parameter.data_ptr() and _has_alias(parameter, names=2)):
-            values = values.contiguous().clone()
-        flat = values.view(-1)
-        self._communicator.broadcast(flat, source).wait()
-        if values.data_ptr() != parameter.data_ptr():
-            parameter.data = values
-        size = -(-flat.numel() // self._communicator.size)
-        mine = flat[self._communicator.rank * size :][:size]
-        self._slice = flat.new_zeros(size)
-        self._slice[: mine.numel()].copy_(mine)
-        self._shape = parameter.shape
-
-    def empty(self) -> None:
-        """The parameter has no memory any more; touches come to its owner."""
-        assert self._slice is not None, "what is emptied has been taken before"
-        parameter, dtype = self.parameter, self._slice.dtype
-        unguard(parameter)
-        parameter.data = self._slice.new_empty(0)  # what it held goes before the next line asks for as much
-        hollow = torch.empty(self._shape, dtype=dtype, device=self._device)
-        hollow.untyped_storage().resize_(0)
-        parameter.data = hollow
-        guard(parameter)
-
-    def values(self) -> Tensor:
-        """All values of an emptied parameter, [numel], gathered from all ranks."""
-        assert self._slice is not None, "what is gathered has been taken before"
-        flat = self._slice.new_empty(self._slice.numel() * self._communicator.size)
-        self._communicator.all_gather_into(flat, self._slice).wait()
-        return flat[: self._shape.numel()]
-
-    def fill(self) -> None:
-        """The parameter is whole, in memory of its own, and unguarded."""
-        values = self.values()
-        unguard(self.parameter)
-        self.parameter.data = values.view(self._shape)
-
-    def convert(self, dtype: torch.dtype) -> None:
-        """Keep an emptied floating-point parameter in another number format."""
-        if self._slice is not None and self._slice.is_floating_point() and self._slice.dtype != dtype:
-            self._slice = self._slice.to(dtype)
-            self.empty()
-
-
-@dataclass
-class _Whole:
-    """A parameter that is whole until further notice.
-
-    made_for: the module that it was made for, as long as this may be in the making.
-    call: the function for which it was filled; version, memory: of the parameter at that time.
-    """
-
-    kept: _Kept
-    parameter: nn.Parameter
-    made_for: nn.Module | None = None
-    call: str = ""
-    version: int = 0
-    memory: int = 0
-    was_aliased: bool = False
 
 
 @dataclass(eq=False)
@@ -186,12 +98,12 @@ class Init:
 
     def __post_init__(self) -> None:
         self._gathers_for_apply = True
-        self._kept: dict[str, _Kept] = {}
-        self._whole: dict[str, _Whole] = {}
+        self._kept: dict[str, Kept] = {}
+        self._whole: dict[str, Whole] = {}
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._inner: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # those that are registered in others
         self._hooks: list[RemovableHandle] = []
-        self._mode = _CallsOfConstructors(self)
+        self._block = ExitStack()
         if self.enabled:
             raise_problems(ConfigError, _problems(self))
             self._read_config()
@@ -204,28 +116,33 @@ class Init:
 
     def __enter__(self) -> Self:
         if self._hooks:
-            raise UsageError(Problem("an Init entered inside its own block", "a block has an Init of its own", "Init()"))
+            raise UsageError(
+                Problem("an Init entered inside its own block", "a block has an Init of its own", "Init()")
+            )
         if self.enabled:
             self._hooks = [
                 register_module_parameter_registration_hook(self._parameter_registered),
                 register_module_module_registration_hook(self._module_registered),
                 register_module_buffer_registration_hook(self._buffer_registered),
             ]
-            self._mode.__enter__()
+            self._block.enter_context(CallsOfConstructors(self))
+            self._block.enter_context(saved_tensors_hooks(self._pack, lambda tensor: tensor))
         return self
 
     def __exit__(self, *exc: Any) -> None:
         if not self.enabled:
             return
-        self._mode.__exit__(*exc)
+        self._block.close()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
         with torch._C.DisableTorchFunction():
-            if exc[0] is None:
-                self._finish()
-            else:
+            if exc[0] is not None:
                 self._leave()
+                return
+            self._finish()
+            if (outer := _block()) is not None:
+                outer._take_over(self)
 
     # --- what guard.py's Owner is asked for ---------------------------------------------------------------------------
 
@@ -234,16 +151,14 @@ class Init:
         if not self._hooks:
             rule = f"{name} is partitioned until an engine takes it over: it is whole inside zero.Init's block only"
             raise UsageError(Problem(f"{call} of parameter {name} after zero.Init", rule, f"{_GATHERED} to change it"))
-        if not self._gathers_for_apply and _is_running(nn.Module.apply):
+        if not self._gathers_for_apply and is_running(nn.Module.apply):
             rule = f"{name} is partitioned, and override_module_apply is false: Module.apply shows what is there"
             raise UsageError(Problem(f"{call} of parameter {name} in Module.apply", rule, _GATHERED))
         with torch._C.DisableTorchFunction():
             kept = self._kept[name]
             kept.fill()
             parameter = kept.parameter
-            self._whole[name] = _Whole(
-                kept, parameter, call=call, version=parameter._version, memory=parameter.data_ptr()
-            )
+            self._whole[name] = Whole(kept, parameter, call=call, version=parameter._version, memory=address(parameter))
 
     def hold(self, names: Iterable[str], why: str) -> None:
         """Make parameters whole on every rank until `hand_back`; a collective call."""
@@ -259,9 +174,9 @@ class Init:
             for kept in (self._kept[name] for name in names):
                 if modifier_rank is not None:
                     kept.take(modifier_rank)
-                kept.pins -= 1
+                kept.pins = max(kept.pins - 1, 0)  # 0: the block began before it was a parameter of ours
                 if not kept.pins and kept.name not in self._whole:
-                    kept.empty()
+                    kept.empty(just_taken=modifier_rank is not None)
 
     def register_external(self, module: nn.Module, name: str) -> None:
         """Nothing to do before there are forwards; the engine finds such parameters when they are touched."""
@@ -282,13 +197,13 @@ class Init:
     # --- while modules are being made ---------------------------------------------------------------------------------
 
     def _parameter_registered(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        if _innermost() is self:
+        if _block() is self:
             with torch._C.DisableTorchFunction():
                 self.settle()
                 self._note(module, name, parameter)
 
     def _module_registered(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
-        if _innermost() is self:
+        if _block() is self:
             with torch._C.DisableTorchFunction():
                 self._modules.add(module)
                 if child is not None:
@@ -297,7 +212,7 @@ class Init:
                 self.settle()
 
     def _buffer_registered(self, module: nn.Module, name: str, buffer: Tensor | None) -> None:
-        if _innermost() is self:
+        if _block() is self:
             self._modules.add(module)
 
     def _note_all(self, module: nn.Module) -> None:
@@ -313,14 +228,12 @@ class Init:
         """`module` has a parameter, new or not; one of an earlier Init changes hands."""
         self._modules.add(module)
         handle = handle_of(parameter)
-        if handle is None and isinstance(parameter, PartitionedParameter):
-            parameter.__class__ = nn.Parameter  # type: ignore[assignment]  # a copy of a guarded one, with values
         if handle is None:
             if not _has_values(parameter):
                 return
-            kept = _Kept("", parameter, self._communicator, self._device)
+            kept = Kept("", parameter, self._communicator, self._device)
             self._own(kept, f"{type(module).__name__}.{name}")
-            self._whole[kept.name] = _Whole(kept, parameter, made_for=module)
+            self._whole[kept.name] = Whole(kept, parameter, made_for=module)
         elif isinstance(handle.owner, Init) and (handle.owner is self or not handle.owner._hooks):
             kept = handle.owner._kept[handle.name]
             if handle.owner is not self:
@@ -331,7 +244,15 @@ class Init:
         if self._gathers_for_apply and kept.name not in self._whole:
             gather_around_apply(module)
 
-    def _own(self, kept: _Kept, wish: str) -> None:
+    def _take_over(self, inner: "Init") -> None:
+        """What has been made in a block within this one is at home in this one from now on."""
+        self._modules.update(inner._modules)
+        self._inner.update(inner._inner)
+        while inner._kept:
+            name, kept = inner._kept.popitem()
+            self._own(kept, name)
+
+    def _own(self, kept: Kept, wish: str) -> None:
         """Keep a parameter under the name wished for, or one like it."""
         number, name = 1, wish
         while name in self._kept:
@@ -344,13 +265,13 @@ class Init:
         """Put away what is whole for no reason any more."""
         if not self._whole:
             return
-        in_the_making = set(_in_the_making())
+        running = in_the_making()
         for whole in [whole for whole in self._whole.values() if not whole.call and not whole.kept.pins]:
-            if id(whole.made_for) not in in_the_making:
+            if id(whole.made_for) not in running:
                 self._put_away(whole)
         lent = [whole for whole in self._whole.values() if whole.call and not whole.kept.pins]
         if lent:  # the same on all ranks; whether there are aliases need not be, where garbage waits to be collected
-            aliased = torch.tensor([int(_has_alias(whole.parameter)) for whole in lent], device=self._device)
+            aliased = torch.tensor([int(has_alias(whole.parameter)) for whole in lent], device=self._device)
             self._communicator.all_reduce_scalars(aliased, "max").wait()
             for whole, is_aliased in zip(lent, aliased.tolist(), strict=True):
                 if not is_aliased:
@@ -359,24 +280,27 @@ class Init:
     def call_ended(self) -> None:
         """Put away what was filled for a call that is over, unless an alias of it has been handed out."""
         for whole in [whole for whole in self._whole.values() if whole.call and not whole.was_aliased]:
-            if whole.parameter.data_ptr() != whole.memory:  # it has been given other memory
+            if address(whole.parameter) != whole.memory:  # it has been given other memory
                 whole.call, whole.made_for = "", None
                 self._put_away(whole)
-            elif _has_alias(whole.parameter):
+            elif has_alias(whole.parameter):
                 whole.was_aliased = True
             else:
                 self._put_away(whole, changed=whole.parameter._version != whole.version)
 
-    def is_lent(self, tensor: Tensor) -> bool:
-        """Whether the tensor lies in the memory of a parameter that is whole for a call."""
-        memory = tensor.untyped_storage().data_ptr()
-        return any(whole.call and whole.memory == memory for whole in self._whole.values())
+    def _pack(self, tensor: Tensor) -> Tensor:
+        """What autograd saves of a parameter must outlive the time in which it is whole."""
+        if not torch._C._has_storage(tensor):
+            return tensor
+        memory = address(tensor)
+        is_ours = any(address(whole.parameter) == memory for whole in self._whole.values())
+        return tensor.detach().clone() if is_ours else tensor
 
-    def _put_away(self, whole: _Whole, *, changed: bool = True) -> None:
+    def _put_away(self, whole: Whole, *, changed: bool = True) -> None:
         del self._whole[whole.kept.name]
         if changed:
             whole.kept.take(0)
-        whole.kept.empty()
+        whole.kept.empty(just_taken=changed)
         if self._gathers_for_apply:
             for module in whole.kept.modules:
                 gather_around_apply(module)
@@ -394,8 +318,10 @@ class Init:
         for kept in self._kept.values():
             if self.dtype is not None:
                 kept.convert(self.dtype)
+        outer = _block()
         for module in self._modules:
-            self._convert_buffers(module)
+            if outer is None or module not in outer._modules:
+                self._convert_buffers(module)
         self._use_full_names()
 
     def _convert_buffers(self, module: nn.Module) -> None:
@@ -428,33 +354,48 @@ class Init:
             self.dtype = self.dtype or resolve(config.zero, config.precision).parameter.dtype
 
 
-class _CallsOfConstructors(TorchFunctionMode):
-    """Sees every call of a torch function in the block of an Init."""
+def _block() -> Init | None:
+    """The Init in whose block this thread is, the innermost one."""
+    keeper = innermost()
+    return keeper if isinstance(keeper, Init) else None
 
-    def __init__(self, init: Init) -> None:
-        super().__init__()
-        self.init = weakref.proxy(init)
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        touches = PartitionedParameter in types
-        if touches or func in _ASKS_FOR_MEMORY:
-            with torch._C.DisableTorchFunction():
-                self.init.settle()
-        if not touches:
-            return func(*args, **(kwargs or {}))
-        with self._graphs_with_copies():
-            result = func(*args, **(kwargs or {}))
-        with torch._C.DisableTorchFunction():
-            self.init.call_ended()
-        return result
+def _problems(init: Init) -> Iterator[Problem]:
+    """What is said that is not there, or contradicts itself."""
+    if init.remote_device not in (None, "none"):
+        rule = "parameters stay on the device that computes with them"
+        yield Problem(f"Init(remote_device={init.remote_device!r})", rule, "leave remote_device out")
+    for name in ("pin_memory", "zero_quantized_weights", "zero_quantized_nontrainable_weights"):
+        if getattr(init, name):
+            yield Problem(f"Init({name}=True)", "gathers carry parameters as they are", f"{name}=False")
+    for name in ("zero_param_parallel_group", "param_swapper"):
+        if getattr(init, name) is not None:
+            yield Problem(f"Init({name}=...)", f"there is nothing yet that needs a {name}", f"leave {name} out")
+    if init.config is not None and init.config_dict_or_path is not None:
+        yield Problem("Init(config_dict_or_path=..., config=...)", "both mean the same", "one of them")
+    ways = ("mesh", "sequence_data_parallel_group", "data_parallel_group", "mpu")
+    groups = [name for name in ways if getattr(init, name) is not None]
+    if len(groups) > 1:
+        given = f"Init({', '.join(f'{name}=...' for name in groups)})"
+        yield Problem(given, "parameters are partitioned over one group of processes", "one of them")
+    if init.dtype is not None and not init.dtype.is_floating_point:
+        yield Problem(f"Init(dtype={init.dtype})", "parameters are floating-point numbers", "torch.float32, ...")
 
-    def _graphs_with_copies(self) -> AbstractContextManager[Any]:
-        """What autograd saves of parameters that are whole for a call must outlive the call."""
-        if not torch.is_grad_enabled():
-            return nullcontext()
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
-    def _pack(self, tensor: Tensor) -> Tensor:
-        return tensor.detach().clone() if self.init.is_lent(tensor) else tensor
+def _axis_of(init: Init) -> tuple[Communicator, torch.device]:
+    """The processes over which parameters are partitioned, and where this one computes."""
+    if isinstance(init.mesh, Mesh):
+        return init.mesh.gathering, init.mesh.device
+    foreign = init.mpu if init.mesh is None else init.mesh
+    group = init.data_parallel_group if init.sequence_data_parallel_group is None else init.sequence_data_parallel_group
+    return adopt_group(group if foreign is None else find_groups(foreign).data), own_device()
+
+
+def _problem_of_alias(whole: Whole) -> Problem:
+    given = f"{whole.call} of parameter {whole.kept.name} is still used at the end of zero.Init"
+    rule = "the parameter is partitioned from here on: what is written to its old memory would be lost"
+    return Problem(given, rule, f"{_GATHERED}; or a copy of the values (clone())")
+
+
+def _has_values(parameter: nn.Parameter) -> bool:
+    return not is_lazy(parameter) and not parameter.is_meta and parameter.numel() > 0

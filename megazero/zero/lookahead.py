@@ -54,6 +54,10 @@ class UseOrder:
         """What was used now is the record of the next pass."""
         if self._now and not (self._follows and len(self._now) == len(self._recorded)):
             self._set_record(self._now)
+        self.abandon_pass()
+
+    def abandon_pass(self) -> None:
+        """Forget what was used now: the record stays."""
         self._now = []
         self._follows = True
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -29,19 +30,18 @@ with megazero.zero.GatheredParameters(model):
 
 
 @pytest.mark.gloo
-def test_started_by_torchrun(tmp_path: object) -> None:
+def test_started_by_torchrun(tmp_path: Path) -> None:
     """The whole way of a user's program on two processes."""
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.getcwd()}
-    script = f"{tmp_path}/program.py"
-    with open(script, "w") as file:
-        file.write(PROGRAM)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
-    finished = subprocess.run(command, env=environment, cwd=str(tmp_path), capture_output=True, text=True, timeout=120)
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    finished = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert finished.returncode == 0, finished.stderr
     for rank in range(2):
         # The average gradient is 1.5 everywhere.
-        assert open(f"{tmp_path}/{rank}.txt").read() == "2 [[0.25, 0.25, 0.25]]"
+        assert (tmp_path / f"{rank}.txt").read_text() == "2 [[0.25, 0.25, 0.25]]"
 
 
 def test_a_process_of_its_own() -> None:

@@ -201,6 +201,77 @@ def test_recomputation_around_the_engine(stage: int, reentrant: bool) -> None:
     close(weights(engine), after_sgd((0, 1.0)))
 
 
+class RecomputedEnd(nn.Module):
+    """The first gradients of a backward come in a pass inside the pass, and the next ones in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(make_model()[index : index + 2] for index in (0, 2))
+        self.last = make_model()[4]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in (*self.parts, self.last):
+            x = checkpoint(part, x, use_reentrant=True)
+        return x
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_passes_inside_a_plain_pass(stage: int) -> None:
+    config = {
+        "zero": {"zero_stage": stage},
+        "precision": {"precision": "fp64"},
+        "optimizer": {"type": "SGD", "lr": 0.1},
+    }
+    engine = megazero.initialize(RecomputedEnd(), config)
+    engine(batch().requires_grad_()).square().mean().backward()
+    assert engine._passes.count == 1
+    engine.step()
+    close(weights(engine), after_sgd((0, 1.0)))
+
+
+def adversaries(stage: int | None) -> list[Tensor]:
+    """Two models, one trained through the other, which is frozen meanwhile; None: in plain PyTorch."""
+    makers = make_model(), nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    torch.manual_seed(9)
+    for p in makers[1].parameters():
+        nn.init.normal_(p)
+    config = {
+        "zero": {"zero_stage": stage},
+        "precision": {"precision": "fp64"},
+        "optimizer": {"type": "SGD", "lr": 0.1},
+    }
+    models: Any = makers if stage is None else [megazero.initialize(model, config) for model in makers]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in makers] if stage is None else models
+    for seed in range(2):
+        made = models[0](batch(seed))
+        verdicts = models[1](made.detach()).square().mean(), models[1](made.detach() + 1)
+        for index, loss in ((1, verdicts[0] + verdicts[1].mean()), (0, None)):
+            makers[1].requires_grad_(index == 1)
+            loss = models[1](made).mean() if loss is None else loss
+            loss.backward() if stage is None else models[index].backward(loss)
+            optimizers[index].step()
+            optimizers[index].zero_grad()
+        makers[1].requires_grad_(True)
+    with GatheredParameters([p for model in makers for p in model.parameters()]):
+        return [p.detach().clone() for model in makers for p in model.parameters()]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_engines_in_one_graph(stage: int) -> None:
+    close(adversaries(stage), adversaries(None))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_inference_between_steps(stage: int) -> None:
+    engine, plain = make_engine(stage, accumulation=2), make_model()
+    for seed in (0, 1):
+        with torch.inference_mode():
+            torch.testing.assert_close(engine(batch(3)), plain(batch(3)))
+        engine.backward(loss_of(engine, seed))
+        engine.step()
+    close(weights(engine), after_sgd((0, 0.5), (1, 0.5)))
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_backward_that_fails_is_forgotten(stage: int) -> None:
     engine = make_engine(stage)

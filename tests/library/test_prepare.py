@@ -4,6 +4,7 @@ import pytest
 import torch
 from support.processes import mesh_in_worker, run_ranks
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from megazero.comm.build import make_mesh
 from megazero.comm.mesh import Mesh
@@ -96,10 +97,12 @@ def test_all_problems_at_once() -> None:
     model = nn.ModuleList(
         [nn.LazyLinear(3), nn.Linear(2, 2, device="meta"), nn.Embedding(4, 2, sparse=True), nn.EmbeddingBag(4, 2)]
     )
+    model.register_parameter("other", nn.Parameter(TwoTensor(torch.zeros(2), torch.zeros(2))))
     model.register_parameter("wave", nn.Parameter(torch.zeros(2, dtype=torch.complex64)))
     with pytest.raises(UsageError) as caught:
         prepare(model, alone(), torch.float32)
     assert [problem.given for problem in caught.value.problems] == [
+        "parameter other of type TwoTensor",
         "parameter wave of torch.complex64",
         "parameter 0.weight without a shape",
         "parameter 0.bias without a shape",

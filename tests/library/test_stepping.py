@@ -90,6 +90,41 @@ def test_gradient_scale_is_told() -> None:
     assert engine.core.gradient_scale == 1 / 64
 
 
+def seen_gradients(rank: int, stage: int, zero: dict[str, Any]) -> list[Tensor | None]:
+    """What a user sees of each gradient between a step's last backward and its update."""
+    config = {
+        "zero": {"zero_stage": stage, "reduce_bucket_size": 64, **zero},
+        "precision": {"precision": "fp16", "loss_scale": 128.0},
+        "optimizer": {"type": "SGD", "lr": LR},
+        "gradient_accumulation_steps": 2,
+    }
+    engine = megazero.initialize(make_model(), config, mesh=mesh_in_worker(rank, dp=2))
+    found: list[Tensor | None] = []
+    for _ in range(2):
+        for micro in range(2):
+            engine.backward(engine(batch(0).chunk(4)[2 * micro + rank].half()).square().mean())
+            engine.step() if micro == 0 else None
+        found = [megazero.zero.safe_get_full_grad(p) for p in engine.module.parameters()]
+        engine.step()
+    return found
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", range(4))
+def test_gradients_are_shown_as_averages(stage: int) -> None:
+    """Of the second step, whose parameters the first one has changed."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(batch(0)).square().mean().backward()
+        expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+    for zero in ({}, {"gradient_predivide_factor": 4.0}):
+        for found in run_ranks(2, seen_gradients, stage, zero):
+            torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-4)
+
+
 def overflowing(rank: int, stage: int) -> list[Any]:
     """A loss that is too large on rank 1 only; what each rank tells of the steps."""
     engine = make_engine(stage, mesh_in_worker(rank, dp=2), precision="fp16", initial_loss_scale=256.0, hysteresis=2)

@@ -1,19 +1,26 @@
 """A small module of everything that is inconvenient, and its training with and without the engine."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from support.processes import mesh_in_worker
 from support.training import Saved, assemble, boxes
 from torch import Tensor, nn
 
+from megazero.comm.build import make_mesh
+from megazero.comm.mesh import Mesh
 from megazero.config.precision import PrecisionConfig
 from megazero.config.zero import ZeroConfig
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.optim.inner import AdamWSettings, FusedAdamW, StepInputs
+from megazero.parallel.topology import Topology
 from megazero.zero.engine import Engine, EngineSettings, ModelUnit
 from megazero.zero.gathered import GatheredParameters
 from megazero.zero.plan import resolve
+from megazero.zero.units import choose_units
 
 SETTINGS = AdamWSettings(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 LR = 1e-2
@@ -166,3 +173,49 @@ def train_plain(steps: int = 5) -> tuple[list[float], dict[str, Any]]:
         norms.append(float(torch.stack([p.grad.norm() for p in trained.values() if p.grad is not None]).norm()))
         optimizer.step()
     return norms, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def alone() -> Mesh:
+    """The mesh of one rank in this very process."""
+    device = torch.device("cpu")
+    return make_mesh(Topology(), 0, device, FusedBuffers(0, device))
+
+
+def engine_around(model: nn.Module, mesh: Mesh, *, precision: str = "fp64", **zero: Any) -> Engine:
+    """An engine around any module, its units chosen as for a user's; ZeRO stage 3 unless told."""
+    config = ZeroConfig(**{"zero_stage": 3, "reduce_bucket_size": 100, **zero})
+    plan = resolve(config, PrecisionConfig(precision=precision))  # type: ignore[arg-type]
+    buffers = FusedBuffers(0, mesh.device)
+    settings = EngineSettings(config, FusedAdamW(SETTINGS))
+    engine = Engine(model, choose_units(model), plan, mesh=mesh, buffers=buffers, settings=settings)
+    buffers.resize(engine.largest_buffer_bytes)
+    return engine
+
+
+def owned_gradient(engine: Engine, name: str, numel: int) -> Tensor:
+    """The reduced gradient of a parameter, flat; zeros where another rank owns it."""
+    whole = torch.zeros(numel, dtype=torch.float64)
+    for piece in engine.pieces(name, "gradient"):
+        whole[piece.start : piece.stop] = piece.tensor
+    return whole
+
+
+def take_step(engine: Engine, lr: float = LR) -> None:
+    """Finish a step whose backwards are done: no clipping."""
+    engine.finish_reductions()
+    engine.update(StepInputs(lr, torch.ones((), dtype=torch.float64), None))
+
+
+@contextmanager
+def released_memory_is_nan() -> Iterator[None]:
+    """Memory that is given up stays and is full of nan, so that reading it shows in every result."""
+    resize = torch.UntypedStorage.resize_
+
+    def fill_or_resize(storage: torch.UntypedStorage, nbytes: int) -> Any:
+        if nbytes or not storage.nbytes():
+            return resize(storage, nbytes)
+        torch.empty(0, dtype=torch.float64).set_(storage).fill_(torch.nan)  # type: ignore[call-overload]
+        return storage
+
+    with patch.object(torch.UntypedStorage, "resize_", fill_or_resize):
+        yield

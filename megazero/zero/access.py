@@ -1,0 +1,203 @@
+"""What an engine keeps of a parameter, for looking at it and for changing it: fp32 weights, gradient, optimizer state.
+
+Any parameter of a model that an engine has taken over, at every ZeRO stage.  *Full* forms speak of the whole parameter
+(with tensor parallelism: of this process's slice) and are collective calls, which every data-parallel rank makes with
+the same parameter and, to set it, the same value.  *Local* forms speak of what this rank owns: its pieces one after
+the other, one-dimensional, often none.
+
+Weights are master weights; what they are changed to reaches the working parameters at once, so `safe_set_local_*` of
+weights is a collective call too.  Gradients are those of a step's last backward: summed over its micro-batches,
+averaged, without loss scale.  State is what the optimizer keeps for every element ("exp_avg").
+
+Getters return copies in the master weights' number format, or None where there is nothing: frozen parameters, gradients
+before a step's last backward, state before the optimizer's first step.  Setters raise UsageError there, and where the
+shape is another; both do where no engine has the parameter, or the optimizer keeps no such state.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from megazero.errors import Problem, UsageError
+from megazero.optim.inner import Elementwise
+from megazero.zero.engine import Engine
+from megazero.zero.guard import handle_of
+from megazero.zero.plan import Placement
+from megazero.zero.update import Piece
+
+_MASTER, _GRADIENT = "master", "gradient"
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
+    """The master weights of a parameter, in its shape; a collective call."""
+    return _State(param, _MASTER).get_full()
+
+
+def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
+    """The gradient of a parameter, in its shape; a collective call."""
+    return _State(param, _GRADIENT).get_full()
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    """What the optimizer keeps under this key, in the parameter's shape; a collective call."""
+    return _State(param, _known(param, optim_state_key)).get_full()
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """Change the master weights of a parameter, and the working parameter with them; a collective call."""
+    _State(param, _MASTER).set_full(value)
+
+
+def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Change the gradient of a parameter; a collective call."""
+    _State(param, _GRADIENT).set_full(value)
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    """Change what the optimizer keeps under this key; a collective call."""
+    _State(param, _known(param, optim_state_key)).set_full(value)
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
+    """What this rank owns of the master weights, [elements owned]."""
+    return _State(param, _MASTER).get_local()
+
+
+def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
+    """What this rank owns of the gradient, [elements owned]; a collective call where reductions are on their way."""
+    return _State(param, _GRADIENT).get_local()
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    """What this rank owns of what the optimizer keeps under this key, [elements owned]."""
+    return _State(param, _known(param, optim_state_key)).get_local()
+
+
+def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """Change what this rank owns of the master weights, [elements owned]; a collective call."""
+    _State(param, _MASTER).set_local(value)
+
+
+def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Change what this rank owns of the gradient, [elements owned]."""
+    _State(param, _GRADIENT).set_local(value)
+
+
+def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    """Change what this rank owns of what the optimizer keeps under this key, [elements owned]."""
+    _State(param, _known(param, optim_state_key)).set_local(value)
+
+
+class _State:
+    """One kind of state of one parameter: "master", "gradient", or what the optimizer calls it."""
+
+    def __init__(self, param: nn.Parameter, kind: str) -> None:
+        self._engine, self._name = _engine_of(param)
+        self._param, self._kind = param, kind
+        if kind == _GRADIENT:
+            self._engine.finish_reductions()
+        self._scale = self._engine.gradient_scale if kind == _GRADIENT else 1.0
+        is_trained = _is_trained(self._engine, self._name)
+        self._is_kept = is_trained and (kind != _GRADIENT or self._engine.has_gradients)
+
+    def get_full(self) -> Tensor | None:
+        if not self._is_there():
+            return None
+        full = self._zeros(self._param.numel())
+        for start, stop, piece in self._pieces():
+            full[start:stop].copy_(piece).mul_(self._scale)
+        if self._is_partitioned:
+            self._engine.data_parallel.all_reduce(full).wait()
+        return full.view(self._param.shape)
+
+    def set_full(self, value: Tensor) -> None:
+        self._check_there(self._is_there())
+        self._check_shape(value, tuple(self._param.shape))
+        self._write(value.detach().reshape(-1), ((piece, piece.start) for piece in self._pieces()))
+
+    def get_local(self) -> Tensor | None:
+        if not self._is_there_locally():
+            return None
+        pieces = [piece.tensor for piece in self._pieces()]
+        return torch.cat([self._zeros(0), *pieces]).mul_(self._scale)
+
+    def set_local(self, value: Tensor) -> None:
+        self._check_there(self._is_there_locally())
+        pieces = self._pieces()
+        self._check_shape(value, (sum(piece.tensor.numel() for piece in pieces),))
+        starts = [sum(piece.tensor.numel() for piece in pieces[:index]) for index in range(len(pieces))]
+        self._write(value.detach(), zip(pieces, starts, strict=True))
+
+    def _write(self, value: Tensor, places: Iterable[tuple[Piece, int]]) -> None:
+        """Each piece becomes the value's elements from its place on."""
+        for piece, start in places:
+            piece.tensor.copy_(value[start : start + piece.tensor.numel()] / self._scale)
+        if self._kind == _MASTER:
+            self._engine.republish(self._name)
+
+    def _pieces(self) -> list[Piece]:
+        return list(self._engine.pieces(self._name, self._kind))
+
+    @property
+    def _is_partitioned(self) -> bool:
+        return self._engine.plan.optimizer.placement is Placement.PARTITIONED
+
+    def _is_there(self) -> bool:
+        """Whether all elements have such state, by whatever rank it is owned."""
+        if not self._is_kept or self._kind in (_MASTER, _GRADIENT):
+            return self._is_kept
+        found = torch.tensor(sum(piece.tensor.numel() for piece in self._pieces()), device=self._param.device)
+        if self._is_partitioned:
+            self._engine.data_parallel.all_reduce_scalars(found).wait()
+        return int(found) == self._param.numel()
+
+    def _is_there_locally(self) -> bool:
+        """The same of what this rank owns."""
+        owned = list(self._engine.pieces(self._name, _MASTER)) if self._is_kept else []
+        return self._is_kept and len(self._pieces()) == len(owned)
+
+    def _check_there(self, is_there: bool) -> None:
+        if not is_there:
+            given = f"setting the {self._kind} of parameter {self._name}"
+            rule = (
+                "there is none: it is frozen, or a step's last backward or the optimizer's first step has yet to come"
+            )
+            raise UsageError(Problem(given, rule, "set it later; GatheredParameters for frozen parameters"))
+
+    def _check_shape(self, value: Tensor, shape: tuple[int, ...]) -> None:
+        if tuple(value.shape) != shape:
+            given = f"a value of shape {tuple(value.shape)} for the {self._kind} of parameter {self._name}"
+            raise UsageError(Problem(given, "values are set in the shape in which they are got", str(shape)))
+
+    def _zeros(self, numel: int) -> Tensor:
+        return torch.zeros(numel, dtype=self._engine.plan.optimizer.dtype, device=self._param.device)
+
+
+def _engine_of(param: nn.Parameter) -> tuple[Engine, str]:
+    """The engine that keeps the parameter, and the parameter's name there."""
+    handle = handle_of(param)
+    if handle is None or not isinstance(handle.owner, Engine):
+        given = f"a parameter of shape {tuple(param.shape)} without an engine"
+        legal = "a parameter of the model given to megazero.initialize, after that call"
+        raise UsageError(Problem(given, "an engine keeps the state that is asked for", legal))
+    return handle.owner, handle.name
+
+
+def _is_trained(engine: Engine, name: str) -> bool:
+    slots = (slot for section in engine.layout.sections for slot in section.slots)
+    return next(slot.spec.trainable for slot in slots if slot.spec.name == name)
+
+
+def _known(param: nn.Parameter, key: str) -> str:
+    """The key, if the parameter's optimizer keeps such state from its first step on; raises UsageError if not."""
+    engine, name = _engine_of(param)
+    inner = engine.settings.optimizer
+    keys = inner.moments
+    if isinstance(inner, Elementwise):
+        group = inner.optimizer.group_of(param)
+        keys = () if group is None else inner.optimizer.state_names(group)
+    if key not in keys and _is_trained(engine, name):
+        given = f"optimizer state {key!r} of parameter {name}"
+        raise UsageError(Problem(given, "the optimizer keeps no such state", ", ".join(keys) or "none at all"))
+    return key

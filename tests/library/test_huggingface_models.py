@@ -1,0 +1,103 @@
+"""Models of Hugging Face's transformers, made from configurations, against plain PyTorch in float64."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.processes import mesh_in_worker, run_ranks
+from torch import Tensor, nn
+from transformers import BartConfig, BartForConditionalGeneration, BertConfig, BertForMaskedLM
+
+import megazero
+from megazero.zero.gathered import GatheredParameters
+
+STEPS = 2
+LR = 1e-2
+VOCABULARY = 31
+
+
+def make_model(name: str) -> nn.Module:
+    """Small ones without dropout; Bart's encoder, decoder and head share one embedding, Bert's head has a bias too."""
+    torch.manual_seed(6)
+    if name == "bert":
+        sizes = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 20}
+        free = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        model = BertForMaskedLM(BertConfig(vocab_size=VOCABULARY, max_position_embeddings=10, **sizes, **free))
+    else:
+        sides = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in _SIDES.items()}
+        special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+        model = BartForConditionalGeneration(
+            BartConfig(vocab_size=VOCABULARY, d_model=12, max_position_embeddings=10, dropout=0.0, **sides, **special)
+        )
+    return model.double().train()
+
+
+_SIDES = {"layers": 2, "attention_heads": 3, "ffn_dim": 18}
+
+
+def batch(step: int) -> dict[str, Tensor]:
+    ids = torch.randint(3, VOCABULARY, (4, 7), generator=torch.Generator().manual_seed(step))
+    return {"input_ids": ids, "labels": ids.flip(1)}
+
+
+def train(rank: int, name: str, stage: int, dp: int, recompute: bool | None) -> tuple[list[float], dict[str, Tensor]]:
+    """recompute: whether activation checkpointing is reentrant; None: there is none."""
+    model: Any = make_model(name)
+    if recompute is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": recompute})
+    config = {
+        "zero": {"zero_stage": stage, "reduce_bucket_size": 500},
+        "precision": {"precision": "fp64"},
+        "optimizer": {"type": "AdamW", "lr": LR},
+    }
+    engine = megazero.initialize(model, config, mesh=mesh_in_worker(rank, dp=dp))
+    losses = []
+    for step in range(STEPS):
+        part = {key: value.chunk(dp)[rank] for key, value in batch(step).items()}
+        loss = engine(**part).loss
+        losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+    with GatheredParameters(model):
+        weights = {key: p.detach().clone() for key, p in model.named_parameters()}
+    engine.close()
+    return losses, weights
+
+
+def train_plain(name: str) -> tuple[list[float], dict[str, Tensor]]:
+    model = make_model(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(**batch(step)).loss
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    return losses, {key: p.detach() for key, p in model.named_parameters()}
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("name", "stage", "dp", "recompute"),
+    [
+        ("bert", 0, 1, None),
+        ("bert", 3, 1, True),
+        ("bert", 3, 2, False),
+        ("bart", 1, 2, None),
+        ("bart", 2, 2, True),
+        ("bart", 3, 2, None),
+        ("bart", 3, 2, True),
+    ],
+)
+def test_transformers(name: str, stage: int, dp: int, recompute: bool | None) -> None:
+    losses, weights = train_plain(name)
+    runs = run_ranks(dp, train, name, stage, dp, recompute)
+    mean = torch.tensor([run[0] for run in runs], dtype=torch.float64).mean(0)
+    torch.testing.assert_close(mean, torch.tensor(losses, dtype=torch.float64), rtol=1e-9, atol=0)
+    for _, found in runs:
+        assert found.keys() == weights.keys()
+        for key, value in weights.items():
+            # Keys' biases have no gradient but noise, which AdamW would blow up; see the bound on them.
+            bound = LR * STEPS * 2 if "k_proj.bias" in key or "key.bias" in key else 1e-8
+            torch.testing.assert_close(found[key], value, rtol=1e-8, atol=bound, msg=key)

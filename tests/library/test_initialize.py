@@ -1,0 +1,162 @@
+"""`megazero.initialize` as users call it: configurations, notices, models made under Init, the engine as the model."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.any_models import CASES, adamw, inputs_of, make, train_plain
+from support.processes import mesh_in_worker, run_ranks
+from torch import Tensor, nn
+
+import megazero
+from megazero.errors import ConfigError, UsageError
+from megazero.library.engine import DataParallelEngine
+from megazero.zero.gathered import GatheredParameters
+
+STEPS = 3
+
+
+def run(engine: DataParallelEngine, name: str, rank: int = 0, dp: int = 1) -> dict[str, Tensor]:
+    for step in range(STEPS):
+        engine.backward(CASES[name].loss(engine, step, *[x.chunk(dp)[rank] for x in inputs_of(name, step)]))
+        engine.step()
+    with GatheredParameters(engine.module):
+        return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+
+
+def close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():  # attention's key biases have no gradient but noise, which AdamW blows up
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9, msg=name)
+
+
+# --- models made under Init ------------------------------------------------------------------------------------------
+
+
+def config(stage: int, **optimizer: Any) -> dict[str, Any]:
+    zero = {"zero_stage": stage, "reduce_bucket_size": 100}
+    return {"zero": zero, "precision": {"precision": "fp64"}, "optimizer": optimizer}
+
+
+def made_under_init(rank: int, name: str, stage: int, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    mesh = mesh_in_worker(rank, dp=2)
+    settings = config(stage, type="AdamW", lr=1e-2, params={"weight_decay": 0.1})
+    torch.manual_seed(11 + 100 * rank)  # only rank 0's values are to count
+    with megazero.zero.Init(mesh=mesh, dtype=dtype):
+        model = CASES[name].make()
+    return run(megazero.initialize(model, settings, mesh=mesh), name, rank, 2)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+def test_models_made_under_init(stage: int, dtype: torch.dtype | None) -> None:
+    """Their number format is the configuration's, whatever they were made in."""
+    for name in ("translator", "convolutions"):
+        expected = train_plain(name, STEPS, adamw).weights
+        for found in run_ranks(2, made_under_init, name, stage, dtype):
+            close(found, expected)
+
+
+@pytest.mark.parametrize("kind", ["Adagrad", "RMSprop"])
+def test_optimizers_by_name_over_partitioned_parameters(kind: str) -> None:
+    torch.manual_seed(11)
+    with megazero.zero.Init():
+        model = CASES["sequential"].make()
+    found = run(megazero.initialize(model, config(3, type=kind, lr=0.1)), "sequential")
+    close(found, train_plain("sequential", STEPS, lambda p: getattr(torch.optim, kind)(p, lr=0.1)).weights)
+
+
+# --- configurations --------------------------------------------------------------------------------------------------
+
+
+def test_a_deepspeed_file(tmp_path: Path) -> None:
+    content = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": 2, "round_robin_gradients": True},
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.99]}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": 3e-3}},
+    }
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(content))
+    with pytest.warns(UserWarning, match="round_robin_gradients"):
+        engine = megazero.initialize(nn.Linear(3, 2), str(path))
+    assert engine.module.weight.dtype == torch.bfloat16
+    assert engine.gradient_accumulation_steps() == 2 and engine.get_lr() == [0.0]
+    assert (engine.train_micro_batch_size_per_gpu(), engine.train_batch_size()) == (4, 8)
+
+
+def test_a_wrong_configuration_leaves_the_model_alone() -> None:
+    model = nn.Linear(3, 2)
+    with pytest.raises(ConfigError, match="train_batch_size"):
+        megazero.initialize(model, {"zero": {}, "train_batch_size": 7, "gradient_accumulation_steps": 2})
+    assert model.weight.dtype == torch.float32 and "spec" not in vars(model.weight)
+
+
+# --- the engine and the model ----------------------------------------------------------------------------------------
+
+
+class Named(nn.Module):
+    kind = "of my own"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor, *, times: int = 1) -> Tensor:
+        return self.drop(self.layer(x)) * times
+
+    def describe(self) -> str:
+        return f"a model {self.kind}"
+
+
+def test_the_engine_stands_for_the_model() -> None:
+    model = Named()
+    engine = megazero.initialize(model, {"zero": {}})
+    assert engine.module is model and engine.describe() == "a model of my own" and engine.layer is model.layer
+    assert [name for name, _ in engine.named_parameters()] == ["layer.weight", "layer.bias"]
+    assert engine.eval() is engine and not model.training
+    x = torch.ones(1, 2)
+    torch.testing.assert_close(engine(x, times=3), engine.forward(x) * 3)
+    assert engine.train().training and model.drop.training
+    assert engine.get_global_grad_norm() is None and not engine.was_step_applied()
+    with pytest.raises(AttributeError, match="nonsense"):
+        engine.nonsense  # noqa: B018
+
+
+def test_a_model_has_one_engine() -> None:
+    model = make("sequential")
+    first = megazero.initialize(model, config(1))
+    with pytest.raises(UsageError, match="a model with an engine"):
+        megazero.initialize(model, config(1))
+    first.close()
+    settings = config(2, type="AdamW", lr=1e-2, params={"weight_decay": 0.1})
+    close(run(megazero.initialize(model, settings), "sequential"), train_plain("sequential", STEPS, adamw).weights)
+
+
+# --- public names ----------------------------------------------------------------------------------------------------
+
+
+def test_public_names() -> None:
+    assert {"initialize", "zero"} <= set(dir(megazero))
+    access = importlib.import_module("megazero.zero.access")
+    assert {name for name in vars(access) if name.startswith("safe_")} <= set(dir(megazero.zero))
+    for name in dir(megazero.zero):
+        assert callable(getattr(megazero.zero, name)), name
+    for module in (megazero, megazero.zero):
+        with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
+            module.nonsense  # noqa: B018
+
+
+def test_importing_loads_nothing_heavy() -> None:
+    program = "import sys, megazero, megazero.zero; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0

@@ -1,0 +1,396 @@
+"""Every setting of the ZeRO section has its effect, in counted messages, bytes and values, and none on the training.
+
+Here: what is reduced and published, and how; `test_zero_knobs_memory.py` has what is gathered and kept.  Expected
+figures come from the shapes of the awkward model, whose units are its own two parameters and each of its layers.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import fields
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from support.awkward import (
+    LR,
+    Options,
+    batch,
+    engine_around,
+    full_state,
+    loss_of,
+    make_engine,
+    make_model,
+    owned_gradient,
+    train_plain,
+)
+from support.processes import mesh_in_worker, run_ranks
+from support.training import Saved, boxes
+from torch import Tensor, nn
+
+from megazero.comm.metered import Count
+from megazero.config.zero import ZeroConfig
+from megazero.errors import UsageError
+from megazero.optim.inner import StepInputs
+from megazero.zero.gathered import GatheredParameters
+from megazero.zero.plan import ModelStateBytes
+
+RANKS = 2
+ACCUMULATION = 2
+QUANTUM = 16 * RANKS
+ITEMSIZE = 8  # of float64
+HUGE = 10**9
+STAGES = (0, 1, 2, 3)
+
+
+def section_numels(*, trainable: bool = True) -> list[int]:
+    """Elements of each unit of the awkward model, with padding."""
+    parameters = [(n.rpartition(".")[0], p) for n, p in make_model().named_parameters() if p.requires_grad == trainable]
+    sums = (sum(p.numel() for _, p in unit) for _, unit in groupby(parameters, lambda named: named[0]))
+    return [math.ceil(numel / QUANTUM) * QUANTUM for numel in sums]
+
+
+def num_buckets(size: int = Options().bucket) -> int:
+    """Messages that move every trainable element once, at most `size` elements each."""
+    legal = max(size // QUANTUM, 1) * QUANTUM
+    return sum(math.ceil(numel / legal) for numel in section_numels())
+
+
+PSI = sum(section_numels())
+FROZEN = sum(section_numels(trainable=False))
+
+
+class Seen(NamedTuple):
+    """norms of all steps; weights as saved, and as they work; traffic of the last step by collective."""
+
+    norms: list[float]
+    saved: list[Saved]
+    working: dict[str, Tensor]
+    sent: dict[str, Count]
+    states: ModelStateBytes
+
+    @property
+    def calls(self) -> dict[str, int]:
+        return {name: count.calls for name, count in self.sent.items() if count.calls}
+
+
+def train(rank: int, options: Options) -> Seen:
+    """Some steps on this rank's share of the batches, which make up for what gradients have been divided by."""
+    model, engine, _ = make_engine(rank, options)
+    mesh = mesh_in_worker(rank, dp=RANKS)
+    norms, dtype = [], next(model.parameters()).dtype
+    for step in range(options.steps):
+        mesh.meter.reset()
+        engine.begin_step()
+        x, y = (whole.chunk(RANKS * ACCUMULATION) for whole in batch(step, dtype))
+        for micro in range(ACCUMULATION):
+            part = micro * RANKS + rank
+            engine.backward(loss_of(model, x[part], y[part]), is_last=micro == ACCUMULATION - 1)
+        engine.finish_reductions()
+        square = engine.local_norms().square.clone()
+        mesh.world.all_reduce_scalars(square).wait()
+        norms.append(float(square.sqrt()) * engine.predivisor)
+        engine.update(StepInputs(LR, torch.tensor(engine.predivisor, dtype=torch.float64), None))
+    sent = {name: mesh.meter.count("dp", name) for name in ("all_gather", "reduce_scatter", "all_reduce", "broadcast")}  # type: ignore[arg-type]
+    sent = {name: Count(count.calls, count.nbytes) for name, count in sent.items()}
+    with GatheredParameters(model):
+        working = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    engine.close()
+    saved = [box for fragment in engine.owned_state() for box in boxes(fragment)]
+    return Seen(norms, saved, working, sent, engine.model_state_bytes())
+
+
+def seen(stage: int, *, precision: str = "fp64", bucket: int = Options().bucket, **zero: Any) -> Seen:
+    """What rank 0 sees of two steps."""
+    options = Options(stage, RANKS, steps=2, precision=precision, bucket=bucket, zero=tuple(zero.items()))
+    return run_ranks(RANKS, train, options)[0]  # type: ignore[no-any-return]
+
+
+def reductions(stage: int) -> int:
+    """How often every gradient is reduced in a step."""
+    return ACCUMULATION if stage >= 2 else 1
+
+
+# zero_stage
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_stage_decides_what_is_kept_and_how_often_it_is_reduced(stage: int) -> None:
+    run = seen(stage)
+    assert run.states == ModelStateBytes(
+        parameters=ITEMSIZE * (PSI + FROZEN) // (RANKS if stage == 3 else 1),
+        gradients=ITEMSIZE * PSI // (RANKS if stage >= 2 else 1),
+        master=0,
+        moments=2 * ITEMSIZE * PSI // (RANKS if stage >= 1 else 1),
+    )
+    assert run.calls["reduce_scatter"] == reductions(stage) * num_buckets()
+
+
+# reduce_scatter
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", STAGES)
+def test_without_reduce_scatter_gradients_are_all_reduced(stage: int) -> None:
+    run = seen(stage, reduce_scatter=False)
+    assert "reduce_scatter" not in run.calls
+    assert run.calls["all_reduce"] == reductions(stage) * num_buckets()
+    assert run.sent["all_reduce"].nbytes == reductions(stage) * 2 * ITEMSIZE * PSI * (RANKS - 1) // RANKS
+    if stage == 0:
+        assert "all_gather" not in run.calls, "an all-reduce leaves nothing to gather"
+
+
+# reduce_bucket_size, allgather_bucket_size
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("reduced", [1, QUANTUM, 3 * QUANTUM + 1, HUGE])
+@pytest.mark.parametrize("gathered", [QUANTUM, HUGE])
+def test_a_message_respects_both_bucket_sizes(reduced: int, gathered: int) -> None:
+    run = seen(1, bucket=reduced, allgather_bucket_size=gathered)
+    expected = num_buckets(min(reduced, gathered))
+    assert run.calls == {"reduce_scatter": expected, "all_gather": expected}
+
+
+# allgather_partitions
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_without_all_gather_every_owner_broadcasts(stage: int) -> None:
+    """In stage 3 with every trainable parameter kept whole, so that there is something to publish."""
+    persistent = {"param_persistence_threshold": HUGE}
+    run, plain = (seen(stage, allgather_partitions=value, **persistent) for value in (False, True))
+    assert plain.calls["all_gather"] == num_buckets()
+    assert run.calls.get("all_gather", 0) == 0
+    assert run.calls["broadcast"] == RANKS * num_buckets()
+    assert run.sent["broadcast"].nbytes == ITEMSIZE * PSI
+
+
+# overlap_comm: reductions
+
+
+def most_reductions_in_flight(rank: int, stage: int, overlap: bool) -> int:
+    """Looked at whenever a gradient has come, and at the end of backward."""
+    model, engine, _ = make_engine(rank, Options(stage, RANKS, bucket=QUANTUM, overlap=overlap))
+    looks: list[int] = []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda _: looks.append(len(engine._reducer._in_flight)))  # type: ignore[no-untyped-call]
+    engine.begin_step()
+    engine.begin_backward(is_last=True)
+    loss_of(model, *batch(0)).backward()  # type: ignore[no-untyped-call]
+    engine.end_backward()
+    looks.append(len(engine._reducer._in_flight))
+    engine.finish_reductions()
+    engine.close()
+    return max(looks)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", STAGES)
+def test_overlap_leaves_reductions_in_flight(stage: int) -> None:
+    assert run_ranks(RANKS, most_reductions_in_flight, stage, True) == [2] * RANKS
+    assert run_ranks(RANKS, most_reductions_in_flight, stage, False) == [0] * RANKS
+
+
+# communication_data_type
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("precision", "wire", "itemsize"), [("fp64", "fp32", 4), ("fp32", "bf16", 2), ("bf16", "fp32", 4)]
+)
+def test_gradients_travel_in_the_format_of_the_wire(stage: int, precision: str, wire: str, itemsize: int) -> None:
+    run, plain = (seen(stage, precision=precision, communication_data_type=name) for name in (wire, "auto"))
+    share = reductions(stage) * PSI * (RANKS - 1) // RANKS
+    assert run.sent["reduce_scatter"].nbytes == share * itemsize
+    assert plain.sent["reduce_scatter"].nbytes == share * {"fp64": 8, "fp32": 4, "bf16": 2}[precision]
+
+
+# prescale_gradients, gradient_predivide_factor
+
+
+class Slope(nn.Module):
+    """Its gradient is its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x
+
+
+def sum_of_large_gradients(rank: int, stage: int, zero: Mapping[str, Any]) -> tuple[float, float]:
+    """(gradient of rank 0 as it is kept, what it has been divided by) when each rank's is 40000 in fp16."""
+    model = Slope().half()
+    engine = engine_around(model, mesh_in_worker(rank, dp=RANKS), precision="fp16", zero_stage=stage, **zero)
+    engine.begin_step()
+    engine.backward(model(torch.full((1,), 40_000.0, dtype=torch.float16)).sum(), is_last=True)
+    engine.finish_reductions()
+    gradient = float(owned_gradient(engine, "weight", 1))
+    engine.close()
+    return gradient, engine.predivisor
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("reduce_scatter", [True, False])
+def test_dividing_first_keeps_sums_below_the_largest_number(stage: int, reduce_scatter: bool) -> None:
+    rows: list[tuple[dict[str, Any], tuple[float, float]]] = [
+        ({}, (math.inf, 1.0)),  # 65504 is the largest
+        ({"prescale_gradients": True}, (40_000.0, 2.0)),
+        ({"gradient_predivide_factor": 4.0}, (20_000.0, 4.0)),
+    ]
+    for zero, expected in rows:
+        outcome = run_ranks(RANKS, sum_of_large_gradients, stage, {"reduce_scatter": reduce_scatter, **zero})[0]
+        assert outcome == expected
+
+
+# load_from_fp32_weights
+
+
+def loaded_values(name: str, numel: int) -> Tensor:
+    """float32 that bfloat16 cannot hold."""
+    return torch.linspace(1.0, 2.0, numel) / 3 + len(name) / 7
+
+
+def load_weights(rank: int, stage: int, from_fp32: bool, weights_only: bool) -> Seen:
+    options = Options(stage, RANKS, precision="bf16", zero=(("load_from_fp32_weights", from_fp32),))
+    model, engine, _ = make_engine(rank, options)
+    for fragment in engine.wanted_state():
+        if fragment.kind == "weight":
+            fragment.tensor.copy_(
+                loaded_values(fragment.spec.name, fragment.spec.numel)[fragment.start : fragment.stop]
+            )
+    engine.state_loaded(weights_only=weights_only)
+    with GatheredParameters(model):
+        working = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    engine.close()
+    saved = [box for fragment in engine.owned_state() for box in boxes(fragment)]
+    return Seen([], saved, working, {}, engine.model_state_bytes())
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("from_fp32", "weights_only"), [(True, True), (False, True), (False, False)])
+def test_master_weights_come_from_rounded_weights_if_so_wanted(stage: int, from_fp32: bool, weights_only: bool) -> None:
+    runs = run_ranks(RANKS, load_weights, stage, from_fp32, weights_only)
+    masters = full_state(runs)
+    rounded = weights_only and not from_fp32
+    for name, parameter in make_model().named_parameters():
+        exact = loaded_values(name, parameter.numel()).view(parameter.shape)
+        assert not torch.equal(exact, exact.bfloat16().float()) or parameter.numel() == 1
+        assert all(torch.equal(run.working[name], exact.bfloat16()) for run in runs)
+        if parameter.requires_grad:
+            assert torch.equal(masters[name], exact.bfloat16().float() if rounded else exact), name
+
+
+# ignore_unused_parameters
+
+
+def backward_with_an_unused_layer(rank: int, stage: int, ignore: bool) -> str:
+    """What the engine says about it."""
+    model, engine, _ = make_engine(rank, Options(stage, RANKS, zero=(("ignore_unused_parameters", ignore),)))
+    engine.begin_step()
+    try:
+        engine.backward(loss_of(model, *batch(0)), is_last=True)
+        message = ""
+    except UsageError as error:
+        message = str(error)
+    engine.finish_reductions()
+    return message
+
+
+def backward_with_all_used(rank: int, stage: int) -> float:
+    model = Slope().double()
+    mesh = mesh_in_worker(rank, dp=RANKS)
+    engine = engine_around(model, mesh, zero_stage=stage, ignore_unused_parameters=False)
+    engine.begin_step()
+    engine.backward(model(torch.full((1,), 3.0, dtype=torch.float64)).sum(), is_last=True)
+    engine.finish_reductions()
+    return float(owned_gradient(engine, "weight", 1))
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", STAGES)
+def test_unused_parameters_stop_the_run_with_their_names(stage: int) -> None:
+    assert run_ranks(RANKS, backward_with_an_unused_layer, stage, True) == [""] * RANKS
+    for message in run_ranks(RANKS, backward_with_an_unused_layer, stage, False):
+        assert "no gradient for unused.bias, unused.weight" in message
+    assert run_ranks(RANKS, backward_with_all_used, stage)[0] == 3.0 * RANKS
+
+
+# All of them: the training stays what it is.
+
+# (setting, other values, ZeRO stages it applies to); further settings without which it has no effect come after it.
+ALL, PUBLISHING, GATHERING = STAGES, (1, 2, 3), (3,)
+OTHERS: list[tuple[dict[str, Any], tuple[int, ...]]] = [
+    ({"contiguous_gradients": False}, ALL),
+    ({"reduce_scatter": False}, ALL),
+    ({"reduce_bucket_size": 1}, ALL),
+    ({"reduce_bucket_size": HUGE}, ALL),
+    ({"allgather_bucket_size": 1}, ALL),
+    ({"allgather_partitions": False}, PUBLISHING),
+    ({"allgather_partitions": False, "param_persistence_threshold": 100}, GATHERING),
+    ({"overlap_comm": False}, ALL),
+    ({"sub_group_size": 7}, ALL),
+    ({"prefetch_bucket_size": 0}, GATHERING),
+    ({"prefetch_bucket_size": HUGE}, GATHERING),
+    ({"param_persistence_threshold": 100}, GATHERING),
+    ({"model_persistence_threshold": 20, "param_persistence_threshold": 100}, GATHERING),
+    ({"max_live_parameters": 0}, GATHERING),
+    ({"max_live_parameters": 300, "prefetch_bucket_size": HUGE}, GATHERING),
+    ({"max_reuse_distance": 300}, GATHERING),
+    ({"max_reuse_distance": HUGE}, GATHERING),
+    ({"memory_efficient_linear": False}, GATHERING),
+    ({"communication_data_type": "fp32"}, ALL),
+    ({"prescale_gradients": True}, ALL),
+    ({"gradient_predivide_factor": 3.0}, ALL),
+]
+# The stage is in every row; two decide about a checkpoint, one about construction; one is about parameters this model
+# leaves unused.
+ELSEWHERE = {
+    "zero_stage",
+    "load_from_fp32_weights",
+    "gather_16bit_weights_on_model_save",
+    "override_module_apply",
+    "ignore_unused_parameters",
+}
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def plain() -> tuple[list[float], dict[str, Tensor]]:
+    return train_plain(STEPS)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("zero", "stage"), [(zero, stage) for zero, stages in OTHERS for stage in stages], ids=lambda value: str(value)
+)
+def test_the_training_stays_the_same(
+    zero: dict[str, Any], stage: int, plain: tuple[list[float], dict[str, Tensor]]
+) -> None:
+    rest = {"reduce_bucket_size": Options().bucket, "overlap_comm": True, **zero}
+    options = Options(
+        stage, RANKS, steps=STEPS, bucket=rest.pop("reduce_bucket_size"), overlap=rest.pop("overlap_comm")
+    )
+    runs = run_ranks(RANKS, train, options._replace(zero=tuple(rest.items())))
+    norms, weights = plain
+    # A gradient that has been float32 on its way has 24 bits.
+    bound = 1e-5 if "communication_data_type" in zero else 1e-9
+    saved = full_state(runs)
+    assert saved.keys() == weights.keys()
+    for run in runs:
+        assert run.norms == pytest.approx(norms, rel=bound, abs=0)
+        for name, expected in weights.items():
+            torch.testing.assert_close(run.working[name], expected, rtol=0, atol=bound)
+            torch.testing.assert_close(saved[name], expected, rtol=0, atol=bound)
+
+
+def test_no_setting_is_forgotten() -> None:
+    assert {name for zero, _ in OTHERS for name in zero} | ELSEWHERE == {field.name for field in fields(ZeroConfig)}
