@@ -28,7 +28,7 @@ class AsideFile:
         except OSError as error:
             raise cannot_write(path, error) from error
 
-    def write(self, content: bytes) -> None:
+    def write(self, content: bytes | memoryview) -> None:
         """Append bytes."""
         try:
             self.stream.write(content)

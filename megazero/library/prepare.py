@@ -56,7 +56,7 @@ def describe(parameter: nn.Parameter, mesh: Mesh) -> None:
 
     The dim that is sliced is `partition_dim`, where the parameter says it.
     """
-    if isinstance(getattr(parameter, "spec", None), ParamSpec):
+    if isinstance(getattr(parameter, "megazero_spec", None), ParamSpec):
         return
     shape = tuple(parameter.shape)
     full, offset, size = list(shape), [0] * len(shape), mesh.axis("tp").size

@@ -112,7 +112,7 @@ class _Writer:
         try:
             # A copy: memory that numpy has seen could not be released any more.
             dense = tensor.detach().to("cpu", copy=True).contiguous().reshape(-1).view(torch.uint8)
-            self._file.write(dense.numpy().data)  # type: ignore[arg-type]
+            self._file.write(dense.numpy().data)
         except UserError as error:
             self._error = error
 

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
 
-_ATTRIBUTE = "spec"
+_ATTRIBUTE = "megazero_spec"
 
 InitKind = Literal["normal", "zeros", "ones"]
 StateKind = Literal["weight", "exp_avg", "exp_avg_sq"]

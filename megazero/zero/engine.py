@@ -95,6 +95,9 @@ class Engine:
         self.settings = settings
         self.gradient_scale = 1.0
         """What kept gradients are multiplied with where they are shown to a user; the caller of `update` knows it."""
+        self.has_gradients = False
+        """Whether the gradients of a whole step are kept: from its last backward until the next step begins."""
+        self._ends_step = False  # whether the current micro-batch is the last one
         self._mesh, self._buffers = mesh, buffers
         axis = mesh.axis("dp")
         self._parameters = dict(model.named_parameters())
@@ -121,6 +124,7 @@ class Engine:
 
     def begin_step(self) -> None:
         """Nothing is accumulated any more."""
+        self.has_gradients = self._ends_step = False
         self._reducer.begin_step()
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
@@ -134,12 +138,14 @@ class Engine:
 
     def begin_backward(self, *, is_last: bool) -> None:
         """Autograd is about to walk the graph of one micro-batch; for callers that start it themselves."""
+        self._ends_step = is_last
         self._reducer.begin_micro_batch(is_last=is_last)
 
     def end_backward(self) -> None:
         """Autograd is done."""
         self._reducer.end_micro_batch()
         self._gather.end_pass(with_backward=True)
+        self.has_gradients = self._ends_step
 
     def when_backward_begins(self, call: Callable[[], None]) -> None:
         """Have `call` called when a gradient comes back to the output of a forward."""
@@ -168,6 +174,10 @@ class Engine:
         self._gather.check_unpinned("an optimizer step")
         self._gather.release_all()
         self._update.apply(inputs, self._buffers)
+
+    def release(self) -> None:
+        """Let go of gathered parameters that nobody holds."""
+        self._gather.release_all()
 
     def ensure_parameters(self) -> None:
         """Return when every working parameter that is kept whole may be read outside a forward."""

@@ -98,7 +98,7 @@ class Frames:
 
     def _follow(self, module: nn.Module) -> None:
         if module not in self._handles:
-            before = module.register_forward_pre_hook(self._enter)
+            before = module.register_forward_pre_hook(self._enter, prepend=True)
             self._handles[module] = (before, module.register_forward_hook(self._leave, always_call=True))
 
     def _modules_to_follow(self, model: nn.Module) -> Iterator[nn.Module]:

@@ -294,7 +294,7 @@ class ParameterGather:
     def _release(self, unit: GatheredUnit) -> None:
         if unit.state is UnitState.IN_FLIGHT:  # gathered ahead, and not used
             self._wait(unit, "a use that did not come")
-        if unit.shared or not self._zero.memory_efficient_linear:
+        if unit.shared or not self._zero.memory_efficient_linear or not self._is_ours_alone(unit):
             self._leave_memory(unit)
         else:
             for section in unit.sections:
@@ -306,6 +306,10 @@ class ParameterGather:
         unit.lent_in = None
         del self._live[unit.name]
         self.live_numel -= unit.numel
+
+    def _is_ours_alone(self, unit: GatheredUnit) -> bool:
+        """Whether the memory can be taken away; torch doesn't let go of what NumPy has seen."""
+        return all(self._shards.flat(section).untyped_storage().resizable() for section in unit.sections)
 
     def _leave_memory(self, unit: GatheredUnit) -> None:
         """Whoever else refers to the unit's memory keeps it: the parameters move to new memory, not yet there."""

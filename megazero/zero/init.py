@@ -18,7 +18,6 @@ Only torch's own hooks are used: on the registration of modules and parameters, 
 call ends and where memory is about to be asked for.  An engine takes the values over by `first_value`.
 """
 
-import gc
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -46,11 +45,9 @@ from megazero.errors import ConfigError, Problem, UsageError, raise_problems
 from megazero.parallel.param_spec import ParamSpec
 from megazero.zero.constructors import CallsOfConstructors, in_the_making, innermost, is_running
 from megazero.zero.guard import give_handle, handle_of, take_handle
-from megazero.zero.kept import Kept, Whole, address, has_alias
+from megazero.zero.kept import GATHERED, Kept, WholeParameters
 from megazero.zero.module_apply import gather_around_apply, leave_apply
 from megazero.zero.plan import resolve
-
-_GATHERED = "with megazero.zero.GatheredParameters([parameter], modifier_rank=0): ..."
 
 
 def first_value(spec: ParamSpec, parameter: nn.Parameter) -> Tensor:
@@ -99,7 +96,6 @@ class Init:
     def __post_init__(self) -> None:
         self._gathers_for_apply = True
         self._kept: dict[str, Kept] = {}
-        self._whole: dict[str, Whole] = {}
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._inner: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # those that are registered in others
         self._hooks: list[RemovableHandle] = []
@@ -108,6 +104,7 @@ class Init:
             raise_problems(ConfigError, _problems(self))
             self._read_config()
             self._communicator, self._device = _axis_of(self)
+            self._whole = WholeParameters(self._communicator, self._device, self._is_put_away)
             if self.module is not None:
                 module, self.module = self.module, None
                 with torch._C.DisableTorchFunction():
@@ -126,7 +123,7 @@ class Init:
                 register_module_buffer_registration_hook(self._buffer_registered),
             ]
             self._block.enter_context(CallsOfConstructors(self))
-            self._block.enter_context(saved_tensors_hooks(self._pack, lambda tensor: tensor))
+            self._block.enter_context(saved_tensors_hooks(self._whole.pack, lambda tensor: tensor))
         return self
 
     def __exit__(self, *exc: Any) -> None:
@@ -150,21 +147,18 @@ class Init:
         """In the block of Init: make the parameter whole for the call.  Raises UsageError elsewhere."""
         if not self._hooks:
             rule = f"{name} is partitioned until an engine takes it over: it is whole inside zero.Init's block only"
-            raise UsageError(Problem(f"{call} of parameter {name} after zero.Init", rule, f"{_GATHERED} to change it"))
+            raise UsageError(Problem(f"{call} of parameter {name} after zero.Init", rule, f"{GATHERED} to change it"))
         if not self._gathers_for_apply and is_running(nn.Module.apply):
             rule = f"{name} is partitioned, and override_module_apply is false: Module.apply shows what is there"
-            raise UsageError(Problem(f"{call} of parameter {name} in Module.apply", rule, _GATHERED))
+            raise UsageError(Problem(f"{call} of parameter {name} in Module.apply", rule, GATHERED))
         with torch._C.DisableTorchFunction():
-            kept = self._kept[name]
-            kept.fill()
-            parameter = kept.parameter
-            self._whole[name] = Whole(kept, parameter, call=call, version=parameter._version, memory=address(parameter))
+            self._whole.fill(self._kept[name], call)
 
     def hold(self, names: Iterable[str], why: str) -> None:
         """Make parameters whole on every rank until `hand_back`; a collective call."""
         with torch._C.DisableTorchFunction():
             for kept in (self._kept[name] for name in names):
-                if not kept.pins and kept.name not in self._whole:
+                if not kept.pins and kept not in self._whole:
                     kept.fill()
                 kept.pins += 1
 
@@ -175,7 +169,7 @@ class Init:
                 if modifier_rank is not None:
                     kept.take(modifier_rank)
                 kept.pins = max(kept.pins - 1, 0)  # 0: the block began before it was a parameter of ours
-                if not kept.pins and kept.name not in self._whole:
+                if not kept.pins and kept not in self._whole:
                     kept.empty(just_taken=modifier_rank is not None)
 
     def register_external(self, module: nn.Module, name: str) -> None:
@@ -233,7 +227,7 @@ class Init:
                 return
             kept = Kept("", parameter, self._communicator, self._device)
             self._own(kept, f"{type(module).__name__}.{name}")
-            self._whole[kept.name] = Whole(kept, parameter, made_for=module)
+            self._whole.made(kept, parameter, module)
         elif isinstance(handle.owner, Init) and (handle.owner is self or not handle.owner._hooks):
             kept = handle.owner._kept[handle.name]
             if handle.owner is not self:
@@ -241,7 +235,7 @@ class Init:
         else:
             return
         kept.modules.add(module)
-        if self._gathers_for_apply and kept.name not in self._whole:
+        if self._gathers_for_apply and kept not in self._whole:
             gather_around_apply(module)
 
     def _take_over(self, inner: "Init") -> None:
@@ -263,57 +257,21 @@ class Init:
 
     def settle(self) -> None:
         """Put away what is whole for no reason any more."""
-        if not self._whole:
-            return
-        running = in_the_making()
-        for whole in [whole for whole in self._whole.values() if not whole.call and not whole.kept.pins]:
-            if id(whole.made_for) not in running:
-                self._put_away(whole)
-        lent = [whole for whole in self._whole.values() if whole.call and not whole.kept.pins]
-        if lent:  # the same on all ranks; whether there are aliases need not be, where garbage waits to be collected
-            aliased = torch.tensor([int(has_alias(whole.parameter)) for whole in lent], device=self._device)
-            self._communicator.all_reduce_scalars(aliased, "max").wait()
-            for whole, is_aliased in zip(lent, aliased.tolist(), strict=True):
-                if not is_aliased:
-                    self._put_away(whole)
+        self._whole.settle(in_the_making())
 
     def call_ended(self) -> None:
-        """Put away what was filled for a call that is over, unless an alias of it has been handed out."""
-        for whole in [whole for whole in self._whole.values() if whole.call and not whole.was_aliased]:
-            if address(whole.parameter) != whole.memory:  # it has been given other memory
-                whole.call, whole.made_for = "", None
-                self._put_away(whole)
-            elif has_alias(whole.parameter):
-                whole.was_aliased = True
-            else:
-                self._put_away(whole, changed=whole.parameter._version != whole.version)
+        """Put away what was filled for a call that is over."""
+        self._whole.call_ended()
 
-    def _pack(self, tensor: Tensor) -> Tensor:
-        """What autograd saves of a parameter must outlive the time in which it is whole."""
-        if not torch._C._has_storage(tensor):
-            return tensor
-        memory = address(tensor)
-        is_ours = any(address(whole.parameter) == memory for whole in self._whole.values())
-        return tensor.detach().clone() if is_ours else tensor
-
-    def _put_away(self, whole: Whole, *, changed: bool = True) -> None:
-        del self._whole[whole.kept.name]
-        if changed:
-            whole.kept.take(0)
-        whole.kept.empty(just_taken=changed)
+    def _is_put_away(self, kept: Kept) -> None:
         if self._gathers_for_apply:
-            for module in whole.kept.modules:
+            for module in kept.modules:
                 gather_around_apply(module)
 
     # --- when they have been made -------------------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        for whole in self._whole.values():
-            whole.made_for = None
-        if any(whole.call for whole in self._whole.values()):
-            gc.collect()
-        self.settle()
-        raise_problems(UsageError, [_problem_of_alias(whole) for whole in self._whole.values() if whole.call])
+        self._whole.finish()
         self._kept = {name: kept for name, kept in self._kept.items() if kept.is_alive}
         for kept in self._kept.values():
             if self.dtype is not None:
@@ -340,11 +298,9 @@ class Init:
 
     def _leave(self) -> None:
         """The block has failed: what was whole is an ordinary parameter again."""
-        for name, whole in self._whole.items():
-            if not whole.call:
-                del self._kept[name]
-                take_handle(whole.parameter)
-        self._whole.clear()
+        for name, parameter in self._whole.drop_new():
+            del self._kept[name]
+            take_handle(parameter)
 
     def _read_config(self) -> None:
         said = self.config if self.config_dict_or_path is None else self.config_dict_or_path
@@ -389,12 +345,6 @@ def _axis_of(init: Init) -> tuple[Communicator, torch.device]:
     foreign = init.mpu if init.mesh is None else init.mesh
     group = init.data_parallel_group if init.sequence_data_parallel_group is None else init.sequence_data_parallel_group
     return adopt_group(group if foreign is None else find_groups(foreign).data), own_device()
-
-
-def _problem_of_alias(whole: Whole) -> Problem:
-    given = f"{whole.call} of parameter {whole.kept.name} is still used at the end of zero.Init"
-    rule = "the parameter is partitioned from here on: what is written to its old memory would be lost"
-    return Problem(given, rule, f"{_GATHERED}; or a copy of the values (clone())")
 
 
 def _has_values(parameter: nn.Parameter) -> bool:

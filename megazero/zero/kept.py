@@ -1,4 +1,4 @@
-"""One parameter that an Init keeps: its slice on this rank, and when it is whole.
+"""The parameters that an Init keeps: their slices on this rank, and when they are whole.
 
     whole --take, empty--> slice --fill--> whole
 
@@ -6,15 +6,19 @@ A parameter that is filled gets new memory each time.  Somebody who still refers
 parameter, a tensor that shares its values) keeps it, with the values of that time.
 """
 
+import gc
 import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from megazero.comm.interface import Communicator
+from megazero.errors import Problem, UsageError, raise_problems
 from megazero.zero.guard import guard, unguard
 
+GATHERED = "with megazero.zero.GatheredParameters([parameter], modifier_rank=0): ..."
 # Elements that are gathered at once.  They are copied to where they belong: a backend may refer to the memory that it
 # has worked on for longer than it works, which would look like an alias.
 _GATHERED_NUMEL = 1 << 22
@@ -108,7 +112,7 @@ class Kept:
 
 
 @dataclass
-class Whole:
+class _Whole:
     """A parameter that is whole until further notice.
 
     made_for: the module that it was made for, as long as this may be in the making.
@@ -122,6 +126,89 @@ class Whole:
     version: int = 0
     memory: int = 0
     was_aliased: bool = False
+
+
+class WholeParameters:
+    """The parameters of an Init that are whole now, new ones and those filled for a call: when they are put away."""
+
+    def __init__(self, communicator: Communicator, device: torch.device, then: Callable[[Kept], None]) -> None:
+        """then: is called with each parameter that has been put away."""
+        self._communicator, self._device = communicator, device
+        self._then = then
+        self._whole: dict[Kept, _Whole] = {}
+
+    def __contains__(self, kept: Kept) -> bool:
+        return kept in self._whole
+
+    def made(self, kept: Kept, parameter: nn.Parameter, module: nn.Module) -> None:
+        """There is a new parameter, which is whole as long as the module that it was made for is in the making."""
+        self._whole[kept] = _Whole(kept, parameter, made_for=module)
+
+    def fill(self, kept: Kept, call: str) -> None:
+        """Make a parameter whole for a call."""
+        kept.fill()
+        parameter = kept.parameter
+        self._whole[kept] = _Whole(kept, parameter, call=call, version=parameter._version, memory=address(parameter))
+
+    def call_ended(self) -> None:
+        """Put away what was filled for a call that is over, unless an alias of it has been handed out."""
+        for whole in [whole for whole in self._whole.values() if whole.call and not whole.was_aliased]:
+            if address(whole.parameter) != whole.memory:  # it has been given other memory
+                self._put_away(whole)
+            elif has_alias(whole.parameter):
+                whole.was_aliased = True
+            else:
+                self._put_away(whole, changed=whole.parameter._version != whole.version)
+
+    def settle(self, in_the_making: set[int]) -> None:
+        """Put away what is whole for no reason any more; in_the_making: identities of modules."""
+        for whole in self._not_held(filled=False):
+            if id(whole.made_for) not in in_the_making:
+                self._put_away(whole)
+        if filled := self._not_held(filled=True):
+            # These are the same on all ranks.  Whether they have aliases is not, where garbage waits to be collected.
+            aliased = torch.tensor([int(has_alias(whole.parameter)) for whole in filled], device=self._device)
+            self._communicator.all_reduce_scalars(aliased, "max").wait()
+            for whole, is_aliased in zip(filled, aliased.tolist(), strict=True):
+                if not is_aliased:
+                    self._put_away(whole)
+
+    def finish(self) -> None:
+        """Put everything away; raises UsageError for what has aliases still."""
+        if self._not_held(filled=True):
+            gc.collect()
+        self.settle(set())
+        raise_problems(UsageError, [_problem_of_alias(whole) for whole in self._not_held(filled=True)])
+
+    def drop_new(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Forget everything; tells which parameters have not been partitioned yet."""
+        yield from [(kept.name, whole.parameter) for kept, whole in self._whole.items() if not whole.call]
+        self._whole.clear()
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """What autograd saves of a parameter must outlive the time in which it is whole."""
+        if not torch._C._has_storage(tensor):
+            return tensor
+        memory = address(tensor)
+        is_ours = any(address(whole.parameter) == memory for whole in self._whole.values())
+        return tensor.detach().clone() if is_ours else tensor
+
+    def _not_held(self, *, filled: bool) -> list[_Whole]:
+        """Those filled for a call, or those that are new, as far as nobody holds them gathered."""
+        return [whole for whole in self._whole.values() if bool(whole.call) == filled and not whole.kept.pins]
+
+    def _put_away(self, whole: _Whole, *, changed: bool = True) -> None:
+        del self._whole[whole.kept]
+        if changed:
+            whole.kept.take(0)
+        whole.kept.empty(just_taken=changed)
+        self._then(whole.kept)
+
+
+def _problem_of_alias(whole: _Whole) -> Problem:
+    given = f"{whole.call} of parameter {whole.kept.name} is still used at the end of zero.Init"
+    rule = "the parameter is partitioned from here on: what is written to its old memory would be lost"
+    return Problem(given, rule, f"{GATHERED}; or a copy of the values (clone())")
 
 
 def address(tensor: Tensor) -> int:

@@ -82,7 +82,8 @@ class Shards:
 
     def renew_flat(self, section: Section) -> None:
         """Point the parameters at new memory, not yet there; what autograd has saved keeps the old."""
-        self._flats[section.index] = self._make_hollow_flat(section)
+        with torch.inference_mode(False):  # it may be a forward for inference that ends, and the next one is not
+            self._flats[section.index] = self._make_hollow_flat(section)
 
     def working(self, bucket: Bucket, within: Range) -> Tensor:
         """Working parameters [numel of within], a view; of a partitioned section only inside this rank's partition."""

@@ -98,7 +98,7 @@ def test_a_wrong_configuration_leaves_the_model_alone() -> None:
     model = nn.Linear(3, 2)
     with pytest.raises(ConfigError, match="train_batch_size"):
         megazero.initialize(model, {"zero": {}, "train_batch_size": 7, "gradient_accumulation_steps": 2})
-    assert model.weight.dtype == torch.float32 and "spec" not in vars(model.weight)
+    assert model.weight.dtype == torch.float32 and "megazero_spec" not in vars(model.weight)
 
 
 # --- the engine and the model ----------------------------------------------------------------------------------------

@@ -1,14 +1,19 @@
-"""One rank of a job whose ranks do not do the same; prints what became of it as JSON.
+"""Two ranks that do not do the same: what becomes of each, as lines of JSON in a file of its own.
 
-python lonely.py CASE    under torchrun, with collectives that wait for TIMEOUT_SECONDS
+torchrun --nproc-per-node=2 lonely.py FOLDER
+
+Every case has process groups of its own, whose collectives wait for TIMEOUT_SECONDS.
 """
 
 import json
 import os
 import sys
 import time
+from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from support.awkward import Awkward, engine_around, make_model
 from torch import Tensor
 
@@ -17,7 +22,8 @@ from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.topology import Topology
 from megazero.zero.gathered import GatheredParameters
 
-TIMEOUT_SECONDS = 3.0
+TIMEOUT_SECONDS = 2.0
+CPU = torch.device("cpu")
 
 
 def block_on_rank_0(rank: int, model: Awkward) -> None:
@@ -32,46 +38,54 @@ def module_on_rank_0(rank: int, model: Awkward) -> None:
 
 
 def touch_on_rank_0(rank: int, model: Awkward) -> None:
+    """Inside the forward of a module that both call."""
+
+    def use(*_: Any) -> None:
+        model.first.bias.sum()
+
     if rank == 0:
-        model.unused.register_forward_pre_hook(lambda *_: use(model.first.bias))
-        with GatheredParameters([]):
-            model.unused(torch.ones(1, 5, dtype=torch.float64))
-    else:
-        model.unused(torch.ones(1, 5, dtype=torch.float64))
+        model.unused.register_forward_pre_hook(use)
+    model.unused(torch.ones(1, 5, dtype=torch.float64))
 
 
-def use(parameter: Tensor) -> None:
-    parameter.sum()
+def backward_on_rank_0(rank: int, model: Awkward) -> None:
+    x = torch.ones(1, 7, dtype=torch.float64, requires_grad=True)
+    loss: Tensor = model.unused(model.first(x)[:, :5]).sum()
+    if rank == 0:
+        loss.backward()  # type: ignore[no-untyped-call]
 
 
 def rank_1_is_gone(rank: int, model: Awkward) -> None:
     if rank == 1:
-        os._exit(7)
+        os._exit(0)
     with GatheredParameters(model.first.weight):
         raise AssertionError("the block was entered alone")
 
 
-CASES = (block_on_rank_0, module_on_rank_0, touch_on_rank_0, rank_1_is_gone)
+CASES = (block_on_rank_0, module_on_rank_0, touch_on_rank_0, backward_on_rank_0, rank_1_is_gone)
 
 
-def main(name: str) -> None:
-    launch, device = Launch.from_environment(), torch.device("cpu")
-    minutes = TIMEOUT_SECONDS / 60
-    join(launch, backend="gloo", device=device, timeout_minutes=minutes)
-    mesh = make_mesh(Topology(dp=2), launch.rank, device, FusedBuffers(1 << 20, device), timeout_minutes=minutes)
-    model = make_model()
-    engine_around(model, mesh)
-    start = time.monotonic()
-    outcome = {"rank": launch.rank, "error": "", "text": ""}
-    try:
-        next(case for case in CASES if case.__name__ == name)(launch.rank, model)
-        mesh.axis("dp").barrier()  # what the other rank does meanwhile
-    except Exception as error:
-        outcome |= {"error": type(error).__name__, "text": str(error)}
-    outcome["seconds"] = time.monotonic() - start
-    print(json.dumps(outcome), flush=True)
-    os._exit(0)  # no goodbye to a rank that may be gone
+def main(folder: Path) -> None:
+    launch = Launch.from_environment()
+    join(launch, backend="gloo", device=CPU, timeout_minutes=1)
+    for case in CASES:
+        dist.barrier()
+        buffers = FusedBuffers(1 << 20, CPU)
+        mesh = make_mesh(Topology(dp=2), launch.rank, CPU, buffers, timeout_minutes=TIMEOUT_SECONDS / 60)
+        model = make_model()
+        engine = engine_around(model, mesh)
+        engine.begin_step()
+        outcome = {"case": case.__name__, "rank": launch.rank, "error": "", "text": ""}
+        start = time.monotonic()
+        try:
+            case(launch.rank, model)
+            mesh.axis("dp").barrier()  # what the other rank does meanwhile
+        except Exception as error:
+            outcome |= {"error": type(error).__name__, "text": str(error)}
+        with (folder / f"rank_{launch.rank}").open("a") as file:
+            file.write(json.dumps(outcome | {"seconds": time.monotonic() - start}) + "\n")
+    os._exit(0)  # no goodbye to the rank that is gone
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(Path(sys.argv[1]))

@@ -7,6 +7,8 @@ import torch
 from support.awkward import EngineRun, Options, full_state, make_engine, train_engine, train_plain
 from support.processes import run_ranks
 
+from megazero.zero.gathered import GatheredParameters
+
 
 @pytest.fixture(scope="module")
 def plain() -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -20,7 +22,7 @@ def runs_of(options: Options) -> list[EngineRun]:
 CASES = [
     Options(stage=stage, dp=dp, accumulation=accumulation, bucket=bucket, overlap=overlap, units=units)
     for (stage, dp, accumulation), (bucket, overlap, units) in zip(
-        itertools.product((0, 1, 2), (1, 2, 4), (1, 3)),
+        itertools.product((0, 1, 2, 3), (1, 2, 4), (1, 3)),
         itertools.cycle(
             [(100, True, True), (1, False, True), (10_000, True, False), (33, False, False), (33, True, True)]
         ),
@@ -51,7 +53,7 @@ def test_awkward_module_trains_like_plain_torch(
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_stages_agree_to_the_bit(precision: str) -> None:
     """One micro-batch, one reduction algorithm: the placement of state changes no rounding."""
-    outcomes = [runs_of(Options(stage=stage, dp=2, precision=precision)) for stage in (0, 1, 2)]
+    outcomes = [runs_of(Options(stage=stage, dp=2, precision=precision)) for stage in (0, 1, 2, 3)]
     for other in outcomes[1:]:
         assert [run.norms for run in other] == [run.norms for run in outcomes[0]]
         for mine, theirs in zip(outcomes[0], other, strict=True):
@@ -60,7 +62,7 @@ def test_stages_agree_to_the_bit(precision: str) -> None:
 
 @pytest.mark.gloo
 def test_ranks_hold_the_same_working_parameters() -> None:
-    for stage in (0, 1, 2):
+    for stage in (0, 1, 2, 3):
         runs = runs_of(Options(stage=stage, dp=4, precision="bf16"))
         for run in runs[1:]:
             assert all(torch.equal(run.working[name], runs[0].working[name]) for name in run.working)
@@ -81,19 +83,21 @@ def count_buckets(rank: int) -> int:
     return len(engine.layout.trainable_buckets)
 
 
-def state_after_reload(rank: int) -> bool:
+def state_after_reload(rank: int, stage: int) -> bool:
     """Overwriting the wanted state and telling the engine brings every working parameter along, on every rank."""
-    model, engine, _ = make_engine(rank, Options(stage=2, dp=2, precision="bf16"))
+    model, engine, _ = make_engine(rank, Options(stage=stage, dp=2, precision="bf16"))
     for piece in engine.wanted_state():
         if piece.kind == "weight":
             piece.tensor.fill_(0.5)
     engine.state_loaded()
-    return all(bool((parameter == 0.5).all()) for parameter in model.parameters())
+    with GatheredParameters(model):
+        return all(bool((parameter == 0.5).all()) for parameter in model.parameters())
 
 
 @pytest.mark.gloo
-def test_loaded_state_reaches_working_parameters() -> None:
-    assert run_ranks(2, state_after_reload) == [True, True]
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_loaded_state_reaches_working_parameters(stage: int) -> None:
+    assert run_ranks(2, state_after_reload, stage) == [True, True]
 
 
 def leaves_module_as_it_was(rank: int) -> bool:

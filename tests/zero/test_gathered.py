@@ -9,19 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.awkward import (
-    Awkward,
-    Options,
-    alone,
-    batch,
-    engine_around,
-    full_state,
-    loss_of,
-    make_engine,
-    make_model,
-    take_step,
-    train_engine,
-)
+from support.awkward import Awkward, Options, alone, batch, engine_around, loss_of, make_engine, make_model, take_step
 from support.lonely import CASES, TIMEOUT_SECONDS
 from support.processes import mesh_in_worker, run_ranks
 from support.training import Saved, assemble, boxes
@@ -33,13 +21,20 @@ from megazero.zero.gathered import GatheredParameters, register_external_paramet
 from megazero.zero.guard import PartitionedParameter
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+Values = dict[str, Tensor]
 
 
-def values(model: nn.Module) -> dict[str, Tensor]:
+def values(model: nn.Module) -> Values:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
+def whole_values(model: nn.Module) -> Values:
+    with GatheredParameters(model):
+        return values(model)
+
+
 def train(engine: Engine, model: Awkward, rank: int, steps: range) -> None:
+    """Steps of two ranks."""
     dtype = next(model.parameters()).dtype
     for step in steps:
         engine.begin_step()
@@ -48,5 +43,280 @@ def train(engine: Engine, model: Awkward, rank: int, steps: range) -> None:
         take_step(engine)
 
 
-class Read(NamedTuple := __import__("typing").NamedTuple):
-    pass
+def saved_by(engine: Engine) -> list[Saved]:
+    return [box for fragment in engine.owned_state() for box in boxes(fragment) if fragment.kind == "weight"]
+
+
+def read_everything(rank: int, stage: int) -> list[Values]:
+    """By module, by list, by parameter; then again after two steps."""
+    model, engine, _ = make_engine(rank, Options(stage=stage, dp=2))
+    found = [whole_values(model)]
+    with GatheredParameters([*model.parameters(), model.scale]):
+        found.append(values(model))
+    one_by_one = {}
+    for name, parameter in model.named_parameters():
+        with GatheredParameters(parameter):
+            one_by_one[name] = parameter.detach().clone()
+    found.append(one_by_one)
+    train(engine, model, rank, range(2))
+    found.append(whole_values(model))
+    left = engine.gathered_numel[0]
+    engine.close()
+    return [*found, {"left": torch.tensor(left)}]
+
+
+@pytest.mark.gloo
+@STAGES
+def test_values_are_whole_in_the_block(stage: int) -> None:
+    first, second = run_ranks(2, read_everything, stage)
+    expected = values(make_model())
+    for found in first[:3]:
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    assert not torch.equal(first[3]["first.weight"], expected["first.weight"]) and not first[4]["left"]
+
+
+def change_on(rank: int, stage: int, precision: str, modifier: int) -> tuple[Values, list[Saved]]:
+    """Only one rank has the right values: working parameters after the block, and what two steps make of them."""
+    model, engine, _ = make_engine(rank, Options(stage=stage, dp=2, precision=precision))
+    train(engine, model, rank, range(1))
+    with GatheredParameters(model, modifier_rank=modifier), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.1 if rank == modifier else torch.nan)
+    at_once = whole_values(model)
+    train(engine, model, rank, range(1, 3))
+    engine.close()
+    return at_once, saved_by(engine)
+
+
+def plain_after_the_change(precision: str) -> Values:
+    """The same on one rank, without a block: moments of the first step, then 0.1 everywhere, then two steps."""
+    (weights,) = run_ranks(1, change_alone, precision)
+    return weights
+
+
+def change_alone(rank: int, precision: str) -> Values:
+    model, engine, _ = make_engine(rank, Options(stage=0, dp=1, precision=precision))
+    dtype = next(model.parameters()).dtype
+    for step in range(3):
+        engine.begin_step()
+        engine.backward(loss_of(model, *batch(step, dtype)), is_last=True)
+        take_step(engine)
+        if step == 0:
+            for piece in engine.wanted_state():
+                if piece.kind == "weight":
+                    piece.tensor.fill_(torch.tensor(0.1, dtype=dtype))
+            engine.state_loaded()
+    engine.close()
+    return assemble(saved_by(engine))
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("precision", "modifier"), [("fp64", 1), ("bf16", 0)])
+@STAGES
+def test_the_changes_of_one_rank_become_everyones(stage: int, precision: str, modifier: int) -> None:
+    """Working parameters at once; master weights too, or the next step would undo it."""
+    outcomes = run_ranks(2, change_on, stage, precision, modifier)
+    dtype = {"fp64": torch.float64, "bf16": torch.bfloat16}[precision]
+    for at_once, _ in outcomes:
+        assert all(bool((value == torch.tensor(0.1, dtype=dtype)).all()) for value in at_once.values())
+    trained = assemble(piece for _, saved in outcomes for piece in saved)
+    tolerance = {"rtol": 1e-10, "atol": 1e-12} if precision == "fp64" else {"rtol": 1e-2, "atol": 2e-3}
+    torch.testing.assert_close(trained, plain_after_the_change(precision), **tolerance)
+
+
+def change_without_saying(rank: int, zero: dict[str, Any]) -> bool:
+    model = make_model()
+    engine = engine_around(model, mesh_in_worker(rank, dp=2), **zero)
+    x = batch(0)[0]
+    with torch.no_grad():
+        for _ in range(2):  # the second pass looks ahead
+            expected = model(x)
+        with GatheredParameters(model):
+            for parameter in model.parameters():
+                parameter.fill_(7.0)
+        nothing_left = engine.gathered_numel[0] == 0
+        same = torch.equal(model(x), expected)
+    engine.close()
+    return nothing_left and same
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("zero", [{}, {"max_reuse_distance": 10**6}])
+def test_changes_without_a_modifier_are_lost(zero: dict[str, Any]) -> None:
+    """Also those of the unit that the next pass begins with."""
+    assert run_ranks(2, change_without_saying, zero) == [True, True]
+
+
+class Refused(Exception):
+    """Raised inside a block."""
+
+
+def error_in_block(rank: int) -> Values:
+    model, engine, _ = make_engine(rank, Options(stage=3, dp=2))
+    with pytest.raises(Refused), GatheredParameters(model, modifier_rank=0), torch.no_grad():
+        model.first.weight.fill_(7.0)
+        raise Refused
+    assert engine.gathered_numel[0] == 0
+    assert all(type(parameter) is PartitionedParameter for parameter in model.parameters())
+    train(engine, model, rank, range(1))
+    found = whole_values(model)
+    engine.close()
+    return found
+
+
+@pytest.mark.gloo
+def test_after_an_error_in_the_block_nothing_has_changed() -> None:
+    first, second = run_ranks(2, error_in_block)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    assert float(first["first.weight"].abs().max()) < 1
+
+
+def test_blocks_in_blocks() -> None:
+    model = make_model()
+    engine = engine_around(model, alone())
+    with GatheredParameters(model.first.weight):
+        with GatheredParameters(model, modifier_rank=0), torch.no_grad():
+            model.first.weight.fill_(2.0)
+            with GatheredParameters([model.first.bias, model.scale]):
+                assert model.scale.item() == 1.0
+        assert model.first.weight.mean().item() == 2.0
+        with pytest.raises(UsageError, match="middle"):
+            model.middle.bias.sum()
+    with pytest.raises(UsageError):
+        model.first.weight.sum()
+    assert engine.gathered_numel[0] == 0
+    assert float(whole_values(model)["first.weight"].mean()) == 2.0
+
+
+def test_a_block_with_nothing_to_do() -> None:
+    """Switched off, or around what no engine keeps."""
+    model, other = make_model(), nn.Linear(2, 2)
+    engine_around(model, alone())
+    with GatheredParameters(model, enabled=False), pytest.raises(UsageError):
+        model.first.weight.sum()
+    with GatheredParameters([other.weight, model.first.bias], modifier_rank=0):
+        assert model.first.bias.sum() + other.weight.sum() != 0
+    with GatheredParameters([]):
+        pass
+
+
+def test_parameters_of_two_engines() -> None:
+    models = [make_model(), make_model()]
+    for model in models:
+        engine_around(model, alone())
+    with GatheredParameters([model.first.weight for model in models], modifier_rank=0), torch.no_grad():
+        models[1].first.weight.mul_(3)
+    first, second = (whole_values(model)["first.weight"] for model in models)
+    assert torch.equal(3 * first, second)
+
+
+def test_a_step_inside_a_block_is_refused() -> None:
+    model = make_model()
+    engine = engine_around(model, alone())
+    engine.begin_step()
+    engine.backward(loss_of(model, *batch(0)), is_last=True)
+    with (
+        GatheredParameters(model.first.weight),
+        pytest.raises(UsageError, match="optimizer step while first is gathered"),
+    ):
+        take_step(engine)
+    take_step(engine)
+    assert engine.gathered_numel[0] == 0
+
+
+def test_blocks_around_and_inside_of_passes() -> None:
+    """A forward and backward in a block, a block in a forward, and one between forward and backward."""
+    plain = make_model()
+    loss_of(plain, *batch(0)).backward()
+    expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+
+    def read(*_: Any) -> None:
+        with GatheredParameters([model.last.weight, model.first.bias]):
+            assert model.last.weight.sum() != 0
+
+    for how in ("around", "inside", "between"):
+        model = make_model()
+        engine = engine_around(model, alone())
+        if how == "inside":
+            model.middle.register_forward_pre_hook(read)
+        for _ in range(2):
+            engine.begin_step()
+            with GatheredParameters(model, enabled=how == "around"):
+                loss = loss_of(model, *batch(0))
+                if how == "between":
+                    read()
+                engine.backward(loss, is_last=True)
+            engine.finish_reductions()
+            for name, gradient in expected.items():
+                pieces = list(engine.pieces(name, "gradient"))
+                found = torch.cat([piece.tensor for piece in pieces]).view(gradient.shape)
+                torch.testing.assert_close(found, gradient, rtol=1e-12, atol=1e-14, msg=f"{how}: {name}")
+            assert engine.gathered_numel[0] == 0
+
+
+def test_external_parameters_come_with_the_forward_that_reads_them() -> None:
+    model = make_model()
+    engine = engine_around(model, alone())
+    seen: list[type] = []
+
+    def look(*_: Any) -> None:
+        seen.append(type(model.first.weight))
+
+    model.unused.register_forward_pre_hook(look)
+    x = torch.ones(1, 5, dtype=torch.float64)
+    model.unused(x)
+    register_external_parameter(model.unused, model.first.weight)
+    model.unused(x)
+    with GatheredParameters(model.last.bias, fwd_module=model.unused):
+        pass
+    model.unused(x)
+    assert seen == [PartitionedParameter, nn.Parameter, nn.Parameter]
+    assert engine._frames._consumers[model.unused] == ["unused", "first", "last"]
+    with pytest.raises(TypeError, match="not a Tensor"):
+        register_external_parameter(model.unused, torch.ones(1))  # type: ignore[arg-type]
+    register_external_parameter(model.unused, nn.Parameter(torch.ones(1)))
+
+
+@pytest.fixture(scope="module")
+def lonely(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], dict[str, Any]]:
+    """{(case, rank): what became of it}."""
+    folder = tmp_path_factory.mktemp("lonely")
+    program = Path(__file__).parents[1] / "support" / "lonely.py"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(program.parents[1]),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*words, str(program), str(folder)], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    lines = [json.loads(line) for path in folder.iterdir() for line in path.read_text().splitlines()]
+    assert lines, done.stderr[-3000:]
+    return {(line["case"], line["rank"]): line for line in lines}
+
+
+CALLS = {
+    "block_on_rank_0": r"GatheredParameters(first.weight)",
+    "module_on_rank_0": "the forward of first",
+    "touch_on_rank_0": "sum in unused",
+    "backward_on_rank_0": "backward",
+    "rank_1_is_gone": r"GatheredParameters(first.weight)",
+}
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("case", [case.__name__ for case in CASES])
+def test_a_gather_that_only_one_rank_enters(case: str, lonely: dict[tuple[str, int], dict[str, Any]]) -> None:
+    """It ends, and says where: rank, parameters, call."""
+    alone = lonely[case, 0]
+    assert alone["error"] == "CollectiveError", alone["text"]
+    text = alone["text"]
+    assert "data-parallel rank 0" in text and CALLS[case] in text and "on all ranks or on none" in text
+    assert ("unused.weight" if case == "backward_on_rank_0" else "first.bias, first.weight") in text
+    assert alone["seconds"] < TIMEOUT_SECONDS + 8
+    if case != "rank_1_is_gone":
+        other = lonely[case, 1]
+        assert other["error"] and other["seconds"] < TIMEOUT_SECONDS + 8, "nobody waits for ever"
