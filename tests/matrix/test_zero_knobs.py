@@ -6,7 +6,7 @@ figures come from the shapes of the awkward model, whose units are its own two p
 
 import math
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from support.processes import mesh_in_worker, run_ranks
 from support.training import Saved, boxes
 from torch import Tensor, nn
 
+from megazero.comm.interface import Collective
 from megazero.comm.metered import Count
 from megazero.config.zero import ZeroConfig
 from megazero.errors import UsageError
@@ -40,6 +41,7 @@ ACCUMULATION = 2
 QUANTUM = 16 * RANKS
 ITEMSIZE = 8  # of float64
 HUGE = 10**9
+COLLECTIVES: tuple[Collective, ...] = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
 STAGES = (0, 1, 2, 3)
 
 
@@ -66,11 +68,11 @@ class Seen(NamedTuple):
     norms: list[float]
     saved: list[Saved]
     working: dict[str, Tensor]
-    sent: dict[str, Count]
+    sent: dict[Collective, Count]
     states: ModelStateBytes
 
     @property
-    def calls(self) -> dict[str, int]:
+    def calls(self) -> dict[Collective, int]:
         return {name: count.calls for name, count in self.sent.items() if count.calls}
 
 
@@ -91,8 +93,7 @@ def train(rank: int, options: Options) -> Seen:
         mesh.world.all_reduce_scalars(square).wait()
         norms.append(float(square.sqrt()) * engine.predivisor)
         engine.update(StepInputs(LR, torch.tensor(engine.predivisor, dtype=torch.float64), None))
-    sent = {name: mesh.meter.count("dp", name) for name in ("all_gather", "reduce_scatter", "all_reduce", "broadcast")}  # type: ignore[arg-type]
-    sent = {name: Count(count.calls, count.nbytes) for name, count in sent.items()}
+    sent = {name: replace(mesh.meter.count("dp", name)) for name in COLLECTIVES}  # copies: gathering below counts too
     with GatheredParameters(model):
         working = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     engine.close()
@@ -160,8 +161,7 @@ def test_a_message_respects_both_bucket_sizes(reduced: int, gathered: int) -> No
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_without_all_gather_every_owner_broadcasts(stage: int) -> None:
     """In stage 3 with every trainable parameter kept whole, so that there is something to publish."""
-    persistent = {"param_persistence_threshold": HUGE}
-    run, plain = (seen(stage, allgather_partitions=value, **persistent) for value in (False, True))
+    run, plain = (seen(stage, allgather_partitions=value, param_persistence_threshold=HUGE) for value in (False, True))
     assert plain.calls["all_gather"] == num_buckets()
     assert run.calls.get("all_gather", 0) == 0
     assert run.calls["broadcast"] == RANKS * num_buckets()
@@ -177,10 +177,10 @@ def most_reductions_in_flight(rank: int, stage: int, overlap: bool) -> int:
     looks: list[int] = []
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(lambda _: looks.append(len(engine._reducer._in_flight)))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(lambda _: looks.append(len(engine._reducer._in_flight)))
     engine.begin_step()
     engine.begin_backward(is_last=True)
-    loss_of(model, *batch(0)).backward()  # type: ignore[no-untyped-call]
+    loss_of(model, *batch(0)).backward()
     engine.end_backward()
     looks.append(len(engine._reducer._in_flight))
     engine.finish_reductions()
@@ -337,6 +337,7 @@ OTHERS: list[tuple[dict[str, Any], tuple[int, ...]]] = [
     ({"allgather_partitions": False}, PUBLISHING),
     ({"allgather_partitions": False, "param_persistence_threshold": 100}, GATHERING),
     ({"overlap_comm": False}, ALL),
+    ({"sub_group_size": 1}, ALL),
     ({"sub_group_size": 7}, ALL),
     ({"prefetch_bucket_size": 0}, GATHERING),
     ({"prefetch_bucket_size": HUGE}, GATHERING),
@@ -365,7 +366,8 @@ STEPS = 3
 
 @pytest.fixture(scope="module")
 def plain() -> tuple[list[float], dict[str, Tensor]]:
-    return train_plain(STEPS)
+    norms, weights = train_plain(STEPS)
+    return norms, weights
 
 
 @pytest.mark.gloo

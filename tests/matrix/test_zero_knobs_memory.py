@@ -306,7 +306,7 @@ def watch_gradients(rank: int, stage: int, contiguous: bool) -> Arrivals:
         buckets.append(len(getattr(engine._reducer._store, "_open", ())))
 
     for parameter in trained:
-        parameter.register_post_accumulate_grad_hook(look)  # type: ignore[no-untyped-call]
+        parameter.register_post_accumulate_grad_hook(look)
     engine.begin_step()
     for micro in range(2):
         engine.backward(loss_of(model, *batch(micro)), is_last=micro == 1)
