@@ -192,7 +192,7 @@ class Engine:
     @property
     def gathered_numel(self) -> tuple[int, int]:
         """Elements of partitioned parameters that are gathered now, and that were at the most."""
-        return self._gather.live_numel, self._gather.peak_live_numel
+        return self._gather.memory.live_numel, self._gather.memory.peak_live_numel
 
     def parameter_name(self, index: int) -> str:
         """The parameter that `LocalNorms.first_overflow` means."""

@@ -88,12 +88,13 @@ class Kept:
         assert self._slice is not None, "what is gathered has been taken before"
         whole = self._slice.new_empty(self._shape.numel())
         ranks, numel = self._communicator.size, self._slice.numel()
-        step = max(_GATHERED_NUMEL // ranks, 1)
+        step = min(max(_GATHERED_NUMEL // ranks, 1), numel)
+        buffer = whole.new_empty(ranks * step)
         for start in range(0, numel, step):
             mine = self._slice[start : start + step]
-            pieces = mine.new_empty(ranks, mine.numel())
-            self._communicator.all_gather_into(pieces.view(-1), mine).wait()
-            for rank, piece in enumerate(pieces):
+            pieces = buffer[: ranks * mine.numel()]
+            self._communicator.all_gather_into(pieces, mine).wait()
+            for rank, piece in enumerate(pieces.view(ranks, -1)):
                 target = whole[rank * numel + start :][: mine.numel()]
                 target.copy_(piece[: target.numel()])
         return whole

@@ -275,16 +275,3 @@ def weight_errors(measured: dict[str, Tensor], expected: dict[str, Tensor], lear
         name: float((measured[name] - value).abs().max() / max(float(value.abs().max()), learning_rate))
         for name, value in expected.items()
     }
-
-
-def worst_error(outcomes: list[Outcome], reference: History, learning_rate: float = LR) -> float:
-    """The largest relative error of a run: losses and norms of every rank and step, final weights by name.
-
-    `reference` must have taken as many steps.
-    """
-    worst = 0.0
-    for outcome in outcomes:
-        worst = max(worst, max_relative(outcome.losses, reference.losses))
-        worst = max(worst, max_relative(outcome.grad_norms, reference.grad_norms))
-    weights = outcomes[0].full(outcomes[1:])
-    return max(worst, *weight_errors(weights, reference.weights, learning_rate).values())

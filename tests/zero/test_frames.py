@@ -24,8 +24,8 @@ from torch.utils.checkpoint import checkpoint
 from megazero.comm.mesh import Mesh
 from megazero.errors import UsageError
 from megazero.zero.engine import Engine
-from megazero.zero.gather import UnitState
 from megazero.zero.guard import PartitionedParameter
+from megazero.zero.unit_memory import UnitState
 
 SETTINGS: list[dict[str, Any]] = [
     {},

@@ -269,7 +269,8 @@ def test_a_rank_holds_slices_and_one_module() -> None:
     slices = 16 * SQUARE // 4
     for making, giving in run_ranks(4, memory_of_making, 4):
         assert making <= slices + 3 * SQUARE  # a block's own 2 squares and the one in it
-        assert giving <= 3 * SQUARE  # 2 squares whole, slices, buffers
+        # 2 squares whole, their slice, a buffer; and what the backend has not let go yet of those before.
+        assert giving < 4 * SQUARE
     ((alone, _),) = run_ranks(1, memory_of_making, 1)
     assert alone >= 16 * SQUARE, "the count sees what is there"
 

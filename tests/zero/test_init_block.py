@@ -1,6 +1,7 @@
 """zero.Init's block: what may be done in it and after it, what it is told, how it ends."""
 
 import gc
+import inspect
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -158,6 +159,28 @@ def gathered_by_hand(rank: int) -> list[float]:
 @pytest.mark.gloo
 def test_gathered_parameters() -> None:
     assert run_ranks(2, gathered_by_hand) == [[20, 20, 40, 40]] * 2
+
+
+def test_parameters_that_are_held_stay_whole() -> None:
+    with Init():
+        new, partitioned = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))[0]
+        with GatheredParameters([new.weight, partitioned.weight], modifier_rank=0), torch.no_grad():
+            for layer in (new, partitioned):
+                nn.Linear(3, 3)
+                assert not is_partitioned(layer.weight)
+                layer.weight.fill_(7)
+        nn.Linear(3, 3)
+        assert is_partitioned(new.weight) and is_partitioned(partitioned.weight)
+    assert all(bool((values(layer)["weight"] == 7).all()) for layer in (new, partitioned))
+
+
+def test_what_has_been_given_up_is_as_it_was() -> None:
+    with Init():
+        model = nn.Sequential(nn.Linear(2, 2))
+    assert "apply" in vars(model[0])
+    found = first_value(spec_of("0.weight", model[0].weight), model[0].weight)
+    assert found.shape == (4,) and type(model[0].weight) is nn.Parameter and handle_of(model[0].weight) is None
+    assert "apply" not in vars(model[0])
 
 
 def test_an_engine_wants_parameters_that_nobody_holds() -> None:
@@ -344,11 +367,12 @@ def test_everything_that_is_wrong_is_said_at_once() -> None:
     assert len(error.value.problems) == 9
     assert all(name in str(error.value) for name in (*wrong, "config_dict_or_path", "mpu", "data_parallel_group"))
     assert Init(None, None, True, "none", False).enabled
+    first = ("module", "data_parallel_group", "mem_efficient_linear", "remote_device", "pin_memory")
+    assert tuple(inspect.signature(Init).parameters)[:5] == first, "as DeepSpeed documents them"
 
 
 def slices_over(rank: int) -> list[int]:
     """Slice sizes of 12 elements, by each way to say over which processes."""
-    pair = dist.new_group([0, 1]) if rank < 2 else None
     pair, other = dist.new_group([0, 1]), dist.new_group([2])
     mine = other if rank == 2 else pair
     mpu = SimpleNamespace(get_data_parallel_group=lambda: mine)

@@ -1,0 +1,93 @@
+"""The memory of one unit through its states; identity of memory through resizing."""
+
+import pytest
+import torch
+from support.processes import mesh_in_worker, run_ranks
+from torch import nn
+
+from megazero.config.precision import PrecisionConfig
+from megazero.config.zero import ZeroConfig
+from megazero.parallel.param_spec import spec_of
+from megazero.zero.guard import PartitionedParameter, give_handle
+from megazero.zero.layout import LayoutRules, Placed, Unit, build_layout
+from megazero.zero.plan import resolve
+from megazero.zero.shards import Contents, Shards
+from megazero.zero.unit_memory import UnitMemory, UnitState, partitioned_units
+
+WIDTH = 5
+NUMEL = 32  # 30 elements of a layer, padded to a multiple of 2 ranks x 16
+
+
+class Nobody:
+    def touched(self, name: str, call: str) -> None:
+        raise AssertionError(f"{call} of {name}")
+
+
+def make_memory(rank: int, *, leaves_to_autograd: bool = False) -> tuple[nn.Linear, UnitMemory, Shards]:
+    torch.manual_seed(2)
+    layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+    parameters = dict(layer.named_parameters())
+    for name, parameter in parameters.items():
+        give_handle(parameter, name, Nobody())  # type: ignore[arg-type]
+    plan = resolve(ZeroConfig(zero_stage=3), PrecisionConfig(precision="fp64"))
+    placed = [Placed(spec_of(name, p), p.dtype, True, 0) for name, p in parameters.items()]
+    layout = build_layout([Unit("layer", tuple(parameters))], placed, LayoutRules(2, 1000))
+    shards = Shards(plan, layout, rank, contents=Contents(parameters))
+    communicator = mesh_in_worker(rank, dp=2).gathering
+    return layer, UnitMemory(shards, communicator, leaves_to_autograd=leaves_to_autograd), shards
+
+
+def states_on_rank(rank: int) -> None:
+    torch.manual_seed(2)
+    expected = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+    layer, memory, shards = make_memory(rank)
+    (unit,) = partitioned_units(shards, dict(layer.named_parameters()))
+    memory.enter(unit)
+    flat = shards.flat(unit.sections[0])
+    assert (unit.name, unit.numel, unit.names, unit.releases_early) == ("layer", NUMEL, ["weight", "bias"], True)
+    assert isinstance(layer.weight, PartitionedParameter)
+    for turn in range(2):
+        assert unit.state is UnitState.PARTITIONED and flat.untyped_storage().nbytes() == 0
+        memory.bring(unit)
+        for bucket in (*unit.buckets, *unit.buckets):  # a second launch is none
+            memory.launch(unit, bucket)
+        assert unit.state is UnitState.IN_FLIGHT and flat.untyped_storage().nbytes() == NUMEL * 8
+        assert memory.live_numel == NUMEL
+        memory.wait(unit, f"turn {turn}")
+        assert unit.state is UnitState.WHOLE and not unit.works
+        assert torch.equal(flat[:25].view(WIDTH, WIDTH), expected.weight)
+        assert torch.equal(flat[25:30], expected.bias)
+        assert memory.unit_of(flat[3:]) is unit and memory.unit_of(torch.ones(2)) is None
+        memory.release(unit)
+        assert (memory.live_numel, memory.peak_live_numel, memory.live) == (0, NUMEL, {})
+
+
+@pytest.mark.gloo
+def test_states_of_a_unit() -> None:
+    run_ranks(2, states_on_rank)
+
+
+def shared_on_rank(rank: int) -> None:
+    """Memory that others refer to stays theirs; so does all memory where that is asked for, and what NumPy has seen."""
+    for why in ("shared", "asked for", "numpy"):
+        layer, memory, shards = make_memory(rank, leaves_to_autograd=why == "asked for")
+        (unit,) = partitioned_units(shards, dict(layer.named_parameters()))
+        memory.enter(unit)
+        memory.bring(unit)
+        for bucket in unit.buckets:
+            memory.launch(unit, bucket)
+        memory.wait(unit, why)
+        flat = shards.flat(unit.sections[0])
+        values = flat.clone()
+        if why == "numpy":
+            flat.numpy()
+        unit.shared = why == "shared"
+        memory.release(unit)
+        assert torch.equal(flat, values) and memory.unit_of(flat) is None
+        fresh = shards.flat(unit.sections[0])
+        assert fresh.untyped_storage().nbytes() == 0 and memory.unit_of(fresh) is unit
+
+
+@pytest.mark.gloo
+def test_memory_of_others_is_left_to_them() -> None:
+    run_ranks(2, shared_on_rank)
