@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from megazero.comm.dtensors import unwrap_dtensors
 from megazero.comm.mesh import Mesh
 from megazero.config.engine import EngineConfig, load_engine_config, resolve_batch
 from megazero.library.engine import DataParallelEngine, EngineParts
@@ -37,6 +38,7 @@ def initialize(
     config: megazero's own configuration or DeepSpeed's, as a mapping or a file (`megazero/config/engine.py`).
     mesh: which processes train together: None for all (of torch's default group, or that the launcher has started), a
     megazero Mesh, torch's DeviceMesh, or an object like Megatron-LM's mpu (`megazero/comm/adopt_groups.py`).
+    Parameters that are DTensors over its tensor-parallel axis become local tensors (`megazero/comm/dtensors.py`).
     optimizer: a torch optimizer over parameters of the model, or a function that makes one of them; its param groups
     hold, and learning-rate schedulers on it act.  None: the configuration's, over all parameters.
 
@@ -47,6 +49,7 @@ def initialize(
     batch = resolve_batch(settings, mesh.axis("dp").size)
     _tell(settings, mesh)
     plan = resolve(settings.zero, settings.precision)
+    unwrap_dtensors(model, mesh)
     prepare(model, mesh, plan.parameter.dtype)
     chosen = choose(optimizer, settings.optimizer, model)
     passes = BackwardPasses(batch.accumulation, needs_scale=settings.precision.precision == "fp16")

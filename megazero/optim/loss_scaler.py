@@ -54,8 +54,8 @@ class LossScaler:
     """How the loss scale moves.
 
     initial, minimum: where it starts and the least it falls to; equal for a static scale.
-    window: good steps before it doubles.  hysteresis: overflows before it halves; consecutive_hysteresis: whether a good
-    step in between starts their count anew.
+    window: good steps before it doubles.  hysteresis: overflows before it halves.
+    consecutive_hysteresis: whether a good step between overflows starts their count anew.
     max_skips_at_minimum: steps skipped in a row at the minimum after which the run is `exhausted`.
     """
 

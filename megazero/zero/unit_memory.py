@@ -13,6 +13,7 @@ from enum import Enum
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megazero.comm.interface import Communicator, Work
 from megazero.errors import CollectiveError, Problem
@@ -92,6 +93,10 @@ class UnitMemory:
 
     def unit_of(self, tensor: torch.Tensor) -> GatheredUnit | None:
         """The unit in whose memory the tensor lies; None for any other tensor, with memory or without."""
+        if is_traceable_wrapper_subclass(tensor):  # a DTensor, whose memory is that of the tensor inside
+            inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+            found = (self.unit_of(part) for part in inner if isinstance(part, torch.Tensor))
+            return next((unit for unit in found if unit is not None), None)
         return self._by_storage.get(_address(tensor)) if torch._C._has_storage(tensor) else None
 
     def used(self, unit: GatheredUnit) -> None:

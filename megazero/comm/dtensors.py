@@ -1,0 +1,99 @@
+"""Models whose parameters are DTensors: tensor parallelism as torch's `parallelize_module` does it.
+
+The engine lays out plain tensors, so each DTensor parameter gives way to an ordinary parameter, this rank's *local
+tensor*; while its module's forward runs, the module sees the DTensor again, made from the local tensor in a way that
+gradients go back to it.  What a parameter is beside the others (a slice, or the same on every rank) goes into its spec.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+from torch.utils.hooks import RemovableHandle
+
+from megazero.comm.mesh import Mesh
+from megazero.errors import ConfigError, Problem, raise_problems
+from megazero.parallel.param_spec import ParamSpec, attach_spec
+
+
+class _Wrapping(NamedTuple):
+    """What a local tensor is a part of."""
+
+    mesh: DeviceMesh
+    placements: Sequence[Placement]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+def unwrap_dtensors(model: nn.Module, mesh: Mesh) -> list[RemovableHandle]:
+    """Put local tensors in the places of the model's DTensor parameters; returns the hooks that wrap them for forwards.
+
+    Raises ConfigError where a parameter is distributed over other ranks than the mesh's tensor-parallel axis, or is a
+    partial sum.
+    """
+    found = list(_dtensor_parameters(model))
+    raise_problems(ConfigError, _problems(model, mesh))
+    local_of: dict[nn.Parameter, nn.Parameter] = {}
+    handles: list[RemovableHandle] = []
+    for module, name, parameter in found:
+        if parameter not in local_of:
+            local_of[parameter] = _local_parameter(parameter)
+        module._parameters[name] = local_of[parameter]
+        wrapping = _Wrapping(parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())
+        handles += _wrap_in_forward(module, name, wrapping)
+    return handles
+
+
+def _dtensor_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if isinstance(parameter, DTensor):
+                yield module, name, parameter
+
+
+def _problems(model: nn.Module, mesh: Mesh) -> Iterator[Problem]:
+    size = mesh.axis("tp").size
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor):
+            continue
+        given = f"parameter {name}, a DTensor {tuple(parameter.placements)} over {parameter.device_mesh.size()} ranks"
+        if parameter.device_mesh.ndim != 1 or parameter.device_mesh.size() != size:
+            rule = f"DTensor parameters are distributed over the tensor-parallel axis, which has {size} ranks here"
+            yield Problem(given, rule, 'mesh=DeviceMesh(..., mesh_dim_names=("dp", "tp")), parallelized over its "tp"')
+        elif not isinstance(parameter.placements[0], (Shard, Replicate)):
+            yield Problem(given, "a parameter is whole or a slice on every rank", "Shard(dim) or Replicate()")
+
+
+def _local_parameter(parameter: Any) -> nn.Parameter:
+    """This rank's local tensor as a parameter of its own, with its spec."""
+    local = nn.Parameter(parameter.to_local().detach().clone(), requires_grad=parameter.requires_grad)
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    axes = ("tp",) if isinstance(parameter.placements[0], Shard) else ()
+    attach_spec(local, ParamSpec("", tuple(parameter.shape), tuple(shape), tuple(offset), sharded_axes=axes))
+    return local
+
+
+def _wrap_in_forward(module: nn.Module, name: str, wrapping: _Wrapping) -> list[RemovableHandle]:
+    """An attribute of the instance hides the registered parameter for the length of a forward."""
+
+    def wrap(owner: nn.Module, _inputs: Any) -> None:
+        local = owner._parameters[name]
+        assert local is not None, f"{name} is there as long as its module"
+        owner.__dict__[name] = DTensor.from_local(
+            local,
+            wrapping.mesh,
+            wrapping.placements,
+            run_check=False,
+            shape=wrapping.shape,
+            stride=wrapping.stride,
+        )
+
+    def unwrap(owner: nn.Module, _inputs: Any, _output: Any) -> None:
+        owner.__dict__.pop(name, None)
+
+    return [module.register_forward_pre_hook(wrap), module.register_forward_hook(unwrap, always_call=True)]
