@@ -32,6 +32,7 @@ from megazero.zero.layout import (
     build_layout,
     choose_persistent,
 )
+from megazero.zero.module_apply import gather_around_apply, leave_apply
 from megazero.zero.plan import ModelStateBytes, Placement, ZeroPlan
 from megazero.zero.publish import ParameterPublisher
 from megazero.zero.reduce import GradientReducer
@@ -121,6 +122,9 @@ class Engine:
             sub_group_numel=zero.sub_group_size,
             counted_at=self._coordinates,
         )
+        if zero.override_module_apply and self._gather.is_needed:
+            for module in model.modules():
+                gather_around_apply(module)
 
     def begin_step(self) -> None:
         """Nothing is accumulated any more."""
@@ -239,6 +243,7 @@ class Engine:
 
     def republish(self, name: str) -> None:
         """Bring working parameters after their master weights have been written to; a collective call."""
+        self._gather.check_unpinned("setting master weights")
         section, _ = self._slots[name]
         self._gather.release_all()
         for bucket in section.buckets:
@@ -276,6 +281,8 @@ class Engine:
         """Take the hooks off the module; partitioned parameters stay without values, and guarded."""
         self.ensure_parameters()
         self._frames.close()
+        for module in self.model.modules():
+            leave_apply(module)
         for handle in self._hooks:
             handle.remove()
         for name, parameter in self._parameters.items():

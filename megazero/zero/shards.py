@@ -156,6 +156,7 @@ class Shards:
             for slot in section.slots:
                 value = first_value(slot.spec, self._parameters[slot.spec.name]).reshape(-1)
                 self._keep_working(section, slot.spec.name, value)
+                del value  # one parameter at a time is whole
             return self._make_hollow_flat(section)
         flat = self._zeros(section.numel, section.dtype)
         self.ledger.tag(flat, "parameters")

@@ -85,31 +85,30 @@ def test_partitioned_by_init() -> None:
         assert "embed.weight" in refusal and "GatheredParameters" in refusal
 
 
-def under_engine(rank: int, stage: int) -> tuple[dict[str, Tensor], tuple[int, int], bool]:
-    """The same with an engine, gathering set up as the engine's maker does it; and whether closing undoes it."""
+def under_engine(rank: int, gathers: bool) -> tuple[dict[str, Tensor], tuple[int, int], str, bool]:
+    """The same with an engine that partitions parameters; and whether closing it leaves something behind."""
     mesh = mesh_in_worker(rank, dp=2)
     torch.manual_seed(5 + 10 * rank)
     model = Model()
-    engine = engine_around(model, mesh, precision="fp32", zero_stage=stage)
-    for module in model.modules():
-        gather_around_apply(module)
-        gather_around_apply(module)
+    engine = engine_around(model, mesh, precision="fp32", zero_stage=3, override_module_apply=gathers)
     mesh.meter.reset()
-    model.apply(draw)
+    refusal = ""
+    try:
+        model.apply(draw)
+    except UsageError as error:
+        refusal = str(error)
     messages, found = calls(mesh), values(model)
-    for module in model.modules():
-        leave_apply(module)
-        leave_apply(module)
     engine.close()
-    return found, messages, any("apply" in vars(module) for module in model.modules())
+    return found, messages, refusal, any("apply" in vars(module) for module in model.modules())
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_kept_by_an_engine(stage: int) -> None:
-    for found, (gathers, broadcasts), is_left in run_ranks(2, under_engine, stage):
+def test_kept_by_an_engine() -> None:
+    for found, (gathers, broadcasts), refusal, is_left in run_ranks(2, under_engine, True):
         assert all(torch.equal(found[name], value) for name, value in expected().items())
-        assert (gathers > 0) == (stage == 3) and broadcasts == 6 and not is_left
+        assert gathers > 0 and broadcasts == 6 and not refusal and not is_left
+    for _, messages, refusal, _ in run_ranks(2, under_engine, False):
+        assert messages == (0, 0) and "GatheredParameters" in refusal
 
 
 def fails_on_one_rank(rank: int) -> bool:
