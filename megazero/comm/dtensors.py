@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
-from torch.utils.hooks import RemovableHandle
 
 from megazero.comm.mesh import Mesh
 from megazero.errors import ConfigError, Problem, raise_problems
@@ -30,23 +30,23 @@ class _Wrapping(NamedTuple):
     stride: tuple[int, ...]
 
 
-def unwrap_dtensors(model: nn.Module, mesh: Mesh) -> list[RemovableHandle]:
-    """Put local tensors in the places of the model's DTensor parameters; returns the hooks that wrap them for forwards.
+def unwrap_dtensors(model: nn.Module, mesh: Mesh) -> None:
+    """Put local tensors in the places of the model's DTensor parameters, for good.
 
-    Raises ConfigError where a parameter is distributed over other ranks than the mesh's tensor-parallel axis, or is a
-    partial sum.
+    A collective call where there are any.  Raises ConfigError where a parameter is distributed over other ranks than
+    the mesh's tensor-parallel axis, or is a partial sum.
     """
     found = list(_dtensor_parameters(model))
-    raise_problems(ConfigError, _problems(model, mesh))
+    if not found:
+        return
+    raise_problems(ConfigError, _problems(model, _ranks_of_axis(mesh)))
     local_of: dict[nn.Parameter, nn.Parameter] = {}
-    handles: list[RemovableHandle] = []
     for module, name, parameter in found:
         if parameter not in local_of:
             local_of[parameter] = _local_parameter(parameter)
         module._parameters[name] = local_of[parameter]
         wrapping = _Wrapping(parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())
-        handles += _wrap_in_forward(module, name, wrapping)
-    return handles
+        _wrap_in_forward(module, name, wrapping)
 
 
 def _dtensor_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
@@ -56,14 +56,22 @@ def _dtensor_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]
                 yield module, name, parameter
 
 
-def _problems(model: nn.Module, mesh: Mesh) -> Iterator[Problem]:
-    size = mesh.axis("tp").size
+def _ranks_of_axis(mesh: Mesh) -> list[int]:
+    """The processes of this one's tensor-parallel axis, by their numbers in the job."""
+    axis = mesh.axis("tp")
+    ranks = torch.empty(axis.size, dtype=torch.int64, device=mesh.device)
+    axis.all_gather_into(ranks, torch.tensor([dist.get_rank()], device=mesh.device)).wait()
+    return ranks.tolist()
+
+
+def _problems(model: nn.Module, ranks: list[int]) -> Iterator[Problem]:
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
             continue
-        given = f"parameter {name}, a DTensor {tuple(parameter.placements)} over {parameter.device_mesh.size()} ranks"
-        if parameter.device_mesh.ndim != 1 or parameter.device_mesh.size() != size:
-            rule = f"DTensor parameters are distributed over the tensor-parallel axis, which has {size} ranks here"
+        over = parameter.device_mesh.mesh.flatten().tolist()
+        given = f"parameter {name}, a DTensor {tuple(parameter.placements)} over ranks {over}"
+        if over != ranks:
+            rule = f"DTensor parameters are distributed over the tensor-parallel axis, ranks {ranks} here"
             yield Problem(given, rule, 'mesh=DeviceMesh(..., mesh_dim_names=("dp", "tp")), parallelized over its "tp"')
         elif not isinstance(parameter.placements[0], (Shard, Replicate)):
             yield Problem(given, "a parameter is whole or a slice on every rank", "Shard(dim) or Replicate()")
@@ -78,7 +86,7 @@ def _local_parameter(parameter: Any) -> nn.Parameter:
     return local
 
 
-def _wrap_in_forward(module: nn.Module, name: str, wrapping: _Wrapping) -> list[RemovableHandle]:
+def _wrap_in_forward(module: nn.Module, name: str, wrapping: _Wrapping) -> None:
     """An attribute of the instance hides the registered parameter for the length of a forward."""
 
     def wrap(owner: nn.Module, _inputs: Any) -> None:
@@ -96,4 +104,5 @@ def _wrap_in_forward(module: nn.Module, name: str, wrapping: _Wrapping) -> list[
     def unwrap(owner: nn.Module, _inputs: Any, _output: Any) -> None:
         owner.__dict__.pop(name, None)
 
-    return [module.register_forward_pre_hook(wrap), module.register_forward_hook(unwrap, always_call=True)]
+    module.register_forward_pre_hook(wrap)
+    module.register_forward_hook(unwrap, always_call=True)

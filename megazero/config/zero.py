@@ -82,7 +82,7 @@ class ZeroConfig:
     )
     max_live_parameters: int = setting(
         1_000_000_000,
-        help="stage 3: most gathered elements on a process beyond those in use",
+        help="stage 3: most gathered elements on a process; a unit in use may exceed it",
         unit="elements",
         aliases=("stage3-max-live-parameters",),
         ge=0,
@@ -101,7 +101,7 @@ class ZeroConfig:
         aliases=("stage3-gather-16bit-weights-on-model-save",),
     )
     override_module_apply: bool = setting(
-        True, help="stage 3: Module.apply sees whole parameters during construction; false: what this process keeps"
+        True, help="stage 3: Module.apply sees whole parameters; false: what this process keeps"
     )
     memory_efficient_linear: bool = setting(
         True,

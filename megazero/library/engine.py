@@ -6,7 +6,8 @@
         engine.backward(loss)          # or loss.backward()
         engine.step()                  # acts after gradient_accumulation_steps backwards
 
-Everything else is asked of the model, through the engine if one likes: `engine.state_dict`, `engine.my_method()`.
+Everything else is asked of the model, through the engine if one likes: `engine.my_method()`.  Where parameters are
+partitioned they are saved by `save_16bit_model`; `state_dict` would want them whole.
 """
 
 from contextlib import AbstractContextManager
@@ -80,13 +81,13 @@ class DataParallelEngine:
     forward = __call__
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> None:
-        """Backward of one micro-batch.  `loss` is this rank's mean; gradients are averaged over ranks.
+        """Backward of one micro-batch.  `loss` is this rank's mean; gradients are means over ranks and micro-batches.
 
-        The loss is divided by gradient_accumulation_steps (not if scale_wrt_gas is False) and multiplied with the loss
-        scale.  Raises UsageError when the step is complete already.
+        scale_wrt_gas: False adds the gradients of the micro-batches up instead.  Raises UsageError when the step is
+        complete already.  An error on the way discards the whole step: its micro-batches begin anew.
         """
-        share = 1.0 / self._batch.accumulation if scale_wrt_gas else 1.0
-        self._passes.run(_multiplied(loss, share * self.loss_scale), retain_graph=retain_graph)
+        weight = 1.0 if scale_wrt_gas else float(self._batch.accumulation)
+        self._passes.run(_multiplied(loss, weight * self.loss_scale), retain_graph=retain_graph)
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale, to begin a plain `backward()` with; needed in fp16."""
@@ -113,7 +114,7 @@ class DataParallelEngine:
         self._was_applied = False
         if not self._passes.check_complete():
             return
-        self._last = self._stepper.step(checks_overflow=self.config.precision.precision == "fp16")
+        self._last = self._stepper.step()
         self._was_applied = self._last.applied
         self.global_steps += 1
         self.skipped_steps += not self._last.applied

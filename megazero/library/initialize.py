@@ -56,7 +56,11 @@ def initialize(
     passes.watch(model)
     units = choose_units(model)
     core_settings = EngineSettings(settings.zero, chosen.inner, first_value)
-    core = Engine(model, units, plan, mesh=mesh, buffers=buffers, settings=core_settings)
+    try:
+        core = Engine(model, units, plan, mesh=mesh, buffers=buffers, settings=core_settings)
+    except BaseException:
+        passes.close()
+        raise
     buffers.resize(core.largest_buffer_bytes)
     schedule = None if settings.scheduler is None else make_schedule(settings.scheduler.type, settings.scheduler.params)
     stepper = Stepper(
@@ -65,6 +69,7 @@ def initialize(
         rates=LearningRates(chosen.groups, schedule),
         scaler=LossScaler.from_config(settings.precision),
         clip_grad=settings.gradient_clipping,
+        accumulation=batch.accumulation,
     )
     passes.start(core, stepper.gradient_scale)
     return DataParallelEngine(model, EngineParts(settings, batch, mesh, units, core, passes, stepper, chosen.template))

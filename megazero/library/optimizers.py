@@ -69,7 +69,7 @@ def _check_is_for(template: Optimizer, model: nn.Module) -> None:
     if foreign:
         given = f"{type(template).__name__} over {len(foreign)} tensors that are no parameters of the model"
         rule = "an optimizer updates parameters of the model that it is initialized with"
-        raise ConfigError(Problem(given, rule, "an optimizer made from this model's parameters()"))
+        raise ConfigError(Problem(given, rule, "one made from its parameters(); of a model of DTensors, a function"))
 
 
 def _refuse_to_step(template: Optimizer, _arguments: Any, _options: Any) -> None:

@@ -88,6 +88,9 @@ class BackwardPasses:
         try:
             self._begin()
             loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        except BaseException:
+            self._discard()
+            raise
         finally:
             self._is_explicit = False
         self._end()
@@ -153,13 +156,17 @@ class BackwardPasses:
                 raise UsageError(Problem("loss.backward() of a loss without the loss scale", rule, legal))
         except UsageError:
             self._is_armed = False
-            self._core.finish_reductions()
-            for name, parameter in self._parameters.items():
-                if name not in self._kept:
-                    parameter.grad = None
-            self.start_over()
+            self._discard()
             raise
         self._begin()
+
+    def _discard(self) -> None:
+        """Throw away what the step has so far; its first pass comes next."""
+        self._core.abandon_step()
+        for name, parameter in self._parameters.items():
+            if name not in self._kept:
+                parameter.grad = None
+        self.start_over()
 
     def _check_room(self) -> None:
         if self.count >= self.accumulation:

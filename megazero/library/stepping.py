@@ -3,7 +3,7 @@
 Gradients arrive as sums over micro-batches and data-parallel ranks, of losses that were multiplied by the loss scale.
 What makes the average of them is one factor, `gradient_scale`:
 
-    average = sum x predivisor / (data-parallel ranks x loss scale)
+    average = sum x predivisor / (data-parallel ranks x micro-batches x loss scale)
 
 A learning rate moves on after each update that was not skipped, as DeepSpeed's do: update k (from 0) takes the
 schedule's rate of step k - 1.
@@ -59,9 +59,12 @@ class LearningRates:
 class Stepper:
     """Takes the steps of one engine."""
 
-    def __init__(self, core: Engine, mesh: Mesh, *, rates: LearningRates, scaler: LossScaler, clip_grad: float) -> None:
-        """clip_grad: largest gradient norm, 0 for none."""
+    def __init__(
+        self, core: Engine, mesh: Mesh, *, rates: LearningRates, scaler: LossScaler, clip_grad: float, accumulation: int
+    ) -> None:
+        """clip_grad: largest gradient norm, 0 for none.  accumulation: micro-batches of a step."""
         self._core = core
+        self._accumulation = accumulation
         self._mesh = mesh
         self._clip_grad = clip_grad
         self._scaler = scaler
@@ -75,12 +78,12 @@ class Stepper:
 
     def gradient_scale(self) -> float:
         """What summed gradients are multiplied with to be averages."""
-        return self._core.predivisor / (self._core.data_parallel.size * self.loss_scale)
+        return self._core.predivisor / (self._core.data_parallel.size * self._accumulation * self.loss_scale)
 
-    def step(self, *, checks_overflow: bool) -> StepOutcome:
+    def step(self) -> StepOutcome:
         """Update the parameters, which are up to date on every rank when this returns.
 
-        checks_overflow: a gradient that is not finite skips the update and lowers the loss scale (fp16).  Raises
+        Where gradients pass through fp16, one that is not finite skips the update and lowers the loss scale.  Raises
         TrainingError after too many such steps at the lowest scale.
         """
         self._core.finish_reductions()
@@ -89,7 +92,7 @@ class Stepper:
         self._mesh.world.all_reduce_scalars(square).wait()
         scale = self._core.gradient_scale
         grad_norm = square.sqrt() * scale
-        overflow = checks_overflow and not bool(torch.isfinite(square).item())
+        overflow = self._core.plan.may_overflow and not bool(torch.isfinite(square).item())
         if not overflow:
             factor = clip_coefficient(grad_norm, self._clip_grad) * scale
             self._core.update(StepInputs(self.rates.current()[0], factor, None))

@@ -20,7 +20,7 @@ from megazero.optim.torch_optimizer import FlatRun, TorchOptimizer
 from megazero.parallel.param_spec import ParamSpec
 
 _UNDECAYED, _DECAYED = 0, 1
-_NOT_UPDATED = -1
+NOT_UPDATED = -1
 
 
 class Run(NamedTuple):
@@ -128,10 +128,10 @@ class Elementwise:
 
     def group_of(self, spec: ParamSpec, parameter: nn.Parameter) -> int:
         group = self.optimizer.group_of(parameter)
-        return _NOT_UPDATED if group is None else group
+        return NOT_UPDATED if group is None else group
 
     def bind(self, runs: Sequence[Run]) -> None:
-        updated = [(index, run) for index, run in enumerate(runs) if run.group != _NOT_UPDATED]
+        updated = [(index, run) for index, run in enumerate(runs) if run.group != NOT_UPDATED]
         self._places = {index: place for place, (index, _) in enumerate(updated)}
         self.optimizer.bind([FlatRun(run.master, run.group) for _, run in updated])
 

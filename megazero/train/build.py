@@ -166,7 +166,7 @@ def step_parts(config: RunConfig, core: Core) -> StepParts:
         timers=Timers(core.mesh.device, waits=config.logging.log_timers_to_tensorboard),
         num_positions=derived.global_batch_size(config, world_size) * config.model.seq_length,
         clip_grad=config.optimizer.clip_grad,
-        checks_overflow=config.precision.precision == "fp16",
+        checks_overflow=core.engine.plan.may_overflow,
         ledger=core.engine.settings.ledger,
     )
 

@@ -159,6 +159,11 @@ class Engine:
         """Return when every gradient this rank keeps is reduced."""
         self._reducer.finish()
 
+    def abandon_step(self) -> None:
+        """Backward has failed: what it has begun comes to an end, and counts for nothing."""
+        self._reducer.abandon()
+        self._gather.abandon_pass()
+
     @property
     def data_parallel(self) -> Communicator:
         """The axis over which state is partitioned."""
@@ -286,6 +291,9 @@ class Engine:
         for handle in self._hooks:
             handle.remove()
         for name, parameter in self._parameters.items():
+            if parameter.requires_grad:
+                parameter.grad = None
+                parameter.grad_dtype = parameter.dtype
             if self._gather.unit_of(name) is None:
                 take_handle(parameter)
 

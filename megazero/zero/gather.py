@@ -144,14 +144,18 @@ class ParameterGather:
     def end_pass(self, *, with_backward: bool) -> None:
         """A backward, or a forward without one, is over: nothing stays that nobody holds."""
         self._orders[with_backward].end_pass()
-        self._last_in_backward = self._node = None
-        self._used_by_node = set()
+        self._forget_backward()
         self.release_all()
 
     def abandon_pass(self) -> None:
-        """A forward has failed: what it has used is no record of anything."""
+        """A forward or backward has failed: what it has used is no record of anything."""
         self._order.abandon_pass()
+        self._forget_backward()
         self.release_all()
+
+    def _forget_backward(self) -> None:
+        self._last_in_backward = self._node = None
+        self._used_by_node = set()
 
     def release_all(self) -> None:
         """Release every unit that nobody holds."""

@@ -17,6 +17,9 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from itertools import accumulate, islice
 
+# Uses of a pass that are remembered.  More than any pass has are forwards whose backwards never come.
+_MOST_USES = 100_000
+
 
 class UseOrder:
     """The record of one kind of pass; `numel` are the elements that gathering each unit brings."""
@@ -37,6 +40,8 @@ class UseOrder:
         place = len(self._now)
         self._follows = self._follows and place < len(self._recorded) and self._recorded[place] == unit
         self._now.append(unit)
+        if len(self._now) > _MOST_USES:
+            self._now, self._follows = [], False
 
     def upcoming(self) -> Iterator[str]:
         """Units by their next uses, in order, as far as the record tells; a unit may come several times."""

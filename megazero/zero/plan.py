@@ -64,6 +64,11 @@ class ZeroPlan:
     """Number format in which gradients are reduced."""
 
     @property
+    def may_overflow(self) -> bool:
+        """Whether gradients pass through fp16, where large ones become infinite."""
+        return torch.float16 in (self.parameter.dtype, self.gradient.dtype, self.gradient_wire)
+
+    @property
     def has_separate_master(self) -> bool:
         """Whether master weights are tensors of their own; at full precision the working parameter is its master."""
         return self.optimizer.dtype != self.parameter.dtype

@@ -48,6 +48,9 @@ class UnreducedGradients(Protocol):
     def settle(self, bucket: Bucket, within: Range, reduced: Tensor) -> None:
         """The oldest reduction has finished: `reduced` [numel of within] are its sums."""
 
+    def abandon(self) -> None:
+        """What has been deposited goes nowhere; no reduction is under way."""
+
 
 class _InFlight(NamedTuple):
     bucket: Bucket
@@ -103,7 +106,7 @@ class GradientReducer:
             legal = "torch.utils.checkpoint.checkpoint(..., use_reentrant=False); one backward a micro-batch"
             raise UsageError(Problem(f"a second gradient of {name} in one micro-batch", rule, legal))
         self._came.add(name)
-        for bucket in reversed(self._buckets_of[name]):
+        for bucket in reversed(self._buckets_of.get(name, ())):  # none if it has no elements
             self._store.deposit(bucket, name)
             self._missing[bucket.index].discard(name)
             self._launch_complete()
@@ -119,6 +122,12 @@ class GradientReducer:
         while self._next >= 0:
             self._launch()
         self._came = None
+
+    def abandon(self) -> None:
+        """Backward has failed: reductions in flight end, and nothing of the step is kept."""
+        self.finish()
+        self._next = -1
+        self._store.abandon()
 
     def finish(self) -> None:
         """Wait for every reduction in flight."""
@@ -205,6 +214,9 @@ class ResidentGradients:
             self._shards.resident_gradient(bucket, within).copy_(reduced)
             self._sent.popleft().release()
 
+    def abandon(self) -> None:
+        """The next step empties the flat tensors."""
+
 
 class LeasedGradients:
     """Gradients are copied into leased buffers; reduced slices add up in the gradient shard.
@@ -268,6 +280,10 @@ class LeasedGradients:
             target.copy_(reduced)
             self._has_sum.add(bucket.index)
         self._sent.popleft().release()
+
+    def abandon(self) -> None:
+        while self._open:
+            self._open.popitem()[1].release()
 
     def _fill(self, bucket: Bucket, names: set[str]) -> None:
         """Copy parameters' gradients into the bucket, zeros for those that got none."""

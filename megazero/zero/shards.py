@@ -166,7 +166,10 @@ class Shards:
         return flat
 
     def take_over(self, section: Section, name: str) -> None:
-        """What a parameter holds now is its value: the working shard, and master weights, follow."""
+        """What a parameter holds now is its value: the working shard follows, and master weights where it differs.
+
+        A master weight that rounds to the value already keeps what the working dtype cannot hold.
+        """
         slot = next(slot for slot in section.slots if slot.spec.name == name)
         value = self.flat(section)[slot.start : slot.stop]
         if section.partitioned:
@@ -174,7 +177,8 @@ class Shards:
         if section.trainable and self._master is not None:
             for bucket in section.buckets:
                 for fragment in section.fragments_of(name, self.owned(bucket)):
-                    self.master(bucket, fragment.within).copy_(value[fragment.start : fragment.stop])
+                    new, master = value[fragment.start : fragment.stop], self.master(bucket, fragment.within)
+                    master.copy_(torch.where(master.to(new.dtype) == new, master, new.to(master.dtype)))
 
     def _keep_working(self, section: Section, name: str, value: Tensor) -> None:
         """Of a parameter's value, write what this rank's working shard keeps."""
@@ -227,7 +231,8 @@ class Shards:
     def _set_gradient_dtype(self, section: Section, dtype: torch.dtype) -> None:
         for slot in section.slots:
             parameter = self._parameters[slot.spec.name]
-            if dtype != parameter.dtype:
+            if dtype != parameter.grad_dtype:
+                parameter.grad = None
                 parameter.grad_dtype = dtype
 
     def _make_gradient_shard(self) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megazero.comm.interface import Scratch
 from megazero.optim.grad_norm import first_overflow, fragment_norms
-from megazero.optim.inner import InnerOptimizer, Run, StepInputs, advance
+from megazero.optim.inner import NOT_UPDATED, InnerOptimizer, Run, StepInputs, advance
 from megazero.zero.layout import Bucket, Fragment, Range
 from megazero.zero.publish import ParameterPublisher
 from megazero.zero.shards import Shards
@@ -71,7 +71,12 @@ class ShardUpdate:
         index_of = {name: index for index, name in enumerate(self.parameter_names)}
         indices = [index_of[fragment.spec.name] for _, fragment in self._partition_fragments()]
         self._fragment_parameters = torch.tensor(indices, dtype=torch.int32, device=device)
-        counted = [fragment.spec.is_counted_on(self._coordinates) for _, fragment in self._partition_fragments()]
+        slots = [slot for section in shards.layout.sections for slot in section.slots]
+        left_out = {slot.spec.name for slot in slots if slot.group == NOT_UPDATED}
+        counted = [
+            fragment.spec.is_counted_on(self._coordinates) and fragment.spec.name not in left_out
+            for _, fragment in self._partition_fragments()
+        ]
         self._counted = torch.tensor(counted, dtype=torch.float64, device=device)
 
     @property

@@ -64,7 +64,7 @@ def train_step(engine: DataParallelEngine, rank: int, name: str, step: int, opti
         loss = CASES[name].loss(engine, step, *part)
         total += loss.item() / options.accumulation
         if options.plain:
-            (loss / options.accumulation).backward()
+            loss.backward()
         else:
             engine.backward(loss)
         assert engine.is_gradient_accumulation_boundary() == (micro + 1 == options.accumulation)

@@ -112,7 +112,7 @@ def accumulated_at_the_end(stage: int, mesh: Any, rank: int) -> DataParallelEngi
     """All passes, then step."""
     engine = make_engine(stage, accumulation=2, mesh=mesh)
     engine.backward(loss_of(engine, rank))
-    loss = (loss_of(engine, 2 + rank) + loss_of(engine, 4 + rank)) * 0.25
+    loss = (loss_of(engine, 2 + rank) + loss_of(engine, 4 + rank)) * 0.5
     loss.backward()
     engine.step()
     return engine
@@ -123,7 +123,7 @@ def dropped_gradients(stage: int, mesh: Any, rank: int) -> DataParallelEngine:
     engine = make_engine(stage, accumulation=3, mesh=mesh)
     engine.module.zero_grad()
     for seed, weight in ((0, 0.5), (2, 0.25), (4, 0.25)):
-        (loss_of(engine, seed + rank) * weight).backward()
+        (loss_of(engine, seed + rank) * (3 * weight)).backward()
         engine.step()
         if stage == 1:
             engine.module[0].zero_grad()  # a part of them
@@ -166,7 +166,7 @@ def test_gradients_of_gradients(stage: int) -> None:
     """With create_graph autograd adds nothing in place."""
     engine = make_engine(stage, accumulation=2)
     for seed in (0, 1):
-        loss_of(engine, seed).mul(0.5).backward(create_graph=True)
+        loss_of(engine, seed).backward(create_graph=True)
         engine.step()
     close(weights(engine), after_sgd((0, 0.5), (1, 0.5)))
 

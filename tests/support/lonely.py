@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +80,13 @@ def main(folder: Path) -> None:
         dist.barrier()
         outcome = {"case": case.__name__, "rank": launch.rank, "error": "", "text": ""}
         start = time.monotonic()
-        try:
-            case(launch.rank, model)
-            mesh.axis("dp").barrier()  # what the other rank does meanwhile
-        except Exception as error:
-            outcome |= {"error": type(error).__name__, "text": str(error)}
+        with warnings.catch_warnings(record=True) as warned:
+            try:
+                case(launch.rank, model)
+                mesh.axis("dp").barrier()  # what the other rank does meanwhile
+            except Exception as error:
+                outcome |= {"error": type(error).__name__, "text": str(error)}
+        outcome["warnings"] = [str(warning.message) for warning in warned]
         with (folder / f"rank_{launch.rank}").open("a") as file:
             file.write(json.dumps(outcome | {"seconds": time.monotonic() - start}) + "\n")
     os._exit(0)  # no goodbye to the rank that is gone

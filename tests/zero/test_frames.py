@@ -25,7 +25,8 @@ from megazero.comm.mesh import Mesh
 from megazero.errors import UsageError
 from megazero.zero.engine import Engine
 from megazero.zero.guard import PartitionedParameter
-from megazero.zero.unit_memory import UnitState
+from megazero.zero.layout import Bucket
+from megazero.zero.unit_memory import GatheredUnit, UnitState
 
 SETTINGS: list[dict[str, Any]] = [
     {},
@@ -145,22 +146,26 @@ def test_what_is_done_around_the_model(name: str, loss: Loss) -> None:
 
 def test_an_engine_inside_another_ones_forward() -> None:
     """What one model's hooks have caught is nothing to the other's."""
-    inner, outer = make(CASES["a_module_around_others, non-reentrant"]), make(lambda m, x: m.b(teacher(m.a(x))))
-    teacher = inner.forward
-    plain = make(lambda m, x: m.b(plain_inner(m.a(x))))
-    plain_inner = make(CASES["a_module_around_others, non-reentrant"])
-    first_loss(plain, inputs(0)).backward()
+
+    def two_models() -> list[Parts]:
+        """The outer one calls the inner one, which computes with a parameter of the outer one."""
+        outer = make(lambda m, x: m.b(inner(m.a(x))))
+        inner = make(lambda m, x: checkpoint(m.own, torch.tanh(m.a(x)), use_reentrant=False) @ outer.lender.weight)
+        return [outer, inner]
+
+    plain = two_models()
+    first_loss(plain[0], inputs(0)).backward()
+    models = two_models()
     with released_memory_is_nan():
-        engines = [engine_around(inner, alone()), engine_around(outer, alone())]
-        teacher = inner.__call__
+        engines = [engine_around(model, alone()) for model in models]
         for engine in engines:
             engine.begin_step()
             engine.begin_backward(is_last=True)
-        first_loss(outer, inputs(0)).backward()
+        first_loss(models[0], inputs(0)).backward()
         for engine in engines:
             engine.end_backward()
             engine.finish_reductions()
-    for engine, reference in zip(engines, (plain_inner, plain), strict=True):
+    for engine, reference in zip(engines, plain, strict=True):
         for name, parameter in reference.named_parameters():
             expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             found = owned_gradient(engine, name, parameter.numel()).view(parameter.shape)
@@ -230,6 +235,50 @@ def test_views_that_leave_the_model_keep_their_values() -> None:
         assert torch.equal(lower, expected[2:4]) and torch.equal(upper, expected[:1])
     check_nothing_is_left(engine)
     assert engine.gathered_numel[0] == 0
+
+
+def test_views_from_a_module_are_gathered_once() -> None:
+    """They stay with the forward that uses them, not with the one that has handed them out."""
+    model = make(CASES["views_from_a_module"])
+    engine = engine_around(model, alone(), prefetch_bucket_size=0)
+    launched: list[str] = []
+    launch = engine._gather.memory.launch
+
+    def noting(unit: GatheredUnit, bucket: Bucket) -> None:
+        launched.append(unit.name)
+        launch(unit, bucket)
+
+    engine._gather.memory.launch = noting  # type: ignore[method-assign]
+    with torch.no_grad():
+        model(inputs(0))
+    assert launched == ["the model", "lender"]
+
+
+class Shell(nn.Module):
+    """Has no parameters itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.ModuleDict({"first": nn.Linear(D, D), "second": nn.Linear(D, D)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inside["first"](x)) @ self.inside["second"].weight
+
+
+def test_a_module_without_parameters_may_touch_those_of_others() -> None:
+    torch.manual_seed(2)
+    plain = Shell().double()
+    torch.manual_seed(2)
+    model = Shell().double()
+    engine = engine_around(model, alone())
+    expected = plain(inputs(0)).square().sum()
+    expected.backward()
+    engine.begin_step()
+    engine.backward(model(inputs(0)).square().sum(), is_last=True)
+    engine.finish_reductions()
+    for name, parameter in plain.named_parameters():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        torch.testing.assert_close(owned_gradient(engine, name, parameter.numel()).view(parameter.shape), gradient)
 
 
 def test_what_is_saved_of_other_tensors_goes_where_the_user_wants_it() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.awkward import alone, engine_around, owned_gradient, released_memory_is_nan
+from support.awkward import alone, engine_around, owned_gradient, released_memory_is_nan, take_step
 from support.processes import mesh_in_worker, run_ranks
 from torch import Tensor, nn
 
@@ -39,12 +39,26 @@ class Stack(nn.Module):
         return x
 
 
+class Pair(nn.Module):
+    """Two layers in one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
 class Diary:
     """A stack under an engine of one rank, and what happens in it."""
 
-    def __init__(self, depth: int = 3, **zero: Any) -> None:
+    def __init__(self, depth: int = 3, *, change: Callable[[Stack], Any] | None = None, **zero: Any) -> None:
         torch.manual_seed(1)
-        self.model = Stack(depth).double()
+        self.model = Stack(depth)
+        if change is not None:
+            change(self.model)
+        self.model.double()
         self.engine = engine_around(self.model, alone(), **zero)
         self.gather = self.engine._gather
         self.events: list[str] = []
@@ -196,6 +210,9 @@ def test_what_was_used_longest_ago_makes_room() -> None:
     diary = Diary(4, prefetch_bucket_size=0, max_reuse_distance=10**6, max_live_parameters=2 * NUMEL)
     diary.step()
     assert diary.step() == "+0 f0 +1 f1 -0 +2 f2 -1 +3 f3 b3 -3 b2 -2 b1 +1 -1 b0 +0 -0"
+    for _ in range(2):
+        again = diary.step([0, 1, 0, 2])
+    assert again.startswith("+0 f0 +1 f1 f0 -1 +2 f2"), "layer 0 was gathered first and used later"
 
 
 def test_a_skipped_layer_ends_looking_ahead_for_one_pass() -> None:
@@ -248,6 +265,20 @@ def test_a_forward_that_is_never_followed_by_a_backward() -> None:
     assert diary.step() == AHEAD[NUMEL][0], "after a pass without forgotten forwards the record is right again"
 
 
+def test_nothing_is_kept_over_an_update() -> None:
+    """Not even by a forward whose backward has not come: it would have yesterday's values."""
+    diary = Diary(max_reuse_distance=10**6)
+    diary.step()
+    diary.step()
+    x = torch.ones(2, WIDTH, dtype=torch.float64)
+    before = diary.model(x)
+    assert "w" in diary.states()
+    take_step(diary.engine)
+    assert diary.states() == "ppp"
+    with torch.no_grad():
+        assert not torch.equal(diary.model(x), before)
+
+
 def test_what_autograd_has_saved_may_stay_in_memory() -> None:
     """memory_efficient_linear false: released units are not gathered again for backward."""
     diary = Diary(memory_efficient_linear=False, prefetch_bucket_size=0)
@@ -257,14 +288,27 @@ def test_what_autograd_has_saved_may_stay_in_memory() -> None:
 
 def test_frozen_units_are_released_when_backward_has_passed() -> None:
     """No gradient tells that they are done."""
-    torch.manual_seed(1)
-    model = Stack(4).double()
-    model.layers[1].requires_grad_(False)
-    engine = engine_around(model, alone(), prefetch_bucket_size=0)
-    for _ in range(2):
-        engine.begin_step()
-        engine.backward(model(torch.ones(2, WIDTH, dtype=torch.float64)).sum(), is_last=True)
-        assert engine.gathered_numel == (0, NUMEL)
+    diary = Diary(prefetch_bucket_size=0, change=lambda model: model.layers[1].requires_grad_(False))
+    assert diary.step() == "+0 f0 -0 +1 f1 -1 +2 f2 -2 b2 +2 -2 b1 +1 b0 -1 +0 -0"
+    assert diary.engine.gathered_numel == (0, NUMEL)
+
+
+def test_a_unit_of_several_layers_stays_until_all_of_it_is_done() -> None:
+    """Its first gradient comes long before its last; and with something frozen in it, the last is not the end."""
+
+    def deepen(model: Stack) -> None:
+        model.layers[1] = Pair()
+
+    def deepen_and_freeze(model: Stack) -> None:
+        deepen(model)
+        model.layers[1].first.requires_grad_(False)
+
+    deep = Diary(prefetch_bucket_size=0, change=deepen)
+    for _ in range(3):
+        assert deep.step().endswith(" b1 +1 -1 b0 +0 -0")
+    frozen = Diary(prefetch_bucket_size=0, change=deepen_and_freeze)
+    for _ in range(3):
+        assert frozen.step().endswith(" b1 +1 b0 -1 +0 -0")
 
 
 def test_what_is_held_may_not_change() -> None:

@@ -85,6 +85,20 @@ def test_an_abandoned_pass_changes_nothing() -> None:
     assert order.follows and list(order.upcoming()) == PASS
 
 
+def test_forwards_without_a_backward_are_not_remembered_for_ever() -> None:
+    order = recorded(PASS)
+    for _ in range(60_000):
+        for unit in ("embed", "b0"):
+            order.use(unit)
+    assert len(order._now) <= 100_000 and not order.follows and list(order.upcoming()) == []
+    order.end_pass()
+    for _ in range(2):
+        for unit in PASS:
+            order.use(unit)
+        order.end_pass()
+    assert list(order.upcoming()) == PASS
+
+
 numels = st.dictionaries(st.sampled_from("abcdefg"), st.integers(1, 1000), min_size=1)
 
 
