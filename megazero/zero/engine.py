@@ -182,6 +182,7 @@ class Engine:
         """Optimizer step on the owned ranges, and publishing, which ends just before each unit's next use."""
         self._gather.check_unpinned("an optimizer step")
         self._gather.release_all()
+        self._publisher.ensure_all()  # of units that no forward has used since the step before
         self._update.apply(inputs, self._buffers)
 
     def release(self) -> None:
@@ -235,6 +236,7 @@ class Engine:
         With weights_only (no moments), master weights then lose what the working dtype cannot hold, if the
         configuration wants to load from such weights.
         """
+        self._gather.release_all()  # copies of the old values
         for bucket in self.layout.trainable_buckets:
             self._shards.copy_master_to_working(bucket)
         if weights_only and not self.settings.zero.load_from_fp32_weights:

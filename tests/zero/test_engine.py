@@ -4,9 +4,21 @@ import itertools
 
 import pytest
 import torch
-from support.awkward import EngineRun, Options, full_state, make_engine, train_engine, train_plain
+from support.awkward import (
+    LR,
+    EngineRun,
+    Options,
+    batch,
+    full_state,
+    loss_of,
+    make_engine,
+    make_model,
+    train_engine,
+    train_plain,
+)
 from support.processes import run_ranks
 
+from megazero.optim.inner import StepInputs
 from megazero.zero.gathered import GatheredParameters
 
 
@@ -112,3 +124,35 @@ def leaves_module_as_it_was(rank: int) -> bool:
 @pytest.mark.gloo
 def test_close_takes_the_hooks_off() -> None:
     assert run_ranks(1, leaves_module_as_it_was) == [True]
+
+
+def weights_after_a_load(rank: int, stage: int) -> list[float]:
+    """A forward without a backward may leave units gathered; the next one after a load reads what was loaded."""
+    model, engine, _ = make_engine(rank, Options(stage=stage, dp=2))
+    x, y = batch(0)
+    for _ in range(2):
+        engine.begin_step()
+        engine.backward(loss_of(model, x, y), is_last=True)
+        engine.finish_reductions()
+        engine.update(StepInputs(LR, torch.ones((), dtype=torch.float64), None))
+    model(x)
+    for piece in engine.wanted_state():
+        if piece.kind == "weight":
+            piece.tensor.fill_(0.25)
+    engine.state_loaded()
+    with torch.no_grad():
+        found = model(x)
+    engine.close()
+    return found.flatten().tolist()
+
+
+@pytest.mark.gloo
+def test_what_is_loaded_is_what_the_next_forward_reads() -> None:
+    plain = make_model()
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.fill_(0.25)
+        expected = plain(batch(0)[0]).flatten().tolist()
+    for stage in (1, 3):
+        for found in run_ranks(2, weights_after_a_load, stage):
+            assert found == pytest.approx(expected, rel=1e-12)

@@ -5,10 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.awkward import engine_around
+from support.processes import mesh_in_worker, run_ranks
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megazero.errors import ConfigError
+from megazero.zero.access import safe_get_full_grad
 from megazero.zero.guard import give_handle, guard, unguard
 from megazero.zero.tiled_linear import TiledLinear
 
@@ -279,3 +282,30 @@ def test_layers_of_another_size_are_not_copied() -> None:
 def test_shows_what_it_is() -> None:
     shown = repr(TiledLinear(IN, OUT, in_splits=3, out_splits=2))
     assert "in_features=13, out_features=11, bias=True, in_splits=3, out_splits=2" in shown
+
+
+def tiles_under_stage_3(rank: int, splits: int) -> tuple[float, int, Tensor]:
+    """Loss, most gathered elements and the gradient of one training step of a model that is one wide layer."""
+    torch.manual_seed(8)
+    plain = nn.Linear(24, 40, dtype=torch.float64)
+    model = nn.Sequential(TiledLinear(24, 40, in_splits=splits, out_splits=splits, init_linear=plain).double())
+    engine = engine_around(model, mesh_in_worker(rank, dp=2), prefetch_bucket_size=0)
+    x = torch.randn(4, 24, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+    engine.begin_step()
+    loss = torch.tanh(model(x)).square().sum()
+    engine.backward(loss, is_last=True)
+    engine.finish_reductions()
+    gradient = safe_get_full_grad(model[0].linears[0][0].weight)
+    assert gradient is not None
+    engine.close()
+    return loss.item(), engine.gathered_numel[1], gradient
+
+
+@pytest.mark.gloo
+def test_under_stage_3_a_tile_is_gathered_at_a_time() -> None:
+    (whole_loss, whole_peak, whole_gradient), _ = run_ranks(2, tiles_under_stage_3, 1)
+    (loss, peak, gradient), _ = run_ranks(2, tiles_under_stage_3, 4)
+    assert loss == pytest.approx(whole_loss, rel=1e-12)
+    torch.testing.assert_close(gradient, whole_gradient[:10, :6], rtol=1e-12, atol=1e-12)
+    assert whole_peak >= 24 * 40
+    assert peak < whole_peak / 8, "a sixteenth, and padding"
