@@ -1,7 +1,7 @@
 """Where forward and backward need partitioned parameters.
 
 A *frame* is a forward in progress of a module that has units to pin, or of a module around such modules.  Units are
-pinned when their module's forward begins and let go when it ends.  Two nets catch every other use:
+pinned when their module's forward begins and let go when it ends.  Three nets catch every other use:
 
     a parameter touched outside its module    is pinned to the innermost frame (`guard.py` notices the touch)
     a parameter, or a view of one, returned   moves to the frame around
