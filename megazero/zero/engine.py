@@ -5,7 +5,7 @@ them), `finish_reductions`, `local_norms` (the caller sums them over ranks and d
 stage it is shows nowhere but in the plan.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -150,10 +150,6 @@ class Engine:
         self._reducer.end_micro_batch()
         self._gather.end_pass(with_backward=True)
         self.has_gradients = self._ends_step
-
-    def when_backward_begins(self, call: Callable[[], None]) -> None:
-        """Have `call` called when a gradient comes back to the output of a forward."""
-        self._frames.on_backward = call
 
     def finish_reductions(self) -> None:
         """Return when every gradient this rank keeps is reduced."""

@@ -9,7 +9,6 @@ pinned when their module's forward begins and let go when it ends.  Three nets c
 
 so what a model does between its modules needs no declaration.  Where saved tensors would go elsewhere (activation
 recomputation and offloading have hooks of their own), the frame sees to it that those of units come here first.
-Outermost frames also tell where a backward begins.
 """
 
 import sys
@@ -60,8 +59,6 @@ class Frames:
         self._gather = gather
         self._publisher = publisher
         self._stack: list[_Frame] = []
-        self.on_backward: Callable[[], None] = lambda: None
-        """Called when a gradient comes back to the output of an outermost forward."""
         self._handles: dict[nn.Module, tuple[RemovableHandle, RemovableHandle]] = {}
         for module in self._modules_to_follow(model):
             self._follow(module)
@@ -146,13 +143,6 @@ class Frames:
             return
         if not torch.is_grad_enabled():
             self._gather.end_pass(with_backward=False)
-            return
-        for tensor in tensors_in(output):
-            if tensor.grad_fn is not None:
-                tensor.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
-
-    def _backward_begins(self, gradient: Tensor) -> None:
-        self.on_backward()
 
     def _units_in(self, output: Any) -> set[str]:
         found = (self._gather.unit_of_memory(tensor) for tensor in tensors_in(output))

@@ -296,19 +296,6 @@ def test_what_is_saved_of_other_tensors_goes_where_the_user_wants_it() -> None:
     assert set(packed) == {(3, D)}, "parameters are [4, 4] and [4]"
 
 
-def test_backward_is_announced_once_a_gradient_comes() -> None:
-    announced: list[str] = []
-    model = make(CASES["touched_outside_its_module"])
-    engine = engine_around(model, alone())
-    engine.when_backward_begins(lambda: announced.append("backward"))
-    with torch.no_grad():
-        model(inputs(0))
-    loss = first_loss(model, inputs(0))
-    assert announced == []
-    engine.backward(loss, is_last=True)
-    assert announced == ["backward"]
-
-
 def test_close_takes_the_hooks_off() -> None:
     model = make(CASES["one_block, reentrant"])
     engine = engine_around(model, alone())
