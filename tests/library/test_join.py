@@ -26,6 +26,9 @@ engine.backward(engine(torch.full((2, 3), float(rank + 1), dtype=torch.float64))
 engine.step()
 with megazero.zero.GatheredParameters(model):
     open(f"{rank}.txt", "w").write(f"{engine.mesh.axis('dp').size} {model.weight.tolist()}")
+engine.close()
+engine.mesh.world.barrier()
+torch.distributed.destroy_process_group()
 """
 
 
