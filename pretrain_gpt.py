@@ -28,7 +28,8 @@ def main() -> None:
         timeout_minutes=parallel.distributed_timeout_minutes,
     )
     try:
-        ledger = open_ledger(device, kept=parsed.config.logging.ledger)
+        logging = parsed.config.logging
+        ledger = open_ledger(device, kept=logging.ledger, limit_mib=logging.ledger_limit)
         with last_word(store, launch.rank), ledger:
             train(assemble(parsed.config, launch, device, inputs, ledger))
     finally:

@@ -42,7 +42,7 @@ from megazero.parallel.topology import Topology
 from megazero.tensor_parallel.layers import TensorParallel
 from megazero.tensor_parallel.random import RandomRegions
 from megazero.train.step import StepControls, StepParts, training_step
-from megazero.train.timers import Timers
+from megazero.timers import Timers
 from megazero.zero.engine import Engine, EngineSettings, ModelUnit
 from megazero.zero.plan import resolve
 
@@ -116,14 +116,14 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 class Losses(nn.Module):
-    """token_losses as a forward, which is what DistributedDataParallel wraps."""
+    """The mean loss as a forward, which is what DistributedDataParallel wraps."""
 
     def __init__(self, model: GPT) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        return self.model.token_losses(tokens, labels).mean()
+        return self.model.summed_loss(tokens, labels) / labels.numel()
 
 
 def parse_arguments() -> argparse.Namespace:

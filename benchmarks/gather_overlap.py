@@ -30,7 +30,7 @@ from megazero.memory.fused_buffers import FusedBuffers
 from megazero.optim.inner import FusedAdamW
 from megazero.tensor_parallel.random import RandomRegions
 from megazero.train.step import StepControls, StepParts, training_step
-from megazero.train.timers import Timers
+from megazero.timers import Timers
 from megazero.zero.engine import Engine, EngineSettings, ModelUnit
 from megazero.zero.plan import resolve
 

@@ -1,6 +1,7 @@
 """megazero: pretraining with tensor parallelism and ZeRO data parallelism.  Importing it does nothing.
 
     megazero.initialize(model, config)     an engine around any torch.nn.Module
+    megazero.recompute(function, *args)    calls a function whose activations are computed again in backward
     megazero.zero                          Init, GatheredParameters, ... (megazero/zero/__init__.py)
 
 Public names are imported when they are first used.
@@ -10,12 +11,14 @@ from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["initialize", "zero"]
+__all__ = ["initialize", "recompute", "zero"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "initialize":
         return import_module("megazero.library.initialize").initialize
+    if name == "recompute":
+        return import_module("megazero.activations.current").recompute
     if name == "zero":
         return import_module("megazero.zero")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

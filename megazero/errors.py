@@ -96,6 +96,13 @@ class TrainingError(UserError):
     exit_code = 3
 
 
+class MemoryLimitError(UserError):
+    """More is alive on the device than the limit that the user has set to the ledger."""
+
+    kind = "memory limit exceeded"
+    exit_code = 3
+
+
 def raise_problems(kind: type[UserError], problems: Iterable[Problem]) -> None:
     """Raise one `kind` with all `problems`, or return when there are none."""
     found = tuple(problems)

@@ -1,12 +1,12 @@
 """The command line: one flag for each setting, made from the settings' own descriptions.
 
 Order of precedence: flags (and `--deepspeed-config ds.json`, whose values count as flags), then `--config run.yaml`,
-then `--preset`, then defaults.  argparse splits the words and prints `--help`; pydantic checks all values in one pass
-at the end.  The two libraries that would do both at once were tried first: tyro and jsonargparse list unknown flags
-together, but stop at the first value that doesn't fit its type, and don't report unknown flags beside it.  Neither has
-a place for flags that are known and refused, or known and without effect here (compat.py), and both would put a second
-type system beside pydantic's ranges.  So values stay raw words until everything is gathered, and the user sees all
-findings at once.
+then `--zero-config C4`, then `--preset gpt2-124m`, then defaults.  argparse splits the words and prints `--help`;
+pydantic checks all values in one pass at the end.  The two libraries that would do both at once were tried first: tyro
+and jsonargparse list unknown flags together, but stop at the first value that doesn't fit its type, and don't report
+unknown flags beside it.  Neither has a place for flags that are known and refused, or known and without effect here
+(compat.py), and both would put a second type system beside pydantic's ranges.  So values stay raw words until
+everything is gathered, and the user sees all findings at once.
 """
 
 import difflib
@@ -26,7 +26,7 @@ from megazero.config.deepspeed import read_file as read_deepspeed_file
 from megazero.config.deepspeed_run import adopt, complete
 from megazero.config.fields import FieldInfo
 from megazero.config.flags import spellings, split_words
-from megazero.config.presets import PRESETS
+from megazero.config.presets import PRESETS, ZERO_CONFIGS
 from megazero.config.run import FIELDS, RunConfig
 from megazero.config.validate import Outcome, Said, validate
 from megazero.config.yaml_file import read_file, read_text
@@ -37,6 +37,7 @@ _SOURCES: Mapping[str, str] = MappingProxyType(
     {
         "config": "--config RUN.yaml",
         "preset": f"--preset {', --preset '.join(PRESETS)}",
+        "zero-config": f"--zero-config {', --zero-config '.join(ZERO_CONFIGS)}",
         "deepspeed-config": "--deepspeed-config FILE.json",
     }
 )
@@ -74,7 +75,8 @@ def parse(argv: Sequence[str] | None = None, *, world_size: int | None = None) -
     gathered = _Gathered()
     gathered.problems.extend(_unexpected(stray))
     gathered.problems.extend(_nameless_sources(words))
-    _take_preset(gathered, words)
+    _take_rows(gathered, words, "preset", PRESETS)
+    _take_rows(gathered, words, "zero-config", ZERO_CONFIGS)
     for path in _values(words, "config"):
         _take_file(gathered, Path(path))
     flags = [word for word in words if word.name not in _SOURCES]
@@ -127,15 +129,16 @@ def _values(words: Iterable[Said], name: str) -> list[str]:
     return [value for word in words if word.name == name for value in word.value]
 
 
-def _take_preset(gathered: _Gathered, words: Iterable[Said]) -> None:
-    for name in _values(words, "preset"):
-        if name not in PRESETS:
-            near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.3)
-            legal = ", ".join([*near, *(preset for preset in PRESETS if preset not in near)])
-            gathered.problems.append(Problem(f"--preset {name}", "there is no preset of this name", legal))
+def _take_rows(gathered: _Gathered, words: Iterable[Said], source: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
+    """Add the named rows of settings that the words of `source` ask for."""
+    for name in _values(words, source):
+        if name not in rows:
+            near = difflib.get_close_matches(name, rows, n=1, cutoff=0.3)
+            legal = ", ".join([*near, *(row for row in rows if row not in near)])
+            gathered.problems.append(Problem(f"--{source} {name}", f"there is no {source} of this name", legal))
             continue
-        for key, value in PRESETS[name].items():
-            gathered.settings[key] = Said(key, value, f"--preset {name}: {key} {value}")
+        for key, value in rows[name].items():
+            gathered.settings[key] = Said(key, value, f"--{source} {name}: {key} {value}")
 
 
 def _take_file(gathered: _Gathered, path: Path) -> None:
@@ -224,7 +227,7 @@ def _one_value(info: FieldInfo, item: Said) -> Any:
         return item.value
     if info.kind == "list" and item.value:
         return item.value
-    if info.kind == "bool" and not item.value:
+    if info.can_stand_alone and not item.value:
         return "true"
     if len(item.value) != 1:
         count = "a value" if not item.value else f"one value, not {len(item.value)}"
@@ -240,7 +243,7 @@ def _same(info: FieldInfo, first: Any, second: Any) -> bool:
     """Whether two raw values mean the same: a file's 2 and a command line's "2"."""
     if info.kind in ("int", "float") and is_number(first) and is_number(second):
         return math.isclose(float(first), float(second), rel_tol=1e-12)
-    return str(first).lower() == str(second).lower() if info.kind == "bool" else bool(first == second)
+    return str(first).lower() == str(second).lower() if info.can_stand_alone else bool(first == second)
 
 
 def _clash(first: str, second: str, flag: str) -> Problem:
@@ -291,7 +294,7 @@ def _take_foreign(gathered: _Gathered, item: Said) -> None:
 
 def _take_fixed(gathered: _Gathered, item: Said) -> None:
     fixed = FIXED[item.name]
-    values = [str(value) for value in (item.value if isinstance(item.value, tuple) else (item.value,))]
+    values = [str(value) for value in (item.value if isinstance(item.value, (tuple, list)) else (item.value,))]
     if len(values) == 1 and values[0] in fixed.values:
         gathered.notices.append(f"--{item.name} {values[0]}: accepted, without effect: {fixed.rule}")
         return

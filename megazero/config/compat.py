@@ -28,6 +28,8 @@ SHORTHANDS: Mapping[str, Shorthand] = MappingProxyType(
         "fp16": Shorthand("precision", "fp16"),
         "use-distributed-optimizer": Shorthand("zero_stage", "1", gives_way_to=("2", "3")),
         "overlap-grad-reduce": Shorthand("overlap_comm", "true"),
+        "recompute-activations": Shorthand("recompute_granularity", "selective"),
+        "checkpoint-activations": Shorthand("recompute_granularity", "full"),
     }
 )
 
@@ -50,6 +52,7 @@ FIXED: Mapping[str, Fixed] = MappingProxyType(
         "weight-decay-incr-style": Fixed(("constant",), "weight decay is constant"),
         "timing-log-level": Fixed(("0",), "timers are those of level 0, written by --log-timers-to-tensorboard"),
         "cpu-offload-optimizer": Fixed(("false",), "optimizer states stay on the device"),
+        "recompute-modules": Fixed(("core_attn",), "selective recomputation is that of the attention core"),
         "context-parallel-size": Fixed(("1",), "a sequence is not split between processes"),
         "ds-sequence-parallel-size": Fixed(("1",), "a sequence is not split between processes"),
         "expert-model-parallel-size": Fixed(("1",), "there are no experts"),
@@ -75,6 +78,10 @@ ACCEPTED: Mapping[str, str] = _rows(
         ("there is one model implementation", "use-mcore-models use-legacy-models"),
         ("the ZeRO engine is built in; --zero-stage or --deepspeed-config chooses the stage", "deepspeed"),
         ("every bucket is already cut into equal slices for all ranks", "round-robin-gradients"),
+        (
+            "there is one implementation of recomputation; --recompute-granularity chooses what it is of",
+            "deepspeed-activation-checkpointing",
+        ),
         ("there is no pipeline unless --pipeline-model-parallel-size asks for one", "no-pipeline-parallel"),
         ("publishing parameters overlaps wherever --overlap-comm allows it", "overlap-param-gather"),
         (
@@ -93,7 +100,6 @@ ACCEPTED: Mapping[str, str] = _rows(
 )
 
 _MODEL = "the model is GPT-2: pre-LN, learned positions, tanh GELU, biases, one attention width"
-_RECOMPUTE = "activation recomputation is not there yet; use a smaller --micro-batch-size"
 _STEPS = "the schedule counts steps; give --lr-decay-iters, and --lr-warmup-iters or --lr-warmup-fraction"
 _BATCH = "the global batch size is constant; give --global-batch-size"
 _CORPUS = "there is one --data-path, cut by --split"
@@ -112,11 +118,10 @@ REFUSED: Mapping[str, str] = _rows(
         ),
         ("padding follows --make-vocab-size-divisible-by alone", "pad-vocab-size-to"),
         (
-            _RECOMPUTE,
-            "recompute-activations recompute-granularity recompute-method recompute-num-layers recompute-modules"
-            " checkpoint-activations checkpoint-num-layers activations-checkpoint-method"
-            " deepspeed-activation-checkpointing partition-activations checkpoint-in-cpu distribute-saved-activations",
+            "of activations only the checkpoints of full recomputation go to host memory; give --checkpoint-in-cpu",
+            "cpu-offloading cpu-offloading-num-layers fine-grained-activation-offloading offload-modules",
         ),
+        ("every pipeline stage recomputes alike; give --recompute-num-layers", "custom-recompute-layers-per-stage"),
         (
             _STEPS,
             "lr-decay-samples lr-decay-tokens lr-warmup-samples lr-warmup-tokens",

@@ -61,6 +61,10 @@ def conform(info: FieldInfo, value: Any) -> Any:
         if not isinstance(value, bool):
             raise Unfit
         return value
+    if info.kind == "switch":
+        if not isinstance(value, bool) and value != "auto":
+            raise Unfit
+        return value
     if info.kind == "str":
         if not isinstance(value, str) or not value or (info.choices and value not in info.choices):
             raise Unfit

@@ -1,9 +1,10 @@
 """Reading a DeepSpeed configuration strictly: every key is honoured, accepted with a notice, or refused by name.
 
 `read_file` gives a JSON file's mapping, `read` the *reading* of a mapping: what was said by key, in the key's type,
-with everything that is wrong.  "auto" on any key stands for megazero's own default.  What becomes of each key is a
-table (deepspeed_keys.py); what the values become is decided by those who take a reading: deepspeed_engine.py makes a
-configuration of the library, deepspeed_run.py settings of a run.
+with everything that is wrong.  "auto" stands for megazero's own default, except on a key that has a value of this
+name (partition_activations, cpu_checkpointing).  What becomes of each key is a table (deepspeed_keys.py); what the
+values become is decided by those who take a reading: deepspeed_engine.py makes a configuration of the library,
+deepspeed_run.py settings of a run.
 """
 
 import json
@@ -69,16 +70,20 @@ class Reading:
         heard = self.values.get(path)
         if heard is None:
             return HONOURED[path].default
-        return own if heard.value == AUTO else heard.value
+        return own if _is_left_to_us(path, heard) else heard.value
 
     def said(self, path: str) -> Heard | None:
         """What was said at `path`; None when it is absent or left to us."""
         heard = self.values.get(path)
-        return None if heard is None or heard.value == AUTO else heard
+        return None if heard is None or _is_left_to_us(path, heard) else heard
 
     @property
     def place(self) -> Place:
         return Place(self.origin)
+
+
+def _is_left_to_us(path: str, heard: Heard) -> bool:
+    return bool(heard.value == AUTO) and AUTO not in HONOURED[path].choices
 
 
 def read_file(path: Path) -> Mapping[str, Any]:

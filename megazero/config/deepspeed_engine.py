@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+from megazero.config.activations import ActivationConfig
 from megazero.config.choices import OptimizerChoice, SchedulerChoice
 from megazero.config.choose import AUTO, choose_optimizer, choose_scheduler
 from megazero.config.conform import Findings, Place
 from megazero.config.deepspeed import Reading
-from megazero.config.deepspeed_keys import ZERO_KEYS
+from megazero.config.deepspeed_keys import ACTIVATION_KEYS, ZERO_KEYS
 from megazero.config.fields import describe
 from megazero.config.precision import PrecisionConfig
 from megazero.config.state_rules import STATE_RULES
@@ -31,7 +32,7 @@ PRECISION_KEYS: Mapping[str, str] = MappingProxyType(
     }
 )
 _FIELDS: Mapping[str, Any] = MappingProxyType(
-    {info.name: info.default for cls in (ZeroConfig, PrecisionConfig) for info in describe("", cls)}
+    {info.name: info.default for cls in (ZeroConfig, PrecisionConfig, ActivationConfig) for info in describe("", cls)}
 )
 # DeepSpeed's defaults where torch's are others.
 _ADAM: Mapping[str, Any] = MappingProxyType({"weight_decay": 0.0})
@@ -43,6 +44,7 @@ class EngineParts:
 
     zero: ZeroConfig
     precision: PrecisionConfig
+    activations: ActivationConfig
     optimizer: OptimizerChoice
     scheduler: SchedulerChoice | None
 
@@ -51,6 +53,7 @@ def engine_parts(reading: Reading) -> EngineParts:
     """The parts; what is wrong with them goes to the reading's findings."""
     precision = precision_of(reading)
     zero = zero_of(reading)
+    activations = activations_of(reading)
     optimizer = optimizer_of(reading)
     scheduler = scheduler_of(reading, optimizer.lr)
     reading.findings.problems.extend(
@@ -58,7 +61,7 @@ def engine_parts(reading: Reading) -> EngineParts:
         for rule in STATE_RULES
         for problem in rule(zero, precision, _spell)
     )
-    return EngineParts(zero, precision, optimizer, scheduler)
+    return EngineParts(zero, precision, activations, optimizer, scheduler)
 
 
 def _spell(setting: str) -> str:
@@ -77,6 +80,22 @@ def zero_of(reading: Reading) -> ZeroConfig:
 def overlaps(said: bool | None, stage: int) -> bool:
     """DeepSpeed's rule: without a word, communication overlaps in ZeRO stage 3 only."""
     return stage == 3 if said is None else said
+
+
+def activations_of(reading: Reading) -> ActivationConfig:
+    values = {name: reading.get(path, _FIELDS[name]) for name, path in ACTIVATION_KEYS.items()}
+    if not values["contiguous_checkpointing"] and values["number_checkpoints"] is not None:
+        drop_count(reading)
+        values["number_checkpoints"] = None
+    return ActivationConfig(**values)
+
+
+def drop_count(reading: Reading) -> None:
+    """Say that the number of checkpoints means nothing; files give one also where they ask for no arena."""
+    heard = reading.values[ACTIVATION_KEYS["number_checkpoints"]]
+    reading.findings.notices.append(
+        f"{heard.place}: accepted, without effect: only contiguous_memory_optimization counts checkpoints"
+    )
 
 
 def precision_of(reading: Reading) -> PrecisionConfig:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+from megazero.config.activations import ActivationConfig
 from megazero.config.fields import FieldInfo, describe
 from megazero.config.zero import ZeroConfig
 
@@ -69,8 +70,27 @@ def _zero_keys() -> dict[str, FieldInfo]:
     }
 
 
+# Field of ActivationConfig -> the key it comes from; the defaults are the same.
+ACTIVATION_KEYS: Mapping[str, str] = MappingProxyType(
+    {
+        "partition_activations": "activation_checkpointing.partition_activations",
+        "checkpoint_in_cpu": "activation_checkpointing.cpu_checkpointing",
+        "contiguous_checkpointing": "activation_checkpointing.contiguous_memory_optimization",
+        "number_checkpoints": "activation_checkpointing.number_checkpoints",
+        "synchronize_each_layer": "activation_checkpointing.synchronize_checkpoint_boundary",
+        "profile_backward": "activation_checkpointing.profile",
+    }
+)
+
+
+def _activation_keys() -> dict[str, FieldInfo]:
+    fields = {info.name: info for info in describe("activation_checkpointing", ActivationConfig)}
+    return {path: fields[field] for field, path in ACTIVATION_KEYS.items()}
+
+
 HONOURED: Mapping[str, FieldInfo] = MappingProxyType(
     _zero_keys()
+    | _activation_keys()
     | {
         f"{info.section}.{info.name}" if info.section else info.name: info
         for info in (
@@ -162,9 +182,6 @@ ACCEPTED: Mapping[str, str] = _paths(
         ("nothing is cached that could warn", "zero_optimization", "log_trace_cache_warnings"),
         ("invariants are always checked", "zero_optimization", "enable_sanity_checks"),
         ("nothing is offloaded", "zero_optimization", "cpu_offload_use_pin_memory save_muon_momentum_buffer_in_memory"),
-        ("it says how partitioned activations are kept", "activation_checkpointing", "number_checkpoints"),
-        ("nothing is timed in a checkpointed block", "activation_checkpointing", "synchronize_checkpoint_boundary"),
-        ("nothing is timed in a checkpointed block", "activation_checkpointing", "profile"),
         ("there is no pipeline", "pipeline", "partition seed_layers pipe_partitioned grad_partitioned use_reentrant"),
         (
             "a configuration does not split a model",
@@ -190,7 +207,10 @@ class Refused:
 _OFFLOAD = "model states stay on the device"
 _QUANTIZED = "collectives move whole numbers of the working precision; communication_data_type narrows gradients only"
 _HIERARCHY = "parameters are partitioned over all data-parallel processes alike"
-_RECOMPUTE = "saved activations stay whole on the device; the model may use torch.utils.checkpoint"
+_RECOMPUTE = (
+    "what is recomputed is the model's choice: pretrain_gpt.py has --recompute-granularity, a model of one's own calls"
+    " megazero.recompute"
+)
 
 REFUSED: Mapping[str, Refused] = MappingProxyType(
     {
@@ -219,9 +239,6 @@ REFUSED: Mapping[str, Refused] = MappingProxyType(
         "bf16.check_grad_overflow": Refused("only fp16 gradients are checked for overflow"),
         "data_types.param_dtype": Refused("parameters have the format of fp16.enabled and bf16.enabled", (None,)),
         "data_types.buffer_dtype": Refused("buffers keep their format", (None,)),
-        "activation_checkpointing.partition_activations": Refused(_RECOMPUTE),
-        "activation_checkpointing.cpu_checkpointing": Refused(_RECOMPUTE),
-        "activation_checkpointing.contiguous_memory_optimization": Refused(_RECOMPUTE),
         "checkpoint.use_node_local_storage": Refused("a checkpoint is one folder that all processes see"),
         "pipeline.stages": Refused("there is no pipeline", (1, None), "stages: 1"),
         "pipeline.activation_checkpoint_interval": Refused(_RECOMPUTE, (0,), "activation_checkpoint_interval: 0"),

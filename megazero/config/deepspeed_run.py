@@ -14,8 +14,8 @@ from megazero.config.batch import KEYS, SaidSizes, solve
 from megazero.config.conform import is_number
 from megazero.config.deepspeed import Reading
 from megazero.config.deepspeed_adopted import Adopted
-from megazero.config.deepspeed_engine import PRECISION_KEYS, loss_scale_value, overlaps, widens
-from megazero.config.deepspeed_keys import HONOURED, ZERO_KEYS
+from megazero.config.deepspeed_engine import PRECISION_KEYS, drop_count, loss_scale_value, overlaps, widens
+from megazero.config.deepspeed_keys import ACTIVATION_KEYS, HONOURED, ZERO_KEYS
 from megazero.config.deepspeed_schedule import adopt_optimizer, adopt_scheduler
 from megazero.config.validate import Said
 from megazero.errors import Problem
@@ -35,7 +35,8 @@ def adopt(reading: Reading, *, wants_fp16: bool) -> Adopted:
     adopted = Adopted(reading)
     _adopt_zero(adopted)
     _adopt_precision(adopted, wants_fp16=wants_fp16)
-    for path, setting in _PLAIN.items():
+    plain = {**_PLAIN, **{path: setting for setting, path in ACTIVATION_KEYS.items()}}
+    for path, setting in plain.items():
         heard = reading.said(path)
         if heard is not None:
             adopted.say(setting, heard.value, heard.source)
@@ -59,6 +60,7 @@ def complete(adopted: Adopted, settings: dict[str, Said], *, data_parallel_size:
         value = overlaps(None, _whole(settings["zero_stage"].value) or 0)
         source = f"{reading.place.key('zero_optimization.overlap_comm').said(value)} (DeepSpeed's default)"
         settings.setdefault("overlap_comm", Said("overlap_comm", value, source))
+    _drop_idle_count(reading, settings)
     return [
         *_against_formats(reading, settings),
         *_against_batch(reading, settings, data_parallel_size),
@@ -66,7 +68,7 @@ def complete(adopted: Adopted, settings: dict[str, Said], *, data_parallel_size:
     ]
 
 
-# --- ZeRO and precision ----------------------------------------------------------------------------------------------
+# --- ZeRO, precision and activations ---------------------------------------------------------------------------------
 
 
 def _adopt_zero(adopted: Adopted) -> None:
@@ -96,6 +98,16 @@ def _adopt_precision(adopted: Adopted, *, wants_fp16: bool) -> None:
             adopted.say(setting, loss_scale_value(reading, setting), heard.source)
         elif path not in reading.values:
             adopted.default(setting, loss_scale_value(reading, setting), path)
+
+
+def _drop_idle_count(reading: Reading, settings: dict[str, Said]) -> None:
+    """Take the file's number of checkpoints out of the settings where neither file nor flags ask for an arena."""
+    heard, count = reading.said(ACTIVATION_KEYS["number_checkpoints"]), settings.get("number_checkpoints")
+    arena = settings.get("contiguous_checkpointing")
+    is_off = arena is None or str(arena.value).lower() == "false"
+    if heard is not None and count is not None and count.source == heard.source and is_off:
+        del settings["number_checkpoints"]
+        drop_count(reading)
 
 
 def _against_formats(reading: Reading, settings: Mapping[str, Said]) -> Iterator[Problem]:

@@ -1,13 +1,13 @@
 """The configuration of the library: what `megazero.initialize(model, config)` is told about one model's training.
 
-It has two forms.  megazero's own has the sections `zero`, `precision`, `optimizer` and `scheduler`, whose names and
-defaults are those of the dataclasses; DeepSpeed's is a published DeepSpeed configuration (deepspeed.py).  Both may be a
-mapping, a JSON file or a YAML file; `load_engine_config` takes any of them and gives an `EngineConfig` that has been
-checked.  What has only keys that both forms know (the optimizer's, the batch's) is read as DeepSpeed's.  The number of
-processes is still unknown then: `resolve_batch` makes the batch's sizes of it.
+It has two forms.  megazero's own has the sections `zero`, `precision`, `activations`, `optimizer` and `scheduler`,
+whose names and defaults are those of the dataclasses; DeepSpeed's is a published DeepSpeed configuration
+(deepspeed.py).  Both may be a mapping, a JSON file or a YAML file; `load_engine_config` takes any of them and gives an
+`EngineConfig` that has been checked.  What has only keys that both forms know (the optimizer's, the batch's) is read as
+DeepSpeed's.  The number of processes is still unknown then: `resolve_batch` makes the batch's sizes of it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import field, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -15,6 +15,8 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from megazero.config.activation_rules import count_has_an_arena
+from megazero.config.activations import ActivationConfig
 from megazero.config.batch import BatchSizes, SaidSizes, solve
 from megazero.config.choices import LR, OptimizerChoice, SchedulerChoice
 from megazero.config.choose import choose_optimizer, choose_scheduler
@@ -39,7 +41,7 @@ __all__ = [
 ]
 
 _Count = Annotated[int, Field(ge=1)]
-_Section = TypeVar("_Section", bound=ZeroConfig | PrecisionConfig)
+_Section = TypeVar("_Section", bound=ZeroConfig | PrecisionConfig | ActivationConfig)
 
 # Keys that both forms have, besides the optimizer and the scheduler.
 _PLAIN = (
@@ -48,7 +50,9 @@ _PLAIN = (
     "train_micro_batch_size_per_gpu",
     "train_batch_size",
 )
-_SECTIONS = ("zero", "precision")
+_SECTIONS = ("zero", "precision", "activations")
+# What a run says of its model; here the model says it.
+_OF_THE_MODEL = ("recompute_granularity", "recompute_method", "recompute_num_layers", "logits_chunk_bytes")
 _FORMS = "zero, precision, ... of megazero, or zero_optimization, fp16, bf16, ... of DeepSpeed"
 
 
@@ -64,6 +68,7 @@ class EngineConfig:
 
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    activations: ActivationConfig = field(default_factory=ActivationConfig)
     optimizer: OptimizerChoice = field(default_factory=OptimizerChoice)
     scheduler: SchedulerChoice | None = None
     gradient_clipping: Annotated[float, Field(ge=0)] = 0.0
@@ -113,11 +118,13 @@ def _from_mapping(content: Mapping[str, Any], origin: str) -> EngineConfig:
 
 def _from_deepspeed(reading: Reading) -> EngineConfig:
     parts = engine_parts(reading)
+    reading.findings.problems.extend(_undecidable(parts.activations, Place(reading.origin)))
     plain = {name: reading.get(name, _default(name)) for name in _PLAIN}
     raise_problems(ConfigError, reading.findings.problems)
     return EngineConfig(
         zero=parts.zero,
         precision=parts.precision,
+        activations=parts.activations,
         optimizer=parts.optimizer,
         scheduler=parts.scheduler,
         notices=tuple(reading.findings.notices),
@@ -139,14 +146,17 @@ def _from_own(content: Mapping[str, Any], place: Place) -> EngineConfig:
     findings.problems.extend(unknown(place.key(name), content[name], known) for name in content if name not in known)
     zero = _section(ZeroConfig, place.key("zero"), content.get("zero"), findings)
     precision = _section(PrecisionConfig, place.key("precision"), content.get("precision"), findings)
+    activations = _section(ActivationConfig, place.key("activations"), content.get("activations"), findings)
     optimizer = _optimizer(place.key("optimizer"), content.get("optimizer"), findings)
     scheduler = _scheduler(place.key("scheduler"), content.get("scheduler"), findings, optimizer.lr)
     plain = _values(infos, place, {name: content[name] for name in _PLAIN if name in content}, findings)
     findings.problems.extend(_state_problems(zero, precision, place))
+    findings.problems.extend(_activation_problems(activations, place))
     raise_problems(ConfigError, findings.problems)
     return EngineConfig(
         zero=zero,
         precision=precision,
+        activations=activations,
         optimizer=optimizer,
         scheduler=scheduler,
         notices=tuple(findings.notices),
@@ -224,6 +234,30 @@ def _state_problems(zero: ZeroConfig, precision: PrecisionConfig, place: Place) 
     return [replace(problem, given=f"{place}: {problem.given}") for problem in found]
 
 
+def _activation_problems(activations: ActivationConfig, place: Place) -> Iterator[Problem]:
+    """What the model says itself, and a number of checkpoints that lie nowhere."""
+    section = place.key("activations")
+    for info in describe("", ActivationConfig):
+        value = getattr(activations, info.name)
+        if info.name in _OF_THE_MODEL and value != info.default:
+            yield Problem(
+                section.key(info.name).said(value),
+                "refused: the model says what is recomputed, by calling megazero.recompute(function, *args)",
+                f"leave out {info.name}",
+            )
+    for problem in count_has_an_arena(activations, lambda name: f"activations.{name}"):
+        yield replace(problem, given=f"{place}: {problem.given}")
+    yield from _undecidable(activations, place)
+
+
+def _undecidable(activations: ActivationConfig, place: Place) -> Iterator[Problem]:
+    """Switches on "auto", which a run of `pretrain_gpt.py` decides by the sizes of its own model."""
+    for name in ("partition_activations", "checkpoint_in_cpu"):
+        if getattr(activations, name) == "auto":
+            rule = f"{name} is decided by the size of checkpoints, which is not known before the model runs"
+            yield Problem(f'{place}: activations: {name} "auto"', rule, "true, false")
+
+
 def _checked(config: EngineConfig) -> EngineConfig:
     """A configuration made in Python: its sections are valid one by one; the names and what is between them are not."""
     findings, place = Findings(), Place("config")
@@ -236,6 +270,7 @@ def _checked(config: EngineConfig) -> EngineConfig:
         where = place.key("scheduler")
         scheduler = choose_scheduler(where, scheduler.type, scheduler.params, findings, lr=optimizer.lr)
     findings.problems.extend(_state_problems(config.zero, config.precision, place))
+    findings.problems.extend(_activation_problems(config.activations, place))
     raise_problems(ConfigError, findings.problems)
     notices = (*config.notices, *(notice for notice in findings.notices if notice not in config.notices))
     return replace(config, optimizer=optimizer, scheduler=scheduler, notices=notices)

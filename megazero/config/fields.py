@@ -43,7 +43,8 @@ def setting(
 class FieldInfo:
     """A setting as the command line and the messages see it.
 
-    kind: "int", "float", "bool", "str", "path" or "list", or "pair" (two numbers, in files only).
+    kind: "int", "float", "bool", "switch" (true, false or "auto"), "str", "path" or "list", or "pair" (two numbers, in
+    files only).
     choices: the legal values as text, empty when free.
     """
 
@@ -63,6 +64,11 @@ class FieldInfo:
     def flag(self) -> str:
         """The flag's canonical spelling, `--tensor-model-parallel-size`."""
         return "--" + self.name.replace("_", "-")
+
+    @property
+    def can_stand_alone(self) -> bool:
+        """Whether the flag without a word means true."""
+        return self.kind in ("bool", "switch")
 
     @property
     def legal(self) -> str:
@@ -111,9 +117,12 @@ def _describe_one(section: str, name: str, field: PydanticField) -> FieldInfo:
 
 
 def _kind(annotation: Any) -> tuple[str, tuple[str, ...]]:
-    """(kind, choices) of a type annotation; `X | None` counts as X."""
+    """(kind, choices) of a type annotation; `X | None` counts as X, `bool | Literal["auto"]` is a switch."""
     if get_origin(annotation) in (Union, types.UnionType):
-        (annotation,) = (arg for arg in get_args(annotation) if arg is not type(None))
+        members = [arg for arg in get_args(annotation) if arg is not type(None)]
+        if bool in members and len(members) > 1:
+            return "switch", ("true", "false", *(word for arg in members for word in get_args(arg)))
+        (annotation,) = members
     if get_origin(annotation) is Literal:
         return "str", tuple(str(arg) for arg in get_args(annotation))
     if get_origin(annotation) is tuple:

@@ -10,7 +10,7 @@ from typing import Any
 
 from megazero.config.compat import ACCEPTED, FIXED, REFUSED, SHORTHANDS
 from megazero.config.fields import FieldInfo
-from megazero.config.presets import PRESETS
+from megazero.config.presets import PRESETS, ZERO_CONFIGS
 from megazero.config.run import FIELDS, SECTIONS
 from megazero.config.validate import Said
 
@@ -43,8 +43,10 @@ class _Help(argparse.HelpFormatter):
 def build_parser() -> argparse.ArgumentParser:
     """The parser with every flag: settings in groups, known foreign flags hidden."""
     parser = argparse.ArgumentParser(
-        usage="%(prog)s [--config RUN.yaml] [--preset NAME] [--deepspeed-config FILE.json] [flags]",
-        description="Flags have Megatron-LM's names.  A flag wins over the file, the file over the preset.",
+        usage="%(prog)s [--config RUN.yaml] [--preset NAME] [--zero-config NAME] [--deepspeed-config FILE.json]"
+        " [flags]",
+        description="Flags have Megatron-LM's names.  A flag wins over the file, the file over --zero-config, that over"
+        " the preset.",
         epilog="Further flags of Megatron-LM's and Megatron-DeepSpeed's launch scripts are accepted with a notice when "
         "they change nothing here, and refused with the reason when they would.",
         formatter_class=_Help,
@@ -54,6 +56,12 @@ def build_parser() -> argparse.ArgumentParser:
     sources = parser.add_argument_group("sources")
     _add(sources, ["--config"], "RUN.yaml", "YAML file with the same settings, num_layers: 12; may be given repeatedly")
     _add(sources, ["--preset"], "NAME", f"settings of a known model: {', '.join(PRESETS)}")
+    _add(
+        sources,
+        ["--zero-config"],
+        "NAME",
+        f"ZeRO stage and activation settings of a configuration of the ZeRO paper (table 3): {', '.join(ZERO_CONFIGS)}",
+    )
     _add(
         sources,
         ["--deepspeed-config"],
@@ -78,12 +86,14 @@ def _headline(cls: type) -> str:
 
 def spellings(info: FieldInfo) -> list[str]:
     flags = [info.flag, *(f"--{alias}" for alias in info.aliases)]
-    if info.kind == "bool" and info.default is True:
+    if info.can_stand_alone and info.default is True:
         flags.append(f"--no-{info.flag.removeprefix('--')}")
     return flags
 
 
 def _metavar(info: FieldInfo) -> str:
+    if info.kind == "switch":
+        return "[" + "|".join(info.choices) + "]"
     if info.choices:
         return "{" + ",".join(info.choices) + "}"
     names = {"int": "N", "float": "X", "bool": "[true|false]", "str": "TEXT", "path": "PATH", "list": "TEXT ..."}
@@ -98,7 +108,7 @@ def _help_text(info: FieldInfo) -> str:
 
 
 def _default_text(info: FieldInfo) -> str:
-    if info.kind == "bool":
+    if isinstance(info.default, bool):
         return "on" if info.default else "off"
     if info.default is None or info.default == ():
         return "none"

@@ -25,6 +25,13 @@ class LoggingConfig:
     ledger: bool = setting(
         False, help="keep the ledger: live memory by category and traffic by axis, of every step; slows the step down"
     )
+    ledger_limit: float | None = setting(
+        None,
+        help="stop the run as soon as more than this is alive on a process's device, as the ledger counts it,"
+        " which this keeps",
+        unit="MiB",
+        gt=0,
+    )
     ledger_dir: Path | None = setting(
         None, help="folder for the ledger's pictures, one page a process: of the second step, then every log_interval"
     )

@@ -1,7 +1,9 @@
-"""Named models, one row each: `--preset gpt2-124m`.
+"""Named rows of settings: models, `--preset gpt2-124m`, and the ZeRO paper's configurations, `--zero-config C4`.
 
-A preset fills in settings of the model; a file and flags that name the same setting win over it.  Shapes are OpenAI's
-published GPT-2 ones (the 124M and 1.5B models), dropout and initial values are the defaults.
+A preset fills in settings of the model; shapes are OpenAI's published GPT-2 ones (the 124M and 1.5B models), dropout
+and initial values are the defaults.  A ZeRO configuration fills in what is partitioned and how checkpoints of
+activations are kept (arXiv 1910.02054, table 3); its buffers of constant size are always there.  A file and flags that
+name the same setting win over both.
 """
 
 from collections.abc import Mapping
@@ -27,5 +29,29 @@ PRESETS: Mapping[str, Mapping[str, int]] = MappingProxyType(
     {
         "gpt2-124m": _gpt2(12, 768, 12),
         "gpt2-1.5b": _gpt2(48, 1600, 25),
+    }
+)
+
+
+def _zero(stage: int, *, partitioned: bool = False, in_cpu: bool = False) -> Mapping[str, int | str | bool]:
+    """A row that leaves nothing open, so that a later one replaces it as a whole."""
+    row: dict[str, int | str | bool] = {
+        "zero_stage": stage,
+        "contiguous_gradients": True,
+        "recompute_granularity": "full",
+        "contiguous_checkpointing": True,
+        "partition_activations": partitioned,
+        "checkpoint_in_cpu": in_cpu,
+    }
+    return MappingProxyType(row)
+
+
+ZERO_CONFIGS: Mapping[str, Mapping[str, int | str | bool]] = MappingProxyType(
+    {
+        "C1": _zero(1),
+        "C2": _zero(1, partitioned=True),
+        "C3": _zero(2),
+        "C4": _zero(2, partitioned=True),
+        "C5": _zero(2, partitioned=True, in_cpu=True),
     }
 )

@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 
-from megazero.config import derived, file_rules
+from megazero.config import activation_rules, derived, file_rules
 from megazero.config.run import RunConfig
 from megazero.config.state_rules import STATE_RULES, StateRule
 from megazero.config.validate import Unknown
@@ -29,17 +29,25 @@ def corpus_is_named(config: RunConfig, world_size: int) -> bool:
 
 
 def advice(config: RunConfig, world_size: int) -> tuple[str, ...]:
-    """Notices about legal settings whose price is easily overlooked, one line each; none while there are problems."""
+    """Notices about legal settings that cost something or do nothing, one line each; none while there are problems."""
     if check(config, world_size):
         return ()
+    return (*_on_narrow_sums(config, world_size), *_on_slices(config))
+
+
+def _on_narrow_sums(config: RunConfig, world_size: int) -> Iterator[str]:
     precision, count = config.precision, derived.num_micro_batches(config, world_size)
     narrow = precision.precision == "bf16" and not precision.accumulate_allreduce_grads_in_fp32
     if narrow and count > 1:
-        return (
+        yield (
             f"--bf16: the gradients of {count} micro-batches are added up in bf16;"
-            " --accumulate-allreduce-grads-in-fp32 keeps them in fp32, for 2 more bytes a gradient element",
+            " --accumulate-allreduce-grads-in-fp32 keeps them in fp32, for 2 more bytes a gradient element"
         )
-    return ()
+
+
+def _on_slices(config: RunConfig) -> Iterator[str]:
+    if config.activations.partition_activations is True and config.parallel.tensor_model_parallel_size == 1:
+        yield "--partition-activations: with --tensor-model-parallel-size 1 there is nothing to partition over"
 
 
 def _try(rule: Rule, config: RunConfig, world_size: int) -> tuple[Problem, ...]:
@@ -251,6 +259,7 @@ RULES: tuple[Rule, ...] = (
     warmup_ends_before_decay,
     schedule_has_one_source,
     *map(_with_flags, STATE_RULES),
+    *activation_rules.RULES,
     *file_rules.CORPUS_RULES,
     file_rules.folders_are_folders,
     file_rules.saving_has_a_folder,

@@ -1,4 +1,4 @@
-"""The whole of what the user said: nine sections in one object.
+"""The whole of what the user said: ten sections in one object.
 
 A builder gets the section it needs, never this whole; only the programs, the rules and the derived figures see it.
 """
@@ -7,6 +7,7 @@ from dataclasses import field
 
 from pydantic.dataclasses import dataclass
 
+from megazero.config.activations import ActivationConfig
 from megazero.config.checkpoint import CheckpointConfig
 from megazero.config.data import DataConfig
 from megazero.config.fields import STRICT, FieldInfo, describe
@@ -29,6 +30,7 @@ class RunConfig:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)
+    activations: ActivationConfig = field(default_factory=ActivationConfig)
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
@@ -42,6 +44,7 @@ SECTIONS: tuple[tuple[str, type], ...] = (
     ("precision", PrecisionConfig),
     ("parallel", ParallelConfig),
     ("zero", ZeroConfig),
+    ("activations", ActivationConfig),
     ("data", DataConfig),
     ("checkpoint", CheckpointConfig),
     ("logging", LoggingConfig),

@@ -106,7 +106,7 @@ def _with_problems(
 
 def _wrong_kind(info: FieldInfo, said: Said) -> Problem | None:
     """What pydantic would let pass: true and false are numbers to it, and an empty text is the path '.'."""
-    if isinstance(said.value, bool) and info.kind != "bool":
+    if isinstance(said.value, bool) and not info.can_stand_alone:
         return explain(info, said)
     values = said.value if isinstance(said.value, (list, tuple)) else (said.value,)
     if "" in values:

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from megazero.activations.current import recomputing
+from megazero.activations.recompute import Recomputation
 from megazero.comm.mesh import Mesh
 from megazero.config.batch import BatchSizes
 from megazero.config.engine import EngineConfig
@@ -27,6 +29,7 @@ from megazero.library.module_buffers import ModuleBuffers
 from megazero.library.passes import BackwardPasses
 from megazero.library.save import save_model
 from megazero.library.stepping import StepOutcome, Stepper
+from megazero.timers import Timers
 from megazero.zero.engine import Engine, ModelUnit
 from megazero.zero.plan import Placement
 
@@ -45,6 +48,8 @@ class EngineParts:
     passes: BackwardPasses
     stepper: Stepper
     optimizer: Optimizer | None
+    recomputation: Recomputation
+    timers: Timers
 
 
 class DataParallelEngine:
@@ -67,6 +72,7 @@ class DataParallelEngine:
         """Steps that an overflow has skipped (fp16)."""
         self._batch, self._units = parts.batch, parts.units
         self._passes, self._stepper = parts.passes, parts.stepper
+        self._recomputation, self._timers = parts.recomputation, parts.timers
         self._buffers = ModuleBuffers(module, parts.core.data_parallel)
         self._last: StepOutcome | None = None
         self._was_applied = False
@@ -74,7 +80,8 @@ class DataParallelEngine:
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """The model's forward; its buffers are data-parallel rank 0's, as under DistributedDataParallel."""
         self._buffers.before_forward()
-        output = self.module(*inputs, **options)
+        with recomputing(self._recomputation):
+            output = self.module(*inputs, **options)
         self._buffers.after_forward(synchronised=torch.is_grad_enabled() and self._passes.is_boundary)
         return output
 
@@ -160,6 +167,13 @@ class DataParallelEngine:
     def eval(self) -> Self:
         """Set the model's evaluation mode."""
         return self.train(False)
+
+    def take_checkpoint_seconds(self) -> dict[str, float]:
+        """Host seconds in `megazero.recompute` since the last call: "checkpoint-forward" and "checkpoint-recompute".
+
+        Empty unless the configuration's profile_backward (DeepSpeed's profile) is on.
+        """
+        return self._timers.take()
 
     def empty_partition_cache(self) -> None:
         """Release gathered parameters that are kept for a next use."""

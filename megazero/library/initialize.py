@@ -8,6 +8,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from megazero.activations.build import RankParts, recomputation
+from megazero.activations.generators import DefaultGenerators
 from megazero.comm.dtensors import unwrap_dtensors
 from megazero.comm.mesh import Mesh
 from megazero.config.engine import EngineConfig, load_engine_config, resolve_batch
@@ -17,8 +19,10 @@ from megazero.library.optimizers import MakeOptimizer, choose
 from megazero.library.passes import BackwardPasses
 from megazero.library.prepare import prepare
 from megazero.library.stepping import LearningRates, Stepper
+from megazero.memory.ledger_interface import NullLedger
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.warmup import make_schedule
+from megazero.timers import Timers
 from megazero.zero.engine import Engine, EngineSettings
 from megazero.zero.init import first_value
 from megazero.zero.plan import resolve
@@ -72,7 +76,21 @@ def initialize(
         accumulation=batch.accumulation,
     )
     passes.start(core, stepper.gradient_scale)
-    return DataParallelEngine(model, EngineParts(settings, batch, mesh, units, core, passes, stepper, chosen.template))
+    timers = Timers(mesh.device, waits=settings.activations.profile_backward)
+    rank = RankParts(mesh.axis("tp"), mesh.device, DefaultGenerators(mesh.device), NullLedger(), timers)
+    parts = EngineParts(
+        settings,
+        batch,
+        mesh,
+        units,
+        core,
+        passes,
+        stepper,
+        optimizer=chosen.template,
+        recomputation=recomputation(settings.activations, rank, number=None),
+        timers=timers,
+    )
+    return DataParallelEngine(model, parts)
 
 
 def _tell(config: EngineConfig, mesh: Mesh) -> None:

@@ -9,7 +9,9 @@ tells it when a storage dies, and who allocates state says what it is.  The cate
 
 Both, and the first `tag` of a storage made in the same step, hold from the storage's birth, not from the moment they
 are known; a storage that had been named before changes sides at the tag.  So the categories add up to the total at
-every moment.
+every moment.  A storage that is *elsewhere* (in host memory, which on a CPU looks like the device's) is in none.
+
+With a limit, the operation after which more is alive than that raises MemoryLimitError (`ledger_limit.py`).
 
 What no dispatch mode sees is not counted: scratch inside kernels (0 to 4 % of small steps on a CPU), the CUDA
 context, NCCL's buffers, cuBLAS's workspace.  On CUDA the mode follows backward into the engine's own threads, because
@@ -37,6 +39,7 @@ from megazero.memory.ledger_figures import (
     Timeline,
 )
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
+from megazero.memory.ledger_limit import MIB, MemoryLimit, limit_error
 
 # PyTorch's CUDA allocator gives out multiples of this.
 _CUDA_UNIT_BYTES = 512
@@ -60,12 +63,12 @@ class _Label:
 
 
 class _Entry(weakref.ref[torch.UntypedStorage]):
-    """A live storage, which the entry does not keep alive."""
+    """A live storage, which the entry does not keep alive; without a label it is elsewhere."""
 
     __slots__ = ("key", "label", "nbytes")
 
     key: int
-    label: _Label
+    label: _Label | None
     nbytes: int
 
 
@@ -98,13 +101,17 @@ class Ledger:
 
     allocator: bytes the device's allocator has given out, asked at every phase; by default PyTorch's on CUDA, nothing
     elsewhere.  On CUDA a storage counts as the multiple of 512 bytes that it occupies.
+    limit_bytes: the most that may be alive; beyond it operations and calls raise MemoryLimitError, once a step.
     """
 
-    def __init__(self, device: torch.device, *, allocator: Callable[[], int] | None = None) -> None:
+    def __init__(
+        self, device: torch.device, *, limit_bytes: int | None = None, allocator: Callable[[], int] | None = None
+    ) -> None:
         on_cuda = device.type == "cuda"
         self._device = device
         self._unit = _CUDA_UNIT_BYTES if on_cuda else 1
         self._allocator = allocator or ((lambda: torch.cuda.memory_allocated(device)) if on_cuda else None)
+        self._limit = None if limit_bytes is None else MemoryLimit(limit_bytes)
         self._watch = _Watch(self._operation_done)
         self._said: dict[Category, _Label] = {name: _Label(name, is_said=True) for name in CATEGORIES}
         self._inside: list[Category] = []
@@ -127,6 +134,9 @@ class Ledger:
         entry, label = self._live.get(storage._cdata), self._said[category]
         if entry is None:
             self._enter(tensor, storage, label)
+            self._check_limit()
+        elif entry.label is None:
+            return
         elif not entry.label.is_said:
             entry.label.category, entry.label.is_said = category, True
         elif entry.label.category != category:
@@ -144,6 +154,16 @@ class Ledger:
 
     def resized(self, tensor: Tensor) -> None:
         self._meet(tensor)
+        self._check_limit()
+
+    def elsewhere(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        entry = self._live.get(storage._cdata)
+        if entry is None:
+            self._new_entry(storage, None)
+        elif entry.label is not None:
+            self._changed(-entry.nbytes, entry.label)
+            entry.label = None
 
     def phase(self, phase: Phase) -> None:
         self._end_phase()
@@ -155,7 +175,8 @@ class Ledger:
     def take(self) -> StepMemory:
         self._end_phase()
         for entry in list(self._live.values()):
-            entry.label.is_said = True  # what this step's figures say of it stays so
+            if entry.label is not None:
+                entry.label.is_said = True  # what this step's figures say of it stays so
         # Taken in one move: a storage may die at any moment, and its change belongs to this step or to the next.
         changes, self._changes = self._changes, []
         told = ((change.nbytes, change.label.category, change.operation) for change in changes)
@@ -163,18 +184,27 @@ class Ledger:
         totals = timeline.totals
         samples = tuple(AllocatorSample(int(totals[point]), nbytes) for point, nbytes in self._samples)
         self._start, self._phases, self._samples, self._num_operations = timeline.live[-1].copy(), [], [], 0
+        if self._limit is not None:
+            self._limit.start(int(self._start.sum()))
         return StepMemory(timeline, samples)
 
     def live_bytes(self) -> dict[Category, int]:
         """Bytes alive now."""
         totals = dict.fromkeys(CATEGORIES, 0)
         for entry in list(self._live.values()):
-            totals[entry.label.category] += entry.nbytes
+            if entry.label is not None:
+                totals[entry.label.category] += entry.nbytes
         return totals
+
+    def elsewhere_bytes(self) -> int:
+        """Bytes of the storages that are elsewhere, alive now."""
+        storages = [entry() for entry in list(self._live.values()) if entry.label is None]
+        return sum(storage.nbytes() for storage in storages if storage is not None)
 
     def _operation_done(self, result: Any) -> None:
         self._num_operations += 1
         self._look_through(result)
+        self._check_limit()
 
     def _look_through(self, result: Any) -> None:
         if isinstance(result, Tensor):
@@ -192,6 +222,8 @@ class Ledger:
         if entry is None:
             self._enter(tensor, storage, self._label_of_new())
             return
+        if entry.label is None:
+            return
         nbytes = self._occupied(storage)
         if nbytes != entry.nbytes:
             self._changed(nbytes - entry.nbytes, entry.label)
@@ -203,17 +235,20 @@ class Ledger:
         return _Label("temporary", from_forward=bool(self._phases) and self._phases[-1].phase == "forward")
 
     def _enter(self, tensor: Tensor, storage: torch.UntypedStorage, label: _Label) -> None:
-        if tensor.device != self._device:
-            return
+        if tensor.device == self._device:
+            self._changed(self._new_entry(storage, label).nbytes, label)
+
+    def _new_entry(self, storage: torch.UntypedStorage, label: _Label | None) -> _Entry:
         entry = _Entry(storage, self._died)
         entry.key, entry.label, entry.nbytes = storage._cdata, label, self._occupied(storage)
         self._live[entry.key] = entry
-        self._changed(entry.nbytes, label)
+        return entry
 
     def _died(self, entry: weakref.ref[torch.UntypedStorage]) -> None:
         assert isinstance(entry, _Entry)
         del self._live[entry.key]
-        self._changed(-entry.nbytes, entry.label)
+        if entry.label is not None:
+            self._changed(-entry.nbytes, entry.label)
 
     def _changed(self, nbytes: int, label: _Label) -> None:
         """One append, so that a death in between, in another thread or by the garbage collector, does no harm."""
@@ -221,16 +256,27 @@ class Ledger:
 
     def _end_phase(self) -> None:
         """What a forward has left alive is there for backward; compare with the allocator."""
-        for entry in list(self._live.values()):
-            if entry.label.from_forward and not entry.label.is_said:
-                entry.label.category = "activations"
+        self._name_activations()
         if self._allocator is not None:
             self._samples.append((len(self._changes), self._allocator()))
+
+    def _name_activations(self) -> None:
+        for entry in list(self._live.values()):
+            if entry.label is not None and entry.label.from_forward and not entry.label.is_said:
+                entry.label.category = "activations"
+
+    def _check_limit(self) -> None:
+        if self._limit is not None and self._limit.is_newly_exceeded(self._changes):
+            self._name_activations()  # the forward that is running will not come to its end
+            during = self._phases[-1].phase if self._phases else None
+            raise limit_error(self._limit.nbytes, self.live_bytes(), during)
 
     def _occupied(self, storage: torch.UntypedStorage) -> int:
         return -(-storage.nbytes() // self._unit) * self._unit
 
 
-def open_ledger(device: torch.device, *, kept: bool) -> AnyLedger:
-    """The ledger of a run on `device`, or none."""
+def open_ledger(device: torch.device, *, kept: bool, limit_mib: float | None = None) -> AnyLedger:
+    """The ledger of a run on `device`, or none; a limit (MiB) is a reason to keep one."""
+    if limit_mib is not None:
+        return Ledger(device, limit_bytes=round(limit_mib * MIB))
     return Ledger(device) if kept else NullLedger()

@@ -24,6 +24,9 @@ class AnyLedger(Protocol):
     def resized(self, tensor: Tensor) -> None:
         """The tensor's storage has been resized in place."""
 
+    def elsewhere(self, tensor: Tensor) -> None:
+        """The tensor's storage is not the device's: from now on it is not counted, whatever happens to it."""
+
     def phase(self, phase: Phase) -> None:
         """Another part of the step begins."""
 
@@ -50,6 +53,9 @@ class NullLedger:
         return nullcontext()
 
     def resized(self, tensor: Tensor) -> None:
+        return None
+
+    def elsewhere(self, tensor: Tensor) -> None:
         return None
 
     def phase(self, phase: Phase) -> None:

@@ -9,27 +9,27 @@ ZeRO lays out, reduces and gathers.  Radford et al. 2019, section 2.3; Shoeybi e
 """
 
 import math
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megazero.activations.plan import KEEP_ALL, ActivationPlan
+from megazero.activations.recompute import Recomputation
 from megazero.config.derived import ffn_hidden_size, max_position_embeddings
 from megazero.config.model import ModelConfig
 from megazero.parallel.param_spec import Init
+from megazero.tensor_parallel.head_loss import Targets
 from megazero.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     TensorParallel,
     replicated_parameter,
 )
-from megazero.tensor_parallel.vocab import (
-    TiedHead,
-    VocabParallelEmbedding,
-    VocabParallelHead,
-    vocab_parallel_cross_entropy,
-)
+from megazero.tensor_parallel.vocab import TiedHead, VocabParallelEmbedding, VocabParallelHead
 
 
 class Unit(NamedTuple):
@@ -46,13 +46,23 @@ class GPT(nn.Module):
     vocab_size counts the real ids, padded_vocab_size the rows that the ranks hold together.
     """
 
-    def __init__(self, config: ModelConfig, *, vocab_size: int, tp: TensorParallel, padded_vocab_size: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        vocab_size: int,
+        tp: TensorParallel,
+        padded_vocab_size: int,
+        activations: ActivationPlan = KEEP_ALL,
+    ) -> None:
         super().__init__()
         self.vocab_size = vocab_size
         self.max_positions = max_position_embeddings(config)
-        self._communicator = tp.communicator
+        self._logits_chunk_bytes = activations.logits_chunk_bytes
+        self._recomputation = activations.recomputation
+        self._segments = activations.segments(config.num_layers)
         self.embedding = Embedding(config, tp, vocab_size=vocab_size, padded_vocab_size=padded_vocab_size)
-        self.layers = nn.ModuleList(Block(config, tp) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(Block(config, tp, activations.core) for _ in range(config.num_layers))
         self.final_norm = LayerNorm(config, tp)
         self.head: TiedHead | VocabParallelHead = TiedHead(tp)
         if config.untie_embeddings_and_output_weights:
@@ -70,21 +80,32 @@ class GPT(nn.Module):
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """What the head reads: tokens [b, s] to [b, s, h]."""
+        if self._recomputation is not None:
+            self._recomputation.checkpoints.begin_pass()
         x: Tensor = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
+        for segment in self._segments:
+            layers = list(self.layers)[segment.start : segment.stop]
+            if segment.is_recomputed and self._recomputation is not None:
+                x = self._recomputation.run(_through, layers, x)
+            else:
+                x = _through(layers, x)
         return self.final_norm(x)  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[b, s, h] to this rank's logits [b, s, Vp/t]."""
-        shared = (self.embedding.word.weight,) if isinstance(self.head, TiedHead) else ()
-        return self.head(hidden, *shared)  # type: ignore[no-any-return]
+        return self.head(hidden, *self._head_matrix())  # type: ignore[no-any-return]
 
-    def token_losses(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Cross-entropy of every position, [b, s], in float32 or float64; tokens and labels [b, s]."""
-        return vocab_parallel_cross_entropy(
-            self(tokens), labels, vocab_size=self.vocab_size, communicator=self._communicator
-        )
+    def summed_loss(self, tokens: Tensor, labels: Tensor, loss_mask: Tensor | None = None) -> Tensor:
+        """The sum of all positions' cross-entropies, each times its mask, without dimensions; in float32 or float64.
+
+        tokens, labels and loss_mask [b, s]; without a mask every position counts 1.
+        """
+        targets = Targets(labels, loss_mask, self.vocab_size, self._logits_chunk_bytes)
+        return self.head(self.hidden(tokens), *self._head_matrix(), targets=targets)  # type: ignore[no-any-return]
+
+    def _head_matrix(self) -> tuple[Tensor, ...]:
+        """What a head without a matrix of its own must be given."""
+        return (self.embedding.word.weight,) if isinstance(self.head, TiedHead) else ()
 
     def units(self) -> list[Unit]:
         """Every parameter once, in the order of use; the word embedding is alone, since the tied head needs it too."""
@@ -101,6 +122,13 @@ class GPT(nn.Module):
             Unit(name, [f"{name}.{key}" for key, _ in module.named_parameters()], (module, *also.get(name, ())))
             for name, module in modules
         ]
+
+
+def _through(layers: Iterable[nn.Module], x: Tensor) -> Tensor:
+    """One layer after the other, [b, s, h] to [b, s, h]."""
+    for layer in layers:
+        x = layer(x)
+    return x
 
 
 class Embedding(nn.Module):
@@ -152,10 +180,10 @@ class LayerNorm(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); [b, s, h] to [b, s, h]."""
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
+    def __init__(self, config: ModelConfig, tp: TensorParallel, core: Recomputation | None) -> None:
         super().__init__()
         self.input_norm = LayerNorm(config, tp)
-        self.attention = Attention(config, tp)
+        self.attention = Attention(config, tp, core)
         self.post_attention_norm = LayerNorm(config, tp)
         self.mlp = FeedForward(config, tp)
         self._dropout = config.hidden_dropout
@@ -166,10 +194,14 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention; a rank has n/t heads, from its part of the fused query, key and value matrix."""
+    """Causal self-attention; a rank has n/t heads, from its part of the fused query, key and value matrix.
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
+    core: recomputes what is between these three and the projection, if anything does.
+    """
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel, core: Recomputation | None) -> None:
         super().__init__()
+        self._core = core
         hidden, heads = config.hidden_size, config.num_attention_heads
         self._head_dim = hidden // heads
         self._dropout = config.attention_dropout
@@ -185,10 +217,15 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (3, -1, self._head_dim))  # [b, s, 3, n/t, d]
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [b, n/t, s, d]
+        attend = self._attend if self._core is None else partial(self._core.run, self._attend)
+        return self.projection(attend(query, key, value))  # type: ignore[no-any-return]
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """The core: [b, n/t, s, d] three times to [b, s, h/t]."""
         dropout = self._dropout if self.training else 0.0
         with self._dropout_region(dropout):
             mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
-        return self.projection(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        return mixed.transpose(1, 2).flatten(2)
 
     def _dropout_region(self, dropout: float) -> AbstractContextManager[None]:
         """Each rank has other heads, so it needs other masks; without dropout nothing is drawn."""

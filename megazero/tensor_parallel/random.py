@@ -31,6 +31,15 @@ class RandomRegions:
         self._inactive = self._generator.get_state()
         self._generator.manual_seed(region_seed(self._seed, first_sample, "replicated"))
 
+    def get_state(self) -> tuple[Tensor, Tensor | None]:
+        """Where both states are now, for `set_state`."""
+        return self._generator.get_state(), self._inactive
+
+    def set_state(self, state: tuple[Tensor, Tensor | None]) -> None:
+        """Draw again what was drawn after `get_state`; not to be called inside `sharded`, unless both were."""
+        active, self._inactive = state
+        self._generator.set_state(active)
+
     @contextmanager
     def sharded(self) -> Iterator[None]:
         """Draw from the sharded state inside; both states go on from where they were left."""

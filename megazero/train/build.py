@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from megazero.activations.build import RankParts, activation_plan
+from megazero.activations.plan import ActivationPlan
 from megazero.comm.build import Launch, make_mesh
 from megazero.comm.local import LocalCommunicator
 from megazero.comm.mesh import Mesh
@@ -30,15 +32,17 @@ from megazero.optim.lr_schedule import LearningRate, reconcile
 from megazero.parallel.topology import Topology
 from megazero.tensor_parallel.layers import TensorParallel
 from megazero.tensor_parallel.random import RandomRegions
+from megazero.timers import Timers
+from megazero.train.activations import settle_activations
 from megazero.train.evaluate import EvaluationSet
 from megazero.train.inputs import RunInputs, open_inputs
 from megazero.train.ledger_report import LedgerReport
 from megazero.train.loop import Reporting, Run, Timetable
+from megazero.train.memory_lines import closing_lines, opening_line
 from megazero.train.metrics import Rates, flops_per_token, peak_tflops
 from megazero.train.saving import Saver, check_compatible, check_model, check_shapes, find_checkpoint, restore_engine
 from megazero.train.state import TrainState
 from megazero.train.step import StepParts
-from megazero.train.timers import Timers
 from megazero.train.writers import open_writers
 from megazero.zero.engine import Engine, EngineSettings, ModelUnit
 from megazero.zero.plan import DTYPES, resolve
@@ -114,12 +118,15 @@ def topology(config: RunConfig, world_size: int) -> Topology:
 
 @dataclass(frozen=True)
 class Core:
-    """What computes: mesh, model, engine, and dropout's random states."""
+    """What computes: mesh, model, engine, dropout's random states, what becomes of activations, timers and buffers."""
 
     mesh: Mesh
     model: GPT
     engine: Engine
     random: RandomRegions
+    activations: ActivationPlan
+    timers: Timers
+    buffers: FusedBuffers
 
 
 def build_core(
@@ -129,7 +136,16 @@ def build_core(
     plan = resolve(config.zero, config.precision)
     random = RandomRegions(config.training.seed, mesh.coordinate("tp"), mesh.device)
     tp = TensorParallel(mesh.axis("tp"), random, DTYPES[config.precision.precision], mesh.device, hollow=True)
-    model = GPT(config.model, vocab_size=vocab_size, tp=tp, padded_vocab_size=padded_vocab_size(config, vocab_size))
+    timers = Timers(mesh.device, waits=config.logging.log_timers_to_tensorboard)
+    rank = RankParts(mesh.axis("tp"), mesh.device, random, ledger or NullLedger(), timers)
+    activations = activation_plan(config.activations, config.model.num_layers, rank)
+    model = GPT(
+        config.model,
+        vocab_size=vocab_size,
+        tp=tp,
+        padded_vocab_size=padded_vocab_size(config, vocab_size),
+        activations=activations,
+    )
     units = [ModelUnit(unit.name, tuple(unit.parameters), unit.consumers) for unit in model.units()]
     settings = EngineSettings(
         config.zero,
@@ -139,7 +155,7 @@ def build_core(
     )
     engine = Engine(model, units, plan, mesh=mesh, buffers=buffers, settings=settings)
     buffers.resize(engine.largest_buffer_bytes)
-    return Core(mesh, model, engine, random)
+    return Core(mesh, model, engine, random, activations, timers, buffers)
 
 
 def padded_vocab_size(config: RunConfig, vocab_size: int) -> int:
@@ -163,7 +179,7 @@ def step_parts(config: RunConfig, core: Core) -> StepParts:
         model=core.model,
         mesh=core.mesh,
         dropout=core.random,
-        timers=Timers(core.mesh.device, waits=config.logging.log_timers_to_tensorboard),
+        timers=core.timers,
         num_positions=derived.global_batch_size(config, world_size) * config.model.seq_length,
         clip_grad=config.optimizer.clip_grad,
         checks_overflow=core.engine.plan.may_overflow,
@@ -185,6 +201,10 @@ def assemble(
         buffers,
         timeout_minutes=config.parallel.distributed_timeout_minutes,
     )
+    activations, reasons = settle_activations(config, mesh, vocab_size=inputs.vocab_size)
+    for reason in reasons:
+        console.line(reason)
+    config = replace(config, activations=activations)
     core = build_core(config, mesh, buffers, vocab_size=inputs.vocab_size, ledger=ledger)
     train_iters = derived.train_iters(config, launch.world_size)
     scaler = LossScaler.from_config(config.precision)
@@ -328,4 +348,6 @@ def _reporting(config: RunConfig, console: Console, core: Core, inputs: RunInput
         tokens_per_sample=config.model.seq_length,
         gathers_ranks=logging.metrics_file is not None or in_tensorboard,
         ledger=ledger,
+        opening=opening_line(config.activations, config.model.num_layers, core.mesh.topology.tp, core.buffers),
+        closing=lambda: closing_lines(core.engine, core.activations.recomputation),
     )

@@ -7,7 +7,7 @@ scale and learning rate depend on them), one step later on a GPU, which meanwhil
 import resource
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -44,7 +44,10 @@ class Timetable:
 
 @dataclass(frozen=True)
 class Reporting:
-    """Where figures go and what turns counts into rates; gathers_ranks: whether writers want every rank's figures."""
+    """Where figures go and what turns counts into rates; gathers_ranks: whether writers want every rank's figures.
+
+    opening, closing: what else there is to say of this rank's memory, before the first step and after the last.
+    """
 
     console: Console
     writers: Sequence[Writer]
@@ -53,6 +56,8 @@ class Reporting:
     tokens_per_sample: int
     gathers_ranks: bool
     ledger: LedgerReport
+    opening: str
+    closing: Callable[[], Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -282,7 +287,8 @@ class _Loop:
     def _end(self, reason: str) -> str:
         self._settle(may_lag=0)
         self._save()
-        self._run.reporting.console.line(reason)
+        for line in (*self._run.reporting.closing(), reason):
+            self._run.reporting.console.line(line)
         return reason
 
     def _is_out_of_time(self) -> bool:
@@ -299,6 +305,7 @@ class _Loop:
             f"gradients {format_bytes(states.gradients)}, master {format_bytes(states.master)}, "
             f"moments {format_bytes(states.moments)})"
         )
+        self._run.reporting.console.line(self._run.reporting.opening)
         if self._state.iteration:
             self._run.reporting.console.line(
                 f"resumed at iteration {self._state.iteration}, {self._state.consumed_samples} samples consumed"

@@ -18,15 +18,18 @@ from megazero.optim.grad_norm import clip_coefficient
 from megazero.optim.inner import StepInputs
 from megazero.pipeline.runtime import execute
 from megazero.pipeline.schedule import one_stage
-from megazero.train.timers import Timers
+from megazero.timers import Timers
 from megazero.zero.engine import Engine
 
 
 class LanguageModel(Protocol):
     """What a step needs of a model."""
 
-    def token_losses(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Negative log-likelihood of every label [b, s], for tokens and labels int64 [b, s]."""
+    def summed_loss(self, tokens: Tensor, labels: Tensor, loss_mask: Tensor | None) -> Tensor:
+        """Negative log-likelihood of all labels, summed with the mask's weights (1 without a mask); no dimensions.
+
+        tokens and labels int64 [b, s], loss_mask float [b, s].
+        """
 
 
 class DropoutSource(Protocol):
@@ -133,11 +136,8 @@ class _Passes:
 def summed_loss(model: LanguageModel, batch: MicroBatch, device: torch.device) -> tuple[Tensor, Tensor | int]:
     """(sum of the losses of a micro-batch's unmasked tokens, their number); both without dimensions."""
     tokens, labels = (_to_device(part, device) for part in (batch.tokens, batch.labels))
-    losses = model.token_losses(tokens, labels)  # [b, s]
-    if batch.loss_mask is None:
-        return losses.sum(), losses.numel()
-    mask = _to_device(batch.loss_mask, device)
-    return (losses * mask).sum(), mask.sum()
+    mask = None if batch.loss_mask is None else _to_device(batch.loss_mask, device)
+    return model.summed_loss(tokens, labels, mask), labels.numel() if mask is None else mask.sum()
 
 
 def _to_device(part: Tensor, device: torch.device) -> Tensor:

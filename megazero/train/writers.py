@@ -30,6 +30,10 @@ class Writer(Protocol):
         """Write what is still held back; nothing comes after it."""
 
 
+# Timers that somebody has asked for by name (--profile-backward), of the last step.
+_PROFILED = ("checkpoint-forward", "checkpoint-recompute")
+
+
 class ConsoleWriter:
     """One line per log interval, one for the very first step and one for the last."""
 
@@ -89,6 +93,7 @@ def _interval_fields(interval: IntervalMetrics, train_iters: int) -> list[str]:
         f"grad norm: {last.grad_norm:.3f}",
         f"number of skipped iterations: {interval.num_skipped}",
         f"number of nan iterations: {interval.num_nan}",
+        *(f"{name} (ms): {1000 * last.timers[name]:.1f}" for name in _PROFILED if name in last.timers),
         f"ETA: {format_duration(interval.eta_seconds(train_iters))}",
     ]
 

@@ -5,7 +5,7 @@ them), `finish_reductions`, `local_norms` (the caller sums them over ranks and d
 stage it is shows nowhere but in the plan.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megazero.comm.interface import Communicator, Scratch
 from megazero.comm.mesh import Mesh
 from megazero.config.zero import ZeroConfig
+from megazero.memory.address_book import ArenaStatistics
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
 from megazero.optim.inner import InnerOptimizer, StepInputs
 from megazero.parallel.param_spec import StateFragment, StateKind, named_specs
@@ -57,6 +58,11 @@ class EngineSettings:
     first_value: FirstValue = value_of_parameter
     ledger: AnyLedger = field(default_factory=NullLedger)
 
+    def contents(self, parameters: Mapping[str, nn.Parameter]) -> Contents:
+        """What the shards of these parameters are made from."""
+        in_arena = self.zero.contiguous_gradients
+        return Contents(parameters, self.first_value, self.optimizer.moments, self.ledger, gradients_in_arena=in_arena)
+
 
 def plan_layout(
     model: nn.Module, units: Sequence[ModelUnit], partitions: int, plan: ZeroPlan, settings: EngineSettings
@@ -99,15 +105,14 @@ class Engine:
         self.has_gradients = False
         """Whether the gradients of a whole step are kept: from its last backward until the next step begins."""
         self._ends_step = False  # whether the current micro-batch is the last one
-        self._mesh, self._buffers = mesh, buffers
+        self._mesh = mesh
         axis = mesh.axis("dp")
         self._parameters = dict(model.named_parameters())
         self._coordinates = {"tp": mesh.coordinate("tp")}
         self.layout = plan_layout(model, units, axis.size, plan, settings)
         self._slots = {slot.spec.name: (section, slot) for section in self.layout.sections for slot in section.slots}
-        contents = Contents(self._parameters, settings.first_value, settings.optimizer.moments, settings.ledger)
+        zero, contents = settings.zero, settings.contents(self._parameters)
         self._shards = Shards(plan, self.layout, axis.rank, contents=contents)
-        zero = settings.zero
         self._reducer = GradientReducer(self._shards, axis, buffers, self._parameters, zero)
         for name, parameter in self._parameters.items():
             give_handle(parameter, name, self)
@@ -179,7 +184,7 @@ class Engine:
         self._gather.check_unpinned("an optimizer step")
         self._gather.release_all()
         self._publisher.ensure_all()  # of units that no forward has used since the step before
-        self._update.apply(inputs, self._buffers)
+        self._update.apply(inputs, self._reducer.scratch)
 
     def release(self) -> None:
         """Let go of gathered parameters that nobody holds."""
@@ -212,6 +217,11 @@ class Engine:
     def model_state_bytes(self) -> ModelStateBytes:
         """Bytes of model states this rank really holds."""
         return self._shards.model_state_bytes()
+
+    @property
+    def gradient_arenas(self) -> dict[str, ArenaStatistics]:
+        """With contiguous gradients: of those that are "kept", and of "buckets" where those are leased."""
+        return self._reducer.arenas
 
     def owned_state(self) -> Iterator[StateFragment]:
         """What this rank saves: over all ranks, every element of every parameter and kind exactly once."""

@@ -13,6 +13,7 @@ recomputation and offloading have hooks of their own), the frame sees to it that
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple
 
@@ -171,11 +172,12 @@ class _SavedTensors:
         """Catch what is saved from now on, until `stop`."""
         self._gather = gather
         self._pack_other, self._unpack_other = _top_hooks() or _NO_HOOKS
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-        self._hooks.__enter__()
+        self._stack = ExitStack()
+        self._stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
 
     def stop(self) -> None:
-        self._hooks.__exit__()
+        """Not any more; the graph, which refers to the hooks, goes without the help of the garbage collector."""
+        self._stack.close()
 
     @staticmethod
     def are_caught(gather: ParameterGather) -> bool:

@@ -143,3 +143,19 @@ def model_state_bytes(plan: ZeroPlan, numel: int, partitions: int) -> ModelState
         master=owned * plan.optimizer.itemsize if plan.has_separate_master else 0,
         moments=2 * owned * plan.optimizer.itemsize,
     )
+
+
+def data_parallel_bytes(plan: ZeroPlan, numel: int, partitions: int, num_micro_batches: int) -> int:
+    """Bytes a rank sends on the data-parallel axis in a step, for `numel` parameters by formula (paper section 7).
+
+    Gradients are reduced once, or in every micro-batch where they are leased; parameters are published once, or
+    gathered for every forward and backward where they are partitioned (which counts none twice that stays in between).
+    """
+    reductions = num_micro_batches if plan.gradient.lifetime is Lifetime.LEASED else 1
+    reduced = reductions * numel * plan.gradient_wire.itemsize
+    if plan.parameter.placement is Placement.PARTITIONED:
+        gathered = 2 * num_micro_batches * numel * plan.parameter.itemsize
+    else:
+        row = plan.gradient if plan.gradient.placement is Placement.REPLICATED else plan.parameter
+        gathered = numel * row.itemsize
+    return (reduced + gathered) * (partitions - 1) // partitions

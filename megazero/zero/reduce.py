@@ -9,10 +9,13 @@ bucket's unreduced gradients live is the plan's business, behind the two small c
     leased     gradients are copied into a constant-size buffer and dropped, reduced in every micro-batch, and the
                reduced slices accumulate in this rank's shard (paper section 5.2)
     loose      gradients accumulate where autograd puts them, and go the way of leased ones at the boundary
+
+With contiguous gradients the buffers are slots of an arena that is made once (MD, paper section 6.3), as many as are
+out at once when gradients come in the reverse of the parameters' order; should more be, the pool lends them.
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -20,6 +23,8 @@ from torch import Tensor, nn
 from megazero.comm.interface import Communicator, Lease, Scratch, Work
 from megazero.config.zero import ZeroConfig
 from megazero.errors import Problem, UsageError
+from megazero.memory.address_book import ArenaStatistics
+from megazero.memory.arena_scratch import ArenaScratch
 from megazero.zero.layout import Bucket, FlatLayout, Range
 from megazero.zero.plan import Lifetime, Placement
 from megazero.zero.shards import Shards
@@ -78,13 +83,22 @@ class GradientReducer:
         self._buckets = shards.layout.trainable_buckets
         self._buckets_of = _buckets_by_parameter(shards.layout)
         self._members = {index: set(names) for index, names in _parameters_by_bucket(shards.layout).items()}
-        self._store = _make_store(shards, buffers, parameters, contiguous=zero.contiguous_gradients)
+        self.bucket_arena = self._make_arena(list(parameters), buffers) if zero.contiguous_gradients else None
+        self.scratch: Scratch = self.bucket_arena or buffers
+        """Lends buckets on the wire; between backward and the next one it is free for others."""
+        self._store = _make_store(shards, self.scratch, parameters, contiguous=zero.contiguous_gradients)
         self._everyone_keeps_all = shards.plan.gradient.placement is Placement.REPLICATED
         self._in_flight: deque[_InFlight] = deque()
         self._gathering: list[Work] = []
         self._missing: dict[int, set[str]] = {}
         self._came: set[str] | None = None  # parameters with a gradient in this micro-batch; None: none is due
         self._next = -1  # position in self._buckets of the next bucket to launch; -1: none is due
+
+    @property
+    def arenas(self) -> dict[str, ArenaStatistics]:
+        """Of gradients that are "kept", and of "buckets", where there are such arenas."""
+        found = {"kept": self._shards.gradient_arena, "buckets": self.bucket_arena}
+        return {name: arena.statistics for name, arena in found.items() if arena is not None}
 
     def begin_step(self) -> None:
         """Forget the gradients of the step before."""
@@ -135,6 +149,22 @@ class GradientReducer:
             self._settle_oldest()
         while self._gathering:
             self._gathering.pop().wait()
+
+    def _make_arena(self, names: Sequence[str], buffers: Scratch) -> ArenaScratch | None:
+        """Room for the buckets that are out at once, or for one update's gradients; none where no bucket is leased."""
+        shards, plan = self._shards, self._shards.plan
+        if plan.gradient.lifetime is not Lifetime.RESIDENT:
+            num_slots = most_out_at_once(shards.layout, names, self._max_in_flight)
+        elif plan.gradient_wire != plan.gradient.dtype and self._buckets:
+            num_slots = max(self._max_in_flight, 1)
+        else:
+            num_slots = 0
+        if not num_slots:
+            return None
+        slot_bytes = shards.layout.max_bucket_numel * plan.gradient_wire.itemsize
+        update_bytes = max(shards.owned(bucket).numel for bucket in self._buckets) * plan.optimizer.itemsize
+        num_slots = max(num_slots, -(-update_bytes // slot_bytes))
+        return ArenaScratch(num_slots, slot_bytes, shards.device, fallback=buffers, ledger=shards.ledger)
 
     def _check_all_came(self) -> None:
         pending = [bucket for bucket in self._buckets[: self._next + 1] if self._missing[bucket.index]]
@@ -317,6 +347,28 @@ def _make_store(
         return ResidentGradients(shards, buffers)
     every = lifetime is Lifetime.LEASED
     return LeasedGradients(shards, buffers, parameters, every_micro_batch=every, at_once=contiguous)
+
+
+def most_out_at_once(layout: FlatLayout, names: Sequence[str], max_in_flight: int) -> int:
+    """The most buckets that are being filled or reduced at once, if gradients come from the last name to the first.
+
+    max_in_flight: reductions that run beside backward; with 0 backward waits for each.
+    """
+    buckets, buckets_of = layout.trainable_buckets, _buckets_by_parameter(layout)
+    missing = {index: set(members) for index, members in _parameters_by_bucket(layout).items()}
+    still_open: set[int] = set()
+    in_flight, most = min(max_in_flight, len(buckets)), 0  # those of the micro-batch before
+    last = len(buckets) - 1
+    for name in reversed(names):
+        for bucket in reversed(buckets_of.get(name, ())):
+            still_open.add(bucket.index)
+            most = max(most, len(still_open) + in_flight)
+            missing[bucket.index].discard(name)
+            while last >= 0 and not missing[buckets[last].index]:
+                still_open.discard(buckets[last].index)
+                in_flight = min(in_flight + 1, max_in_flight)  # the oldest is waited for before another is sent
+                last -= 1
+    return most
 
 
 def _parameters_by_bucket(layout: FlatLayout) -> dict[int, list[str]]:

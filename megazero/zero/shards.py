@@ -5,6 +5,9 @@ working parameters; where it is partitioned, its memory exists only while the un
 empties it), and what persists is this rank's *working shard*.  Resident gradients have the section's shape, with
 `.grad` preset to views.  What is partitioned (working shards, reduced gradients of leased buckets, master weights,
 moments) lies bucket after bucket in one flat tensor each; `owned` says which range of a bucket that is.
+
+With contiguous gradients, resident ones and the reduced shard are blocks of one arena, as large as all of them (MD,
+paper section 6.3).
 """
 
 from collections.abc import Callable, Mapping
@@ -13,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from megazero.memory.arena import Arena
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
 from megazero.parallel.param_spec import ParamSpec
 from megazero.zero.layout import Bucket, FlatLayout, Range, Section, Slot
@@ -31,12 +35,14 @@ class Contents:
     """What goes into the shards: parameters by name, their first values, and the kinds of moments the optimizer keeps.
 
     first_value is asked for one parameter at a time, and gives all elements of this rank's tensor, in any shape.
+    gradients_in_arena: whether gradients that are kept are blocks of one arena, or tensors of their own.
     """
 
     parameters: Mapping[str, nn.Parameter]
     first_value: FirstValue = value_of_parameter
     moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     ledger: AnyLedger = field(default_factory=NullLedger)
+    gradients_in_arena: bool = True
 
 
 class Shards:
@@ -48,17 +54,18 @@ class Shards:
         self.rank = rank
         self.ledger = contents.ledger
         self._parameters = contents.parameters
-        self._device = next(iter(contents.parameters.values())).device
+        self.device = next(iter(contents.parameters.values())).device
         self._positions = self._positions_by_bucket(plan.optimizer)
         self._working_shards: dict[int, Tensor] = {}
         self._flats = [self._adopt(section, contents.first_value) for section in layout.sections]
-        self._resident_gradients = self._make_resident_gradients()
-        self._gradient_shard = self._make_gradient_shard()
         owned = sum(self.owned(bucket).numel for bucket in layout.trainable_buckets)
+        self.gradient_arena = self._make_gradient_arena(owned) if contents.gradients_in_arena else None
+        self._resident_gradients = self._make_resident_gradients()
+        self._gradient_shard = self._zero_gradients(0 if self._is_resident else owned)
         self._master = self._empty(owned, plan.optimizer.dtype) if plan.has_separate_master else None
         self._moments = {kind: self._zeros(owned, plan.optimizer.dtype) for kind in contents.moments}
         self._tag_optimizer_state()
-        self.optimizer_step = torch.zeros((), dtype=torch.float32, device=self._device)
+        self.optimizer_step = torch.zeros((), dtype=torch.float32, device=self.device)
         self.copy_working_to_master()
 
     def owned(self, bucket: Bucket) -> Range:
@@ -99,7 +106,7 @@ class Shards:
 
     def reduced_gradient(self, bucket: Bucket, within: Range) -> Tensor:
         """Reduced gradients of a range this rank keeps after reduction, a view."""
-        if self.plan.gradient.lifetime is Lifetime.RESIDENT:
+        if self._is_resident:
             return self.resident_gradient(bucket, within)
         return self._gradient_shard[self._place(bucket, within)]
 
@@ -139,10 +146,11 @@ class Shards:
 
     def model_state_bytes(self) -> ModelStateBytes:
         """Bytes the persistent flat tensors really occupy; gathered parameters are not among them."""
+        gradients = (*self._resident_gradients.values(), self._gradient_shard)
         whole = (self._flats[section.index] for section in self.layout.sections if not section.partitioned)
         return ModelStateBytes(
             parameters=sum(map(_nbytes, whole)) + sum(map(_nbytes, self._working_shards.values())),
-            gradients=sum(map(_nbytes, self._resident_gradients.values())) + _nbytes(self._gradient_shard),
+            gradients=sum(flat.numel() * flat.element_size() for flat in gradients),  # an arena's storage is shared
             master=0 if self._master is None else _nbytes(self._master),
             moments=sum(map(_nbytes, self._moments.values())),
         )
@@ -206,16 +214,14 @@ class Shards:
         for section in self.layout.sections:
             if not section.trainable:
                 continue
-            if row.lifetime is Lifetime.RESIDENT:
-                flats[section.index] = self._zeros(section.numel, row.dtype)
-                self.ledger.tag(flats[section.index], "gradients")
+            if self._is_resident:
+                flats[section.index] = self._zero_gradients(section.numel)
                 self._preset_gradients(section, flats[section.index])
             elif row.lifetime is Lifetime.LOOSE:
                 self._set_gradient_dtype(section, row.dtype)
         return flats
 
     def _tag_optimizer_state(self) -> None:
-        self.ledger.tag(self._gradient_shard, "gradients")
         if self._master is not None:
             self.ledger.tag(self._master, "master")
         for moment in self._moments.values():
@@ -235,10 +241,25 @@ class Shards:
                 parameter.grad = None
                 parameter.grad_dtype = dtype
 
-    def _make_gradient_shard(self) -> Tensor:
-        resident = self.plan.gradient.lifetime is Lifetime.RESIDENT
-        numel = 0 if resident else sum(self.owned(bucket).numel for bucket in self.layout.trainable_buckets)
-        return self._zeros(numel, self.plan.gradient.dtype)
+    @property
+    def _is_resident(self) -> bool:
+        return self.plan.gradient.lifetime is Lifetime.RESIDENT
+
+    def _make_gradient_arena(self, owned: int) -> Arena:
+        sections = sum(section.numel for section in self.layout.sections if section.trainable)
+        numel, itemsize = sections if self._is_resident else owned, self.plan.gradient.itemsize
+        alignment = self.layout.rules.alignment * itemsize  # what is kept is a multiple of it
+        return Arena(numel * itemsize, self.device, category="gradients", ledger=self.ledger, alignment=alignment)
+
+    def _zero_gradients(self, numel: int) -> Tensor:
+        """Memory for gradients that are kept, as long as the shards are."""
+        if self.gradient_arena is None:
+            flat = self._zeros(numel, self.plan.gradient.dtype)
+            self.ledger.tag(flat, "gradients")
+            return flat
+        block = self.gradient_arena.allocate(numel, self.plan.gradient.dtype, movable=False)
+        assert block is not None, "the arena is as large as all of them"
+        return block.tensor.zero_()
 
     def _kept(self, row: Row, bucket: Bucket) -> Range:
         return bucket.range if row.placement is Placement.REPLICATED else bucket.partition(self.rank)
@@ -256,10 +277,10 @@ class Shards:
         return slice(start, start + within.numel)
 
     def _empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(numel, dtype=dtype, device=self._device)
+        return torch.empty(numel, dtype=dtype, device=self.device)
 
     def _zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(numel, dtype=dtype, device=self._device)
+        return torch.zeros(numel, dtype=dtype, device=self.device)
 
 
 def _nbytes(tensor: Tensor) -> int:

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.configs import make_run
 
+from megazero.config.activations import ActivationConfig
 from megazero.config.cli import ParsedRun, from_yaml, parse
 from megazero.config.run import RunConfig
 from megazero.config.yaml_file import to_yaml
@@ -70,6 +71,47 @@ def test_a_switch_of_the_file_can_be_turned_off(tmp_path: Path) -> None:
     assert run(f"--config {file} --mock-data false").config.data.mock_data is False
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", False),
+        ("--partition-activations", True),
+        ("--partition-activations true", True),
+        ("--partition_activations=false", False),
+        ("--partition-activations auto", "auto"),
+        ("--distribute-saved-activations", True),
+        ("--distribute-saved-activations --partition-activations true", True),
+    ],
+)
+def test_a_switch_may_be_left_to_megazero(flags: str, expected: bool | str, tmp_path: Path) -> None:
+    assert run(flags).config.activations.partition_activations == expected
+    file = tmp_path / "run.yaml"
+    file.write_text(f"partition-activations: {str(expected).lower()}\n")
+    assert run(f"--config {file}").config.activations.partition_activations == expected
+
+
+def test_a_zero_configuration_stands_between_preset_and_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("zero_stage: 3\npartition_activations: auto\n")
+    line = f"--config {file} --zero-config C5 --checkpoint-in-cpu false --recompute-num-layers 2"
+    config = run(line).config
+    assert (config.zero.zero_stage, config.model.num_layers) == (3, 12)
+    assert (config.activations.partition_activations, config.activations.checkpoint_in_cpu) == ("auto", False)
+    assert (config.activations.recompute_granularity, config.activations.recompute_num_layers) == ("full", 2)
+    assert config.activations.contiguous_checkpointing and config.zero.contiguous_gradients
+
+
+def test_a_later_zero_configuration_replaces_an_earlier_one() -> None:
+    assert run("--zero-config C5 --zero-config C1").config == run("--zero-config C1").config
+    assert run("--zero-config C5").config.activations.checkpoint_in_cpu is True
+
+
+def test_a_zero_configuration_covers_the_distributed_optimizer() -> None:
+    parsed = run("--zero-config C4 --use-distributed-optimizer")
+    assert parsed.config.zero.zero_stage == 2
+    assert parsed.notices == ("--use-distributed-optimizer: covered by --zero-config C4: zero_stage 2",)
+
+
 # --- foreign flags ---------------------------------------------------------------------------------------------------
 
 
@@ -98,6 +140,46 @@ def test_the_distributed_optimizer_clashes_with_stage_0() -> None:
 def test_stage3_names_are_aliases() -> None:
     zero = run("--zero-stage 3 --stage3_max_live_parameters 7 --stage3-prefetch-bucket-size 8").config.zero
     assert (zero.zero_stage, zero.max_live_parameters, zero.prefetch_bucket_size) == (3, 7, 8)
+
+
+@pytest.mark.parametrize(
+    ("flags", "granularity"),
+    [
+        ("", "none"),
+        ("--recompute-activations", "selective"),
+        ("--checkpoint-activations", "full"),
+        ("--checkpoint-activations --recompute-granularity full", "full"),
+        ("--recompute-activations --recompute-granularity selective", "selective"),
+    ],
+)
+def test_shorthands_of_recomputation(flags: str, granularity: str) -> None:
+    assert run(flags).config.activations.recompute_granularity == granularity
+
+
+def test_a_megatron_deepspeed_scripts_flags_of_recomputation() -> None:
+    parsed = run(
+        "--checkpoint-activations --deepspeed-activation-checkpointing --checkpoint-num-layers 2 --profile-backward"
+        " --partition-activations --checkpoint-in-cpu --synchronize-each-layer --contigious-checkpointing"
+    )
+    assert parsed.config.activations == ActivationConfig(
+        recompute_granularity="full",
+        recompute_num_layers=2,
+        partition_activations=True,
+        checkpoint_in_cpu=True,
+        contiguous_checkpointing=True,
+        synchronize_each_layer=True,
+        profile_backward=True,
+    )
+    assert [notice.split(":")[0] for notice in parsed.notices] == ["--deepspeed-activation-checkpointing"]
+
+
+def test_the_modules_of_selective_recomputation_are_fixed(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("recompute_activations: true\nrecompute_modules: [core_attn]\n")
+    for flags in (f"--config {file}", "--recompute-granularity selective --recompute-modules core_attn"):
+        parsed = run(flags)
+        assert parsed.config.activations.recompute_granularity == "selective"
+        assert [notice.split(":")[0] for notice in parsed.notices] == ["--recompute-modules core_attn"]
 
 
 def test_two_spellings_of_one_value_agree() -> None:
@@ -136,7 +218,26 @@ def test_kernel_flags_and_fixed_values_earn_a_notice() -> None:
             "--prefetch-bucket-size 5 and --stage3-prefetch-bucket-size 6",
             "different values",
         ),
-        ("--recompute-granularity full", "--recompute-granularity full", "not there yet"),
+        ("--recompute-granularity half", "--recompute-granularity half", "one of none, selective, full"),
+        ("--recompute-modules core_attn mlp", "--recompute-modules core_attn mlp", "that of the attention core"),
+        ("--cpu-offloading-num-layers 3", "--cpu-offloading-num-layers 3", "--checkpoint-in-cpu"),
+        (
+            "--recompute-activations --checkpoint-activations",
+            "--recompute-activations and --checkpoint-activations",
+            "different values",
+        ),
+        (
+            "--recompute-granularity full --recompute-activations",
+            "--recompute-granularity full and --recompute-activations",
+            "different values",
+        ),
+        ("--partition-activations perhaps", "--partition-activations perhaps", "one of true, false, auto"),
+        (
+            "--partition-activations --distribute-saved-activations auto",
+            "--partition-activations and --distribute-saved-activations auto",
+            "different values",
+        ),
+        ("--zero-config c4", "--zero-config c4", "no zero-config"),
         ("--normalization RMSNorm", "--normalization RMSNorm", "layer norms"),
         ("--rampup-batch-size 32 32 1000", "--rampup-batch-size 32 32 1000", "--global-batch-size"),
         ("--fp16 --bf16", "--fp16 and --bf16", "different values"),
@@ -167,7 +268,7 @@ def test_a_word_that_follows_no_flag_is_refused() -> None:
     assert [item.given for item in problems(f"stray {BASE}")] == ["stray"]
 
 
-@pytest.mark.parametrize("flag", ["--config", "--preset", "--deepspeed-config"])
+@pytest.mark.parametrize("flag", ["--config", "--preset", "--zero-config", "--deepspeed-config"])
 def test_a_source_without_a_name_is_refused(flag: str) -> None:
     assert only_problem(flag).rule == f"{flag} needs a value"
 
@@ -194,7 +295,7 @@ def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["config", "preset", "deepspeed_config"])
+@pytest.mark.parametrize("name", ["config", "preset", "zero_config", "deepspeed_config"])
 def test_a_source_is_named_on_the_command_line_only(tmp_path: Path, name: str) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(f"{name}: x\n")
@@ -229,6 +330,8 @@ RUNS = st.builds(
     global_batch_size=st.none() | st.integers(1, 10**12),
     precision=st.sampled_from(["fp64", "fp32", "bf16", "fp16"]),
     overlap_comm=st.booleans(),
+    partition_activations=st.sampled_from([True, False, "auto"]),
+    number_checkpoints=st.none() | st.integers(1, 100),
 )
 
 

@@ -20,7 +20,9 @@ no-pipeline-parallel use-distributed-optimizer overlap-grad-reduce overlap-param
 distributed-timeout-minutes zero-stage deepspeed deepspeed-config cpu-optimizer ds-sequence-parallel-size
 use-megatron-fsdp data-parallel-sharding-strategy recompute-activations recompute-granularity recompute-method
 recompute-num-layers recompute-modules checkpoint-activations deepspeed-activation-checkpointing partition-activations
-checkpoint-in-cpu data-path split vocab-file merge-file tokenizer-type tokenizer-model vocab-size data-impl
+checkpoint-in-cpu checkpoint-num-layers distribute-saved-activations distribute-checkpointed-activations
+contigious-checkpointing synchronize-each-layer profile-backward activations-checkpoint-num-layers
+cpu-offloading-num-layers data-path split vocab-file merge-file tokenizer-type tokenizer-model vocab-size data-impl
 data-cache-path mock-data train-data-path valid-data-path test-data-path dataloader-type reset-position-ids
 reset-attention-mask eod-mask-loss no-mmap-bin-files no-create-attention-mask-in-dataloader save load save-interval
 no-load-optim no-load-rng no-save-optim no-save-rng finetune use-checkpoint-args ckpt-format async-save
@@ -62,3 +64,17 @@ def test_a_refusal_gives_a_reason_and_names_only_flags_that_exist() -> None:
         assert reason, name
         named = {word.strip(",;.") for word in reason.split() if word.startswith("--")}
         assert named <= flags, name
+
+
+def test_every_flag_of_recomputation_has_its_answer() -> None:
+    """What was refused before there was recomputation sets something, says what is the case anyway, or is refused."""
+    settings = {name for info in FIELDS for name in (info.flag.removeprefix("--"), *info.aliases)}
+    known = """recompute-granularity recompute-method recompute-num-layers checkpoint-num-layers partition-activations
+    activations-checkpoint-method checkpoint-in-cpu distribute-saved-activations"""
+    assert set(known.split()) <= settings
+    assert {name for name, short in SHORTHANDS.items() if short.field == "recompute_granularity"} == {
+        "recompute-activations",
+        "checkpoint-activations",
+    }
+    assert "recompute-modules" in FIXED and "deepspeed-activation-checkpointing" in ACCEPTED
+    assert "--checkpoint-in-cpu" in REFUSED["cpu-offloading-num-layers"]

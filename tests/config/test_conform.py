@@ -11,6 +11,7 @@ COUNT = key("a.count", "int", 1, ge=1, le=9)
 RATE = key("a.rate", "float", 1.0, gt=0, lt=1)
 FLAG = key("a.flag", "bool", False)
 COLOUR = key("a.colour", "str", "red", choices=("red", "blue"))
+SWITCH = key("a.switch", "switch", False, choices=("true", "false", "auto"))
 PAIR = key("a.pair", "pair", (0.9, 0.999), ge=0, lt=1)
 
 
@@ -26,6 +27,9 @@ PAIR = key("a.pair", "pair", (0.9, 0.999), ge=0, lt=1)
         (key("x", "float", 0.0), 3, 3.0),
         (FLAG, True, True),
         (COLOUR, "blue", "blue"),
+        (SWITCH, True, True),
+        (SWITCH, False, False),
+        (SWITCH, "auto", "auto"),
         (key("t", "str", None), "anything", "anything"),
         (PAIR, [0.8, 0], (0.8, 0.0)),
         (PAIR, (0.8, 0.5), (0.8, 0.5)),
@@ -42,6 +46,7 @@ def test_what_fits_gets_the_settings_type(info: Any, value: Any, result: Any) ->
         *((COUNT, value) for value in (0, 10, 1.5, True, "5", None, [1], float("nan"), float("inf"))),
         *((RATE, value) for value in (0, 1, 0.0, False, "0.5", None, float("nan"))),
         *((FLAG, value) for value in (0, 1, "true", None)),
+        *((SWITCH, value) for value in (0, 1, "true", "Auto", "", None, ["auto"])),
         *((COLOUR, value) for value in ("Red", "", 1, None)),
         *((PAIR, value) for value in ([0.9], [0.9, 1.0], [0.9, 0.9, 0.9], 0.9, "ab", [True, 0.5], None)),
         (key("t", "str", None), ""),
@@ -73,7 +78,12 @@ def test_an_unknown_key_gets_its_neighbours() -> None:
 def test_nearest_values() -> None:
     assert nearest(COUNT, 1.4) == ("1", "2") and nearest(COUNT, -3) == ("1",)
     assert nearest(COLOUR, "blu") == ("blue", "red")
-    assert nearest(FLAG, "x") == ("true", "false") and nearest(PAIR, 1) == () and nearest(COUNT, "x") == ()
+    assert (
+        nearest(FLAG, "x") == ("true", "false")
+        and nearest(SWITCH, "aut")[0] == "auto"
+        and nearest(PAIR, 1) == ()
+        and nearest(COUNT, "x") == ()
+    )
 
 
 def test_values_are_shown_as_json_and_cut() -> None:

@@ -38,6 +38,7 @@ SAMPLES: dict[str, Any] = {
     "int": (3, "3"),
     "float": (0.5, "0.5"),
     "bool": (True, 1),
+    "switch": (True, 1),
     "str": ("WarmupLR", 5),
 }
 
@@ -46,7 +47,7 @@ SAMPLES: dict[str, Any] = {
 def test_an_honoured_key_is_read_and_checked(path: str) -> None:
     info = HONOURED[path]
     good, bad = SAMPLES[info.kind]
-    good = info.choices[0] if info.choices else good
+    good = info.choices[0] if info.kind == "str" and info.choices else good
     good = 2 if path == "zero_optimization.stage" else good
     reading = of(path, good)
     assert clean(reading) and reading.get(path, "own") == good
@@ -54,7 +55,12 @@ def test_an_honoured_key_is_read_and_checked(path: str) -> None:
     wrong = only(of(path, bad))
     assert wrong.given.startswith(f"ds.json: {path}: ") and path in wrong.rule and wrong.legal
     automatic = of(path, "auto")
-    assert clean(automatic) and automatic.get(path, "own") == "own" and automatic.said(path) is None
+    assert clean(automatic)
+    if info.kind == "switch":
+        heard = automatic.said(path)
+        assert heard is not None and heard.value == "auto" == automatic.get(path, "own")
+    else:
+        assert automatic.get(path, "own") == "own" and automatic.said(path) is None
     assert read({}, "ds.json").get(path, "own") == info.default
 
 
@@ -125,6 +131,7 @@ def test_parameters_are_kept_for_whoever_knows_the_type(path: str) -> None:
         ("communication_data_type", "none"),
         ("train_batch_size", None),
         ("zero_optimization.overlap_comm", None),
+        ("activation_checkpointing.number_checkpoints", None),
     ],
 )
 def test_nothing_is_nothing(path: str, value: Any) -> None:
@@ -163,6 +170,25 @@ def test_nothing_is_nothing(path: str, value: Any) -> None:
             "leave out",
         ),
         ("compile.deepcompile", True, "compile: ", "leave out compile"),
+        (
+            "activation_checkpointing.cpu_checkpointing",
+            "yes",
+            'activation_checkpointing.cpu_checkpointing: "yes"',
+            "true, false, auto",
+        ),
+        (
+            "activation_checkpointing.number_checkpoints",
+            0,
+            "activation_checkpointing.number_checkpoints: 0",
+            "number_checkpoints: 1",
+        ),
+        (
+            "activation_checkpointing.partitioned_activations",
+            True,
+            "activation_checkpointing.partitioned_activations: true",
+            "partition_activations",
+        ),
+        ("pipeline.activation_checkpoint_interval", 1, "pipeline.activation_checkpoint_interval: 1", "interval: 0"),
         ("pipeline.stages", 4, "pipeline.stages: 4", "stages: 1"),
         ("gradient_allreduce_op", "sum", 'gradient_allreduce_op: "sum"', "mean"),
     ],

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from megazero.config.activations import ActivationConfig
 from megazero.config.choices import OptimizerChoice, SchedulerChoice
 from megazero.config.deepspeed import Reading, read
 from megazero.config.deepspeed_engine import EngineParts, engine_parts
@@ -131,6 +132,39 @@ def test_without_a_word_communication_overlaps_in_stage_3(stage: int, overlaps: 
     for said in (True, False):
         assert parts({"zero_optimization": {"stage": stage, "overlap_comm": said}})[0].zero.overlap_comm is said
     assert parts({"zero_optimization": {"stage": stage, "overlap_comm": "auto"}})[0].zero.overlap_comm is True
+
+
+def test_how_checkpoints_are_kept() -> None:
+    section = {
+        "partition_activations": True,
+        "cpu_checkpointing": "auto",
+        "contiguous_memory_optimization": True,
+        "number_checkpoints": 4,
+        "synchronize_checkpoint_boundary": True,
+        "profile": True,
+    }
+    made, reading = parts({"activation_checkpointing": section})
+    assert made.activations == ActivationConfig(
+        partition_activations=True,
+        checkpoint_in_cpu="auto",
+        contiguous_checkpointing=True,
+        number_checkpoints=4,
+        synchronize_each_layer=True,
+        profile_backward=True,
+    )
+    assert reading.findings.problems == [] and reading.findings.notices == []
+    assert parts({})[0].activations == ActivationConfig()
+    automatic = parts({"activation_checkpointing": dict.fromkeys(section, "auto")})[0].activations
+    assert automatic == ActivationConfig(partition_activations="auto", checkpoint_in_cpu="auto")
+
+
+def test_a_count_without_an_arena_means_nothing() -> None:
+    made, reading = parts(
+        {"activation_checkpointing": {"contiguous_memory_optimization": False, "number_checkpoints": 4}}
+    )
+    assert made.activations == ActivationConfig() and reading.findings.problems == []
+    (notice,) = reading.findings.notices
+    assert notice.startswith("ds.json: activation_checkpointing.number_checkpoints: accepted, without effect: ")
 
 
 def test_the_loss_scale() -> None:

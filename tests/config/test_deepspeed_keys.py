@@ -4,8 +4,10 @@ import dataclasses
 
 import pytest
 
+from megazero.config.activations import ActivationConfig
 from megazero.config.deepspeed_keys import (
     ACCEPTED,
+    ACTIVATION_KEYS,
     ALIASES,
     DETAILS,
     HONOURED,
@@ -72,6 +74,11 @@ OTHERS = {
     "fp16.consecutive_hysteresis": False,
     "fp16.min_loss_scale": 1.0,
     "bf16.enabled": False,
+    "activation_checkpointing.partition_activations": False,
+    "activation_checkpointing.cpu_checkpointing": False,
+    "activation_checkpointing.contiguous_memory_optimization": False,
+    "activation_checkpointing.synchronize_checkpoint_boundary": False,
+    "activation_checkpointing.profile": False,
 }
 
 
@@ -96,6 +103,14 @@ def test_absent_keys_have_deepspeeds_defaults() -> None:
 def test_every_setting_of_zero_has_its_key() -> None:
     fields = {field.name for field in dataclasses.fields(ZeroConfig)}  # type: ignore[arg-type]
     assert set(ZERO_KEYS) == fields and all(path in HONOURED for path in ZERO_KEYS.values())
+
+
+def test_settings_of_activations_have_their_keys() -> None:
+    """All but those that say what is recomputed, which a file of this kind leaves to the model."""
+    fields = {field.name for field in dataclasses.fields(ActivationConfig)}  # type: ignore[arg-type]
+    rest = {"recompute_granularity", "recompute_method", "recompute_num_layers", "logits_chunk_bytes"}
+    assert set(ACTIVATION_KEYS) == fields - rest and all(path in HONOURED for path in ACTIVATION_KEYS.values())
+    assert HONOURED["activation_checkpointing.number_checkpoints"].default is None
 
 
 @pytest.mark.parametrize("path", ALIASES)

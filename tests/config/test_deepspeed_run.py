@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from megazero.config.activations import ActivationConfig
 from megazero.config.cli import ParsedRun, parse
 from megazero.config.deepspeed import read
 from megazero.config.deepspeed_run import adopt, complete
+from megazero.config.rules import check
 from megazero.config.validate import Said
 from megazero.config.yaml_file import to_yaml
 from megazero.config.zero import ZeroConfig
@@ -137,6 +139,46 @@ def test_a_schedule_with_a_straight_warm_up() -> None:
     assert (linear.lr_decay_style, linear.lr_decay_iters, linear.lr, linear.min_lr) == ("linear", 50, 1e-3, 0.0)
 
 
+KEPT = {"partition_activations": True, "contiguous_memory_optimization": True, "number_checkpoints": 4}
+
+
+def test_how_checkpoints_are_kept() -> None:
+    section = {**KEPT, "cpu_checkpointing": "auto", "synchronize_checkpoint_boundary": True, "profile": False}
+    flags = f"{SIZED} --checkpoint-activations --number-checkpoints 4 --tensor-model-parallel-size 2"
+    parsed = run({"activation_checkpointing": section}, flags)
+    assert parsed.config.activations == ActivationConfig(
+        recompute_granularity="full",
+        partition_activations=True,
+        checkpoint_in_cpu="auto",
+        contiguous_checkpointing=True,
+        number_checkpoints=4,
+        synchronize_each_layer=True,
+    )
+    assert [notice.split(":")[0] for notice in parsed.notices] == ["--deepspeed"]
+    off = dict.fromkeys(section, False) | {"number_checkpoints": None}
+    assert run({"activation_checkpointing": off}, SIZED).config.activations == ActivationConfig()
+
+
+def test_checkpoints_need_recomputation_which_flags_ask_for() -> None:
+    config = run({"activation_checkpointing": KEPT}, SIZED).config
+    (found,) = check(config, 8)
+    assert found.given.startswith("--partition-activations --contiguous-checkpointing --number-checkpoints 4 with")
+    assert found.legal.startswith("--recompute-granularity full")
+
+
+def test_a_count_is_idle_unless_file_or_flags_ask_for_an_arena() -> None:
+    content = {"activation_checkpointing": {"number_checkpoints": 4, "contiguous_memory_optimization": False}}
+    parsed = run(content, SIZED)
+    assert parsed.config.activations == ActivationConfig()
+    assert any("number_checkpoints: accepted, without effect" in notice for notice in parsed.notices)
+    bare = {"activation_checkpointing": {"number_checkpoints": 4}}
+    flags = f"{SIZED} --recompute-granularity full --contiguous-checkpointing"
+    assert run(bare, flags).config.activations.number_checkpoints == 4
+    assert run(bare, f"{SIZED} --zero-config C1").config.activations.number_checkpoints == 4
+    found = only(bare, f"{flags} --number-checkpoints 5")
+    assert found.given == "ds.json: activation_checkpointing.number_checkpoints: 4 and --number-checkpoints 5"
+
+
 # --- file and flags --------------------------------------------------------------------------------------------------
 
 
@@ -187,6 +229,11 @@ def test_the_same_said_twice_is_fine(content: dict[str, Any], flags: str) -> Non
         ),
         ({"bf16": {"enabled": True}}, "--fp16", "ds.json: bf16.enabled: true and --fp16"),
         ({"bf16": {"enabled": False}}, "--bf16", "--bf16 and ds.json: bf16.enabled: false"),
+        (
+            {"activation_checkpointing": {"partition_activations": False}},
+            "--checkpoint-activations --partition-activations auto",
+            "ds.json: activation_checkpointing.partition_activations: false and --partition-activations auto",
+        ),
         ({"gradient_clipping": 0.0}, "--clip-grad 1.0", "ds.json: gradient_clipping: 0.0 and --clip-grad 1.0"),
         (
             {"train_micro_batch_size_per_gpu": 4},

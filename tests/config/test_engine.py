@@ -10,6 +10,7 @@ import torch
 import yaml
 from pydantic import ValidationError
 
+from megazero.config.activations import ActivationConfig
 from megazero.config.engine import (
     BatchSizes,
     EngineConfig,
@@ -25,6 +26,7 @@ from megazero.errors import ConfigError, Problem
 OWN: dict[str, Any] = {
     "zero": {"zero_stage": 3, "stage3_prefetch_bucket_size": 1e6, "max_live_parameters": 5},
     "precision": {"precision": "bf16", "loss_scale": None},
+    "activations": {"partition_activations": "auto", "contigious_checkpointing": True, "number_checkpoints": 8},
     "optimizer": {"type": "AdamW", "lr": 3e-4, "params": {"betas": [0.9, 0.95]}},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": 20}},
     "gradient_clipping": 1,
@@ -33,6 +35,7 @@ OWN: dict[str, Any] = {
 DEEPSPEED: dict[str, Any] = {
     "zero_optimization": {"stage": 3, "stage3_max_live_parameters": 5, "sub_group_size": 1e9},
     "bf16": {"enabled": True},
+    "activation_checkpointing": {"cpu_checkpointing": True, "contiguous_memory_optimization": True},
     "optimizer": {"type": "Adam", "params": {"lr": 3e-4, "betas": [0.9, 0.95]}},
     "gradient_clipping": 1.0,
     "train_batch_size": 64,
@@ -53,6 +56,9 @@ def test_megazeros_own_form() -> None:
     config = load_engine_config(OWN)
     assert config.zero == ZeroConfig(zero_stage=3, prefetch_bucket_size=1_000_000, max_live_parameters=5)
     assert config.precision == PrecisionConfig(precision="bf16")
+    assert config.activations == ActivationConfig(
+        partition_activations="auto", contiguous_checkpointing=True, number_checkpoints=8
+    )
     assert (config.optimizer.type, config.optimizer.lr) == ("AdamW", 3e-4)
     assert config.optimizer.params["betas"] == (0.9, 0.95) and config.optimizer.params["weight_decay"] == 0.01
     assert config.scheduler is not None and config.scheduler.params["warmup_max_lr"] == 3e-4
@@ -64,6 +70,7 @@ def test_deepspeeds_form() -> None:
     config = load_engine_config(DEEPSPEED)
     assert (config.zero.zero_stage, config.zero.max_live_parameters) == (3, 5)
     assert config.zero.param_persistence_threshold == 100_000
+    assert config.activations == ActivationConfig(checkpoint_in_cpu=True, contiguous_checkpointing=True)
     assert config.precision.precision == "bf16" and config.optimizer.params["weight_decay"] == 0.0
     assert (config.train_batch_size, config.gradient_clipping) == (64, 1.0)
 
@@ -126,10 +133,13 @@ def test_a_configuration_made_in_python_is_checked_and_completed() -> None:
     assert (config.optimizer.type, config.optimizer.lr) == ("SGD", 0.5)
     assert config.optimizer.params["momentum"] == 0.9 and config.optimizer.params["dampening"] == 0.0
     assert config.scheduler is not None and config.scheduler.params["warmup_num_steps"] == 1000
-    bad = replace(made, optimizer=OptimizerChoice(type="Lion"), zero=_divided_twice())
+    activations = ActivationConfig(recompute_granularity="full", number_checkpoints=2)
+    bad = replace(made, optimizer=OptimizerChoice(type="Lion"), zero=_divided_twice(), activations=activations)
     assert [item.given for item in problems(bad)] == [
         'config: optimizer.type: "Lion"',
         "config: zero.prescale_gradients and zero.gradient_predivide_factor 2",
+        'config: activations.recompute_granularity: "full"',
+        "config: activations.number_checkpoints 2 without activations.contiguous_checkpointing",
     ]
 
 
@@ -161,6 +171,37 @@ def test_it_is_frozen_and_strict() -> None:
         ({"zero": {"max_reuse_distance": 1, "stage3_max_reuse_distance": 1}}, "config: zero.stage3", "already", "once"),
         ({"precision": {"precision": "fp8"}}, 'config: precision.precision: "fp8"', "one of fp64", "fp64"),
         ({"precision": {"loss_scale": 8}}, "config: precision.loss_scale 8 with", "fp16", "precision.precision fp16"),
+        (
+            {"activations": {}, "activation_checkpointing": {}},
+            "config: activations beside activation_checkpointing",
+            "one form",
+            "megazero",
+        ),
+        (
+            {"activations": {"recompute_granularity": "selective"}},
+            'config: activations.recompute_granularity: "selective"',
+            "megazero.recompute(function, *args)",
+            "leave out recompute_granularity",
+        ),
+        (
+            {"activations": {"checkpoint_num_layers": 2}},
+            "config: activations.recompute_num_layers: 2",
+            "the model says",
+            "leave out",
+        ),
+        ({"activations": {"logits_chunk_bytes": 9}}, "config: activations.logits_chunk_bytes: 9", "says", "leave out"),
+        (
+            {"activations": {"checkpoint_in_cpu": "true"}},
+            'config: activations.checkpoint_in_cpu: "true"',
+            "one of true, false, auto",
+            "true, false, auto",
+        ),
+        (
+            {"activations": {"number_checkpoints": 2}},
+            "config: activations.number_checkpoints 2 without",
+            "the size of the arena",
+            "activations.contiguous_checkpointing",
+        ),
         ({"zero": {}, "optimiser": {}}, "config: optimiser: {}", "no key of this name", "optimizer"),
         ({"zero": {}, "optimizer": {"kind": "SGD"}}, 'config: optimizer.kind: "SGD"', "no key", "lr, params, type"),
         ({"zero": {}, "optimizer": {"type": "Muon"}}, 'config: optimizer.type: "Muon"', "refused", "AdamW"),

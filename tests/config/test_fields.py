@@ -18,6 +18,7 @@ class Sample:
     colour: Literal["red", "blue"] | None = setting(None, help="which")
     place: Path | None = setting(None, help="where")
     names: tuple[str, ...] = setting((), help="who")
+    kept: bool | Literal["auto"] = setting(False, help="how")
     only: int = setting(1, help="one thing only", ge=1, le=1)
 
 
@@ -46,8 +47,11 @@ def test_kinds() -> None:
         "colour": "str",
         "place": "path",
         "names": "list",
+        "kept": "switch",
         "only": "int",
     }
+    assert by_name()["kept"].choices == ("true", "false", "auto") and by_name()["flag"].choices == ()
+    assert [name for name, info in by_name().items() if info.can_stand_alone] == ["flag", "kept"]
 
 
 def test_what_is_legal_reads_as_a_phrase() -> None:
@@ -59,5 +63,6 @@ def test_what_is_legal_reads_as_a_phrase() -> None:
         "colour": "one of red, blue",
         "place": "a path",
         "names": "one or more texts",
+        "kept": "one of true, false, auto",
         "only": "1",
     }

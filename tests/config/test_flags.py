@@ -50,13 +50,27 @@ def test_help_shows_every_flag_with_default_and_unit() -> None:
         "(default: on)",
         "(default: 1)",
         "probability",
+        "--partition-activations [true|false|auto]",
+        "--zero-config NAME",
+        "C1, C2, C3, C4, C5",
     ):
         assert shown in text, shown
 
 
 def test_help_is_grouped_by_section() -> None:
     text = build_parser().format_help()
-    order = ["sources:", "model:", "training:", "optimizer:", "precision:", "parallel:", "zero:", "data:", "logging:"]
+    order = [
+        "sources:",
+        "model:",
+        "training:",
+        "optimizer:",
+        "precision:",
+        "parallel:",
+        "zero:",
+        "activations:",
+        "data:",
+        "logging:",
+    ]
     places = [text.index(f"\n{head}\n") for head in order]
     assert places == sorted(places)
     assert text.index("--zero-stage") > text.index("\nzero:\n") and text.index("--lr ") > text.index("\noptimizer:\n")

@@ -16,3 +16,10 @@ def test_defaults_are_megatrons() -> None:
 def test_an_interval_of_zero_is_refused(name: str) -> None:
     with pytest.raises(ValidationError, match=name):
         LoggingConfig(**{name: 0})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("limit", [0, -1.5])
+def test_a_limit_is_more_than_nothing(limit: float) -> None:
+    with pytest.raises(ValidationError, match="ledger_limit"):
+        LoggingConfig(ledger_limit=limit)
+    assert LoggingConfig(ledger_limit=0.5).ledger_limit == 0.5 and LoggingConfig().ledger_limit is None

@@ -1,8 +1,8 @@
-"""The named models have the sizes that their names promise."""
+"""The named models have the sizes that their names promise, the ZeRO paper's configurations its table's marks."""
 
 import pytest
 
-from megazero.config.presets import PRESETS
+from megazero.config.presets import PRESETS, ZERO_CONFIGS
 from megazero.config.run import FIELDS
 
 
@@ -25,3 +25,27 @@ def test_parameters(name: str, expected: int) -> None:
 def test_rows_name_settings_of_the_model() -> None:
     names = {info.name for info in FIELDS if info.section == "model"}
     assert all(set(row) <= names for row in PRESETS.values())
+
+
+# arXiv 1910.02054, table 3: what is partitioned beside the optimizer's states, and where checkpoints lie.
+@pytest.mark.parametrize(
+    ("name", "gradients", "activations", "in_cpu"),
+    [
+        ("C1", False, False, False),
+        ("C2", False, True, False),
+        ("C3", True, False, False),
+        ("C4", True, True, False),
+        ("C5", True, True, True),
+    ],
+)
+def test_the_papers_configurations(name: str, gradients: bool, activations: bool, in_cpu: bool) -> None:
+    row = dict(ZERO_CONFIGS[name])
+    assert row == {
+        "zero_stage": 2 if gradients else 1,
+        "recompute_granularity": "full",
+        "contiguous_checkpointing": True,
+        "contiguous_gradients": True,
+        "partition_activations": activations,
+        "checkpoint_in_cpu": in_cpu,
+    }
+    assert set(row) <= {info.name for info in FIELDS if info.section in ("zero", "activations")}

@@ -1,4 +1,4 @@
-"""The nine sections together."""
+"""The ten sections together."""
 
 from support.configs import make_run
 
@@ -15,7 +15,7 @@ def test_sections_are_the_attributes() -> None:
 def test_every_name_is_said_once() -> None:
     """A flag or a key has no section, so no two settings, aliases or foreign flags may share a name."""
     names = [name for info in FIELDS for name in (info.flag.removeprefix("--"), *info.aliases)]
-    names += [*SHORTHANDS, *ACCEPTED, *FIXED, *REFUSED, "config", "preset", "deepspeed-config", "help"]
+    names += [*SHORTHANDS, *ACCEPTED, *FIXED, *REFUSED, "config", "preset", "zero-config", "deepspeed-config", "help"]
     assert len(names) == len(set(names))
 
 

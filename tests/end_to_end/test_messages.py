@@ -81,6 +81,44 @@ ROWS: dict[str, Row] = {
         {"--pipeline-model-parallel-size": "2"},
         ("--pipeline-model-parallel-size 2", "not there yet", "legal: --pipeline-model-parallel-size 1"),
     ),
+    # --- activations
+    "checkpoints without recomputation": Row(
+        {"--partition-activations": "", "--number-checkpoints": "2", "--contiguous-checkpointing": ""},
+        (
+            "--partition-activations --contiguous-checkpointing --number-checkpoints 2",
+            "with --recompute-granularity none",
+            "recomputed whole",
+            "legal: --recompute-granularity full, or leave out --partition-activations",
+        ),
+    ),
+    "segments of selective recomputation": Row(
+        {"--recompute-activations": "", "--recompute-method": "block"},
+        ("--recompute-method block with --recompute-granularity selective", "whole", "--recompute-granularity full"),
+    ),
+    "more recomputed layers than there are": Row(
+        {"--checkpoint-activations": "", "--checkpoint-num-layers": "3"},
+        ("--recompute-num-layers 3 --num-layers 2", "at most num_layers", "legal: --recompute-num-layers 2"),
+    ),
+    "a number of checkpoints without an arena": Row(
+        {"--recompute-granularity": "full", "--number-checkpoints": "2"},
+        (
+            "--number-checkpoints 2 without --contiguous-checkpointing",
+            "size of the arena",
+            "--contiguous-checkpointing",
+        ),
+    ),
+    "other modules than the attention core": Row(
+        {"--recompute-activations": "", "--recompute-modules": "core_attn mlp"},
+        ("--recompute-modules core_attn mlp", "the attention core", "legal: --recompute-modules core_attn"),
+    ),
+    "two kinds of recomputation": Row(
+        {"--recompute-activations": "", "--recompute-granularity": "full"},
+        ("--recompute-granularity full and --recompute-activations", "both set", "one of the two"),
+    ),
+    "neither on, off nor auto": Row(
+        {"--checkpoint-activations": "", "--checkpoint-in-cpu": "maybe"},
+        ("--checkpoint-in-cpu maybe", "one of true, false, auto", "legal: "),
+    ),
     # --- flags and files of settings
     "misspelled flags": Row(
         {"--tensor-parallel-size": "2", "--num-layer": "2"},
@@ -118,6 +156,7 @@ ROWS: dict[str, Row] = {
     ),
     "a run without length": Row({"--train-iters": None}, ("neither --train-iters", "has a length", "--train-iters N")),
     "an unknown preset": Row({"--preset": "gpt2-125m"}, ("--preset gpt2-125m", "no preset", "gpt2-124m, gpt2-1.5b")),
+    "an unknown ZeRO configuration": Row({"--zero-config": "C6"}, ("--zero-config C6", "of this name", "C1, C2, C3")),
     "no such file of settings": Row(FILE, ("{folder}/run.yaml", "can't be read: No such file", "a YAML file")),
     "a file that is not YAML": Row(
         FILE, ("{folder}/run.yaml", "not valid YAML", "line 3", "num_layers: 12"), broken_files.unreadable_settings

@@ -5,6 +5,8 @@ import itertools
 import pytest
 from support.training import GLOBAL_BATCH, SETTINGS, Cell, Outcome, train_cell
 
+from megazero.zero.plan import data_parallel_bytes, resolve
+
 # (p, g, k) bytes an element: working parameter, gradient, master plus moments; k's two parts beside it.
 SIZES = {"bf16": (2, 2, 4, 8), "fp32": (4, 4, 0, 8), "fp64": (8, 8, 0, 16)}
 LAYOUTS = ((1, 1), (1, 2), (2, 2), (1, 4))
@@ -62,6 +64,12 @@ def check_traffic(cell: Cell, outcome: Outcome, padded: int) -> None:
     else:
         assert counted.get("all_gather", 0) == share * gathered_itemsize
     assert set(counted) <= {"all_gather", "reduce_scatter"}
+    config = cell.config("unused")
+    formula = data_parallel_bytes(resolve(config.zero, config.precision), padded, cell.dp, cell.accumulation)
+    if cell.stage == 3:
+        assert sum(counted.values()) <= formula, "the formula counts no unit that stays between forward and backward"
+    else:
+        assert sum(counted.values()) == formula
     assert outcome.comm_bytes["world"] == {"scalars": 2 * 4 * 8 * (cell.world_size - 1) // cell.world_size}
     check_tensor_parallel_traffic(cell, outcome)
 
@@ -70,7 +78,7 @@ def gathered() -> dict[str, int]:
     """How often each unit is gathered in a micro-batch.
 
     Blocks and the final norm for forward and for backward; the position table for forward alone, since nothing in
-    backward reads it.  The tied matrix for the embedding and for the head, and it stays for the head's backward.
+    backward reads it.  The tied matrix for the embedding and for the head, whose gradients are made in forward.
     """
     blocks = {f"layers.{index}": 2 for index in range(int(SETTINGS["num_layers"]))}
     return {"embedding.word": 2, "embedding.position": 1, "final_norm": 2, **blocks}

@@ -22,6 +22,19 @@ CELLS = [
     for stage in (0, 1, 2, 3)
     for accumulation in (1, 4)
 ]
+FULL = {"recompute_granularity": "full"}
+SLICED = {**FULL, "partition_activations": True}
+RECOMPUTED = [
+    Cell(tp=1, dp=1, stage=0, settings={**FULL, "contiguous_checkpointing": True}),
+    Cell(tp=2, dp=1, stage=1, accumulation=4, settings={**SLICED, "recompute_num_layers": 2}),
+    Cell(tp=1, dp=2, stage=2, accumulation=4, settings={**FULL, "checkpoint_in_cpu": True}),
+    Cell(
+        tp=2, dp=2, stage=3, accumulation=4, settings={**SLICED, "checkpoint_in_cpu": True, "logits_chunk_bytes": 9000}
+    ),
+    Cell(tp=4, dp=1, stage=2, settings={**SLICED, "contiguous_checkpointing": True, "logits_chunk_bytes": 20000}),
+    Cell(tp=1, dp=4, stage=3, settings={**FULL, "recompute_method": "block", "recompute_num_layers": 2}),
+    Cell(tp=2, dp=2, stage=0, settings={"recompute_granularity": "selective"}),
+]
 
 
 def worst_error(outcomes: list[Outcome], reference: History) -> float:
@@ -35,7 +48,7 @@ def worst_error(outcomes: list[Outcome], reference: History) -> float:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("cell", CELLS, ids=str)
+@pytest.mark.parametrize("cell", [*CELLS, *RECOMPUTED], ids=str)
 def test_layout_trains_like_one_process(cell: Cell, corpus: str, reference: History) -> None:
     assert max(reference.grad_norms) > 0.5, "clipping is meant to be active"
     assert worst_error(train_cell(cell, corpus), reference) < BOUND

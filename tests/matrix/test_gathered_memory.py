@@ -94,12 +94,21 @@ def test_without_look_ahead_there_is_one_unit_at_a_time() -> None:
 @pytest.mark.gloo
 @pytest.mark.parametrize("depth", [1, 6])
 def test_a_step_moves_less_than_three_psi(depth: int) -> None:
-    """Not gathered twice: the position table; and of the tied matrix's three uses, the head's backward."""
+    """Not gathered twice: the position table.  The tied matrix is, for embedding and head: no backward reads it."""
     (seen, _) = run_ranks(RANKS, third_step, depth, {})
     position = 24 * 60 + (-24 * 60) % (16 * RANKS)
     assert seen.reduced == seen.padded
     assert seen.gathered == 2 * seen.padded - position
     assert seen.gathered + seen.reduced < 3 * seen.padded
+
+
+@pytest.mark.gloo
+def test_an_untied_head_is_gathered_once() -> None:
+    """Its gradients are made in forward, so nothing in backward reads it; nor the two tables of the embedding."""
+    (seen, _) = run_ranks(RANKS, third_step, 1, {"untie_embeddings_and_output_weights": True})
+    position = 24 * 60 + (-24 * 60) % (16 * RANKS)
+    head = seen.word
+    assert seen.gathered == 2 * seen.padded - position - seen.word - head
 
 
 @pytest.mark.gloo

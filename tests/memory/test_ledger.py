@@ -222,6 +222,42 @@ def test_a_tagged_checkpoint_is_no_activation() -> None:
     check_sums(ledger.take())
 
 
+def test_what_is_elsewhere_is_not_counted_whatever_happens_to_it() -> None:
+    with Ledger(CPU) as ledger:
+        host, device = torch.zeros(25), torch.zeros(10)
+        ledger.elsewhere(host)
+        assert nonzero(ledger.live_bytes()) == {"temporary": 40}
+        ledger.tag(host[3:], "moments")
+        ledger.phase("forward")
+        host.add_(1).resize_(50)
+        ledger.resized(host)
+        ledger.phase("backward")
+        ledger.elsewhere(host)  # told twice
+        assert (nonzero(ledger.live_bytes()), ledger.elsewhere_bytes()) == ({"temporary": 40}, 200)
+        device.copy_(host[:10])
+        step = ledger.take()
+        check_sums(step)
+        assert step.timeline.totals.tolist() == [0, 100, 140, 40]  # what it was before it was told
+        ledger.elsewhere(device)  # of an earlier step
+        assert (nonzero(ledger.live_bytes()), ledger.elsewhere_bytes()) == ({}, 240)
+        del host, device
+        assert ledger.elsewhere_bytes() == 0
+        step = ledger.take()
+    assert step.timeline.totals.tolist() == [40, 0]
+    check_sums(step)
+
+
+def test_a_named_storage_goes_elsewhere() -> None:
+    moments = torch.zeros(8)
+    ledger = Ledger(CPU)
+    ledger.tag(moments, "moments")
+    ledger.elsewhere(moments)
+    on_meta = torch.zeros(3, device="meta")  # not this ledger's device anyway, and yet elsewhere
+    ledger.elsewhere(on_meta)
+    assert (nonzero(ledger.live_bytes()), ledger.elsewhere_bytes()) == ({}, 32 + 12)
+    assert ledger.take().timeline.totals.tolist() == [0, 32, 0]
+
+
 def test_other_devices_and_layouts_are_left_out() -> None:
     with Ledger(CPU) as ledger:
         on_meta = torch.zeros(100, device="meta")

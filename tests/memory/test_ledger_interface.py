@@ -14,6 +14,7 @@ def use(ledger: AnyLedger) -> bool:
         x = torch.zeros(3)
     ledger.tag(x, "gradients")
     ledger.resized(x)
+    ledger.elsewhere(torch.zeros(5))
     ledger.phase("forward")
     ledger.reset()
     return watched

@@ -48,7 +48,7 @@ def logits_and_gradients(rank: int, size: int, weights: dict[str, Tensor], untie
     model = build_gpt(config, tp, vocab_size=VOCAB, divisible_by=DIVISIBLE_BY)
     put_logical(model, weights)
     tokens, labels = batch()
-    model.token_losses(tokens, labels).mean().backward()
+    (model.summed_loss(tokens, labels) / labels.numel()).backward()
     return model(tokens).detach(), pieces(model, gradients=True)
 
 
@@ -112,7 +112,7 @@ def dropped_losses(rank: int, size: int, attention: float, hidden: float) -> lis
     found = []
     for first_sample in (0, 4, 0):
         tp.random.begin_micro_batch(first_sample)
-        found.append(model.token_losses(*batch()).detach())
+        found.append(model.summed_loss(*batch()).detach())
     return found
 
 
@@ -192,9 +192,9 @@ def test_fake_tensors_go_forward_and_backward_with_dropout() -> None:
         model = build_gpt(small_config(attention_dropout=0.1, hidden_dropout=0.1), tp, vocab_size=VOCAB)
         initialize_(model, seed=1)
         tp.random.begin_micro_batch(0)
-        losses = model.token_losses(torch.zeros(2, 12, dtype=torch.long), torch.zeros(2, 12, dtype=torch.long))
-        losses.sum().backward()
-        assert losses.shape == (2, 12)
+        loss = model.summed_loss(torch.zeros(2, 12, dtype=torch.long), torch.zeros(2, 12, dtype=torch.long))
+        loss.backward()
+        assert loss.shape == ()
         assert all(parameter.grad is not None for parameter in model.parameters())
 
 
@@ -207,12 +207,12 @@ def test_a_gpu_gives_the_same_losses_and_gradients(dtype: torch.dtype, tolerance
         model = build_gpt(small_config(), tp, vocab_size=VOCAB, divisible_by=DIVISIBLE_BY)
         initialize_(model, seed=1)
         tokens, labels = (ids.to(tp.device) for ids in batch())
-        losses = model.token_losses(tokens, labels)
-        losses.mean().backward()
+        loss = model.summed_loss(tokens, labels) / labels.numel()
+        loss.backward()
         gradients = torch.cat([each.values.flatten().double().cpu() for each in pieces(model, gradients=True)])
-        found.append((losses.detach().double().cpu(), gradients))
-    (losses, gradients), (gpu_losses, gpu_gradients) = found
-    torch.testing.assert_close(gpu_losses, losses, rtol=tolerance, atol=0)
+        found.append((loss.detach().double().cpu(), gradients))
+    (loss, gradients), (gpu_loss, gpu_gradients) = found
+    torch.testing.assert_close(gpu_loss, loss, rtol=tolerance, atol=0)
     assert (gpu_gradients - gradients).norm() <= tolerance * gradients.norm()
 
 
@@ -226,7 +226,7 @@ def test_dropout_repeats_by_sample_on_a_gpu() -> None:
     found = []
     for first_sample in (0, 4, 0):
         tp.random.begin_micro_batch(first_sample)
-        found.append(model.token_losses(tokens, labels).detach())
+        found.append(model.summed_loss(tokens, labels).detach())
     assert torch.equal(found[0], found[2]) and not torch.equal(found[0], found[1])
 
 

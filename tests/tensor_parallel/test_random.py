@@ -74,6 +74,52 @@ def test_an_error_inside_the_region_puts_the_states_back() -> None:
     assert torch.equal(mask(), masks(0, 3)["replicated"])
 
 
+def draw(random: RandomRegions) -> list[Tensor]:
+    """Replicated, sharded, replicated."""
+    found = [mask()]
+    with random.sharded():
+        found.append(mask())
+    return [*found, mask()]
+
+
+def test_what_was_drawn_after_get_state_is_drawn_again() -> None:
+    """In both regions; and a state that was taken stays as it is, however much is drawn."""
+    random = RandomRegions(7, 1, CPU)
+    random.begin_micro_batch(3)
+    draw(random)
+    state = random.get_state()
+    first, after = draw(random), random.get_state()
+    random.begin_micro_batch(4)
+    draw(random)
+    for _ in range(2):
+        random.set_state(state)
+        assert all(torch.equal(a, b) for a, b in zip(draw(random), first, strict=True))
+    found = random.get_state()
+    assert torch.equal(found[0], after[0])
+    assert found[1] is not None and after[1] is not None and torch.equal(found[1], after[1])
+
+
+def test_a_state_taken_inside_the_sharded_region() -> None:
+    random = RandomRegions(7, 0, CPU)
+    random.begin_micro_batch(3)
+    with random.sharded():
+        state, first = random.get_state(), mask()
+        random.set_state(state)
+        assert torch.equal(mask(), first)
+    assert torch.equal(mask(), masks(0, 3)["replicated"])
+
+
+def test_a_state_from_before_the_first_micro_batch() -> None:
+    """Dropout outside the sharded region needs no micro-batch."""
+    random = RandomRegions(7, 0, CPU)
+    state, first = random.get_state(), mask()
+    random.begin_micro_batch(3)
+    random.set_state(state)
+    assert torch.equal(mask(), first)
+    with pytest.raises(AssertionError, match="begin_micro_batch"), random.sharded():
+        pass
+
+
 def test_fake_tensors_pass() -> None:
     with FakeTensorMode():
         assert masks(0, 3)["sharded again"].shape == (512,)

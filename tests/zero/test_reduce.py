@@ -11,8 +11,11 @@ from megazero.config.precision import PrecisionConfig
 from megazero.config.zero import ZeroConfig
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.optim.inner import AdamWSettings, FusedAdamW
+from megazero.parallel.param_spec import ParamSpec
 from megazero.zero.engine import Engine, EngineSettings, ModelUnit
+from megazero.zero.layout import FlatLayout, LayoutRules, Placed, Unit, build_layout
 from megazero.zero.plan import resolve
+from megazero.zero.reduce import most_out_at_once
 
 
 class Stack(nn.Module):
@@ -54,7 +57,8 @@ def buffers_used(rank: int, depth: int, bucket: int) -> int:
             assert all(parameter.grad is None for parameter in model.parameters()), "gradients are dropped"
         engine.finish_reductions()
     engine.close()
-    return buffers.num_buffers
+    arena = engine.gradient_arenas["buckets"]
+    return buffers.num_buffers + arena.capacity_bytes // (4 * engine.layout.max_bucket_numel)
 
 
 @pytest.mark.gloo
@@ -64,6 +68,77 @@ def test_number_of_buffers_does_not_grow_with_depth(bucket: int) -> None:
     shallow, deep = (max(run_ranks(2, buffers_used, depth, bucket)) for depth in (2, 12))
     assert shallow == deep
     assert deep <= 5
+
+
+def layout_of(units: list[list[int]], bucket: int) -> FlatLayout:
+    """Units of parameters of so many elements, named after their places: "0.0", "0.1", ..."""
+    names = [[f"{unit}.{place}" for place in range(len(numels))] for unit, numels in enumerate(units)]
+    specs = {
+        name: ParamSpec(name, (numel,), (numel,), (0,))
+        for group, numels in zip(names, units, strict=True)
+        for name, numel in zip(group, numels, strict=True)
+    }
+    placed = [Placed(spec, torch.float32, False, 0) for spec in specs.values()]
+    return build_layout([Unit(str(i), tuple(group)) for i, group in enumerate(names)], placed, LayoutRules(1, bucket))
+
+
+@pytest.mark.parametrize(
+    ("units", "max_in_flight", "expected"),
+    [
+        ([[16], [16], [16]], 2, 3),  # two in flight when the third opens
+        ([[16], [16], [16]], 1, 2),
+        ([[16], [16], [16]], 0, 1),  # waited for at once
+        ([[48]], 2, 3),
+        ([[16]], 2, 2),  # one in flight from the micro-batch before
+        ([[8, 32, 24], [16]], 2, 3),
+    ],
+)
+def test_how_many_buckets_are_out_at_once(units: list[list[int]], max_in_flight: int, expected: int) -> None:
+    layout = layout_of(units, 16)
+    names = [f"{unit}.{place}" for unit, numels in enumerate(units) for place in range(len(numels))]
+    assert most_out_at_once(layout, names, max_in_flight) == expected
+
+
+def test_a_bucket_that_begins_early_stays_open() -> None:
+    """As that of a block's biases, which come between its matrices and lie before them."""
+    layout = layout_of([[4, 4, 40, 48]], 16)
+    assert most_out_at_once(layout, ["0.2", "0.0", "0.3", "0.1"], 2) == 4
+    assert most_out_at_once(layout, ["0.0", "0.1", "0.2", "0.3"], 2) == 3
+
+
+def test_in_another_order_more_buckets_are_open() -> None:
+    layout = layout_of([[16], [16], [16], [16]], 16)
+    names = [f"{unit}.0" for unit in range(4)]
+    assert most_out_at_once(layout, names, 2) == 3
+    assert most_out_at_once(layout, names[::-1], 2) == 6, "none is sent before the last one in the model has come"
+    assert most_out_at_once(layout, [], 2) == 0
+
+
+def arrive_in_order(rank: int) -> tuple[int, list[float]]:
+    """Gradients from the first layer to the last: more buckets are open than the arena has room for."""
+    model, engine, buffers = stack_engine(rank, 5, 10_000, dp=2)
+    parameters = dict(model.named_parameters())
+    reducer = engine._reducer
+    engine.begin_step()
+    reducer.begin_micro_batch(is_last=True)
+    for number, name in enumerate(parameters):
+        parameters[name].grad = torch.full_like(parameters[name], float(number + rank))
+        reducer.gradient_ready(name)
+    reducer.end_micro_batch()
+    engine.finish_reductions()
+    found = [float(piece.tensor[0]) for name in parameters for piece in engine.pieces(name, "gradient")]
+    fell_back, arena = engine.gradient_arenas["buckets"].failed_requests, engine.gradient_arenas["buckets"]
+    engine.close()
+    assert arena.live_bytes == 0 and buffers.num_buffers == fell_back
+    return fell_back, found
+
+
+@pytest.mark.gloo
+def test_what_the_arena_has_no_room_for_comes_from_the_pool() -> None:
+    results = run_ranks(2, arrive_in_order)
+    assert [fell_back for fell_back, _ in results] == [2, 2], "five open, room for three"
+    sums = {value for _, found in results for value in found}
+    assert sums == {2.0 * number + 1 for number in range(10)}
 
 
 def launch_order(rank: int, order: tuple[str, ...]) -> list[int]:

@@ -11,13 +11,16 @@ from torch import nn
 
 from megazero.config.precision import PrecisionConfig
 from megazero.config.zero import ZeroConfig
+from megazero.memory.ledger import Ledger
 from megazero.parallel.param_spec import spec_of
 from megazero.zero.layout import Bucket, LayoutRules, Placed, Range, Unit, build_layout
 from megazero.zero.plan import Placement, resolve
 from megazero.zero.shards import Contents, Shards
 
 
-def make_shards(stage: int, precision: str, *, rank: int = 0, ranks: int = 2) -> tuple[nn.Module, Shards]:
+def make_shards(
+    stage: int, precision: str, *, rank: int = 0, ranks: int = 2, arena: bool = True
+) -> tuple[nn.Module, Shards]:
     plan = resolve(
         ZeroConfig(zero_stage=stage),
         PrecisionConfig(precision=precision),  # type: ignore[arg-type]
@@ -30,7 +33,7 @@ def make_shards(stage: int, precision: str, *, rank: int = 0, ranks: int = 2) ->
         for spec, parameter in ((spec_of(name, parameter), parameter) for name, parameter in parameters.items())
     ]
     layout = build_layout([Unit("all", tuple(parameters))], placed, LayoutRules(ranks, 64, 2))
-    return model, Shards(plan, layout, rank, contents=Contents(parameters))
+    return model, Shards(plan, layout, rank, contents=Contents(parameters, gradients_in_arena=arena))
 
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
@@ -93,6 +96,34 @@ def test_resident_gradients_are_where_autograd_adds() -> None:
     assert float(found.sum()) == 2 * model.get_parameter("first.weight").numel(), "a copy of what was there"
     again = torch.cat([shards.resident_gradient(bucket, bucket.range) for bucket in shards.layout.trainable_buckets])
     assert float(again.sum()) == model.get_parameter("first.weight").numel()
+
+
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_kept_gradients_fill_one_arena(stage: int, precision: str) -> None:
+    model, shards = make_shards(stage, precision, rank=1)
+    _, plain = make_shards(stage, precision, rank=1, arena=False)
+    arena = shards.gradient_arena
+    assert arena is not None and plain.gradient_arena is None
+    assert shards.model_state_bytes() == plain.model_state_bytes()
+    held = shards.model_state_bytes().gradients
+    assert (arena.statistics.capacity_bytes, arena.statistics.live_bytes) == (held, held)
+    views = [shards.reduced_gradient(bucket, shards.owned(bucket)) for bucket in shards.layout.trainable_buckets]
+    views += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert len(views) > len(shards.layout.trainable_buckets) if stage < 2 else views
+    assert all(arena.holds(view) and not view.any() for view in views)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_the_ledger_counts_kept_gradients_once(stage: int) -> None:
+    with Ledger(torch.device("cpu")) as ledger:
+        model = make_model(torch.float32)
+        parameters = dict(model.named_parameters())
+        placed = [Placed(spec_of(name, p), p.dtype, False, 0) for name, p in parameters.items()]
+        layout = build_layout([Unit(name, (name,)) for name in parameters], placed, LayoutRules(2, 64))
+        plan = resolve(ZeroConfig(zero_stage=stage), PrecisionConfig())
+        shards = Shards(plan, layout, 0, contents=Contents(parameters, ledger=ledger))
+        assert ledger.live_bytes()["gradients"] == shards.model_state_bytes().gradients > 0
 
 
 def test_gradients_accumulate_in_fp32_where_asked() -> None:

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from megazero.train.timers import Timers
+from megazero.timers import Timers
 
 PAUSE = 0.002
 

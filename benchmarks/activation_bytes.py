@@ -1,0 +1,514 @@
+"""Activation bytes of one rank by dry run, beside the paper's figures and the formulas (arXiv 1910.02054, 3.2 and 6.1).
+
+    python benchmarks/activation_bytes.py [--output FILE]
+
+A *dry run* is a real training step on tensors without values (FakeTensorMode), over torch's fake process group, of one
+rank out of many, with the ledger watching: the code of a run, no memory, a few seconds.  *Left for backward* is what
+the ledger calls activations and activation checkpoints when forward has ended; every storage of it is traced to the
+module and the operation that made it, and those to the terms of the formula of Korthikanti et al. (arXiv 2205.05198)
+
+    s b h (34 + 5 a s / h) a layer      s tokens, batch b, width h, a heads, two bytes an element, one a dropout mask
+
+How much the attention core leaves is its kernel's business, so there are four:
+
+    unfused      what the formula counts: scores, softmax, its dropout and its product as operations of a GPU
+    GPU's flash  the operation that CUDA has, on fake CPU tensors; nothing of s x s
+    CPU's flash  what PyTorch takes on a CPU without attention dropout; nothing of s x s
+    CPU's math   what PyTorch takes on a CPU with attention dropout; in float32, whatever the model's dtype
+
+The first two come with the GPU's dropout, which keeps a mask of bytes; a CPU's keeps one of the activation's dtype.
+"""
+
+import argparse
+import datetime
+import sys
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megazero.activations.places import OnHost
+from megazero.comm.build import make_mesh
+from megazero.config.run import RunConfig
+from megazero.config.validate import Said, validate
+from megazero.data.loader import MicroBatch, StepBatch
+from megazero.memory.fused_buffers import FusedBuffers
+from megazero.memory.ledger import Ledger
+from megazero.memory.ledger_figures import Phase
+from megazero.parallel.topology import Topology
+from megazero.train.build import Core, build_core, step_parts
+from megazero.train.step import StepControls, training_step
+
+GB = 10**9
+VOCABULARY = 50257
+Kernels = Literal["unfused", "GPU's flash", "CPU's flash", "CPU's math"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One rank's step.  activations: settings of the section of that name; dropout: hidden_dropout, and the core's."""
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    kernels: Kernels = "GPU's flash"
+    micro_batch_size: int = 32
+    seq_length: int = 1024
+    tp: int = 1
+    dp: int = 64
+    dropout: float = 0.1
+    precision: str = "fp16"
+    activations: Mapping[str, Any] = field(default_factory=dict)
+    is_fake: bool = True
+
+    @property
+    def sbh(self) -> int:
+        return self.seq_length * self.micro_batch_size * self.hidden_size
+
+    @property
+    def assb(self) -> int:
+        """Elements of all attention matrices of a layer."""
+        return self.num_attention_heads * self.seq_length**2 * self.micro_batch_size
+
+    def config(self) -> RunConfig:
+        settings = {
+            "num_layers": self.num_layers,
+            "hidden_size": self.hidden_size,
+            "num_attention_heads": self.num_attention_heads,
+            "seq_length": self.seq_length,
+            "vocab_size": VOCABULARY,
+            "micro_batch_size": self.micro_batch_size,
+            "global_batch_size": self.micro_batch_size * self.dp,
+            "tensor_model_parallel_size": self.tp,
+            "zero_stage": 2,
+            "precision": self.precision,
+            "hidden_dropout": self.dropout,
+            "attention_dropout": 0.0 if self.kernels == "CPU's flash" else self.dropout,
+            "train_iters": 1,
+            "lr": 1e-4,
+            "mock_data": True,
+            **self.activations,
+        }
+        outcome = validate({name: Said(name, value, name) for name, value in settings.items()})
+        assert outcome.config is not None, outcome.problems
+        return outcome.config
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Bytes of one rank.
+
+    activations, checkpoints: when forward has ended.  terms: the same bytes by what they are.  most_checkpoints: at
+    any moment.  on_host: the most checkpoints in host memory.  at_peak: by category when most was alive.
+    """
+
+    activations: int
+    checkpoints: int
+    terms: Mapping[str, int]
+    most_checkpoints: int
+    on_host: int
+    at_peak: Mapping[str, int]
+
+    @property
+    def left(self) -> int:
+        return self.activations + self.checkpoints
+
+    @property
+    def left_at_peak(self) -> int:
+        return self.at_peak["activations"] + self.at_peak["activation_checkpoints"]
+
+
+def dry_run(case: Case) -> Seen:
+    """One step of rank 0 of tp x dp; a process group must not be there."""
+    config = case.config()
+    dist.init_process_group("fake", rank=0, world_size=case.tp * case.dp, store=FakeStore())
+    device = torch.device("cpu")
+    births = Births()
+    with ExitStack() as stack:
+        if case.is_fake:
+            stack.enter_context(FakeTensorMode())
+        ledger = stack.enter_context(ForwardLedger(device, births))
+        stack.enter_context(births)
+        stack.enter_context(births.in_modules())
+        stack.enter_context(kernels(case.kernels))
+        buffers = FusedBuffers(0, device, ledger=ledger)
+        mesh = make_mesh(Topology(tp=case.tp, dp=case.dp), 0, device, buffers)
+        core = build_core(config, mesh, buffers, vocab_size=VOCABULARY, ledger=ledger)
+        tokens = torch.zeros(case.micro_batch_size, case.seq_length, dtype=torch.int64)
+        ledger.reset()
+        batch = StepBatch(0, [MicroBatch(0, tokens, tokens, None)])
+        training_step(step_parts(config, core), batch, StepControls(lr=1e-4, loss_scale=1.0))
+        step = ledger.take()
+        core.engine.close()
+    dist.destroy_process_group()
+    return Seen(
+        activations=ledger.left["activations"],
+        checkpoints=ledger.left["activation_checkpoints"],
+        terms=ledger.terms,
+        most_checkpoints=step.peaks["activation_checkpoints"],
+        on_host=_host_bytes(core),
+        at_peak={str(name): nbytes for name, nbytes in step.at_peak.items()},
+    )
+
+
+def _host_bytes(core: Core) -> int:
+    recomputation = core.activations.recomputation
+    places = None if recomputation is None else recomputation.checkpoints.places
+    return places.host.peak_bytes if isinstance(places, OnHost) else 0
+
+
+class Birth(NamedTuple):
+    """What made a storage: the classes of the modules that were running, the operation, the place in its results."""
+
+    modules: str
+    operation: str
+    place: int
+
+
+class Births(TorchDispatchMode):
+    """Remembers where every live storage comes from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._modules: list[str] = []
+        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], Birth | None]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for place, tensor in enumerate(tree_leaves(result)):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._alive:
+                    name = str(func).removeprefix("aten.").split(".")[0]
+                    self._meet(storage, Birth("/".join(self._modules), name, place))
+        return result
+
+    @contextmanager
+    def in_modules(self) -> Iterator[None]:
+        """Inside, the modules that run are known."""
+        before = register_module_forward_pre_hook(lambda module, _: self._modules.append(type(module).__name__))
+        after = register_module_forward_hook(lambda *_: self._modules.pop() and None, always_call=True)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+
+    def forget(self) -> None:
+        """What is alive now is of no interest."""
+        self._alive = {key: (ref, None) for key, (ref, _) in self._alive.items()}
+
+    def survivors(self) -> Counter[Birth]:
+        """Bytes alive, by birth."""
+        found: Counter[Birth] = Counter()
+        for ref, birth in list(self._alive.values()):
+            storage = ref()
+            if storage is not None and birth is not None:
+                found[birth] += storage.nbytes()
+        return found
+
+    def _meet(self, storage: torch.UntypedStorage, birth: Birth) -> None:
+        key = storage._cdata
+        self._alive[key] = weakref.ref(storage, lambda _: self._alive.pop(key)), birth
+
+
+class ForwardLedger(Ledger):
+    """Keeps what the first forward has left when it ends.
+
+    left: bytes by category.  terms: activations and checkpoints by what they are.
+    """
+
+    def __init__(self, device: torch.device, births: Births) -> None:
+        super().__init__(device)
+        self._births = births
+        self._has_begun = False
+        self.left: Mapping[str, int] = {}
+        self.terms: Mapping[str, int] = {}
+
+    def phase(self, phase: Phase) -> None:
+        super().phase(phase)
+        if phase == "forward" and not self._has_begun:
+            self._has_begun = True
+            self._births.forget()
+        elif phase == "backward" and not self.left:
+            self.left = {str(name): nbytes for name, nbytes in self.live_bytes().items()}
+            self.terms = by_term(self._births.survivors())
+
+
+RESIDUAL, NORMED, STATISTICS = "inputs of the norms", "inputs of qkv and up", "norms: mean, 1/deviation"
+CORE, SOFTMAX = "Q, K, V, the core's output", "softmax"
+SOFTMAX_MASK, DROPPED = "mask of its dropout", "softmax after dropout"
+CORE_EXTRA = "core: log-sum-exp, random state, causal mask"
+GELU_IN, GELU_OUT, MASKS = "input of GELU", "input of down", "masks of the two dropouts"
+EMBEDDING, HEAD, UNKNOWN = "embedding: ids, dropout's mask", "head: its two gradients", "unexplained"
+
+# (modules, operation, place in its results) to term; None: any place.
+_TERMS: Mapping[tuple[str, str, int | None], str] = {
+    ("Block", "add", 0): RESIDUAL,
+    ("Embedding", "mul", 0): RESIDUAL,
+    ("Embedding", "native_dropout", 0): RESIDUAL,
+    ("Embedding", "add", 0): RESIDUAL,
+    ("Block/LayerNorm", "native_layer_norm", 0): NORMED,
+    ("Block/LayerNorm", "native_layer_norm", None): STATISTICS,
+    ("LayerNorm", "native_layer_norm", None): STATISTICS,
+    ("Block/Attention/ColumnParallelLinear", "addmm", 0): CORE,
+    ("Block/Attention", "clone", 0): CORE,
+    ("Block/Attention", "_scaled_dot_product_flash_attention", 0): CORE,
+    ("Block/Attention", "_scaled_dot_product_flash_attention", None): CORE_EXTRA,
+    ("Block/Attention", "_scaled_dot_product_flash_attention_for_cpu", 0): CORE,
+    ("Block/Attention", "_scaled_dot_product_flash_attention_for_cpu", None): CORE_EXTRA,
+    ("Block/Attention", "triu", 0): CORE_EXTRA,
+    ("Block/Attention", "_softmax", 0): SOFTMAX,
+    ("Block/Attention", "_safe_softmax", 0): SOFTMAX,
+    ("Block/Attention", "native_dropout", 1): SOFTMAX_MASK,
+    ("Block/Attention", "empty_like", 0): SOFTMAX_MASK,
+    ("Block/Attention", "native_dropout", 0): DROPPED,
+    ("Block/Attention", "mul", 0): DROPPED,
+    ("Block/FeedForward/ColumnParallelLinear", "addmm", 0): GELU_IN,
+    ("Block/FeedForward", "gelu", 0): GELU_OUT,
+    ("Block", "native_dropout", 1): MASKS,
+    ("Block", "empty_like", 0): MASKS,
+    ("Embedding/VocabParallelEmbedding", "clamp", 0): EMBEDDING,
+    ("Embedding/VocabParallelEmbedding", "bitwise_or", 0): EMBEDDING,
+    ("Embedding", "native_dropout", 1): EMBEDDING,
+    ("Embedding", "empty_like", 0): EMBEDDING,
+    ("TiedHead", "zeros", 0): HEAD,
+    ("TiedHead", "empty_like", 0): HEAD,
+    ("", "mul", 0): HEAD,  # the loss, scaled
+}
+
+
+def by_term(survivors: Mapping[Birth, int]) -> dict[str, int]:
+    terms: Counter[str] = Counter()
+    for birth, nbytes in survivors.items():
+        name = _TERMS.get(birth) or _TERMS.get((birth.modules, birth.operation, None))
+        terms[name or f"{UNKNOWN}: {birth.modules} {birth.operation} {birth.place}"] += nbytes
+    return dict(terms)
+
+
+def kernels(which: Kernels) -> Any:
+    """A context in which the model has another device's dropout and attention core."""
+    if which in ("CPU's flash", "CPU's math"):
+        return ExitStack()
+    core = _unfused if which == "unfused" else _flash
+    return mock.patch.multiple(F, dropout=_dropout, scaled_dot_product_attention=core)
+
+
+def _dropout(x: Tensor, p: float, training: bool) -> Tensor:
+    return torch.native_dropout(x, p, training)[0] if p > 0 and training else x
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, *, dropout_p: float, is_causal: bool) -> Tensor:
+    mixed: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal)[0]
+    return mixed
+
+
+def _unfused(query: Tensor, key: Tensor, value: Tensor, *, dropout_p: float, is_causal: bool) -> Tensor:
+    """[b, n, s, d] three times to [b, n, s, d]."""
+    assert is_causal
+    scores = torch.matmul(query * query.shape[-1] ** -0.5, key.transpose(-1, -2))  # [b, n, s, s]
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    probabilities = torch.softmax(scores.masked_fill_(future, -torch.inf), dim=-1)
+    return torch.matmul(_dropout(probabilities, dropout_p, training=True), value)
+
+
+def by_formula(case: Case) -> int:
+    """What the layers leave by the formula of the case's recomputation, with tensor parallelism but no other kind."""
+    sbh, t, kind = case.sbh, case.tp, case.activations.get("recompute_granularity", "none")
+    if kind == "full":
+        return 2 * sbh * case.num_layers // (t if case.activations.get("partition_activations") else 1)
+    has_matrices = kind == "none" and case.kernels in ("unfused", "CPU's math")
+    matrices = 5 * case.assb // t if has_matrices else 0
+    return (10 * sbh + 24 * sbh // t + matrices) * case.num_layers
+
+
+def formula_terms(case: Case) -> dict[str, int]:
+    """The formula of a layer that recomputes nothing, without tensor parallelism, for all layers."""
+    sbh, assb = case.sbh * case.num_layers, case.assb * case.num_layers
+    return {
+        RESIDUAL: 4 * sbh,
+        NORMED: 4 * sbh,
+        CORE: 8 * sbh,
+        SOFTMAX: 2 * assb,
+        SOFTMAX_MASK: assb,
+        DROPPED: 2 * assb,
+        MASKS: 2 * sbh,
+        GELU_IN: 8 * sbh,
+        GELU_OUT: 8 * sbh,
+    }
+
+
+WHY = {
+    RESIDUAL: "2 sbh once more: the last norm's",
+    NORMED: "",
+    STATISTICS: "not in the formula; 8 bs a layer here (fp16), 16 bs on a GPU (float32)",
+    CORE: "CPU's math copies Q, K and V to float32: 12 + 2 sbh a layer for 8",
+    SOFTMAX: "float32 in CPU's math: 4 assb a layer for 2",
+    SOFTMAX_MASK: "CPU's math: a mask of float32, 4 assb a layer for 1",
+    DROPPED: "CPU's math: float32, 4 assb a layer for 2",
+    CORE_EXTRA: "not in the formula; flash: 4 abs a layer; unfused: ss",
+    MASKS: "a CPU's masks are of the activation's dtype: 4 sbh a layer for 2",
+    GELU_IN: "",
+    GELU_OUT: "",
+    EMBEDDING: "outside of the layers",
+    HEAD: "outside of the layers: made in forward; 2 sbh, and the word matrix's in float32",
+}
+
+PAPER_GPT2 = Case(48, 1600, 25)
+PAPER_100B = Case(125, 8192, 64, tp=16, dp=25)
+PA = {"recompute_granularity": "full", "partition_activations": True}
+
+
+def cases_of_gpt2(layers: int) -> list[Case]:
+    base = replace(PAPER_GPT2, num_layers=layers)
+    selective, full = ({"recompute_granularity": kind} for kind in ("selective", "full"))
+    return [
+        replace(base, kernels="unfused"),
+        replace(base, kernels="GPU's flash"),
+        replace(base, kernels="CPU's flash"),
+        replace(base, kernels="CPU's math"),
+        replace(base, kernels="unfused", num_attention_heads=16),
+        replace(base, kernels="GPU's flash", dropout=0.0),
+        replace(base, kernels="unfused", precision="bf16"),
+        replace(base, kernels="unfused", activations=selective),
+        replace(base, kernels="CPU's math", activations=selective),
+        replace(base, kernels="unfused", activations=full),
+        replace(base, kernels="GPU's flash", activations=full),
+        replace(base, kernels="CPU's flash", activations=full),
+    ]
+
+
+def cases_of_100b(layers: int) -> list[tuple[str, Case]]:
+    base = replace(PAPER_100B, num_layers=layers)
+    on_host = {**PA, "checkpoint_in_cpu": True}
+    arena = {"contiguous_checkpointing": True}
+    return [
+        ("nothing recomputed, unfused", replace(base, kernels="unfused")),
+        ("checkpoints whole", replace(base, activations={"recompute_granularity": "full"})),
+        ("Pa", replace(base, activations=PA)),
+        ("Pa, in one arena", replace(base, activations={**PA, **arena})),
+        ("Pa+cpu", replace(base, activations=on_host)),
+        ("Pa+cpu, in one arena", replace(base, activations={**on_host, **arena})),
+    ]
+
+
+Run = Callable[[Case], Seen]
+
+
+def report_gpt2(layers: int, run: Run) -> list[str]:
+    cases = cases_of_gpt2(layers)
+    seen = {index: run(case) for index, case in enumerate(cases)}
+    rows = []
+    for index, case in enumerate(cases):
+        figures = seen[index]
+        ends = sum(nbytes for name, nbytes in figures.terms.items() if name in (EMBEDDING, HEAD))
+        what = case.activations.get("recompute_granularity", "none")
+        notes = [f"{case.num_attention_heads} heads" if case.num_attention_heads != 25 else ""]
+        notes += ["no dropout" if not case.dropout else "", case.precision if case.precision != "fp16" else ""]
+        name = ", ".join([case.kernels, *filter(None, notes)])
+        at_peak = f"{gb(figures.left_at_peak)} + {gb(figures.at_peak['temporary'])}"
+        rows.append(
+            [name, what, by_formula(case), figures.checkpoints, figures.activations, figures.left, ends, at_peak]
+        )
+    title = ["kernels", "recomputed", "formula, bytes", "checkpoints, bytes", "activations, bytes", "left, bytes"]
+    sbh, paper = cases[0].sbh * layers, 12 * cases[0].sbh * layers * 2
+    return [
+        f"## GPT-2 1.5B ({layers} x 1600, 25 heads, sequence 1024, batch 32, MP 1)",
+        "",
+        f'sbh = {cases[0].sbh} elements a layer, {sbh} in all. The paper\'s "12 x hidden x batch x sequence x layers"'
+        f" elements of fp16 are {paper} bytes = {gb(paper)} GB (its 60 GB); checkpoints by 2 sbh are {2 * sbh} bytes"
+        f' = {gb(2 * sbh)} GB (its "about 8 GB"). *Ends*: embedding and head, part of what is left. *At the peak*: GB'
+        " of activations and checkpoints + temporaries when most was alive.",
+        "",
+        *table([*title, "ends", "at the peak"], rows),
+        "",
+        "Term by term, GB, nothing recomputed:",
+        "",
+        *report_terms(cases[:4], [seen[index] for index in range(4)]),
+    ]
+
+
+def report_terms(cases: list[Case], seen: list[Seen]) -> list[str]:
+    formula = formula_terms(cases[0])
+    names = [*WHY, *sorted({name for figures in seen for name in figures.terms} - set(WHY))]
+    columns = [formula, *(figures.terms for figures in seen)]
+    rows = [[name, *(gb(column.get(name, 0)) for column in columns), WHY.get(name, "")] for name in names]
+    rows.append(["sum", *(gb(sum(column.values())) for column in columns), "of dry runs: the ledger's figure"])
+    return table(["term", "formula", *(case.kernels for case in cases), "where they differ"], rows)
+
+
+def report_100b(layers: int, run: Run) -> list[str]:
+    rows: list[list[Any]] = []
+    for name, case in cases_of_100b(layers):
+        figures = run(case)
+        rows.append(
+            [name, by_formula(case), figures.left, figures.checkpoints, figures.most_checkpoints, figures.on_host]
+        )
+    case = replace(PAPER_100B, num_layers=layers)
+    one = 2 * case.sbh
+    title = ["", "formula, bytes", "left, bytes", "checkpoints, bytes", "most checkpoints", "host memory"]
+    return [
+        f"## 100B ({layers} x 8192, 64 heads, sequence 1024, batch 32, MP 16)",
+        "",
+        f"A checkpoint is {one} bytes, a slice {one // case.tp}, three slices {3 * one // case.tp}. The paper's 33 GB and"
+        f" 2 GB with Pa count one byte an element: {layers * case.sbh} and {layers * case.sbh // case.tp}.",
+        "",
+        *table(title, rows),
+    ]
+
+
+def gb(nbytes: int) -> str:
+    return f"{nbytes / GB:.3f}"
+
+
+def table(title: list[str], rows: list[list[Any]]) -> list[str]:
+    lines = ["| " + " | ".join(title) + " |", "|" + "---|" * len(title)]
+    return lines + ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
+
+
+def timed(case: Case) -> Seen:
+    start = time.perf_counter()
+    seen = dry_run(case)
+    unknown = sorted(name for name in seen.terms if name.startswith(UNKNOWN))
+    print(f"{time.perf_counter() - start:6.1f} s  {case}", *unknown, file=sys.stderr, sep="\n  ", flush=True)
+    return seen
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="a Markdown file to be written too")
+    parser.add_argument("--divide-layers", type=int, default=1, help="a quicker look: so many times fewer layers")
+    options = parser.parse_args()
+    lines = [
+        "# Activation bytes by dry run",
+        "",
+        f"{datetime.date.today()}; `python benchmarks/activation_bytes.py`, torch {torch.__version__}; fake tensors, one"
+        " rank, no machine's load in any figure. 1 GB = 1e9 bytes.",
+        "",
+        *report_gpt2(PAPER_GPT2.num_layers // options.divide_layers, timed),
+        "",
+        *report_100b(PAPER_100B.num_layers // options.divide_layers, timed),
+    ]
+    text = "\n".join(lines) + "\n"
+    print(text, end="")
+    if options.output:
+        options.output.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

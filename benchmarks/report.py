@@ -1,0 +1,71 @@
+"""What a benchmark prints and keeps: one Markdown page, with how it came about on top."""
+
+import argparse
+import datetime
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+MIB = 1 << 20
+
+
+class HelpFormat(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """The module's text as it stands, and every option's default."""
+
+
+def argument_parser(description: str | None) -> argparse.ArgumentParser:
+    """With the options that every benchmark of several jobs has."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=HelpFormat)
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where processes compute")
+    parser.add_argument("--output", type=Path, help="file for the page, which is printed in any case")
+    return parser
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def heading(title: str, device: str) -> str:
+    """Title, date, machine, versions and the command."""
+    on_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    place = torch.cuda.get_device_name() if on_cuda else f"CPU, {os.cpu_count()} cores, one thread a process"
+    today = datetime.date.today().isoformat()
+    return (
+        f"# {title}\n\n{today}; {platform.system()}, {place}, torch {torch.__version__}, fp32.\n\n`{command(sys.argv)}`"
+    )
+
+
+def command(argv: Sequence[str]) -> str:
+    """What to type to run it again, from the project's folder; where the page went doesn't matter."""
+    words, kept = iter(argv[1:]), []
+    for word in words:
+        if word == "--output":
+            next(words, None)
+        elif not word.startswith("--output="):
+            kept.append(word)
+    return shlex.join(["python", f"benchmarks/{Path(argv[0]).name}", *kept])
+
+
+def mib(nbytes: float) -> str:
+    """Bytes as MiB, for a column that says so."""
+    return f"{nbytes / MIB:.2f}"
+
+
+def tell(line: str) -> None:
+    """How far it has come, for who waits."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def publish(parts: Iterable[str], output: Path | None) -> None:
+    """The page to stdout, and to the file if there is to be one."""
+    text = "\n\n".join(parts) + "\n"
+    print(text, end="")
+    if output is not None:
+        output.write_text(text, encoding="utf-8")

@@ -1,0 +1,77 @@
+"""What a model keeps of its forward, and what it computes again.
+
+*Full* recomputation cuts the layers into segments; of a recomputed segment only the input is kept, its *checkpoint*.
+*Selective* recomputation keeps everything but what the attention core makes.  The words are Megatron-LM's
+(Korthikanti et al., arXiv 2205.05198).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from megazero.activations.recompute import Recomputation
+
+Granularity = Literal["none", "selective", "full"]
+Method = Literal["uniform", "block"]
+
+LOGITS_CHUNK_BYTES = 1 << 26
+
+
+class Segment(NamedTuple):
+    """Layers [start, stop), which run together."""
+
+    start: int
+    stop: int
+    is_recomputed: bool
+
+
+@dataclass(frozen=True)
+class ActivationPlan:
+    """The choices of one model, and who carries them out.
+
+    recomputation: runs what is recomputed; None where nothing is.
+    method, num_layers: "uniform" recomputes all layers, in segments of num_layers; "block" the first num_layers, each
+    on its own.
+    logits_chunk_bytes: the largest piece of the logits that exists at once, in bytes of the loss's dtype.
+    """
+
+    granularity: Granularity = "none"
+    recomputation: Recomputation | None = None
+    method: Method = "uniform"
+    num_layers: int = 1
+    logits_chunk_bytes: int = LOGITS_CHUNK_BYTES
+
+    @property
+    def core(self) -> Recomputation | None:
+        """Who recomputes the attention core, if it is recomputed on its own."""
+        return self.recomputation if self.granularity == "selective" else None
+
+    def carried_out_by(self, recomputation: Recomputation) -> "ActivationPlan":
+        """The same choices with somebody to carry them out."""
+        return replace(self, recomputation=recomputation)
+
+    def num_checkpoints(self, total: int) -> int:
+        """Checkpoints that a forward of `total` layers leaves."""
+        return sum(segment.is_recomputed for segment in self.segments(total))
+
+    def segments(self, total: int) -> tuple[Segment, ...]:
+        """How `total` layers run."""
+        if self.granularity != "full":
+            return (Segment(0, total, is_recomputed=False),)
+        return tuple(_uniform(total, self.num_layers) if self.method == "uniform" else _block(total, self.num_layers))
+
+
+def _uniform(total: int, length: int) -> Iterator[Segment]:
+    for start in range(0, total, length):
+        yield Segment(start, min(start + length, total), is_recomputed=True)
+
+
+def _block(total: int, number: int) -> Iterator[Segment]:
+    number = min(number, total)
+    for layer in range(number):
+        yield Segment(layer, layer + 1, is_recomputed=True)
+    if number < total:
+        yield Segment(number, total, is_recomputed=False)
+
+
+KEEP_ALL = ActivationPlan()

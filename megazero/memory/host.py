@@ -1,0 +1,226 @@
+"""Host memory for tensors that leave the device for a while (Pa+cpu, paper section 6.1).
+
+A *host tensor* is a dense device tensor on its way to host memory, there, or on its way back.  Its *buffer* comes from
+a pool by byte size, because pinning memory is slow, and goes back there when the tensor is released.
+
+On CUDA all copies run on one stream of their own, beside the computation and one after the other; so a buffer is not
+written again before what it held has been read.  The current stream waits where the result matters:
+
+    store(x) ---- copy out ---->  sent()  : x may be overwritten      prefetch() ---- copy in ---->  load() : to be read
+
+Device memory belongs to the current stream on both ways, and a source is kept until `sent`, so nothing is given out
+again while a copy is using it.  On a CPU the same calls make the same copies at once.  The CUDA path is written and
+has never been run on a GPU.
+"""
+
+import statistics
+import time
+from collections import defaultdict
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megazero.memory.ledger_interface import AnyLedger, NullLedger
+
+_REPETITIONS = 5
+
+
+class _Arrival(Protocol):
+    """A copy that may still be running."""
+
+    def wait(self) -> None:
+        """Let what is queued from here on run after it."""
+
+
+class _CopyStream(Protocol):
+    """Where copies run."""
+
+    def beside(self) -> AbstractContextManager[object]:
+        """What is queued inside runs after what has been queued so far, beside what follows."""
+
+    def mark(self) -> _Arrival:
+        """The end of what has been queued; to be called inside of `beside`."""
+
+
+class _AtOnce:
+    """No stream: a copy has been made when the call returns."""
+
+    def beside(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def mark(self) -> _Arrival:
+        return self
+
+    def wait(self) -> None:
+        return None
+
+
+class _CudaStream:
+    """A stream beside the current one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def beside(self) -> AbstractContextManager[object]:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        context: AbstractContextManager[object] = torch.cuda.stream(self._stream)
+        return context
+
+    def mark(self) -> _Arrival:
+        return _CudaArrival(self._stream.record_event(), self._device)
+
+
+class _CudaArrival:
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+        self._event = event
+        self._device = device
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+
+class HostMemory:
+    """Buffers in host memory for tensors of `device`, and copies there and back.
+
+    buffer_bytes: what the pool holds, in use or not.  live_bytes, peak_bytes: in use, now and at most.
+    sent_bytes, fetched_bytes: what has gone to the host and come back since the beginning.
+    """
+
+    def __init__(self, device: torch.device, *, ledger: AnyLedger | None = None) -> None:
+        self._on_cuda = device.type == "cuda"
+        self._stream: _CopyStream = _CudaStream(device) if self._on_cuda else _AtOnce()
+        self._ledger = ledger or NullLedger()
+        self._device = device
+        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self.buffer_bytes = 0
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.sent_bytes = 0
+        self.fetched_bytes = 0
+
+    def store(self, tensor: Tensor) -> "HostTensor":
+        """Begin to copy a dense tensor of the device to the host; doesn't wait."""
+        assert tensor.is_contiguous() and tensor.device == self._device, (
+            f"a dense tensor on {self._device} is stored, not strides {tensor.stride()} on {tensor.device}"
+        )
+        tensor = tensor.detach()
+        buffer = self._take(tensor.nbytes)
+        with self._stream.beside():
+            buffer.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
+            arrival = self._stream.mark()
+        self.sent_bytes += tensor.nbytes
+        return HostTensor(self, buffer, tensor, arrival)
+
+    def room(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """New device memory to come back to."""
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def fetch(self, buffer: Tensor, copy: Tensor) -> tuple[Tensor, _Arrival]:
+        """Begin to copy a buffer into `copy`, on the device."""
+        assert copy.nbytes == buffer.nbytes, f"{buffer.nbytes} bytes don't come back into {copy.nbytes}"
+        with self._stream.beside():
+            copy.copy_(buffer.view(copy.dtype).view(copy.shape), non_blocking=True)
+            arrival = self._stream.mark()
+        self.fetched_bytes += copy.nbytes
+        return copy, arrival
+
+    def take_back(self, buffer: Tensor) -> None:
+        self._free[buffer.nbytes].append(buffer)
+        self.live_bytes -= buffer.nbytes
+
+    def _take(self, nbytes: int) -> Tensor:
+        free = self._free[nbytes]
+        buffer = free.pop() if free else self._new_buffer(nbytes)
+        self.live_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        return buffer
+
+    def _new_buffer(self, nbytes: int) -> Tensor:
+        self.buffer_bytes += nbytes
+        if self._on_cuda:
+            buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            self._ledger.elsewhere(buffer)
+            return buffer
+        # On a CPU a ledger takes it for device memory until it is told, so it is told while there is nothing to count.
+        buffer = torch.empty(0, dtype=torch.uint8)
+        self._ledger.elsewhere(buffer)
+        return buffer.resize_(nbytes)
+
+
+class HostTensor:
+    """One tensor on the host; made by `HostMemory.store`, given back once by `release`."""
+
+    def __init__(self, memory: HostMemory, buffer: Tensor, source: Tensor, sent: _Arrival) -> None:
+        self._memory = memory
+        self._buffer: Tensor | None = buffer
+        self._shape = source.shape
+        self.dtype = source.dtype
+        self.numel = source.numel()
+        self._source: Tensor | None = source
+        self._sent = sent
+        self._fetched: tuple[Tensor, _Arrival] | None = None
+        self.nbytes = buffer.nbytes
+
+    def sent(self) -> None:
+        """From here on the source's memory may be overwritten or freed; until then it is kept."""
+        if self._source is not None:
+            self._sent.wait()
+            self._source = None
+
+    def prefetch(self, into: Tensor | None = None) -> None:
+        """Begin the way back, if it hasn't begun: into device memory that is given (as many elements), or new."""
+        assert self._buffer is not None, "a host tensor that was released doesn't come back"
+        if self._fetched is None:
+            room = self._memory.room(self._shape, self.dtype) if into is None else into.view(self._shape)
+            self._fetched = self._memory.fetch(self._buffer, room)
+
+    def load(self) -> Tensor:
+        """The tensor on the device again, to be read by what is queued from here on; one tensor until `let_go`."""
+        self.prefetch()
+        assert self._fetched is not None
+        copy, arrival = self._fetched
+        arrival.wait()
+        return copy
+
+    def let_go(self) -> None:
+        """Let go of the device's copy, which lives on with whoever has loaded it; a later load brings another one."""
+        if self._fetched is not None:
+            # Nobody may have waited for it, and its memory must not be given out while it is being written.
+            self._fetched[1].wait()
+            self._fetched = None
+
+    def release(self) -> None:
+        """Give the buffer back and let go of the device's copy, once."""
+        assert self._buffer is not None, "a host tensor is released once"
+        self.sent()
+        self.let_go()
+        self._memory.take_back(self._buffer)
+        self._buffer = None
+
+
+def host_bandwidth(device: torch.device, nbytes: int) -> float:
+    """Bytes a second that go to the host and come back, each way counted: median of a few round trips of `nbytes`."""
+    memory = HostMemory(device)
+    tensor = torch.zeros(max(nbytes, 1), dtype=torch.uint8, device=device)
+    seconds = [_round_trip(memory, tensor) for _ in range(1 + _REPETITIONS)]
+    return 2 * tensor.nbytes / statistics.median(seconds[1:])  # the first one pins
+
+
+def _round_trip(memory: HostMemory, tensor: Tensor) -> float:
+    _finish(tensor.device)
+    start = time.perf_counter()
+    there = memory.store(tensor)
+    there.sent()
+    there.load()
+    _finish(tensor.device)
+    seconds = time.perf_counter() - start
+    there.release()
+    return seconds
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

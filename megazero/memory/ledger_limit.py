@@ -1,0 +1,50 @@
+"""A limit to what may be alive on a device, and what a user is told who exceeds it.  Pure.
+
+The limit speaks once a step: what still runs while its error ends the step (hooks, what is put away) goes unhindered.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from megazero.errors import MemoryLimitError, Problem
+from megazero.memory.ledger_figures import Category, Phase
+from megazero.units import format_bytes
+
+MIB = 1 << 20
+
+_WOULD_HELP = (
+    "a smaller --micro-batch-size, --recompute-granularity full, a higher --zero-stage or"
+    " --tensor-model-parallel-size, a higher --ledger-limit"
+)
+
+
+class MemoryLimit:
+    """At most `nbytes` bytes are alive; a ledger's changes are added up as they come."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._live = 0
+        self._num_added = 0
+        self._has_spoken = False
+
+    def start(self, live: int) -> None:
+        """A step begins with so many bytes alive, and without changes."""
+        self._live, self._num_added, self._has_spoken = live, 0, False
+
+    def is_newly_exceeded(self, changes: Sequence[tuple[int, object, int]]) -> bool:
+        """Whether the step's changes so far, bytes first, go beyond the limit, and it hasn't been said in this step."""
+        new = changes[self._num_added :]
+        self._num_added += len(new)
+        self._live += sum(change[0] for change in new)
+        exceeded = self._live > self.nbytes and not self._has_spoken
+        self._has_spoken = self._has_spoken or exceeded
+        return exceeded
+
+
+def limit_error(limit_bytes: int, live: Mapping[Category, int], during: Phase | None) -> MemoryLimitError:
+    """What to raise; live: bytes by category at this moment, during: the phase of the step, if it is in one."""
+    fullest = sorted(((nbytes, name) for name, nbytes in live.items() if nbytes), reverse=True)
+    parts = ", ".join(f"{name.replace('_', ' ')} {format_bytes(nbytes)}" for nbytes, name in fullest)
+    where = "" if during is None else f" in {during}"
+    given = f"{format_bytes(sum(live.values()))} alive{where}: {parts}"
+    rule = f"--ledger-limit {limit_bytes / MIB:.6g} (MiB) is the most that may be alive on a process's device"
+    return MemoryLimitError(Problem(given, rule, _WOULD_HELP))

@@ -1,0 +1,64 @@
+"""Settles which checkpoints are partitioned, and which go to the host, where the configuration says "auto".
+
+It comes after the checks and before the model is made: the ranks have met, so bandwidths can be measured, and volumes
+follow from the shapes (paper section 8).
+"""
+
+from dataclasses import replace
+
+import torch
+
+from megazero.activations.build import choices
+from megazero.activations.decision import CheckpointSizes
+from megazero.activations.settle import settle
+from megazero.comm.mesh import Mesh
+from megazero.config import derived
+from megazero.config.activations import ActivationConfig
+from megazero.config.run import RunConfig
+from megazero.model.gpt import GPT
+from megazero.tensor_parallel.layers import TensorParallel
+from megazero.tensor_parallel.random import RandomRegions
+from megazero.zero.plan import DTYPES, ZeroPlan, data_parallel_bytes, resolve
+
+
+def settle_activations(config: RunConfig, mesh: Mesh, *, vocab_size: int) -> tuple[ActivationConfig, tuple[str, ...]]:
+    """The section without "auto", and why it came out so, a line for each decision; a collective call."""
+    section = config.activations
+    if "auto" not in (section.partition_activations, section.checkpoint_in_cpu):
+        return section, ()
+    num_micro_batches = derived.num_micro_batches(config, mesh.topology.world_size)
+    plan = resolve(config.zero, config.precision)
+    numel = _numel_on_a_rank(config, mesh, vocab_size)
+    decision = settle(
+        mesh,
+        _checkpoints(config, plan),
+        num_micro_batches=num_micro_batches,
+        data_parallel_bytes=data_parallel_bytes(plan, numel, mesh.topology.dp, num_micro_batches),
+        partition=section.partition_activations,
+        in_cpu=section.checkpoint_in_cpu,
+    )
+    settled = replace(section, partition_activations=decision.partition, checkpoint_in_cpu=decision.in_cpu)
+    return settled, decision.reasons
+
+
+def _checkpoints(config: RunConfig, plan: ZeroPlan) -> CheckpointSizes:
+    return CheckpointSizes(
+        number=choices(config.activations).num_checkpoints(config.model.num_layers),
+        micro_batch_size=config.training.micro_batch_size,
+        seq_length=config.model.seq_length,
+        hidden_size=config.model.hidden_size,
+        itemsize=plan.parameter.itemsize,
+    )
+
+
+def _numel_on_a_rank(config: RunConfig, mesh: Mesh, vocab_size: int) -> int:
+    """Parameters of this rank, from a model without memory."""
+    random = RandomRegions(0, 0, torch.device("cpu"))
+    tp = TensorParallel(mesh.axis("tp"), random, DTYPES[config.precision.precision], torch.device("meta"))
+    padded = derived.padded_vocab_size(
+        vocab_size,
+        divisible_by=config.model.make_vocab_size_divisible_by,
+        tensor_parallel_size=mesh.topology.tp,
+    )
+    model = GPT(config.model, vocab_size=vocab_size, tp=tp, padded_vocab_size=padded)
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,23 @@
+"""What a run says of this rank's memory besides its model states: activations, buffers and arenas (ZeRO-R)."""
+
+from megazero.activations.build import describe
+from megazero.activations.recompute import Recomputation
+from megazero.config.activations import ActivationConfig
+from megazero.memory.fused_buffers import FusedBuffers
+from megazero.units import format_bytes
+from megazero.zero.engine import Engine
+
+
+def opening_line(config: ActivationConfig, num_layers: int, tensor_parallel_size: int, buffers: FusedBuffers) -> str:
+    """What has been chosen; buffers: the constant-size ones."""
+    return (
+        f"{describe(config, num_layers, tensor_parallel_size)} | logits in pieces of at most"
+        f" {format_bytes(config.logits_chunk_bytes)} | constant-size buffers of {format_bytes(buffers.buffer_bytes)}"
+    )
+
+
+def closing_lines(engine: Engine, recomputation: Recomputation | None) -> list[str]:
+    """What came of it: statistics of arenas and of host memory."""
+    lines = [f"gradient arena, {name}: {figures.describe()}" for name, figures in engine.gradient_arenas.items()]
+    places = None if recomputation is None else recomputation.checkpoints.places
+    return lines if places is None else [*lines, *places.describe()]

@@ -1,0 +1,205 @@
+"""Places: what is put comes back, wherever it has been, and every byte of room is given back."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.recomputing import CPU, places_of
+from torch import Tensor
+
+from megazero.activations.places import InArena, OnDevice, OnHost, Place, Places
+from megazero.memory.host import HostMemory
+from megazero.memory.ledger import Ledger
+from megazero.memory.ledger_interface import NullLedger
+
+KINDS: dict[str, Callable[[], Places]] = {
+    "on the device": lambda: OnDevice(CPU, ledger=NullLedger()),
+    **{keeping: lambda keeping=keeping: places_of(keeping) for keeping in ("arena", "small arena")},  # type: ignore[dict-item, misc]
+    "unknown number": lambda: InArena(None, CPU, ledger=NullLedger()),
+    **{keeping: lambda keeping=keeping: places_of(keeping) for keeping in ("host", "host and arena")},  # type: ignore[dict-item, misc]
+}
+
+
+def source(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randint(0, 100, (numel,)).to(dtype)
+
+
+def arena_of(places: Places) -> InArena | None:
+    places = places.rooms if isinstance(places, OnHost) else places
+    return places if isinstance(places, InArena) else None
+
+
+def live_bytes(places: Places) -> int:
+    """In arena and host buffers."""
+    arena = arena_of(places)
+    in_arena = 0 if arena is None or arena.arena is None else arena.arena.statistics.live_bytes
+    return in_arena + (places.host.live_bytes if isinstance(places, OnHost) else 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copy_comes_back_as_it_was(kind: str, dtype: torch.dtype) -> None:
+    places = KINDS[kind]()
+    for _ in range(2):
+        places.begin_pass()
+        given = [source(numel, dtype) for numel in (7, 7, 1, 3)]
+        expected = [tensor.clone() for tensor in given]
+        kept = [places.put(tensor) for tensor in given]
+        for place, tensor in zip(kept, given, strict=True):
+            place.leave()
+            tensor.fill_(-1)
+        kept[1].fetch()
+        for place, values in zip(kept, expected, strict=True):
+            assert place.tensor().shape == values.shape and torch.equal(place.tensor(), values)
+            place.read()
+            assert torch.equal(place.tensor(), values), "it may be read again"
+        for place in kept:
+            place.release()
+        assert live_bytes(places) == 0
+
+
+ACTIONS = st.lists(st.tuples(st.sampled_from(["put", "put", "fetch", "hold", "read", "release"]), st.integers(0, 30)))
+
+
+@given(st.sampled_from(list(KINDS)), ACTIONS)
+def test_any_history(kind: str, actions: list[tuple[str, int]]) -> None:
+    """What is held stays where it is; everything else may move."""
+    places = KINDS[kind]()
+    live: list[tuple[Place, Tensor]] = []
+    held: dict[Place, Tensor] = {}
+    for action, which in actions:
+        if action == "put":
+            if which % 7 == 0:
+                places.begin_pass()
+            tensor = source(which + 1)
+            live.append((places.put(tensor), tensor.clone()))
+            live[-1][0].leave()
+            tensor.zero_()
+        elif live:
+            place, values = live[which % len(live)]
+            if action == "fetch":
+                place.fetch()
+            elif action == "hold":
+                held[place] = place.tensor().view(-1)
+            elif action == "read":
+                held.pop(place, None)
+                place.read()
+            else:
+                held.pop(place, None)
+                place.release()
+                live.pop(which % len(live))
+        for place, values in live:
+            assert place not in held or torch.equal(held[place], values)
+    for place, values in live:
+        assert torch.equal(place.tensor(), values)
+        place.release()
+    assert live_bytes(places) == 0
+
+
+def test_an_arena_has_room_for_so_many_of_the_first_one() -> None:
+    places = InArena(3, CPU, ledger=NullLedger())
+    assert places.arena is None and places.describe() == ()
+    kept = [places.put(source(5)) for _ in range(3)]  # 20 bytes each, in units of 64
+    assert places.arena is not None and places.arena.statistics.capacity_bytes == 3 * 64
+    assert all(places.arena.holds(place.tensor()) for place in kept) and places.num_outside == 0
+    more = places.put(source(5))
+    assert not places.arena.holds(more.tensor()) and places.num_outside == 1
+    assert "1 checkpoints outside" in places.describe()[0]
+    kept[1].release()
+    assert places.arena.holds(places.put(source(16)).tensor()) and places.num_outside == 1
+    assert not places.arena.holds(places.put(source(17)).tensor()) and places.num_outside == 2
+
+
+def test_an_arena_of_an_unknown_number_is_as_large_as_the_first_pass() -> None:
+    places = InArena(None, CPU, ledger=NullLedger())
+    places.begin_pass()
+    first = [places.put(source(numel)) for numel in (5, 40)]  # 64 and 192 bytes
+    assert places.arena is None and places.num_outside == 0
+    places.begin_pass()
+    assert places.arena is not None and places.arena.statistics.capacity_bytes == 256
+    made = places.arena
+    second = [places.put(source(numel)) for numel in (5, 40, 1)]
+    assert [made.holds(place.tensor()) for place in second] == [True, True, False] and places.num_outside == 1
+    places.begin_pass()
+    assert places.arena is made
+    for place in (*first, *second):
+        place.release()
+    assert made.statistics.live_bytes == 0
+
+
+def test_a_gap_is_closed_around_what_is_not_being_read() -> None:
+    places = InArena(4, CPU, ledger=NullLedger())
+    values = [source(16) for _ in range(4)]
+    kept = [places.put(tensor) for tensor in values]
+    kept[0].release()
+    kept[2].release()
+    held = kept[3].tensor()
+    large = places.put(source(32))  # the second one moves down, the fourth must not
+    assert places.arena is not None and places.arena.statistics.num_compactions == 1 and places.num_outside == 0
+    assert torch.equal(kept[1].tensor(), values[1]) and torch.equal(held, values[3])
+    large.release()
+    kept[1].read()
+    kept[3].read()
+    kept[1].release()
+    places.put(source(16))
+    places.put(source(16))
+    assert torch.equal(kept[3].tensor(), values[3])
+
+
+def test_what_is_being_read_does_not_move() -> None:
+    """The only way to make room would be over it, so the newcomer goes outside."""
+    places = InArena(3, CPU, ledger=NullLedger())
+    kept = [places.put(source(16)) for _ in range(3)]
+    held = kept[1].tensor()
+    address, values = held.data_ptr(), held.clone()
+    kept[0].release()
+    kept[2].release()
+    large = places.put(source(32))
+    assert places.num_outside == 1 and held.data_ptr() == address and torch.equal(held, values)
+    large.release()
+    kept[1].read()
+    places.put(source(32))
+    assert places.num_outside == 1
+
+
+def test_on_the_host_rooms_are_there_from_fetch_to_read() -> None:
+    rooms = InArena(2, CPU, ledger=NullLedger())
+    places = OnHost(HostMemory(CPU), rooms)
+    kept = [places.put(source(16)) for _ in range(5)]
+    assert places.host.live_bytes == 5 * 64 and rooms.arena is None
+    for place in reversed(kept):
+        place.fetch()
+        place.fetch()
+        assert rooms.arena is not None and rooms.arena.statistics.live_bytes == 64
+        assert rooms.arena.holds(place.tensor())
+        place.read()
+        assert rooms.arena.statistics.live_bytes == 0
+    kept[0].fetch()
+    for place in kept:
+        place.release()
+    assert live_bytes(places) == 0 and rooms.num_outside == 0
+    assert places.host.sent_bytes == 5 * 64 and places.host.fetched_bytes == 6 * 64
+    assert places.describe()[0].startswith("checkpoints in host memory: at most 320")
+
+
+@pytest.mark.parametrize(
+    ("kind", "kept", "fetched"),
+    [("on the device", 3 * 28, 3 * 28), ("arena", 8 * 64, 8 * 64), ("host", 0, 28), ("host and arena", 0, 3 * 64)],
+)
+def test_a_ledger_counts_what_is_on_the_device(kind: str, kept: int, fetched: int) -> None:
+    """28 bytes at a time, or the whole arena."""
+    with Ledger(CPU) as ledger:
+        places = OnDevice(CPU, ledger=ledger) if kind == "on the device" else places_of(kind, ledger)
+        assert places is not None
+        all_places = [places.put(source(7)) for _ in range(3)]
+        for place in all_places:
+            place.leave()
+        assert ledger.live_bytes()["activation_checkpoints"] == kept
+        all_places[2].fetch()
+        assert ledger.live_bytes()["activation_checkpoints"] == fetched
+        for place in all_places:
+            place.release()
+        expected = {"arena": 8 * 64, "host and arena": 3 * 64}.get(kind, 0)
+        assert ledger.live_bytes()["activation_checkpoints"] == expected

@@ -1,0 +1,141 @@
+"""`megazero.recompute` in a user's model, under a configuration that says how its checkpoints are kept."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.processes import mesh_in_worker, run_ranks
+from torch import Tensor, nn
+
+import megazero
+from megazero.activations.places import InArena, OnHost
+from megazero.errors import ConfigError
+
+DEPTH, WIDTH, ROWS, STEPS = 4, 10, 7, 3
+
+
+class Trained(NamedTuple):
+    """What came of a run: losses, weights, and what the configuration has caused."""
+
+    losses: list[float]
+    weights: dict[str, Tensor]
+    sent_to_host: int
+    arena_bytes: int
+    tensor_parallel_bytes: int
+    timed: set[str]
+
+
+class Tower(nn.Module):
+    """Layers with dropout, a mask among the inputs, and one matrix that all of them use."""
+
+    def __init__(self, *, recomputes: bool) -> None:
+        super().__init__()
+        self.recomputes = recomputes
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
+        self.shared = nn.Parameter(torch.eye(WIDTH) / 2)
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        x = F.gelu(x @ self.shared)
+        for layer in self.layers:
+            x = megazero.recompute(self.step, layer, x, keep=keep) if self.recomputes else self.step(layer, x, keep)
+        return x.square().mean()
+
+    def step(self, layer: nn.Module, x: Tensor, keep: Tensor) -> Tensor:
+        inner = F.dropout(F.gelu(layer(x @ self.shared)), 0.2, self.training)
+        return x + inner.masked_fill(~keep, 0.0)
+
+
+def train(rank: int, layout: tuple[int, int], config: dict[str, Any], recomputes: bool) -> Trained:
+    tp, dp = layout
+    torch.manual_seed(3)
+    mesh = mesh_in_worker(rank, tp=tp, dp=dp)
+    model = Tower(recomputes=recomputes)
+    engine = megazero.initialize(model, config, mesh=mesh)
+    generator = torch.Generator().manual_seed(5)
+    losses = []
+    for step in range(STEPS):
+        x = torch.randn(2 * ROWS, WIDTH, generator=generator).chunk(dp)[mesh.coordinate("dp")]
+        torch.manual_seed(100 + step)
+        loss = engine(x, (x[:, :1] > -1.0).clone())
+        engine.backward(loss)
+        mesh_bytes = mesh.meter.bytes_by_axis().get("tp", {}).get("all_gather", 0)
+        engine.step()
+        losses.append(loss.item())
+    with megazero.zero.GatheredParameters(model):
+        weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    places = engine._recomputation.checkpoints.places
+    rooms = places.rooms if isinstance(places, OnHost) else places
+    timed = set(engine.take_checkpoint_seconds())
+    engine.close()
+    return Trained(
+        losses,
+        weights,
+        sent_to_host=places.host.sent_bytes if isinstance(places, OnHost) else 0,
+        arena_bytes=rooms.arena.statistics.capacity_bytes if isinstance(rooms, InArena) and rooms.arena else 0,
+        tensor_parallel_bytes=mesh_bytes,
+        timed=timed,
+    )
+
+
+def own(stage: int, **activations: Any) -> dict[str, Any]:
+    return {"zero": {"zero_stage": stage}, "optimizer": {"type": "AdamW", "lr": 1e-2}, "activations": activations}
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    "activations",
+    [
+        {},
+        {"partition_activations": True},
+        {"checkpoint_in_cpu": True, "profile_backward": True},
+        {"partition_activations": True, "contiguous_checkpointing": True},
+        {"partition_activations": True, "contiguous_checkpointing": True, "checkpoint_in_cpu": True},
+    ],
+    ids=lambda settings: "-".join(settings) or "plain",
+)
+def test_the_same_bits_as_without(stage: int, activations: dict[str, Any]) -> None:
+    plain = run_ranks(4, train, (2, 2), own(stage), False)
+    found = run_ranks(4, train, (2, 2), own(stage, **activations), True)
+    for ours, theirs in zip(found, plain, strict=True):
+        assert ours.losses == theirs.losses
+        assert all(torch.equal(ours.weights[name], theirs.weights[name]) for name in theirs.weights)
+        assert ours.timed == (
+            {"checkpoint-forward", "checkpoint-recompute"} if "profile_backward" in activations else set()
+        )
+        assert (ours.sent_to_host > 0) == ("checkpoint_in_cpu" in activations)
+        assert (ours.arena_bytes > 0) == ("contiguous_checkpointing" in activations)
+        gathers = STEPS * DEPTH * (ROWS * WIDTH * 4 // 2) if "partition_activations" in activations else 0
+        assert ours.tensor_parallel_bytes == gathers
+        assert theirs.timed == set() and theirs.sent_to_host == theirs.tensor_parallel_bytes == 0
+
+
+@pytest.mark.gloo
+def test_deepspeed_names() -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 2},
+        "activation_checkpointing": {
+            "partition_activations": True,
+            "cpu_checkpointing": True,
+            "contiguous_memory_optimization": True,
+            "number_checkpoints": DEPTH,
+            "synchronize_checkpoint_boundary": True,
+            "profile": True,
+        },
+    }
+    found = run_ranks(2, train, (2, 1), config, True)[0]
+    plain = run_ranks(2, train, (2, 1), {**config, "activation_checkpointing": {}}, False)[0]
+    assert found.losses == plain.losses
+    assert found.sent_to_host == STEPS * DEPTH * 2 * ROWS * WIDTH * 4 // 2
+    assert found.arena_bytes > 0 and found.tensor_parallel_bytes > 0 and found.timed
+
+
+def test_auto_is_for_runs_whose_sizes_are_known() -> None:
+    with pytest.raises(ConfigError, match="known before the model runs"):
+        megazero.initialize(Tower(recomputes=True), own(1, partition_activations="auto"))
+    foreign = {"activation_checkpointing": {"cpu_checkpointing": "auto"}, "train_batch_size": 4}
+    with pytest.raises(ConfigError, match="known before the model runs"):
+        megazero.initialize(Tower(recomputes=True), foreign)

@@ -1,0 +1,157 @@
+"""Gradients live in arenas through real steps of every stage, in no more memory than the pool of buffers took."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from support.configs import make_run
+from support.processes import mesh_in_worker, run_ranks
+from support.training import SETTINGS
+from torch import Tensor
+
+from megazero.comm.interface import Work
+from megazero.comm.mesh import Mesh
+from megazero.data.loader import MicroBatch, StepBatch
+from megazero.memory.fused_buffers import FusedBuffers
+from megazero.train.build import Core, build_core, step_parts
+from megazero.train.step import StepControls, training_step
+
+STAGES = (0, 1, 2, 3)
+
+
+class Seen(NamedTuple):
+    """What one rank saw in two steps of two micro-batches each.
+
+    sent: for every tensor that was reduced, the arena it lay in ("kept", "buckets", or "").  kept: whether reduced
+    gradients, and `.grad` where it is set after backward, lie in the arena of kept ones.
+    """
+
+    sent: list[str]
+    kept: set[bool]
+    arenas: dict[str, tuple[int, int, int]]  # capacity, high water, failed requests
+    kept_bytes: int
+    pool_bytes: int
+    largest_bucket: int
+
+
+class Recording:
+    """A communicator that notes where what it reduces lies."""
+
+    def __init__(self, inner: Any, core: Core) -> None:
+        self._inner = inner
+        self._reducer = core.engine._reducer
+        self._kept = core.engine._shards.gradient_arena
+        self.sent: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        self._note(tensor)
+        return self._inner.all_reduce(tensor)
+
+    def reduce_scatter_into(self, output: Tensor, input: Tensor) -> Work:
+        self._note(input)
+        assert output.untyped_storage()._cdata == input.untyped_storage()._cdata
+        return self._inner.reduce_scatter_into(output, input)
+
+    def _note(self, tensor: Tensor) -> None:
+        arenas = {"kept": self._kept, "buckets": self._reducer.bucket_arena}
+        places = [name for name, arena in arenas.items() if arena is not None and arena.holds(tensor)]
+        self.sent.append("".join(places))
+
+
+@contextmanager
+def lending(mesh: Mesh, buffers: FusedBuffers) -> Iterator[None]:
+    """The mesh of all tests borrows for gloo's reductions from these buffers meanwhile."""
+    innermost: Any = mesh.axis("dp")
+    while hasattr(innermost, "_inner"):
+        innermost = innermost._inner
+    before = getattr(innermost, "_scratch", None)
+    innermost._scratch = buffers
+    yield
+    innermost._scratch = before
+
+
+def two_steps(rank: int, tp: int, dp: int, settings: dict[str, Any], pool_only: bool = False) -> Seen:
+    """pool_only: buckets are leased from the pool instead, as without an arena."""
+    changes = {**SETTINGS, "precision": "fp32", "mock_data": True, "tensor_model_parallel_size": tp, **settings}
+    config = make_run(**{**changes, "micro_batch_size": 2, "global_batch_size": 4 * dp})
+    mesh = mesh_in_worker(rank, tp=tp, dp=dp)
+    buffers = FusedBuffers(0, mesh.device)
+    core = build_core(config, mesh, buffers, vocab_size=257)
+    engine, reducer = core.engine, core.engine._reducer
+    recording = Recording(reducer._communicator, core)
+    reducer._communicator = recording  # type: ignore[assignment]
+    if pool_only:
+        reducer.scratch = reducer._store._buffers = buffers  # type: ignore[attr-defined]
+    parts = step_parts(config, core)
+    tokens = torch.arange(48).view(2, 24) % 257
+    batch = StepBatch(0, [MicroBatch(index, tokens, tokens, None) for index in range(2)])
+    with lending(mesh, buffers):
+        for _ in range(2):
+            training_step(parts, batch, StepControls(1e-3, 1.0))
+    shards = engine._shards
+    views = [shards.reduced_gradient(bucket, shards.owned(bucket)) for bucket in engine.layout.trainable_buckets]
+    views += [parameter.grad for parameter in core.model.parameters() if parameter.grad is not None]
+    kept = {shards.gradient_arena is not None and shards.gradient_arena.holds(view) for view in views}
+    arenas = {
+        name: (seen.capacity_bytes, seen.high_water_bytes, seen.failed_requests)
+        for name, seen in engine.gradient_arenas.items()
+    }
+    engine.close()
+    wire = engine.layout.max_bucket_numel * engine.plan.gradient_wire.itemsize
+    return Seen(recording.sent, kept, arenas, engine.model_state_bytes().gradients, buffers.total_bytes, wire)
+
+
+WIRES = [{"precision": "fp32"}, {"precision": "bf16", "communication_data_type": "fp32"}, {"precision": "bf16"}]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("settings", WIRES, ids=["fp32", "bf16-on-fp32-wire", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_gradient_and_every_bucket_lies_in_an_arena(stage: int, settings: dict[str, Any]) -> None:
+    for seen in run_ranks(2, two_steps, 1, 2, {"zero_stage": stage, **settings}):
+        leases = stage >= 2 or "communication_data_type" in settings
+        assert seen.sent and set(seen.sent) == {"buckets" if leases else "kept"}
+        assert seen.kept == {True}
+        assert seen.arenas["kept"] == (seen.kept_bytes, seen.kept_bytes, 0), "exactly as large as what is kept"
+        assert ("buckets" in seen.arenas) == leases
+        if leases:
+            capacity, most, fell_back = seen.arenas["buckets"]
+            assert fell_back == 0 and capacity == most
+            assert capacity % seen.largest_bucket == 0 and capacity <= 5 * seen.largest_bucket
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("tp", "dp", "settings"),
+    [
+        (1, 2, {}),
+        (1, 2, {"reduce_bucket_size": 500, "precision": "bf16", "communication_data_type": "fp32"}),
+        (1, 1, {"overlap_comm": False, "precision": "bf16"}),  # without gloo's own leases
+        (2, 2, {}),
+    ],
+    ids=["dp2", "dp2-small-buckets", "dp1-no-overlap", "tp2-dp2"],
+)
+def test_arenas_and_pool_are_no_larger_than_the_pool_alone(
+    stage: int, tp: int, dp: int, settings: dict[str, Any]
+) -> None:
+    changes = {"zero_stage": stage, **settings}
+    with_arena = run_ranks(tp * dp, two_steps, tp, dp, changes)
+    without = run_ranks(tp * dp, two_steps, tp, dp, changes, True)
+    for ours, plain in zip(with_arena, without, strict=True):
+        capacity, _, fell_back = ours.arenas.get("buckets", (0, 0, 0))
+        assert ours.pool_bytes + capacity <= plain.pool_bytes
+        assert fell_back == 0
+        assert set(plain.sent) != {"buckets"}
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", STAGES)
+def test_without_contiguous_gradients_there_is_no_arena(stage: int) -> None:
+    for seen in run_ranks(2, two_steps, 1, 2, {"zero_stage": stage, "contiguous_gradients": False}):
+        assert seen.arenas == {} and set(seen.sent) == {""} and seen.kept == {False}

@@ -1,0 +1,71 @@
+"""Recomputation, sliced checkpoints, checkpoints on the host and arenas change no bit of what is trained."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support.training import Cell, Outcome, train_cell
+
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"recompute_granularity": "selective"},
+    {"recompute_granularity": "full"},
+    {"recompute_granularity": "full", "recompute_num_layers": 2, "partition_activations": True},
+    {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
+    {"recompute_granularity": "full", "contiguous_checkpointing": True},
+    {"recompute_granularity": "full", "checkpoint_in_cpu": True},
+    {"recompute_granularity": "full", "partition_activations": True, "synchronize_each_layer": True},
+    {"recompute_granularity": "full", "partition_activations": True, "contiguous_checkpointing": True},
+    {"recompute_granularity": "full", "partition_activations": True, "checkpoint_in_cpu": True},
+    {
+        "recompute_granularity": "full",
+        "partition_activations": True,
+        "checkpoint_in_cpu": True,
+        "contiguous_checkpointing": True,
+        "profile_backward": True,
+    },
+)
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+# Layouts whose 4-process reductions are worth comparing, and one whose slices don't divide (36 samples' worth of 60).
+PLAIN = [
+    Cell(tp=tp, dp=dp, stage=stage, accumulation=accumulation, precision=precision, steps=3, settings=DROPOUT)
+    for stage, (tp, dp, accumulation) in enumerate(((2, 2, 2), (4, 1, 1), (2, 2, 1), (2, 2, 2)))
+    for precision in ("fp32", "bf16")
+]
+# Every option in every stage, and in both precisions.
+CELLS = [
+    (plain, option)
+    for plain in PLAIN
+    for index, option in enumerate(OPTIONS)
+    if (index + plain.stage) % 2 == (plain.precision == "bf16") or index == len(OPTIONS) - 1
+]
+
+
+@pytest.fixture(scope="module")
+def plain_outcomes(corpus: str) -> dict[str, list[Outcome]]:
+    """What the same layouts train without any of it."""
+    return {str(plain): train_cell(plain, corpus) for plain in PLAIN}
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("plain", "option"), CELLS, ids=str)
+def test_not_a_bit_changes(
+    plain: Cell, option: dict[str, Any], corpus: str, plain_outcomes: dict[str, list[Outcome]]
+) -> None:
+    expected = plain_outcomes[str(plain)]
+    found = train_cell(replace(plain, settings={**DROPOUT, **option}), corpus)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.losses == theirs.losses
+        assert ours.grad_norms == theirs.grad_norms
+    for kind in ("weight", "exp_avg", "exp_avg_sq"):
+        weights, references = found[0].full(found[1:], kind), expected[0].full(expected[1:], kind)
+        assert weights.keys() == references.keys()
+        for name, reference in references.items():
+            assert torch.equal(weights[name], reference), f"{kind} of {name}"
+
+
+@pytest.mark.gloo
+def test_dropout_is_on(corpus: str, plain_outcomes: dict[str, list[Outcome]]) -> None:
+    """Equal bits would mean little if nothing was random."""
+    still = train_cell(replace(PLAIN[0], settings={}), corpus)
+    assert still[0].losses != plain_outcomes[str(PLAIN[0])][0].losses

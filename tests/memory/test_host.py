@@ -1,0 +1,246 @@
+"""Host memory: what comes back, which buffers are used again, what is counted where; streams where there is a GPU."""
+
+import gc
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megazero.memory.host import HostMemory, HostTensor, host_bandwidth
+from megazero.memory.ledger import Ledger
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
+
+
+def random_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Any bit patterns, NaN among them (bools are 0 or 1)."""
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape).bool()
+    numel = torch.Size(shape).numel()
+    return torch.randint(0, 256, (numel * dtype.itemsize,), dtype=torch.uint8).view(dtype).view(shape)
+
+
+def bits(tensor: Tensor) -> list[int]:
+    return tensor.contiguous().view(-1).view(torch.uint8).tolist() if tensor.numel() else []
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (1, 13, 2), (0, 4)])
+def test_every_bit_comes_back(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    torch.manual_seed(3)
+    x = random_bytes(shape, dtype)
+    expected = bits(x)
+    stored = HostMemory(CPU).store(x)
+    stored.sent()
+    if dtype != torch.bool:
+        x.fill_(0)
+    back = stored.load()
+    assert (back.shape, back.dtype, back.device, bits(back)) == (shape, dtype, CPU, expected)
+    assert stored.nbytes == back.nbytes
+    stored.release()
+
+
+def test_a_copy_shares_nothing_with_its_source_or_its_buffer() -> None:
+    memory = HostMemory(CPU)
+    x = torch.arange(6.0)
+    first = memory.store(x)
+    x.fill_(-1)
+    loaded = first.load()
+    first.release()
+    second = memory.store(torch.zeros(6))  # into the same buffer
+    assert memory.buffer_bytes == 24
+    assert loaded.tolist() == [0, 1, 2, 3, 4, 5]
+    second.release()
+
+
+def test_what_autograd_knows_stays_behind() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    stored = HostMemory(CPU).store(weight * 2)
+    back = stored.load()
+    assert not back.requires_grad and back.grad_fn is None and back.tolist() == [2, 2, 2]
+
+
+def test_the_source_is_kept_until_it_was_sent() -> None:
+    with Ledger(CPU) as ledger:
+        memory = HostMemory(CPU, ledger=ledger)
+        x = torch.zeros(50)
+        stored = memory.store(x)
+        del x
+        assert sum(ledger.live_bytes().values()) == 200
+        stored.sent()
+        stored.sent()
+        assert sum(ledger.live_bytes().values()) == 0
+        again = memory.store(torch.zeros(50))
+        again.release()  # without anybody having asked whether it was sent
+        assert sum(ledger.live_bytes().values()) == 0
+
+
+def test_the_way_back_begins_once() -> None:
+    memory = HostMemory(CPU)
+    ahead, late = memory.store(torch.ones(4)), memory.store(torch.ones(4))
+    ahead.prefetch()
+    ahead.prefetch()
+    assert memory.fetched_bytes == 16
+    assert ahead.load() is ahead.load()
+    assert memory.fetched_bytes == 16
+    assert late.load().tolist() == [1, 1, 1, 1]  # nobody has prefetched it
+    assert memory.fetched_bytes == 32
+    never = memory.store(torch.ones(4))
+    never.prefetch()
+    never.release()
+
+
+def test_after_letting_go_another_load_brings_it_again() -> None:
+    with Ledger(CPU) as ledger:
+        memory = HostMemory(CPU, ledger=ledger)
+        stored = memory.store(torch.arange(3.0))
+        stored.sent()
+        mine = stored.load()
+        mine += 1
+        stored.let_go()
+        assert sum(ledger.live_bytes().values()) == 12  # mine
+        del mine
+        assert sum(ledger.live_bytes().values()) == 0
+        assert stored.load().tolist() == [0, 1, 2]
+        assert memory.fetched_bytes == 24
+        stored.release()
+        assert sum(ledger.live_bytes().values()) == 0
+
+
+def test_the_way_back_may_lead_into_memory_that_is_given() -> None:
+    memory = HostMemory(CPU)
+    arena = torch.zeros(10)
+    stored = memory.store(torch.arange(6.0).view(2, 3))
+    stored.prefetch(arena[2:8])
+    back = stored.load()
+    assert back.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert arena.tolist() == [0, 0, 0, 1, 2, 3, 4, 5, 0, 0]
+    assert back.untyped_storage().data_ptr() == arena.untyped_storage().data_ptr()
+    stored.let_go()
+    with pytest.raises(AssertionError, match="24 bytes don't come back into 48"):
+        stored.prefetch(torch.zeros(6, dtype=torch.float64))
+
+
+def test_buffers_are_used_again_by_size() -> None:
+    memory = HostMemory(CPU)
+    for dtype in (torch.float32, torch.int32, torch.uint8):
+        a, b = memory.store(torch.zeros(32 // dtype.itemsize, dtype=dtype)), memory.store(torch.zeros(5))
+        assert memory.live_bytes == 52
+        a.release()
+        b.release()
+    assert (memory.buffer_bytes, memory.live_bytes, memory.peak_bytes) == (52, 0, 52)
+    assert (memory.sent_bytes, memory.fetched_bytes) == (156, 0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), max_size=40))
+def test_any_history(moves: list[tuple[int, int]]) -> None:
+    """0 and 1 store so many floats, 2 loads, 3 releases one: contents and statistics are those of plain lists."""
+    memory = HostMemory(CPU)
+    held: list[tuple[HostTensor, list[float]]] = []
+    made: dict[int, int] = {}
+    peak = sent = 0
+    for move, number in moves:
+        if move < 2:
+            x = torch.rand(number)
+            held.append((memory.store(x), x.tolist()))
+            held[-1][0].sent()
+            sent += x.nbytes
+            in_use = sum(stored.nbytes == x.nbytes for stored, _ in held)
+            made[x.nbytes] = max(made.get(x.nbytes, 0), in_use)
+        elif held and move == 2:
+            stored, expected = held[number % len(held)]
+            assert stored.load().tolist() == expected
+        elif held:
+            held.pop(number % len(held))[0].release()
+        live = sum(stored.nbytes for stored, _ in held)
+        peak = max(peak, live)
+        assert (memory.live_bytes, memory.peak_bytes, memory.sent_bytes) == (live, peak, sent)
+        assert memory.buffer_bytes == sum(nbytes * count for nbytes, count in made.items())
+
+
+def test_a_host_tensor_is_released_once_and_then_gone() -> None:
+    stored = HostMemory(CPU).store(torch.zeros(2))
+    stored.release()
+    with pytest.raises(AssertionError, match="released once"):
+        stored.release()
+    for use in (stored.prefetch, stored.load):
+        with pytest.raises(AssertionError, match="doesn't come back"):
+            use()
+
+
+def test_only_dense_tensors_of_the_device_are_stored() -> None:
+    memory = HostMemory(CPU)
+    with pytest.raises(AssertionError, match=r"strides \(1, 3\)"):
+        memory.store(torch.zeros(2, 3).t())
+    with pytest.raises(AssertionError, match=r"not strides .* on meta"):
+        memory.store(torch.zeros(2, device="meta"))
+    assert memory.live_bytes == 0
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_a_ledger_counts_device_memory_alone(fake: bool) -> None:
+    """Also on a CPU, where both look alike; at no moment is a buffer on the device."""
+    mode = FakeTensorMode() if fake else torch.no_grad()
+    with mode, Ledger(CPU, limit_bytes=800) as ledger:
+        memory = HostMemory(CPU, ledger=ledger)
+        kept = []
+        for _ in range(5):
+            x = torch.zeros(100)
+            kept.append(memory.store(x))
+            kept[-1].sent()
+            del x
+        assert sum(ledger.live_bytes().values()) == 0
+        assert ledger.elsewhere_bytes() == memory.live_bytes == 2000
+        with ledger.category("activation_checkpoints"):
+            back = kept[2].load()
+        assert back.shape == (100,)
+        assert ledger.live_bytes()["activation_checkpoints"] == 400 == sum(ledger.live_bytes().values())
+        for stored in kept:
+            stored.release()
+        del back
+        step = ledger.take()
+    assert step.peak_bytes == 400
+    assert step.timeline.totals[-1] == 0
+    assert ledger.elsewhere_bytes() == memory.buffer_bytes == 2000  # the pool's
+    del memory, kept, stored
+    gc.collect()
+    assert ledger.elsewhere_bytes() == 0
+
+
+def test_bandwidth_is_that_of_copies() -> None:
+    """Within what any memory does: a plain copy and back takes no more than a hundred times as long, or as short."""
+    nbytes = 1 << 22
+    measured = host_bandwidth(CPU, nbytes)
+    assert 1e8 < measured < 1e13
+    assert host_bandwidth(CPU, 0) > 0
+
+
+@pytest.mark.cuda
+def test_streams_order_copies_and_computation() -> None:
+    """Sources are overwritten and copies read while the device is kept busy; a copy that is late is wrong."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    memory = HostMemory(device)
+    busy = torch.randn(2048, 2048, device=device)
+    for round_ in range(5):
+        held = []
+        for layer in range(4):
+            x = torch.full((1 << 22,), float(layer + round_), device=device)
+            held.append(memory.store(x))
+            busy @= busy
+            busy /= busy.norm()
+            held[-1].sent()
+            x.fill_(-1.0)
+            del x
+        for layer in reversed(range(4)):
+            if layer:
+                held[layer - 1].prefetch()
+            busy @= busy
+            busy /= busy.norm()
+            back = held[layer].load()
+            assert (back == layer + round_).all().item()
+            held[layer].release()
+    assert memory.buffer_bytes == memory.peak_bytes == 4 * (1 << 24)

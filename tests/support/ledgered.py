@@ -1,0 +1,88 @@
+"""One training step of a small GPT on real ranks, with a ledger: what it held, and what it sent."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from support.configs import make_run
+from support.processes import mesh_in_worker
+
+from megazero.activations.places import InArena, OnHost
+from megazero.data.loader import MicroBatch, StepBatch
+from megazero.memory.arena import Arena
+from megazero.memory.fused_buffers import FusedBuffers
+from megazero.memory.ledger import Ledger
+from megazero.train.build import Core, build_core, step_parts
+from megazero.train.step import StepControls, training_step
+
+BATCH, SEQUENCE, VOCABULARY = 2, 24, 257
+SETTINGS: dict[str, Any] = {
+    "num_layers": 3,
+    "hidden_size": 48,
+    "num_attention_heads": 12,
+    "seq_length": SEQUENCE,
+    "vocab_size": VOCABULARY,
+    "make_vocab_size_divisible_by": 1,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "micro_batch_size": BATCH,
+    "reduce_bucket_size": 5000,
+    "mock_data": True,
+}
+
+
+@dataclass
+class Held:
+    """Bytes of one rank in its second step: the most of every category, and the step's traffic by axis."""
+
+    peaks: dict[str, int]
+    peak_bytes: int
+    comm_bytes: dict[str, dict[str, int]]
+    arena_bytes: int  # of the checkpoints' arena, 0 without one
+    arena_high_water: int
+    outside: int  # checkpoints that the arena had no room for
+    host_peak_bytes: int
+
+
+def ledgered_step(rank: int, tp: int, dp: int, changes: dict[str, Any]) -> Held:
+    """Two steps; `changes` go over SETTINGS."""
+    mesh = mesh_in_worker(rank, tp=tp, dp=dp)
+    config = make_run(**{**SETTINGS, "global_batch_size": 2 * BATCH * dp, "tensor_model_parallel_size": tp, **changes})
+    with Ledger(mesh.device) as ledger:
+        buffers = FusedBuffers(0, mesh.device, ledger=ledger)
+        core = build_core(config, mesh, buffers, vocab_size=VOCABULARY, ledger=ledger)
+        parts = step_parts(config, core)
+        tokens = torch.arange(BATCH * SEQUENCE).view(BATCH, SEQUENCE) % VOCABULARY
+        batch = StepBatch(0, [MicroBatch(index, tokens, tokens, None) for index in range(2)])
+        for _ in range(2):
+            mesh.meter.reset()
+            ledger.reset()
+            training_step(parts, batch, StepControls(1e-3, 1.0))
+        step = ledger.take()
+        core.engine.close()
+    arena, outside = _arena(core)
+    return Held(
+        peaks={str(category): nbytes for category, nbytes in step.peaks.items()},
+        peak_bytes=step.peak_bytes,
+        comm_bytes=mesh.meter.bytes_by_axis(),
+        arena_bytes=0 if arena is None else arena.statistics.capacity_bytes,
+        arena_high_water=0 if arena is None else arena.statistics.high_water_bytes,
+        outside=outside,
+        host_peak_bytes=_host_peak(core),
+    )
+
+
+def _arena(core: Core) -> tuple[Arena | None, int]:
+    places = _places(core)
+    rooms = places.rooms if isinstance(places, OnHost) else places
+    return (rooms.arena, rooms.num_outside) if isinstance(rooms, InArena) else (None, 0)
+
+
+def _host_peak(core: Core) -> int:
+    places = _places(core)
+    return places.host.peak_bytes if isinstance(places, OnHost) else 0
+
+
+def _places(core: Core) -> Any:
+    recomputation = core.activations.recomputation
+    return None if recomputation is None else recomputation.checkpoints.places

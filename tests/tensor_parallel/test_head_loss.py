@@ -1,0 +1,351 @@
+"""The head's loss in chunks, against plain torch: losses, gradients, what is computed at all, and memory."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.processes import mesh_in_worker, run_ranks
+from support.thread_world import run_threads
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megazero.comm.interface import Communicator, ReduceKind, Work
+from megazero.comm.local import LocalCommunicator
+from megazero.comm.metered import Meter, MeteredCommunicator
+from megazero.errors import UsageError
+from megazero.memory.ledger import Ledger
+from megazero.tensor_parallel.head_loss import Targets, summed_cross_entropy
+
+HIDDEN, TOKENS, PADDED = 7, 11, 18
+FACTOR = 0.37  # what the loss is multiplied by before backward
+VOCABULARIES = [13, 5, 18]  # the last rank partly padding; 2 of 3 ranks padding only; no padding
+ALONE = LocalCommunicator()
+
+
+class Case(NamedTuple):
+    """x [tokens, h], matrix [V, h], labels and weights [tokens]."""
+
+    x: Tensor
+    matrix: Tensor
+    labels: Tensor
+    token_weights: Tensor | None
+
+
+class Found(NamedTuple):
+    """What came of it; grad_weight is this rank's rows with padding, or the whole matrix's."""
+
+    loss: Tensor
+    grad_x: Tensor
+    grad_weight: Tensor
+
+
+def draw(vocab_size: int, *, tokens: int = TOKENS, hidden: int = HIDDEN, masked: bool = True) -> Case:
+    """Logits of some hundreds, to need the maximum; some tokens count nothing."""
+    generator = torch.Generator().manual_seed(vocab_size + tokens)
+    options: dict[str, Any] = {"dtype": torch.float64, "generator": generator}
+    weights = torch.rand(tokens, **options) * (torch.arange(tokens) % 3 > 0)
+    return Case(
+        torch.randn(tokens, hidden, **options) * 40,
+        torch.randn(vocab_size, hidden, **options) * 3,
+        torch.randint(vocab_size, (tokens,), generator=generator),
+        weights if masked else None,
+    )
+
+
+def plain(case: Case) -> Found:
+    """The whole logits in float64."""
+    x, matrix = (tensor.double().clone().requires_grad_(True) for tensor in (case.x, case.matrix))
+    losses = F.cross_entropy(x @ matrix.T, case.labels, reduction="none")
+    loss = (losses if case.token_weights is None else losses * case.token_weights.double()).sum()
+    (loss * FACTOR).backward()
+    assert x.grad is not None and matrix.grad is not None
+    return Found(loss.detach(), x.grad, matrix.grad)
+
+
+def rows_of(matrix: Tensor, axis: Communicator) -> Tensor:
+    """This rank's rows; what padding rows hold must not matter."""
+    return F.pad(matrix, (0, 0, 0, PADDED - len(matrix)), value=1e4).chunk(axis.size)[axis.rank].clone()
+
+
+def chunked(case: Case, axis: Communicator, rows: int) -> Found:
+    """Our loss with chunks of `rows` tokens."""
+    x, weight = case.x.clone().requires_grad_(True), rows_of(case.matrix, axis).requires_grad_(True)
+    chunk_bytes = rows * weight.shape[0] * max(x.element_size(), 4)
+    targets = Targets(case.labels, case.token_weights, len(case.matrix), chunk_bytes)
+    loss = summed_cross_entropy(x, weight, targets, axis)
+    (loss * FACTOR).backward()
+    assert x.grad is not None and weight.grad is not None
+    return Found(loss.detach(), x.grad, weight.grad)
+
+
+def check(results: list[Found], expected: Found, *, rtol: float, atol: float) -> None:
+    for found in results:
+        torch.testing.assert_close(found.loss, expected.loss, rtol=rtol, atol=atol)
+        torch.testing.assert_close(found.grad_x, expected.grad_x, rtol=rtol, atol=atol)
+    whole = torch.cat([found.grad_weight for found in results])
+    num_real = len(expected.grad_weight)
+    torch.testing.assert_close(whole[:num_real], expected.grad_weight, rtol=rtol, atol=atol)
+    assert not whole[num_real:].any(), "padding has no gradient"
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, TOKENS, 1000])
+@pytest.mark.parametrize("vocab_size", VOCABULARIES)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_losses_and_gradients_are_plain_torchs(size: int, vocab_size: int, rows: int, masked: bool) -> None:
+    case = draw(vocab_size, masked=masked)
+    check(run_threads(size, lambda axis: chunked(case, axis, rows)), plain(case), rtol=1e-12, atol=1e-12)
+
+
+def chunked_on_rank(rank: int, size: int, vocab_size: int, rows: int) -> Found:
+    return chunked(draw(vocab_size), mesh_in_worker(rank, tp=size).axis("tp"), rows)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("size", "rows"), [(2, 1), (3, 4)])
+def test_real_ranks_with_reductions_in_flight(size: int, rows: int) -> None:
+    results = run_ranks(size, chunked_on_rank, size, 13, rows)
+    check(results, plain(draw(13)), rtol=1e-12, atol=1e-12)
+
+
+def test_less_memory_than_one_tokens_logits_is_one_token_at_a_time() -> None:
+    case = draw(13)
+    x, weight = case.x.clone().requires_grad_(True), case.matrix.clone().requires_grad_(True)
+    with Products() as products:
+        loss = summed_cross_entropy(x, weight, Targets(case.labels, case.token_weights, 13, 1), ALONE)
+    assert products.count == 3 * TOKENS
+    torch.testing.assert_close(loss.detach(), plain(case).loss, rtol=1e-12, atol=0)
+
+
+def test_shapes_of_batches_and_no_token_at_all() -> None:
+    case = draw(13, tokens=12)
+    assert case.token_weights is not None
+    x = case.x.view(3, 4, HIDDEN).clone().requires_grad_(True)
+    targets = Targets(case.labels.view(3, 4), case.token_weights.view(3, 4), 13, 500)
+    loss = summed_cross_entropy(x, case.matrix, targets, ALONE)
+    (loss * FACTOR).backward()
+    expected = plain(case)
+    torch.testing.assert_close(loss.detach(), expected.loss, rtol=1e-12, atol=0)
+    torch.testing.assert_close(x.grad, expected.grad_x.view(3, 4, HIDDEN), rtol=1e-12, atol=1e-12)
+    nothing = chunked(Case(case.x[:0], case.matrix, case.labels[:0], None), ALONE, 3)
+    assert nothing.loss == 0 and nothing.grad_x.shape == (0, HIDDEN) and not nothing.grad_weight.any()
+
+
+class DenseOnly(LocalCommunicator):
+    """As gloo, which sums a strided tensor wrongly."""
+
+    def all_reduce(self, tensor: Tensor, kind: ReduceKind = "sum") -> Work:
+        assert tensor.is_contiguous()
+        return super().all_reduce(tensor, kind)
+
+
+def test_strided_hidden_states() -> None:
+    case = draw(13)
+    x = case.x.T.contiguous().T.requires_grad_(True)
+    assert not x.is_contiguous()
+    loss = summed_cross_entropy(x, case.matrix, Targets(case.labels, case.token_weights, 13, 400), DenseOnly())
+    (loss * FACTOR).backward()
+    torch.testing.assert_close(x.grad, plain(case).grad_x, rtol=1e-12, atol=1e-12)
+
+
+def test_a_tied_matrix_gets_both_gradients() -> None:
+    case = draw(13)
+    ids = torch.arange(TOKENS) % 13
+    found = []
+    for ours in (True, False):
+        matrix = case.matrix.clone().requires_grad_(True)
+        x = F.embedding(ids, matrix).tanh() * case.x
+        if ours:
+            loss = summed_cross_entropy(x, matrix, Targets(case.labels, case.token_weights, 13, 400), ALONE)
+        else:
+            loss = (F.cross_entropy(x @ matrix.T, case.labels, reduction="none") * case.token_weights).sum()
+        loss.backward()
+        found.append(matrix.grad)
+    torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=1e-12)
+
+
+def test_tokens_that_count_nothing_have_exactly_no_gradient() -> None:
+    case = draw(13)
+    assert case.token_weights is not None
+    found = chunked(case, ALONE, 4)
+    silent = case.token_weights == 0
+    assert silent.any() and not found.grad_x[silent].any()
+    assert found.grad_x[~silent].any(-1).all()
+    nobody = chunked(case._replace(token_weights=torch.zeros(TOKENS)), ALONE, 4)
+    assert nobody.loss == 0 and not nobody.grad_x.any() and not nobody.grad_weight.any()
+
+
+# --- what nobody wants is not computed --------------------------------------------------------------------------------
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.__name__.split(".")[0] in ("mm", "addmm", "addmm_")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("x_wants", "weight_wants", "grad_enabled", "products", "reductions"),
+    [
+        (True, True, True, 3, 3),
+        (False, True, True, 2, 2),
+        (True, False, True, 2, 3),
+        (False, False, True, 1, 2),
+        (True, True, False, 1, 2),
+    ],
+)
+def test_only_gradients_that_are_wanted(
+    x_wants: bool, weight_wants: bool, grad_enabled: bool, products: int, reductions: int
+) -> None:
+    """Of a chunk: a product for the logits and one for each gradient; a reduction of maxima, of sums, of x's part."""
+    case, expected = draw(13), plain(draw(13))
+    x, weight = case.x.clone().requires_grad_(x_wants), case.matrix.clone().requires_grad_(weight_wants)
+    meter = Meter()
+    axis = MeteredCommunicator(ALONE, "tp", meter)
+    with torch.set_grad_enabled(grad_enabled), Products() as seen:
+        loss = summed_cross_entropy(x, weight, Targets(case.labels, case.token_weights, 13, 3 * 13 * 8), axis)
+    chunks = 4
+    assert (seen.count, meter.count("tp", "all_reduce").calls) == (products * chunks, reductions * chunks)
+    torch.testing.assert_close(loss.detach(), expected.loss, rtol=1e-12, atol=0)
+    assert loss.requires_grad == (grad_enabled and (x_wants or weight_wants))
+    if not loss.requires_grad:
+        return
+    with Products() as in_backward:
+        (loss * FACTOR).backward()
+    assert in_backward.count == 0
+    for wants, tensor, gradient in ((x_wants, x, expected.grad_x), (weight_wants, weight, expected.grad_weight)):
+        assert (tensor.grad is not None) == wants
+        if wants:
+            torch.testing.assert_close(tensor.grad, gradient, rtol=1e-12, atol=1e-12)
+
+
+def test_a_second_backward_is_refused() -> None:
+    case = draw(5)
+    x = case.x.clone().requires_grad_(True)
+    loss = summed_cross_entropy(x, case.matrix, Targets(case.labels, None, 5, 100), ALONE)
+    loss.backward(retain_graph=True)
+    with pytest.raises(UsageError, match="a second backward"):
+        loss.backward()
+
+
+# --- lower precision --------------------------------------------------------------------------------------------------
+
+
+def relative(measured: Tensor, exact: Tensor) -> float:
+    return float((measured.double() - exact).norm() / exact.norm())
+
+
+def mild(vocab_size: int, tokens: int, hidden: int, dtype: torch.dtype) -> Case:
+    """Logits of order 1, and values that `dtype` holds exactly."""
+    case = draw(vocab_size, tokens=tokens, hidden=hidden)
+    return case._replace(x=(case.x / 40).to(dtype), matrix=(case.matrix / 12).to(dtype))
+
+
+def test_float32() -> None:
+    case = mild(500, 200, 16, torch.float32)
+    x, weight = case.x.clone().requires_grad_(True), case.matrix.clone().requires_grad_(True)
+    loss = summed_cross_entropy(x, weight, Targets(case.labels, case.token_weights, 500, 7 * 500 * 4), ALONE)
+    (loss * FACTOR).backward()
+    expected = plain(case)
+    assert loss.dtype == torch.float32 and x.grad is not None and weight.grad is not None
+    assert relative(loss.detach(), expected.loss) < 1e-6
+    assert relative(x.grad, expected.grad_x) < 1e-6
+    assert relative(weight.grad, expected.grad_weight) < 1e-6
+
+
+# bf16 keeps 8 bits: 2^-9 is its largest relative rounding error.
+HALF_ULP = 2.0**-9
+
+
+def test_bfloat16_sums_the_weights_gradient_in_float32() -> None:
+    """256 chunks, and a gradient as precise as if each had been rounded once; sums in bf16 would not be."""
+    case = mild(40, 1024, 24, torch.bfloat16)
+    expected = plain(case)
+    x, weight = case.x.clone().requires_grad_(True), nn.Parameter(case.matrix.clone())
+    weight.grad_dtype = torch.float32
+    loss = summed_cross_entropy(x, weight, Targets(case.labels, case.token_weights, 40, 4 * 40 * 4), ALONE)
+    (loss * FACTOR).backward()
+    assert loss.dtype == torch.float32 and x.grad is not None and weight.grad is not None
+    assert (x.grad.dtype, weight.grad.dtype) == (torch.bfloat16, torch.float32)
+    bound = 2 * HALF_ULP
+    assert relative(loss.detach(), expected.loss) < bound
+    assert relative(x.grad, expected.grad_x) < 2 * bound  # of logits, of their gradient, of the product, of the result
+    assert relative(weight.grad, expected.grad_weight) < bound
+    rounded = torch.zeros_like(weight)
+    for start in range(0, 1024, 4):
+        part = Case(*(tensor[start : start + 4] if tensor is not case.matrix else tensor for tensor in case))
+        rounded += plain(part).grad_weight.bfloat16()
+    assert relative(rounded, expected.grad_weight) > 2 * bound
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_parameter_whose_gradient_has_its_own_precision(dtype: torch.dtype) -> None:
+    case = mild(40, 64, 24, dtype)
+    expected = plain(case)
+    x, weight = case.x.clone().requires_grad_(True), nn.Parameter(case.matrix.clone())
+    loss = summed_cross_entropy(x, weight, Targets(case.labels, case.token_weights, 40, 1000), ALONE)
+    (loss * FACTOR).backward()
+    assert x.grad is not None and weight.grad is not None
+    assert x.grad.dtype == weight.grad.dtype == dtype
+    precision = HALF_ULP if dtype == torch.bfloat16 else HALF_ULP / 8
+    assert relative(x.grad, expected.grad_x) < 4 * precision
+    assert relative(weight.grad, expected.grad_weight) < 2 * precision
+
+
+def test_the_factor_is_not_rounded_to_the_gradients_precision() -> None:
+    case = mild(40, 64, 24, torch.bfloat16)
+    found = []
+    for factor in (1.0, 1 + 2**-9 + 2**-10):
+        x = case.x.clone().requires_grad_(True)
+        loss = summed_cross_entropy(x, case.matrix, Targets(case.labels, None, 40, 1000), ALONE)
+        (loss * factor).backward()
+        assert x.grad is not None
+        found.append(x.grad.double())
+    torch.testing.assert_close(found[1], (found[0] * factor).bfloat16().double(), rtol=0, atol=0)
+    assert not torch.equal(found[0], found[1])
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+VOCABULARY, WIDTH, ROWS = 4096, 16, 8
+
+
+def peak_bytes(tokens: int, dtype: torch.dtype) -> tuple[int, int]:
+    """The most that was alive in forward and backward over what was there before; what is left between the two."""
+    case = mild(VOCABULARY, tokens, WIDTH, dtype)
+    x, weight = case.x.clone().requires_grad_(True), case.matrix.clone().requires_grad_(True)
+    targets = Targets(case.labels, case.token_weights, VOCABULARY, ROWS * VOCABULARY * 4)
+    there = (x, weight, case.labels, targets.token_weights)
+    with Ledger(torch.device("cpu")) as ledger:
+        for tensor in there:
+            assert tensor is not None
+            ledger.tag(tensor, "parameters")
+        ledger.reset()
+        before = sum(ledger.live_bytes().values())
+        ledger.phase("forward")
+        loss = summed_cross_entropy(x, weight, targets, ALONE)
+        ledger.phase("backward")
+        left = sum(ledger.live_bytes().values()) - before
+        loss.backward()
+        return ledger.take().peak_bytes - before, left
+
+
+@pytest.mark.parametrize(("dtype", "itemsize"), [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_memory_is_one_chunk_and_the_gradients_however_many_tokens(dtype: torch.dtype, itemsize: int) -> None:
+    """Of every further token only its part of x's gradient."""
+    lower = itemsize if itemsize < 4 else 0  # what exists a second time, in the lower precision
+    gradient = VOCABULARY * WIDTH * (4 + lower)
+    chunk = ROWS * VOCABULARY * (4 + lower)
+    of_a_row = ROWS * 8 * 16  # labels, maxima, sums of a chunk
+    few, left_of_few = peak_bytes(64, dtype)
+    many, left_of_many = peak_bytes(8 * 64, dtype)
+    token = WIDTH * itemsize
+    assert chunk + gradient <= few <= chunk + gradient + 64 * token + of_a_row
+    assert many - few == left_of_many - left_of_few == 7 * 64 * token
+    assert left_of_few <= VOCABULARY * WIDTH * 4 + 64 * token + 64
+    assert many < 8 * 64 * VOCABULARY * 4 / 8, "whole logits would take eight times as much and more"

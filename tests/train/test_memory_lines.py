@@ -1,0 +1,53 @@
+"""What a run says of activations, buffers and arenas, as it says it."""
+
+import re
+from typing import Any
+
+import pytest
+from support.processes import run_ranks
+from support.small_runs import Told, train_run
+
+FULL: dict[str, Any] = {"recompute_granularity": "full", "micro_batch_size": 2}
+SIZE = re.compile(r"\d+(\.\d)? (B|KiB|MiB)")
+
+
+def said(told: Told) -> list[str]:
+    """The lines about memory, sizes left out, in order."""
+    starts = ("activations:", "gradient arena", "checkpoint")
+    return [SIZE.sub("#", line) for line in told.text.splitlines() if line.startswith(starts)]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, "kept until backward"),
+        ({"recompute_granularity": "selective"}, "kept until backward, the attention core's recomputed"),
+        (FULL, "recomputed from 2 checkpoints, each kept on the device"),
+        ({**FULL, "recompute_num_layers": 2}, "recomputed from 1 checkpoints, each kept on the device"),
+        ({**FULL, "partition_activations": True}, "recomputed from 2 checkpoints, 1/2 of each kept on the device"),
+    ],
+)
+def test_the_choice_is_said_first(settings: dict[str, Any], expected: str) -> None:
+    told = run_ranks(2, train_run, 2, {**settings, "tensor_model_parallel_size": 2})[0]
+    assert f"activations: {expected} | logits in pieces of at most # | constant-size buffers of #" in said(told)
+
+
+@pytest.mark.gloo
+def test_arenas_and_the_host_are_told_of_at_the_end() -> None:
+    settings = {**FULL, "zero_stage": 2, "checkpoint_in_cpu": True, "contiguous_checkpointing": True}
+    lines = said(run_ranks(2, train_run, 2, settings)[0])
+    arena = "#, high water #, largest free block #, fragmentation 0.00, 0 compactions"
+    assert lines[1:] == [
+        f"gradient arena, kept: {arena}",
+        f"gradient arena, buckets: {arena}",
+        "checkpoints in host memory: at most #, # sent, # fetched",
+        f"checkpoint arena: {arena}, 0 checkpoints outside",
+    ]
+
+
+@pytest.mark.gloo
+def test_profiling_shows_on_the_steps_line() -> None:
+    text = run_ranks(2, train_run, 2, {**FULL, "profile_backward": True})[0].text
+    assert re.search(r"checkpoint-forward \(ms\): \d+\.\d \| checkpoint-recompute \(ms\): \d+\.\d \| ETA", text)
+    assert "checkpoint-forward" not in run_ranks(2, train_run, 2, FULL)[0].text
