@@ -3,6 +3,9 @@
 Norms are taken per fragment, because a flat partition mixes parameters of different nature: one that is replicated over
 tensor-parallel ranks counts on one of them only.  A fragment's norm is summed in float32 (float64 for float64
 gradients), and the squares are added up in float64 over all ranks.
+
+On a CPU torch widens narrow numbers into memory of its own before it sums them; here that memory is a leased
+constant-size buffer, one fragment at a time (CB, paper section 6.2).
 """
 
 from collections.abc import Sequence
@@ -10,16 +13,36 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megazero.comm.interface import Scratch
+
 _NONE = torch.iinfo(torch.int32).max
 
 
-def fragment_norms(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """L2 norm of every tensor, float64 [len(gradients)]; inf or nan where a tensor holds one."""
+def fragment_norms(gradients: Sequence[Tensor], device: torch.device, buffers: Scratch) -> Tensor:
+    """L2 norm of every tensor, float64 [len(gradients)]; inf or nan where a tensor holds one.
+
+    buffers: lends one that holds the largest tensor in the dtype of sums.
+    """
     if not gradients:
         return torch.zeros(0, dtype=torch.float64, device=device)
-    dtype = torch.promote_types(gradients[0].dtype, torch.float32)
-    norms: list[Tensor] = list(torch._foreach_norm(list(gradients), 2, dtype=dtype))
+    dtype = sum_dtype(gradients[0].dtype)
+    if device.type == "cpu" and gradients[0].dtype != dtype:
+        norms = [_norm_of_narrow(gradient, dtype, buffers) for gradient in gradients]
+    else:
+        norms = list(torch._foreach_norm(list(gradients), 2, dtype=dtype))
     return torch.stack(norms).double()
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What a fragment of this dtype is summed in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _norm_of_narrow(gradient: Tensor, dtype: torch.dtype, buffers: Scratch) -> Tensor:
+    lease = buffers.lease(gradient.numel(), dtype)
+    norm: Tensor = torch.linalg.vector_norm(lease.tensor.copy_(gradient))
+    lease.release()
+    return norm
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:

@@ -177,7 +177,7 @@ class Engine:
 
     def local_norms(self) -> LocalNorms:
         """This rank's share of the gradient norm and of the overflow check, of gradients as they are kept."""
-        return self._update.local_norms()
+        return self._update.local_norms(self._reducer.scratch)
 
     def update(self, inputs: StepInputs) -> None:
         """Optimizer step on the owned ranges, and publishing, which ends just before each unit's next use."""
@@ -196,9 +196,9 @@ class Engine:
 
     @property
     def largest_buffer_bytes(self) -> int:
-        """Bytes that constant-size buffers must hold: a bucket on the wire, or the gradients of one update."""
+        """Bytes that constant-size buffers must hold: a bucket on the wire, one update's gradients, one norm's."""
         wire = self.layout.max_bucket_numel * max(self.plan.gradient_wire.itemsize, self.plan.gradient.itemsize)
-        return max(wire, self._update.largest_run_numel * self.plan.optimizer.itemsize)
+        return max(wire, self._update.largest_buffer_bytes)
 
     @property
     def gathered_numel(self) -> tuple[int, int]:

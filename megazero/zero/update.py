@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megazero.comm.interface import Scratch
-from megazero.optim.grad_norm import first_overflow, fragment_norms
+from megazero.optim.grad_norm import first_overflow, fragment_norms, sum_dtype
 from megazero.optim.inner import NOT_UPDATED, InnerOptimizer, Run, StepInputs, advance
 from megazero.zero.layout import Bucket, Fragment, Range
 from megazero.zero.publish import ParameterPublisher
@@ -80,16 +80,19 @@ class ShardUpdate:
         self._counted = torch.tensor(counted, dtype=torch.float64, device=device)
 
     @property
-    def largest_run_numel(self) -> int:
-        """Elements of the largest run: what a buffer for its gradients must hold."""
-        return max((owned.within.numel for owned in self.runs), default=0)
+    def largest_buffer_bytes(self) -> int:
+        """What a buffer must hold: the gradients of one update, and of one fragment as its norm is summed."""
+        runs = (owned.within.numel * owned.run.master.element_size() for owned in self.runs)
+        gradient = sum_dtype(self._shards.plan.gradient.dtype)
+        fragments = (fragment.numel * gradient.itemsize for _, fragment in self._partition_fragments())
+        return max((*runs, *fragments), default=0)
 
-    def local_norms(self) -> LocalNorms:
+    def local_norms(self, buffers: Scratch) -> LocalNorms:
         """Norms over this rank's partitions; the same fragments in every stage, so that stages agree to the bit."""
         gradients = [
             self._shards.reduced_gradient(bucket, fragment.within) for bucket, fragment in self._partition_fragments()
         ]
-        norms = fragment_norms(gradients, self._counted.device)
+        norms = fragment_norms(gradients, self._counted.device, buffers)
         # A replicated fragment is not multiplied by zero but left out: 0 * inf would be nan, and the rank that does
         # count it sees the same inf.
         square = torch.where(self._counted > 0, norms.square(), 0.0).sum()

@@ -17,7 +17,9 @@ from megazero.timers import Timers
 
 
 def rank_parts(axis: Communicator | None = None, device: torch.device = CPU) -> RankParts:
-    return RankParts(axis or LocalCommunicator(), device, DefaultGenerators(CPU), NullLedger(), Timers())
+    return RankParts(
+        axis or LocalCommunicator(), device, DefaultGenerators(CPU), NullLedger(), Timers(CPU, waits=False)
+    )
 
 
 def full(**changes: object) -> ActivationConfig:

@@ -185,15 +185,16 @@ def test_when_released_memory_is_really_gone(name: str) -> None:
     check(name, [passes(name, alone(), "itself", {})])
 
 
-def on_a_rank(rank: int, dp: int) -> dict[str, list[tuple[Tensor, dict[str, Tensor]]]]:
+def on_a_rank(rank: int, dp: int, keeping: str) -> dict[str, list[tuple[Tensor, dict[str, Tensor]]]]:
     mesh = mesh_in_worker(rank, dp=dp)
     with released_memory_is_nan():
-        return {name: passes(name, mesh, "host and arena" if rank else "itself", {}) for name in CASES}
+        return {name: passes(name, mesh, keeping, {}) for name in CASES}
 
 
 @pytest.mark.gloo
-def test_the_same_on_two_ranks() -> None:
-    found = run_ranks(2, on_a_rank, 2)
+@pytest.mark.parametrize("keeping", ["itself", "host and arena"])
+def test_the_same_on_two_ranks(keeping: str) -> None:
+    found = run_ranks(2, on_a_rank, 2, keeping)
     for name in CASES:
         check(name, [one[name] for one in found])
 

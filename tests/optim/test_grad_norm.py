@@ -9,9 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megazero.memory.fused_buffers import FusedBuffers
 from megazero.optim.grad_norm import clip_coefficient, first_overflow, fragment_norms
 
 CPU = torch.device("cpu")
+BUFFERS = FusedBuffers(1 << 16, CPU)
 ALL_FINITE = 2**31 - 1
 
 
@@ -26,7 +28,7 @@ def random(numel: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
 )
 def test_norms(dtype: torch.dtype, rtol: float) -> None:
     fragments = [random(numel, numel, dtype) for numel in (1, 7, 1000, 4096)]
-    norms = fragment_norms(fragments, CPU)
+    norms = fragment_norms(fragments, CPU, BUFFERS)
     expected = [np.linalg.norm(fragment.double().numpy()) for fragment in fragments]
     assert norms.dtype == torch.float64
     np.testing.assert_allclose(norms.numpy(), expected, rtol=rtol)
@@ -34,26 +36,39 @@ def test_norms(dtype: torch.dtype, rtol: float) -> None:
 
 def test_narrow_squares_do_not_overflow() -> None:
     """60000 in fp16 is finite, its square is not."""
-    (norm,) = fragment_norms([torch.full((100,), 60000.0, dtype=torch.float16)], CPU).tolist()
+    (norm,) = fragment_norms([torch.full((100,), 60000.0, dtype=torch.float16)], CPU, BUFFERS).tolist()
     assert norm == pytest.approx(600_000, rel=1e-6)
 
 
 def test_narrow_squares_do_not_vanish() -> None:
-    (norm,) = fragment_norms([torch.full((100,), 1e-6, dtype=torch.float16)], CPU).tolist()
+    (norm,) = fragment_norms([torch.full((100,), 1e-6, dtype=torch.float16)], CPU, BUFFERS).tolist()
     assert norm == pytest.approx(10 * torch.tensor(1e-6, dtype=torch.float16).item(), rel=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_wider_copies_are_made_in_a_buffer(dtype: torch.dtype) -> None:
+    """Nothing of a fragment's size is allocated, inside of kernels either; narrow fragments share one buffer."""
+    buffers = FusedBuffers(1 << 16, CPU)
+    fragments = [random(1 << 14, seed, dtype) for seed in range(3)]
+    fragment_norms(fragments, CPU, buffers)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        fragment_norms(fragments, CPU, buffers)
+    allocated = [event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    assert allocated and max(allocated) < 1024
+    assert buffers.num_buffers == (dtype == torch.bfloat16)
+
+
 def test_no_fragments_and_empty_fragments() -> None:
-    assert fragment_norms([], CPU).shape == (0,)
-    assert fragment_norms([], CPU).square().sum().item() == 0.0
-    assert fragment_norms([torch.zeros(0), torch.ones(4)], CPU).tolist() == [0.0, 2.0]
+    assert fragment_norms([], CPU, BUFFERS).shape == (0,)
+    assert fragment_norms([], CPU, BUFFERS).square().sum().item() == 0.0
+    assert fragment_norms([torch.zeros(0), torch.ones(4)], CPU, BUFFERS).tolist() == [0.0, 2.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
 def test_what_is_not_finite_shows_in_its_own_norm_only(dtype: torch.dtype) -> None:
     fragments = [torch.ones(4, dtype=dtype) for _ in range(4)]
     fragments[1][2], fragments[2][0], fragments[3][1] = torch.inf, torch.nan, -torch.inf
-    norms = fragment_norms(fragments, CPU).tolist()
+    norms = fragment_norms(fragments, CPU, BUFFERS).tolist()
     assert norms[:2] == [2.0, math.inf] and math.isnan(norms[2]) and norms[3] == math.inf
 
 
