@@ -49,7 +49,7 @@ from megazero.memory.fused_buffers import FusedBuffers
 from megazero.memory.ledger import Ledger
 from megazero.memory.ledger_figures import Phase
 from megazero.parallel.topology import Topology
-from megazero.train.build import Core, build_core, step_parts
+from megazero.train.build import build_core, step_parts
 from megazero.train.step import StepControls, training_step
 
 GB = 10**9
@@ -84,17 +84,13 @@ class Case:
         return self.num_attention_heads * self.seq_length**2 * self.micro_batch_size
 
     def config(self) -> RunConfig:
+        shape = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "precision")
         settings = {
-            "num_layers": self.num_layers,
-            "hidden_size": self.hidden_size,
-            "num_attention_heads": self.num_attention_heads,
-            "seq_length": self.seq_length,
+            **{name: getattr(self, name) for name in shape},
             "vocab_size": VOCABULARY,
-            "micro_batch_size": self.micro_batch_size,
             "global_batch_size": self.micro_batch_size * self.dp,
             "tensor_model_parallel_size": self.tp,
             "zero_stage": 2,
-            "precision": self.precision,
             "hidden_dropout": self.dropout,
             "attention_dropout": 0.0 if self.kernels == "CPU's flash" else self.dropout,
             "train_iters": 1,
@@ -111,8 +107,8 @@ class Case:
 class Seen:
     """Bytes of one rank.
 
-    activations, checkpoints: when forward has ended.  terms: the same bytes by what they are.  most_checkpoints: at
-    any moment.  on_host: the most checkpoints in host memory.  at_peak: by category when most was alive.
+    activations, checkpoints: when forward has ended.  terms: the same bytes (and host memory) by what they are.
+    most_checkpoints: at any moment.  on_host: the most in host memory.  at_peak: by category when most was alive.
     """
 
     activations: int
@@ -126,10 +122,6 @@ class Seen:
     def left(self) -> int:
         return self.activations + self.checkpoints
 
-    @property
-    def left_at_peak(self) -> int:
-        return self.at_peak["activations"] + self.at_peak["activation_checkpoints"]
-
 
 def dry_run(case: Case) -> Seen:
     """One step of rank 0 of tp x dp; a process group must not be there."""
@@ -140,10 +132,9 @@ def dry_run(case: Case) -> Seen:
     with ExitStack() as stack:
         if case.is_fake:
             stack.enter_context(FakeTensorMode())
-        ledger = stack.enter_context(ForwardLedger(device, births))
-        stack.enter_context(births)
-        stack.enter_context(births.in_modules())
-        stack.enter_context(kernels(case.kernels))
+        ledger = ForwardLedger(device, births)
+        for context in (ledger, births, births.in_modules(), kernels(case.kernels)):
+            stack.enter_context(context)
         buffers = FusedBuffers(0, device, ledger=ledger)
         mesh = make_mesh(Topology(tp=case.tp, dp=case.dp), 0, device, buffers)
         core = build_core(config, mesh, buffers, vocab_size=VOCABULARY, ledger=ledger)
@@ -154,20 +145,16 @@ def dry_run(case: Case) -> Seen:
         step = ledger.take()
         core.engine.close()
     dist.destroy_process_group()
+    recomputation = core.activations.recomputation
+    places = None if recomputation is None else recomputation.checkpoints.places
     return Seen(
         activations=ledger.left["activations"],
         checkpoints=ledger.left["activation_checkpoints"],
         terms=ledger.terms,
         most_checkpoints=step.peaks["activation_checkpoints"],
-        on_host=_host_bytes(core),
+        on_host=places.host.peak_bytes if isinstance(places, OnHost) else 0,
         at_peak={str(name): nbytes for name, nbytes in step.at_peak.items()},
     )
-
-
-def _host_bytes(core: Core) -> int:
-    recomputation = core.activations.recomputation
-    places = None if recomputation is None else recomputation.checkpoints.places
-    return places.host.peak_bytes if isinstance(places, OnHost) else 0
 
 
 class Birth(NamedTuple):
@@ -190,10 +177,7 @@ class Births(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for place, tensor in enumerate(tree_leaves(result)):
             if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self._alive:
-                    name = str(func).removeprefix("aten.").split(".")[0]
-                    self._meet(storage, Birth("/".join(self._modules), name, place))
+                self._meet(tensor.untyped_storage(), func._schema.name.removeprefix("aten::"), place)
         return result
 
     @contextmanager
@@ -220,16 +204,15 @@ class Births(TorchDispatchMode):
                 found[birth] += storage.nbytes()
         return found
 
-    def _meet(self, storage: torch.UntypedStorage, birth: Birth) -> None:
+    def _meet(self, storage: torch.UntypedStorage, operation: str, place: int) -> None:
         key = storage._cdata
-        self._alive[key] = weakref.ref(storage, lambda _: self._alive.pop(key)), birth
+        if key not in self._alive:
+            birth = Birth("/".join(self._modules), operation, place)
+            self._alive[key] = weakref.ref(storage, lambda _: self._alive.pop(key)), birth
 
 
 class ForwardLedger(Ledger):
-    """Keeps what the first forward has left when it ends.
-
-    left: bytes by category.  terms: activations and checkpoints by what they are.
-    """
+    """Keeps what the first forward has left when it ends: bytes by category, and by term."""
 
     def __init__(self, device: torch.device, births: Births) -> None:
         super().__init__(device)
@@ -325,7 +308,7 @@ def by_formula(case: Case) -> int:
     return (whole + 24 * sbh // t + (5 * case.assb // t if has_matrices else 0)) * case.num_layers
 
 
-# What a layer that recomputes nothing leaves by the formula, in units of sbh and of assb bytes, and what differs from it.
+# What a layer that recomputes nothing leaves by the formula, in sbh and in assb bytes, and what differs from it.
 FORMULA: Mapping[str, tuple[int, int, str]] = {
     RESIDUAL: (4, 0, "2 sbh once more: the last norm's"),
     NORMED: (4, 0, ""),
@@ -374,7 +357,8 @@ def report_gpt2(seen: Mapping[str, Seen]) -> list[str]:
     rows = []
     for name, figures in seen.items():
         ends = sum(nbytes for term, nbytes in figures.terms.items() if term in (EMBEDDING, HEAD))
-        at_peak = f"{gb(figures.left_at_peak)} + {gb(figures.at_peak['temporary'])}"
+        peak = figures.at_peak
+        at_peak = f"{gb(peak['activations'] + peak['activation_checkpoints'])} + {gb(peak['temporary'])}"
         figure = [by_formula(GPT2[name]), figures.checkpoints, figures.activations, figures.left]
         rows.append([name, *figure, gb(figures.left), ends, at_peak])
     title = ["kernels, recomputed", "formula", "checkpoints", "activations", "left", "left, GB", "ends", "peak, GB"]
@@ -445,7 +429,7 @@ def timed(name: str, case: Case) -> Seen:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="a Markdown file to be written too")
-    options = parser.parse_args()
+    output = parser.parse_args().output
     lines = [
         "# Activation bytes by dry run",
         "",
@@ -458,8 +442,8 @@ def main() -> None:
     ]
     text = "\n".join(lines) + "\n"
     print(text, end="")
-    if options.output:
-        options.output.write_text(text, encoding="utf-8")
+    if output:
+        output.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

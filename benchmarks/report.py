@@ -6,6 +6,7 @@ import os
 import platform
 import shlex
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -30,6 +31,11 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def paragraph(text: str) -> str:
+    """Words, in lines as long as the project's."""
+    return textwrap.fill(text, 120)
 
 
 def heading(title: str, device: str) -> str:

@@ -47,7 +47,7 @@ class Steps:
         self.mesh = make_mesh(layout, place.launch.rank, place.device, buffers)
         assert config.model.vocab_size is not None, "made-up samples have a stated vocabulary"
         self.core = build_core(config, self.mesh, buffers, vocab_size=config.model.vocab_size, ledger=ledger)
-        self._parts = step_parts(config, self.core)
+        self.parts = step_parts(config, self.core)
         self._rows = config.training.micro_batch_size
         self._samples = MockSamples(config.model.vocab_size, config.model.seq_length, seed=1)
         assert derived.num_micro_batches(config, layout.world_size) == 1, "a step has one micro-batch"
@@ -60,7 +60,7 @@ class Steps:
 
     def take(self, batch: StepBatch) -> float:
         """One step, to its end on the device; its loss."""
-        return training_step(self._parts, batch, StepControls(LR, 1.0)).loss.item()
+        return training_step(self.parts, batch, StepControls(LR, 1.0)).loss.item()
 
     def close(self) -> None:
         """Wait for what is in flight, and let go of the model."""
