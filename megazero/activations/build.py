@@ -60,9 +60,10 @@ def describe(config: ActivationConfig, num_layers: int, tensor_parallel_size: in
 
 
 def recomputation(config: ActivationConfig, rank: RankParts, *, number: int | None) -> Recomputation:
-    """What runs and recomputes functions; `number` of checkpoints in a pass, None where nobody knows."""
+    """What runs and recomputes functions; `number` of checkpoints in a pass, None of a model that isn't known."""
     checkpoints = Checkpoints(
         slices=rank.tensor_parallel if config.partition_activations else None,
+        trusts=number is not None,
         places=_places(config, rank, number=config.number_checkpoints or number),
         ledger=rank.ledger,
     )

@@ -85,6 +85,7 @@ class Checkpoints:
     """Keeps the checkpoints of one rank.
 
     slices: the axis over whose ranks activations are partitioned; None keeps them whole.
+    trusts: whether activations are known to be the same on all of these; if not, those of the first pass are compared.
     places: where copies are kept; None keeps the tensors themselves, or slices in memory of their own.
     """
 
@@ -92,6 +93,7 @@ class Checkpoints:
         self,
         *,
         slices: Communicator | None = None,
+        trusts: bool = True,
         places: Places | None = None,
         ledger: AnyLedger | None = None,
     ) -> None:
@@ -99,10 +101,13 @@ class Checkpoints:
         self.places = places
         self._ledger = ledger or NullLedger()
         self._latest: weakref.ref[Checkpoint] | None = None
+        self._compares = not trusts
+        self._has_kept = False
 
     def begin_pass(self) -> None:
         """A forward begins; backward goes through its checkpoints from the last to the first."""
         self._latest = None
+        self._compares = self._compares and not self._has_kept
         if self.places is not None:
             self.places.begin_pass()
 
@@ -116,7 +121,25 @@ class Checkpoints:
     def _keep(self, tensor: Tensor) -> Kept:
         if not _is_activation(tensor) or tensor.ndim == 0 or (self._slices is None and self.places is None):
             return _Itself(tensor, self._ledger)
+        if self._slices is not None and self._compares:
+            _compare(tensor, self._slices)
+        self._has_kept = True
         return _Copy(tensor, self._slices, self.places or OnDevice(tensor.device, ledger=self._ledger))
+
+
+def _compare(tensor: Tensor, ranks: Communicator) -> None:
+    """Raise UsageError, on all ranks, when they hold different tensors: slices of those would be put together."""
+    figures = torch.stack([tensor.detach().double().sum(), tensor.detach().double().abs().sum()])
+    figures = torch.nan_to_num(torch.cat([figures, -figures]))  # one reduction for the least and the most
+    ranks.all_reduce_scalars(figures, "max").wait()
+    most, negated_least = figures.view(2, 2).unbind()
+    if not bool(torch.equal(most, -negated_least)):
+        rule = (
+            "partition_activations keeps a slice of each input on every tensor-parallel rank: they hold the same input"
+        )
+        legal = "partition_activations: false, or inputs that are no slices themselves"
+        given = f"recompute: an input of {list(tensor.shape)} that differs between tensor-parallel ranks"
+        raise UsageError(Problem(given, rule, legal))
 
 
 def _is_activation(tensor: Tensor) -> bool:

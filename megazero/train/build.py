@@ -136,7 +136,8 @@ def build_core(
     plan = resolve(config.zero, config.precision)
     random = RandomRegions(config.training.seed, mesh.coordinate("tp"), mesh.device)
     tp = TensorParallel(mesh.axis("tp"), random, DTYPES[config.precision.precision], mesh.device, hollow=True)
-    timers = Timers(mesh.device, waits=config.logging.log_timers_to_tensorboard)
+    are_read = config.logging.log_timers_to_tensorboard or config.activations.profile_backward
+    timers = Timers(mesh.device, waits=are_read)
     rank = RankParts(mesh.axis("tp"), mesh.device, random, ledger or NullLedger(), timers)
     activations = activation_plan(config.activations, config.model.num_layers, rank)
     model = GPT(

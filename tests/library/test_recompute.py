@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import megazero
 from megazero.activations.places import InArena, OnHost
-from megazero.errors import ConfigError
+from megazero.errors import ConfigError, UsageError
 
 DEPTH, WIDTH, ROWS, STEPS = 4, 10, 7, 3
 
@@ -139,3 +139,20 @@ def test_auto_is_for_runs_whose_sizes_are_known() -> None:
     foreign = {"activation_checkpointing": {"cpu_checkpointing": "auto"}, "train_batch_size": 4}
     with pytest.raises(ConfigError, match="known before the model runs"):
         megazero.initialize(Tower(recomputes=True), foreign)
+
+
+def differing(rank: int) -> str:
+    """What is said when the tensor-parallel ranks have been given different data."""
+    engine = megazero.initialize(
+        Tower(recomputes=True), own(1, partition_activations=True), mesh=mesh_in_worker(rank, tp=2)
+    )
+    with pytest.raises(UsageError) as raised:
+        engine(torch.full((ROWS, WIDTH), float(rank)), torch.ones(ROWS, 1, dtype=torch.bool))
+    engine.close()
+    return str(raised.value)
+
+
+@pytest.mark.gloo
+def test_inputs_that_differ_between_tensor_parallel_ranks_are_refused() -> None:
+    for message in run_ranks(2, differing):
+        assert "differs between tensor-parallel ranks" in message
