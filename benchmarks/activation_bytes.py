@@ -363,34 +363,33 @@ def report_gpt2(seen: Mapping[str, Seen]) -> list[str]:
         rows.append([name, *figure, gb(figures.left), ends, at_peak])
     title = ["kernels, recomputed", "formula", "checkpoints", "activations", "left", "left, GB", "ends", "peak, GB"]
     sbh, layers = PAPER_GPT2.sbh, PAPER_GPT2.num_layers
-    paper, checkpoints = 12 * sbh * layers * 2, 2 * sbh * layers
-    first = list(seen)[:4]
     return [
         f"## GPT-2 1.5B ({layers} x {PAPER_GPT2.hidden_size}, 25 heads, sequence 1024, batch 32, MP 1), fp16",
         "",
-        f"sbh = {sbh} elements. The paper's 12 x layers x sbh elements are {paper} bytes, its 60 GB; checkpoints of"
-        f" 2 sbh a layer are {checkpoints} bytes, where it says about 8 GB. *Ends*: the embedding's and the head's part"
-        " of what is left. *Peak*: activations and checkpoints + temporaries when most was alive in the step.",
+        f"sbh = {sbh} elements. *Formula*, a layer: sbh (34 + 5as/h) for unfused and CPU's math, 34 sbh for flash and"
+        f" selective, 32 sbh for flash without dropout, 2 sbh for full. The paper's 12 sbh elements a layer are"
+        f" {24 * sbh * layers} bytes, its 60 GB; by 2 sbh checkpoints are {2 * sbh * layers} bytes, where it says about"
+        " 8 GB. *Ends*: the embedding's and the head's part of what is left. *Peak*: activations and checkpoints + temporaries when most was alive in the step.",
         "",
         *table(title, rows),
         "",
         "Nothing recomputed, term by term, GB:",
         "",
-        *report_terms([GPT2[name] for name in first], [seen[name] for name in first]),
+        *report_terms({name: seen[name] for name in list(seen)[:4]}),
     ]
 
 
-def report_terms(cases: list[Case], seen: list[Seen]) -> list[str]:
-    sbh, assb = cases[0].sbh * cases[0].num_layers, cases[0].assb * cases[0].num_layers
+def report_terms(seen: Mapping[str, Seen]) -> list[str]:
+    sbh, assb = PAPER_GPT2.sbh * PAPER_GPT2.num_layers, PAPER_GPT2.assb * PAPER_GPT2.num_layers
     formula = {name: sbh * linear + assb * square for name, (linear, square, _) in FORMULA.items()}
-    columns = [formula, *(figures.terms for figures in seen)]
+    columns = [formula, *(figures.terms for figures in seen.values())]
     unknown = sorted({name for column in columns for name in column} - set(FORMULA))
     notes = {name: note for name, (_, _, note) in FORMULA.items()}
     rows = [[name, *(gb(c.get(name, 0)) for c in columns), notes.get(name, "")] for name in [*FORMULA, *unknown]]
     rows.append(
         ["sum", *(gb(sum(column.values())) for column in columns), "of dry runs: what the ledger says, exactly"]
     )
-    return table(["term", "formula", *(case.kernels for case in cases), "where they differ"], rows)
+    return table(["term", "formula", *seen, "where they differ"], rows)
 
 
 def report_100b(seen: Mapping[str, Seen]) -> list[str]:
@@ -404,7 +403,8 @@ def report_100b(seen: Mapping[str, Seen]) -> list[str]:
         f"## 100B ({layers} x {PAPER_100B.hidden_size}, 64 heads, sequence 1024, batch 32, MP {t}), fp16",
         "",
         f"A checkpoint is {one} bytes, a slice {one // t}, three {3 * one // t}. The paper's 33 GB, with Pa 2 GB,"
-        f" count one byte an element: {layers * one // 2} and {layers * one // 2 // t}.",
+        f" count one byte an element: {layers * one // 2} and {layers * one // 2 // t}. *Formula*, a layer: unfused"
+        " sbh (10 + 24/t + 5as/(ht)), checkpoints 2 sbh, with Pa 2 sbh / t.",
         "",
         *table(title, rows),
     ]

@@ -89,7 +89,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seq-length", type=int, default=32, help="tokens of a sample")
     add("--vocab-size", type=int, default=512, help="rows of the embedding")
     add("--bucket-size", type=int, default=131_072, help="elements of a bucket, the size of constant-size buffers")
-    add("--rounds", type=int, default=4, help="turns of every case in timing")
+    add("--rounds", type=int, default=6, help="turns of every case in timing")
     add("--steps", type=int, default=4, help="steps of a turn, and two before them that don't count")
     return parser.parse_args(words)
 
@@ -168,15 +168,11 @@ def time_cases(cases: Sequence[Case], options: argparse.Namespace) -> dict[Case,
 
 
 def memory_table(largest: Mapping[Case, Held], options: argparse.Namespace) -> str:
-    header = ["Nd", "model states, MiB", "largest micro-batch", "tokens", "peak, MiB"]
-    return table(
-        header,
-        [
-            [case.degree, mib(found.model_states), case.micro_batch, case.micro_batch * options.seq_length]
-            + [mib(found.peak)]
-            for case, found in largest.items()
-        ],
-    )
+    rows = []
+    for case, found in largest.items():
+        tokens = case.micro_batch * options.seq_length
+        rows.append([case.degree, mib(found.model_states), case.micro_batch, tokens, mib(found.peak)])
+    return table(["Nd", "model states, MiB", "largest micro-batch", "tokens", "peak, MiB"], rows)
 
 
 def times_table(found: Mapping[Case, Times]) -> str:
@@ -194,7 +190,14 @@ def times_table(found: Mapping[Case, Times]) -> str:
                 f"{1e6 * times.update_per_token:.1f}",
             ]
         )
-    header = ["Nd", "micro-batch", "tokens/s of a process", "x Nd = 1", "CPU µs a token", "tokens a CPU second, x Nd = 1"]
+    header = [
+        "Nd",
+        "micro-batch",
+        "tokens/s of a process",
+        "x Nd = 1",
+        "CPU µs a token",
+        "tokens a CPU second, x Nd = 1",
+    ]
     return table([*header, "CPU µs a token in the optimizer's part"], rows)
 
 
@@ -226,19 +229,21 @@ def explanation(found: Mapping[Case, Times]) -> str:
     cases = list(found)
     first, last = cases[0], cases[len(DEGREES) - 1]
     control = Case(last.degree, first.micro_batch)
-    gains = [f"{found[case].tokens_per_second / found[first].tokens_per_second:.2f}" for case in cases[1 : len(DEGREES)]]
-    saved = found[control].cpu_per_token - found[last].cpu_per_token
-    update = found[control].update_per_token - found[last].update_per_token
+    base = found[first].tokens_per_second
+    gains = [found[case].tokens_per_second / base for case in cases[1 : len(DEGREES)]]
+    price = found[control].cpu_per_token / found[first].cpu_per_token
+    saved = 1e6 * (found[control].cpu_per_token - found[last].cpu_per_token)
+    update = 1e6 * (found[control].update_per_token - found[last].update_per_token)
     return (
-        f"With the batch that fits, a process does {' and '.join(gains)} times the tokens a second of Nd = 1"
-        f" ({'superlinear' if all(float(gain) > 1 for gain in gains) else 'not superlinear'}); with the batch of"
-        f" Nd = 1, Nd = {last.degree} takes {found[control].cpu_per_token / found[first].cpu_per_token:.2f} times its CPU"
-        f" time a token. The larger batch saves {1e6 * saved:.1f} CPU µs a token of Nd = {last.degree}:"
-        f" {1e6 * update:.1f} in the optimizer's part of the step, {1e6 * (saved - update):.1f} in forward, backward and"
-        " the communication beside them. These are costs of a step, not of a token (reducing gradients, gathering"
-        " parameters, the optimizer, calls of operations, reading weights from memory for each product), spread over"
-        " more samples. Cores are no faster for it, and on GPUs, where network and products have other prices, other"
-        " figures are to be expected."
+        f"With the batch that fits, a process does {' and '.join(f'{gain:.2f}' for gain in gains)} times the tokens a"
+        f" second of Nd = 1 ({'superlinear' if min(gains) > 1 else 'not superlinear'} scaling); with the batch of"
+        f" Nd = 1, Nd = {last.degree} takes {price:.2f} times its CPU time a token. The larger batch saves {saved:.0f}"
+        f" CPU µs a token of Nd = {last.degree}: {update:.0f} in the optimizer's part of the step,"
+        f" {saved - update:.0f} in forward, backward and the communication beside them. These are costs of a step, not"
+        " of a token (reducing gradients, gathering parameters, the optimizer, calls of operations, reading weights"
+        " from memory for each product), spread over more tokens. The global batch grows too, from"
+        f" {first.micro_batch} to {last.degree * last.micro_batch} samples: whether training gains as much is another"
+        " question. On GPUs, where network and products have other prices, other figures are to be expected."
     )
 
 

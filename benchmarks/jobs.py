@@ -19,7 +19,8 @@ from torch.distributed import TCPStore
 from megazero.comm.build import Launch, choose_device, join
 from megazero.errors import UserError
 
-_PRELOADED = ["torch", "torch.distributed", "megazero.train.build"]
+# The last one is what torch imports when a dispatch mode, such as the ledger's, meets its first backward.
+_PRELOADED = ["torch", "torch.distributed", "megazero.train.build", "torch._dynamo"]
 
 
 class Place(NamedTuple):

@@ -123,10 +123,14 @@ def held(config: RunConfig, world_size: int, *, device: str, limit_bytes: int | 
 
 
 def crossing(limit: float, points: Sequence[tuple[int, int]]) -> int:
-    """Where a straight line through two points (number, bytes) has its last whole number with at most `limit` bytes."""
+    """Where a straight line through two points (number, bytes) has its last whole number with at most `limit` bytes.
+
+    The larger of the two numbers where the line doesn't rise.
+    """
     (first, low), (second, high) = points
-    slope = (high - low) / (second - first)
-    return int((limit - low) // slope) + first
+    if high <= low:
+        return second
+    return int((limit - low) * (second - first) // (high - low)) + first
 
 
 def largest_that_fits(fits: Callable[[int], bool], guess: int) -> int:

@@ -20,6 +20,7 @@ The program fails unless the largest models come in the paper's order, C1 < C3 a
 """
 
 import argparse
+import operator
 import statistics
 import sys
 import time
@@ -28,7 +29,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jobs import Place, run_job
-from report import MIB, argument_parser, heading, mib, publish, table, tell
+from report import MIB, argument_parser, heading, mib, paragraph, publish, table, tell
 from steps import Held, Steps, configuration, crossing, held, largest_that_fits
 
 from megazero.config.presets import ZERO_CONFIGS
@@ -45,7 +46,7 @@ PAPER = {"C1": "40B", "C2": "60B", "C4": "140B", "C5": "150B"}
 
 @dataclass(frozen=True)
 class Timed:
-    """Seconds of every step but those of the first turn, and the last step's loss."""
+    """Seconds of every step but those of the first turn, and the loss of the last step."""
 
     seconds: list[float]
     loss: float
@@ -70,7 +71,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--micro-batch-size", type=int, default=16, help="samples of a process and step; checkpoints grow with it")
     add("--bucket-size", type=int, default=131_072, help="elements of a bucket, the size of constant-size buffers")
     add("--limit", type=float, default=64.0, help="MiB that may be alive on a process while models grow")
-    add("--rounds", type=int, default=7, help="turns of every configuration in timing; the first is a warm-up")
+    add("--rounds", type=int, default=11, help="turns of every configuration in timing; the first is a warm-up")
     add("--steps", type=int, default=4, help="steps of a turn")
     return parser.parse_args(words)
 
@@ -141,11 +142,12 @@ def measure(name: str, num_layers: int, options: argparse.Namespace) -> Held:
 
 def out_of_order(layers: Mapping[str, int]) -> list[str]:
     """What contradicts the paper's order, in words."""
-    expected = [("C1", "<", "C3"), ("C1", "<", "C2"), ("C2", "<", "C4"), ("C4", "<=", "C5")]
+    less, at_most = ("<", operator.lt), ("<=", operator.le)
+    expected = [("C1", less, "C3"), ("C1", less, "C2"), ("C2", less, "C4"), ("C4", at_most, "C5")]
     return [
-        f"{first} {sign} {second} is not so: {layers[first]} and {layers[second]} layers"
-        for first, sign, second in expected
-        if not (layers[first] < layers[second] or (sign == "<=" and layers[first] == layers[second]))
+        f"{first} {sign} {second} is not so ({layers[first]} and {layers[second]} layers)"
+        for first, (sign, holds), second in expected
+        if not holds(layers[first], layers[second])
     ]
 
 
@@ -206,20 +208,27 @@ def page(
     wrong = out_of_order({name: found.layers for name, found in largest.items()})
     return [
         heading("ZeRO configurations C1 to C5, tensor parallel 2 x data parallel 2", options.device),
-        f"{options.num_layers} layers of {model}. The fullest process, second step; model states, checkpoints,"
-        " communication buffers and the rest (activations of the layer that is computed again, gradients on their way,"
-        " temporaries) add up to the peak:",
+        paragraph(
+            f"{options.num_layers} layers of {model}. The fullest process's second step by the ledger; model states,"
+            " checkpoints, communication buffers and the rest add up to the peak. The rest is what a layer needs while"
+            " it is computed again, gradients on their way, and temporaries; with Pa also two gathered checkpoints, the"
+            " one in use and the one before it:"
+        ),
         bytes_table(small),
-        "Step times of the same model, without the ledger, in turns; ratios are worth more than milliseconds:",
+        paragraph(
+            "Step times of the same model without the ledger, in turns; ratios are worth more than milliseconds:"
+        ),
         times_table(timed),
-        f"The largest model under {options.limit:g} MiB a process: so many layers take two training steps, and the"
-        " ledger refuses one more (*promised* is a straight line through the bytes of two smaller models). The paper's"
-        " column has tensor parallel 16 on GPUs of 32 GB, fp16, and wider layers for larger models; what is compared is"
-        " the order:",
+        paragraph(
+            f"The largest model under {options.limit:g} MiB a process: with so many layers two training steps pass,"
+            " with one more the ledger refuses (*promised* by a straight line through the bytes of two smaller models)."
+            " The paper's column has tensor parallel 16, GPUs of 32 GB, fp16, and larger models are wider too; what is"
+            " compared is the order:"
+        ),
         largest_table(largest),
-        "Not in the paper's order: " + "; ".join(wrong)
+        f"Not in the paper's order: {'; '.join(wrong)}."
         if wrong
-        else "In the paper's order: C1 < C3 and C1 < C2 < C4 <= C5.",
+        else "In the paper's order: C1 < C3, C1 < C2 < C4 <= C5.",
     ]
 
 

@@ -19,7 +19,7 @@ from megazero.activations.recompute import Recomputation
 _CURRENT: ContextVar[Recomputation | None] = ContextVar("recomputation", default=None)
 
 
-def recompute(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def recompute(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """function(*args, **kwargs), whose activations are computed again in backward instead of being kept.
 
     Any arguments and results.  What is kept is the tensors among the arguments (as the engine's `activations` section,

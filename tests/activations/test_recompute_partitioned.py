@@ -78,6 +78,17 @@ def views_of_parameters_as_arguments(run: Run, m: Parts, x: Tensor) -> Tensor:
 
 
 @case
+def a_view_that_backward_needs_late(run: Run, m: Parts, x: Tensor) -> Tensor:
+    """By then its unit has been released, and others have been gathered."""
+
+    def part(x: Tensor, weight: Tensor) -> Tensor:
+        x = m.blocks[0](torch.tanh(x @ weight))
+        return m.own(m.blocks[2](torch.tanh(m.blocks[1](x))))
+
+    return run(part, m.a(x), m.lender.weight.t())
+
+
+@case
 def nested(run: Run, m: Parts, x: Tensor) -> Tensor:
     def outer(x: Tensor) -> Tensor:
         x = torch.tanh(F.linear(x, m.b.weight))

@@ -11,47 +11,86 @@ import pytest
 
 TESTS = Path(__file__).parents[1]
 SEQUENCE, BATCH, PADDED_VOCABULARY = 1024, 32, 50304
-GPT2: dict[str, Any] = {"num_layers": 48, "hidden_size": 1600, "num_attention_heads": 25}
-LARGE: dict[str, Any] = {"hidden_size": 8192, "num_attention_heads": 64, "tp": 16, "dp": 25}
+KERNELS = ("unfused", "GPU's flash", "CPU's flash", "CPU's math")
 FULL = {"recompute_granularity": "full"}
 PARTITIONED = {**FULL, "partition_activations": True}
-KERNELS = ("unfused", "GPU's flash", "CPU's flash", "CPU's math")
+KINDS: dict[str, dict[str, Any]] = {
+    "whole": FULL,
+    "partitioned": PARTITIONED,
+    "in an arena": {**PARTITIONED, "contiguous_checkpointing": True},
+    "on the host": {**PARTITIONED, "checkpoint_in_cpu": True},
+}
+LARGE: dict[str, Any] = {"hidden_size": 8192, "num_attention_heads": 64, "tp": 16, "dp": 25}
+SMALL: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 48,
+    "num_attention_heads": 3,
+    "seq_length": 40,
+    "micro_batch_size": 2,
+    "dp": 1,
+}
+SMALL_CASES: dict[str, dict[str, Any]] = {
+    "flash": {"kernels": "CPU's flash", "precision": "bf16"},
+    "math": {"kernels": "CPU's math"},
+    "selective": {"kernels": "CPU's math", "activations": {"recompute_granularity": "selective"}},
+    "host": {
+        "kernels": "CPU's math",
+        "activations": {**FULL, "contiguous_checkpointing": True, "checkpoint_in_cpu": True},
+    },
+}
 
 
-def dry_runs(*cases: dict[str, Any]) -> list[dict[str, Any]]:
-    """What `dry_run` sees of every case."""
+def gpt2(kernels: str, layers: int = 2) -> dict[str, Any]:
+    return {"num_layers": layers, "hidden_size": 1600, "num_attention_heads": 25, "kernels": kernels}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    **{
+        f"100B, {layers} layers, {name}": {**LARGE, "num_layers": layers, "activations": kind}
+        for layers in (3, 5)
+        for name, kind in KINDS.items()
+    },
+    "1.5B, full": {**gpt2("CPU's flash", 48), "activations": FULL},
+    "1.5B": gpt2("CPU's flash", 48),
+    **{kernels: gpt2(kernels) for kernels in KERNELS},
+    **{
+        f"{name}, {'fake' if is_fake else 'real'}": {**SMALL, **case, "is_fake": is_fake}
+        for name, case in SMALL_CASES.items()
+        for is_fake in (True, False)
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[str, dict[str, Any]]:
+    """What `dry_run` sees of every case, all from one process."""
     folders = [str(TESTS), str(TESTS.parent / "benchmarks"), str(TESTS.parent)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
-    command = [sys.executable, str(TESTS / "support" / "dry_run_activations.py"), json.dumps(cases)]
+    command = [sys.executable, str(TESTS / "support" / "dry_run_activations.py"), json.dumps(list(CASES.values()))]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    seen: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    return seen
+    return dict(zip(CASES, json.loads(done.stdout.splitlines()[-1]), strict=True))
 
 
-def test_checkpoints_of_100_billion_parameters() -> None:
-    """Batch 32, 16 tensor-parallel ranks: whole, in slices, and in slices on the host; the same for every layer."""
-    depths, kinds = (4, 7), (FULL, PARTITIONED, {**PARTITIONED, "checkpoint_in_cpu": True})
-    cases = [{**LARGE, "num_layers": layers, "activations": kind} for layers in depths for kind in kinds]
-    seen = dry_runs(
-        *cases, {**LARGE, "num_layers": 5, "activations": {**PARTITIONED, "contiguous_checkpointing": True}}
-    )
+@pytest.mark.parametrize("layers", [3, 5])
+def test_checkpoints_of_100_billion_parameters(seen: dict[str, dict[str, Any]], layers: int) -> None:
+    """Batch 32, 16 tensor-parallel ranks: whole, in slices, in an arena, and on the host; as much for every layer."""
     one = 32 * 1024 * 8192 * 2
-    for layers, (whole, sliced, on_host) in zip(depths, (seen[:3], seen[3:6]), strict=True):
-        assert whole["checkpoints"] == whole["most_checkpoints"] == layers * one
-        assert sliced["checkpoints"] == sliced["most_checkpoints"] == layers * one // 16
-        assert (on_host["checkpoints"], on_host["most_checkpoints"]) == (0, 3 * one // 16)
-        assert on_host["on_host"] == layers * one // 16
-    assert seen[6]["checkpoints"] == seen[6]["most_checkpoints"] == 5 * one // 16
-    beside = {case["activations"] - case["checkpoints"] * 0 for case in seen}
+    whole, sliced, in_arena, on_host = (seen[f"100B, {layers} layers, {name}"] for name in KINDS)
+    assert whole["checkpoints"] == whole["most_checkpoints"] == layers * one
+    for slices in (sliced, in_arena):
+        assert slices["checkpoints"] == slices["most_checkpoints"] == layers * one // 16
+    assert (on_host["checkpoints"], on_host["most_checkpoints"]) == (0, 3 * one // 16)
+    assert on_host["on_host"] == layers * one // 16
+    beside = {figures["activations"] for name, figures in seen.items() if name.startswith("100B")}
     assert len(beside) == 1, "what else is left depended on the checkpoints, or on the depth"
-    assert 125 * one == 67_108_864_000 and 125 * one // 16 == 4_194_304_000
+    assert (125 * one, 125 * one // 16) == (67_108_864_000, 4_194_304_000)
 
 
-def test_checkpoints_of_gpt2() -> None:
+def test_checkpoints_of_gpt2(seen: dict[str, dict[str, Any]]) -> None:
     """All 48 layers of 1600, batch 32."""
-    (seen,) = dry_runs({**GPT2, "kernels": "CPU's flash", "activations": FULL})
-    assert seen["checkpoints"] == seen["most_checkpoints"] == 48 * 32 * 1024 * 1600 * 2 == 5_033_164_800
+    figures = seen["1.5B, full"]
+    assert figures["checkpoints"] == figures["most_checkpoints"] == 48 * 32 * 1024 * 1600 * 2 == 5_033_164_800
 
 
 def left_by(layers: int, hidden: int, heads: int, kernels: str) -> int:
@@ -74,15 +113,15 @@ def left_by(layers: int, hidden: int, heads: int, kernels: str) -> int:
     return layers * (attention + feed_forward) + embedding + head
 
 
-def test_what_forward_leaves_is_the_formula_term_by_term() -> None:
-    shapes = [(3, 1600, 25, kernels) for kernels in KERNELS] + [(48, 1600, 25, "CPU's flash"), (2, 768, 12, "unfused")]
-    names = ("num_layers", "hidden_size", "num_attention_heads", "kernels")
-    seen = dry_runs(*(dict(zip(names, shape, strict=True)) for shape in shapes))
-    for shape, figures in zip(shapes, seen, strict=True):
-        assert figures["checkpoints"] == 0
-        assert figures["activations"] == left_by(*shape), shape
-        assert sum(figures["terms"].values()) == figures["activations"], shape
-        assert [name for name in figures["terms"] if name.startswith("unexplained")] == [], shape
+@pytest.mark.parametrize(("case", "layers", "kernels"), [("1.5B", 48, "CPU's flash"), *((k, 2, k) for k in KERNELS)])
+def test_what_forward_leaves_is_the_formula_term_by_term(
+    seen: dict[str, dict[str, Any]], case: str, layers: int, kernels: str
+) -> None:
+    figures = seen[case]
+    assert figures["checkpoints"] == 0
+    assert figures["activations"] == left_by(layers, 1600, 25, kernels)
+    assert sum(figures["terms"].values()) == figures["activations"]
+    assert [name for name in figures["terms"] if name.startswith("unexplained")] == []
 
 
 def test_the_formula_in_the_literature_is_ours_without_small_terms() -> None:
@@ -93,22 +132,8 @@ def test_the_formula_in_the_literature_is_ours_without_small_terms() -> None:
     assert left_by(48, 1600, 25, "GPU's flash") / (48 * 34 * sbh) == pytest.approx(1, abs=0.01)
 
 
-def test_fake_tensors_leave_what_real_ones_do() -> None:
+@pytest.mark.parametrize("case", SMALL_CASES)
+def test_fake_tensors_leave_what_real_ones_do(seen: dict[str, dict[str, Any]], case: str) -> None:
     """The same small step with values and without: every term, and the peak."""
-    small = {
-        "num_layers": 2,
-        "hidden_size": 48,
-        "num_attention_heads": 3,
-        "seq_length": 40,
-        "micro_batch_size": 2,
-        "dp": 1,
-    }
-    kinds: list[dict[str, Any]] = [
-        {"kernels": "CPU's flash", "precision": "bf16"},
-        {"kernels": "CPU's math"},
-        {"kernels": "CPU's math", "activations": {"recompute_granularity": "selective"}},
-        {"kernels": "CPU's math", "activations": {**FULL, "contiguous_checkpointing": True, "checkpoint_in_cpu": True}},
-    ]
-    seen = dry_runs(*({**small, **kind, "is_fake": is_fake} for kind in kinds for is_fake in (True, False)))
-    for kind, fake, real in zip(kinds, seen[::2], seen[1::2], strict=True):
-        assert fake == real, kind
+    assert seen[f"{case}, fake"] == seen[f"{case}, real"]
+    assert seen[f"{case}, real"]["activations"] > 0

@@ -1,0 +1,40 @@
+"""What processes of benchmarks' jobs do in tests; started processes must be able to import it."""
+
+import os
+import time
+from typing import Any
+
+from megazero.comm.build import make_mesh
+from megazero.comm.mesh import gather_json
+from megazero.errors import ConfigError, Problem
+from megazero.memory.fused_buffers import FusedBuffers
+from megazero.parallel.topology import Topology
+
+PROBLEM = Problem("--something 3", "a rule", "2")
+
+
+def who(place: Any, word: str) -> tuple[str, list[int]]:
+    """The word, and the ranks that this process meets."""
+    buffers = FusedBuffers(1 << 16, place.device)
+    mesh = make_mesh(Topology(dp=place.launch.world_size), place.launch.rank, place.device, buffers)
+    return word, gather_json(mesh.world, place.launch.rank, place.device)
+
+
+def fail(place: Any, rank: int, how: str) -> None:
+    """One rank fails, the others would go on for long."""
+    if place.launch.rank == rank:
+        if how == "user":
+            raise ConfigError(PROBLEM, PROBLEM)
+        if how == "bug":
+            raise KeyError("a bug")
+        os._exit(7)
+    time.sleep(600)
+
+
+def together(place: Any, seconds: float) -> float:
+    """How long this process waits for all others; the first of every job is late."""
+    if place.launch.local_rank == 0:
+        time.sleep(seconds)
+    start = time.perf_counter()
+    place.wait_for_all()
+    return time.perf_counter() - start
