@@ -80,8 +80,7 @@ class Case:
 
     @property
     def assb(self) -> int:
-        """Elements of all attention matrices of a layer."""
-        return self.num_attention_heads * self.seq_length**2 * self.micro_batch_size
+        return self.num_attention_heads * self.seq_length**2 * self.micro_batch_size  # of a layer's attention matrices
 
     def config(self) -> RunConfig:
         shape = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "precision")
@@ -369,7 +368,8 @@ def report_gpt2(seen: Mapping[str, Seen]) -> list[str]:
         f"sbh = {sbh} elements. *Formula*, a layer: sbh (34 + 5as/h) for unfused and CPU's math, 34 sbh for flash and"
         f" selective, 32 sbh for flash without dropout, 2 sbh for full. The paper's 12 sbh elements a layer are"
         f" {24 * sbh * layers} bytes, its 60 GB; by 2 sbh checkpoints are {2 * sbh * layers} bytes, where it says about"
-        " 8 GB. *Ends*: the embedding's and the head's part of what is left. *Peak*: activations and checkpoints + temporaries when most was alive in the step.",
+        " 8 GB. *Ends*: the embedding's and the head's part of what is left. *Peak*: activations and checkpoints +"
+        " temporaries when most was alive in the step.",
         "",
         *table(title, rows),
         "",

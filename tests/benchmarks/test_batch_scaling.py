@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from batch_scaling import Case, Step, Times, explanation, main
 
+from megazero.errors import ConfigError
+
 TINY = (
     "--num-layers 2 --hidden-size 64 --seq-length 16 --vocab-size 64 --bucket-size 8192 --limit 2.1 --rounds 1"
     " --steps 1 --device cpu"
@@ -49,6 +51,7 @@ def test_the_program(tmp_path: Path) -> None:
     assert cases == [*zip((1, 2, 4), batches, strict=True), (2, batches[0]), (4, batches[0])]
 
 
+@pytest.mark.gloo
 def test_a_limit_that_nothing_fits_is_the_users_to_mend() -> None:
-    with pytest.raises(Exception, match="a sample a process with Nd = 1 holds more"):
+    with pytest.raises(ConfigError, match="a sample a process with Nd = 1 holds more"):
         main([*TINY.split(), "--limit", "0.5"])
