@@ -89,7 +89,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seq-length", type=int, default=32, help="tokens of a sample")
     add("--vocab-size", type=int, default=512, help="rows of the embedding")
     add("--bucket-size", type=int, default=131_072, help="elements of a bucket, the size of constant-size buffers")
-    add("--rounds", type=int, default=6, help="turns of every case in timing")
+    add("--rounds", type=int, default=5, help="turns of every case in timing")
     add("--steps", type=int, default=4, help="steps of a turn, and two before them that don't count")
     return parser.parse_args(words)
 
@@ -236,12 +236,14 @@ def explanation(found: Mapping[Case, Times]) -> str:
     update = 1e6 * (found[control].update_per_token - found[last].update_per_token)
     return (
         f"With the batch that fits, a process does {' and '.join(f'{gain:.2f}' for gain in gains)} times the tokens a"
-        f" second of Nd = 1 ({'superlinear' if min(gains) > 1 else 'not superlinear'} scaling); with the batch of"
-        f" Nd = 1, Nd = {last.degree} takes {price:.2f} times its CPU time a token. The larger batch saves {saved:.0f}"
-        f" CPU µs a token of Nd = {last.degree}: {update:.0f} in the optimizer's part of the step,"
+        f" second of Nd = 1 ({'superlinear' if min(gains) > 1 else 'not superlinear'} scaling from there); with the"
+        f" batch of Nd = 1, Nd = {last.degree} takes {price:.2f} times its CPU time a token. The larger batch saves"
+        f" {saved:.0f} CPU µs a token of Nd = {last.degree}: {update:.0f} in the optimizer's part of the step,"
         f" {saved - update:.0f} in forward, backward and the communication beside them. These are costs of a step, not"
         " of a token (reducing gradients, gathering parameters, the optimizer, calls of operations, reading weights"
-        " from memory for each product), spread over more tokens. The global batch grows too, from"
+        " from memory for each product), spread over more tokens. Memory becomes free as 1 - 1/Nd, and the bytes that a"
+        " step sends grow as (Nd - 1)/Nd, which is the same: between degrees that both communicate, a token's share of"
+        " communication stays, and little is gained. The global batch grows too, from"
         f" {first.micro_batch} to {last.degree * last.micro_batch} samples: whether training gains as much is another"
         " question. On GPUs, where network and products have other prices, other figures are to be expected."
     )

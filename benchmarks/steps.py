@@ -125,12 +125,12 @@ def held(config: RunConfig, world_size: int, *, device: str, limit_bytes: int | 
 def crossing(limit: float, points: Sequence[tuple[int, int]]) -> int:
     """Where a straight line through two points (number, bytes) has its last whole number with at most `limit` bytes.
 
-    The larger of the two numbers where the line doesn't rise.
+    The larger of the two numbers where the line doesn't rise, and at most four times that: further on it is a guess.
     """
     (first, low), (second, high) = points
     if high <= low:
         return second
-    return int((limit - low) * (second - first) // (high - low)) + first
+    return min(int((limit - low) * (second - first) // (high - low)) + first, 4 * second)
 
 
 def largest_that_fits(fits: Callable[[int], bool], guess: int) -> int:

@@ -66,7 +66,7 @@ class _Pool:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks_")
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed"])
+        context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
         self.workers = [self._start(context, rank) for rank in range(world_size)]
 
     def _start(self, context: Any, rank: int) -> _Worker:
