@@ -65,6 +65,7 @@ def recomputation(config: ActivationConfig, rank: RankParts, *, number: int | No
         slices=rank.tensor_parallel if config.partition_activations else None,
         trusts=number is not None,
         places=_places(config, rank, number=config.number_checkpoints or number),
+        device=rank.device,
         ledger=rank.ledger,
     )
     waits = config.synchronize_each_layer and rank.device.type == "cuda"

@@ -9,7 +9,8 @@ Three choices, each on its own (paper section 6.1 and 6.3):
 Without any of them a checkpoint is the tensor itself, at no cost.  With one, activations are copied as soon as the
 function that reads them begins, so that their own memory is free when it ends.  On the way back things happen ahead:
 when a checkpoint is brought back, the one before it in its pass begins to be gathered, and the one before that to be
-copied from the host.
+copied from the host.  A model that nobody knows may make checkpoints that no backward asks for; its slices are
+gathered, and fetched, when they are needed.
 
 Pa needs inputs that are the same on every tensor-parallel rank, as those of a transformer layer are.
 """
@@ -22,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from megazero.activations.places import OnDevice, Places
+from megazero.activations.places import GivenUp, OnDevice, Places
 from megazero.comm.interface import Communicator, Work
 from megazero.errors import Problem, UsageError
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
@@ -47,20 +48,24 @@ class Kept(Protocol):
 class Checkpoint:
     """The tensors that one recomputed function starts from."""
 
-    def __init__(self, tensors: Sequence[Kept], before: "Checkpoint | None") -> None:
+    def __init__(self, tensors: Sequence[Kept], before: "Checkpoint | None", given_up: GivenUp) -> None:
+        """tensors: one that is kept in a copy may stand there several times."""
         self._tensors = tensors
+        self._given_up = given_up
         self._before = None if before is None else weakref.ref(before)
 
     def bring(self) -> list[Tensor]:
         """The tensors as they were; those of the checkpoints before are set on their way."""
-        self.gather()
-        before = self._earlier()
-        if before is not None:
-            before.gather()
-            further = before._earlier()
+        with self._given_up.hold():
+            self.gather()
+            before = self._earlier()
+            further = None if before is None else before._earlier()
+            if before is not None:
+                before.gather()
             if further is not None:
                 further.fetch()
-        return [kept.bring() for kept in self._tensors]
+            brought = {id(kept): kept.bring() for kept in self._tensors}
+        return [brought[id(kept)] for kept in self._tensors]
 
     def leave(self) -> None:
         """The function has ended: what a copy is kept of may go."""
@@ -87,6 +92,7 @@ class Checkpoints:
     slices: the axis over whose ranks activations are partitioned; None keeps them whole.
     trusts: whether activations are known to be the same on all of these; if not, those of the first pass are compared.
     places: where copies are kept; None keeps the tensors themselves, or slices in memory of their own.
+    device: the one whose tensors are copied; others are kept themselves.  None copies all.
     """
 
     def __init__(
@@ -95,36 +101,60 @@ class Checkpoints:
         slices: Communicator | None = None,
         trusts: bool = True,
         places: Places | None = None,
+        device: torch.device | None = None,
         ledger: AnyLedger | None = None,
     ) -> None:
+        self._device = device
         self._slices = slices if slices is not None and slices.size > 1 else None
         self.places = places
         self._ledger = ledger or NullLedger()
         self._latest: weakref.ref[Checkpoint] | None = None
-        self._compares = not trusts
+        self._compares, self._trusts = not trusts, trusts
         self._has_kept = False
+        self._given_up = GivenUp()
 
     def begin_pass(self) -> None:
         """A forward begins; backward goes through its checkpoints from the last to the first."""
         self._latest = None
         self._compares = self._compares and not self._has_kept
         if self.places is not None:
-            self.places.begin_pass()
+            with self._given_up.hold():
+                self.places.begin_pass()
 
     def keep(self, tensors: Sequence[Tensor]) -> Checkpoint:
         """A checkpoint of these tensors, as they are now."""
-        before = None if self._latest is None else self._latest()
-        checkpoint = Checkpoint([self._keep(tensor) for tensor in tensors], before)
+        # Ranks must gather the same ones, and when a graph that nobody walks goes differs from rank to rank; so one is
+        # gathered ahead only where every graph is walked.
+        may_gather_ahead = self._slices is None or self._trusts
+        before = self._latest() if self._latest is not None and may_gather_ahead else None
+        copies: dict[int, Kept] = {}
+        kept: list[Kept] = []
+        with self._given_up.hold():
+            for tensor in tensors:
+                if not self._is_copied(tensor):
+                    # Every time it is given: a recomputation around this one may meet it once in its first run, twice
+                    # (as its own input, and from elsewhere) in its second.
+                    kept.append(_Itself(tensor, self._ledger))
+                    continue
+                if id(tensor) not in copies:
+                    copies[id(tensor)] = self._copy(tensor)
+                kept.append(copies[id(tensor)])
+        checkpoint = Checkpoint(kept, before, self._given_up)
         self._latest = weakref.ref(checkpoint)
         return checkpoint
 
-    def _keep(self, tensor: Tensor) -> Kept:
-        if not _is_activation(tensor) or tensor.ndim == 0 or (self._slices is None and self.places is None):
-            return _Itself(tensor, self._ledger)
+    def _is_copied(self, tensor: Tensor) -> bool:
+        if self._slices is None and self.places is None:
+            return False
+        is_here = self._device is None or tensor.device.type == self._device.type
+        return is_here and tensor.ndim > 0 and _is_activation(tensor)
+
+    def _copy(self, tensor: Tensor) -> "_Copy":
         if self._slices is not None and self._compares:
             _compare(tensor, self._slices)
         self._has_kept = True
-        return _Copy(tensor, self._slices, self.places or OnDevice(tensor.device, ledger=self._ledger))
+        places = self.places or OnDevice(tensor.device, ledger=self._ledger)
+        return _Copy(tensor, self._slices, places, self._given_up)
 
 
 def _compare(tensor: Tensor, ranks: Communicator) -> None:
@@ -202,22 +232,33 @@ def _version(tensor: Tensor) -> int | None:
 
 @dataclass(frozen=True)
 class _Form:
-    """How a tensor lies in memory: the flat elements [numel] are seen as `shape` with `strides`."""
+    """How a tensor lies in memory: the flat elements [numel] are seen as `shape` with `strides`.
+
+    gaps: the strides of one that doesn't fill its memory, or shows elements twice; its elements are spread again.
+    """
 
     shape: torch.Size
     strides: tuple[int, ...]
+    gaps: tuple[int, ...] | None = None
 
     def restore(self, flat: Tensor) -> Tensor:
-        return flat.as_strided(self.shape, self.strides)
+        """The tensor with the strides it had: kernels are chosen by them."""
+        tensor = flat.as_strided(self.shape, self.strides)
+        if self.gaps is None:
+            return tensor
+        once = [slice(None) if stride else slice(0, 1) for stride in self.gaps]
+        sizes = [size if stride else 1 for size, stride in zip(self.shape, self.gaps, strict=True)]
+        spread = torch.empty_strided(sizes, self.gaps, dtype=flat.dtype, device=flat.device)
+        return spread.copy_(tensor[tuple(once)]).expand(self.shape)
 
 
 def _flatten(tensor: Tensor) -> tuple[Tensor, _Form]:
     """All elements in the order of memory, [numel], and the way back; a tensor with gaps is copied first."""
-    tensor = tensor.detach()
+    tensor, gaps = tensor.detach(), None
     if not _is_dense(tensor):
-        tensor = tensor.contiguous()
+        tensor, gaps = tensor.contiguous(), tensor.stride()
     flat = tensor.as_strided((tensor.numel(),), (1,))
-    return flat, _Form(tensor.shape, tensor.stride())
+    return flat, _Form(tensor.shape, tensor.stride(), gaps)
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -236,16 +277,15 @@ class _Copy:
     A slice holds ceil(numel / ranks) elements, the last ones filled up with zeros.
     """
 
-    def __init__(self, tensor: Tensor, slices: Communicator | None, places: Places) -> None:
+    def __init__(self, tensor: Tensor, slices: Communicator | None, places: Places, given_up: GivenUp) -> None:
         flat, self._form = _flatten(tensor)
         self._numel = flat.numel()
         self._slices = slices
         self._whole: Tensor | None = None
         self._work: Work | None = None
-        place = places.put(flat if slices is None else _slice(flat, slices))
-        self._place = place
-        # It is given up when the graph is gone, after its backward or without one.
-        weakref.finalize(self, place.release).atexit = False
+        self._place = places.put(flat if slices is None else _slice(flat, slices))
+        # When the graph is gone, after its backward or without one.
+        weakref.finalize(self, given_up.add, self._place).atexit = False
 
     def leave(self) -> None:
         self._place.leave()

@@ -5,6 +5,10 @@ A *place* holds one flat tensor from forward to backward:
     put(x) -- leave() -->  x's memory may go      fetch() -->  on its way back      tensor() -->  to be read
 """
 
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import RLock
 from typing import Protocol
 
 import torch
@@ -49,6 +53,53 @@ class Places(Protocol):
 
     def describe(self) -> tuple[str, ...]:
         """Statistics since the beginning, line by line."""
+
+
+class GivenUp:
+    """Places whose checkpoints are gone, on their way to being released.
+
+    A graph may end in any thread (collectives in flight hold on to it for a while) and, by the garbage collector, at
+    any moment; what is kept of places isn't made for that.  So they are released here, one after the other, and never
+    while somebody `hold`s.
+    """
+
+    def __init__(self) -> None:
+        self._places: deque[Place] = deque()
+        self._lock = RLock()
+        self._num_holding = 0
+
+    def add(self, place: Place) -> None:
+        """The place is not needed any more."""
+        self._places.append(place)
+        self._release_all()
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Places are being taken and read inside; what is given up meanwhile is released at the end."""
+        self._release_all()
+        with self._held():
+            yield
+        self._release_all()
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        with self._lock:
+            self._num_holding += 1
+            try:
+                yield
+            finally:
+                self._num_holding -= 1
+
+    def _release_all(self) -> None:
+        """Unless another thread, or a caller of this one, is at work: then that one does it when it is done."""
+        while self._places and self._lock.acquire(blocking=False):
+            try:
+                if self._num_holding or not self._places:
+                    return
+                with self._held():
+                    self._places.popleft().release()
+            finally:
+                self._lock.release()
 
 
 class OnDevice:
@@ -104,8 +155,8 @@ class _Alone:
 class InArena:
     """Copies lie in one arena with room for `number` of the first one's size (paper section 6.3).
 
-    Where the number isn't known, the arena is made when the second pass begins, of the size of the first.  What doesn't
-    fit has memory of its own; `num_outside` counts it.
+    Where the number isn't known, the arena is made when the second pass begins, of the size of the first, and made anew
+    when a pass was larger.  What doesn't fit has memory of its own; `num_outside` counts it.
     """
 
     def __init__(self, number: int | None, device: torch.device, *, ledger: AnyLedger) -> None:
@@ -115,11 +166,15 @@ class InArena:
         self._device = device
         self._ledger = ledger
         self._outside = OnDevice(device, ledger=ledger)
-        self._seen_bytes = 0
+        self._pass_bytes = 0
 
     def begin_pass(self) -> None:
-        if self.arena is None and self._seen_bytes:
-            self._make(self._seen_bytes)
+        capacity = 0 if self.arena is None else self.arena.statistics.capacity_bytes
+        is_free = self.arena is None or not self.arena.statistics.live_bytes
+        if self._number is None and self._pass_bytes > capacity and is_free:
+            self.arena = None  # before the larger one comes
+            self._make(self._pass_bytes)
+        self._pass_bytes = 0
 
     def put(self, source: Tensor) -> Place:
         return _filled(self.room(source.numel(), source.dtype), source)
@@ -129,8 +184,8 @@ class InArena:
         nbytes = -(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         if self.arena is None and self._number is not None:
             self._make(self._number * nbytes)
+        self._pass_bytes += nbytes
         if self.arena is None:
-            self._seen_bytes += nbytes
             return self._outside.room(numel, dtype)
         block = self.arena.allocate(numel, dtype)
         if block is None:

@@ -151,7 +151,8 @@ class _Call:
         return value
 
     def _run_again(self) -> None:
-        refill = _Refill({place: found for place, ref in enumerate(self._placeholders) if (found := ref()) is not None})
+        needed = {place: found for place, ref in enumerate(self._placeholders) if (found := ref()) is not None}
+        refill = _Refill(needed, len(self._placeholders))
         args, kwargs = self._arguments.bring()
         ledger, random = self._settings.ledger, self._settings.random
         present = random.get_state()
@@ -174,12 +175,15 @@ class _Arguments:
 
     def __init__(self, checkpoints: Checkpoints, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves, self._structure = tree_flatten((args, kwargs))
-        tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
-        number = {key: index for index, key in enumerate(tensors)}
-        self._tensor_at = {place: number[id(leaf)] for place, leaf in enumerate(leaves) if id(leaf) in number}
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        first: dict[int, int] = {}
+        for index, tensor in enumerate(tensors):
+            first.setdefault(id(tensor), index)
+        self._tensor_at = {place: first[id(leaf)] for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
         self._others = [None if place in self._tensor_at else leaf for place, leaf in enumerate(leaves)]
-        self._needs_gradient = [tensor.requires_grad for tensor in tensors.values()]
-        self.checkpoint = checkpoints.keep(list(tensors.values()))
+        self._needs_gradient = [tensor.requires_grad for tensor in tensors]
+        # Every occurrence: a recomputation around us may see one tensor in its first run and two in its second.
+        self.checkpoint = checkpoints.keep(tensors)
 
     def bring(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of the second run; the gradients of its tensors go nowhere."""
@@ -203,9 +207,9 @@ def _attached(tensor: Tensor) -> Tensor:
 class _Refill:
     """The second run: fills placeholders in the order in which tensors are saved."""
 
-    def __init__(self, needed: dict[int, _Placeholder]) -> None:
+    def __init__(self, needed: dict[int, _Placeholder], total: int) -> None:
         self._needed = needed
-        self._last = max(needed)
+        self._total = total  # not the last that is needed: when a graph goes differs from rank to rank
         self._place = 0
 
     @contextmanager
@@ -219,8 +223,8 @@ class _Refill:
 
     def check(self) -> None:
         """Raise UsageError if the second run has saved less than the first."""
-        if self._place <= self._last:
-            self._complain(f"{self._place} tensors saved where there had been at least {self._last + 1}")
+        if self._place <= max(self._needed):
+            self._complain(f"{self._place} tensors saved where there had been {self._total}")
 
     def _fill(self, tensor: Tensor) -> Tensor:
         value = tensor.detach()
@@ -231,7 +235,7 @@ class _Refill:
                 self._complain(f"{_describe(found)} saved where there had been {_describe(placeholder.shape)}")
             placeholder.fill(value)
         self._place += 1
-        if self._place > self._last:
+        if self._place >= self._total:
             raise _Enough
         return value
 

@@ -37,8 +37,13 @@ def segments_are_of_full_recomputation(config: RunConfig, world_size: int) -> It
         yield Problem(
             f"{given} with --recompute-granularity {granularity}",
             "only layers that are recomputed whole form segments and keep checkpoints",
-            f"--recompute-granularity full, or leave out {' '.join(said)}",
+            f"--recompute-granularity full, or {', '.join(_without(flag, value) for flag, value in said.items())}",
         )
+
+
+def _without(flag: str, value: object) -> str:
+    """How to say that it isn't wanted, which a weaker source may want."""
+    return f"{flag} false" if value is True or value == "auto" else f"without {flag}"
 
 
 def recomputed_layers_exist(config: RunConfig, world_size: int) -> Iterator[Problem]:

@@ -115,7 +115,9 @@ class BackwardPasses:
 
     def _forward_begins(self, _model: nn.Module, _inputs: Any) -> None:
         if not in_backward():
-            self._is_armed = self._is_begun = self._is_scaled = False  # an error may have ended the pass before
+            begun, self._is_armed, self._is_begun, self._is_scaled = self._is_begun, False, False, False
+            if begun:  # an error has ended the pass before
+                self._discard()
             self._at_next = self._at_next or torch.is_grad_enabled()
 
     def _forward_ends(self, _model: nn.Module, _inputs: Any, output: Any) -> None:

@@ -45,6 +45,8 @@ def limit_error(limit_bytes: int, live: Mapping[Category, int], during: Phase | 
     fullest = sorted(((nbytes, name) for name, nbytes in live.items() if nbytes), reverse=True)
     parts = ", ".join(f"{name.replace('_', ' ')} {format_bytes(nbytes)}" for nbytes, name in fullest)
     where = "" if during is None else f" in {during}"
-    given = f"{format_bytes(sum(live.values()))} alive{where}: {parts}"
+    total = sum(live.values())
+    given = f"{format_bytes(total)} alive{where}: {parts}"
     rule = f"--ledger-limit {limit_bytes / MIB:.6g} (MiB) is the most that may be alive on a process's device"
+    rule += f"; {total - limit_bytes} bytes are too many"
     return MemoryLimitError(Problem(given, rule, _WOULD_HELP))

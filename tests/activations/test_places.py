@@ -1,6 +1,7 @@
 """Places: what is put comes back, wherever it has been, and every byte of room is given back."""
 
 from collections.abc import Callable
+from threading import Thread
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from support.recomputing import CPU, places_of
 from torch import Tensor
 
-from megazero.activations.places import InArena, OnDevice, OnHost, Place, Places
+from megazero.activations.places import GivenUp, InArena, OnDevice, OnHost, Place, Places
 from megazero.memory.host import HostMemory
 from megazero.memory.ledger import Ledger
 from megazero.memory.ledger_interface import NullLedger
@@ -203,3 +204,53 @@ def test_a_ledger_counts_what_is_on_the_device(kind: str, kept: int, fetched: in
             place.release()
         expected = {"arena": 8 * 64, "host and arena": 3 * 64}.get(kind, 0)
         assert ledger.live_bytes()["activation_checkpoints"] == expected
+
+
+class Noting:
+    """A place that notes when it is released."""
+
+    def __init__(self, seen: list[str], name: str, then: Callable[[], None] = lambda: None) -> None:
+        self._seen, self._name, self._then = seen, name, then
+
+    def release(self) -> None:
+        self._seen.append(f"{self._name} begins")
+        self._then()
+        self._seen.append(f"{self._name} ends")
+
+
+def test_nothing_is_released_while_places_are_in_use() -> None:
+    seen: list[str] = []
+    given_up = GivenUp()
+    with given_up.hold():
+        given_up.add(Noting(seen, "a"))  # type: ignore[arg-type]
+        with given_up.hold():
+            given_up.add(Noting(seen, "b"))  # type: ignore[arg-type]
+        thread = Thread(target=given_up.add, args=(Noting(seen, "c"),))
+        thread.start()
+        thread.join()
+        assert seen == []
+    assert seen == [f"{name} {end}" for name in "abc" for end in ("begins", "ends")]
+    given_up.add(Noting(seen, "d"))  # type: ignore[arg-type]
+    assert seen[-2:] == ["d begins", "d ends"]
+
+
+def test_one_is_released_after_the_other() -> None:
+    """Releasing one may end another graph, in the middle."""
+    seen: list[str] = []
+    given_up = GivenUp()
+    given_up.add(Noting(seen, "a", lambda: given_up.add(Noting(seen, "b"))))  # type: ignore[arg-type]
+    assert seen == ["a begins", "a ends", "b begins", "b ends"]
+
+
+def test_an_arena_of_unknown_size_grows_with_its_passes() -> None:
+    places = InArena(None, CPU, ledger=NullLedger())
+    for numel, capacity in ((10, None), (100, 64), (10, 448), (10, 448)):
+        places.begin_pass()
+        found = None if places.arena is None else places.arena.statistics.capacity_bytes
+        assert found == capacity
+        kept = places.put(torch.ones(numel))
+        kept.release()
+    kept = places.put(torch.ones(1000))  # beside the 10 of this pass
+    places.begin_pass()
+    assert places.arena is not None and places.arena.statistics.capacity_bytes == 4032 + 64
+    kept.release()

@@ -194,8 +194,8 @@ class Changing:
 @pytest.mark.parametrize(
     ("second", "given"),
     [
-        (lambda x: x * 2, "0 tensors saved where there had been at least 2"),
-        (lambda x: x.exp() * 2, "1 tensors saved where there had been at least 2"),
+        (lambda x: x * 2, "0 tensors saved where there had been 2"),
+        (lambda x: x.exp() * 2, "1 tensors saved where there had been 2"),
         (lambda x: x[:1].exp().sin(), r"\[1, 2\] of float32 saved where there had been \[3, 2\] of float32"),
         (lambda x: x.double().exp().sin(), r"\[3, 2\] of float64 saved where there had been \[3, 2\] of float32"),
     ],
@@ -236,8 +236,8 @@ def test_what_comes_after_the_last_saved_tensor_is_not_run_again() -> None:
     assert seen == ["before", "after", "before"]
 
 
-def test_what_nobody_needs_any_more_is_not_run_again_either() -> None:
-    """The second output has been dropped, and all that was saved for it."""
+def test_the_second_run_is_the_same_whoever_is_still_there() -> None:
+    """The second output has been dropped, and all that was saved for it: on other ranks it may not have been."""
     seen = []
 
     def part(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -248,7 +248,7 @@ def test_what_nobody_needs_any_more_is_not_run_again_either() -> None:
     first, _ = recomputation().run(part, torch.ones(3, requires_grad=True) * 1)
     del _
     first.sum().backward()
-    assert seen == ["between"]
+    assert seen == ["between", "between"]
 
 
 @pytest.mark.parametrize(("retain", "runs"), [(False, 2), (True, 3)])
@@ -332,3 +332,26 @@ def test_the_second_run_is_a_forward_to_the_ledger() -> None:
     assert ledger.phases == []
     y.sum().backward()
     assert ledger.phases == ["forward", "backward"] * 2
+
+
+@pytest.mark.parametrize("keeping", KEEPINGS)
+@pytest.mark.parametrize("view", ["slice", "expanded", "transposed", "strided", "column"])
+def test_inputs_with_gaps_take_the_same_way_again(keeping: str, view: str) -> None:
+    """torch chooses the kernel of a product with a matrix that wants no gradient by the strides of the input."""
+    matrix = torch.randn(6, 6, generator=torch.Generator().manual_seed(1))
+    leaf = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    h = leaf * 2
+    views = {
+        "slice": h[:, :-1],
+        "expanded": h[:1].expand(3, 5, 6),
+        "transposed": h.transpose(0, 1),
+        "strided": h[:, ::2],
+        "column": h[..., :1].expand(2, 5, 6),
+    }
+
+    def part(x: Tensor) -> Tensor:
+        return torch.tanh(x @ matrix)
+
+    (plain,) = torch.autograd.grad(part(views[view]).sum(), leaf, retain_graph=True)
+    (found,) = torch.autograd.grad(recomputation(keeping).run(part, views[view]).sum(), leaf)
+    assert torch.equal(found, plain)

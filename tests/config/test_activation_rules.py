@@ -46,7 +46,9 @@ def test_legal(settings: dict[str, Any]) -> None:
 def test_checkpoints_are_of_full_recomputation(setting: str, value: Any, given: str, granularity: str) -> None:
     (found,) = check(make_run(**{setting: value}, recompute_granularity=granularity), 1)
     assert found.given == f"{given} with --recompute-granularity {granularity}"
-    assert found.legal == f"--recompute-granularity full, or leave out {given.split()[0]}" and found.rule
+    flag = given.split()[0]
+    instead = f"{flag} false" if value in (True, "auto") and not setting.startswith("recompute") else f"without {flag}"
+    assert found.legal == f"--recompute-granularity full, or {instead}" and found.rule
     assert check(make_run(**{setting: value}, **FULL), 1) == ()
 
 
@@ -56,7 +58,8 @@ def test_all_that_needs_full_recomputation_is_one_finding() -> None:
     assert found.given == (
         "--partition-activations --contiguous-checkpointing --number-checkpoints 3 with --recompute-granularity none"
     )
-    assert found.legal.endswith("leave out --partition-activations --contiguous-checkpointing --number-checkpoints")
+    off = "--partition-activations false, --contiguous-checkpointing false, without --number-checkpoints"
+    assert found.legal == f"--recompute-granularity full, or {off}"
 
 
 def test_recomputed_layers_are_layers_of_the_model() -> None:

@@ -88,7 +88,7 @@ ROWS: dict[str, Row] = {
             "--partition-activations --contiguous-checkpointing --number-checkpoints 2",
             "with --recompute-granularity none",
             "recomputed whole",
-            "legal: --recompute-granularity full, or leave out --partition-activations",
+            "legal: --recompute-granularity full, or --partition-activations false",
         ),
     ),
     "segments of selective recomputation": Row(

@@ -288,6 +288,24 @@ def test_a_backward_that_fails_is_forgotten(stage: int) -> None:
     close(weights(engine), after_sgd((0, 1.0)))
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_backward_that_fails_half_way_is_forgotten(stage: int) -> None:
+    """Some gradients have come already."""
+    engine = make_engine(stage)
+
+    def fail(gradient: Tensor) -> None:
+        raise ValueError("not today")
+
+    first = next(engine.module.parameters())  # whose gradient comes last
+    handle = first.register_hook(fail)
+    with pytest.raises(ValueError, match="not today"):
+        loss_of(engine, 1).backward()
+    handle.remove()
+    loss_of(engine).backward()
+    engine.step()
+    close(weights(engine), after_sgd((0, 1.0)))
+
+
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 

@@ -156,3 +156,50 @@ def differing(rank: int) -> str:
 def test_inputs_that_differ_between_tensor_parallel_ranks_are_refused() -> None:
     for message in run_ranks(2, differing):
         assert "differs between tensor-parallel ranks" in message
+
+
+class Probing(nn.Module):
+    """Rank 0 keeps a figure of its own, so that a part of its graph outlives that of the other ranks."""
+
+    def __init__(self, keeps: bool, probes: str) -> None:
+        super().__init__()
+        self.first, self.probe, self.last = (nn.Linear(6, 6) for _ in range(3))
+        self.keeps, self.probes = keeps, probes
+        self.log: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        inside = megazero.recompute(self.part, x)
+        if self.probes == "between":
+            self.note(megazero.recompute(self.probe, inside * 2))
+        return megazero.recompute(self.last, inside * 3).square().mean()
+
+    def part(self, x: Tensor) -> Tensor:
+        y = self.first(x).tanh()
+        if self.probes == "inside":
+            self.note(self.probe(y).tanh())
+        return y
+
+    def note(self, figure: Tensor) -> None:
+        if self.keeps:
+            self.log.append(figure.mean())
+
+
+def probe(rank: int, layout: tuple[int, int], probes: str) -> float:
+    torch.manual_seed(0)
+    model = Probing(rank == 0, probes)
+    config = own(3 if layout[1] > 1 else 1, partition_activations=layout[0] > 1)
+    engine = megazero.initialize(model, config, mesh=mesh_in_worker(rank, tp=layout[0], dp=layout[1]))
+    for _ in range(2):
+        model.log.clear()
+        loss = engine(torch.ones(2, 6))
+        engine.backward(loss)
+        engine.step()
+    engine.close()
+    return float(loss.item())
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("layout", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("probes", ["inside", "between"])
+def test_ranks_communicate_alike_whatever_they_keep(layout: tuple[int, int], probes: str) -> None:
+    assert len(set(run_ranks(2, probe, layout, probes, timeout=20))) == 1

@@ -127,6 +127,22 @@ def two_passes(run: Run, m: Parts, x: Tensor) -> list[Tensor]:
 
 
 @program
+def one_tensor_by_two_ways(run: Run, m: Parts, x: Tensor) -> Tensor:
+    """The inner function is given what the outer one is, twice in the first run: as its own input, and from outside."""
+    h = x * 1.5
+
+    def inner(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        return torch.tanh(m.a(a)) + torch.sin(m.a(b)) * torch.tanh(m.a(c))
+
+    def outer(y: Tensor) -> Tensor:
+        return run(inner, y, y.sin(), h) * m.a(y).cos()  # type: ignore[no-any-return]
+
+    loss: Tensor = run(outer, h).square().sum()
+    loss.backward()
+    return loss
+
+
+@program
 def many_arguments(run: Run, m: Parts, x: Tensor) -> Tensor:
     def part(a: Tensor, factor: float, *rest: Tensor, nested: Any, power: int, name: str, none: None) -> Tensor:
         assert name == "x" and none is None
