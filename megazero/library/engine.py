@@ -80,8 +80,14 @@ class DataParallelEngine:
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """The model's forward; its buffers are data-parallel rank 0's, as under DistributedDataParallel."""
         self._buffers.before_forward()
-        with recomputing(self._recomputation):
-            output = self.module(*inputs, **options)
+        try:
+            with recomputing(self._recomputation):
+                output = self.module(*inputs, **options)
+        except Exception:
+            raise
+        except BaseException:  # Ctrl-C, after which torch calls no hooks
+            self._passes.discard()
+            raise
         self._buffers.after_forward(synchronised=torch.is_grad_enabled() and self._passes.is_boundary)
         return output
 

@@ -89,7 +89,7 @@ class BackwardPasses:
             self._begin()
             loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         except BaseException:
-            self._discard()
+            self.discard()
             raise
         finally:
             self._is_explicit = False
@@ -117,7 +117,7 @@ class BackwardPasses:
         if not in_backward():
             begun, self._is_armed, self._is_begun, self._is_scaled = self._is_begun, False, False, False
             if begun:  # an error has ended the pass before
-                self._discard()
+                self.discard()
             self._at_next = self._at_next or torch.is_grad_enabled()
 
     def _forward_ends(self, _model: nn.Module, _inputs: Any, output: Any) -> None:
@@ -158,11 +158,11 @@ class BackwardPasses:
                 raise UsageError(Problem("loss.backward() of a loss without the loss scale", rule, legal))
         except UsageError:
             self._is_armed = False
-            self._discard()
+            self.discard()
             raise
         self._begin()
 
-    def _discard(self) -> None:
+    def discard(self) -> None:
         """Throw away what the step has so far; its first pass comes next."""
         self._core.abandon_step()
         for name, parameter in self._parameters.items():

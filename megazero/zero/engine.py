@@ -161,9 +161,9 @@ class Engine:
         self._reducer.finish()
 
     def abandon_step(self) -> None:
-        """Backward has failed: what it has begun comes to an end, and counts for nothing."""
+        """Forward or backward has failed: what it has begun comes to an end, and counts for nothing."""
         self._reducer.abandon()
-        self._gather.abandon_pass()
+        self._frames.abandon()
 
     @property
     def data_parallel(self) -> Communicator:

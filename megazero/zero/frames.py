@@ -88,6 +88,16 @@ class Frames:
             )
             raise UsageError(Problem(f"{call} of parameter {name} outside a forward", rule, legal))
 
+    def abandon(self) -> None:
+        """What was under way has failed, perhaps so that torch calls no hooks (Ctrl-C): nothing is held any more."""
+        while self._stack:
+            frame = self._stack.pop()
+            if frame.saving is not None:
+                frame.saving.stop()
+            for unit in frame.pinned:
+                self._gather.unpin(unit)
+        self._gather.abandon_pass()
+
     def close(self) -> None:
         """Take the hooks off."""
         for handles in self._handles.values():

@@ -381,3 +381,30 @@ def test_close_takes_the_hooks_off() -> None:
     loss_of(engine.module).backward()
     loss_of(engine.module).backward()
     assert not (engine.module._forward_hooks or engine.module._forward_pre_hooks)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_interrupted_pass_is_forgotten(stage: int, where: str) -> None:
+    """Ctrl-C: torch calls no hooks on its way out."""
+    engine = make_engine(stage)
+    interrupts = True
+
+    def interrupt(*_: object) -> None:
+        if interrupts:
+            raise KeyboardInterrupt
+
+    last = [module for module in engine.module.modules() if not list(module.children())][-1]
+    if where == "forward":
+        last.register_forward_pre_hook(interrupt)
+    else:
+        next(engine.module.parameters()).register_hook(interrupt)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            engine.backward(loss_of(engine, 1))
+    interrupts = False
+    engine.backward(loss_of(engine))
+    engine.step()
+    close(weights(engine), after_sgd((0, 1.0)))
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert engine.core.gathered_numel[0] == 0

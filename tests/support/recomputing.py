@@ -129,17 +129,10 @@ def two_passes(run: Run, m: Parts, x: Tensor) -> list[Tensor]:
 @program
 def one_tensor_by_two_ways(run: Run, m: Parts, x: Tensor) -> Tensor:
     """The inner function is given what the outer one is, twice in the first run: as its own input, and from outside."""
-    h = x * 1.5
-
-    def inner(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-        return torch.tanh(m.a(a)) + torch.sin(m.a(b)) * torch.tanh(m.a(c))
-
-    def outer(y: Tensor) -> Tensor:
-        return run(inner, y, y.sin(), h) * m.a(y).cos()  # type: ignore[no-any-return]
-
-    loss: Tensor = run(outer, h).square().sum()
-    loss.backward()
-    return loss
+    h = m.c(x)
+    z = run(lambda y: run(lambda a, b, c: m.a(a) + m.a(b).sin() * m.a(c).tanh(), y, y.sin(), h) * m.a(y).cos(), h)
+    z.square().sum().backward()
+    return z
 
 
 @program
@@ -433,8 +426,7 @@ def nothing_that_needs_gradients(run: Run, m: Parts, x: Tensor) -> Tensor:
 
 @program
 def identity(run: Run, m: Parts, x: Tensor) -> Tensor:
-    y = run(lambda x: x, m.a(x))
-    z = run(lambda x: (x, x.tanh())[1], y)
+    z = run(lambda x: (x, x.tanh())[1], run(lambda x: x, m.a(x)))
     z.square().sum().backward()
     return z
 
