@@ -41,8 +41,8 @@ from megazero.optim.inner import AdamWSettings, FusedAdamW
 from megazero.parallel.topology import Topology
 from megazero.tensor_parallel.layers import TensorParallel
 from megazero.tensor_parallel.random import RandomRegions
-from megazero.train.step import StepControls, StepParts, training_step
 from megazero.timers import Timers
+from megazero.train.step import StepControls, StepParts, training_step
 from megazero.zero.engine import Engine, EngineSettings, ModelUnit
 from megazero.zero.plan import resolve
 

@@ -29,8 +29,8 @@ from megazero.config.zero import ZeroConfig
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.optim.inner import FusedAdamW
 from megazero.tensor_parallel.random import RandomRegions
-from megazero.train.step import StepControls, StepParts, training_step
 from megazero.timers import Timers
+from megazero.train.step import StepControls, StepParts, training_step
 from megazero.zero.engine import Engine, EngineSettings, ModelUnit
 from megazero.zero.plan import resolve
 

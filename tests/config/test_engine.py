@@ -26,7 +26,7 @@ from megazero.errors import ConfigError, Problem
 OWN: dict[str, Any] = {
     "zero": {"zero_stage": 3, "stage3_prefetch_bucket_size": 1e6, "max_live_parameters": 5},
     "precision": {"precision": "bf16", "loss_scale": None},
-    "activations": {"partition_activations": "auto", "contigious_checkpointing": True, "number_checkpoints": 8},
+    "activations": {"partition_activations": True, "contigious_checkpointing": True, "number_checkpoints": 8},
     "optimizer": {"type": "AdamW", "lr": 3e-4, "params": {"betas": [0.9, 0.95]}},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": 20}},
     "gradient_clipping": 1,
@@ -57,7 +57,7 @@ def test_megazeros_own_form() -> None:
     assert config.zero == ZeroConfig(zero_stage=3, prefetch_bucket_size=1_000_000, max_live_parameters=5)
     assert config.precision == PrecisionConfig(precision="bf16")
     assert config.activations == ActivationConfig(
-        partition_activations="auto", contiguous_checkpointing=True, number_checkpoints=8
+        partition_activations=True, contiguous_checkpointing=True, number_checkpoints=8
     )
     assert (config.optimizer.type, config.optimizer.lr) == ("AdamW", 3e-4)
     assert config.optimizer.params["betas"] == (0.9, 0.95) and config.optimizer.params["weight_decay"] == 0.01
