@@ -10,7 +10,7 @@ Without any of them a checkpoint is the tensor itself, at no cost.  With one, ac
 function that reads them begins, so that their own memory is free when it ends.  On the way back things happen ahead:
 when a checkpoint is brought back, the one before it in its pass begins to be gathered, and the one before that to be
 copied from the host.  A model that nobody knows may make checkpoints that no backward asks for; its slices are
-gathered, and fetched, when they are needed.
+gathered when they are needed.
 
 Pa needs inputs that are the same on every tensor-parallel rank, as those of a transformer layer are.
 """
@@ -48,10 +48,13 @@ class Kept(Protocol):
 class Checkpoint:
     """The tensors that one recomputed function starts from."""
 
-    def __init__(self, tensors: Sequence[Kept], before: "Checkpoint | None", given_up: GivenUp) -> None:
+    def __init__(
+        self, tensors: Sequence[Kept], before: "Checkpoint | None", *, given_up: GivenUp, gathers_ahead: bool
+    ) -> None:
         """tensors: one that is kept in a copy may stand there several times."""
         self._tensors = tensors
         self._given_up = given_up
+        self._gathers_ahead = gathers_ahead
         self._before = None if before is None else weakref.ref(before)
 
     def bring(self) -> list[Tensor]:
@@ -60,10 +63,11 @@ class Checkpoint:
             self.gather()
             before = self._earlier()
             further = None if before is None else before._earlier()
-            if before is not None:
+            if before is not None and self._gathers_ahead:
                 before.gather()
-            if further is not None:
-                further.fetch()
+            for earlier in (before, further):
+                if earlier is not None:
+                    earlier.fetch()
             brought = {id(kept): kept.bring() for kept in self._tensors}
         return [brought[id(kept)] for kept in self._tensors]
 
@@ -123,10 +127,7 @@ class Checkpoints:
 
     def keep(self, tensors: Sequence[Tensor]) -> Checkpoint:
         """A checkpoint of these tensors, as they are now."""
-        # Ranks must gather the same ones, and when a graph that nobody walks goes differs from rank to rank; so one is
-        # gathered ahead only where every graph is walked.
-        may_gather_ahead = self._slices is None or self._trusts
-        before = self._latest() if self._latest is not None and may_gather_ahead else None
+        before = None if self._latest is None else self._latest()
         copies: dict[int, Kept] = {}
         kept: list[Kept] = []
         with self._given_up.hold():
@@ -139,7 +140,10 @@ class Checkpoints:
                 if id(tensor) not in copies:
                     copies[id(tensor)] = self._copy(tensor)
                 kept.append(copies[id(tensor)])
-        checkpoint = Checkpoint(kept, before, self._given_up)
+        # Ranks must gather the same ones, and when a graph that nobody walks goes differs from rank to rank; so one is
+        # gathered ahead only where every graph is walked.
+        gathers_ahead = self._slices is None or self._trusts
+        checkpoint = Checkpoint(kept, before, given_up=self._given_up, gathers_ahead=gathers_ahead)
         self._latest = weakref.ref(checkpoint)
         return checkpoint
 
