@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from megazero.activations.recompute import Recomputation
+from megazero.config.activations import ActivationConfig
 
 Granularity = Literal["none", "selective", "full"]
 Method = Literal["uniform", "block"]
-
-LOGITS_CHUNK_BYTES = 1 << 26
 
 
 class Segment(NamedTuple):
@@ -39,7 +38,7 @@ class ActivationPlan:
     recomputation: Recomputation | None = None
     method: Method = "uniform"
     num_layers: int = 1
-    logits_chunk_bytes: int = LOGITS_CHUNK_BYTES
+    logits_chunk_bytes: int = ActivationConfig().logits_chunk_bytes
 
     @property
     def core(self) -> Recomputation | None:

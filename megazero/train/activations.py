@@ -18,17 +18,23 @@ from megazero.config.run import RunConfig
 from megazero.model.gpt import GPT
 from megazero.tensor_parallel.layers import TensorParallel
 from megazero.tensor_parallel.random import RandomRegions
-from megazero.zero.plan import DTYPES, ZeroPlan, data_parallel_bytes, resolve
+from megazero.zero.plan import ZeroPlan, data_parallel_bytes, resolve
+
+_CPU = torch.device("cpu")
 
 
-def settle_activations(config: RunConfig, mesh: Mesh, *, vocab_size: int) -> tuple[ActivationConfig, tuple[str, ...]]:
+def settle_activations(
+    config: RunConfig, mesh: Mesh, *, vocab_size: int, padded_vocab_size: int
+) -> tuple[ActivationConfig, tuple[str, ...]]:
     """The section without "auto", and why it came out so, a line for each decision; a collective call."""
     section = config.activations
     if "auto" not in (section.partition_activations, section.checkpoint_in_cpu):
         return section, ()
     num_micro_batches = derived.num_micro_batches(config, mesh.topology.world_size)
     plan = resolve(config.zero, config.precision)
-    numel = _numel_on_a_rank(config, mesh, vocab_size)
+    tp = TensorParallel(mesh.axis("tp"), RandomRegions(0, 0, _CPU), plan.parameter.dtype, torch.device("meta"))
+    model = GPT(config.model, vocab_size=vocab_size, tp=tp, padded_vocab_size=padded_vocab_size)  # without memory
+    numel = sum(parameter.numel() for parameter in model.parameters())
     decision = settle(
         mesh,
         _checkpoints(config, plan),
@@ -49,16 +55,3 @@ def _checkpoints(config: RunConfig, plan: ZeroPlan) -> CheckpointSizes:
         hidden_size=config.model.hidden_size,
         itemsize=plan.parameter.itemsize,
     )
-
-
-def _numel_on_a_rank(config: RunConfig, mesh: Mesh, vocab_size: int) -> int:
-    """Parameters of this rank, from a model without memory."""
-    random = RandomRegions(0, 0, torch.device("cpu"))
-    tp = TensorParallel(mesh.axis("tp"), random, DTYPES[config.precision.precision], torch.device("meta"))
-    padded = derived.padded_vocab_size(
-        vocab_size,
-        divisible_by=config.model.make_vocab_size_divisible_by,
-        tensor_parallel_size=mesh.topology.tp,
-    )
-    model = GPT(config.model, vocab_size=vocab_size, tp=tp, padded_vocab_size=padded)
-    return sum(parameter.numel() for parameter in model.parameters())

@@ -202,7 +202,8 @@ def assemble(
         buffers,
         timeout_minutes=config.parallel.distributed_timeout_minutes,
     )
-    activations, reasons = settle_activations(config, mesh, vocab_size=inputs.vocab_size)
+    padded = padded_vocab_size(config, inputs.vocab_size)
+    activations, reasons = settle_activations(config, mesh, vocab_size=inputs.vocab_size, padded_vocab_size=padded)
     for reason in reasons:
         console.line(reason)
     config = replace(config, activations=activations)

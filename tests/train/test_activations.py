@@ -10,7 +10,7 @@ from support.processes import mesh_in_worker, run_ranks
 from megazero.activations import settle
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.train.activations import settle_activations
-from megazero.train.build import build_core
+from megazero.train.build import build_core, padded_vocab_size
 from megazero.zero.plan import data_parallel_bytes, resolve
 
 FULL = {**SETTINGS, "recompute_granularity": "full"}
@@ -19,7 +19,9 @@ FULL = {**SETTINGS, "recompute_granularity": "full"}
 def settled(rank: int, tp: int, dp: int, changes: dict[str, Any]) -> tuple[bool, bool, tuple[str, ...]]:
     mesh = mesh_in_worker(rank, tp=tp, dp=dp)
     config = make_run(**{**FULL, "tensor_model_parallel_size": tp, **changes})
-    section, reasons = settle_activations(config, mesh, vocab_size=257)
+    section, reasons = settle_activations(
+        config, mesh, vocab_size=257, padded_vocab_size=padded_vocab_size(config, 257)
+    )
     assert section.partition_activations in (True, False) and section.checkpoint_in_cpu in (True, False)
     return bool(section.partition_activations), bool(section.checkpoint_in_cpu), reasons
 
@@ -55,7 +57,7 @@ def volumes(rank: int, stage: int, method: dict[str, Any]) -> tuple[Any, ...]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megazero.train.activations.settle", noting)
-        settle_activations(config, mesh, vocab_size=257)
+        settle_activations(config, mesh, vocab_size=257, padded_vocab_size=padded_vocab_size(config, 257))
     plain = make_run(**{**FULL, "tensor_model_parallel_size": 2})
     core = build_core(plain, mesh, FusedBuffers(0, mesh.device), vocab_size=257)
     numel = core.engine.layout.used_numel(trainable=True)
