@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from megazero.activations.generators import DefaultGenerators
 from megazero.activations.recompute import Recomputation
+from megazero.generators import DefaultGenerators
 
 _CURRENT: ContextVar[Recomputation | None] = ContextVar("recomputation", default=None)
 

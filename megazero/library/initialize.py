@@ -9,10 +9,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from megazero.activations.build import RankParts, recomputation
-from megazero.activations.generators import DefaultGenerators
 from megazero.comm.dtensors import unwrap_dtensors
 from megazero.comm.mesh import Mesh
 from megazero.config.engine import EngineConfig, load_engine_config, resolve_batch
+from megazero.generators import DefaultGenerators
 from megazero.library.engine import DataParallelEngine, EngineParts
 from megazero.library.join import mesh_and_buffers
 from megazero.library.optimizers import MakeOptimizer, choose

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from megazero.generators import default_generator
+
 
 class RandomRegions:
     """The two random states of one rank on `device`; `tp_rank` is its place on the tensor-parallel axis."""
@@ -22,7 +24,7 @@ class RandomRegions:
     def __init__(self, seed: int, tp_rank: int, device: torch.device) -> None:
         self._seed = seed
         self._tp_rank = tp_rank
-        self._generator = _default_generator(device)
+        self._generator = default_generator(device)
         self._inactive: Tensor | None = None  # the sharded state while outside the region, the replicated one inside
 
     def begin_micro_batch(self, first_sample: int) -> None:
@@ -61,11 +63,3 @@ def region_seed(seed: int, first_sample: int, region: str) -> int:
     """63 bits that differ for every seed, sample and region."""
     digest = hashlib.blake2b(f"dropout {seed} {first_sample} {region}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-def _default_generator(device: torch.device) -> torch.Generator:
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        return torch.cuda.default_generators[index]
-    return torch.default_generator

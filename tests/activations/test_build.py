@@ -6,12 +6,12 @@ from support.recomputing import CPU
 from support.thread_world import ThreadCommunicator, run_threads
 
 from megazero.activations.build import RankParts, activation_plan, choices, describe, recomputation
-from megazero.activations.generators import DefaultGenerators
 from megazero.activations.places import InArena, OnDevice, OnHost
 from megazero.activations.recompute import Recomputation
 from megazero.comm.interface import Communicator
 from megazero.comm.local import LocalCommunicator
 from megazero.config.activations import ActivationConfig
+from megazero.generators import DefaultGenerators
 from megazero.memory.ledger_interface import NullLedger
 from megazero.timers import Timers
 

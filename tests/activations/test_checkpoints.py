@@ -20,11 +20,11 @@ from support.thread_world import ThreadCommunicator, run_threads
 from torch import Tensor, nn
 
 from megazero.activations.checkpoints import Checkpoints
-from megazero.activations.generators import DefaultGenerators
 from megazero.activations.places import InArena, OnHost
 from megazero.activations.recompute import Recomputation
 from megazero.comm.interface import Communicator, ReduceKind, Work
 from megazero.errors import UsageError
+from megazero.generators import DefaultGenerators
 from megazero.memory.ledger import Ledger
 
 SIZES = [2, 3, 4]

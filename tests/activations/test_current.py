@@ -9,8 +9,8 @@ from torch import Tensor
 
 from megazero.activations.checkpoints import Checkpoints
 from megazero.activations.current import recompute, recomputing
-from megazero.activations.generators import DefaultGenerators
 from megazero.activations.recompute import Recomputation
+from megazero.generators import DefaultGenerators
 
 
 class Counting(Recomputation):

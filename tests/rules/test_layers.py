@@ -8,7 +8,7 @@ from support.source_tree import PROGRAMS, Source, imports, sources
 
 # Top to bottom; a module imports from lines above its own, and from its own package.
 LAYERS = (
-    {"errors", "units", "console", "timers"},
+    {"errors", "units", "console", "timers", "generators"},
     {"config"},
     {"parallel"},
     {"comm", "memory"},

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from megazero.activations.checkpoints import Checkpoints
-from megazero.activations.generators import DefaultGenerators
 from megazero.activations.places import InArena, OnDevice, OnHost, Places
 from megazero.activations.recompute import Recomputation
 from megazero.comm.interface import Communicator
+from megazero.generators import DefaultGenerators
 from megazero.memory.host import HostMemory
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megazero.activations.generators import DefaultGenerators
+from megazero.generators import DefaultGenerators
 
 CPU = torch.device("cpu")
 
