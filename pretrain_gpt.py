@@ -11,8 +11,8 @@ from megazero.train.build import assemble, check
 from megazero.train.loop import train
 
 
-def main() -> None:
-    """Read the command line, check it, join the other ranks, build the run, train."""
+def main() -> int:
+    """Read the command line, check it, join the other ranks, build the run, train; returns the exit status."""
     launch = Launch.from_environment()
     parsed = parse(world_size=launch.world_size)
     for notice in parsed.notices:
@@ -31,9 +31,12 @@ def main() -> None:
         logging = parsed.config.logging
         ledger = open_ledger(device, kept=logging.ledger, limit_mib=logging.ledger_limit)
         with last_word(store, launch.rank), ledger:
-            train(assemble(parsed.config, launch, device, inputs, ledger))
+            run = assemble(parsed.config, launch, device, inputs, ledger)
+            train(run)
     finally:
         leave()
+    stopped = run.state.iteration < run.timetable.train_iters
+    return parsed.config.training.exit_status_when_stopped or 0 if stopped else 0
 
 
 if __name__ == "__main__":

@@ -77,6 +77,17 @@ def test_a_finished_run_has_nothing_left_to_do(
     assert [path.name for path in (tmp_path / "saved").glob("step_*")] == ["step_0000004"]
 
 
+def test_a_stopped_run_can_be_told_from_a_finished_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an exit status of its own; without the setting both exit 0."""
+    told = {"exit_status_when_stopped": "75"}
+    assert run_here(flags(tmp_path, exit_interval="1"), monkeypatch) == 0
+    assert run_here(flags(tmp_path, exit_interval="2", **told), monkeypatch) == 75
+    assert run_here(flags(tmp_path, exit_duration_in_mins="1e-9", **told), monkeypatch) == 75
+    assert run_here(flags(tmp_path, exit_interval="4", **told), monkeypatch) == 0  # its last step
+    assert list(read_steps(tmp_path / "steps")) == [1, 2, 3, 4]
+    assert run_here(flags(tmp_path, **told), monkeypatch) == 0
+
+
 def test_flags_without_effect_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     assert run_here(flags(tmp_path, use_flash_attn="", train_iters="1"), monkeypatch) == 0
     assert capsys.readouterr().out.startswith("--use-flash-attn: accepted, without effect")

@@ -1,6 +1,7 @@
-"""Continue a text with a trained model: one process, a checkpoint of any layout.
+"""Continue a text with a trained model: a checkpoint of any layout, on one process or over several.
 
 python tools/generate_text.py --load runs/demo --prompt "def main("
+torchrun --nproc-per-node 2 tools/generate_text.py --tensor-model-parallel-size 2 --load runs/demo --prompt "def main("
 """
 
 import argparse
@@ -10,14 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from megazero.checkpoint.reader import open_checkpoint
-from megazero.comm.build import choose_device
+from megazero.comm.build import Launch, choose_device
 from megazero.config.cli import from_yaml
 from megazero.config.data import DataConfig
 from megazero.console import Console, HelpFormatter, run_program
 from megazero.data.tokenizers import FILES, Tokenizer, load_tokenizer
 from megazero.errors import CheckpointError, ConfigError, Problem, raise_problems
+from megazero.generate.job import joined
+from megazero.generate.layout import choose_layout
 from megazero.generate.sampling import Sampling
-from megazero.generate.session import load_session
+from megazero.generate.session import load_session, saved_vocab_size
 from megazero.train.inputs import tokenizer_spec
 
 TOKENIZER_FLAGS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
@@ -45,7 +48,10 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     tokenizer.add_argument("--tokenizer-type", choices=tuple(FILES), help="how text becomes ids")
     for flag in ("--tokenizer-model", "--vocab-file", "--merge-file"):
         tokenizer.add_argument(flag, type=Path, metavar="FILE", help="file of the tokenizer")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute")
+    layout = parser.add_argument_group("layout", "of the processes that torchrun starts: the product is their number")
+    layout.add_argument("--tensor-model-parallel-size", type=int, default=1, metavar="N", help="that share every layer")
+    layout.add_argument("--pipeline-model-parallel-size", type=int, default=1, metavar="N", help="pipeline stages")
+    layout.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute")
     return parser.parse_args(arguments)
 
 
@@ -56,49 +62,46 @@ def wrong_flags(options: argparse.Namespace) -> Iterator[Problem]:
             yield Problem(f"{flag} {count}", "must be at least 1")
     if not 0 <= options.seed < 2**63:
         yield Problem(f"--seed {options.seed}", "must be at least 0 and below 2**63", "--seed 0")
-    if not _is_unicode(options.prompt):
+    # Bytes that are not UTF-8 come from the command line as lone surrogates.
+    if any("\ud800" <= character <= "\udfff" for character in options.prompt):
         yield Problem(f"--prompt {options.prompt!a}", "must be UTF-8 text")
 
 
-def _is_unicode(text: str) -> bool:
-    """Whether a word of the command line was UTF-8: Python lets other bytes pass as lone surrogates."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def choose_tokenizer(data: DataConfig, options: argparse.Namespace) -> Tokenizer:
-    """The run's tokenizer, or the one the flags name; raises ConfigError when nobody tells."""
+def choose_tokenizer(data: DataConfig, options: argparse.Namespace, *, vocab_size: int) -> Tokenizer:
+    """The run's tokenizer, or the one the flags name.  Raises ConfigError (nobody tells) or CheckpointError."""
     told = {name: getattr(options, name) for name in TOKENIZER_FLAGS if getattr(options, name) is not None}
     spec = tokenizer_spec(replace(data, **told))
     if spec is None:
         given = "the run's configuration names no tokenizer"
         raise ConfigError(Problem(given, "a prompt needs one", "--tokenizer-type " + ", ".join(FILES)))
-    return load_tokenizer(spec)
+    tokenizer = load_tokenizer(spec)
+    if tokenizer.vocab_size > vocab_size:
+        given = f"a tokenizer of {tokenizer.vocab_size} ids for a model of {vocab_size}"
+        raise CheckpointError(Problem(given, "the tokenizer is the one that the run was trained with"))
+    return tokenizer
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Load, continue, print."""
-    options, console = parse_arguments(arguments), Console()
+    options, launch = parse_arguments(arguments), Launch.from_environment()
     raise_problems(ConfigError, wrong_flags(options))
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.greedy)
     checkpoint = open_checkpoint(options.load, step=options.step)
     config = from_yaml(checkpoint.config_yaml, origin=f"the configuration in {checkpoint.folder}")
-    tokenizer = choose_tokenizer(config.data, options)
-    session = load_session(config, checkpoint, choose_device(options.device, 0))
-    if tokenizer.vocab_size > session.model.vocab_size:
-        given = f"a tokenizer of {tokenizer.vocab_size} ids for a model of {session.model.vocab_size}"
-        raise CheckpointError(Problem(given, "the tokenizer is the one that the run was trained with"))
-    continuations = session.generate(
-        tokenizer.encode(options.prompt) or [tokenizer.eod],
-        sampling=sampling,
-        max_new_tokens=options.max_new_tokens,
-        num_samples=options.num_samples,
-        seed=options.seed,
-        stop=tokenizer.eod,
-    )
+    tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
+    layout = choose_layout(config.model, tp=tp, pp=pp, world_size=launch.world_size)
+    tokenizer = choose_tokenizer(config.data, options, vocab_size=saved_vocab_size(checkpoint))
+    device, minutes = choose_device(options.device, launch.local_rank), config.parallel.distributed_timeout_minutes
+    with joined(launch, layout, device, timeout_minutes=minutes) as mesh:
+        continuations = load_session(config, checkpoint, mesh).generate(
+            tokenizer.encode(options.prompt) or [tokenizer.eod],
+            sampling=sampling,
+            max_new_tokens=options.max_new_tokens,
+            num_samples=options.num_samples,
+            seed=options.seed,
+            stop=tokenizer.eod,
+        )
+    console = Console(launch.rank)
     for number, tokens in enumerate(continuations, start=1):
         if options.num_samples > 1:
             console.line(f"--- sample {number} of {options.num_samples}")

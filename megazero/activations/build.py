@@ -38,29 +38,28 @@ def choices(config: ActivationConfig) -> ActivationPlan:
     )
 
 
-def activation_plan(config: ActivationConfig, num_layers: int, rank: RankParts) -> ActivationPlan:
-    """The plan for a model of `num_layers` layers."""
+def activation_plan(config: ActivationConfig, num_checkpoints: int, rank: RankParts) -> ActivationPlan:
+    """The plan for a model that holds so many checkpoints at once, at the most."""
     plan = choices(config)
     if plan.granularity == "none":
         return plan
-    return plan.carried_out_by(recomputation(config, rank, number=plan.num_checkpoints(num_layers)))
+    return plan.carried_out_by(recomputation(config, rank, number=num_checkpoints))
 
 
-def describe(config: ActivationConfig, num_layers: int, tensor_parallel_size: int) -> str:
-    """What becomes of activations, as a phrase."""
+def describe(config: ActivationConfig, num_checkpoints: int, tensor_parallel_size: int) -> str:
+    """What becomes of activations, as a phrase; checkpoints: as many as are held at once, at the most."""
     if config.recompute_granularity == "none":
         return "activations: kept until backward"
     if config.recompute_granularity == "selective":
         return "activations: kept until backward, the attention core's recomputed"
-    number = choices(config).num_checkpoints(num_layers)
     part = f"1/{tensor_parallel_size} of each" if config.partition_activations else "each"
     where = "in host memory" if config.checkpoint_in_cpu else "on the device"
     arena = ", in one arena" if config.contiguous_checkpointing else ""
-    return f"activations: recomputed from {number} checkpoints, {part} kept {where}{arena}"
+    return f"activations: recomputed from {num_checkpoints} checkpoints, {part} kept {where}{arena}"
 
 
 def recomputation(config: ActivationConfig, rank: RankParts, *, number: int | None) -> Recomputation:
-    """What runs and recomputes functions; `number` of checkpoints in a pass, None of a model that isn't known."""
+    """What runs and recomputes functions; `number` of checkpoints at once, None of a model that isn't known."""
     checkpoints = Checkpoints(
         slices=rank.tensor_parallel if config.partition_activations else None,
         trusts=number is not None,

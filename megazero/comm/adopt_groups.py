@@ -28,7 +28,7 @@ from megazero.comm.mesh import GATHERING, Mesh
 from megazero.comm.metered import Meter, MeteredCommunicator
 from megazero.comm.process_group import ProcessGroupCommunicator
 from megazero.errors import Problem, TopologyError
-from megazero.parallel.topology import AXES, WORLD, Topology
+from megazero.parallel.topology import AXES, ENDS, WORLD, Topology
 
 _LEGAL = 'a megazero Mesh, a DeviceMesh with dims "dp" and "tp", or an object with get_data_parallel_group()'
 
@@ -70,10 +70,11 @@ def adopt(foreign: Any, device: torch.device, scratch: Scratch) -> Mesh:
         "dp": over_data,
         "tp": over_tensor,
         WORLD: over_data if over_tensor.size == 1 else TwoAxes(over_data, over_tensor),
+        ENDS: LocalCommunicator(),
         GATHERING: _communicator(_second_group(data, device), scratch),
     }
     meter = Meter()
-    names = {axis: axis for axis in (*AXES, WORLD)} | {GATHERING: "dp"}
+    names = {axis: axis for axis in (*AXES, ENDS, WORLD)} | {GATHERING: "dp"}
     communicators = {key: MeteredCommunicator(axis, names[key], meter) for key, axis in inner.items()}
     topology = Topology(tp=over_tensor.size, dp=over_data.size)
     return Mesh(topology, topology.rank_of(dp=over_data.rank, tp=over_tensor.rank), device, communicators, meter)
@@ -127,6 +128,12 @@ class TwoAxes:
         self._inner.broadcast(tensor, column).wait()
         self._outer.broadcast(tensor, row).wait()
         return Done()
+
+    def send(self, tensor: Tensor, to: int) -> Work:
+        raise AssertionError("what crosses both axes is a sum")
+
+    def receive_into(self, tensor: Tensor, source: int) -> Work:
+        raise AssertionError("what crosses both axes is a sum")
 
     def barrier(self) -> None:
         self._inner.barrier()

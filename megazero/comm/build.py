@@ -1,7 +1,7 @@
 """Joins the job and makes the mesh: the only place that stacks wrappers around process groups."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -11,38 +11,76 @@ from torch.distributed.rendezvous import rendezvous
 
 from megazero.comm.interface import Communicator, Scratch
 from megazero.comm.local import LocalCommunicator
-from megazero.comm.mesh import GATHERING, Mesh
+from megazero.comm.mesh import GATHERING, Mesh, channel_keys
 from megazero.comm.metered import Meter, MeteredCommunicator
 from megazero.comm.process_group import ProcessGroupCommunicator
 from megazero.errors import Problem, TopologyError
-from megazero.parallel.topology import AXES, WORLD, Topology
+from megazero.parallel.nodes import Nodes, parse_tasks_per_node
+from megazero.parallel.topology import AXES, ENDS, WORLD, Topology
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher (torchrun, or srun with its names exported) told this process."""
+    """What the launcher (torchrun or srun) told this process.
+
+    ranks_per_node: processes of every node, ranks being counted node by node; () where the launcher doesn't say.
+    """
 
     rank: int
     world_size: int
     local_rank: int
+    ranks_per_node: tuple[int, ...] = ()
+
+    @property
+    def nodes(self) -> Nodes:
+        """Which rank is on which node; one node has them all where nothing is known."""
+        return Nodes(self.ranks_per_node or (self.world_size,))
+
+    @property
+    def node(self) -> int:
+        """The node that this process is on, counted from 0."""
+        return self.nodes.of(self.rank)
 
     @staticmethod
     def from_environment() -> "Launch":
-        """RANK, WORLD_SIZE and LOCAL_RANK; a process started by hand is alone.  Raises TopologyError."""
-        read = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; in a job step of Slurm without a RANK, Slurm's names.
+
+        A process that is started by hand, or by a batch script without srun, is alone.  Raises TopologyError.
+        """
+        names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
+        by_slurm = not os.environ.get("RANK") and os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
+        if by_slurm:
+            names = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"]
+        read = {name: os.environ.get(name) or default for name, default in zip(names, "010", strict=False)}
         try:
-            rank, world, local = (
-                int(read["RANK"] or 0),
-                int(read["WORLD_SIZE"] or 1),
-                int(read["LOCAL_RANK"] or 0),
-            )
+            rank, world, local = map(int, read.values())
         except ValueError:
-            raise TopologyError(Problem(str(read), "RANK, WORLD_SIZE and LOCAL_RANK must be whole numbers")) from None
+            rule = f"{names[0]}, {names[1]} and {names[2]} must be whole numbers"
+            raise TopologyError(Problem(str(read), rule)) from None
+        given = ", ".join(f"{name} {value}" for name, value in zip(names, (rank, world, local), strict=False))
         if not 0 <= rank < world or local < 0:
             # A forgotten WORLD_SIZE would make every process a run of its own, all saving to the same folder.
-            given = f"RANK {rank}, WORLD_SIZE {world}, LOCAL_RANK {local}"
-            raise TopologyError(Problem(given, "ranks count from 0 to WORLD_SIZE - 1", "start with torchrun"))
-        return Launch(rank, world, local)
+            raise TopologyError(Problem(given, f"ranks count from 0 to {names[1]} - 1", "start with torchrun"))
+        return Launch(rank, world, local)._on_nodes(names[3], given, by_slurm=by_slurm)
+
+    def _on_nodes(self, name: str, given: str, *, by_slurm: bool) -> "Launch":
+        """The same with the processes of every node, as far as the variable `name` tells them of all nodes."""
+        told = os.environ.get(name, "")
+        try:
+            sizes = parse_tasks_per_node(told)
+        except ValueError:
+            return self
+        if not by_slurm:
+            sizes *= self.world_size // sizes[0]
+        if sum(sizes) != self.world_size:
+            return self
+        known = replace(self, ranks_per_node=sizes)
+        if known.nodes.ranks(known.node)[0] + self.local_rank == self.rank:
+            return known
+        if by_slurm:
+            rule = "ranks are counted node by node, so that neighbours share one"
+            raise TopologyError(Problem(f"{given}, {name} {told}", rule, "srun --distribution=block"))
+        return self
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:
@@ -109,7 +147,7 @@ def leave() -> None:
 def make_mesh(
     topology: Topology, rank: int, device: torch.device, scratch: Scratch, *, timeout_minutes: float | None = None
 ) -> Mesh:
-    """One metered communicator per axis, and a second one of the data-parallel axis for parameters.
+    """A metered communicator per axis, a second one of the data-parallel axis for parameters, the pipeline's channels.
 
     Every rank of the job must call this with the same topology.
     timeout_minutes: how long a collective may wait on an axis that has groups of its own, as `join` was told for all
@@ -118,7 +156,8 @@ def make_mesh(
     timeout = None if timeout_minutes is None else timedelta(minutes=timeout_minutes)
     meter = Meter()
     communicators: dict[str, Communicator] = {}
-    for key, axis in (*((axis, axis) for axis in (*AXES, WORLD)), (GATHERING, "dp")):
+    keys = {axis: axis for axis in (*AXES, ENDS, WORLD)} | {GATHERING: "dp"}
+    for key, axis in (keys | dict.fromkeys(channel_keys(topology.pp), "pp")).items():
         inner = _communicator(topology, axis, rank, scratch, timeout=timeout)
         communicators[key] = MeteredCommunicator(inner, axis, meter)
     return Mesh(topology, rank, device, communicators, meter)
@@ -133,11 +172,11 @@ def _communicator(
     if axis == WORLD:
         return ProcessGroupCommunicator(_default_group(), scratch)
     groups = [
-        (ranks, dist.new_group(list(ranks), timeout=timeout, group_desc=f"megazero_{axis}"))
-        for ranks in topology.groups(axis)
+        (ranks, dist.new_group(list(ranks), timeout=timeout, group_desc=f"megazero_{axis}_{index}"))
+        for index, ranks in enumerate(topology.groups(axis))
     ]
-    mine = next(group for ranks, group in groups if rank in ranks)
-    return ProcessGroupCommunicator(mine, scratch)
+    mine = next((group for ranks, group in groups if rank in ranks), None)
+    return LocalCommunicator() if mine is None else ProcessGroupCommunicator(mine, scratch)  # of ENDS, in the middle
 
 
 def _default_group() -> dist.ProcessGroup:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 ReduceKind = Literal["sum", "max", "min"]
-Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "scalars"]
+Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "scalars", "send"]
 
 
 class Work(Protocol):
@@ -59,6 +59,12 @@ class Communicator(Protocol):
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         """tensor = the tensor of rank `source` of this axis, in place."""
+
+    def send(self, tensor: Tensor, to: int) -> Work:
+        """Give `tensor` to rank `to` of this axis; after `wait()` it may be written to."""
+
+    def receive_into(self, tensor: Tensor, source: int) -> Work:
+        """tensor = what rank `source` of this axis sends next; messages between two ranks keep their order."""
 
     def barrier(self) -> None:
         """Return when every rank of the axis has come here."""

@@ -26,6 +26,12 @@ class LocalCommunicator:
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         return Done()
 
+    def send(self, tensor: Tensor, to: int) -> Work:
+        raise AssertionError("a rank alone has nobody to send to")
+
+    def receive_into(self, tensor: Tensor, source: int) -> Work:
+        raise AssertionError("a rank alone has nobody to receive from")
+
     def barrier(self) -> None:
         return None
 

@@ -13,6 +13,17 @@ from megazero.parallel.topology import WORLD, Topology
 
 GATHERING = "dp_gather"  # the key of the second communicator of the data-parallel axis
 
+# Keys of the pipeline's channels.  Activations and gradients, which meet, travel in groups of their own, and with two
+# stages so does what goes from the last back to the first: between two ranks each group knows one direction only.
+ACTIVATIONS, GRADIENTS = "pp", "pp_gradients"
+CHANNELS = (ACTIVATIONS, GRADIENTS)
+_WRAPPED = "_wrapped"
+
+
+def channel_keys(num_stages: int) -> tuple[str, ...]:
+    """The keys of the pipeline's channels."""
+    return () if num_stages == 1 else CHANNELS + (tuple(key + _WRAPPED for key in CHANNELS) if num_stages == 2 else ())
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -25,13 +36,17 @@ class Mesh:
     meter: Meter
 
     def axis(self, name: str) -> Communicator:
-        """The communicator of an axis: "tp", "dp", "pp" or "world"."""
+        """The communicator of an axis: "tp", "dp", "pp", "ends" or "world"."""
         return self.communicators[name]
 
     @property
     def gathering(self) -> Communicator:
         """The data-parallel axis over a second group: parameters travel beside gradients, in any order."""
         return self.communicators[GATHERING]
+
+    def channel(self, key: str, *, wraps: bool) -> Communicator:
+        """The pipeline axis for ACTIVATIONS or GRADIENTS; wraps: between the last stage and the first."""
+        return self.communicators.get(key + _WRAPPED if wraps else key, self.communicators[key])
 
     @property
     def world(self) -> Communicator:

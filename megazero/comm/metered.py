@@ -2,7 +2,7 @@
 
 Bytes are what one rank has to send when the algorithm is bandwidth-optimal, which is what the paper's formulas count
 (section 7): with n ranks and a whole tensor of N bytes, all-gather and reduce-scatter N (n-1)/n, all-reduce twice that,
-broadcast N.  The backends used here send just that (gloo's ring all-reduce and all-gather, the all-to-all in
+broadcast and send N.  The backends used here send just that (gloo's ring all-reduce and all-gather, the all-to-all in
 `process_group.py`, NCCL's rings), so one figure is both the formula's and the wire's.
 """
 
@@ -78,6 +78,13 @@ class MeteredCommunicator:
         self._record("broadcast", tensor)
         return self._inner.broadcast(tensor, source)
 
+    def send(self, tensor: Tensor, to: int) -> Work:
+        self._record("send", tensor)
+        return self._inner.send(tensor, to)
+
+    def receive_into(self, tensor: Tensor, source: int) -> Work:
+        return self._inner.receive_into(tensor, source)
+
     def barrier(self) -> None:
         self._inner.barrier()
 
@@ -88,7 +95,7 @@ class MeteredCommunicator:
 
 def sent_bytes(collective: Collective, nbytes: int, size: int) -> int:
     """Bytes one of `size` ranks sends for a collective over a whole tensor of `nbytes`."""
-    if collective == "broadcast":
+    if collective in ("broadcast", "send"):
         return nbytes if size > 1 else 0
     share = nbytes * (size - 1) // size
     return share if collective in ("all_gather", "reduce_scatter") else 2 * share

@@ -45,6 +45,12 @@ class ProcessGroupCommunicator:
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         return _Pending(dist.broadcast(tensor, group_src=source, group=self._group, async_op=True))
 
+    def send(self, tensor: Tensor, to: int) -> Work:
+        return _Pending(dist.isend(tensor, group_dst=to, group=self._group))
+
+    def receive_into(self, tensor: Tensor, source: int) -> Work:
+        return _Pending(dist.irecv(tensor, group_src=source, group=self._group))
+
     def barrier(self) -> None:
         dist.barrier(group=self._group)
 

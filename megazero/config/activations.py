@@ -26,7 +26,7 @@ class ActivationConfig:
     )
     recompute_num_layers: int | None = setting(
         None,
-        help="full recomputation: layers of a segment, or recomputed layers; without it, 1",
+        help="full recomputation: layers of a segment, or recomputed layers of each pipeline chunk; without it, 1",
         unit="layers",
         aliases=("checkpoint-num-layers", "activations-checkpoint-num-layers"),
         ge=1,

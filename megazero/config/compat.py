@@ -30,6 +30,8 @@ SHORTHANDS: Mapping[str, Shorthand] = MappingProxyType(
         "overlap-grad-reduce": Shorthand("overlap_comm", "true"),
         "recompute-activations": Shorthand("recompute_granularity", "selective"),
         "checkpoint-activations": Shorthand("recompute_granularity", "full"),
+        "no-pipeline-parallel": Shorthand("pipeline_model_parallel_size", "1"),
+        "use-tp-pp-dp-mapping": Shorthand("rank_order", "dp-pp-tp"),
     }
 )
 
@@ -42,6 +44,9 @@ class Fixed:
     rule: str
 
 
+_WHOLE_SEQUENCES = "attention sees whole sequences; what --sequence-parallel splits is made whole before it"
+_CHUNKS = "the number of chunks follows from their size; give --num-layers-per-virtual-pipeline-stage"
+
 FIXED: Mapping[str, Fixed] = MappingProxyType(
     {
         "normalization": Fixed(("LayerNorm",), "GPT-2 normalises with layer norms"),
@@ -53,10 +58,11 @@ FIXED: Mapping[str, Fixed] = MappingProxyType(
         "timing-log-level": Fixed(("0",), "timers are those of level 0, written by --log-timers-to-tensorboard"),
         "cpu-offload-optimizer": Fixed(("false",), "optimizer states stay on the device"),
         "recompute-modules": Fixed(("core_attn",), "selective recomputation is that of the attention core"),
-        "context-parallel-size": Fixed(("1",), "a sequence is not split between processes"),
-        "ds-sequence-parallel-size": Fixed(("1",), "a sequence is not split between processes"),
+        "context-parallel-size": Fixed(("1",), _WHOLE_SEQUENCES),
+        "ds-sequence-parallel-size": Fixed(("1",), _WHOLE_SEQUENCES),
         "expert-model-parallel-size": Fixed(("1",), "there are no experts"),
-        "virtual-pipeline-model-parallel-size": Fixed(("1",), "there is no pipeline parallelism yet"),
+        "virtual-pipeline-model-parallel-size": Fixed(("1",), _CHUNKS),
+        "num-virtual-stages-per-pipeline-rank": Fixed(("1",), _CHUNKS),
     }
 )
 
@@ -82,7 +88,15 @@ ACCEPTED: Mapping[str, str] = _rows(
             "there is one implementation of recomputation; --recompute-granularity chooses what it is of",
             "deepspeed-activation-checkpointing",
         ),
-        ("there is no pipeline unless --pipeline-model-parallel-size asks for one", "no-pipeline-parallel"),
+        (
+            "layers are shared out by what embedding and head cost, or as --pipeline-split says",
+            "account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split",
+        ),
+        (
+            "activations travel between pipeline stages as the schedule has it",
+            "overlap-p2p-communication no-overlap-p2p-communication overlap-p2p-communication-warmup-flush"
+            " no-scatter-gather-tensors-in-pipeline",
+        ),
         ("publishing parameters overlaps wherever --overlap-comm allows it", "overlap-param-gather"),
         (
             "random numbers are a function of the seed and the sample's number, so there is no state to save or load",
@@ -103,7 +117,7 @@ _MODEL = "the model is GPT-2: pre-LN, learned positions, tanh GELU, biases, one 
 _STEPS = "the schedule counts steps; give --lr-decay-iters, and --lr-warmup-iters or --lr-warmup-fraction"
 _BATCH = "the global batch size is constant; give --global-batch-size"
 _CORPUS = "there is one --data-path, cut by --split"
-_PIPELINE = "pipeline parallelism is not there yet"
+_SPLIT = "layers are shared out by what embedding and head cost, or as --pipeline-split says"
 _REPORT = "this figure is not computed"
 _TRACKER = "reports go to the console, --metrics-file and --tensorboard-dir only"
 
@@ -129,11 +143,18 @@ REFUSED: Mapping[str, str] = _rows(
         ("the length of a run is given by --train-iters or --train-samples", "train-tokens"),
         (_BATCH, "rampup-batch-size step-batch-size-schedule"),
         ("weight decay is constant; give --weight-decay", "start-weight-decay end-weight-decay"),
-        ("sequence parallelism is not there yet; tensor parallelism works without it", "sequence-parallel"),
         (
-            _PIPELINE,
-            "num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank pp-partition-method"
-            " standalone-embedding-stage",
+            _SPLIT,
+            "decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers pp-partition-method"
+            " pipeline-model-parallel-layout standalone-embedding-stage",
+        ),
+        (
+            "the interleaved schedule takes micro-batches in turns of --pipeline-model-parallel-size",
+            "microbatch-group-size-per-virtual-pipeline-stage",
+        ),
+        (
+            "a GPT has no encoder; --pipeline-split shares out its layers",
+            "pipeline-model-parallel-split-rank encoder-pipeline-model-parallel-size",
         ),
         ("optimizer states stay on the device", "cpu-optimizer cpu-torch-adam optimizer-cpu-offload"),
         (

@@ -147,6 +147,8 @@ def _paths(rows: Iterable[tuple[str, str, str]]) -> Mapping[str, str]:
     )
 
 
+_NO_CUT = "a configuration does not cut a model into pipeline stages"
+_WHOLE_SEQUENCES = "attention sees whole sequences"
 _STREAMS = "it chooses how a gather moves its bytes, and here every gather is one all-gather into place"
 
 ACCEPTED: Mapping[str, str] = _paths(
@@ -158,7 +160,7 @@ ACCEPTED: Mapping[str, str] = _paths(
         ("the caller's data loader decides", "", "dataloader_drop_last"),
         ("the model knows its vocabulary", "", "vocabulary_size"),
         ("Python's garbage collector is left as it is", "", "disable_python_gc"),
-        ("a sequence is not split between processes", "", "seq_parallel_comm_data_type"),
+        (_WHOLE_SEQUENCES, "", "seq_parallel_comm_data_type"),
         ("there are no experts", "", "use_data_before_expert_parallelism"),
         ("there is one implementation of each optimizer", "optimizer", "legacy_fusion"),
         ("it chooses a kernel", "fp16", "fused_mode"),
@@ -182,7 +184,7 @@ ACCEPTED: Mapping[str, str] = _paths(
         ("nothing is cached that could warn", "zero_optimization", "log_trace_cache_warnings"),
         ("invariants are always checked", "zero_optimization", "enable_sanity_checks"),
         ("nothing is offloaded", "zero_optimization", "cpu_offload_use_pin_memory save_muon_momentum_buffer_in_memory"),
-        ("there is no pipeline", "pipeline", "partition seed_layers pipe_partitioned grad_partitioned use_reentrant"),
+        (_NO_CUT, "pipeline", "partition seed_layers pipe_partitioned grad_partitioned use_reentrant"),
         (
             "a configuration does not split a model",
             "tensor_parallel",
@@ -240,14 +242,16 @@ REFUSED: Mapping[str, Refused] = MappingProxyType(
         "data_types.param_dtype": Refused("parameters have the format of fp16.enabled and bf16.enabled", (None,)),
         "data_types.buffer_dtype": Refused("buffers keep their format", (None,)),
         "checkpoint.use_node_local_storage": Refused("a checkpoint is one folder that all processes see"),
-        "pipeline.stages": Refused("there is no pipeline", (1, None), "stages: 1"),
+        "pipeline.stages": Refused(
+            f"{_NO_CUT}; pretrain_gpt.py has --pipeline-model-parallel-size", (1, None), "stages: 1"
+        ),
         "pipeline.activation_checkpoint_interval": Refused(_RECOMPUTE, (0,), "activation_checkpoint_interval: 0"),
         "tensor_parallel.autotp_size": Refused(
             "a configuration does not split a model; pretrain_gpt.py has --tensor-model-parallel-size",
             (0, 1),
             "autotp_size: 0",
         ),
-        "sequence_parallel_size": Refused("a sequence is not split between processes", (1, None)),
+        "sequence_parallel_size": Refused(_WHOLE_SEQUENCES, (1, None)),
         "managed_gradient_accumulation": Refused(
             "the engine counts micro-batches itself", (True,), "managed_gradient_accumulation: true"
         ),

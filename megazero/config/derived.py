@@ -3,8 +3,12 @@
 They presume that `rules.check` found nothing.  `world_size` is the number of processes of the job.
 """
 
+from typing import Literal
+
 from megazero.config.model import ModelConfig
 from megazero.config.run import RunConfig
+
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 
 
 def ffn_hidden_size(model: ModelConfig) -> int:
@@ -26,6 +30,26 @@ def padded_vocab_size(vocab_size: int, *, divisible_by: int, tensor_parallel_siz
 def model_parallel_size(config: RunConfig) -> int:
     """Processes that hold one copy of the model."""
     return config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
+
+
+def num_virtual_chunks(config: RunConfig) -> int:
+    """Chunks of layers on every pipeline stage."""
+    length = config.parallel.num_layers_per_virtual_pipeline_stage
+    return 1 if length is None else config.model.num_layers // (config.parallel.pipeline_model_parallel_size * length)
+
+
+def pipeline_schedule(config: RunConfig) -> Schedule:
+    """Order of forwards and backwards, "auto" resolved."""
+    given = config.parallel.pipeline_schedule
+    if given == "auto":
+        return "interleaved" if num_virtual_chunks(config) > 1 else "1f1b"
+    return given
+
+
+def given_split(config: RunConfig) -> tuple[int, ...] | None:
+    """Layers of every chunk, in the order of the model, as the user wants them; None leaves it to their costs."""
+    text = config.parallel.pipeline_split
+    return None if text is None else tuple(int(word) for word in text.split(","))
 
 
 def data_parallel_size(config: RunConfig, world_size: int) -> int:

@@ -7,7 +7,7 @@ whose names and defaults are those of the dataclasses; DeepSpeed's is a publishe
 DeepSpeed's.  The number of processes is still unknown then: `resolve_batch` makes the batch's sizes of it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import field, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -53,6 +53,8 @@ _PLAIN = (
 _SECTIONS = ("zero", "precision", "activations")
 # What a run says of its model; here the model says it.
 _OF_THE_MODEL = ("recompute_granularity", "recompute_method", "recompute_num_layers", "logits_chunk_bytes")
+# What a run says of its schedule; here the program calls forward and backward as it likes.
+_OF_A_SCHEDULE = ("zero3_reshard_after",)
 _FORMS = "zero, precision, ... of megazero, or zero_optimization, fp16, bf16, ... of DeepSpeed"
 
 
@@ -231,23 +233,28 @@ def _state_problems(zero: ZeroConfig, precision: PrecisionConfig, place: Place) 
         return f"{'zero' if name in zero_names else 'precision'}.{name}"
 
     found = [problem for rule in STATE_RULES for problem in rule(zero, precision, spell)]
-    return [replace(problem, given=f"{place}: {problem.given}") for problem in found]
+    rule = "there is no schedule whose windows would be known; a unit goes after every forward and backward of it"
+    return [
+        *(replace(problem, given=f"{place}: {problem.given}") for problem in found),
+        *_left_to_others(zero, _OF_A_SCHEDULE, place.key("zero"), rule),
+    ]
 
 
 def _activation_problems(activations: ActivationConfig, place: Place) -> Iterator[Problem]:
     """What the model says itself, and a number of checkpoints that lie nowhere."""
-    section = place.key("activations")
-    for info in describe("", ActivationConfig):
-        value = getattr(activations, info.name)
-        if info.name in _OF_THE_MODEL and value != info.default:
-            yield Problem(
-                section.key(info.name).said(value),
-                "refused: the model says what is recomputed, by calling megazero.recompute(function, *args)",
-                f"leave out {info.name}",
-            )
+    rule = "the model says what is recomputed, by calling megazero.recompute(function, *args)"
+    yield from _left_to_others(activations, _OF_THE_MODEL, place.key("activations"), rule)
     for problem in count_has_an_arena(activations, lambda name: f"activations.{name}"):
         yield replace(problem, given=f"{place}: {problem.given}")
     yield from _undecidable(activations, place)
+
+
+def _left_to_others(section: _Section, names: Iterable[str], place: Place, rule: str) -> Iterator[Problem]:
+    """What stands in `section` under names that only a run has a use for."""
+    for info in describe("", type(section)):
+        value = getattr(section, info.name)
+        if info.name in names and value != info.default:
+            yield Problem(place.key(info.name).said(value), f"refused: {rule}", f"leave out {info.name}")
 
 
 def _undecidable(activations: ActivationConfig, place: Place) -> Iterator[Problem]:

@@ -35,4 +35,9 @@ class LoggingConfig:
     ledger_dir: Path | None = setting(
         None, help="folder for the ledger's pictures, one page a process: of the second step, then every log_interval"
     )
+    pipeline_trace_dir: Path | None = setting(
+        None,
+        help="folder for traces of steps, when each pipeline stage computed what, as pictures (.svg) and figures"
+        " (.json): of the second step, every log_interval-th and the last",
+    )
     log_memory_to_tensorboard: bool = setting(False, help="TensorBoard: bytes of each kind of model state, and peak")

@@ -15,12 +15,37 @@ class ParallelConfig:
         1, help="processes that share every layer", unit="processes", aliases=("model-parallel-size",), ge=1
     )
     pipeline_model_parallel_size: int = setting(
-        1,
-        help="groups of consecutive layers on different processes; only 1 so far",
-        unit="processes",
-        beyond="pipeline parallelism is not there yet",
+        1, help="pipeline stages: processes that have consecutive layers each", unit="processes", ge=1
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = setting(
+        None,
+        help="layers of a chunk, on average, which gives a pipeline stage several chunks, taken in turns (the"
+        " interleaved schedule); without it, one chunk a pipeline stage",
+        unit="layers",
         ge=1,
-        le=1,
+    )
+    pipeline_schedule: Literal["auto", "gpipe", "1f1b", "interleaved", "zero-bubble"] = setting(
+        "auto",
+        help="order of forwards and backwards; auto is interleaved where a pipeline stage has several chunks, else"
+        " 1f1b",
+    )
+    pipeline_split: str | None = setting(
+        None,
+        help="layers of every chunk, in the order of the model, such as 5,6,5,2; without it, as evenly as the"
+        " embedding's and the vocabulary head's own costs allow",
+    )
+    sequence_parallel: bool = setting(
+        False,
+        help="split what lies between tensor-parallel regions over the processes of the group, by tokens: norms,"
+        " dropout, residuals and checkpoints",
+    )
+    rank_order: Literal["pp-dp-tp", "dp-pp-tp", "pp-tp-dp", "tp-pp-dp", "dp-tp-pp", "tp-dp-pp"] = setting(
+        "pp-dp-tp",
+        help="how ranks are dealt out to pipeline stages, data-parallel copies and tensor-parallel slices: ranks along"
+        " the axis named last are neighbours",
+    )
+    allow_tensor_parallel_across_nodes: bool = setting(
+        False, help="let a tensor-parallel group lie on several nodes, over the slower links between them"
     )
     distributed_backend: Literal["auto", "nccl", "gloo"] = setting(
         "auto", help="what carries the collectives; auto is nccl on GPUs, gloo on CPUs"

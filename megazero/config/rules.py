@@ -6,10 +6,10 @@ Nothing here needs a process group or a device; of the file system only the exis
 """
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Iterator
 
-from megazero.config import activation_rules, derived, file_rules
+from megazero.config import activation_rules, derived, file_rules, pipeline_rules
+from megazero.config.near import flags, near_divisors, neighbours
 from megazero.config.run import RunConfig
 from megazero.config.state_rules import STATE_RULES, StateRule
 from megazero.config.validate import Unknown
@@ -32,7 +32,7 @@ def advice(config: RunConfig, world_size: int) -> tuple[str, ...]:
     """Notices about legal settings that cost something or do nothing, one line each; none while there are problems."""
     if check(config, world_size):
         return ()
-    return (*_on_narrow_sums(config, world_size), *_on_slices(config))
+    return (*_on_narrow_sums(config, world_size), *_on_slices(config), *pipeline_rules.advice(config))
 
 
 def _on_narrow_sums(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -57,32 +57,6 @@ def _try(rule: Rule, config: RunConfig, world_size: int) -> tuple[Problem, ...]:
         return ()
 
 
-# --- arithmetic of nearest values ------------------------------------------------------------------------------------
-
-
-def neighbours(value: int, step: int) -> tuple[int, ...]:
-    """The multiples of `step` on both sides of `value`, positive ones only, the nearer first."""
-    below = value // step * step
-    near = {candidate for candidate in (below, below + step) if candidate > 0}
-    return _nearest_first(near, value)
-
-
-def near_divisors(number: int, value: int) -> tuple[int, ...]:
-    """The divisors of `number` next to `value` on both sides, the nearer first."""
-    divisors = sorted({d for i in range(1, math.isqrt(number) + 1) if number % i == 0 for d in (i, number // i)})
-    below = [d for d in divisors if d <= value][-1:]
-    above = [d for d in divisors if d > value][:1]
-    return _nearest_first({*below, *above}, value)
-
-
-def _nearest_first(numbers: Iterable[int], value: int) -> tuple[int, ...]:
-    return tuple(sorted(numbers, key=lambda number: (abs(number - value), number)))
-
-
-def _flags(flag: str, values: Iterable[int]) -> str:
-    return ", ".join(f"{flag} {value}" for value in values)
-
-
 # --- model and layout ------------------------------------------------------------------------------------------------
 
 
@@ -92,9 +66,9 @@ def heads_divide_hidden_size(config: RunConfig, world_size: int) -> Iterator[Pro
         yield Problem(
             f"--hidden-size {hidden} --num-attention-heads {heads}",
             "every head has the same width: num_attention_heads divides hidden_size",
-            _flags("--num-attention-heads", near_divisors(hidden, heads))
+            flags("--num-attention-heads", near_divisors(hidden, heads))
             + ", "
-            + _flags("--hidden-size", neighbours(hidden, heads)),
+            + flags("--hidden-size", neighbours(hidden, heads)),
         )
 
 
@@ -104,7 +78,7 @@ def tensor_parallel_divides_heads(config: RunConfig, world_size: int) -> Iterato
         yield Problem(
             f"--tensor-model-parallel-size {degree} --num-attention-heads {heads}",
             "a head lives on one process: tensor_model_parallel_size divides num_attention_heads",
-            _flags("--tensor-model-parallel-size", near_divisors(heads, degree)),
+            flags("--tensor-model-parallel-size", near_divisors(heads, degree)),
         )
 
 
@@ -114,7 +88,7 @@ def tensor_parallel_divides_ffn(config: RunConfig, world_size: int) -> Iterator[
         yield Problem(
             f"--tensor-model-parallel-size {degree} with feed-forward width {inner}",
             "every process has an equal part of the feed-forward layer: tensor_model_parallel_size divides its width",
-            _flags("--ffn-hidden-size", neighbours(inner, degree)),
+            flags("--ffn-hidden-size", neighbours(inner, degree)),
         )
 
 
@@ -135,10 +109,17 @@ def layout_divides_world(config: RunConfig, world_size: int) -> Iterator[Problem
             f"{world_size} processes with --tensor-model-parallel-size {tensor}"
             f" --pipeline-model-parallel-size {pipeline}",
             "copies of the model fill the job: tensor size x pipeline size divides the number of processes",
-            ", ".join(f"{count} processes" for count in neighbours(world_size, tensor * pipeline))
-            + ", "
-            + _flags("--tensor-model-parallel-size", near_divisors(max(world_size // pipeline, 1), tensor)),
+            ", ".join(_mending_layouts(tensor, pipeline, world_size)),
         )
+
+
+def _mending_layouts(tensor: int, pipeline: int, world_size: int) -> Iterator[str]:
+    """Another number of processes, or another of the two sizes where that alone is enough."""
+    yield from (f"{count} processes" for count in neighbours(world_size, tensor * pipeline))
+    if world_size % pipeline == 0:
+        yield flags("--tensor-model-parallel-size", near_divisors(world_size // pipeline, tensor))
+    if world_size % tensor == 0:
+        yield flags("--pipeline-model-parallel-size", near_divisors(world_size // tensor, pipeline))
 
 
 def backend_fits_device(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -165,7 +146,7 @@ def micro_batches_fill_global_batch(config: RunConfig, world_size: int) -> Itera
         yield Problem(
             f"--global-batch-size {given} with --micro-batch-size {micro} on {copies} data-parallel processes",
             f"a step is a whole number of micro-batches everywhere: {micro} x {copies} divides global_batch_size",
-            _flags("--global-batch-size", neighbours(given, micro * copies)),
+            flags("--global-batch-size", neighbours(given, micro * copies)),
         )
 
 
@@ -259,6 +240,7 @@ RULES: tuple[Rule, ...] = (
     warmup_ends_before_decay,
     schedule_has_one_source,
     *map(_with_flags, STATE_RULES),
+    *pipeline_rules.RULES,
     *activation_rules.RULES,
     *file_rules.CORPUS_RULES,
     file_rules.folders_are_folders,

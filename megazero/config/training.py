@@ -30,3 +30,11 @@ class TrainingConfig:
     exit_duration_in_mins: float | None = setting(
         None, help="save and exit once the run has taken this long", unit="minutes", gt=0
     )
+    exit_status_when_stopped: int | None = setting(
+        None,
+        help="exit status of a run that has saved and stopped before its last step: by a signal, at exit_interval or"
+        " after exit_duration_in_mins; without it 0, as of a run that has finished",
+        beyond="0 to 3 tell of finished runs and of errors, those above 125 of signals",
+        ge=4,
+        le=125,
+    )

@@ -95,6 +95,11 @@ class ZeroConfig:
         aliases=("stage3-max-reuse-distance",),
         ge=0,
     )
+    zero3_reshard_after: Literal["microbatch", "window"] = setting(
+        "microbatch",
+        help="stage 3: when a unit's parameters go again: after every forward and backward that reads them, or after a"
+        " window of the schedule, in which they stay gathered as far as max_live_parameters allows",
+    )
     gather_16bit_weights_on_model_save: bool = setting(
         False,
         help="stage 3: let a model be saved in working precision as one file, gathering it unit by unit",

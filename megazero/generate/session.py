@@ -1,7 +1,13 @@
-"""Text from a checkpoint: the whole model on one process, whatever layout saved it.
+"""Text from a checkpoint, over the processes of any layout, whatever layout saved it; one process takes the same path.
 
-A *session* holds the model, in evaluation mode.  It reads the *window*, the last tokens of the text so far, at most as
-many as the model has positions, and starts it afresh for every token (no keys and values are kept).
+A *session* holds the model, or this rank's part of it, in evaluation mode.  It reads the *window*, the last tokens of
+the text so far, at most as many as the model has positions, and starts it afresh for every token (no keys and values
+are kept).
+
+Every rank has all of the text.  The window goes from pipeline stage to pipeline stage; of the last one's ranks the
+first chooses, and all are told:
+
+    window -> stage 0 --[n, h]--> stage 1 --[n, h]--> last stage -> logits [b, V] -> tokens [b] -> every rank
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,9 +16,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megazero.comm.local import LocalCommunicator
+from megazero.comm.mesh import ACTIVATIONS, Mesh, gather_json
 from megazero.config.run import RunConfig
 from megazero.errors import CheckpointError, Problem
+from megazero.generate.layout import padded_rows, stage_chunks
 from megazero.generate.sampling import Sampling, next_tokens
 from megazero.model.gpt import GPT
 from megazero.parallel.param_spec import StateFragment, named_specs
@@ -33,6 +40,10 @@ class Weights(Protocol):
     """Where a model's weights come from: an open checkpoint."""
 
     @property
+    def step(self) -> int:
+        """Of the run that saved them."""
+
+    @property
     def parameters(self) -> Mapping[str, SavedShape]:
         """Every parameter by logical name."""
 
@@ -41,18 +52,26 @@ class Weights(Protocol):
 
 
 class Session:
-    """A model to generate with; `device` is where it computes."""
+    """A model to generate with: this rank's one chunk of it.
 
-    def __init__(self, model: GPT, device: torch.device) -> None:
+    mesh: where the others are, and where to compute.  What is asked of a session is asked of all ranks, alike.
+    """
+
+    def __init__(self, model: GPT, mesh: Mesh) -> None:
+        assert len(model.chunks) == 1, "stages take turns once for a token"
         self.model = model.eval()
-        self.device = device
+        self._mesh = mesh
+        self._chooser = mesh.topology.rank_of(pp=mesh.topology.pp - 1)
 
     @torch.inference_mode()
-    def next_logits(self, tokens: Tensor) -> Tensor:
-        """tokens [b, any length] to the logits of the token that follows, [b, V]."""
-        window = tokens[:, -self.model.max_positions :].to(self.device)
-        last = self.model.hidden(window)[:, -1]
-        return self.model.logits(last)[:, : self.model.vocab_size]
+    def next_logits(self, tokens: Tensor) -> Tensor | None:
+        """tokens [b, any length] to the logits of the token that follows, [b, V]; None before the last stage."""
+        window = tokens[:, -self.model.max_positions :].to(self._mesh.device)
+        x = self._through(window)
+        if x is None:
+            return None
+        last = self.model.final_norm(x.view(*window.shape, -1)[:, -1])  # [b, h]
+        return self._of_all_rows(self.model.logits(last))[:, : self.model.vocab_size]
 
     def generate(
         self,
@@ -64,13 +83,16 @@ class Session:
         seed: int = 0,
         stop: int | None = None,
     ) -> list[list[int]]:
-        """Continue `prompt` (at least one id) num_samples times; every continuation ends before its first `stop`."""
+        """Continue `prompt` (at least one id) num_samples times; every continuation ends before its first `stop`.
+
+        Every rank has all continuations.
+        """
         assert prompt, "there is nothing to continue"
         generator = torch.Generator().manual_seed(seed)
         tokens = torch.tensor([list(prompt)] * num_samples)  # [num_samples, length]
         ended = torch.zeros(num_samples, dtype=torch.bool)
         for _ in range(max_new_tokens):
-            chosen = next_tokens(self.next_logits(tokens), sampling, generator)
+            chosen = self._choose(tokens, sampling, generator)
             tokens = torch.cat((tokens, chosen.unsqueeze(1)), dim=1)
             if stop is not None:
                 ended |= chosen == stop
@@ -78,21 +100,58 @@ class Session:
                     break
         return [_until(row, stop) for row in tokens[:, len(prompt) :].tolist()]
 
+    def _choose(self, tokens: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
+        """tokens [b, any length] to the ones that follow, [b], the same on every rank."""
+        logits = self.next_logits(tokens)
+        mine = tokens.new_zeros(len(tokens)) if logits is None else next_tokens(logits, sampling, generator)
+        chosen = mine.to(self._mesh.device)
+        self._mesh.world.broadcast(chosen, self._chooser).wait()
+        return chosen.cpu()
 
-def load_session(config: RunConfig, weights: Weights, device: torch.device) -> Session:
-    """The model of `config` on `device`, in float32 (float64 when it was trained so), filled from `weights`.
+    def _through(self, window: Tensor) -> Tensor | None:
+        """The window [b, s] through this rank's layers when their turn comes; [n, h], or None before the last stage."""
+        model, chunk, stage = self.model, self.model.chunks[0], self._mesh.coordinate("pp")
+        if chunk.is_first:
+            x = model.embed(window)
+        else:
+            x = torch.empty(model.activation_shape(window.numel()), dtype=model.dtype, device=window.device)
+            self._mesh.channel(ACTIVATIONS, wraps=False).receive_into(x, stage - 1).wait()
+        x = model.through(0, x, window.shape[1])
+        if chunk.is_last:
+            return x
+        self._mesh.channel(ACTIVATIONS, wraps=False).send(x.contiguous(), stage + 1).wait()
+        return None
 
-    Raises CheckpointError when they don't fit.
+    def _of_all_rows(self, logits: Tensor) -> Tensor:
+        """This rank's logits [b, Vp/t] to all of them, [b, Vp]."""
+        tp = self._mesh.axis("tp")
+        parts = logits.new_empty((tp.size, *logits.shape))  # [t, b, Vp/t]
+        tp.all_gather_into(parts.view(-1), logits.contiguous().view(-1)).wait()
+        return parts.transpose(0, 1).flatten(1)
+
+
+def load_session(config: RunConfig, weights: Weights, mesh: Mesh) -> Session:
+    """This rank's part of the model of `config`, in float32 (float64 when it was trained so), filled from `weights`.
+
+    The mesh is of a layout that `layout.choose_layout` lets through for the model.  Raises CheckpointError when
+    the weights don't fit; on all ranks when some have found other weights than the rest.
     """
+    _check_same_step(weights, mesh)
     dtype = torch.float64 if config.precision.precision == "fp64" else torch.float32
-    vocab_size = saved_vocab_size(weights)
-    tp = TensorParallel(LocalCommunicator(), RandomRegions(config.training.seed, 0, device), dtype, device)
-    model = GPT(config.model, vocab_size=vocab_size, tp=tp, padded_vocab_size=vocab_size)
+    vocab_size, layout = saved_vocab_size(weights), mesh.topology
+    random = RandomRegions(config.training.seed, mesh.coordinate("tp"), mesh.device)
+    model = GPT(
+        config.model,
+        vocab_size=vocab_size,
+        tp=TensorParallel(mesh.axis("tp"), random, dtype, mesh.device),
+        padded_vocab_size=padded_rows(vocab_size, layout),
+        chunks=stage_chunks(config.model, vocab_size, stage=mesh.coordinate("pp"), layout=layout),
+    )
     weights.fill(
         StateFragment(spec, "weight", 0, spec.numel, parameter.detach().view(-1))
         for spec, parameter in named_specs(model)
     )
-    return Session(model, device)
+    return Session(model, mesh)
 
 
 def saved_vocab_size(weights: Weights) -> int:
@@ -102,6 +161,14 @@ def saved_vocab_size(weights: Weights) -> int:
         known = ", ".join(list(weights.parameters)[:5])
         raise CheckpointError(Problem(f"no matrix {WORD_EMBEDDING} among {known}", "the weights are those of a GPT"))
     return saved.full_shape[0]
+
+
+def _check_same_step(weights: Weights, mesh: Mesh) -> None:
+    """A run that is still going may have saved anew between one rank's look at its folder and another's."""
+    steps = sorted(set(gather_json(mesh.world, weights.step, mesh.device)))
+    if len(steps) > 1:
+        given = f"a checkpoint of step {steps[0]} on some processes, of step {steps[-1]} on others"
+        raise CheckpointError(Problem(given, "all of them read the same one", f"--step {steps[-1]}"))
 
 
 def _until(tokens: list[int], stop: int | None) -> list[int]:

@@ -1,7 +1,8 @@
 """GPT-2 in plain modules: pre-LN blocks, learned positions, tanh GELU, biases, a head tied to the embedding.
 
-Shapes, as suffixes and comments: b = micro-batch, s = sequence, h = hidden, n = heads, d = head_dim = h / n,
-f = feed-forward width, V = vocabulary, Vp = padded vocabulary, t = tensor-parallel degree.
+Shapes, in comments: b = micro-batch, s = sequence, n = b s tokens in rows, or n = b s / t of them where the sequence is
+split, h = hidden, a = heads, d = head_dim = h / a, f = feed-forward width, V = vocabulary, Vp = padded vocabulary,
+t = tensor-parallel degree.
 
 Nothing here communicates: the layers of `tensor_parallel/` do, at the borders of a block's two sharded regions
 (attention and feed-forward).  A *unit* is a group of parameters that is used at one place and time, the grain at which
@@ -9,11 +10,12 @@ ZeRO lays out, reduces and gathers.  Radford et al. 2019, section 2.3; Shoeybi e
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -21,7 +23,8 @@ from megazero.activations.plan import KEEP_ALL, ActivationPlan
 from megazero.activations.recompute import Recomputation
 from megazero.config.derived import ffn_hidden_size, max_position_embeddings
 from megazero.config.model import ModelConfig
-from megazero.parallel.param_spec import Init
+from megazero.parallel.param_spec import Init, share_between_ends
+from megazero.parallel.stages import Chunk, whole_model
 from megazero.tensor_parallel.head_loss import Targets
 from megazero.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -33,17 +36,22 @@ from megazero.tensor_parallel.vocab import TiedHead, VocabParallelEmbedding, Voc
 
 
 class Unit(NamedTuple):
-    """A group of parameters that is needed at once, and the modules whose forwards read it."""
+    """A group of parameters that is needed at once, and the modules whose forwards read it; `part` counts chunks."""
 
     name: str
     parameters: list[str]
     consumers: tuple[nn.Module, ...]
+    part: int = 0
 
 
 class GPT(nn.Module):
-    """The model as one tensor-parallel rank holds it; every parameter is left uninitialised.
+    """The chunks of the model that one rank holds; every parameter is left uninitialised.
 
-    vocab_size counts the real ids, padded_vocab_size the rows that the ranks hold together.
+    vocab_size counts the real ids, padded_vocab_size the rows that the tensor-parallel ranks hold together.  chunks:
+    all of the model, unless told; names are the whole model's.  Between chunks activations are [n, h].
+
+    A tied head on another pipeline stage than the embedding has its own copy of the matrix, under the same name; the
+    gradients of both are summed over the "ends", and only the first is counted and saved.
     """
 
     def __init__(
@@ -54,114 +62,181 @@ class GPT(nn.Module):
         tp: TensorParallel,
         padded_vocab_size: int,
         activations: ActivationPlan = KEEP_ALL,
+        chunks: Sequence[Chunk] | None = None,
     ) -> None:
         super().__init__()
         self.vocab_size = vocab_size
+        self._hidden_size = config.hidden_size
+        self._tp = tp
         self.max_positions = max_position_embeddings(config)
+        self.chunks = whole_model(config.num_layers) if chunks is None else tuple(chunks)
         self._logits_chunk_bytes = activations.logits_chunk_bytes
         self._recomputation = activations.recomputation
-        self._segments = activations.segments(config.num_layers)
-        self.embedding = Embedding(config, tp, vocab_size=vocab_size, padded_vocab_size=padded_vocab_size)
-        self.layers = nn.ModuleList(Block(config, tp, activations.core) for _ in range(config.num_layers))
-        self.final_norm = LayerNorm(config, tp)
-        self.head: TiedHead | VocabParallelHead = TiedHead(tp)
-        if config.untie_embeddings_and_output_weights:
-            self.head = VocabParallelHead(
-                tp,
-                vocab_size=vocab_size,
-                padded_vocab_size=padded_vocab_size,
-                hidden_size=config.hidden_size,
-                init=Init("normal", config.init_method_std),
-            )
+        self._segments = [activations.segments(len(chunk.layers)) for chunk in self.chunks]
+        is_first, is_last = (any(getattr(chunk, end) for chunk in self.chunks) for end in ("is_first", "is_last"))
+        is_tied = not config.untie_embeddings_and_output_weights
+        sizes = _VocabularySizes(vocab_size, padded_vocab_size)
+        if is_first:
+            self.embedding: Embedding | EmbeddingCopy = Embedding(config, tp, sizes)
+        held = [index for chunk in self.chunks for index in chunk.layers]
+        self.layers = nn.ModuleDict({str(index): Block(config, tp, activations.core) for index in held})
+        if is_last:
+            self.final_norm = LayerNorm(config, tp)
+            self.head = TiedHead(tp) if is_tied else _untied_head(config, tp, sizes)
+        if is_last and is_tied and not is_first:
+            self.embedding = EmbeddingCopy(config, tp, sizes)
+        if is_tied and is_first != is_last:
+            share_between_ends(self.embedding.word.weight)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens [b, s] to this rank's logits [b, s, Vp/t]; s is at most `max_positions`."""
+        """tokens [b, s] to this rank's logits [b, s, Vp/t]; s is at most `max_positions`.  Of an uncut model."""
         return self.logits(self.hidden(tokens))
 
     def hidden(self, tokens: Tensor) -> Tensor:
-        """What the head reads: tokens [b, s] to [b, s, h]."""
+        """What the head reads: tokens [b, s] to [b, s, h]; of a model that is not cut in any way."""
+        x = self.through(0, self.embed(tokens), tokens.shape[1])
+        return self.final_norm(x).view(*tokens.shape, -1)  # type: ignore[no-any-return]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations, as of parameters."""
+        return self._tp.dtype
+
+    def activation_shape(self, num_tokens: int) -> tuple[int, int]:
+        """Of the activations of so many tokens, as this rank has them between layers: [n, h]."""
+        rows = self._tp.local_rows(num_tokens)
+        return rows.stop - rows.start, self._hidden_size
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Tokens [b, s] to [n, h], which the first chunk's layers read."""
+        return self.embedding(tokens)  # type: ignore[no-any-return]
+
+    def through(self, index: int, x: Tensor, length: int) -> Tensor:
+        """The layers of chunk `index` of this rank, [n, h] to [n, h], over sequences of `length` tokens."""
         if self._recomputation is not None:
             self._recomputation.checkpoints.begin_pass()
-        x: Tensor = self.embedding(tokens)
-        for segment in self._segments:
-            layers = list(self.layers)[segment.start : segment.stop]
+        held = self.chunks[index].layers
+        for segment in self._segments[index]:
+            layers = [self.layers[str(held[place])] for place in range(segment.start, segment.stop)]
             if segment.is_recomputed and self._recomputation is not None:
-                x = self._recomputation.run(_through, layers, x)
+                x = self._recomputation.run(_through, layers, x, length)
             else:
-                x = _through(layers, x)
-        return self.final_norm(x)  # type: ignore[no-any-return]
+                x = _through(layers, x, length)
+        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[b, s, h] to this rank's logits [b, s, Vp/t]."""
+        """What `final_norm` gave, [..., h], to this rank's logits [..., Vp/t] (of all tokens, if they are split)."""
         return self.head(hidden, *self._head_matrix())  # type: ignore[no-any-return]
 
-    def summed_loss(self, tokens: Tensor, labels: Tensor, loss_mask: Tensor | None = None) -> Tensor:
+    def loss(self, x: Tensor, labels: Tensor, loss_mask: Tensor | None = None) -> Tensor:
         """The sum of all positions' cross-entropies, each times its mask, without dimensions; in float32 or float64.
 
-        tokens, labels and loss_mask [b, s]; without a mask every position counts 1.
+        x [n, h]: of the last chunk's last layer.  labels and loss_mask [b, s]; without a mask every position counts 1.
         """
         targets = Targets(labels, loss_mask, self.vocab_size, self._logits_chunk_bytes)
-        return self.head(self.hidden(tokens), *self._head_matrix(), targets=targets)  # type: ignore[no-any-return]
+        return self.head(self.final_norm(x), *self._head_matrix(), targets=targets)  # type: ignore[no-any-return]
+
+    def summed_loss(self, tokens: Tensor, labels: Tensor, loss_mask: Tensor | None = None) -> Tensor:
+        """The same from tokens [b, s] on; of a model that is not cut into chunks."""
+        return self.loss(self.through(0, self.embed(tokens), tokens.shape[1]), labels, loss_mask)
 
     def _head_matrix(self) -> tuple[Tensor, ...]:
         """What a head without a matrix of its own must be given."""
         return (self.embedding.word.weight,) if isinstance(self.head, TiedHead) else ()
 
     def units(self) -> list[Unit]:
-        """Every parameter once, in the order of use; the word embedding is alone, since the tied head needs it too."""
-        modules: list[tuple[str, nn.Module]] = [
-            ("embedding.word", self.embedding.word),
-            ("embedding.position", self.embedding.position),
-        ]
-        modules += [(f"layers.{index}", layer) for index, layer in enumerate(self.layers)]
-        modules.append(("final_norm", self.final_norm))
-        if isinstance(self.head, VocabParallelHead):
-            modules.append(("head", self.head))
-        also = {"embedding.word": (self.head,)} if isinstance(self.head, TiedHead) else {}
-        return [
-            Unit(name, [f"{name}.{key}" for key, _ in module.named_parameters()], (module, *also.get(name, ())))
-            for name, module in modules
-        ]
+        """Every parameter once, chunk by chunk in the order of use; the word embedding, which two need, is alone."""
+        found = []
+        for part, chunk in enumerate(self.chunks):
+            names = ["embedding.word", "embedding.position"] if chunk.is_first else []
+            names += [f"layers.{index}" for index in chunk.layers]
+            if chunk.is_last:
+                names += ["final_norm"] if isinstance(self.head, TiedHead) else ["final_norm", "head"]
+            if isinstance(getattr(self, "embedding", None), EmbeddingCopy) and chunk.is_last:
+                names.append("embedding.word")
+            found += [self._unit(name, part) for name in names]
+        return found
+
+    def _unit(self, name: str, part: int) -> Unit:
+        module = self.get_submodule(name)
+        head = getattr(self, "head", None)
+        also = (head,) if name == "embedding.word" and isinstance(head, TiedHead) else ()
+        return Unit(name, [f"{name}.{key}" for key, _ in module.named_parameters()], (module, *also), part)
 
 
-def _through(layers: Iterable[nn.Module], x: Tensor) -> Tensor:
-    """One layer after the other, [b, s, h] to [b, s, h]."""
+def _through(layers: Iterable[nn.Module], x: Tensor, length: int) -> Tensor:
+    """One layer after the other, [n, h] to [n, h]."""
     for layer in layers:
-        x = layer(x)
+        x = layer(x, length)
     return x
 
 
-class Embedding(nn.Module):
-    """Word plus position vectors, then dropout."""
+class _VocabularySizes(NamedTuple):
+    """Rows of a matrix as wide as the vocabulary: real ones, and all."""
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel, *, vocab_size: int, padded_vocab_size: int) -> None:
+    real: int
+    padded: int
+
+
+def _word_embedding(config: ModelConfig, tp: TensorParallel, sizes: _VocabularySizes) -> VocabParallelEmbedding:
+    return VocabParallelEmbedding(
+        tp,
+        vocab_size=sizes.real,
+        padded_vocab_size=sizes.padded,
+        hidden_size=config.hidden_size,
+        init=Init("normal", config.init_method_std),
+    )
+
+
+def _untied_head(config: ModelConfig, tp: TensorParallel, sizes: _VocabularySizes) -> VocabParallelHead:
+    return VocabParallelHead(
+        tp,
+        vocab_size=sizes.real,
+        padded_vocab_size=sizes.padded,
+        hidden_size=config.hidden_size,
+        init=Init("normal", config.init_method_std),
+    )
+
+
+class Embedding(nn.Module):
+    """Word plus position vectors, then dropout; ids [b, s] to [n, h]."""
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel, sizes: _VocabularySizes) -> None:
         super().__init__()
-        self.word = VocabParallelEmbedding(
-            tp,
-            vocab_size=vocab_size,
-            padded_vocab_size=padded_vocab_size,
-            hidden_size=config.hidden_size,
-            init=Init("normal", config.init_method_std),
-        )
+        self.word = _word_embedding(config, tp, sizes)
         self.position = PositionEmbedding(config, tp)
         self._dropout = config.hidden_dropout
+        self._tp = tp
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.word(tokens) + self.position(tokens.shape[1])  # [b, s, h] + [s, h]
-        return F.dropout(x, self._dropout, self.training)
+        x = self.position(self.word(tokens.flatten()), tokens.shape)  # [n, h]
+        return self._tp.residual_dropout(x, self._dropout, self.training)
+
+
+class EmbeddingCopy(nn.Module):
+    """The word vectors alone, for a tied head on another pipeline stage than the embedding."""
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel, sizes: _VocabularySizes) -> None:
+        super().__init__()
+        self.word = _word_embedding(config, tp, sizes)
 
 
 class PositionEmbedding(nn.Module):
-    """A learned vector for each of the first s positions."""
+    """A learned vector for each of the first s positions, added to [n, h]; shape: the ids' [b, s]."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
         shape = (max_position_embeddings(config), config.hidden_size)
         self.weight = replicated_parameter(tp, shape, init=Init("normal", config.init_method_std), decay=True)
+        self._tp = tp
 
-    def forward(self, length: int) -> Tensor:
+    def forward(self, x: Tensor, shape: torch.Size) -> Tensor:
+        number, length = shape
         assert length <= self.weight.shape[0], f"{length} tokens, {self.weight.shape[0]} positions"
-        return self.weight[:length]  # [s, h]
+        weight, rows = self._tp.use(self.weight), self._tp.local_rows(number * length)
+        if x.shape[0] == number * length:
+            return (x.view(number, length, -1) + weight[:length]).flatten(0, 1)
+        return x + F.embedding(torch.arange(rows.start, rows.stop, device=x.device) % length, weight)
 
 
 class LayerNorm(nn.Module):
@@ -170,15 +245,17 @@ class LayerNorm(nn.Module):
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
         self._epsilon = config.norm_epsilon
+        self._tp = tp
         self.weight = replicated_parameter(tp, (config.hidden_size,), init=Init("ones"), decay=False)
         self.bias = replicated_parameter(tp, (config.hidden_size,), init=Init("zeros"), decay=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self._epsilon)
+        weight, bias = self._tp.use(self.weight), self._tp.use(self.bias)
+        return F.layer_norm(x, weight.shape, weight, bias, self._epsilon)
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); [b, s, h] to [b, s, h]."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); [n, h] to [n, h], over sequences of `length` tokens."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, core: Recomputation | None) -> None:
         super().__init__()
@@ -187,14 +264,15 @@ class Block(nn.Module):
         self.post_attention_norm = LayerNorm(config, tp)
         self.mlp = FeedForward(config, tp)
         self._dropout = config.hidden_dropout
+        self._tp = tp
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + F.dropout(self.attention(self.input_norm(x)), self._dropout, self.training)
-        return x + F.dropout(self.mlp(self.post_attention_norm(x)), self._dropout, self.training)
+    def forward(self, x: Tensor, length: int) -> Tensor:
+        x = x + self._tp.residual_dropout(self.attention(self.input_norm(x), length), self._dropout, self.training)
+        return x + self._tp.residual_dropout(self.mlp(self.post_attention_norm(x)), self._dropout, self.training)
 
 
 class Attention(nn.Module):
-    """Causal self-attention; a rank has n/t heads, from its part of the fused query, key and value matrix.
+    """Causal self-attention; a rank has a/t heads, from its part of the fused query, key and value matrix.
 
     core: recomputes what is between these three and the projection, if anything does.
     """
@@ -214,18 +292,19 @@ class Attention(nn.Module):
         )
         self.projection = RowParallelLinear(tp, logical_shape=(hidden, hidden), init=_output_init(config))
 
-    def forward(self, x: Tensor) -> Tensor:
-        qkv = self.qkv(x).unflatten(-1, (3, -1, self._head_dim))  # [b, s, 3, n/t, d]
-        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [b, n/t, s, d]
+    def forward(self, x: Tensor, length: int) -> Tensor:
+        qkv = self.qkv(x)  # of all tokens, whoever holds them outside: [b s, 3 h/t]
+        qkv = qkv.view(-1, length, 3, qkv.shape[-1] // (3 * self._head_dim), self._head_dim)  # [b, s, 3, a/t, d]
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [b, a/t, s, d]
         attend = self._attend if self._core is None else partial(self._core.run, self._attend)
         return self.projection(attend(query, key, value))  # type: ignore[no-any-return]
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """The core: [b, n/t, s, d] three times to [b, s, h/t]."""
+        """The core: [b, a/t, s, d] three times to [b s, h/t]."""
         dropout = self._dropout if self.training else 0.0
         with self._dropout_region(dropout):
             mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
-        return mixed.transpose(1, 2).flatten(2)
+        return mixed.transpose(1, 2).flatten(2).flatten(0, 1)
 
     def _dropout_region(self, dropout: float) -> AbstractContextManager[None]:
         """Each rank has other heads, so it needs other masks; without dropout nothing is drawn."""

@@ -8,11 +8,13 @@ parameter carries no other attribute of ours.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
+
+from megazero.parallel.topology import ENDS
 
 _ATTRIBUTE = "megazero_spec"
 
@@ -50,6 +52,8 @@ class ParamSpec:
                   the module's (possibly flattened to two dims) parameter.
     offset:       where this rank's tensor begins in the logical tensor, per dim.
     sharded_axes: mesh axes along which ranks hold different slices ("tp"); empty means every rank holds the same.
+    summed_over:  mesh axes along which ranks hold the same, but each has a part of its gradient: "tp" where activations
+                  are split along the sequence, "ends" for what the first and the last pipeline stage share.
     decay:        whether weight decay applies (not to biases and norms).
     trainable:    False for a frozen parameter.
     """
@@ -59,6 +63,7 @@ class ParamSpec:
     local_shape: tuple[int, ...]
     offset: tuple[int, ...]
     sharded_axes: tuple[str, ...] = ()
+    summed_over: tuple[str, ...] = ()
     decay: bool = True
     trainable: bool = True
     init: Init = Init()
@@ -77,13 +82,17 @@ class ParamSpec:
         )
         return Box(self.offset, lengths)
 
-    def is_counted_on(self, coordinates: dict[str, int]) -> bool:
+    def is_counted_on(self, coordinates: Mapping[str, int]) -> bool:
         """Whether the rank at these coordinates is the one that counts and saves this parameter.
 
         Along an axis over which the parameter is replicated only coordinate 0 counts it; `dp` is not asked about, since
         ZeRO's partitions already say who owns what there.
         """
-        return all(index == 0 or axis in self.sharded_axes for axis, index in coordinates.items())
+        return all(index == 0 or not self.is_replicated_along(axis) for axis, index in coordinates.items())
+
+    def is_replicated_along(self, axis: str) -> bool:
+        """Whether ranks that differ along "tp" or "ends" hold the same of it."""
+        return axis in self.summed_over if axis == ENDS else axis not in self.sharded_axes
 
 
 class StateFragment(NamedTuple):
@@ -104,6 +113,12 @@ def attach_spec(parameter: nn.Parameter, spec: ParamSpec) -> nn.Parameter:
     """Give `parameter` its spec (the layer that makes it knows the slice, not yet the name)."""
     setattr(parameter, _ATTRIBUTE, spec)
     return parameter
+
+
+def share_between_ends(parameter: nn.Parameter) -> None:
+    """The first and the last pipeline stage hold this parameter, and each makes a part of its gradient."""
+    spec: ParamSpec = getattr(parameter, _ATTRIBUTE)
+    attach_spec(parameter, replace(spec, summed_over=(*spec.summed_over, ENDS)))
 
 
 def spec_of(name: str, parameter: nn.Parameter) -> ParamSpec:

@@ -1,8 +1,8 @@
 """Who is who: parallel degrees to coordinates to ranks.
 
 An *axis* is a direction of the mesh of processes: `pp` (pipeline stages), `dp` (data parallel, the axis ZeRO
-partitions over) and `tp` (tensor parallel).  Ranks are laid out with `tp` innermost, so that the ranks that talk most
-are neighbours on one node:
+partitions over) and `tp` (tensor parallel).  The *rank order* lists them, outermost first; ranks along the last one are
+neighbours.  By default that is `tp`, so that the ranks that talk most are on one node:
 
     rank = (pp_index * dp + dp_index) * tp + tp_index        e.g. dp 2, tp 2:   dp 0: [0 1]   dp 1: [2 3]
 
@@ -11,55 +11,81 @@ Nothing here knows a process group; 1,024 ranks cost the same as one.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 AXES = ("pp", "dp", "tp")  # outermost first
 WORLD = "world"  # the pseudo-axis that holds every rank
+ENDS = "ends"  # the pseudo-axis of the first and the last pipeline stage, which share a tied embedding
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Degrees of every axis; their product is the world size."""
+    """Degrees of every axis, whose product is the world size, and the rank order, outermost axis first."""
 
     tp: int = 1
     dp: int = 1
     pp: int = 1
+    order: tuple[str, ...] = AXES
+
+    def __post_init__(self) -> None:
+        assert sorted(self.order) == sorted(AXES), f"every axis once: {self.order}"
 
     @property
     def world_size(self) -> int:
         return self.pp * self.dp * self.tp
 
     def size(self, axis: str) -> int:
-        """Number of ranks along `axis` ("pp", "dp", "tp" or "world")."""
-        return self.world_size if axis == WORLD else {"pp": self.pp, "dp": self.dp, "tp": self.tp}[axis]
+        """Number of ranks along `axis` ("pp", "dp", "tp", "world"; "ends" has 2 with more than one pipeline stage)."""
+        sizes = {"pp": self.pp, "dp": self.dp, "tp": self.tp, WORLD: self.world_size, ENDS: min(self.pp, 2)}
+        return sizes[axis]
 
     def coordinate(self, rank: int, axis: str) -> int:
-        """Where `rank` sits along `axis`."""
+        """Where `rank` sits along `axis`; along "ends", 1 on the last of several pipeline stages and 0 before it."""
         if axis == WORLD:
             return rank
-        inner = math.prod(self.size(name) for name in AXES[AXES.index(axis) + 1 :])
+        if axis == ENDS:
+            return int(0 < self.coordinate(rank, "pp") == self.pp - 1)
+        inner = math.prod(self.size(name) for name in self.order[self.order.index(axis) + 1 :])
         return rank // inner % self.size(axis)
 
     def rank_of(self, *, pp: int = 0, dp: int = 0, tp: int = 0) -> int:
         """The rank at these coordinates."""
-        return (pp * self.dp + dp) * self.tp + tp
+        place, rank = {"pp": pp, "dp": dp, "tp": tp}, 0
+        for axis in self.order:
+            rank = rank * self.size(axis) + place[axis]
+        return rank
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """All groups of ranks that differ along `axis` only, in rank order."""
+        """All groups of ranks that differ along `axis` only, by their first rank, each in order of coordinates.
+
+        Groups of "ends" are pairs, and pipeline stages between the two are in none; all other axes have every rank.
+        """
         if axis == WORLD:
             return (tuple(range(self.world_size)),)
-        others = [range(self.size(name)) for name in AXES if name != axis]
-        return tuple(self._line(axis, fixed) for fixed in itertools.product(*others))
+        if axis == ENDS:
+            return tuple(group if self.pp == 1 else (group[0], group[-1]) for group in self.groups("pp"))
+        others = [name for name in self.order if name != axis]
+        fixed = itertools.product(*(range(self.size(name)) for name in others))
+        return tuple(self._line(axis, dict(zip(others, place, strict=True))) for place in fixed)
 
     def group_of(self, rank: int, axis: str) -> tuple[int, ...]:
-        """The group along `axis` that `rank` belongs to."""
-        return next(group for group in self.groups(axis) if rank in group)
+        """The group along `axis` that `rank` belongs to; a rank that is in none is alone."""
+        if axis == WORLD:
+            return tuple(range(self.world_size))
+        if axis == ENDS:
+            stages = self.group_of(rank, "pp")
+            return (stages[0], stages[-1]) if len(stages) > 1 and rank in (stages[0], stages[-1]) else (rank,)
+        return self._line(axis, {name: self.coordinate(rank, name) for name in AXES})
 
     def describe(self) -> str:
         """`pipeline 1 x data 2 x tensor 2 = 4 ranks`."""
         return f"pipeline {self.pp} x data {self.dp} x tensor {self.tp} = {self.world_size} ranks"
 
-    def _line(self, axis: str, fixed: Sequence[int]) -> tuple[int, ...]:
-        coordinates = dict(zip((name for name in AXES if name != axis), fixed, strict=True))
-        return tuple(self.rank_of(**{**coordinates, axis: index}) for index in range(self.size(axis)))
+    def _line(self, axis: str, place: Mapping[str, int]) -> tuple[int, ...]:
+        return tuple(self.rank_of(**{**place, axis: index}) for index in range(self.size(axis)))
+
+
+def parse_order(text: str) -> tuple[str, ...]:
+    """The rank order that a configuration writes, "pp-dp-tp", as axes, outermost first."""
+    return tuple(text.split("-"))

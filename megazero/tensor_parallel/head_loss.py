@@ -10,6 +10,9 @@ makes them while it has a chunk's logits in hand, before that number is known, a
 Nothing is computed twice, neither x nor W is kept for backward, and the logits' memory is that of one chunk: the
 constant-size buffers of ZeRO-R (paper section 6.2).  Rank r of t holds rows [r Vp/t, (r+1) Vp/t) of W; those past the
 real vocabulary, the padding, are masked out of the softmax.
+
+Where the sequence is split, a chunk takes the same rows of every rank's part of x: they are gathered on the way in, and
+their gradient is reduced and scattered on the way out, so x is never whole either, and nothing is gathered twice.
 """
 
 from collections.abc import Iterator
@@ -21,13 +24,15 @@ from torch.autograd.function import once_differentiable
 
 from megazero.comm.interface import Communicator
 from megazero.errors import Problem, UsageError
+from megazero.tensor_parallel.regions import Arriving, Border
 
 
 class Targets(NamedTuple):
     """What the head is to predict.
 
-    labels: ids in the whole vocabulary, int64 [...].  token_weights: what every token's loss counts, [...]; 1 where
-    None.  chunk_bytes: the most that a chunk's logits take in the loss's dtype, as far as one token's do not take more.
+    labels: ids in the whole vocabulary, int64 [...], of all tokens on every rank.  token_weights: what every token's
+    loss counts, [...]; 1 where None.  chunk_bytes: the most that a chunk's logits take in the loss's dtype, as far as
+    those of one token (of each rank, where tokens are split) do not take more.
     """
 
     labels: Tensor
@@ -36,22 +41,25 @@ class Targets(NamedTuple):
     chunk_bytes: int
 
 
-def summed_cross_entropy(x: Tensor, weight: Tensor, targets: Targets, communicator: Communicator) -> Tensor:
+def summed_cross_entropy(x: Tensor, weight: Tensor, targets: Targets, border: Border) -> Tensor:
     """The weighted sum of all tokens' cross-entropies, without dimensions, the same on every rank.
 
-    x [..., h]: the same on every rank.  weight [Vp / t, h]: the rows held here.  Computed and returned in float32 (in
-    float64 for float64 x), in which the weight's gradient is summed too: chunks lose nothing against one product.
+    x [..., h]: the same on every rank, or this rank's part of the tokens.  weight [Vp / t, h]: the rows held here.
+    Computed and returned in float32 (in float64 for float64 x), in which the weight's gradient is summed too: chunks
+    lose nothing against one product.
     """
+    rows = x.reshape(-1, x.shape[-1])
+    assert targets.labels.numel() == len(rows) * border.num_parts, "every rank knows all labels"
     return _SummedCrossEntropy.apply(  # type: ignore[no-untyped-call, no-any-return]
-        x.reshape(-1, x.shape[-1]), weight, targets, communicator, torch.is_grad_enabled()
+        rows, weight, targets, border, torch.is_grad_enabled()
     )
 
 
 class _Chunk(NamedTuple):
-    """Some tokens on their way through the head.
+    """Some tokens on their way through the head: the same m on every rank, or m of each rank's.
 
-    logits: in the dtype of x, later their gradient [n, Vp / t].  work: in the loss's dtype, the same memory where that
-    is the same dtype.
+    logits: in the dtype of x, later their gradient [m or t m, Vp / t].  work: in the loss's dtype, the same memory
+    where that is the same dtype.
     """
 
     x: Tensor
@@ -75,31 +83,27 @@ class _Exponentials(NamedTuple):
 
 class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Targets, communicator: Communicator, with_graph: bool
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Targets, border: Border, with_graph: bool) -> Tensor:
         wants_x, wants_weight = (with_graph and wanted for wanted in ctx.needs_input_grad[:2])
         dtype = torch.promote_types(x.dtype, torch.float32)
-        num_rows = max(1, targets.chunk_bytes // (weight.shape[0] * dtype.itemsize))
+        num_rows = max(1, targets.chunk_bytes // (weight.shape[0] * dtype.itemsize * border.num_parts))
         total = torch.zeros((), dtype=dtype, device=x.device)
-        grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if wants_x else None
+        x_sum = _InputGradient(x, border, num_rows) if wants_x else None
         weight_sum = _WeightGradient(weight, dtype) if wants_weight else None
-        for chunk, rows in _chunks(x, weight, targets, num_rows):
-            exponentials = _exponentials(chunk, targets.vocab_size, communicator)
+        for chunk, rows in _chunks(x, weight, targets, border, num_rows):
+            exponentials = _exponentials(chunk, targets.vocab_size, border.communicator)
             losses = exponentials.losses
             total += (losses if chunk.token_weights is None else losses * chunk.token_weights).sum()
-            if grad_x is None and weight_sum is None:
+            if x_sum is None and weight_sum is None:
                 continue
             _differentiate(chunk, exponentials)
-            in_flight = None
-            if grad_x is not None:
-                in_flight = communicator.all_reduce(torch.mm(chunk.logits, weight, out=grad_x[rows]))
+            in_flight = None if x_sum is None else x_sum.put(chunk, rows, weight)
             if weight_sum is not None:
                 weight_sum.add(chunk)
             if in_flight is not None:
                 in_flight.wait()
-        ctx.num_rows = num_rows
-        ctx.gradients = (grad_x, None if weight_sum is None else weight_sum.total)
+        ctx.num_rows = num_rows * border.num_parts
+        ctx.gradients = tuple(None if gradient is None else gradient.total for gradient in (x_sum, weight_sum))
         return total
 
     @staticmethod
@@ -131,21 +135,45 @@ class _WeightGradient:
             self.total += torch.mm(chunk.logits.t(), chunk.x, out=self._product)
 
 
-def _chunks(x: Tensor, weight: Tensor, targets: Targets, num_rows: int) -> Iterator[tuple[_Chunk, slice]]:
-    """The logits of every chunk and its place among the tokens; all chunks use the same memory."""
-    labels = targets.labels.reshape(-1)
-    token_weights = None if targets.token_weights is None else targets.token_weights.reshape(-1)
+class _InputGradient:
+    """The gradient of x, put together from its chunks' d W, each summed over the ranks."""
+
+    def __init__(self, x: Tensor, border: Border, num_rows: int) -> None:
+        self.total = torch.empty_like(x, memory_format=torch.contiguous_format)
+        self._border = border
+        self._partial = _of_all_ranks(x, border, num_rows)
+
+    def put(self, chunk: _Chunk, rows: slice, weight: Tensor) -> Arriving:
+        place = self.total[rows]
+        partial = place if self._partial is None else self._partial[: len(chunk.logits)]
+        return self._border.reduce(torch.mm(chunk.logits, weight, out=partial), out=place)
+
+
+def _chunks(
+    x: Tensor, weight: Tensor, targets: Targets, border: Border, num_rows: int
+) -> Iterator[tuple[_Chunk, slice]]:
+    """The logits of every chunk and its place among the tokens held here; all chunks use the same memory."""
+    parts = border.num_parts
+    labels = targets.labels.reshape(parts, len(x))
+    token_weights = None if targets.token_weights is None else targets.token_weights.reshape(parts, len(x))
     dtype = torch.promote_types(x.dtype, torch.float32)
-    shape = (min(num_rows, x.shape[0]), weight.shape[0])
+    gathered = _of_all_ranks(x, border, num_rows)
+    shape = (min(num_rows, len(x)) * parts, weight.shape[0])
     logits = torch.empty(shape, dtype=x.dtype, device=x.device)
     work = logits if dtype == x.dtype else torch.empty(shape, dtype=dtype, device=x.device)
-    for start in range(0, x.shape[0], num_rows):
-        rows = slice(start, min(start + num_rows, x.shape[0]))
-        length = rows.stop - rows.start
-        here = None if token_weights is None else token_weights[rows]
-        chunk = _Chunk(x[rows], labels[rows], here, logits[:length], work[:length])
-        torch.mm(chunk.x, weight.t(), out=chunk.logits)
+    for start in range(0, len(x), num_rows):
+        rows = slice(start, min(start + num_rows, len(x)))
+        length = (rows.stop - rows.start) * parts
+        whole = border.gather(x[rows], out=None if gathered is None else gathered[:length]).wait()
+        here = None if token_weights is None else token_weights[:, rows].reshape(-1)
+        chunk = _Chunk(whole, labels[:, rows].reshape(-1), here, logits[:length], work[:length])
+        torch.mm(whole, weight.t(), out=chunk.logits)
         yield chunk, rows
+
+
+def _of_all_ranks(x: Tensor, border: Border, num_rows: int) -> Tensor | None:
+    """Memory for a chunk's tokens of all ranks, if they are split."""
+    return x.new_empty((min(num_rows, len(x)) * border.num_parts, x.shape[1])) if border.splits_sequence else None
 
 
 def _exponentials(chunk: _Chunk, vocab_size: int, communicator: Communicator) -> _Exponentials:

@@ -4,14 +4,24 @@ A *column-parallel* layer cuts its outputs: every rank reads the whole input and
 *row-parallel* layer cuts its inputs: every rank reads its part, and the partial sums are added up.  One after the other
 they need a single all-reduce in forward and one in backward:
 
-    x [.., h] --column--> [.., f / tp] --pointwise--> [.., f / tp] --row--> partial [.., h] --all-reduce--> [.., h]
+    x [.., h] --column--> [.., f / t] --pointwise--> [.., f / t] --row--> partial [.., h] --all-reduce--> [.., h]
+
+Where the *sequence is split*, an all-gather and a reduce-scatter take the all-reduce's place, and of the input a rank
+keeps its own tokens only, which backward gathers again (Korthikanti et al., arXiv 2205.05198, section 4.2.2):
+
+    x [n / t, h] --all-gather--> [n, h] --column--> .. --row--> partial [n, h] --reduce-scatter--> [n / t, h]
+
+Weight gradients are made beside backward's collectives, or *deferred* (`deferred.py`): then two slices are kept, of the
+input and of the output's gradient, and what was whole is gathered when its time comes.
 
 Weights are created uninitialised: first values come from `model/initialize.py` or a checkpoint.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +31,11 @@ from torch.autograd.function import once_differentiable
 
 from megazero.comm.interface import Communicator
 from megazero.parallel.param_spec import Init, ParamSpec, attach_spec
+from megazero.tensor_parallel.deferred import DeferredGradients, Make
 from megazero.tensor_parallel.random import RandomRegions
-from megazero.tensor_parallel.regions import reduce_from_region
+from megazero.tensor_parallel.regions import Border, leave_region
+
+Later = Callable[[Make], None]
 
 
 @dataclass(frozen=True)
@@ -30,6 +43,8 @@ class TensorParallel:
     """What a layer must know of its surroundings: the tensor-parallel axis, random states, where and what it holds.
 
     hollow: parameters are made without memory, for an engine that brings their first values itself.
+    splits_sequence: outside of sharded regions a rank holds its part of the tokens only (sequence parallelism).
+    deferred: collects the gradients of parameters, which are then not given to autograd in backward; None gives them.
     """
 
     communicator: Communicator
@@ -37,10 +52,44 @@ class TensorParallel:
     dtype: torch.dtype
     device: torch.device
     hollow: bool = False
+    splits_sequence: bool = False
+    deferred: DeferredGradients | None = None
+
+    @property
+    def border(self) -> Border:
+        """Between what is outside of sharded regions and what is inside."""
+        return Border(self.communicator, self.splits_sequence and self.communicator.size > 1)
+
+    def local_rows(self, num_tokens: int) -> slice:
+        """Which of a micro-batch's tokens, as rows, this rank holds outside of sharded regions."""
+        if not self.border.splits_sequence:
+            return slice(0, num_tokens)
+        length, rest = divmod(num_tokens, self.communicator.size)
+        assert rest == 0, f"{num_tokens} tokens over {self.communicator.size} ranks"
+        return slice(self.communicator.rank * length, (self.communicator.rank + 1) * length)
+
+    def residual_dropout(self, x: Tensor, p: float, training: bool) -> Tensor:
+        """Dropout outside of sharded regions: the same on every rank, unless each has other tokens."""
+        if p == 0 or not training:
+            return x
+        with self.random.sharded() if self.border.splits_sequence else nullcontext():
+            return F.dropout(x, p)
+
+    def use(self, parameter: nn.Parameter) -> Tensor:
+        """What a forward computes with: the parameter, or its alias if its gradient is deferred."""
+        if self.deferred is None or not torch.is_grad_enabled():
+            return parameter
+        return self.deferred.alias(parameter)
+
+    def later(self, parameter: nn.Parameter) -> Later | None:
+        """Where to leave word of how to make the parameter's gradient; None if backward is to make it."""
+        if self.deferred is None or not parameter.requires_grad or not torch.is_grad_enabled():
+            return None
+        return partial(self.deferred.later, parameter)
 
 
 class ColumnParallelLinear(nn.Module):
-    """y = x W^T + b with the outputs cut: [..., in] to [..., out / size].
+    """y = x W^T + b with the outputs cut: [..., in] to [..., out / t]; [n / t, in] to [n, out / t] if tokens are split.
 
     logical_shape is the weight's, [*out, in], where the outputs may have several dims; split_dim is the one of them
     that is cut, and the output keeps this rank's part of all of them, flattened.  The bias is cut along.
@@ -49,33 +98,41 @@ class ColumnParallelLinear(nn.Module):
     def __init__(self, tp: TensorParallel, *, logical_shape: tuple[int, ...], split_dim: int, init: Init) -> None:
         super().__init__()
         assert split_dim < len(logical_shape) - 1, "a column-parallel layer cuts outputs"
-        self._communicator = tp.communicator
+        self._tp = tp
         self.weight = sharded_parameter(tp, logical_shape, split_dim, init=init)
         self.bias = sharded_parameter(tp, logical_shape[:-1], split_dim, init=Init("zeros"), flat=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        return column_linear(x, self.weight, self.bias, self._communicator)
+        return column_linear(self._tp, x, self.weight, self.bias)
 
 
 class RowParallelLinear(nn.Module):
-    """y = x W^T + b with the inputs cut: [..., in / size] to [..., out], the same on every rank.
+    """y = x W^T + b with the inputs cut: [..., in / t] to [..., out], the same on every rank.
 
-    logical_shape is [out, in].  The bias is replicated and added once, after the partial sums have been added up.
+    If tokens are split: [n, in / t] to [n / t, out].  logical_shape is [out, in].  The bias is replicated and added
+    once, after the partial sums have been added up.
     """
 
     def __init__(self, tp: TensorParallel, *, logical_shape: tuple[int, int], init: Init) -> None:
         super().__init__()
-        self._communicator = tp.communicator
+        self._tp = tp
         self.weight = sharded_parameter(tp, logical_shape, 1, init=init)
         self.bias = replicated_parameter(tp, logical_shape[:1], init=Init("zeros"), decay=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return reduce_from_region(F.linear(x, self.weight), self._communicator) + self.bias
+        weight, border, later = self._tp.use(self.weight), self._tp.border, self._tp.later(self.weight)
+        if later is None:
+            y = leave_region(F.linear(x, weight), border)
+        else:
+            y = _DeferredRowLinear.apply(x, weight, border, later)  # type: ignore[no-untyped-call]
+        return y + self._tp.use(self.bias)
 
 
-def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, communicator: Communicator) -> Tensor:
-    """x [..., in] W^T [in, part] + b as the entry of a region: the gradient of x is summed over the ranks."""
-    return _ColumnLinear.apply(x, weight, bias, communicator)  # type: ignore[no-untyped-call, no-any-return]
+def column_linear(tp: TensorParallel, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
+    """x W^T + b as the entry of a region: x is gathered, its gradient is reduced."""
+    return _ColumnLinear.apply(  # type: ignore[no-untyped-call, no-any-return]
+        x, tp.use(weight), None if bias is None else tp.use(bias), tp.border, tp.later(weight)
+    )
 
 
 def sharded_parameter(
@@ -93,9 +150,11 @@ def sharded_parameter(
 
 
 def replicated_parameter(tp: TensorParallel, shape: Sequence[int], *, init: Init, decay: bool) -> nn.Parameter:
-    """A whole parameter that every tensor-parallel rank holds, uninitialised."""
+    """A whole parameter that every tensor-parallel rank holds and uses outside of sharded regions, uninitialised."""
     whole = tuple(shape)
-    return uninitialised_parameter(tp, whole, ParamSpec("", whole, whole, (0,) * len(whole), decay=decay, init=init))
+    summed_over = ("tp",) if tp.border.splits_sequence else ()
+    spec = ParamSpec("", whole, whole, (0,) * len(whole), summed_over=summed_over, decay=decay, init=init)
+    return uninitialised_parameter(tp, whole, spec)
 
 
 def uninitialised_parameter(tp: TensorParallel, shape: tuple[int, ...], spec: ParamSpec) -> nn.Parameter:
@@ -107,27 +166,60 @@ def uninitialised_parameter(tp: TensorParallel, shape: tuple[int, ...], spec: Pa
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """F.linear as the entry of a region, in one Function so that the weight gradient is made during the all-reduce."""
+    """F.linear as the entry of a region, in one Function so that the weight gradient is made during the reduction."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, communicator: Communicator) -> Tensor:
-        ctx.communicator = communicator
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, border: Border, later: Later | None
+    ) -> Tensor:
+        ctx.border, ctx.later = border, later
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
+        return F.linear(border.gather(x).wait(), weight, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
-        rows = grad.reshape(-1, grad.shape[-1])  # [tokens, part]
-        grad_x = grad_weight = work = None
+        border, later = ctx.border, ctx.later
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        makes_weight = wants_weight and later is None
+        rows = _rows(grad)
+        grad_weight = reduced = None
+        gathering = border.gather(_rows(x)) if makes_weight else None
         if wants_x:
-            grad_x = rows @ weight  # [tokens, in]
-            work = ctx.communicator.all_reduce(grad_x)
-        if wants_weight:
-            grad_weight = rows.t() @ x.reshape(-1, x.shape[-1])
+            partial_x = rows @ weight  # [n, in]
+        whole = None if gathering is None else gathering.wait()
+        if wants_x:
+            reduced = border.reduce(partial_x)
+        if whole is not None:
+            grad_weight = rows.t() @ whole
+        elif wants_weight:
+            later(lambda: rows.t() @ border.gather(_rows(x)).wait())
         grad_bias = rows.sum(0) if wants_bias else None
-        if work is not None:
-            work.wait()
-        return None if grad_x is None else grad_x.view_as(x), grad_weight, grad_bias, None
+        grad_x = None if reduced is None else reduced.wait().view_as(x)
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+class _DeferredRowLinear(torch.autograd.Function):
+    """F.linear and the exit of a region; backward leaves the weight gradient for later."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, border: Border, later: Later) -> Tensor:
+        ctx.border, ctx.later = border, later
+        ctx.save_for_backward(x, weight)
+        return border.reduce(F.linear(x, weight)).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        border, kept = ctx.border, _rows(grad)
+        ctx.later(lambda: border.gather(kept).wait().t() @ _rows(x))
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None
+        return (border.gather(kept).wait() @ weight).view_as(x), None, None, None
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[..., k] to [n, k]."""
+    return x.reshape(-1, x.shape[-1])

@@ -27,11 +27,15 @@ class RandomRegions:
         self._generator = default_generator(device)
         self._inactive: Tensor | None = None  # the sharded state while outside the region, the replicated one inside
 
-    def begin_micro_batch(self, first_sample: int) -> None:
-        """Put both states where they belong for the micro-batch whose first sample is number `first_sample`."""
-        self._generator.manual_seed(region_seed(self._seed, first_sample, f"sharded {self._tp_rank}"))
+    def begin_micro_batch(self, first_sample: int, part: int = 0) -> None:
+        """Put both states where they belong for the micro-batch whose first sample is number `first_sample`.
+
+        part: of the model that is cut into several, each of which draws on its own.
+        """
+        suffix = f" part {part}" if part else ""
+        self._generator.manual_seed(region_seed(self._seed, first_sample, f"sharded {self._tp_rank}{suffix}"))
         self._inactive = self._generator.get_state()
-        self._generator.manual_seed(region_seed(self._seed, first_sample, "replicated"))
+        self._generator.manual_seed(region_seed(self._seed, first_sample, f"replicated{suffix}"))
 
     def get_state(self) -> tuple[Tensor, Tensor | None]:
         """Where both states are now, for `set_state`."""

@@ -3,68 +3,69 @@
 The vocabulary is *padded* so that every rank holds equally many rows; padding rows lie past the real ones, are never
 looked up, and are masked out of the loss's softmax, so they change neither the loss nor any gradient.
 
-A head gives logits, or the summed loss itself when it is told the targets (`head_loss.py`).
+A head gives logits, or the summed loss itself when it is told the targets (`head_loss.py`).  Where the sequence is
+split, the embedding gives n / t of n tokens and a head reads as many; ids, labels and logits are of all of them.
 
-    V = vocabulary, Vp = padded vocabulary; rank r of tp holds rows [r Vp/tp, (r+1) Vp/tp)
+    V = vocabulary, Vp = padded vocabulary; rank r of t holds rows [r Vp / t, (r + 1) Vp / t)
 """
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megazero.comm.interface import Communicator
 from megazero.parallel.param_spec import Init, ParamSpec
 from megazero.tensor_parallel.head_loss import Targets, summed_cross_entropy
 from megazero.tensor_parallel.layers import TensorParallel, column_linear, uninitialised_parameter
-from megazero.tensor_parallel.regions import reduce_from_region
+from megazero.tensor_parallel.regions import leave_region
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token ids [...] to vectors [..., h], the same on every rank."""
+    """Token ids [...] to vectors [..., h], the same on every rank; ids of n tokens to [n / t, h] if they are split."""
 
     def __init__(
         self, tp: TensorParallel, *, vocab_size: int, padded_vocab_size: int, hidden_size: int, init: Init
     ) -> None:
         super().__init__()
-        self._communicator = tp.communicator
+        self._tp = tp
         self.weight = vocab_parameter(tp, vocab_size, padded_vocab_size, hidden_size, init=init)
 
     def forward(self, ids: Tensor) -> Tensor:
-        num_rows = self.weight.shape[0]
-        row = ids - self._communicator.rank * num_rows
+        weight = self._tp.use(self.weight)
+        num_rows = weight.shape[0]
+        row = ids - self._tp.communicator.rank * num_rows
         elsewhere = (row < 0) | (row >= num_rows)
-        found = F.embedding(row.clamp(0, num_rows - 1), self.weight)
-        return reduce_from_region(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self._communicator)
+        found = F.embedding(row.clamp(0, num_rows - 1), weight)
+        return leave_region(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self._tp.border)
 
 
 class TiedHead(nn.Module):
-    """Hidden states [..., h] to this rank's logits [..., Vp / tp] or the loss of targets, by the embedding's matrix."""
+    """Hidden states [..., h] to this rank's logits [..., Vp / t] or the loss of targets, by the embedding's matrix."""
 
     def __init__(self, tp: TensorParallel) -> None:
         super().__init__()
-        self._communicator = tp.communicator
+        self._tp = tp
 
-    def forward(self, x: Tensor, weight: Tensor, *, targets: Targets | None = None) -> Tensor:
-        return logits_or_loss(x, weight, targets, self._communicator)
+    def forward(self, x: Tensor, weight: nn.Parameter, *, targets: Targets | None = None) -> Tensor:
+        return logits_or_loss(self._tp, x, weight, targets)
 
 
 class VocabParallelHead(nn.Module):
-    """Hidden states [..., h] to this rank's logits [..., Vp / tp] or the loss of targets, by a matrix of its own."""
+    """Hidden states [..., h] to this rank's logits [..., Vp / t] or the loss of targets, by a matrix of its own."""
 
     def __init__(
         self, tp: TensorParallel, *, vocab_size: int, padded_vocab_size: int, hidden_size: int, init: Init
     ) -> None:
         super().__init__()
-        self._communicator = tp.communicator
+        self._tp = tp
         self.weight = vocab_parameter(tp, vocab_size, padded_vocab_size, hidden_size, init=init)
 
     def forward(self, x: Tensor, *, targets: Targets | None = None) -> Tensor:
-        return logits_or_loss(x, self.weight, targets, self._communicator)
+        return logits_or_loss(self._tp, x, self.weight, targets)
 
 
 def vocab_parameter(
     tp: TensorParallel, vocab_size: int, padded_vocab_size: int, hidden_size: int, *, init: Init
 ) -> nn.Parameter:
-    """This rank's rows of a [V, h] matrix, [Vp / tp, h]; some, or all, of the last ranks' rows may be padding."""
+    """This rank's rows of a [V, h] matrix, [Vp / t, h]; some, or all, of the last ranks' rows may be padding."""
     size, rank = tp.communicator.size, tp.communicator.rank
     assert padded_vocab_size % size == 0 and padded_vocab_size >= vocab_size, (vocab_size, padded_vocab_size, size)
     local = (padded_vocab_size // size, hidden_size)
@@ -72,8 +73,8 @@ def vocab_parameter(
     return uninitialised_parameter(tp, local, spec)
 
 
-def logits_or_loss(x: Tensor, weight: Tensor, targets: Targets | None, communicator: Communicator) -> Tensor:
-    """x [..., h] and the rows held here, [Vp / tp, h], to logits [..., Vp / tp], or to the summed loss of targets."""
+def logits_or_loss(tp: TensorParallel, x: Tensor, weight: nn.Parameter, targets: Targets | None) -> Tensor:
+    """x [..., h] and the rows held here, [Vp / t, h], to logits [..., Vp / t], or to the summed loss of targets."""
     if targets is None:
-        return column_linear(x, weight, None, communicator)
-    return summed_cross_entropy(x, weight, targets, communicator)
+        return column_linear(tp, x, weight, None)
+    return summed_cross_entropy(x, tp.use(weight), targets, tp.border)

@@ -4,6 +4,7 @@ It comes after the checks and before the model is made: the ranks have met, so b
 follow from the shapes (paper section 8).
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -16,8 +17,11 @@ from megazero.config import derived
 from megazero.config.activations import ActivationConfig
 from megazero.config.run import RunConfig
 from megazero.model.gpt import GPT
+from megazero.parallel.stages import Chunk
+from megazero.pipeline.passes import num_windows
 from megazero.tensor_parallel.layers import TensorParallel
 from megazero.tensor_parallel.random import RandomRegions
+from megazero.train.stages import activation_config, stage_chunks, stage_plan
 from megazero.zero.plan import ZeroPlan, data_parallel_bytes, resolve
 
 _CPU = torch.device("cpu")
@@ -27,19 +31,21 @@ def settle_activations(
     config: RunConfig, mesh: Mesh, *, vocab_size: int, padded_vocab_size: int
 ) -> tuple[ActivationConfig, tuple[str, ...]]:
     """The section without "auto", and why it came out so, a line for each decision; a collective call."""
-    section = config.activations
+    section = activation_config(config)
     if "auto" not in (section.partition_activations, section.checkpoint_in_cpu):
         return section, ()
     num_micro_batches = derived.num_micro_batches(config, mesh.topology.world_size)
     plan = resolve(config.zero, config.precision)
     tp = TensorParallel(mesh.axis("tp"), RandomRegions(0, 0, _CPU), plan.parameter.dtype, torch.device("meta"))
-    model = GPT(config.model, vocab_size=vocab_size, tp=tp, padded_vocab_size=padded_vocab_size)  # without memory
-    numel = sum(parameter.numel() for parameter in model.parameters())
+    chunks = stage_chunks(config, mesh.coordinate("pp"), padded_vocab_size)
+    model = GPT(  # without memory
+        config.model, vocab_size=vocab_size, tp=tp, padded_vocab_size=padded_vocab_size, chunks=chunks
+    )
     decision = settle(
         mesh,
-        _checkpoints(config, plan),
+        _checkpoints(config, plan, chunks),
         num_micro_batches=num_micro_batches,
-        data_parallel_bytes=data_parallel_bytes(plan, numel, mesh.topology.dp, num_micro_batches),
+        data_parallel_bytes=_data_parallel_bytes(config, mesh, model, num_micro_batches),
         partition=section.partition_activations,
         in_cpu=section.checkpoint_in_cpu,
     )
@@ -47,9 +53,23 @@ def settle_activations(
     return settled, decision.reasons
 
 
-def _checkpoints(config: RunConfig, plan: ZeroPlan) -> CheckpointSizes:
+def _data_parallel_bytes(config: RunConfig, mesh: Mesh, model: GPT, num_micro_batches: int) -> int:
+    """What a step sends for all chunks of this rank."""
+    plan, stage = resolve(config.zero, config.precision), stage_plan(config, mesh.coordinate("pp"))
+    actions = stage.step(num_micro_batches).actions
+    total = 0
+    for part in range(len(model.chunks)):
+        names = [name for unit in model.units() if unit.part == part for name in unit.parameters]
+        numel = sum(model.get_parameter(name).numel() for name in names)
+        gathers = num_windows(actions, part) if stage.keeps_gathered else None
+        total += data_parallel_bytes(plan, numel, mesh.topology.dp, num_micro_batches, num_gathers=gathers)
+    return total
+
+
+def _checkpoints(config: RunConfig, plan: ZeroPlan, chunks: Sequence[Chunk]) -> CheckpointSizes:
+    """Those that a micro-batch leaves on this rank."""
     return CheckpointSizes(
-        number=choices(config.activations).num_checkpoints(config.model.num_layers),
+        number=sum(choices(config.activations).num_checkpoints(len(chunk.layers)) for chunk in chunks),
         micro_batch_size=config.training.micro_batch_size,
         seq_length=config.model.seq_length,
         hidden_size=config.model.hidden_size,

@@ -4,7 +4,7 @@
 `assemble` makes the mesh, the model, the engine, the data and the writers, and restores or initialises.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -21,7 +21,7 @@ from megazero.config.run import RunConfig
 from megazero.config.yaml_file import to_yaml
 from megazero.console import Console
 from megazero.data.loader import BatchLayout, BatchLoader
-from megazero.errors import ConfigError, Problem, UserError, raise_problems
+from megazero.errors import ConfigError, Problem, TopologyError, UserError, raise_problems
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
 from megazero.model.gpt import GPT
@@ -29,7 +29,12 @@ from megazero.model.initialize import initial_value
 from megazero.optim.inner import AdamWSettings, FusedAdamW
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.lr_schedule import LearningRate, reconcile
-from megazero.parallel.topology import Topology
+from megazero.parallel.drawing import draw_layout
+from megazero.parallel.nodes import problems_of_placement
+from megazero.parallel.topology import Topology, parse_order
+from megazero.pipeline.plan import StagePlan
+from megazero.pipeline.trace import NO_TRACE, AnyTrace, Trace
+from megazero.tensor_parallel.deferred import DeferredGradients
 from megazero.tensor_parallel.layers import TensorParallel
 from megazero.tensor_parallel.random import RandomRegions
 from megazero.timers import Timers
@@ -40,9 +45,11 @@ from megazero.train.ledger_report import LedgerReport
 from megazero.train.loop import Reporting, Run, Timetable
 from megazero.train.memory_lines import closing_lines, opening_line
 from megazero.train.metrics import Rates, flops_per_token, peak_tflops
+from megazero.train.parts import StepParts
+from megazero.train.pipeline_report import PipelineReport
 from megazero.train.saving import Saver, check_compatible, check_model, check_shapes, find_checkpoint, restore_engine
+from megazero.train.stages import activation_config, describe_stages, num_checkpoints, stage_chunks, stage_plan
 from megazero.train.state import TrainState
-from megazero.train.step import StepParts
 from megazero.train.writers import open_writers
 from megazero.zero.engine import Engine, EngineSettings, ModelUnit
 from megazero.zero.plan import DTYPES, resolve
@@ -57,6 +64,9 @@ def check(config: RunConfig, launch: Launch) -> RunInputs:
     with _gathering(errors):
         raise_problems(ConfigError, rules.check(config, launch.world_size))
     sound = not errors
+    if sound:
+        with _gathering(errors):
+            raise_problems(TopologyError, _placement_problems(config, launch))
     if rules.corpus_is_named(config, launch.world_size):
         with _gathering(errors):
             inputs = _open_inputs(config)
@@ -66,6 +76,11 @@ def check(config: RunConfig, launch: Launch) -> RunInputs:
     _raise_together(errors)
     assert inputs is not None, "inputs that could not be opened were an error"
     return inputs
+
+
+def _placement_problems(config: RunConfig, launch: Launch) -> Iterable[Problem]:
+    layout = topology(config, launch.world_size)
+    return problems_of_placement(layout, launch.nodes, config.parallel.allow_tensor_parallel_across_nodes)
 
 
 @contextmanager
@@ -99,9 +114,7 @@ def _check_checkpoint(config: RunConfig, inputs: RunInputs) -> None:
         return
     vocab_size = inputs.vocab_size
     check_model(checkpoint, replace(config.model, vocab_size=vocab_size))
-    meta = torch.device("meta")
-    tp = TensorParallel(LocalCommunicator(), RandomRegions(0, 0, torch.device("cpu")), torch.float32, meta)
-    model = GPT(config.model, vocab_size=vocab_size, tp=tp, padded_vocab_size=vocab_size)
+    model = _without_memory(config, vocab_size=vocab_size)
     check_shapes(checkpoint, model, with_optimizer=not _takes_weights_only(config))
     if not config.checkpoint.finetune:
         check_compatible(checkpoint, seed=config.training.seed, seq_length=config.model.seq_length)
@@ -113,12 +126,16 @@ def topology(config: RunConfig, world_size: int) -> Topology:
         tp=config.parallel.tensor_model_parallel_size,
         dp=derived.data_parallel_size(config, world_size),
         pp=config.parallel.pipeline_model_parallel_size,
+        order=parse_order(config.parallel.rank_order),
     )
 
 
 @dataclass(frozen=True)
 class Core:
-    """What computes: mesh, model, engine, dropout's random states, what becomes of activations, timers and buffers."""
+    """What computes: mesh, model, engine, dropout's random states, what becomes of activations, timers and buffers.
+
+    plan: the pipeline stage.  deferred: where its schedule sets gradients aside, if it does.  trace: of its steps.
+    """
 
     mesh: Mesh
     model: GPT
@@ -127,36 +144,75 @@ class Core:
     activations: ActivationPlan
     timers: Timers
     buffers: FusedBuffers
+    plan: StagePlan
+    deferred: DeferredGradients | None
+    trace: AnyTrace
 
 
 def build_core(
     config: RunConfig, mesh: Mesh, buffers: FusedBuffers, *, vocab_size: int, ledger: AnyLedger | None = None
 ) -> Core:
     """Model with its first values, and engine; `buffers` get the size the engine needs."""
-    plan = resolve(config.zero, config.precision)
+    padded, stage = padded_vocab_size(config, vocab_size), mesh.coordinate("pp")
+    timers = Timers(mesh.device, waits=config.logging.log_timers_to_tensorboard or config.activations.profile_backward)
     random = RandomRegions(config.training.seed, mesh.coordinate("tp"), mesh.device)
-    tp = TensorParallel(mesh.axis("tp"), random, DTYPES[config.precision.precision], mesh.device, hollow=True)
-    are_read = config.logging.log_timers_to_tensorboard or config.activations.profile_backward
-    timers = Timers(mesh.device, waits=are_read)
     rank = RankParts(mesh.axis("tp"), mesh.device, random, ledger or NullLedger(), timers)
-    activations = activation_plan(config.activations, config.model.num_layers, rank)
+    in_flight = derived.num_micro_batches(config, mesh.topology.world_size)
+    held = num_checkpoints(config, stage, padded, in_flight)
+    plan = stage_plan(config, stage)
+    tp = tensor_parallel(config, mesh, random, splits_backward=plan.schedule == "zero-bubble")
+    activations = activation_plan(activation_config(config), held, rank)
     model = GPT(
         config.model,
         vocab_size=vocab_size,
         tp=tp,
-        padded_vocab_size=padded_vocab_size(config, vocab_size),
+        padded_vocab_size=padded,
         activations=activations,
+        chunks=stage_chunks(config, stage, padded),
     )
-    units = [ModelUnit(unit.name, tuple(unit.parameters), unit.consumers) for unit in model.units()]
+    engine = _build_engine(config, model, mesh, buffers, ledger or NullLedger())
+    tokens = config.training.micro_batch_size * config.model.seq_length
+    activation_bytes = tokens * config.model.hidden_size * tp.dtype.itemsize if tp.border.splits_sequence else 0
+    buffers.resize(max(engine.largest_buffer_bytes, activation_bytes))  # gloo's reduce-scatter borrows its input's size
+    trace = NO_TRACE if config.logging.pipeline_trace_dir is None else Trace(mesh.device)
+    return Core(mesh, model, engine, random, activations, timers, buffers, plan, tp.deferred, trace)
+
+
+def tensor_parallel(config: RunConfig, mesh: Mesh, random: RandomRegions, *, splits_backward: bool) -> TensorParallel:
+    """What the layers are told."""
+    return TensorParallel(
+        mesh.axis("tp"),
+        random,
+        DTYPES[config.precision.precision],
+        mesh.device,
+        hollow=True,
+        splits_sequence=config.parallel.sequence_parallel,
+        deferred=DeferredGradients() if splits_backward else None,
+    )
+
+
+def _build_engine(config: RunConfig, model: GPT, mesh: Mesh, buffers: FusedBuffers, ledger: AnyLedger) -> Engine:
+    units = [ModelUnit(unit.name, tuple(unit.parameters), unit.consumers, unit.part) for unit in model.units()]
     settings = EngineSettings(
         config.zero,
         FusedAdamW(adamw_settings(config.optimizer)),
         lambda spec, parameter: initial_value(spec, config.training.seed, like=parameter),
-        ledger or NullLedger(),
+        ledger,
+        parameter_names=_all_parameters(config, model) if mesh.topology.pp > 1 else (),
     )
-    engine = Engine(model, units, plan, mesh=mesh, buffers=buffers, settings=settings)
-    buffers.resize(engine.largest_buffer_bytes)
-    return Core(mesh, model, engine, random, activations, timers, buffers)
+    return Engine(model, units, resolve(config.zero, config.precision), mesh=mesh, buffers=buffers, settings=settings)
+
+
+def _all_parameters(config: RunConfig, part: GPT) -> tuple[str, ...]:
+    """The names of the whole model's parameters, of which every stage holds a part."""
+    return tuple(name for name, _ in _without_memory(config, vocab_size=part.vocab_size).named_parameters())
+
+
+def _without_memory(config: RunConfig, *, vocab_size: int) -> GPT:
+    """The whole model on no device."""
+    meta = torch.device("meta")
+    tp = TensorParallel(LocalCommunicator(), RandomRegions(0, 0, torch.device("cpu")), torch.float32, meta)
+    return GPT(config.model, vocab_size=vocab_size, tp=tp, padded_vocab_size=vocab_size)
 
 
 def padded_vocab_size(config: RunConfig, vocab_size: int) -> int:
@@ -185,6 +241,9 @@ def step_parts(config: RunConfig, core: Core) -> StepParts:
         clip_grad=config.optimizer.clip_grad,
         checks_overflow=core.engine.plan.may_overflow,
         ledger=core.engine.settings.ledger,
+        plan=core.plan,
+        deferred=core.deferred,
+        trace=core.trace,
     )
 
 
@@ -203,6 +262,9 @@ def assemble(
         timeout_minutes=config.parallel.distributed_timeout_minutes,
     )
     padded = padded_vocab_size(config, inputs.vocab_size)
+    drawing = draw_layout(mesh.topology, launch.nodes) if launch.world_size > 1 else []
+    for line in (*drawing, *describe_stages(config, padded)):
+        console.line(line)
     activations, reasons = settle_activations(config, mesh, vocab_size=inputs.vocab_size, padded_vocab_size=padded)
     for reason in reasons:
         console.line(reason)
@@ -322,6 +384,13 @@ def _saver(config: RunConfig, core: Core, resumed: _Resumed) -> Saver | None:
     return saver
 
 
+def _num_held(config: RunConfig, core: Core) -> int:
+    """Checkpoints that this rank holds at once, at the most."""
+    padded = padded_vocab_size(config, core.model.vocab_size)
+    number = derived.num_micro_batches(config, core.mesh.topology.world_size)
+    return num_checkpoints(config, core.plan.stage, padded, number)
+
+
 def _reporting(config: RunConfig, console: Console, core: Core, inputs: RunInputs, state: TrainState) -> Reporting:
     device, world_size = core.mesh.device, core.mesh.topology.world_size
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
@@ -342,6 +411,9 @@ def _reporting(config: RunConfig, console: Console, core: Core, inputs: RunInput
         folder=logging.ledger_dir,
         interval=logging.log_interval,
     )
+    pipeline = PipelineReport(
+        core.mesh, core.plan, core.trace, folder=logging.pipeline_trace_dir, interval=logging.log_interval
+    )
     return Reporting(
         console=console,
         writers=writers,
@@ -350,6 +422,7 @@ def _reporting(config: RunConfig, console: Console, core: Core, inputs: RunInput
         tokens_per_sample=config.model.seq_length,
         gathers_ranks=logging.metrics_file is not None or in_tensorboard,
         ledger=ledger,
-        opening=opening_line(config.activations, config.model.num_layers, core.mesh.topology.tp, core.buffers),
-        closing=lambda: closing_lines(core.engine, core.activations.recomputation),
+        pipeline=pipeline,
+        opening=opening_line(activation_config(config), _num_held(config, core), core.mesh.topology.tp, core.buffers),
+        closing=lambda: [*pipeline.closing_lines(), *closing_lines(core.engine, core.activations.recomputation)],
     )

@@ -19,13 +19,16 @@ from megazero.data.loader import BatchLoader
 from megazero.errors import Problem, TrainingError
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.lr_schedule import LearningRate
+from megazero.pipeline.trace import Row
 from megazero.train.evaluate import EvaluationSet, evaluate
 from megazero.train.ledger_report import LedgerReport
 from megazero.train.metrics import Evaluation, RankMetrics, Rates, StepMetrics
+from megazero.train.parts import StepParts
+from megazero.train.pipeline_report import PipelineReport
 from megazero.train.saving import Saver
 from megazero.train.signals import StopRequest
 from megazero.train.state import TrainState
-from megazero.train.step import StepControls, StepParts, StepReport, training_step
+from megazero.train.step import StepControls, StepReport, training_step
 from megazero.train.writers import Writer
 from megazero.units import format_bytes, format_count, format_duration
 
@@ -56,6 +59,7 @@ class Reporting:
     tokens_per_sample: int
     gathers_ranks: bool
     ledger: LedgerReport
+    pipeline: PipelineReport
     opening: str
     closing: Callable[[], Sequence[str]]
 
@@ -104,6 +108,7 @@ class _Launched(NamedTuple):
     timers: Mapping[str, float]
     comm_bytes: Mapping[str, Mapping[str, int]]
     ledger: Mapping[str, Any]
+    spans: Sequence[Row]
 
 
 def train(run: Run) -> str:
@@ -166,6 +171,8 @@ class _Loop:
         scale = self._state.loss_scale.scale
         meter.reset()
         self._run.reporting.ledger.begin_step()
+        next_one = self._state.iteration + 1
+        self._run.reporting.pipeline.begin_step(next_one, is_last=next_one == self._run.timetable.train_iters)
         wish = self._stop.requested or self._is_out_of_time()
         report = training_step(self._parts, batch, StepControls(lr, scale, wish))
         skipped = bool(report.skipped.item()) if self._parts.checks_overflow else False
@@ -173,6 +180,7 @@ class _Loop:
         num_samples = self._run.loader.consumed_samples - self._state.consumed_samples
         self._state.advance(num_samples=num_samples, skipped=skipped)
         ledger = self._run.reporting.ledger.end_step(self._state.iteration)
+        spans = self._run.reporting.pipeline.end_step()
         now = time.perf_counter()
         seconds, self._mark = now - self._mark, now
         self._launched.append(
@@ -186,6 +194,7 @@ class _Loop:
                 timers.take(),
                 meter.bytes_by_axis(),
                 ledger,
+                spans,
             )
         )
         self._settle(may_lag=self._may_lag)
@@ -223,6 +232,7 @@ class _Loop:
             mfu=rates.mfu(num_tokens, seconds=seconds),
             overflow_parameter=overflow_parameter,
             timers=launched.timers,
+            pipeline_idle_share=self._run.reporting.pipeline.publish(launched.iteration, launched.spans),
         )
 
     def _rank_metrics(self, launched: _Launched) -> list[RankMetrics]:
@@ -253,7 +263,7 @@ class _Loop:
         if held_out is None or (split == "validation" and self._evaluated_iteration == self._state.iteration):
             return
         self._settle(may_lag=0)
-        loss = evaluate(self._parts.model, self._parts.mesh, held_out)
+        loss = evaluate(self._parts, held_out)
         result = Evaluation(self._state.iteration, self._state.consumed_samples, split, loss, held_out.bytes_per_token)
         for writer in self._run.reporting.writers:
             writer.evaluation(result)

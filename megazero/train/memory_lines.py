@@ -8,10 +8,10 @@ from megazero.units import format_bytes
 from megazero.zero.engine import Engine
 
 
-def opening_line(config: ActivationConfig, num_layers: int, tensor_parallel_size: int, buffers: FusedBuffers) -> str:
+def opening_line(config: ActivationConfig, num_checkpoints: int, tensor_size: int, buffers: FusedBuffers) -> str:
     """What has been chosen; buffers: the constant-size ones."""
     return (
-        f"{describe(config, num_layers, tensor_parallel_size)} | logits in pieces of at most"
+        f"{describe(config, num_checkpoints, tensor_size)} | logits in pieces of at most"
         f" {format_bytes(config.logits_chunk_bytes)} | constant-size buffers of {format_bytes(buffers.buffer_bytes)}"
     )
 

@@ -43,6 +43,7 @@ class StepMetrics:
     tokens_per_second: of the whole run.  tflops_per_device: model TFLOP/s of one process's device.
     mfu: fraction of the device's peak, None where no peak is known.  timers: seconds by name.
     overflow_parameter: the first parameter that overflowed, empty unless the step was skipped.
+    pipeline_idle_share: of the pipeline stages' time in a step that was traced, 0 to 1; else None.
     """
 
     iteration: int
@@ -59,6 +60,7 @@ class StepMetrics:
     mfu: float | None = None
     overflow_parameter: str = ""
     timers: Mapping[str, float] = field(default_factory=dict)
+    pipeline_idle_share: float | None = None
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,8 @@ def _step_record(metrics: StepMetrics, ranks: Sequence[RankMetrics]) -> dict[str
     }
     if metrics.overflow_parameter:
         record["overflow_parameter"] = metrics.overflow_parameter
+    if metrics.pipeline_idle_share is not None:
+        record["pipeline_idle_share"] = metrics.pipeline_idle_share
     return record
 
 

@@ -150,6 +150,8 @@ class TensorBoardWriter:
         scalars["tokens-per-second"] = metrics.tokens_per_second
         if metrics.mfu is not None:
             scalars["mfu"] = metrics.mfu
+        if metrics.pipeline_idle_share is not None:
+            scalars["pipeline-idle-share"] = metrics.pipeline_idle_share
         if self._config.log_timers_to_tensorboard:
             scalars.update({f"{name}-time": seconds for name, seconds in metrics.timers.items()})
         if self._config.log_memory_to_tensorboard and ranks:

@@ -17,18 +17,16 @@ from megazero.config.zero import ZeroConfig
 from megazero.memory.address_book import ArenaStatistics
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
 from megazero.optim.inner import InnerOptimizer, StepInputs
-from megazero.parallel.param_spec import StateFragment, StateKind, named_specs
+from megazero.parallel.param_spec import StateFragment, named_specs
+from megazero.parallel.topology import ENDS
 from megazero.zero.frames import Frames
 from megazero.zero.gather import ParameterGather
 from megazero.zero.guard import give_handle, take_handle
 from megazero.zero.hooks import on_gradient
 from megazero.zero.layout import (
-    Bucket,
     FlatLayout,
-    Fragment,
     LayoutRules,
     Placed,
-    Range,
     Unit,
     build_layout,
     choose_persistent,
@@ -38,25 +36,35 @@ from megazero.zero.plan import ModelStateBytes, Placement, ZeroPlan
 from megazero.zero.publish import ParameterPublisher
 from megazero.zero.reduce import GradientReducer
 from megazero.zero.shards import Contents, FirstValue, Shards, value_of_parameter
+from megazero.zero.state import owned_state, wanted_state
+from megazero.zero.sums import GradientSums
 from megazero.zero.update import LocalNorms, Piece, ShardUpdate
 
 
 class ModelUnit(NamedTuple):
-    """A unit of the model: its parameters by name, and the modules whose forwards read them."""
+    """A unit of the model: its parameters by name, and the modules whose forwards read them.
+
+    part: which of several parts of the model, each with backwards of its own, it belongs to (a pipeline's chunks).
+    """
 
     name: str
     parameters: tuple[str, ...]
     consumers: tuple[nn.Module, ...]
+    part: int = 0
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """The ZeRO section, the optimizer, where first values come from (the parameters, unless told), and the ledger."""
+    """The ZeRO section, the optimizer, where first values come from (the parameters, unless told), and the ledger.
+
+    parameter_names: of the whole model, where ranks hold different parts of it, so that all mean the same by an index.
+    """
 
     zero: ZeroConfig
     optimizer: InnerOptimizer
     first_value: FirstValue = value_of_parameter
     ledger: AnyLedger = field(default_factory=NullLedger)
+    parameter_names: tuple[str, ...] = ()
 
     def contents(self, parameters: Mapping[str, nn.Parameter]) -> Contents:
         """What the shards of these parameters are made from."""
@@ -104,16 +112,18 @@ class Engine:
         """What kept gradients are multiplied with where they are shown to a user; the caller of `update` knows it."""
         self.has_gradients = False
         """Whether the gradients of a whole step are kept: from its last backward until the next step begins."""
-        self._ends_step = False  # whether the current micro-batch is the last one
+        self._unfinished: set[int] = set()  # parts whose last micro-batch has not come
         self._mesh = mesh
         axis = mesh.axis("dp")
         self._parameters = dict(model.named_parameters())
-        self._coordinates = {"tp": mesh.coordinate("tp")}
+        self._coordinates = {axis: mesh.coordinate(axis) for axis in ("tp", ENDS)}
         self.layout = plan_layout(model, units, axis.size, plan, settings)
+        self._units_of = _units_by_part(units)
         self._slots = {slot.spec.name: (section, slot) for section in self.layout.sections for slot in section.slots}
         zero, contents = settings.zero, settings.contents(self._parameters)
         self._shards = Shards(plan, self.layout, axis.rank, contents=contents)
         self._reducer = GradientReducer(self._shards, axis, buffers, self._parameters, zero)
+        self._sums = GradientSums(self._shards, mesh.axis, buffers)
         for name, parameter in self._parameters.items():
             give_handle(parameter, name, self)
         self._hooks = on_gradient(self._parameters, self._gradient_ready)
@@ -126,6 +136,7 @@ class Engine:
             settings.optimizer,
             sub_group_numel=zero.sub_group_size,
             counted_at=self._coordinates,
+            names=settings.parameter_names,
         )
         if zero.override_module_apply and self._gather.is_needed:
             for module in model.modules():
@@ -133,7 +144,8 @@ class Engine:
 
     def begin_step(self) -> None:
         """Nothing is accumulated any more."""
-        self.has_gradients = self._ends_step = False
+        self.has_gradients = False
+        self._unfinished = set(self._units_of)
         self._reducer.begin_step()
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
@@ -145,20 +157,38 @@ class Engine:
         loss.backward()  # type: ignore[no-untyped-call]
         self.end_backward()
 
-    def begin_backward(self, *, is_last: bool) -> None:
-        """Autograd is about to walk the graph of one micro-batch; for callers that start it themselves."""
-        self._ends_step = is_last
-        self._reducer.begin_micro_batch(is_last=is_last)
+    def begin_backward(self, *, is_last: bool, part: int = 0) -> None:
+        """Autograd is about to walk the graph of one micro-batch, and gives gradients to parameters of one part."""
+        units = self._units_of.get(part, set())
+        buckets = [b for b in self.layout.trainable_buckets if self.layout.sections[b.section].unit in units]
+        self._reducer.begin_micro_batch(buckets, is_last=is_last)
+        self._unfinished -= {part} if is_last else set()
 
-    def end_backward(self) -> None:
-        """Autograd is done."""
+    def end_backward(self, *, ends_pass: bool = True) -> None:
+        """Autograd is done; ends_pass: no forward waits for its backward."""
         self._reducer.end_micro_batch()
-        self._gather.end_pass(with_backward=True)
-        self.has_gradients = self._ends_step
+        self.end_walk(ends_pass=ends_pass)
+        self.has_gradients = self._sums.are_due = not self._unfinished
+
+    def end_walk(self, *, ends_pass: bool) -> None:
+        """Autograd has walked a graph, whether or not it has given gradients to parameters."""
+        if ends_pass:
+            self._gather.end_pass(with_backward=True)
+        else:
+            self._gather.end_backward()
+
+    def keep(self, part: int) -> None:
+        """Gathered parameters of a part stay, as far as memory's limit allows, until `let_go`."""
+        self._gather.keep(self._units_of.get(part, set()))
+
+    def let_go(self, part: int) -> None:
+        """They don't stay any longer than each use needs them."""
+        self._gather.let_go(self._units_of.get(part, set()))
 
     def finish_reductions(self) -> None:
         """Return when every gradient this rank keeps is reduced."""
         self._reducer.finish()
+        self._sums.apply()
 
     def abandon_step(self) -> None:
         """Forward or backward has failed: what it has begun comes to an end, and counts for nothing."""
@@ -206,7 +236,7 @@ class Engine:
         return self._gather.memory.live_numel, self._gather.memory.peak_live_numel
 
     def parameter_name(self, index: int) -> str:
-        """The parameter that `LocalNorms.first_overflow` means."""
+        """The parameter that `LocalNorms.first_overflow` means, on whichever rank it is."""
         return self._update.parameter_names[index]
 
     @property
@@ -225,16 +255,11 @@ class Engine:
 
     def owned_state(self) -> Iterator[StateFragment]:
         """What this rank saves: over all ranks, every element of every parameter and kind exactly once."""
-        for bucket, fragment in self._fragments_to_save():
-            if fragment.spec.is_counted_on(self._coordinates):
-                yield from self._state_of(bucket, fragment)
+        yield from owned_state(self._shards, self._coordinates)
 
     def wanted_state(self) -> Iterator[StateFragment]:
         """What this rank must be given to go on from a checkpoint; follow with `state_loaded`."""
-        for section in self.layout.sections:
-            for bucket in section.buckets:
-                for fragment in section.fragments(self._shards.loaded(bucket)):
-                    yield from self._state_of(bucket, fragment)
+        yield from wanted_state(self._shards)
 
     def state_loaded(self, *, weights_only: bool = False) -> None:
         """Make working parameters follow what has been written into `wanted_state`.
@@ -318,25 +343,12 @@ class Engine:
         self._reducer.gradient_ready(name)
         self._gather.gradient_ready(name)
 
-    def _fragments_to_save(self) -> Iterator[tuple[Bucket, Fragment]]:
-        for section in self.layout.sections:
-            for bucket in section.buckets:
-                for fragment in section.fragments(self._shards.partition(bucket)):
-                    yield bucket, fragment
 
-    def _state_of(self, bucket: Bucket, fragment: Fragment) -> Iterator[StateFragment]:
-        within = Range(fragment.section_start, fragment.section_start + fragment.numel)
-        place = (fragment.start, fragment.stop)
-        if not fragment.spec.trainable:
-            yield StateFragment(fragment.spec, "weight", *place, self._shards.working(bucket, within))
-            return
-        yield StateFragment(fragment.spec, "weight", *place, self._shards.master(bucket, within))
-        for kind in _SAVED_MOMENTS:
-            if kind in self._shards.moment_kinds:
-                yield StateFragment(fragment.spec, kind, *place, self._shards.moment(kind, bucket, within))
-
-
-_SAVED_MOMENTS: tuple[StateKind, ...] = ("exp_avg", "exp_avg_sq")
+def _units_by_part(units: Sequence[ModelUnit]) -> dict[int, set[str]]:
+    parts: dict[int, set[str]] = {}
+    for unit in units:
+        parts.setdefault(unit.part, set()).add(unit.name)
+    return parts
 
 
 def _units_by_consumer(units: Sequence[ModelUnit]) -> dict[nn.Module, list[str]]:

@@ -7,7 +7,7 @@ rank comes to the same decisions, so collectives meet.  A unit is *pinned* while
 it.  How its memory comes and goes is `unit_memory.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -40,6 +40,7 @@ class ParameterGather:
         self._last_in_backward: GatheredUnit | None = None
         self._node: object = None  # of autograd's graph: the one that backward was computing when it last asked
         self._used_by_node: set[str] = set()
+        self._kept: set[str] = set()  # units that stay gathered between their uses, as far as the limit allows
 
     @property
     def is_needed(self) -> bool:
@@ -63,6 +64,17 @@ class ParameterGather:
     def begin_pass(self, *, with_backward: bool) -> None:
         """A forward begins; uses are recorded as those of its kind."""
         self._order = self._orders[with_backward]
+
+    def keep(self, names: Iterable[str]) -> None:
+        """Units of these stay gathered after their next uses, as far as the limit allows, until `let_go`."""
+        self._kept.update(name for name in names if name in self._units)
+
+    def let_go(self, names: Iterable[str]) -> None:
+        """Nothing is kept of these units any more but what is in use."""
+        for unit in (self._units[name] for name in names if name in self._kept):
+            self._kept.discard(unit.name)
+            if unit.state is not UnitState.PARTITIONED and not (unit.ahead or self._is_in_use(unit)):
+                self.memory.release(unit)
 
     def pin(self, name: str, why: str) -> None:
         """Use a unit and hold it: whole and unguarded until `unpin`.  Raises CollectiveError if ranks don't meet."""
@@ -142,20 +154,24 @@ class ParameterGather:
             self.memory.release(unit)
 
     def end_pass(self, *, with_backward: bool) -> None:
-        """A backward, or a forward without one, is over: nothing stays that nobody holds."""
+        """A backward, or a forward without one, is over: nothing stays that nobody holds or keeps."""
         self._orders[with_backward].end_pass()
-        self._forget_backward()
-        self.release_all()
+        self.end_backward()
+        for unit in list(self.memory.live.values()):
+            if not (unit.pins or self._is_kept(unit)):
+                self.memory.release(unit)
+
+    def end_backward(self) -> None:
+        """A backward is over, but not the pass: other forwards still wait for theirs."""
+        self._last_in_backward = self._node = None
+        self._used_by_node = set()
 
     def abandon_pass(self) -> None:
         """A forward or backward has failed: what it has used is no record of anything."""
         self._order.abandon_pass()
-        self._forget_backward()
+        self._kept.clear()
+        self.end_backward()
         self.release_all()
-
-    def _forget_backward(self) -> None:
-        self._last_in_backward = self._node = None
-        self._used_by_node = set()
 
     def release_all(self) -> None:
         """Release every unit that nobody holds."""
@@ -225,7 +241,12 @@ class ParameterGather:
     def _fits(self, unit: GatheredUnit) -> bool:
         return self.memory.live_numel + unit.numel <= self._zero.max_live_parameters
 
+    def _is_kept(self, unit: GatheredUnit) -> bool:
+        return unit.name in self._kept and self.memory.live_numel <= self._zero.max_live_parameters
+
     def _is_worth_keeping(self, unit: GatheredUnit) -> bool:
+        if self._is_kept(unit):
+            return True
         distance = self._order.distance(unit.name)
         within = distance is not None and distance <= self._zero.max_reuse_distance
         return within and self.memory.live_numel <= self._zero.max_live_parameters

@@ -145,16 +145,19 @@ def model_state_bytes(plan: ZeroPlan, numel: int, partitions: int) -> ModelState
     )
 
 
-def data_parallel_bytes(plan: ZeroPlan, numel: int, partitions: int, num_micro_batches: int) -> int:
+def data_parallel_bytes(
+    plan: ZeroPlan, numel: int, partitions: int, num_micro_batches: int, *, num_gathers: int | None = None
+) -> int:
     """Bytes a rank sends on the data-parallel axis in a step, for `numel` parameters by formula (paper section 7).
 
-    Gradients are reduced once, or in every micro-batch where they are leased; parameters are published once, or
-    gathered for every forward and backward where they are partitioned (which counts none twice that stays in between).
+    Gradients are reduced once, or in every micro-batch where they are leased.  Parameters are published once, or,
+    where they are partitioned, gathered num_gathers times: for every forward and every backward, unless told (which
+    counts none twice that stays in between).
     """
     reductions = num_micro_batches if plan.gradient.lifetime is Lifetime.LEASED else 1
     reduced = reductions * numel * plan.gradient_wire.itemsize
     if plan.parameter.placement is Placement.PARTITIONED:
-        gathered = 2 * num_micro_batches * numel * plan.parameter.itemsize
+        gathered = (2 * num_micro_batches if num_gathers is None else num_gathers) * numel * plan.parameter.itemsize
     else:
         row = plan.gradient if plan.gradient.placement is Placement.REPLICATED else plan.parameter
         gathered = numel * row.itemsize

@@ -92,7 +92,8 @@ class GradientReducer:
         self._gathering: list[Work] = []
         self._missing: dict[int, set[str]] = {}
         self._came: set[str] | None = None  # parameters with a gradient in this micro-batch; None: none is due
-        self._next = -1  # position in self._buckets of the next bucket to launch; -1: none is due
+        self._due: Sequence[Bucket] = ()  # the buckets that this micro-batch's backward fills
+        self._next = -1  # position in self._due of the next bucket to launch; -1: none is left
 
     @property
     def arenas(self) -> dict[str, ArenaStatistics]:
@@ -104,12 +105,13 @@ class GradientReducer:
         """Forget the gradients of the step before."""
         self._store.begin_step()
 
-    def begin_micro_batch(self, *, is_last: bool) -> None:
-        """Expect the gradients of one backward pass."""
+    def begin_micro_batch(self, buckets: Sequence[Bucket], *, is_last: bool) -> None:
+        """Expect the gradients of one backward pass, which fills these buckets; is_last: of those that do."""
         if self._store.is_due(last_micro_batch=is_last):
-            self._missing = {index: set(names) for index, names in self._members.items()}
+            self._missing = {bucket.index: set(self._members[bucket.index]) for bucket in buckets}
             self._came = set()
-            self._next = len(self._buckets) - 1
+            self._due = buckets
+            self._next = len(buckets) - 1
 
     def gradient_ready(self, name: str) -> None:
         """Autograd has finished the gradient of a parameter.  Raises UsageError if it wasn't the parameter's first."""
@@ -167,7 +169,7 @@ class GradientReducer:
         return ArenaScratch(num_slots, slot_bytes, shards.device, fallback=buffers, ledger=shards.ledger)
 
     def _check_all_came(self) -> None:
-        pending = [bucket for bucket in self._buckets[: self._next + 1] if self._missing[bucket.index]]
+        pending = [bucket for bucket in self._due[: self._next + 1] if self._missing[bucket.index]]
         unused = sorted({name for bucket in pending for name in self._missing[bucket.index]})
         if unused:
             rule = "every trainable parameter has a part in the loss (ignore_unused_parameters is false)"
@@ -175,13 +177,13 @@ class GradientReducer:
             raise UsageError(Problem(f"no gradient for {', '.join(unused)}", rule, legal))
 
     def _launch_complete(self) -> None:
-        while self._next >= 0 and not self._missing[self._buckets[self._next].index]:
+        while self._next >= 0 and not self._missing[self._due[self._next].index]:
             self._launch()
 
     def _launch(self) -> None:
         while len(self._in_flight) >= max(self._max_in_flight, 1):  # before another takes its buffers
             self._settle_oldest()
-        bucket = self._buckets[self._next]
+        bucket = self._due[self._next]
         self._next -= 1
         whole = self._store.close(bucket, self._missing[bucket.index])
         if self.predivisor != 1.0:

@@ -1,6 +1,6 @@
 """From reduced gradients to new parameters: norms, the inner optimizer on what this rank owns, publishing."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -52,10 +52,12 @@ class ShardUpdate:
         *,
         sub_group_numel: int,
         counted_at: Mapping[str, int],
+        names: Sequence[str] = (),
     ) -> None:
         """sub_group_numel: most elements updated at once.
 
         counted_at: this rank's coordinates on the axes over which parameters may be replicated ({"tp": 1}).
+        names: the parameters that `LocalNorms.first_overflow` counts; without them, those of the layout.
         """
         self._shards = shards
         self._publisher = publisher
@@ -64,7 +66,7 @@ class ShardUpdate:
         self._coordinates = dict(counted_at)
         self.runs = tuple(run for bucket in self._buckets for run in self._runs(bucket, sub_group_numel))
         optimizer.bind([owned.run for owned in self.runs])
-        self.parameter_names = tuple(
+        self.parameter_names = tuple(names) or tuple(
             slot.spec.name for section in shards.layout.sections if section.trainable for slot in section.slots
         )
         device = shards.optimizer_step.device

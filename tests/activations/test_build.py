@@ -27,7 +27,8 @@ def full(**changes: object) -> ActivationConfig:
 
 
 def runs_of(config: ActivationConfig, num_layers: int = 6) -> Recomputation:
-    found = activation_plan(config, num_layers, rank_parts()).recomputation
+    number = choices(config).num_checkpoints(num_layers)
+    found = activation_plan(config, number, rank_parts()).recomputation
     assert found is not None
     return found
 

@@ -56,7 +56,10 @@ def adopted(rank: int, name: str) -> tuple[dict[str, list[int]], int]:
 def test_ranks_in_another_order(name: str) -> None:
     world = [0, 2, 1, 3]  # by topology: data-parallel index first, then tensor-parallel
     assert run_ranks(4, adopted, name) == [
-        ({"pp": [r], "dp": list(data), "tp": list(tensor), "world": world, "dp_gather": list(data)}, world.index(r))
+        (
+            {"pp": [r], "dp": list(data), "tp": list(tensor), "ends": [r], "world": world, "dp_gather": list(data)},
+            world.index(r),
+        )
         for r, (data, tensor) in enumerate(zip(sorted(DATA * 2), TENSOR * 2, strict=True))
     ]
 
@@ -117,7 +120,8 @@ def default(rank: int) -> tuple[bool, torch.device, dict[str, list[int]]]:
 def test_the_default_group_is_all_data_parallel() -> None:
     everyone = [0, 1]
     for rank, found in enumerate(run_ranks(2, default)):
-        axes = {"dp": everyone, "world": everyone, "dp_gather": everyone, "tp": [rank], "pp": [rank]}
+        alone = {axis: [rank] for axis in ("tp", "pp", "ends")}
+        axes = {"dp": everyone, "world": everyone, "dp_gather": everyone, **alone}
         assert found == (True, CPU, axes)
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from support.processes import run_ranks
 
 from megazero.comm.build import Launch, choose_device, join, leave, make_mesh
+from megazero.comm.mesh import ACTIVATIONS, GRADIENTS
 from megazero.errors import TopologyError
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.topology import Topology
@@ -21,10 +22,21 @@ CPU = torch.device("cpu")
 
 
 def set_environment(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
+    for name in os.environ:
+        if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") or name.startswith("SLURM_"):
+            monkeypatch.delenv(name)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
+
+
+def slurm(rank: int, size: int, local: int, per_node: str) -> dict[str, str]:
+    """What a task of srun finds in its environment."""
+    return {
+        "SLURM_PROCID": str(rank),
+        "SLURM_STEP_NUM_TASKS": str(size),
+        "SLURM_LOCALID": str(local),
+        "SLURM_STEP_TASKS_PER_NODE": per_node,
+    }
 
 
 @pytest.mark.parametrize(
@@ -34,6 +46,24 @@ def set_environment(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
         ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, Launch(5, 8, 1)),
         ({"RANK": "1", "WORLD_SIZE": "2"}, Launch(1, 2, 0)),
         ({"RANK": "", "WORLD_SIZE": "", "LOCAL_RANK": ""}, Launch(0, 1, 0)),
+        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}, Launch(5, 8, 1, (4, 4))),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, Launch(0, 1, 0, (1,))),
+        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "6"}, Launch(5, 8, 5)),
+        ({"RANK": "5", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, Launch(5, 6, 1, (2, 2, 2))),
+        ({"RANK": "4", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, Launch(4, 6, 1)),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "16"}, Launch(1, 2, 1)),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "two"}, Launch(1, 2, 1)),
+        (slurm(5, 6, 1, "2(x3)"), Launch(5, 6, 1, (2, 2, 2))),
+        (slurm(9, 10, 1, "8,2"), Launch(9, 10, 1, (8, 2))),
+        (slurm(3, 4, 1, ""), Launch(3, 4, 1)),
+        (slurm(3, 4, 1, "2(x3)"), Launch(3, 4, 1)),
+        (slurm(0, 1, 0, "1"), Launch(0, 1, 0)),
+        # A batch script itself, with four tasks to come; and torchrun, started once on each of two nodes.
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "2(x2)"}, Launch(0, 1, 0)),
+        (
+            {**slurm(1, 2, 0, "1(x2)"), "RANK": "7", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"},
+            Launch(7, 8, 3, (4, 4)),
+        ),
     ],
 )
 def test_launch(environment: dict[str, str], launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,6 +82,10 @@ def test_launch(environment: dict[str, str], launch: Launch, monkeypatch: pytest
         ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK -1, WORLD_SIZE 2"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE 0"),
         ({"LOCAL_RANK": "-1"}, "LOCAL_RANK -1"),
+        ({**slurm(0, 4, 0, "4"), "SLURM_PROCID": "x"}, "'SLURM_PROCID': 'x'"),
+        (slurm(4, 4, 0, "4"), "SLURM_PROCID 4, SLURM_STEP_NUM_TASKS 4"),
+        # Dealt out to the nodes in turn, as srun --distribution=cyclic does.
+        (slurm(1, 4, 0, "2(x2)"), "SLURM_PROCID 1, SLURM_STEP_NUM_TASKS 4, SLURM_LOCALID 0, SLURM_STEP_TASKS_PER_NODE"),
     ],
 )
 def test_nonsense_from_a_launcher(environment: dict[str, str], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,6 +94,12 @@ def test_nonsense_from_a_launcher(environment: dict[str, str], told: str, monkey
         Launch.from_environment()
     (problem,) = caught.value.problems
     assert told in problem.given and problem.rule
+
+
+def test_nodes_of_a_launch() -> None:
+    known, unknown = Launch(5, 6, 1, (2, 2, 2)), Launch(5, 6, 1)
+    assert (known.node, known.nodes.ranks_per_node) == (2, (2, 2, 2))
+    assert (unknown.node, unknown.nodes.ranks_per_node) == (0, (6,))
 
 
 def test_the_cpu_is_there_for_the_asking() -> None:
@@ -108,12 +148,12 @@ def test_one_process_joins_nothing() -> None:
     assert not dist.is_initialized()
     leave()
     mesh = make_mesh(Topology(), 0, CPU, FusedBuffers(0, CPU))
-    assert set(mesh.communicators) == {"pp", "dp", "tp", "world", "dp_gather"}
+    assert set(mesh.communicators) == {"pp", "dp", "tp", "ends", "world", "dp_gather"}
     for axis in mesh.communicators.values():
         assert (axis.size, axis.rank) == (1, 0)
         axis.all_reduce(torch.ones(3)).wait()
     assert {name for name, calls in mesh.meter.bytes_by_axis().items() if calls == {"all_reduce": 0}} == {
-        *("pp", "dp", "tp", "world")
+        *("pp", "dp", "tp", "ends", "world")
     }
 
 
@@ -124,9 +164,12 @@ def members(rank: int, topology: Topology) -> dict[str, list[int]]:
     for name, axis in mesh.communicators.items():
         ranks = torch.empty(axis.size, dtype=torch.int64)
         axis.all_gather_into(ranks, torch.tensor([rank])).wait()
-        assert axis.rank == mesh.coordinate("dp" if name == "dp_gather" else name)
+        assert axis.rank == mesh.coordinate(AXIS_OF.get(name, name))
         found[name] = ranks.tolist()
     return found
+
+
+AXIS_OF = {"dp_gather": "dp", "pp_gradients": "pp", "pp_wrapped": "pp", "pp_gradients_wrapped": "pp"}
 
 
 @pytest.mark.gloo
@@ -134,8 +177,40 @@ def members(rank: int, topology: Topology) -> dict[str, list[int]]:
 def test_every_axis_joins_the_ranks_of_its_groups(degrees: dict[str, int]) -> None:
     topology = Topology(**degrees)
     for rank, found in enumerate(run_ranks(4, members, topology)):
-        axes = {"pp": "pp", "dp": "dp", "tp": "tp", "world": "world", "dp_gather": "dp"}
-        assert found == {name: list(topology.group_of(rank, axis)) for name, axis in axes.items()}
+        axes = ["pp", "dp", "tp", "ends", "world", "dp_gather"]
+        axes += ["pp_gradients", "pp_wrapped", "pp_gradients_wrapped"] if topology.pp == 2 else []
+        assert found == {name: list(topology.group_of(rank, AXIS_OF.get(name, name))) for name in axes}
+
+
+def exchange(rank: int) -> list[float]:
+    """Three stages send their rank down the pipeline and back up; what each has received."""
+    mesh = make_mesh(Topology(pp=3), rank, CPU, FusedBuffers(64, CPU))
+    received = torch.zeros(2)
+    down, up = mesh.channel(ACTIVATIONS, wraps=False), mesh.channel(GRADIENTS, wraps=False)
+    works = [down.send(torch.tensor([rank + 0.5]), rank + 1)] if rank < 2 else []
+    works += [up.send(torch.tensor([rank + 0.25]), rank - 1)] if rank else []
+    works += [down.receive_into(received[:1], rank - 1)] if rank else []
+    works += [up.receive_into(received[1:], rank + 1)] if rank < 2 else []
+    for work in works:
+        work.wait()
+    assert mesh.meter.count("pp", "send").nbytes == 4 * (1 + (rank == 1))
+    return received.tolist()
+
+
+@pytest.mark.gloo
+def test_neighbours_on_the_pipeline_exchange_tensors() -> None:
+    assert run_ranks(3, exchange) == [[0.0, 1.25], [0.5, 2.25], [1.5, 0.0]]
+
+
+def group_names(rank: int) -> dict[str, str]:
+    mesh = make_mesh(Topology(pp=2, tp=2), rank, CPU, FusedBuffers(64, CPU))
+    groups = {key: mesh.communicators[key]._inner._group for key in ("tp", "pp")}  # type: ignore[attr-defined]
+    return {key: group.group_desc for key, group in groups.items()}
+
+
+@pytest.mark.gloo
+def test_process_groups_carry_names() -> None:
+    assert run_ranks(4, group_names)[2] == {"tp": "megazero_tp_1", "pp": "megazero_pp_0"}
 
 
 def time_outs(rank: int) -> list[timedelta]:

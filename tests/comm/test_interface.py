@@ -11,15 +11,18 @@ from megazero.comm.process_group import ProcessGroupCommunicator
 from megazero.memory.fused_buffers import FusedBuffers
 
 CALLS = {name: inspect.signature(call) for name, call in inspect.getmembers(Communicator, inspect.isfunction)}
-COLLECTIVES = ("all_gather_into", "reduce_scatter_into", "all_reduce", "all_reduce_scalars", "broadcast", "barrier")
+METHODS = (
+    *("all_gather_into", "reduce_scatter_into", "all_reduce", "all_reduce_scalars", "broadcast", "barrier"),
+    *("send", "receive_into"),
+)
 
 
-def test_the_interface_has_these_collectives() -> None:
-    assert {name for name in CALLS if not name.startswith("_")} == set(COLLECTIVES)
+def test_the_interface_has_these_methods() -> None:
+    assert {name for name in CALLS if not name.startswith("_")} == set(METHODS)
 
 
 @pytest.mark.parametrize("kind", [LocalCommunicator, ProcessGroupCommunicator, MeteredCommunicator])
-@pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.parametrize("name", METHODS)
 def test_every_communicator_takes_the_same_arguments(kind: type, name: str) -> None:
     assert inspect.signature(getattr(kind, name)) == CALLS[name]
 

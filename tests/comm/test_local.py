@@ -1,5 +1,6 @@
 """One rank alone: every collective leaves what a group of one would."""
 
+import pytest
 import torch
 
 from megazero.comm.local import LocalCommunicator
@@ -35,3 +36,11 @@ def test_reductions_and_broadcasts_change_nothing() -> None:
         ALONE.all_reduce_scalars(tensor, kind).wait()
     ALONE.broadcast(tensor, 0).wait()
     assert tensor.tolist() == [3.0, -1.0]
+
+
+def test_nobody_to_exchange_with() -> None:
+    alone = LocalCommunicator()
+    with pytest.raises(AssertionError, match="nobody to send to"):
+        alone.send(torch.ones(2), 0)
+    with pytest.raises(AssertionError, match="nobody to receive from"):
+        alone.receive_into(torch.ones(2), 0)

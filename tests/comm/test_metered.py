@@ -26,11 +26,12 @@ def ring_bytes(collective: str, nbytes: int, size: int) -> Fraction:
         "all_reduce": piece * hops + piece * hops,
         "scalars": piece * hops + piece * hops,
         "broadcast": Fraction(nbytes if hops else 0),
+        "send": Fraction(nbytes if hops else 0),
     }[collective]
 
 
 @given(
-    st.sampled_from(["all_gather", "reduce_scatter", "all_reduce", "broadcast", "scalars"]),
+    st.sampled_from(["all_gather", "reduce_scatter", "all_reduce", "broadcast", "scalars", "send"]),
     st.integers(0, 10**6),
     st.integers(1, 64),
 )

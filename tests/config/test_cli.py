@@ -204,7 +204,22 @@ def test_kernel_flags_and_fixed_values_earn_a_notice() -> None:
     ("flags", "given", "rule"),
     [
         ("--swiglu", "--swiglu", "GPT-2"),
-        ("--sequence-parallel", "--sequence-parallel", "not there yet"),
+        ("--decoder-first-pipeline-num-layers 3", "--decoder-first-pipeline-num-layers 3", "as --pipeline-split says"),
+        (
+            "--num-virtual-stages-per-pipeline-rank 2",
+            "--num-virtual-stages-per-pipeline-rank 2",
+            "give --num-layers-per-virtual-pipeline-stage",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --no-pipeline-parallel",
+            "--pipeline-model-parallel-size 2 and --no-pipeline-parallel",
+            "both set --pipeline-model-parallel-size",
+        ),
+        (
+            "--rank-order pp-dp-tp --use-tp-pp-dp-mapping",
+            "--rank-order pp-dp-tp and --use-tp-pp-dp-mapping",
+            "both set --rank-order",
+        ),
         ("--deepspeed_config /none.json", "/none.json", "can't be read"),
         (
             "--deepspeed-config a.json --deepspeed_config b.json",

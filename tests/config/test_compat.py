@@ -36,7 +36,10 @@ train-weighted-split-paths-path valid-weighted-split-paths-path tokenizer-name-o
 pad-vocab-size-to kill-switch-path valid-num-workers abort-on-unmet-fused-kernel-constraints batch-size warmup
 model-parallel-size activations-checkpoint-method no-position-embedding ckpt-fully-parallel-save use-dist-ckpt
 dist-ckpt-format use-custom-fsdp enable-cuda-graph cuda-graph-impl rotary-position-embeddings-theta
-num-key-value-heads num-query-groups profile local-rank
+num-key-value-heads num-query-groups profile local-rank num-virtual-stages-per-pipeline-rank use-tp-pp-dp-mapping
+decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers account-for-embedding-in-pipeline-split
+account-for-loss-in-pipeline-split pipeline-model-parallel-layout no-overlap-p2p-communication
+microbatch-group-size-per-virtual-pipeline-stage standalone-embedding-stage
 """
 
 
@@ -56,6 +59,20 @@ def test_what_counted_as_a_refusal_before_stage_3() -> None:
     assert "deepspeed-config" not in REFUSED
     assert "--zero-stage 3" in REFUSED["use-megatron-fsdp"] and "--zero-stage 3" in REFUSED["use-torch-fsdp2"]
     assert SHORTHANDS["use-distributed-optimizer"].gives_way_to == ("2", "3")
+
+
+def test_every_flag_of_pipelines_and_sequences_has_its_answer() -> None:
+    settings = {info.flag.removeprefix("--") for info in FIELDS}
+    now_real = "sequence-parallel num-layers-per-virtual-pipeline-stage pipeline-model-parallel-size"
+    assert set(now_real.split()) <= settings and not set(now_real.split()) & {*REFUSED, *FIXED, *ACCEPTED}
+    assert SHORTHANDS["no-pipeline-parallel"].value == "1"
+    assert SHORTHANDS["use-tp-pp-dp-mapping"].value == "dp-pp-tp"
+    for name in ("virtual-pipeline-model-parallel-size", "num-virtual-stages-per-pipeline-rank"):
+        assert "--num-layers-per-virtual-pipeline-stage" in FIXED[name].rule
+    for name in ("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers", "pp-partition-method"):
+        assert "--pipeline-split" in REFUSED[name]
+    answers = [*REFUSED.values(), *ACCEPTED.values(), *(fixed.rule for fixed in FIXED.values())]
+    assert [answer for answer in answers if "not there yet" in answer] == []
 
 
 def test_a_refusal_gives_a_reason_and_names_only_flags_that_exist() -> None:

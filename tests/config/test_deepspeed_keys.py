@@ -101,8 +101,9 @@ def test_absent_keys_have_deepspeeds_defaults() -> None:
 
 
 def test_every_setting_of_zero_has_its_key() -> None:
+    """All but one about the schedule of a pipeline, which DeepSpeed combines with no partitioned parameters."""
     fields = {field.name for field in dataclasses.fields(ZeroConfig)}  # type: ignore[arg-type]
-    assert set(ZERO_KEYS) == fields and all(path in HONOURED for path in ZERO_KEYS.values())
+    assert set(ZERO_KEYS) == fields - {"zero3_reshard_after"} and all(path in HONOURED for path in ZERO_KEYS.values())
 
 
 def test_settings_of_activations_have_their_keys() -> None:

@@ -29,6 +29,18 @@ def test_batches_on_a_layout() -> None:
     assert derived.global_batch_size(make_run(micro_batch_size=3), 8) == 24
 
 
+def test_pipelines() -> None:
+    plain = make_run()
+    assert (derived.num_virtual_chunks(plain), derived.pipeline_schedule(plain)) == (1, "1f1b")
+    assert derived.given_split(plain) is None
+    layout = {"num_layers": 24, "pipeline_model_parallel_size": 4}
+    chunks = make_run(**layout, num_layers_per_virtual_pipeline_stage=2, pipeline_split="3, 2,1,0")
+    assert (derived.num_virtual_chunks(chunks), derived.pipeline_schedule(chunks)) == (3, "interleaved")
+    assert derived.given_split(chunks) == (3, 2, 1, 0)
+    assert derived.pipeline_schedule(make_run(**layout, pipeline_schedule="zero-bubble")) == "zero-bubble"
+    assert derived.data_parallel_size(chunks, 8) == 2
+
+
 def test_length_in_steps() -> None:
     assert derived.train_iters(make_run(train_iters=7), 1) == 7
     assert derived.train_iters(make_run(train_iters=None, train_samples=25, global_batch_size=4), 2) == 6

@@ -202,6 +202,13 @@ def test_it_is_frozen_and_strict() -> None:
             "the size of the arena",
             "activations.contiguous_checkpointing",
         ),
+        (
+            {"zero": {"zero3_reshard_after": "window"}},
+            'config: zero.zero3_reshard_after: "window"',
+            "there is no schedule",
+            "leave out zero3_reshard_after",
+        ),
+        ({"zero": {}, "parallel": {}}, "config: parallel: {}", "no key of this name", "optimizer"),
         ({"zero": {}, "optimiser": {}}, "config: optimiser: {}", "no key of this name", "optimizer"),
         ({"zero": {}, "optimizer": {"kind": "SGD"}}, 'config: optimizer.kind: "SGD"', "no key", "lr, params, type"),
         ({"zero": {}, "optimizer": {"type": "Muon"}}, 'config: optimizer.type: "Muon"', "refused", "AdamW"),

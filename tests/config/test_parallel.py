@@ -3,12 +3,17 @@
 import pytest
 from pydantic import ValidationError
 
+from megazero.config.fields import describe
 from megazero.config.parallel import ParallelConfig
+from megazero.parallel.topology import Topology, parse_order
 
 
 def test_defaults() -> None:
     parallel = ParallelConfig()
     assert (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size) == (1, 1)
+    assert parallel.num_layers_per_virtual_pipeline_stage is None and parallel.pipeline_split is None
+    assert (parallel.pipeline_schedule, parallel.rank_order) == ("auto", "pp-dp-tp")
+    assert not parallel.sequence_parallel and not parallel.allow_tensor_parallel_across_nodes
     assert (parallel.distributed_backend, parallel.device, parallel.distributed_timeout_minutes) == ("auto", "auto", 10)
 
 
@@ -16,7 +21,10 @@ def test_defaults() -> None:
     ("name", "value"),
     [
         ("tensor_model_parallel_size", 0),
-        ("pipeline_model_parallel_size", 2),
+        ("pipeline_model_parallel_size", 0),
+        ("num_layers_per_virtual_pipeline_stage", 0),
+        ("pipeline_schedule", "dualpipe"),
+        ("rank_order", "tp-dp"),
         ("distributed_backend", "mpi"),
         ("device", "tpu"),
         ("distributed_timeout_minutes", 0),
@@ -25,3 +33,8 @@ def test_defaults() -> None:
 def test_out_of_range_is_refused(name: str, value: object) -> None:
     with pytest.raises(ValidationError, match=name):
         ParallelConfig(**{name: value})  # type: ignore[arg-type]
+
+
+def test_every_rank_order_is_one_of_the_topology() -> None:
+    (orders,) = [info.choices for info in describe("parallel", ParallelConfig) if info.name == "rank_order"]
+    assert len({Topology(order=parse_order(text)).order for text in orders}) == len(orders) == 6

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from support.configs import SMALL, make_run
 
 from megazero.config.cli import parse
-from megazero.config.rules import RULES, advice, check, near_divisors, neighbours
+from megazero.config.rules import RULES, advice, check
 from megazero.config.validate import Said, validate
 from megazero.errors import Problem
 
@@ -59,6 +59,18 @@ def test_a_valid_run_has_no_problem() -> None:
             {"tensor_model_parallel_size": 4},
             "6 processes with --tensor-model-parallel-size 4 --pipeline-model-parallel-size 1",
             "4 processes, 8 processes, --tensor-model-parallel-size 3, --tensor-model-parallel-size 6",
+        ),
+        (
+            6,
+            {"pipeline_model_parallel_size": 4},
+            "6 processes with --tensor-model-parallel-size 1 --pipeline-model-parallel-size 4",
+            "4 processes, 8 processes, --pipeline-model-parallel-size 3, --pipeline-model-parallel-size 6",
+        ),
+        (
+            8,
+            {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 4},
+            "8 processes with --tensor-model-parallel-size 4 --pipeline-model-parallel-size 4",
+            "16 processes, --tensor-model-parallel-size 2, --pipeline-model-parallel-size 2",
         ),
         (
             1,
@@ -121,14 +133,18 @@ def test_a_broken_rule(world_size: int, settings: dict[str, Any], given: str, le
     hidden=st.integers(1, 300),
     heads=st.integers(1, 40),
     degree=st.integers(1, 8),
+    stages=st.integers(1, 4),
     world_size=st.integers(1, 12),
     batch=st.integers(1, 60),
 )
-def test_what_a_rule_calls_legal_mends_it(hidden: int, heads: int, degree: int, world_size: int, batch: int) -> None:
+def test_what_a_rule_calls_legal_mends_it(
+    hidden: int, heads: int, degree: int, stages: int, world_size: int, batch: int
+) -> None:
     settings = {
         "hidden_size": hidden,
         "num_attention_heads": heads,
         "tensor_model_parallel_size": degree,
+        "pipeline_model_parallel_size": stages,
         "global_batch_size": batch,
     }
     for problem in check(make_run(**settings), world_size):
@@ -173,20 +189,6 @@ def test_a_launch_script_passes() -> None:
     --lr-warmup-fraction .01 --log-interval 100 --save-interval 10000 --eval-interval 1000 --eval-iters 10 --fp16
     """
     assert check(parse(script.split()).config, 8) == ()
-
-
-@given(st.integers(1, 10_000), st.integers(1, 300))
-def test_neighbours_are_the_multiples_around(value: int, step: int) -> None:
-    brute = [n for n in range(step, value + step + 1, step) if abs(n - value) < step]
-    assert sorted(neighbours(value, step))[-2:] == (brute if value % step else [value, value + step])[-2:]
-
-
-@given(st.integers(1, 2_000), st.integers(1, 2_000))
-def test_near_divisors_are_the_divisors_around(number: int, value: int) -> None:
-    divisors = [d for d in range(1, number + 1) if number % d == 0]
-    below = max((d for d in divisors if d <= value), default=None)
-    above = min((d for d in divisors if d > value), default=None)
-    assert set(near_divisors(number, value)) == {d for d in (below, above) if d is not None}
 
 
 def test_every_rule_says_its_name_once() -> None:

@@ -11,11 +11,21 @@ def test_defaults_are_megatrons() -> None:
     assert (training.seed, training.eval_iters, training.eval_interval) == (1234, 100, 1000)
     assert training.global_batch_size is None and training.train_iters is None and training.train_samples is None
     assert training.exit_interval is None and training.exit_duration_in_mins is None
+    assert training.exit_status_when_stopped is None
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("micro_batch_size", 0), ("train_iters", 0), ("seed", -1), ("seed", 2**32), ("exit_duration_in_mins", 0)],
+    [
+        ("micro_batch_size", 0),
+        ("train_iters", 0),
+        ("seed", -1),
+        ("seed", 2**32),
+        ("exit_duration_in_mins", 0),
+        ("exit_status_when_stopped", 0),
+        ("exit_status_when_stopped", 3),
+        ("exit_status_when_stopped", 126),
+    ],
 )
 def test_out_of_range_is_refused(name: str, value: int) -> None:
     with pytest.raises(ValidationError, match=name):

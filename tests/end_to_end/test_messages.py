@@ -77,9 +77,31 @@ ROWS: dict[str, Row] = {
         {"--max-position-embeddings": "8"}, ("--seq-length 16", "at most max_position_embeddings", "--seq-length 8")
     ),
     "stage 4": Row({"--zero-stage": "4"}, ("--zero-stage 4", "nothing left to partition", "legal: --zero-stage 3")),
-    "a pipeline": Row(
-        {"--pipeline-model-parallel-size": "2"},
-        ("--pipeline-model-parallel-size 2", "not there yet", "legal: --pipeline-model-parallel-size 1"),
+    "a schedule without a pipeline": Row(
+        {"--pipeline-schedule": "zero-bubble"},
+        ("--pipeline-schedule zero-bubble with --pipeline-model-parallel-size 1", "at least 2 pipeline stages"),
+    ),
+    "a split that leaves layers out": Row(
+        {"--pipeline-model-parallel-size": "2", "--pipeline-split": "1,2"},
+        ("--pipeline-split 1,2 (2 chunks, 3 layers)", "add up to 2 layers", "legal: --pipeline-split 1,1"),
+    ),
+    "micro-batches that don't fill the turns": Row(
+        {
+            "--pipeline-model-parallel-size": "2",
+            "--num-layers": "4",
+            "--num-layers-per-virtual-pipeline-stage": "1",
+            "--global-batch-size": "12",
+        },
+        ("3 micro-batches", "multiple of the pipeline size", "--global-batch-size 8, --global-batch-size 16"),
+    ),
+    "tokens that don't split": Row(
+        {
+            "--tensor-model-parallel-size": "4",
+            "--sequence-parallel": "",
+            "--micro-batch-size": "1",
+            "--seq-length": "15",
+        },
+        ("--sequence-parallel with", "split evenly", "--micro-batch-size 4", "--seq-length 16"),
     ),
     # --- activations
     "checkpoints without recomputation": Row(
@@ -139,8 +161,8 @@ ROWS: dict[str, Row] = {
         ("3 configuration errors", "--hidden-dropout 1.5", "less than 1", "--seed -1", "at least 0", "--lr 0"),
     ),
     "flags without a meaning here": Row(
-        {"--sequence-parallel": "", "--swiglu": ""},
-        ("--sequence-parallel", "not there yet", "leave out", "--swiglu", "the model is GPT-2", "leave out --swiglu"),
+        {"--pp-partition-method": "uniform", "--swiglu": ""},
+        ("--pp-partition-method", "--pipeline-split", "--swiglu", "the model is GPT-2", "leave out --swiglu"),
     ),
     "two precisions": Row({"--bf16": "", "--fp16": ""}, ("--bf16 and --fp16", "both set --precision", "one of the")),
     "no such precision": Row({"--precision": "fp8"}, ("--precision fp8", "is one of", "fp64, fp32, bf16, fp16")),

@@ -5,20 +5,27 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
 
+def dry_run(*arguments: Any) -> dict[str, Any]:
+    """What `support/dry_run.py` prints, in a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(SUPPORT.parent)}
+    command = [sys.executable, str(SUPPORT / "dry_run.py"), *map(json.dumps, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
 @pytest.mark.parametrize(("rank", "stage"), [(0, 2), (517, 1), (1023, 0), (300, 3)])
 def test_a_step_of_1024_ranks(rank: int, stage: int) -> None:
     dp, tp = 64, 16
-    environment = {**os.environ, "PYTHONPATH": str(SUPPORT.parent)}
-    command = [sys.executable, str(SUPPORT / "dry_run.py"), *map(str, (rank, dp, tp, stage))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = dry_run(rank, dp, tp, stage)
 
     padded, h, layers = result["padded"], 4096, 6
     psi = layers * ((12 * h * h + 7 * h) // tp + 6 * h)
@@ -43,3 +50,48 @@ def test_a_step_of_1024_ranks(rank: int, stage: int) -> None:
     tokens = 2 * 256
     all_reduces = (4 * layers + 2) * tokens * h * 2 + 3 * tokens * 4
     assert sum(result["comm_bytes"]["tp"].values()) == 2 * all_reduces * 15 // 16
+
+
+@pytest.mark.parametrize(("pipeline_rank", "schedule"), [(0, "1f1b"), (1, "zero-bubble"), (3, "interleaved")])
+def test_a_step_of_1024_ranks_in_three_dimensions(pipeline_rank: int, schedule: str) -> None:
+    """4 pipeline stages x 16 x tensor 16 with the sequence split, ZeRO stage 3 gathering once a window."""
+    pp, dp, tp, m, h, tokens = 4, 16, 16, 8, 4096, 256
+    chunks = 2 if schedule == "interleaved" else 1
+    settings = {
+        "num_layers": 8,
+        "pipeline_schedule": schedule,
+        "pipeline_split": ",".join([str(8 // (pp * chunks))] * pp * chunks),
+        "sequence_parallel": True,
+        "zero3_reshard_after": "window",
+        "num_micro_batches": m,
+    }
+    settings |= {"num_layers_per_virtual_pipeline_stage": 1} if chunks > 1 else {}
+    result = dry_run(pipeline_rank * dp * tp + 37, dp, tp, 3, pp, settings)
+
+    first, last = pipeline_rank == 0, pipeline_rank == pp - 1
+    cuts = pp * chunks - 1
+    forwards = chunks - last  # chunks whose output goes to another stage
+    backwards = chunks - first
+    assert result["comm_bytes"]["pp"] == {"send": m * (forwards + backwards) * 2 * tokens * h // tp}
+    assert (forwards, backwards) == (cuts // pp + (not last), cuts // pp + (not first))
+
+    # What a rank holds is gathered once a window: once a step, or, taking turns, once for every run of p micro-batches.
+    word, position = result["units"].get("embedding.word", 0), result["units"].get("embedding.position", 0)
+    padded = result["padded"]
+    if chunks == 1:
+        assert result["comm_bytes"]["dp"]["all_gather"] == 2 * padded * (dp - 1) // dp
+    else:
+        assert result["comm_bytes"]["dp"]["all_gather"] < 2 * 2 * m * padded * (dp - 1) // dp // 3
+    assert result["comm_bytes"]["dp"]["reduce_scatter"] == 2 * m * padded * (dp - 1) // dp
+    assert (word > 0, position > 0) == (first or last, first)
+    shared = result["comm_bytes"].get("ends", {}).get("all_reduce", 0)
+    assert shared == (2 * word // dp if first or last else 0)
+
+    # A layer gathers two inputs in forward, two gradients in backward, and for its weights the inputs once more; where
+    # those are made later, the gradients too.
+    layers = 8 // pp
+    share = 2 * tokens * h * (tp - 1) // tp
+    gathers = layers * (2 + 2 + 2 + 2 * (schedule == "zero-bubble")) + first + last
+    scatters = layers * (2 + 2) + first + last
+    assert result["comm_bytes"]["tp"]["all_gather"] == m * gathers * share
+    assert result["comm_bytes"]["tp"]["reduce_scatter"] == m * scatters * share

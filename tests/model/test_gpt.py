@@ -1,6 +1,7 @@
 """The GPT against transformers' GPT-2 and against the plain reference: logits, losses and gradients, at every tp."""
 
 import ast
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import megazero.model.gpt as gpt
 from megazero.config.model import ModelConfig
 from megazero.model.initialize import initialize_
 from megazero.parallel.param_spec import named_specs
+from megazero.parallel.stages import chunks_of, cut
 
 VOCAB, DIVISIBLE_BY = 101, 8
 CONV1D = {  # transformers' name of a block's layer: ours; their matrices are [in, out]
@@ -140,7 +142,7 @@ def mixed_heads(rank: int, dropout: float) -> Tensor:
         matrix[:, 6:] = matrix[:, :6]
     put_logical(model, weights)
     seen: list[Tensor] = []
-    model.layers[0].attention.projection.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
+    model.layers["0"].attention.projection.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
     tp.random.begin_micro_batch(0)
     model(batch()[0])
     return seen[0]
@@ -237,3 +239,104 @@ def test_gpt_itself_does_not_communicate() -> None:
     assert not names & verbs
     imported = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     assert not any(name.startswith(("megazero.comm", "torch.distributed")) for name in imported)
+
+
+def cut_gpt(split: tuple[int, ...], stage: int, num_stages: int, **changes: object) -> gpt.GPT:
+    """One pipeline stage of the small model."""
+    chunks = chunks_of(cut(split), stage=stage, num_stages=num_stages)
+    config = small_config(num_layers=sum(split), **changes)
+    return gpt.GPT(config, vocab_size=VOCAB, tp=context(), padded_vocab_size=VOCAB, chunks=chunks)
+
+
+def test_stages_together_have_every_parameter_and_the_tied_one_twice() -> None:
+    whole = [spec for spec, _ in named_specs(build_gpt(small_config(num_layers=5), context(), vocab_size=VOCAB))]
+    stages = [[spec for spec, _ in named_specs(cut_gpt((2, 2, 1), stage, 3))] for stage in range(3)]
+    names = [spec.name for stage in stages for spec in stage]
+    assert sorted(names) == sorted([spec.name for spec in whole] + ["embedding.word.weight"])
+    ends = [[spec.name for spec in stage if spec.summed_over] for stage in stages]
+    assert ends == [["embedding.word.weight"], [], ["embedding.word.weight"]]
+    counted = [
+        spec.name
+        for stage, specs in enumerate(stages)
+        for spec in specs
+        if spec.is_counted_on({"tp": 0, "ends": int(stage == 2)})
+    ]
+    assert sorted(counted) == sorted(spec.name for spec in whole)
+
+
+def test_an_untied_head_has_no_copy() -> None:
+    stages = [
+        [name for name, _ in cut_gpt((2, 1), stage, 2, untie_embeddings_and_output_weights=True).named_parameters()]
+        for stage in range(2)
+    ]
+    assert "embedding.word.weight" not in stages[1] and "head.weight" in stages[1]
+
+
+@pytest.mark.parametrize(
+    ("split", "num_stages"), [((3,), 1), ((2, 1), 2), ((0, 3), 2), ((3, 0), 2), ((1, 1, 0, 1), 2), ((1, 1, 1), 3)]
+)
+def test_chunks_one_after_the_other_are_the_whole_model(split: tuple[int, ...], num_stages: int) -> None:
+    weights = random_weights(small_config())
+    stages = [cut_gpt(split, stage, num_stages) for stage in range(num_stages)]
+    for model in stages:
+        put_logical(model, {spec.name: weights[spec.name] for spec, _ in named_specs(model)})
+    whole = build_gpt(small_config(), context(), vocab_size=VOCAB)
+    put_logical(whole, weights)
+    tokens, labels = batch()
+    x = stages[0].embed(tokens)
+    for chunk in range(len(split)):
+        x = stages[chunk % num_stages].through(chunk // num_stages, x, tokens.shape[1])
+        assert tuple(x.shape) == stages[0].activation_shape(tokens.numel())
+    assert torch.equal(stages[-1].loss(x, labels), whole.summed_loss(tokens, labels))
+
+
+def test_units_stand_in_the_order_of_use_chunk_by_chunk() -> None:
+    units = [(unit.name, unit.part) for unit in cut_gpt((1, 1, 1, 2), 0, 2).units()]
+    assert units == [("embedding.word", 0), ("embedding.position", 0), ("layers.0", 0), ("layers.2", 1)]
+    last = [(unit.name, unit.part) for unit in cut_gpt((1, 1, 1, 2), 1, 2).units()]
+    # Backward needs the tied matrix first: so it stands last.
+    assert last == [
+        ("layers.1", 0),
+        ("layers.3", 1),
+        ("layers.4", 1),
+        ("final_norm", 1),
+        ("embedding.word", 1),
+    ]
+    names = [name for name, _ in cut_gpt((1, 1, 1, 2), 1, 2).named_parameters()]
+    assert names[-1] == "embedding.word.weight", "parameters are registered in that order too"
+
+
+def split_logits_and_gradients(rank: int, size: int, weights: dict[str, Tensor]) -> tuple[float, list[Piece]]:
+    """The loss and the gradients with the sequence split; partial ones are summed here."""
+    axis = mesh_in_worker(rank, tp=size).axis("tp")
+    tp = replace(context(axis), splits_sequence=True)
+    model = build_gpt(small_config(), tp, vocab_size=VOCAB, divisible_by=DIVISIBLE_BY)
+    put_logical(model, weights)
+    tokens, labels = batch()
+    loss = model.summed_loss(tokens, labels) / labels.numel()
+    loss.backward()
+    for spec, parameter in named_specs(model):
+        assert parameter.grad is not None
+        assert ("tp" in spec.summed_over) == ("tp" not in spec.sharded_axes), spec.name
+        if "tp" in spec.summed_over:
+            axis.all_reduce(parameter.grad).wait()
+    return loss.item(), pieces(model, gradients=True)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_split_sequence_changes_nothing(size: int) -> None:
+    """24 tokens in rows of 12: with 3 ranks a rank's part begins inside a sequence."""
+    weights = random_weights(small_config())
+    whole = build_gpt(small_config(), context(), vocab_size=VOCAB)
+    put_logical(whole, weights)
+    tokens, labels = batch()
+    expected = whole.summed_loss(tokens, labels) / labels.numel()
+    expected.backward()
+    reference_gradients = assemble([pieces(whole, gradients=True)])
+    results = run_ranks(size, split_logits_and_gradients, size, weights)
+    found = assemble(rank for _, rank in results)
+    for loss, _ in results:
+        assert abs(loss - expected.item()) < 1e-12
+    for name, gradient in reference_gradients.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-13)

@@ -1,11 +1,14 @@
 """One training step of one rank out of many, with fake tensors and torch's fake process group; prints JSON.
 
-python dry_run.py RANK DP TP STAGE
+python dry_run.py RANK DP TP STAGE [PP SETTINGS]
+
+SETTINGS are the run's, as JSON; "num_micro_batches" among them says how many a step has (2 without it).
 """
 
 import json
 import sys
 from dataclasses import asdict
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,29 +26,33 @@ from megazero.train.step import StepControls, training_step
 SEQUENCE = 256
 
 
-def main(rank: int, dp: int, tp: int, stage: int) -> None:
-    config = make_run(
-        num_layers=6,
-        hidden_size=4096,
-        num_attention_heads=32,
-        seq_length=SEQUENCE,
-        vocab_size=50257,
-        micro_batch_size=1,
-        global_batch_size=2 * dp,
-        tensor_model_parallel_size=tp,
-        zero_stage=stage,
-        precision="bf16",
-        hidden_dropout=0.1,
-        attention_dropout=0.1,
-    )
-    dist.init_process_group("fake", rank=rank, world_size=dp * tp, store=FakeStore())
+def main(rank: int, dp: int, tp: int, stage: int, pp: int = 1, settings: dict[str, Any] | None = None) -> None:
+    settings = settings or {}
+    num_micro_batches = settings.pop("num_micro_batches", 2)
+    given: dict[str, Any] = {
+        "num_layers": 6,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "seq_length": SEQUENCE,
+        "vocab_size": 50257,
+        "micro_batch_size": 1,
+        "global_batch_size": num_micro_batches * dp,
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "zero_stage": stage,
+        "precision": "bf16",
+        "hidden_dropout": 0.1,
+        "attention_dropout": 0.1,
+    }
+    config = make_run(**{**given, **settings})
+    dist.init_process_group("fake", rank=rank, world_size=dp * tp * pp, store=FakeStore())
     with FakeTensorMode():
         device = torch.device("cpu")
         buffers = FusedBuffers(0, device)
-        mesh = make_mesh(Topology(tp=tp, dp=dp), rank, device, buffers)
+        mesh = make_mesh(Topology(tp=tp, dp=dp, pp=pp), rank, device, buffers)
         core = build_core(config, mesh, buffers, vocab_size=50257)
         tokens = torch.zeros(1, SEQUENCE, dtype=torch.int64)
-        batch = StepBatch(0, [MicroBatch(index, tokens, tokens, None) for index in range(2)])
+        batch = StepBatch(0, [MicroBatch(index, tokens, tokens, None) for index in range(num_micro_batches)])
         training_step(step_parts(config, core), batch, StepControls(lr=1e-4, loss_scale=1.0))
         core.engine.close()
     print(
@@ -62,4 +69,4 @@ def main(rank: int, dp: int, tp: int, stage: int) -> None:
 
 
 if __name__ == "__main__":
-    main(*(int(word) for word in sys.argv[1:]))
+    main(*(json.loads(word) for word in sys.argv[1:]))

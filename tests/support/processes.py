@@ -156,12 +156,12 @@ def _cached_mesh(rank: int, topology: Topology) -> Mesh:
     return make_mesh(topology, rank, device, FusedBuffers(SCRATCH_BYTES, device))
 
 
-def mesh_in_worker(rank: int, *, tp: int = 1, dp: int = 1) -> Mesh:
+def mesh_in_worker(rank: int, *, tp: int = 1, dp: int = 1, pp: int = 1) -> Mesh:
     """The mesh of this worker, its meter at zero; to be called inside fn, by every rank, with the same degrees.
 
     Process groups are made once per layout and kept, since each new one costs sockets and a thread.
     """
-    mesh = _cached_mesh(rank, Topology(tp=tp, dp=dp))
+    mesh = _cached_mesh(rank, Topology(tp=tp, dp=dp, pp=pp))
     mesh.meter.reset()
     return mesh
 

@@ -67,9 +67,9 @@ def tiny_run(**settings: Any) -> RunConfig:
     return make_run(**{**TINY, **settings})
 
 
-def core_on_rank(rank: int, config: RunConfig, *, tp: int = 1, dp: int = 1) -> Core:
+def core_on_rank(rank: int, config: RunConfig, *, tp: int = 1, dp: int = 1, pp: int = 1) -> Core:
     """Model and engine on a worker's mesh."""
-    mesh = mesh_in_worker(rank, tp=tp, dp=dp)
+    mesh = mesh_in_worker(rank, tp=tp, dp=dp, pp=pp)
     return build_core(config, mesh, FusedBuffers(0, mesh.device), vocab_size=VOCAB)
 
 

@@ -7,7 +7,7 @@ module of the standard library, as bytes) with the same global batches, so that 
 import argparse
 import inspect
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from support.token_files import write_corpus
 from torch import Tensor
 
 from megazero.checkpoint.slices import fragment_pieces, piece_view
-from megazero.comm.mesh import Mesh
+from megazero.comm.mesh import ACTIVATIONS, GRADIENTS, Mesh
 from megazero.config.run import RunConfig
 from megazero.data.loader import BatchLoader
 from megazero.memory.fused_buffers import FusedBuffers
@@ -29,6 +29,7 @@ from megazero.model.initialize import initial_value
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.lr_schedule import LearningRate
 from megazero.parallel.param_spec import ParamSpec, StateFragment, named_specs
+from megazero.parallel.topology import ENDS
 from megazero.train.build import Core, batch_layout, build_core, step_parts
 from megazero.train.inputs import open_inputs
 from megazero.train.step import StepControls, training_step
@@ -65,7 +66,7 @@ SETTINGS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One layout: degrees, ZeRO stage, micro-batches of a step, precision, and settings of its own."""
+    """One layout: degrees, ZeRO stage, micro-batches of a step, precision, settings of its own, one of FAULTS."""
 
     tp: int = 1
     dp: int = 1
@@ -75,15 +76,18 @@ class Cell:
     steps: int = STEPS
     settings: dict[str, Any] = field(default_factory=dict)
     fault: str = ""
+    pp: int = 1
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.dp
+        return self.tp * self.dp * self.pp
 
     def config(self, prefix: str) -> RunConfig:
+        batch = self.settings.get("global_batch_size", GLOBAL_BATCH)
         layout = {
-            "micro_batch_size": GLOBAL_BATCH // (self.dp * self.accumulation),
+            "micro_batch_size": batch // (self.dp * self.accumulation),
             "tensor_model_parallel_size": self.tp,
+            "pipeline_model_parallel_size": self.pp,
             "zero_stage": self.stage,
             "precision": self.precision,
             "data_path": [prefix],
@@ -92,8 +96,8 @@ class Cell:
 
     def __str__(self) -> str:
         extra = f" {self.settings}" if self.settings else ""
-        layout = f"tp{self.tp} dp{self.dp} zero{self.stage} accumulation{self.accumulation}"
-        return f"{layout} {self.precision}{extra}{self.fault}"
+        layout = f"tp{self.tp} pp{self.pp} dp{self.dp} zero{self.stage} accumulation{self.accumulation}"
+        return f"{layout} {self.precision}{extra}{self.fault and f' wrong {self.fault}'}"
 
 
 class Saved(NamedTuple):
@@ -142,7 +146,7 @@ def train_cell(cell: Cell, prefix: str) -> list[Outcome]:
 def train_on_rank(rank: int, cell: Cell, prefix: str) -> Outcome:
     """The training loop without its reporting: batches from the loader, steps by `training_step`."""
     config = cell.config(prefix)
-    mesh = faulty(mesh_in_worker(rank, tp=cell.tp, dp=cell.dp), cell.fault)
+    mesh = faulty(mesh_in_worker(rank, tp=cell.tp, dp=cell.dp, pp=cell.pp), cell.fault)
     core = build_core(config, mesh, FusedBuffers(0, mesh.device), vocab_size=config.model.vocab_size or 0)
     start = time.perf_counter()
     figures, comm_bytes = run_steps(config, core, cell.steps)
@@ -214,9 +218,9 @@ def reference_history(prefix: str, steps: int = STEPS, **settings: Any) -> Histo
     """The plain single-process float64 run on the same text; settings: of the model, if it is another one."""
     config = Cell(settings=settings).config(prefix)
     inputs = open_inputs(config.data, config.model, seed=config.training.seed, evaluates=False)
-    batches = []
+    batches, size = [], config.training.global_batch_size or 0
     for step in range(steps):
-        rows = [torch.from_numpy(inputs.train.sample(step * GLOBAL_BATCH + row)) for row in range(GLOBAL_BATCH)]
+        rows = [torch.from_numpy(inputs.train.sample(step * size + row)) for row in range(size)]
         batch = torch.stack(rows)
         batches.append(Batch(batch[:, :-1], batch[:, 1:]))
     recipe = Recipe(
@@ -238,29 +242,76 @@ def _single_specs(config: RunConfig) -> list[ParamSpec]:
     return [spec for spec, _ in named_specs(model)]
 
 
+# By the name of a fault: the communicator and the call that go wrong once.
+FAULTS = {
+    "dp": ("dp", "reduce_scatter_into"),
+    "tp": ("tp", "all_reduce"),
+    "tp, split sequence": ("tp", "reduce_scatter_into"),
+    "pp, activations": (ACTIVATIONS, "send"),
+    "pp, gradients": (GRADIENTS, "send"),
+    "ends": (ENDS, "all_reduce"),
+}
+
+
 def faulty(mesh: Mesh, fault: str) -> Mesh:
-    """The mesh, or one whose data-parallel reduction goes wrong once."""
+    """The mesh, or one of whose communicators does something wrong once; fault: one of FAULTS, or nothing."""
     if not fault:
         return mesh
-    wrong = _WrongReduceScatter(mesh.axis("dp"))
-    return replace(mesh, communicators={**mesh.communicators, "dp": wrong})
+    key, call = FAULTS[fault]
+    return replace(mesh, communicators={**mesh.communicators, key: _Wrong(mesh.communicators[key], call)})
 
 
-class _WrongReduceScatter:
-    """Passes everything on, but the third reduce-scatter sums one element wrongly."""
+class _Wrong:
+    """Passes everything on, but in the third call of one kind one element is wrong."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, call: str) -> None:
         self._inner = inner
+        self._call = call
         self._calls = 0
+        self._kept: list[Tensor] = []  # what is on its way
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+        return self._go_wrong if name == self._call else getattr(self._inner, name)
 
-    def reduce_scatter_into(self, output: Tensor, input: Tensor) -> Any:
+    def _go_wrong(self, *args: Any) -> Any:
         self._calls += 1
         if self._calls == 3:
-            input[0] *= 1.001
-        return self._inner.reduce_scatter_into(output, input)
+            args = self._changed(args)
+        return getattr(self._inner, self._call)(*args)
+
+    def _changed(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """An all-reduce works in place, the others read their last tensor, which may be somebody else's too."""
+        place = max(index for index, value in enumerate(args) if isinstance(value, Tensor))
+        tensor = args[place] if self._call == "all_reduce" else args[place].clone()
+        tensor.view(-1)[0] *= 2
+        self._kept.append(tensor)
+        return (*args[:place], tensor, *args[place + 1 :])
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """How far a run is from the reference, relatively; the weight that is farthest off by name."""
+
+    losses: float
+    grad_norms: float
+    weights: float
+    weight: str
+
+    @property
+    def worst(self) -> float:
+        return max(self.losses, self.grad_norms, self.weights)
+
+
+def deviation(outcomes: Sequence[Outcome], reference: History) -> Deviation:
+    """The largest relative errors: losses and norms of every rank and step, final weights by name."""
+    weights = weight_errors(outcomes[0].full(outcomes[1:]), reference.weights, LR)
+    weight = max(weights, key=lambda name: weights[name])
+    return Deviation(
+        losses=max(max_relative(outcome.losses, reference.losses) for outcome in outcomes),
+        grad_norms=max(max_relative(outcome.grad_norms, reference.grad_norms) for outcome in outcomes),
+        weights=weights[weight],
+        weight=weight,
+    )
 
 
 def max_relative(measured: list[float], expected: list[float]) -> float:

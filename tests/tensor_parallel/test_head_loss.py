@@ -16,6 +16,7 @@ from megazero.comm.metered import Meter, MeteredCommunicator
 from megazero.errors import UsageError
 from megazero.memory.ledger import Ledger
 from megazero.tensor_parallel.head_loss import Targets, summed_cross_entropy
+from megazero.tensor_parallel.regions import Border
 
 HIDDEN, TOKENS, PADDED = 7, 11, 18
 FACTOR = 0.37  # what the loss is multiplied by before backward
@@ -73,7 +74,7 @@ def chunked(case: Case, axis: Communicator, rows: int) -> Found:
     x, weight = case.x.clone().requires_grad_(True), rows_of(case.matrix, axis).requires_grad_(True)
     chunk_bytes = rows * weight.shape[0] * max(x.element_size(), 4)
     targets = Targets(case.labels, case.token_weights, len(case.matrix), chunk_bytes)
-    loss = summed_cross_entropy(x, weight, targets, axis)
+    loss = summed_cross_entropy(x, weight, targets, Border(axis))
     (loss * FACTOR).backward()
     assert x.grad is not None and weight.grad is not None
     return Found(loss.detach(), x.grad, weight.grad)
@@ -113,7 +114,7 @@ def test_less_memory_than_one_tokens_logits_is_one_token_at_a_time() -> None:
     case = draw(13)
     x, weight = case.x.clone().requires_grad_(True), case.matrix.clone().requires_grad_(True)
     with Products() as products:
-        loss = summed_cross_entropy(x, weight, Targets(case.labels, case.token_weights, 13, 1), ALONE)
+        loss = summed_cross_entropy(x, weight, Targets(case.labels, case.token_weights, 13, 1), Border(ALONE))
     assert products.count == 3 * TOKENS
     torch.testing.assert_close(loss.detach(), plain(case).loss, rtol=1e-12, atol=0)
 
@@ -123,7 +124,7 @@ def test_shapes_of_batches_and_no_token_at_all() -> None:
     assert case.token_weights is not None
     x = case.x.view(3, 4, HIDDEN).clone().requires_grad_(True)
     targets = Targets(case.labels.view(3, 4), case.token_weights.view(3, 4), 13, 500)
-    loss = summed_cross_entropy(x, case.matrix, targets, ALONE)
+    loss = summed_cross_entropy(x, case.matrix, targets, Border(ALONE))
     (loss * FACTOR).backward()
     expected = plain(case)
     torch.testing.assert_close(loss.detach(), expected.loss, rtol=1e-12, atol=0)
@@ -144,7 +145,7 @@ def test_strided_hidden_states() -> None:
     case = draw(13)
     x = case.x.T.contiguous().T.requires_grad_(True)
     assert not x.is_contiguous()
-    loss = summed_cross_entropy(x, case.matrix, Targets(case.labels, case.token_weights, 13, 400), DenseOnly())
+    loss = summed_cross_entropy(x, case.matrix, Targets(case.labels, case.token_weights, 13, 400), Border(DenseOnly()))
     (loss * FACTOR).backward()
     torch.testing.assert_close(x.grad, plain(case).grad_x, rtol=1e-12, atol=1e-12)
 
@@ -157,7 +158,7 @@ def test_a_tied_matrix_gets_both_gradients() -> None:
         matrix = case.matrix.clone().requires_grad_(True)
         x = F.embedding(ids, matrix).tanh() * case.x
         if ours:
-            loss = summed_cross_entropy(x, matrix, Targets(case.labels, case.token_weights, 13, 400), ALONE)
+            loss = summed_cross_entropy(x, matrix, Targets(case.labels, case.token_weights, 13, 400), Border(ALONE))
         else:
             loss = (F.cross_entropy(x @ matrix.T, case.labels, reduction="none") * case.token_weights).sum()
         loss.backward()
@@ -174,6 +175,93 @@ def test_tokens_that_count_nothing_have_exactly_no_gradient() -> None:
     assert found.grad_x[~silent].any(-1).all()
     nobody = chunked(case._replace(token_weights=torch.zeros(TOKENS)), ALONE, 4)
     assert nobody.loss == 0 and not nobody.grad_x.any() and not nobody.grad_weight.any()
+
+
+# --- the sequence split -----------------------------------------------------------------------------------------------
+
+
+def chunked_parts(case: Case, axis: Communicator, rows: int) -> Found:
+    """Our loss of this rank's part of the tokens, with chunks of `rows` tokens of each rank."""
+    num_tokens = len(case.x) // axis.size
+    mine = slice(axis.rank * num_tokens, (axis.rank + 1) * num_tokens)
+    x, weight = case.x[mine].clone().requires_grad_(True), rows_of(case.matrix, axis).requires_grad_(True)
+    chunk_bytes = axis.size * rows * weight.shape[0] * max(x.element_size(), 4)
+    targets = Targets(case.labels.view(axis.size, -1), case.token_weights, len(case.matrix), chunk_bytes)
+    loss = summed_cross_entropy(x, weight, targets, Border(axis, splits_sequence=True))
+    (loss * FACTOR).backward()
+    assert x.grad is not None and weight.grad is not None
+    return Found(loss.detach(), x.grad, weight.grad)
+
+
+def joined(results: list[Found]) -> list[Found]:
+    """With the whole gradient of x in place of its parts."""
+    whole = torch.cat([found.grad_x for found in results])
+    return [found._replace(grad_x=whole) for found in results]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 7, 1000])
+@pytest.mark.parametrize("vocab_size", VOCABULARIES)
+@pytest.mark.parametrize("size", [2, 3])
+def test_split_losses_and_gradients_are_plain_torchs(size: int, vocab_size: int, rows: int, masked: bool) -> None:
+    case = draw(vocab_size, tokens=7 * size, masked=masked)
+    results = run_threads(size, lambda axis: chunked_parts(case, axis, rows))
+    check(joined(results), plain(case), rtol=1e-12, atol=1e-12)
+
+
+def chunked_parts_on_rank(rank: int, size: int, rows: int) -> tuple[Found, dict[str, int]]:
+    mesh = mesh_in_worker(rank, tp=size)
+    found = chunked_parts(draw(13, tokens=7 * size), mesh.axis("tp"), rows)
+    return found, mesh.meter.bytes_by_axis()["tp"]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("size", "rows"), [(2, 1), (2, 9), (3, 4)])
+def test_real_ranks_with_parts_in_flight(size: int, rows: int) -> None:
+    results = run_ranks(size, chunked_parts_on_rank, size, rows)
+    check(joined([found for found, _ in results]), plain(draw(13, tokens=7 * size)), rtol=1e-12, atol=1e-12)
+    part = 7 * HIDDEN * 8 * (size - 1)
+    figures = 2 * 7 * 3 * 8 * (size - 1)  # maxima, sums and targets: all-reduces
+    for _, sent in results:
+        assert sent == {"all_gather": part, "reduce_scatter": part, "all_reduce": figures}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_chunk_of_split_tokens_is_as_large_as_one_of_whole_tokens(size: int) -> None:
+    """Bytes bound the logits of all ranks' tokens in a chunk, as far as one token of each allows."""
+    case = draw(18, tokens=8 * size)
+    row_bytes = PADDED // size * 8
+
+    def products(axis: Communicator, chunk_bytes: int) -> int:
+        targets = Targets(case.labels, None, 18, chunk_bytes)
+        x, weight = case.x.chunk(size)[axis.rank], rows_of(case.matrix, axis)
+        with Products() as seen:
+            summed_cross_entropy(x, weight, targets, Border(axis, splits_sequence=True))
+        return seen.count
+
+    for chunk_bytes, expected in ((1, 8), (4 * size * row_bytes, 2), (4 * size * row_bytes - 1, 3), (1 << 20, 1)):
+        assert run_threads(size, lambda axis, limit=chunk_bytes: products(axis, limit)) == [expected] * size
+
+
+def test_labels_of_a_part_of_the_tokens_are_our_own_bug() -> None:
+    class Two(LocalCommunicator):
+        size = 2
+
+    with pytest.raises(AssertionError, match="all labels"):
+        targets = Targets(torch.zeros(4, dtype=torch.int64), None, 13, 100)
+        summed_cross_entropy(torch.ones(4, 3), torch.ones(13, 3), targets, Border(Two(), splits_sequence=True))
+
+
+def test_split_bfloat16_gives_what_whole_bfloat16_does() -> None:
+    case = mild(18, 24, 16, torch.bfloat16)
+    expected = plain(case)
+    results = joined(run_threads(2, lambda axis: chunked_parts(case, axis, 5)))
+    whole = torch.cat([found.grad_weight for found in results])
+    for found in results:
+        assert found.loss.dtype == torch.float32 and found.grad_x.dtype == torch.bfloat16
+        assert relative(found.loss, expected.loss) < 2 * HALF_ULP
+        assert relative(found.grad_x, expected.grad_x) < 4 * HALF_ULP
+    assert relative(whole, expected.grad_weight) < 4 * HALF_ULP
 
 
 # --- what nobody wants is not computed --------------------------------------------------------------------------------
@@ -208,7 +296,7 @@ def test_only_gradients_that_are_wanted(
     meter = Meter()
     axis = MeteredCommunicator(ALONE, "tp", meter)
     with torch.set_grad_enabled(grad_enabled), Products() as seen:
-        loss = summed_cross_entropy(x, weight, Targets(case.labels, case.token_weights, 13, 3 * 13 * 8), axis)
+        loss = summed_cross_entropy(x, weight, Targets(case.labels, case.token_weights, 13, 3 * 13 * 8), Border(axis))
     chunks = 4
     assert (seen.count, meter.count("tp", "all_reduce").calls) == (products * chunks, reductions * chunks)
     torch.testing.assert_close(loss.detach(), expected.loss, rtol=1e-12, atol=0)
@@ -227,7 +315,7 @@ def test_only_gradients_that_are_wanted(
 def test_a_second_backward_is_refused() -> None:
     case = draw(5)
     x = case.x.clone().requires_grad_(True)
-    loss = summed_cross_entropy(x, case.matrix, Targets(case.labels, None, 5, 100), ALONE)
+    loss = summed_cross_entropy(x, case.matrix, Targets(case.labels, None, 5, 100), Border(ALONE))
     loss.backward(retain_graph=True)
     with pytest.raises(UsageError, match="a second backward"):
         loss.backward()
@@ -249,7 +337,7 @@ def mild(vocab_size: int, tokens: int, hidden: int, dtype: torch.dtype) -> Case:
 def test_float32() -> None:
     case = mild(500, 200, 16, torch.float32)
     x, weight = case.x.clone().requires_grad_(True), case.matrix.clone().requires_grad_(True)
-    loss = summed_cross_entropy(x, weight, Targets(case.labels, case.token_weights, 500, 7 * 500 * 4), ALONE)
+    loss = summed_cross_entropy(x, weight, Targets(case.labels, case.token_weights, 500, 7 * 500 * 4), Border(ALONE))
     (loss * FACTOR).backward()
     expected = plain(case)
     assert loss.dtype == torch.float32 and x.grad is not None and weight.grad is not None
@@ -268,7 +356,7 @@ def test_bfloat16_sums_the_weights_gradient_in_float32() -> None:
     expected = plain(case)
     x, weight = case.x.clone().requires_grad_(True), nn.Parameter(case.matrix.clone())
     weight.grad_dtype = torch.float32
-    loss = summed_cross_entropy(x, weight, Targets(case.labels, case.token_weights, 40, 4 * 40 * 4), ALONE)
+    loss = summed_cross_entropy(x, weight, Targets(case.labels, case.token_weights, 40, 4 * 40 * 4), Border(ALONE))
     (loss * FACTOR).backward()
     assert loss.dtype == torch.float32 and x.grad is not None and weight.grad is not None
     assert (x.grad.dtype, weight.grad.dtype) == (torch.bfloat16, torch.float32)
@@ -288,7 +376,7 @@ def test_a_parameter_whose_gradient_has_its_own_precision(dtype: torch.dtype) ->
     case = mild(40, 64, 24, dtype)
     expected = plain(case)
     x, weight = case.x.clone().requires_grad_(True), nn.Parameter(case.matrix.clone())
-    loss = summed_cross_entropy(x, weight, Targets(case.labels, case.token_weights, 40, 1000), ALONE)
+    loss = summed_cross_entropy(x, weight, Targets(case.labels, case.token_weights, 40, 1000), Border(ALONE))
     (loss * FACTOR).backward()
     assert x.grad is not None and weight.grad is not None
     assert x.grad.dtype == weight.grad.dtype == dtype
@@ -302,7 +390,7 @@ def test_the_factor_is_not_rounded_to_the_gradients_precision() -> None:
     found = []
     for factor in (1.0, 1 + 2**-9 + 2**-10):
         x = case.x.clone().requires_grad_(True)
-        loss = summed_cross_entropy(x, case.matrix, Targets(case.labels, None, 40, 1000), ALONE)
+        loss = summed_cross_entropy(x, case.matrix, Targets(case.labels, None, 40, 1000), Border(ALONE))
         (loss * factor).backward()
         assert x.grad is not None
         found.append(x.grad.double())
@@ -328,7 +416,7 @@ def peak_bytes(tokens: int, dtype: torch.dtype) -> tuple[int, int]:
         ledger.reset()
         before = sum(ledger.live_bytes().values())
         ledger.phase("forward")
-        loss = summed_cross_entropy(x, weight, targets, ALONE)
+        loss = summed_cross_entropy(x, weight, targets, Border(ALONE))
         ledger.phase("backward")
         left = sum(ledger.live_bytes().values()) - before
         loss.backward()

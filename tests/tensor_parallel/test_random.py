@@ -16,10 +16,12 @@ def mask(device: torch.device = CPU) -> Tensor:
     return F.dropout(torch.ones(512, device=device), 0.5)
 
 
-def masks(tp_rank: int, first_sample: int, *, seed: int = 7, device: torch.device = CPU) -> dict[str, Tensor]:
+def masks(
+    tp_rank: int, first_sample: int, *, seed: int = 7, device: torch.device = CPU, part: int = 0
+) -> dict[str, Tensor]:
     """Replicated, sharded, replicated, sharded: what a block draws."""
     random = RandomRegions(seed, tp_rank, device)
-    random.begin_micro_batch(first_sample)
+    random.begin_micro_batch(first_sample, part)
     found = {"replicated": mask(device)}
     with random.sharded():
         found["sharded"] = mask(device)
@@ -42,6 +44,14 @@ def test_replicated_masks_agree_and_sharded_ones_differ_between_ranks(device: st
 def test_no_two_masks_of_a_micro_batch_are_alike() -> None:
     found = list(masks(0, 3).values())
     assert not any(torch.equal(a, b) for i, a in enumerate(found) for b in found[:i])
+
+
+def test_parts_of_the_model_draw_on_their_own() -> None:
+    whole, first, second = masks(0, 3), masks(0, 3, part=1), masks(0, 3, part=2)
+    found = [*whole.values(), *first.values(), *second.values()]
+    assert not any(torch.equal(a, b) for i, a in enumerate(found) for b in found[:i])
+    again = masks(0, 3, part=2)
+    assert all(torch.equal(again[name], second[name]) for name in again)
 
 
 @pytest.mark.parametrize("device", DEVICES)

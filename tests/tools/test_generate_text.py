@@ -1,17 +1,22 @@
-"""The program itself, on checkpoints of tensor-parallel runs."""
+"""The program itself, on checkpoints of tensor-parallel runs; alone, and as torchrun starts it."""
 
 import importlib.util
+import os
 import runpy
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from support.checkpoints import run_config, save_checkpoint
+from support.launch import PATIENCE_SECONDS, set_launcher
 from support.models import small_config
 
+from megazero.checkpoint.reader import open_checkpoint
 from megazero.config.data import DataConfig
-from megazero.errors import CheckpointError, ConfigError, DataError, UserError
+from megazero.errors import CheckpointError, ConfigError, DataError, TopologyError, UserError
 
 TOOL = Path(__file__).parents[2] / "tools" / "generate_text.py"
 BYTES = DataConfig(tokenizer_type="ByteTokenizer")
@@ -49,6 +54,7 @@ def test_it_continues_the_prompt_whatever_the_layout(
     ]
     assert texts[0].startswith("def f(") and len(texts[0]) > len("def f(\n")
     assert texts[1:] == texts[:1] * 2
+    assert not dist.is_initialized()
 
 
 def test_several_samples_repeat_by_seed(tmp_path: Path, main: Main, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,3 +106,60 @@ def test_the_program_prints_no_traceback(
         runpy.run_path(str(TOOL), run_name="__main__")
     assert ended.value.code == 2
     assert "no such folder" in capsys.readouterr().err
+
+
+TENSOR, STAGES = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes", "message"),
+    [
+        (1, [TENSOR, "2"], f"on 1 process\n.*\n.*legal: 2 processes; {TENSOR} 1 {STAGES} 1$"),
+        (4, [], f"on 4 processes\n.*\n.*legal: 1 process; {TENSOR} 1 {STAGES} 4; .*; {TENSOR} 4 {STAGES} 1$"),
+        (6, [STAGES, "6"], f"{STAGES} 6\n.*\n.*legal: {STAGES} 1 to 5$"),
+        (5, [TENSOR, "5"], f"{TENSOR} 5\n.*\n.*legal: {TENSOR} 4, {TENSOR} 6$"),
+    ],
+)
+def test_layouts_are_refused_before_ranks_meet(
+    tmp_path: Path, main: Main, monkeypatch: pytest.MonkeyPatch, world: int, sizes: list[str], message: str
+) -> None:
+    set_launcher(monkeypatch, world_size=world)
+    with pytest.raises(TopologyError, match=message):
+        main(["--load", save(tmp_path), *sizes])
+
+
+def torchrun(folder: Path, *arguments: str, ranks: int) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return subprocess.run(
+        [*launcher, str(TOOL), "--load", str(folder), *arguments, *FAST],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+    )
+
+
+@pytest.mark.gloo
+def test_four_processes_write_what_one_writes(tmp_path: Path, main: Main, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path, tp=3)
+    chosen = ["--prompt", "def f(", "--num-samples", "2", "--top-k", "50", "--seed", "4"]
+    expected = output(main, capsys, "--load", str(tmp_path), *chosen)
+    ended = torchrun(tmp_path, *chosen, TENSOR, "2", STAGES, "2", ranks=4)
+    assert (ended.returncode, ended.stdout) == (0, expected), ended.stderr
+
+
+@pytest.mark.gloo
+def test_what_one_process_finds_damaged_is_told_once(tmp_path: Path) -> None:
+    """The final norm is read by the last pipeline stage only."""
+    save(tmp_path, tp=1)
+    checkpoint = open_checkpoint(tmp_path)
+    (file,) = checkpoint.manifest.files
+    (box,) = [box for box in file.boxes if box.parameter == "final_norm.weight"]
+    with (checkpoint.folder / file.name).open("r+b") as stream:
+        stream.seek(box.begin)
+        stream.write(b"\x01")
+    ended = torchrun(tmp_path, STAGES, "2", ranks=2)
+    assert ended.returncode == 1 and ended.stdout == ""
+    assert ended.stderr.count("weight of final_norm.weight") == 1 and "damaged: bytes" in ended.stderr
+    # The launcher reports in its own way, with its own traceback; that of a process would name the program.
+    assert f'File "{TOOL}"' not in ended.stderr and "exitcode  : 2" in ended.stderr

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
 from support.processes import run_ranks
 from support.reference import History, Recipe, train
 from support.small_runs import EOD, DrawnSamples, core_on_rank, owned_boxes, reference_batch, tiny_run
@@ -15,7 +14,8 @@ from torch import Tensor
 from megazero.config.run import RunConfig
 from megazero.data.loader import BatchLoader, MicroBatch, StepBatch, build_step_batch
 from megazero.train.build import Core, batch_layout, step_parts
-from megazero.train.step import StepControls, StepParts, StepReport, summed_loss, training_step
+from megazero.train.parts import StepParts
+from megazero.train.step import StepControls, StepReport, training_step
 
 GLOBAL_BATCH = 8
 LR = 1e-2
@@ -114,20 +114,6 @@ def one_rank(**settings: Any) -> tuple[Core, StepParts, StepBatch]:
 
 def weights(core: Core) -> dict[str, Tensor]:
     return assemble(box for box in owned_boxes(core) if box.kind == "weight")
-
-
-def test_summed_loss_counts_what_it_sums() -> None:
-    core, parts, batch = one_rank()
-    (micro,) = batch.micro_batches
-    with torch.no_grad():
-        logits = core.model(micro.tokens)[..., : core.model.vocab_size]
-    losses = F.cross_entropy(logits.flatten(0, 1), micro.labels.flatten(), reduction="none").view(micro.labels.shape)
-    total, count = summed_loss(parts.model, micro, core.mesh.device)
-    assert (total.item(), count) == (pytest.approx(losses.sum().item(), rel=1e-14), losses.numel())
-    mask = (torch.arange(losses.numel()) % 3 == 0).float().view_as(losses)
-    total, count = summed_loss(parts.model, micro._replace(loss_mask=mask), core.mesh.device)
-    assert total.item() == pytest.approx(losses[mask.bool()].sum().item(), rel=1e-14)
-    assert count == mask.sum()
 
 
 def test_a_batch_without_a_token_that_counts_only_decays() -> None:

@@ -215,6 +215,38 @@ def test_what_was_used_longest_ago_makes_room() -> None:
     assert again.startswith("+0 f0 +1 f1 f0 -1 +2 f2"), "layer 0 was gathered first and used later"
 
 
+def test_what_is_kept_is_gathered_once_in_several_passes() -> None:
+    diary = Diary(prefetch_bucket_size=0)
+    diary.engine.keep(0)
+    assert diary.step() == "+0 f0 +1 f1 +2 f2 b2 b1 b0"
+    assert diary.step() == "f0 f1 f2 b2 b1 b0"
+    assert diary.evaluate() == "f0 f1 f2"
+    diary.events.clear()
+    diary.engine.let_go(0)
+    assert sorted(diary.events) == ["-0", "-1", "-2"] and diary.states() == "ppp"
+    assert diary.step() == "+0 f0 -0 +1 f1 -1 +2 f2 b2 -2 b1 +1 -1 b0 +0 -0", "as without it"
+
+
+def test_what_is_kept_stays_within_the_limit() -> None:
+    diary = Diary(4, prefetch_bucket_size=0, max_live_parameters=2 * NUMEL)
+    diary.engine.keep(0)
+    for _ in range(3):
+        diary.step()
+    live, peak = diary.engine.gathered_numel
+    assert live <= peak == 2 * NUMEL
+    diary.engine.let_go(0)
+    assert diary.engine.gathered_numel[0] == 0
+
+
+def test_what_is_kept_goes_when_a_step_is_abandoned() -> None:
+    diary = Diary(prefetch_bucket_size=0)
+    diary.engine.keep(0)
+    diary.step()
+    diary.engine.abandon_step()
+    assert diary.states() == "ppp"
+    assert "-0" in diary.step(), "nothing is kept any more"
+
+
 def test_a_skipped_layer_ends_looking_ahead_for_one_pass() -> None:
     diary = Diary()
     diary.step()

@@ -120,7 +120,7 @@ def arrive_in_order(rank: int) -> tuple[int, list[float]]:
     parameters = dict(model.named_parameters())
     reducer = engine._reducer
     engine.begin_step()
-    reducer.begin_micro_batch(is_last=True)
+    reducer.begin_micro_batch(engine.layout.trainable_buckets, is_last=True)
     for number, name in enumerate(parameters):
         parameters[name].grad = torch.full_like(parameters[name], float(number + rank))
         reducer.gradient_ready(name)
@@ -156,7 +156,7 @@ def launch_order(rank: int, order: tuple[str, ...]) -> list[int]:
     reducer._communicator = Recording()  # type: ignore[assignment]
     parameters = dict(model.named_parameters())
     engine.begin_step()
-    reducer.begin_micro_batch(is_last=True)
+    reducer.begin_micro_batch(engine.layout.trainable_buckets, is_last=True)
     for name in order:
         parameters[name].grad = torch.full_like(parameters[name], float(name.split(".")[1]) + 1)
         reducer.gradient_ready(name)

@@ -1,0 +1,133 @@
+"""What crosses a link between two nodes in a training step, by formula, and how long the step then takes.
+
+Two layouts of the same work, layers recomputed, on two nodes of two processes: tensor parallelism across the nodes, and
+tensor parallelism inside them with ZeRO stage 2 across.  *Node bytes* leave one node in a step.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+NODES, PROCESSES = 2, 2  # nodes, and processes on each
+WORLD_SIZE = NODES * PROCESSES
+ELEMENT = 4  # bytes in fp32
+# On a slow link a packet of 1514 bytes carries 1448, and every second one is acknowledged by 66 the other way.
+WIRE = (1514 + 66 / 2) / 1448
+
+
+@dataclass(frozen=True)
+class Work:
+    """A model and the samples of a step."""
+
+    num_layers: int
+    hidden_size: int
+    seq_length: int
+    vocab_size: int
+    global_batch_size: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the processes share the work; axis: the one that crosses the link, of so many processes."""
+
+    name: str
+    what: str
+    tensor_parallel: int
+    axis: str
+    axis_size: int
+    flags: tuple[str, ...]
+
+    @property
+    def data_parallel(self) -> int:
+        return WORLD_SIZE // self.tensor_parallel
+
+    @property
+    def rings(self) -> int:
+        """Groups of the crossing axis.  Each sends around a ring that leaves every node once."""
+        return WORLD_SIZE // self.axis_size
+
+
+ACROSS = Layout(
+    name="across",
+    what="tensor parallel 4 across nodes",
+    tensor_parallel=4,
+    axis="tp",
+    axis_size=4,
+    flags=("--zero-stage", "0", "--allow-tensor-parallel-across-nodes"),
+)
+INSIDE = Layout(
+    name="inside",
+    what="tensor parallel 2 inside nodes, ZeRO stage 2 with data parallel 2 across",
+    tensor_parallel=2,
+    axis="dp",
+    axis_size=2,
+    flags=("--zero-stage", "2"),
+)
+LAYOUTS = (ACROSS, INSIDE)
+
+
+def process_numel(work: Work, tensor_parallel: int) -> int:
+    """Parameters of one process: matrices, their columns' biases and the embedding are shared, the rest is not."""
+    h = work.hidden_size
+    block = (12 * h * h + 7 * h) // tensor_parallel + 6 * h
+    rows = work.vocab_size // tensor_parallel + work.seq_length
+    return work.num_layers * block + rows * h + 2 * h
+
+
+def process_bytes(layout: Layout, work: Work) -> int:
+    """What a process sends in a step on the axis that crosses the link.
+
+    Tensor parallel: all-reduces of b s h; of each layer two forward, two backward, and one in recomputation, which
+    stops before the second; one behind the embedding and one before the head, and three figures a token in its loss.
+    An all-reduce of N bytes among n sends 2 N (n-1)/n.  ZeRO stage 2: gradients once for each of m micro-batches, here
+    one, and parameters once, (n-1)/n of each.
+    """
+    n = layout.axis_size
+    if layout.axis == "dp":
+        micro_batches = 1
+        return (micro_batches + 1) * ELEMENT * process_numel(work, layout.tensor_parallel) * (n - 1) // n
+    tokens = work.global_batch_size // layout.data_parallel * work.seq_length
+    reduced = (5 * work.num_layers + 2) * tokens * work.hidden_size + 3 * tokens
+    return 2 * ELEMENT * reduced * (n - 1) // n
+
+
+def node_bytes(layout: Layout, work: Work) -> int:
+    """What leaves a node in a step."""
+    return layout.rings * process_bytes(layout, work)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of a layout: seconds of a step over links without a limit, measured; bytes a node sends in one, by formula."""
+
+    compute: float
+    node_bytes: int
+
+    def seconds(self, mbit: float | None) -> float:
+        """Of a step over links of so many Mbit/s; None: without a limit."""
+        return self.compute if mbit is None else self.compute + 8e-6 * WIRE * self.node_bytes / mbit
+
+
+def predicted_rate(across: Prediction, inside: Prediction, ratio: float) -> float | None:
+    """The rate in Mbit/s below which `across` takes `ratio` times as long as `inside`.
+
+    Infinite where it does so without a limit, None where it does so at no rate.
+    """
+    bytes_left = across.node_bytes - ratio * inside.node_bytes
+    seconds_left = ratio * inside.compute - across.compute
+    if seconds_left <= 0:
+        return math.inf
+    return 8e-6 * WIRE * bytes_left / seconds_left if bytes_left > 0 else None
+
+
+def measured_rate(points: Sequence[tuple[float, float]], ratio: float) -> float | None:
+    """The rate at which the ratio is reached, on straight lines between points (logarithm of rate, ratio).
+
+    None where it is not between two points.
+    """
+    ordered = sorted(points)
+    for (low, more), (high, less) in itertools.pairwise(ordered):
+        if less <= ratio <= more and less < more:
+            return float(low * (high / low) ** ((more - ratio) / (more - less)))
+    return None

@@ -1,0 +1,212 @@
+"""Runs of pretrain_gpt.py on an emulated cluster (`cluster.sh`): started as by a launcher, followed step by step.
+
+A run's processes have a metrics file to themselves, which is read while it grows; the bytes that have left every node
+over its link are read when a line arrives.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[1]
+_SCRIPT = Path(__file__).with_name("cluster.sh")
+_POLL_SECONDS = 0.005
+_PATIENCE_SECONDS = 300.0  # for a step, and for the end of a run
+
+
+class ClusterError(Exception):
+    """This machine makes no cluster: not root, no iproute2, or a kernel that refuses."""
+
+
+class Cluster:
+    """Nodes with links, as long as the `with` block lasts; they go whatever ends it."""
+
+    def __init__(self, nodes: int) -> None:
+        self.nodes = nodes
+        self._name = f"mz{os.getpid()}"
+
+    def __enter__(self) -> "Cluster":
+        try:
+            self._call("up", str(self.nodes))
+        except ClusterError:
+            raise  # the script has taken back what it had made; what was there before is somebody else's
+        except BaseException:
+            self._call("down")
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._call("down")
+
+    def set_rate(self, mbit: float | None) -> None:
+        """Of every link and direction, in Mbit/s; None: as fast as the machine can."""
+        self._call("rate", "none" if mbit is None else f"{round(1000 * mbit)}kbit")
+
+    def sent_bytes(self) -> list[int]:
+        """By node, over its link, since the cluster came up."""
+        ends = (f"/sys/class/net/{self._name}v{node}/statistics/rx_bytes" for node in range(self.nodes))
+        return [int(Path(end).read_text()) for end in ends]
+
+    def start(self, node: int, command: Sequence[str], environment: Mapping[str, str], log: Path) -> "Process":
+        """A command on a node; what it says goes to the log."""
+        words = ["bash", str(_SCRIPT), "exec", str(node), *command]
+        with log.open("wb") as sink:
+            popen = subprocess.Popen(
+                words,
+                env={**os.environ, **environment, "CLUSTER": self._name},
+                cwd=ROOT,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a Ctrl-C is for this program, which ends its processes itself
+            )
+        return Process(popen, log)
+
+    def _call(self, *words: str) -> None:
+        """The script, to its end: a Ctrl-C doesn't reach it, and is heeded when it has done its work."""
+        process = subprocess.Popen(
+            ["bash", str(_SCRIPT), *words],
+            env={**os.environ, "CLUSTER": self._name},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            _, said = process.communicate()
+        except BaseException:
+            process.wait()
+            raise
+        if process.returncode:
+            raise ClusterError(f"cluster.sh {' '.join(words)}: {said.strip() or f'status {process.returncode}'}")
+
+
+def obstacle() -> str:
+    """Why this machine makes no cluster, in words; empty where it does, which is tried."""
+    if os.geteuid() != 0:
+        return "network namespaces and the rate of a link need root"
+    try:
+        with Cluster(1) as cluster:
+            cluster.set_rate(100)
+    except ClusterError as error:
+        return f"it needs the right to make network namespaces, and ip and tc (Debian: iproute2): {error}"
+    return ""
+
+
+class Process(NamedTuple):
+    """One rank."""
+
+    popen: "subprocess.Popen[bytes]"
+    log: Path
+
+
+class Step(NamedTuple):
+    """A step line of the metrics file, and the bytes every node had sent over its link when the line was seen."""
+
+    record: Mapping[str, Any]
+    sent: list[int]
+
+
+class Run:
+    """pretrain_gpt.py with so many ranks on every node, as long as the `with` block lasts; then they are ended.
+
+    They have no state that outlives them.  Raises RuntimeError from `steps` when a rank has ended.
+    """
+
+    def __init__(self, cluster: Cluster, flags: Sequence[str], folder: Path, *, processes: int) -> None:
+        self._cluster = cluster
+        self._folder = folder
+        self._processes = processes
+        self._metrics = folder / "metrics.jsonl"
+        self._command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags, "--metrics-file", str(self._metrics)]
+        self._ranks: list[Process] = []
+        self._seen = 0  # bytes of the file
+
+    def __enter__(self) -> "Run":
+        self._folder.mkdir(parents=True)
+        try:
+            for rank in range(self._cluster.nodes * self._processes):
+                log = self._folder / f"rank{rank}.log"
+                node = rank // self._processes
+                self._ranks.append(self._cluster.start(node, self._command, self._environment(rank), log))
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def forget(self) -> None:
+        """Steps that have ended by now will not be told."""
+        self._lines()
+
+    def steps(self, number: int) -> list[Step]:
+        """The next ones, as soon as all have ended."""
+        found: list[Step] = []
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            ended = next((rank for rank in self._ranks if rank.popen.poll() is not None), None)
+            for line in self._lines(number - len(found)):
+                found.append(Step(json.loads(line), self._cluster.sent_bytes()))
+                deadline = time.monotonic() + _PATIENCE_SECONDS
+            if len(found) == number:
+                return found
+            if ended is not None or time.monotonic() > deadline:
+                log = (ended or self._ranks[0]).log
+                what = "has ended" if ended else f"has taken no step in {_PATIENCE_SECONDS:g} s"
+                raise RuntimeError(f"a rank {what}; {log.name} ends:\n{log.read_text(errors='replace')[-3000:]}")
+            time.sleep(_POLL_SECONDS)
+
+    def _lines(self, most: int | None = None) -> list[bytes]:
+        """Whole lines that have not been seen, at most so many."""
+        if not self._metrics.exists():
+            return []
+        lines = self._metrics.read_bytes()[self._seen :].split(b"\n")[:-1][:most]
+        self._seen += sum(len(line) + 1 for line in lines)
+        return lines
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        """What torchrun would say to a rank; one thread each, as cores are few."""
+        told = {
+            "RANK": rank,
+            "WORLD_SIZE": self._cluster.nodes * self._processes,
+            "LOCAL_RANK": rank % self._processes,
+            "LOCAL_WORLD_SIZE": self._processes,
+            "MASTER_ADDR": "10.77.0.1",
+            "MASTER_PORT": 29500,
+            "OMP_NUM_THREADS": 1,
+        }
+        return {name: str(value) for name, value in told.items()}
+
+    def _end(self) -> None:
+        for rank in self._ranks:
+            rank.popen.kill()
+        for rank in self._ranks:
+            rank.popen.wait()
+
+
+@contextmanager
+def ends_on_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the program as Ctrl-C does, by an exception, so that everything is taken down."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

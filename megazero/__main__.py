@@ -1,0 +1,108 @@
+"""Commands for users: `python -m megazero verify-layout ...`."""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+from megazero.comm.build import Launch, choose_device, join, leave, make_mesh
+from megazero.comm.last_word import last_word
+from megazero.config.cli import ParsedRun, parse
+from megazero.config.rules import advice
+from megazero.config.verification import OwnWords, in_float64, overridden, starting_anew, take_steps
+from megazero.console import Console, run_program
+from megazero.errors import ConfigError, Problem, raise_problems
+from megazero.memory.fused_buffers import FusedBuffers
+from megazero.train.build import check, topology
+from megazero.train.inputs import RunInputs
+from megazero.train.verify import verify
+from megazero.train.verify_report import BOUNDS, Report
+
+VERIFY_LAYOUT = f"""usage: torchrun --nproc-per-node N -m megazero verify-layout [--verify-steps N] FLAGS
+
+Trains a few steps in the layout that FLAGS ask for and, on rank 0 alone, the same steps as one process, both in float64
+without dropout, and compares losses, gradient norms, every gradient and every weight by name.  What the layout gets
+wrong is named, the first difference first.  Exit status 0: all agree; 1: something differs.
+
+FLAGS are those of pretrain_gpt.py, whose --help lists them: model, batch, layout, and --data-path or --mock-data.
+Nothing is loaded or saved.  --verify-steps N: steps to compare (default: 3).
+
+One process holds the whole model, 32 bytes a parameter, and makes each step alone, while the others wait: verify a
+layout with fewer layers (--num-layers), a shorter sequence or a smaller batch than it is made for; a step that takes
+one process longer than ten minutes needs --distributed-timeout-minutes.
+
+{BOUNDS}
+"""
+USAGE = """usage: python -m megazero COMMAND ...
+
+verify-layout    whether a layout computes what one process computes; verify-layout --help tells more
+"""
+
+
+def verify_layout(words: Sequence[str]) -> int:
+    """Read and check the flags, join the other ranks, compare, tell; returns the exit status."""
+    if {"--help", "-h"} & set(words):
+        Console().line(VERIFY_LAYOUT)
+        return 0
+    launch, console = Launch.from_environment(), Console()
+    own = take_steps(words)
+    parsed = _parse(own, launch)
+    for notice in _notices(parsed, launch):
+        console.line(notice)
+    inputs = check(starting_anew(parsed.config), launch)
+    report = _report(parsed, launch, inputs, own.steps)
+    for line in report.lines():
+        console.line(line)
+    return 0 if report.agrees else 1
+
+
+def _parse(own: OwnWords, launch: Launch) -> ParsedRun:
+    """The run's flags; ConfigError with everything that is wrong with any words."""
+    try:
+        parsed = parse(own.rest, world_size=launch.world_size)
+    except ConfigError as error:
+        raise ConfigError(*own.problems, *error.problems) from None
+    raise_problems(ConfigError, own.problems)
+    return parsed
+
+
+def _notices(parsed: ParsedRun, launch: Launch) -> Iterator[str]:
+    """Those about flags, with advice for the run that takes place, and what float64 takes the place of."""
+    config, size = parsed.config, launch.world_size
+    stale = advice(config, size)
+    yield from (notice for notice in parsed.notices if notice not in stale)
+    yield from advice(in_float64(config), size)
+    given = overridden(config)
+    yield f"verify-layout computes in float64{f', whatever the flags say: {given}' if given else ''}"
+
+
+def _report(parsed: ParsedRun, launch: Launch, inputs: RunInputs, steps: int) -> Report:
+    """Join the other ranks and compare."""
+    config, parallel = parsed.config, parsed.config.parallel
+    device, minutes = choose_device(parallel.device, launch.local_rank), parallel.distributed_timeout_minutes
+    store = join(launch, backend=parallel.distributed_backend, device=device, timeout_minutes=minutes)
+    try:
+        with last_word(store, launch.rank):
+            buffers = FusedBuffers(0, device)
+            layout = topology(config, launch.world_size)
+            mesh = make_mesh(layout, launch.rank, device, buffers, timeout_minutes=minutes)
+            return verify(config, mesh, buffers, inputs, steps=steps, tell=Console(launch.rank).line)
+    finally:
+        leave()
+
+
+COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = MappingProxyType({"verify-layout": verify_layout})
+
+
+def main() -> int:
+    """Run the command that the first word names."""
+    words = sys.argv[1:]
+    if not words or words[0] in ("--help", "-h"):
+        Console().line(USAGE)
+        return 0 if words else 2
+    if words[0] not in COMMANDS:
+        raise ConfigError(Problem(words[0], "there is no command of this name", ", ".join(COMMANDS)))
+    return COMMANDS[words[0]](words[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(main))

@@ -1,0 +1,414 @@
+"""Tests the nodes of a job before it trains: GPUs, clocks, shared memory, and what all-reduces carry, node by node.
+
+One slow node slows all of them down, so each is measured apart.  Nodes stand in a *ring*; the ranks of two neighbours,
+a *pair*, all-reduce together while other pairs do the same.  One fast pair *clears* both its nodes.  Nodes that no pair
+clears are *suspects*; they are measured again, each beside a cleared one, so that a sound node between two bad ones is
+not blamed.  What is found travels through the job's store, so that a network that fails can be told of.
+
+Bandwidths are those of the bytes that each rank sends, 2 (n - 1) / n of the message over n ranks, in bytes a second.
+"""
+
+import json
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+
+from megazero.comm.build import Launch
+from megazero.errors import CollectiveError, Problem, TopologyError
+from megazero.units import format_bytes
+
+_SHARED_MEMORY = Path("/dev/shm")
+_REPETITIONS = 5
+_PARTING_SECONDS = 10.0
+_GB = 1e9
+_FAILURE = 1.0  # bytes a second; what failed counts as 0
+
+Pair = tuple[int, int]  # numbers of two nodes
+
+
+@dataclass(frozen=True)
+class Demands:
+    """What a node must have.
+
+    bandwidth:     least bytes a second; 0: anything that is not a failure.
+    clock_skew:    most seconds that its clock may be off.
+    shared_memory: least free bytes.
+    """
+
+    gpus: int
+    bandwidth: float
+    clock_skew: float
+    shared_memory: int
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a rank sees of the node it is on."""
+
+    node: str
+    gpus: int
+    shared_memory: int  # free bytes
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node and its ranks; figures are the worst of what its ranks see."""
+
+    name: str
+    ranks: tuple[int, ...]
+    gpus: int
+    shared_memory: int
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What was measured.
+
+    clocks: seconds that a node's clock is ahead of the first one's.
+    inside: bytes a second within a node; missing where it has one rank.
+    pairs:  bytes a second over two nodes together; 0 where it failed.
+    whole:  the same over all ranks.
+    """
+
+    nodes: tuple[Node, ...]
+    clocks: tuple[float, ...]
+    inside: Mapping[int, float]
+    pairs: Mapping[Pair, float]
+    whole: float
+
+
+def own_facts(node: str) -> Facts:
+    """This rank's view of its node."""
+    free = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.exists() else 0
+    return Facts(node, torch.cuda.device_count(), free)
+
+
+def open_store(launch: Launch, timeout: float) -> Store:
+    """The job's store, at rank 0, MASTER_ADDR and MASTER_PORT; nobody waits for ranks that don't come."""
+    if launch.world_size == 1:
+        return HashStore()
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not host or not port.isdecimal():
+        given = f"MASTER_ADDR {host!r}, MASTER_PORT {port!r}"
+        raise TopologyError(Problem(given, "ranks find each other by them", "start with srun or torchrun"))
+    limit = timedelta(seconds=timeout)
+    try:
+        return TCPStore(host, int(port), None, launch.rank == 0, timeout=limit, wait_for_workers=False)
+    except RuntimeError as error:
+        raise CollectiveError(
+            Problem(f"rank {launch.rank}: {host}:{port} can't be reached", str(error).split("\n")[0])
+        ) from None
+
+
+class Board:
+    """Where ranks leave figures for each other: rank 0 collects them and shows the collection to all."""
+
+    def __init__(self, store: Store, rank: int, timeout: float) -> None:
+        """timeout: seconds that a rank may be late."""
+        self.store = store
+        self.rank = rank
+        self.timeout = timeout
+
+    def gather(self, topic: str, mine: Any, ranks: Sequence[int]) -> list[Any]:
+        """What each of `ranks` left, None for those that are too late; every rank of the job calls it."""
+        if self.rank in ranks:
+            self.post(f"{topic}/{self.rank}", mine)
+        if self.rank == 0:
+            end = time.monotonic() + self.timeout
+            self.post(topic, [self.find(f"{topic}/{rank}", end - time.monotonic()) for rank in ranks])
+        found = self.find(topic, 2 * self.timeout)
+        if found is None:
+            raise CollectiveError(f"rank {self.rank}: rank 0 says nothing about {topic}")
+        return list(found)
+
+    def post(self, topic: str, figures: Any) -> None:
+        """Leave something under a topic of its own."""
+        self.store.set(topic, json.dumps(figures))
+
+    def find(self, topic: str, timeout: float) -> Any:
+        """What is under the topic; None when nothing has come in time."""
+        try:
+            self.store.wait([topic], timedelta(seconds=max(timeout, 0.001)))
+            return json.loads(self.store.get(topic))
+        except RuntimeError:
+            return None
+
+    def part(self, world_size: int) -> None:
+        """Rank 0, which keeps the store, stays a while for the others to read all they want."""
+        heard = self.store.add("parted", 1)
+        end = time.monotonic() + _PARTING_SECONDS
+        while self.rank == 0 and heard < world_size and time.monotonic() < end:
+            time.sleep(0.05)
+            heard = self.store.add("parted", 0)
+
+
+def roll_call(board: Board, launch: Launch, facts: Facts, names: Sequence[str]) -> tuple[Node, ...]:
+    """The nodes in the order of their ranks.
+
+    names: the nodes that should be there, if known, with as many ranks each; only they can tell who is absent.  Raises
+    TopologyError, on all ranks, when ranks are.
+    """
+    told = board.gather("facts", asdict(facts), range(launch.world_size))
+    absent = [rank for rank, found in enumerate(told) if found is None]
+    if absent:
+        where = [_expected_node(rank, launch.world_size, names) for rank in absent]
+        raise TopologyError(
+            *(
+                Problem(
+                    f"{node}: rank {_listed(rank for rank, at in zip(absent, where, strict=True) if at == node)}"
+                    f" has not reported within {board.timeout:.0f} s",
+                    "every rank reaches rank 0 before anything is measured",
+                    _leave_out(node),
+                )
+                for node in dict.fromkeys(where)
+            )
+        )
+    seen: dict[str, list[tuple[int, Facts]]] = {}
+    for rank, found in enumerate(told):
+        seen.setdefault(found["node"], []).append((rank, Facts(**found)))
+    return tuple(
+        Node(
+            name,
+            tuple(rank for rank, _ in views),
+            min(view.gpus for _, view in views),
+            min(view.shared_memory for _, view in views),
+        )
+        for name, views in seen.items()
+    )
+
+
+def survey(board: Board, nodes: tuple[Node, ...], device: torch.device, demands: Demands, nbytes: int) -> Survey:
+    """Measure clocks and bandwidths with messages of `nbytes`; every rank of the job calls it.
+
+    torch's default process group must not be there: each crew of ranks makes it for itself, and takes it down.
+    """
+    clocks = _compare_clocks(board, nodes)
+    everyone = sorted(rank for node in nodes for rank in node.ranks)
+    crews: dict[str, Sequence[int]] = {
+        f"inside/{number}": node.ranks for number, node in enumerate(nodes) if len(node.ranks) > 1
+    }
+    meter = _Measurements(board, device, nbytes)
+    inside = {int(topic.rpartition("/")[2]): figure for topic, figure in meter.round("inside", crews).items()}
+    pairs: dict[Pair, float] = {}
+    for number, disjoint in enumerate(ring(len(nodes))):
+        pairs |= meter.pairs(f"pairs/{number}", disjoint, nodes)
+    suspects, cleared = split(pairs, len(nodes), max(demands.bandwidth, _FAILURE))
+    for number, disjoint in enumerate(second_look(suspects, cleared)):
+        pairs |= meter.pairs(f"again/{number}", disjoint, nodes)
+    whole = meter.round("whole", {"whole/all": everyone} if len(everyone) > 1 else {})
+    return Survey(nodes, clocks, inside, pairs, whole.get("whole/all", float("inf")))
+
+
+def ring(count: int) -> list[list[Pair]]:
+    """Pairs of neighbours in a ring of `count` nodes, in rounds; nobody is in two pairs of a round."""
+    edges = [(number, (number + 1) % count) for number in range(count if count > 2 else count - 1)]
+    last = edges[-1:] if count % 2 and count > 2 else []  # an odd ring's last node would be in two pairs of a round
+    rest = edges[: len(edges) - len(last)]
+    return [pairs for pairs in (rest[0::2], rest[1::2], last) if pairs]
+
+
+def split(pairs: Mapping[Pair, float], count: int, floor: float) -> tuple[list[int], list[int]]:
+    """(suspects, cleared): nodes without and with a pair that reaches the floor; a single node is neither."""
+    best = {number: max(found) for number in range(count) if (found := _figures_of(pairs, number))}
+    return [n for n, figure in best.items() if figure < floor], [n for n, figure in best.items() if figure >= floor]
+
+
+def second_look(suspects: Sequence[int], cleared: Sequence[int]) -> list[list[Pair]]:
+    """Every suspect beside a cleared node, in rounds; nothing when none is cleared."""
+    if not cleared:
+        return []
+    step = len(cleared)
+    return [list(zip(cleared, suspects[start : start + step], strict=False)) for start in range(0, len(suspects), step)]
+
+
+def node_problems(nodes: Sequence[Node], demands: Demands) -> list[Problem]:
+    """What is wrong with what nodes have; nothing can be measured while GPUs are missing."""
+    problems = []
+    for node in nodes:
+        if node.gpus != demands.gpus:
+            rule = f"every node has {demands.gpus} GPUs (--gpus-per-node)"
+            problems.append(Problem(f"{node.name}: {node.gpus} GPUs", rule, _leave_out(node.name)))
+        if node.shared_memory < demands.shared_memory:
+            given = f"{node.name}: {format_bytes(node.shared_memory)} of shared memory free"
+            rule = f"at least {format_bytes(demands.shared_memory)} (--min-shared-memory)"
+            problems.append(Problem(given, rule, f"clear {_SHARED_MEMORY} there, or {_leave_out(node.name)}"))
+    return problems
+
+
+def survey_problems(found: Survey, demands: Demands) -> list[Problem]:
+    """What is wrong with what was measured, with the names of the nodes where it is."""
+    return _clock_problems(found, demands.clock_skew) + _bandwidth_problems(found, demands.bandwidth)
+
+
+def _clock_problems(found: Survey, limit: float) -> list[Problem]:
+    """Clocks are held against their median: the first node's may be the wrong one."""
+    middle = statistics.median_low(found.clocks)
+    return [
+        Problem(
+            f"{node.name}: its clock is {clock - middle:+.3f} s off the others'",
+            f"clocks differ by at most {limit:g} s (--max-clock-skew)",
+            f"set it (chronyc makestep), or {_leave_out(node.name)}",
+        )
+        for node, clock in zip(found.nodes, found.clocks, strict=True)
+        if abs(clock - middle) > limit
+    ]
+
+
+def _bandwidth_problems(found: Survey, floor: float) -> list[Problem]:
+    names = [node.name for node in found.nodes]
+    rule = f"all-reduces reach {floor / _GB:g} GB/s (--min-bandwidth)" if floor else "all-reduces come to an end"
+    floor = max(floor, _FAILURE)
+    suspects, cleared = split(found.pairs, len(names), floor)
+    inside = [
+        Problem(f"{names[number]}: {_rate(figure)} between its own ranks", rule, _leave_out(names[number]))
+        for number, figure in found.inside.items()
+        if figure < floor
+    ]
+    if suspects and not cleared:
+        listed = ", ".join(f"{names[a]} - {names[b]}: {_rate(figure)}" for (a, b), figure in found.pairs.items())
+        given = f"no two nodes are fast together: {listed}"
+        return [*inside, Problem(given, rule, "look at the network (NCCL_DEBUG=INFO), or at each of them")]
+    slow = [
+        Problem(
+            f"{names[number]}: {_rate(max(_figures_of(found.pairs, number)))} at best beside another node",
+            rule,
+            _leave_out(names[number]),
+        )
+        for number in suspects
+    ]
+    links = [
+        Problem(f"{names[a]} and {names[b]}: {_rate(figure)} together, both faster beside others", rule)
+        for (a, b), figure in found.pairs.items()
+        if figure < floor and a in cleared and b in cleared
+    ]
+    if found.whole < floor and not (inside or slow or links):
+        given = f"all nodes together: {_rate(found.whole)}, and no two of them are slow"
+        return [Problem(given, rule, "look at the switches between them")]
+    return inside + slow + links
+
+
+def table(found: Survey) -> list[str]:
+    """The survey as lines, a node each; bandwidths in GB/s."""
+    width = max(4, *(len(node.name) for node in found.nodes))
+    lines = [f"{'node':<{width}}  ranks  GPUs  free shm    clock (s)  inside  with neighbours"]
+    for number, node in enumerate(found.nodes):
+        beside = ", ".join(
+            f"{found.nodes[b if a == number else a].name} {figure / _GB:.2f}"
+            for (a, b), figure in found.pairs.items()
+            if number in (a, b)
+        )
+        inside = f"{found.inside[number] / _GB:.2f}" if number in found.inside else "-"
+        lines.append(
+            f"{node.name:<{width}}  {len(node.ranks):>5}  {node.gpus:>4}  {format_bytes(node.shared_memory):>10}"
+            f"  {found.clocks[number]:>+9.3f}  {inside:>6}  {beside or '-'}"
+        )
+    return [*lines, f"all ranks together: {_rate(found.whole)}"] if found.pairs or found.inside else lines
+
+
+class _Measurements:
+    """All-reduces of crews of ranks, and what came of them, the same on every rank."""
+
+    def __init__(self, board: Board, device: torch.device, nbytes: int) -> None:
+        self._board = board
+        self._device = device
+        self._message = torch.zeros(max(nbytes // 4, 1), dtype=torch.float32, device=device)
+
+    def pairs(self, topic: str, disjoint: Sequence[Pair], nodes: Sequence[Node]) -> dict[Pair, float]:
+        """Bytes a second of pairs that have no node in common."""
+        crews = {f"{topic}/{a}-{b}": sorted((*nodes[a].ranks, *nodes[b].ranks)) for a, b in disjoint}
+        return dict(zip(disjoint, self.round(topic, crews).values(), strict=True))
+
+    def round(self, topic: str, crews: Mapping[str, Sequence[int]]) -> dict[str, float]:
+        """Bytes a second of each crew, all at once; 0 where a crew could not do it."""
+        mine = next((self._try(name, ranks) for name, ranks in crews.items() if self._board.rank in ranks), None)
+        figures = self._board.gather(topic, mine, [ranks[0] for ranks in crews.values()])
+        return {name: figure or 0.0 for name, figure in zip(crews, figures, strict=True)}
+
+    def _try(self, name: str, ranks: Sequence[int]) -> float:
+        try:
+            self._join(name, ranks)
+            seconds = self._time()
+        except RuntimeError:
+            return 0.0
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        return 2 * (len(ranks) - 1) / len(ranks) * self._message.nbytes / seconds
+
+    def _join(self, name: str, ranks: Sequence[int]) -> None:
+        """Make the crew, and nobody else, the default group: what fails in one crew leaves the others alone."""
+        on_gpu = self._device.type == "cuda"
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            store=PrefixStore(name, self._board.store),
+            rank=ranks.index(self._board.rank),
+            world_size=len(ranks),
+            timeout=timedelta(seconds=self._board.timeout / 2),  # rank 0 waits longer for the figure
+            device_id=self._device if on_gpu else None,
+        )
+
+    def _time(self) -> float:
+        """Median seconds of an all-reduce; the first one of all makes connections."""
+        seconds = []
+        for _ in range(1 + _REPETITIONS):
+            start = time.perf_counter()
+            dist.all_reduce(self._message)
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            seconds.append(time.perf_counter() - start)
+        return statistics.median(seconds[1:])
+
+
+def _compare_clocks(board: Board, nodes: Sequence[Node]) -> tuple[float, ...]:
+    """Seconds that each node is ahead of the first; of a few round trips the shortest says it best."""
+    figures = [0.0]
+    for number, node in enumerate(nodes[1:], 1):
+        trips = [_round_trip(board, f"clock/{number}/{trip}", node.ranks[0]) for trip in range(_REPETITIONS)]
+        figures.append(min(trips)[1])
+    return tuple(board.gather("clocks", figures, [0])[0])
+
+
+def _round_trip(board: Board, topic: str, other: int) -> tuple[float, float]:
+    """(seconds there and back, seconds that the other's clock is ahead), on rank 0."""
+    if board.rank == other:
+        board.find(topic, board.timeout)
+        board.post(f"{topic}/back", time.time())
+    if board.rank != 0:
+        return 0.0, 0.0
+    start = time.time()
+    board.post(topic, None)
+    answer = board.find(f"{topic}/back", board.timeout)
+    end = time.time()
+    if answer is None:
+        raise CollectiveError(f"rank {other} no longer answers")
+    return end - start, answer - (start + end) / 2
+
+
+def _figures_of(pairs: Mapping[Pair, float], number: int) -> list[float]:
+    return [figure for pair, figure in pairs.items() if number in pair]
+
+
+def _expected_node(rank: int, world_size: int, names: Sequence[str]) -> str:
+    return names[rank * len(names) // world_size] if names else "a node whose name is not known"
+
+
+def _listed(ranks: Any) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _rate(figure: float) -> str:
+    return f"{figure / _GB:.2f} GB/s"
+
+
+def _leave_out(name: str) -> str:
+    return f"leave the node out (sbatch --exclude={name})"

@@ -1,0 +1,124 @@
+"""Point-to-point exchange between neighbouring pipeline stages in one step.
+
+Every message has one shape and dtype, which both sides know: the activations at a cut, or their gradients.  Receives
+are posted ahead and waited for by `take`; a send returns at once, and its tensor is let go when a message proves that
+it has been taken (`plan.proofs`), at the step's end at the latest.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megazero.comm.interface import Communicator, Work
+from megazero.comm.mesh import ACTIVATIONS, GRADIENTS, Mesh
+from megazero.pipeline.plan import Taken
+from megazero.pipeline.schedule import Action, Kind
+
+
+class Cut(NamedTuple):
+    """What passes between stages: the shape and dtype of activations."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _Arriving(NamedTuple):
+    work: Work
+    tensor: Tensor
+
+
+class _Way(NamedTuple):
+    """Where messages of one kind go, or come from: the communicator, the stage there."""
+
+    communicator: Communicator
+    stage: int
+
+
+class Exchange:
+    """Messages of one rank in one step."""
+
+    def __init__(self, mesh: Mesh, cut: Cut, taken: Mapping[Action, Taken]) -> None:
+        self._cut = cut
+        self._taken = taken
+        self._device = mesh.device
+        stage, last = mesh.coordinate("pp"), mesh.topology.pp - 1
+        before, after = (stage - 1) % (last + 1), (stage + 1) % (last + 1)
+        if last:
+            down, up = stage == last, stage == 0  # whether it is between the last stage and the first
+            self._ways = {
+                Kind.SEND_ACTIVATION: _Way(mesh.channel(ACTIVATIONS, wraps=down), after),
+                Kind.RECEIVE_ACTIVATION: _Way(mesh.channel(ACTIVATIONS, wraps=up), before),
+                Kind.SEND_GRADIENT: _Way(mesh.channel(GRADIENTS, wraps=up), before),
+                Kind.RECEIVE_GRADIENT: _Way(mesh.channel(GRADIENTS, wraps=down), after),
+            }
+        self._arriving: dict[Action, _Arriving] = {}
+        self._sent: dict[Kind, deque[_Arriving]] = {Kind.SEND_ACTIVATION: deque(), Kind.SEND_GRADIENT: deque()}
+        self._num_over = dict.fromkeys(self._sent, 0)
+
+    def receive(self, action: Action) -> None:
+        """Post a receive."""
+        way = self._ways[action.kind]
+        tensor = torch.empty(self._cut.shape, dtype=self._cut.dtype, device=self._device)
+        self._arriving[action] = _Arriving(way.communicator.receive_into(tensor, way.stage), tensor)
+
+    def take(self, action: Action) -> Tensor:
+        """What a receive has brought, when it is there."""
+        arriving = self._arriving.pop(action)
+        arriving.work.wait()
+        taken = self._taken[action]
+        self._let_go(Kind.SEND_ACTIVATION, taken.activations)
+        self._let_go(Kind.SEND_GRADIENT, taken.gradients)
+        return arriving.tensor
+
+    def send(self, action: Action, tensor: Tensor) -> None:
+        """Send a tensor, which must not be written to any more."""
+        found = Cut(tuple(tensor.shape), tensor.dtype)
+        assert found == self._cut, f"{action} sends {found}, the stages have agreed on {self._cut}"
+        way = self._ways[action.kind]
+        dense = tensor.contiguous()
+        self._sent[action.kind].append(_Arriving(way.communicator.send(dense, way.stage), dense))
+
+    def finish(self) -> None:
+        """Return when every message has gone."""
+        assert not self._arriving, f"nobody has taken {[str(action) for action in self._arriving]}"
+        for sent in self._sent.values():
+            while sent:
+                sent.popleft().work.wait()
+
+    def _let_go(self, kind: Kind, number: int) -> None:
+        """The first `number` messages of a kind have been taken."""
+        while self._num_over[kind] < number:
+            self._sent[kind].popleft().work.wait()
+            self._num_over[kind] += 1
+
+
+class ReceivedInput:
+    """A received activation as the beginning of a graph; `gradient` is there after backward.
+
+    The graph refers to its memory only where something saves it, so that a checkpoint kept in another form frees it.
+    """
+
+    def __init__(self) -> None:
+        self.gradient: Tensor | None = None
+
+    def enter(self, x: Tensor) -> Tensor:
+        """x as a part of a graph."""
+        if not torch.is_grad_enabled():
+            return x
+        anchor = torch.zeros((), device=x.device, requires_grad=True)
+        return _Enter.apply(anchor, x, self)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, received: ReceivedInput) -> Tensor:
+        ctx.received = received
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        ctx.received.gradient = grad
+        return None, None, None

@@ -1,0 +1,101 @@
+"""When a stage computed what: the spans of one rank's computations in a step; and several ranks' as one timeline."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+from megazero.pipeline.schedule import Action, Kind
+from megazero.pipeline.timeline import Span, Timeline
+
+
+class AnyTrace(Protocol):
+    """A trace, or one that keeps nothing."""
+
+    def computing(self, action: Action) -> AbstractContextManager[None]:
+        """The computation happens inside."""
+
+    def begin(self) -> None:
+        """Keep spans from here on."""
+
+    def take(self) -> list[Span]:
+        """The spans since `begin`, in seconds on the host's clock, in order; keep no more."""
+
+
+class _NoTrace:
+    def computing(self, action: Action) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def begin(self) -> None:
+        return None
+
+    def take(self) -> list[Span]:
+        return []
+
+
+NO_TRACE: AnyTrace = _NoTrace()
+
+
+class Trace:
+    """Keeps the spans between `begin` and `take`: of computations alone, without the wait for their input.
+
+    On CUDA kernels are waited for at both ends of a span, which makes the step that is traced slower, and no other.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._spans: list[Span] = []
+        self._keeps = False
+
+    def computing(self, action: Action) -> AbstractContextManager[None]:
+        """The computation happens inside."""
+        return self._span(action) if self._keeps else nullcontext()
+
+    def begin(self) -> None:
+        """Keep spans from here on, and none from before."""
+        self._spans, self._keeps = [], True
+
+    def take(self) -> list[Span]:
+        """The spans since `begin`; none without it."""
+        spans, self._spans, self._keeps = self._spans, [], False
+        return spans
+
+    @contextmanager
+    def _span(self, action: Action) -> Iterator[None]:
+        start = self._now()
+        yield
+        self._spans.append(Span(action, start, self._now()))
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.monotonic()  # one clock for all processes of a machine
+
+
+Row = tuple[str, int, int, float, float]  # a span: kind, micro-batch, chunk, start, end
+
+
+def rows(spans: Sequence[Span]) -> list[Row]:
+    """Spans in a form that JSON has."""
+    return [(span.action.kind.value, *span.action[1:], span.start, span.end) for span in spans]
+
+
+def timeline(stages: Sequence[Sequence[Sequence[Any]]]) -> Timeline:
+    """The stages' `rows` as one timeline, which begins at 0 with the first span."""
+    begin = min(row[3] for stage in stages for row in stage)
+    return Timeline(tuple(tuple(_span(row, begin) for row in stage) for stage in stages))
+
+
+def mean_durations(measured: Timeline) -> Mapping[Kind, float]:
+    """Mean seconds of every kind that occurs, over all stages and micro-batches."""
+    by_kind: dict[Kind, list[float]] = {}
+    for span in (span for spans in measured.stages for span in spans):
+        by_kind.setdefault(span.action.kind, []).append(span.end - span.start)
+    return {kind: sum(found) / len(found) for kind, found in by_kind.items()}
+
+
+def _span(row: Sequence[Any], begin: float) -> Span:
+    kind, micro_batch, chunk, start, end = row
+    return Span(Action(Kind(kind), micro_batch, chunk), start - begin, end - begin)

@@ -1,0 +1,75 @@
+"""Parameters' gradients and weights as one process would hold them, put together from what ranks own.
+
+Every rank owns some elements of some parameters and knows nothing of the rest; the full tensor is the sum over the
+world of what each has to give, one parameter at a time.  Where several ranks hold the same, one of them gives, and a
+digest of each of these *copies* tells whether they are the same to the bit.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from megazero.checkpoint.slices import fragment_pieces, index_within, piece_view
+from megazero.parallel.param_spec import Box, ParamSpec, named_specs
+from megazero.parallel.topology import ENDS
+from megazero.train.build import Core
+from megazero.zero.plan import Placement
+
+# What is told of a rank's copies: axis -> kind -> parameter's name -> digest.
+Copies = dict[str, dict[str, dict[str, str]]]
+
+# Names of what is compared, and of what the engine calls it.
+KINDS = {"gradient": "gradient", "weight": "master"}
+
+
+class OwnedTensors:
+    """What one rank owns of its model's gradients and weights."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self.specs = {spec.name: spec for spec, _ in named_specs(core.model)}
+        self._place = {axis: core.mesh.coordinate(axis) for axis in ("tp", ENDS)}
+        plan, sections = core.engine.plan, core.engine.layout.sections
+        self._whole = {slot.spec.name for section in sections if not section.partitioned for slot in section.slots}
+        self._is_first_copy = plan.optimizer.placement is Placement.PARTITIONED or core.mesh.coordinate("dp") == 0
+
+    def full(self, name: str, kind: str, shape: tuple[int, ...]) -> Tensor:
+        """A tensor of a parameter's full shape with the elements this rank gives, 0 elsewhere, in float64."""
+        whole = torch.zeros(shape, dtype=torch.float64, device=self._core.mesh.device)
+        spec = self.specs.get(name)
+        if spec is None or not self._is_first_copy or not spec.is_counted_on(self._place):
+            return whole
+        everything = Box((0,) * len(shape), shape)
+        for owned in self._core.engine.pieces(name, KINDS[kind]):
+            for piece in fragment_pieces(spec, owned.start, owned.stop):
+                whole[index_within(everything, piece.box)] = piece_view(owned.tensor, piece).double()
+        if kind == "gradient":
+            whole *= self._core.engine.predivisor
+        return whole
+
+    def copies(self, kind: str) -> Copies:
+        """Digests of what this rank holds and others along an axis should hold the same of, "gradient" or "weight"."""
+        found: Copies = {axis: {kind: {}} for axis in ("tp", ENDS, "dp")}
+        for name, spec in self.specs.items():
+            owned = digest(piece.tensor for piece in self._core.engine.pieces(name, KINDS[kind]))
+            for axis in _replicated_along(spec):
+                found[axis][kind][name] = owned
+            if kind == "gradient" and self._core.engine.plan.gradient.placement is Placement.REPLICATED:
+                found["dp"][kind][name] = owned
+            elif kind == "weight" and name in self._whole:
+                found["dp"][kind][name] = digest([self._core.model.get_parameter(name).detach()])
+        return found
+
+
+def _replicated_along(spec: ParamSpec) -> Iterator[str]:
+    return (axis for axis in ("tp", ENDS) if spec.is_replicated_along(axis))
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """The same for tensors of the same bits."""
+    state = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        state.update(tensor.to("cpu").contiguous().view(-1).view(torch.uint8).numpy().data)
+    return state.hexdigest()

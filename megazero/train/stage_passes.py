@@ -1,0 +1,145 @@
+"""What the actions of a schedule do on one rank: forwards and backwards of its chunks of the model.
+
+Of a micro-batch that has gone forward a rank holds its graph, the way into it for backward, and no activation but those
+that the graph needs: the output goes once it has been sent, the received input once nothing has saved it.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from megazero.data.loader import MicroBatch
+from megazero.pipeline.exchange import Cut, Exchange, ReceivedInput
+from megazero.pipeline.plan import StepActions
+from megazero.pipeline.schedule import Action, Kind
+from megazero.tensor_parallel.deferred import Held
+from megazero.train.parts import StepParts
+
+_Key = tuple[int, int]  # micro-batch and chunk
+
+
+class StagePasses:
+    """The passes of one step; the loss and its tokens add up on the stage that has the head, elsewhere they stay 0.
+
+    multiplier: of the losses, before backward.
+    """
+
+    def __init__(
+        self, parts: StepParts, micro_batches: Sequence[MicroBatch], step: StepActions, *, multiplier: float = 1.0
+    ) -> None:
+        self._parts = parts
+        self._model = parts.model
+        self._micro_batches = micro_batches
+        self._multiplier = multiplier
+        device = parts.mesh.device
+        cut = Cut(parts.model.activation_shape(micro_batches[0].tokens.numel()), parts.model.dtype)
+        self._exchange = Exchange(parts.mesh, cut, step.taken)
+        self._inputs: dict[_Key, ReceivedInput] = {}
+        self._roots: dict[_Key, GradientEdge | Tensor] = {}
+        self._outgoing: dict[Action, Tensor] = {}
+        self._held: dict[_Key, Held] = {}
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        self.num_tokens = torch.zeros((), dtype=torch.float64, device=device)
+
+    def forward(self, action: Action) -> None:
+        """A chunk on a micro-batch."""
+        self._parts.ledger.phase("forward")
+        batch, chunk = self._micro_batches[action.micro_batch], self._model.chunks[action.chunk]
+        received = None if chunk.is_first else self._exchange.take(action._replace(kind=Kind.RECEIVE_ACTIVATION))
+        with self._parts.trace.computing(action):
+            self._parts.dropout.begin_micro_batch(batch.first_sample, 0 if chunk.is_first else 1 + chunk.layers.start)
+            entered = [self._enter(action, batch, received)]
+            received = None
+            output = self._model.through(action.chunk, entered.pop(), batch.tokens.shape[1])
+            if chunk.is_last:
+                output = self._losses(output, batch)
+        if output.requires_grad:
+            self._roots[_key(action)] = output if chunk.is_last else get_gradient_edge(output)
+        if not chunk.is_last:
+            self._outgoing[action._replace(kind=Kind.SEND_ACTIVATION)] = output.detach()
+
+    def backward(self, action: Action, *, is_last: bool) -> None:
+        """Through a graph; gradients go to their parameters."""
+        engine, gradient = self._parts.engine, self._output_gradient(action)
+        with self._parts.trace.computing(action):
+            engine.begin_backward(is_last=is_last, part=action.chunk)
+            self._walk(action, gradient)
+            engine.end_backward(ends_pass=self._is_idle)
+
+    def input_gradient(self, action: Action) -> None:
+        """Through a graph; gradients of parameters are set aside."""
+        assert self._parts.deferred is not None, "a schedule that splits backward comes with a place for gradients"
+        gradient = self._output_gradient(action)
+        with self._parts.trace.computing(action):
+            self._walk(action, gradient)
+            self._held[_key(action)] = self._parts.deferred.take()
+            self._parts.engine.end_walk(ends_pass=False)
+
+    def weight_gradient(self, action: Action, *, is_last: bool) -> None:
+        """What was set aside goes to the parameters."""
+        engine = self._parts.engine
+        with self._parts.trace.computing(action):
+            engine.begin_backward(is_last=is_last, part=action.chunk)
+            self._held.pop(_key(action)).give()
+            engine.end_backward(ends_pass=self._is_idle)
+
+    def receive(self, action: Action) -> None:
+        self._exchange.receive(action)
+
+    def send(self, action: Action) -> None:
+        self._exchange.send(action, self._outgoing.pop(action))
+
+    def keep(self, chunk: int) -> None:
+        self._parts.engine.keep(chunk)
+
+    def let_go(self, chunk: int) -> None:
+        self._parts.engine.let_go(chunk)
+
+    def finish(self) -> None:
+        """Return when every message has gone."""
+        self._exchange.finish()
+
+    @property
+    def _is_idle(self) -> bool:
+        return not (self._roots or self._held)
+
+    def _enter(self, action: Action, batch: MicroBatch, received: Tensor | None) -> Tensor:
+        if received is None:
+            return self._model.embed(_to_device(batch.tokens, self._parts.mesh.device))
+        self._inputs[_key(action)] = ReceivedInput()
+        return self._inputs[_key(action)].enter(received)
+
+    def _losses(self, x: Tensor, batch: MicroBatch) -> Tensor:
+        """What backward starts from, when the figures have been counted."""
+        device = self._parts.mesh.device
+        labels = _to_device(batch.labels, device)
+        mask = None if batch.loss_mask is None else _to_device(batch.loss_mask, device)
+        loss = self._model.loss(x, labels, mask)
+        self.loss_sum += loss.detach()
+        self.num_tokens += labels.numel() if mask is None else mask.sum()
+        return loss * self._multiplier
+
+    def _output_gradient(self, action: Action) -> Tensor | None:
+        """The gradient of what the chunk has put out; None of a loss, whose is 1."""
+        if self._model.chunks[action.chunk].is_last:
+            return None
+        return self._exchange.take(action._replace(kind=Kind.RECEIVE_GRADIENT))
+
+    def _walk(self, action: Action, gradient: Tensor | None) -> None:
+        self._parts.ledger.phase("backward")
+        torch.autograd.backward(self._roots.pop(_key(action)), gradient)
+        entered = self._inputs.pop(_key(action), None)
+        if entered is not None:
+            assert entered.gradient is not None, f"{action} has come to the input"
+            self._outgoing[action._replace(kind=Kind.SEND_GRADIENT)] = entered.gradient
+
+
+def _key(action: Action) -> _Key:
+    return action.micro_batch, action.chunk
+
+
+def _to_device(part: Tensor, device: torch.device) -> Tensor:
+    """A copy that a GPU makes by itself needs pinned memory at its source; on the CPU nothing is copied."""
+    return part.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else part.to(device)

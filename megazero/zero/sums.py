@@ -1,0 +1,93 @@
+"""Gradients of which ranks along another axis than the data-parallel one each have a part.
+
+Where activations are split along the sequence, every tensor-parallel rank sees a part of what a norm or a row-parallel
+bias was used on (Korthikanti et al., arXiv 2205.05198, section 4.2.2); and what the first and the last pipeline stage
+share gets a gradient on both.  The parts are added up once a step, after the reduction over the data-parallel axis, of
+what this rank owns: those ranks all lay out alike.  Small pieces travel together in one constant-size buffer.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megazero.comm.interface import Communicator, Scratch
+from megazero.parallel.topology import ENDS
+from megazero.zero.layout import Bucket, Range
+from megazero.zero.shards import Shards
+
+_AXES = ("tp", ENDS)
+
+
+class _Run(NamedTuple):
+    """Adjacent elements of one bucket that are to be summed."""
+
+    bucket: Bucket
+    within: Range
+
+
+class GradientSums:
+    """Adds up what `ParamSpec.summed_over` names, of one rank's owned gradients."""
+
+    def __init__(self, shards: Shards, axis: Callable[[str], Communicator], buffers: Scratch) -> None:
+        """buffers: lends memory that holds the layout's largest bucket in the gradients' dtype."""
+        self._shards = shards
+        self._buffers = buffers
+        self.are_due = False
+        """Whether the gradients of a whole step have been reduced, and not yet summed."""
+        self._runs = [(axis(name), tuple(self._runs_over(name))) for name in _AXES if axis(name).size > 1]
+
+    def apply(self) -> None:
+        """Return when every sum is there, if any are due; a collective call over the axes that have some."""
+        if not self.are_due:
+            return
+        self.are_due = False
+        for communicator, runs in self._runs:
+            for pack in self._packs(runs):
+                self._sum(pack, communicator)
+
+    def _runs_over(self, axis: str) -> Iterator[_Run]:
+        for bucket in self._shards.layout.trainable_buckets:
+            section = self._shards.layout.sections[bucket.section]
+            begun: Range | None = None
+            for fragment in section.fragments(self._shards.owned(bucket)):
+                if axis not in fragment.spec.summed_over:
+                    continue
+                if begun is not None and begun.stop == fragment.within.start:
+                    begun = Range(begun.start, fragment.within.stop)
+                    continue
+                if begun is not None:
+                    yield _Run(bucket, begun)
+                begun = fragment.within
+            if begun is not None:
+                yield _Run(bucket, begun)
+
+    def _packs(self, runs: Sequence[_Run]) -> Iterator[list[_Run]]:
+        """Runs that fit into one buffer together."""
+        room = self._shards.layout.max_bucket_numel
+        pack: list[_Run] = []
+        for run in runs:
+            if pack and sum(packed.within.numel for packed in pack) + run.within.numel > room:
+                yield pack
+                pack = []
+            pack.append(run)
+        if pack:
+            yield pack
+
+    def _sum(self, pack: Sequence[_Run], communicator: Communicator) -> None:
+        gradients = [self._shards.reduced_gradient(run.bucket, run.within) for run in pack]
+        if len(gradients) == 1:
+            communicator.all_reduce(gradients[0]).wait()
+            return
+        lease = self._buffers.lease(sum(gradient.numel() for gradient in gradients), gradients[0].dtype)
+        places = torch.split(lease.tensor, [gradient.numel() for gradient in gradients])
+        _copy(gradients, places)
+        communicator.all_reduce(lease.tensor).wait()
+        _copy(places, gradients)
+        lease.release()
+
+
+def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)

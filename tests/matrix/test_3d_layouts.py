@@ -1,0 +1,147 @@
+"""Pipeline x tensor x data parallel: a pairwise cover of all legal layouts computes what one process computes."""
+
+import functools
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.layouts import (
+    DIMENSIONS,
+    GLOBAL_BATCH,
+    MOST_PROCESSES,
+    Layout,
+    any_layout,
+    is_legal,
+    legal_layouts,
+    pairs,
+    pairwise_cover,
+    run_config,
+)
+from support.reference import History
+from support.training import FAULTS, deviation, reference_history, train_cell
+
+from megazero.config import derived
+
+BOUND = 1e-9
+STEPS = 10
+GRID = {**DIMENSIONS, "tp": (1, 2, 4), "dp": (1, 2, 4), "accumulation": (1, 3, 4), "chunks": (1, 2)}
+LAYOUTS = tuple(legal_layouts(GRID))
+COVER = pairwise_cover(LAYOUTS)
+FAULTY = {
+    "dp": Layout(dp=2, pp=2, accumulation=4, stage=2),
+    "tp": Layout(tp=2, pp=2, accumulation=4),
+    "tp, split sequence": Layout(tp=2, pp=2, accumulation=4, sequence_parallel=True),
+    "pp, activations": Layout(pp=2, accumulation=4, schedule="zero-bubble"),
+    "pp, gradients": Layout(pp=2, accumulation=4, chunks=2),
+    "ends": Layout(pp=3, accumulation=3, stage=1),
+}
+
+# What the dimensions leave out, where pipelines could break it.
+FULL = {"recompute_granularity": "full"}
+UNTIED = {"untie_embeddings_and_output_weights": True}
+WINDOW = {"zero3_reshard_after": "window"}
+FURTHER: tuple[tuple[Layout, dict[str, Any]], ...] = (
+    (Layout(pp=2, dp=2, accumulation=4, stage=3), {**UNTIED, **WINDOW, "max_live_parameters": 60_000}),
+    (Layout(pp=4, accumulation=4, stage=3, schedule="zero-bubble"), {**WINDOW, "pipeline_split": "0,2,2,0"}),
+    (Layout(pp=2, accumulation=4, chunks=2, stage=1), {"pipeline_split": "0,2,2,0"}),
+    (
+        Layout(tp=2, pp=2, dp=2, accumulation=4, chunks=2, stage=3),
+        {**FULL, "partition_activations": True, "contiguous_checkpointing": True, "checkpoint_in_cpu": True},
+    ),
+    (Layout(pp=2, accumulation=4, stage=1, schedule="zero-bubble"), {**FULL, "contiguous_checkpointing": True}),
+    (
+        Layout(pp=2, accumulation=4, schedule="gpipe"),
+        {**FULL, "contiguous_checkpointing": True, "number_checkpoints": 2},
+    ),
+    (
+        Layout(pp=2, dp=2, accumulation=4, stage=2, chunks=2),
+        {"allgather_partitions": False, "overlap_comm": False, "gradient_predivide_factor": 2.0},
+    ),
+    (Layout(pp=2, dp=2, accumulation=4, stage=1), {"contiguous_gradients": False, "reduce_scatter": False}),
+    (
+        Layout(pp=2, dp=2, accumulation=4, stage=3, schedule="zero-bubble"),
+        {"param_persistence_threshold": 100, "prefetch_bucket_size": 0},
+    ),
+    (
+        Layout(tp=2, pp=2, accumulation=4, sequence_parallel=True, schedule="zero-bubble", stage=2),
+        {**FULL, "recompute_method": "block", "recompute_num_layers": 1, "logits_chunk_bytes": 9000},
+    ),
+    (
+        Layout(tp=2, pp=2, accumulation=4, sequence_parallel=True, chunks=2),
+        {**UNTIED, **FULL, "checkpoint_in_cpu": True},
+    ),
+    (Layout(tp=2, pp=3, sequence_parallel=True), {"make_vocab_size_divisible_by": 32}),
+)
+
+Reference = Callable[..., History]
+
+
+@pytest.fixture(scope="module")
+def trained_alone(corpus: str) -> Reference:
+    """What one process gets, by number of layers and further settings of the model."""
+    return functools.cache(
+        lambda layers, **settings: reference_history(
+            corpus, STEPS, num_layers=layers, global_batch_size=GLOBAL_BATCH, **settings
+        )
+    )
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("layout", COVER, ids=str)
+def test_layout_trains_like_one_process(layout: Layout, corpus: str, trained_alone: Reference) -> None:
+    reference = trained_alone(layout.num_layers)
+    assert max(reference.grad_norms) > 0.5, "clipping is meant to be active"
+    found = deviation(train_cell(layout.cell(steps=STEPS), corpus), reference)
+    assert found.worst < BOUND, found
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("layout", "settings"), FURTHER, ids=str)
+def test_further_settings(layout: Layout, settings: dict[str, Any], corpus: str, trained_alone: Reference) -> None:
+    cell = layout.cell(steps=STEPS)
+    outcomes = train_cell(replace(cell, settings={**cell.settings, **settings}), corpus)
+    model = {name: settings[name] for name in UNTIED if name in settings}
+    found = deviation(outcomes, trained_alone(layout.num_layers, **model))
+    assert found.worst < BOUND, found
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("fault", FAULTY)
+def test_one_wrong_element_is_noticed(fault: str, corpus: str, trained_alone: Reference) -> None:
+    layout = FAULTY[fault]
+    found = deviation(train_cell(layout.cell(steps=STEPS, fault=fault), corpus), trained_alone(layout.num_layers))
+    assert found.worst > 1e3 * BOUND, found
+
+
+def test_every_fault_is_tried() -> None:
+    assert FAULTY.keys() == FAULTS.keys()
+
+
+# --- the cover -------------------------------------------------------------------------------------------------------
+
+
+def test_every_pair_of_choices_is_in_the_cover() -> None:
+    wanted = frozenset().union(*map(pairs, LAYOUTS))
+    assert frozenset().union(*map(pairs, COVER)) == wanted
+    assert all(frozenset().union(*(pairs(other) for other in COVER if other != one)) != wanted for one in COVER)
+    for name, values in GRID.items():
+        assert {getattr(layout, name) for layout in COVER} == set(values)
+
+
+def test_nothing_legal_is_left_out() -> None:
+    """Layouts of the whole grid, whatever a shorter way to them says."""
+    known, generator = frozenset(legal_layouts()), random.Random(5)
+    drawn = {any_layout(generator) for _ in range(6000)}
+    legal = {layout for layout in drawn if layout.world_size <= MOST_PROCESSES and is_legal(layout)}
+    assert len(legal) > 30
+    assert legal <= known
+
+
+def test_the_rules_are_asked_about_the_run_that_is_made() -> None:
+    for layout in COVER:
+        made, asked = layout.cell().config("text"), run_config(layout)
+        for section in ("model", "parallel", "zero", "activations", "training", "optimizer"):
+            assert getattr(made, section) == getattr(asked, section)
+        assert derived.num_micro_batches(made, layout.world_size) == layout.accumulation

@@ -1,0 +1,51 @@
+"""The order of a pipeline's passes, recomputation and windows change no bit of what is trained, dropout on."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support.layouts import Layout
+from support.training import Outcome, train_cell
+
+LAYOUTS = (
+    Layout(pp=2, dp=2, accumulation=4, stage=2, schedule="1f1b"),
+    Layout(tp=2, pp=2, accumulation=4, stage=1, schedule="1f1b", sequence_parallel=True),
+    Layout(pp=2, dp=2, accumulation=4, stage=3, schedule="1f1b"),
+)
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+FULL = {"recompute_granularity": "full"}
+SAME: tuple[dict[str, Any], ...] = (
+    {"pipeline_schedule": "gpipe"},
+    {"pipeline_schedule": "zero-bubble"},
+    {"recompute_granularity": "selective"},
+    {**FULL, "pipeline_schedule": "zero-bubble"},
+    {**FULL, "zero3_reshard_after": "window", "contiguous_checkpointing": True},
+)
+
+
+def outcomes(layout: Layout, precision: str, corpus: str, **settings: Any) -> list[Outcome]:
+    """Three steps."""
+    cell = layout.cell(steps=3, precision=precision)
+    return train_cell(replace(cell, settings={**cell.settings, **DROPOUT, **settings}), corpus)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("layout", "precision"), [*zip(LAYOUTS, ("fp32", "bf16", "bf16"), strict=True)], ids=str)
+def test_not_a_bit_changes(layout: Layout, precision: str, corpus: str) -> None:
+    expected = outcomes(layout, precision, corpus)
+    for settings in SAME:
+        found = outcomes(layout, precision, corpus, **settings)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert (ours.losses, ours.grad_norms) == (theirs.losses, theirs.grad_norms), settings
+        for kind in ("weight", "exp_avg", "exp_avg_sq"):
+            states, references = found[0].full(found[1:], kind), expected[0].full(expected[1:], kind)
+            assert states.keys() == references.keys()
+            assert all(torch.equal(states[name], value) for name, value in references.items()), settings
+
+
+@pytest.mark.gloo
+def test_dropout_is_on(corpus: str) -> None:
+    """Equal bits would mean little if nothing was random."""
+    still = outcomes(LAYOUTS[0], "fp32", corpus, hidden_dropout=0.0, attention_dropout=0.0)
+    assert still[0].losses != outcomes(LAYOUTS[0], "fp32", corpus)[0].losses

@@ -1,0 +1,233 @@
+"""What pipeline stages must agree about: an overflow on one of them, the norm, and the matrix that two of them hold."""
+
+import math
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from support.processes import run_ranks
+from support.small_runs import DrawnSamples, core_on_rank, owned_boxes, tiny_run
+from support.training import Saved, assemble
+from torch import Tensor
+
+from megazero.config.run import RunConfig
+from megazero.data.loader import build_step_batch
+from megazero.train.build import batch_layout, step_parts
+from megazero.train.step import StepControls, StepReport, training_step
+from megazero.zero.gathered import GatheredParameters
+
+GLOBAL_BATCH = 8
+LR = 1e-2
+WORDS = "embedding.word.weight"
+Degrees = dict[str, int]  # tp, dp, pp
+KINDS = ("weight", "exp_avg", "exp_avg_sq")
+
+
+def config_of(degrees: Degrees, stage: int, **settings: Any) -> RunConfig:
+    """Two micro-batches a step, clipping that bites."""
+    return tiny_run(
+        **{
+            "num_layers": 4,
+            "tensor_model_parallel_size": degrees.get("tp", 1),
+            "pipeline_model_parallel_size": degrees.get("pp", 1),
+            "zero_stage": stage,
+            "micro_batch_size": GLOBAL_BATCH // (2 * degrees.get("dp", 1)),
+            "global_batch_size": GLOBAL_BATCH,
+            "clip_grad": 0.5,
+            "weight_decay": 0.1,
+            **settings,
+        }
+    )
+
+
+def size_of(degrees: Degrees) -> int:
+    return math.prod(degrees.values())
+
+
+# --- overflow --------------------------------------------------------------------------------------------------------
+
+
+class Outcome(NamedTuple):
+    """One rank's reports as lists of figures, what it owns at the end, and the parameter blamed for an overflow."""
+
+    reports: list[list[float]]
+    saved: list[Saved]
+    blamed: str = ""
+
+
+def figures(report: StepReport) -> list[float]:
+    values: list[float] = torch.stack(report).tolist()
+    return values
+
+
+def overflow_once(
+    rank: int, degrees: Degrees, settings: dict[str, Any], guilty: tuple[int, str] | None, steps: int = 2
+) -> Outcome:
+    """Some fp16 steps on the same batch; before, one in which a parameter's gradient is infinite on one rank only."""
+    config = config_of(degrees, **{"stage": 0, "precision": "fp16", **settings})
+    core = core_on_rank(rank, config, **degrees)
+    parts = step_parts(config, core)
+    batch = build_step_batch(DrawnSamples(), 0, batch_layout(config, core.mesh, None))
+    reports, blamed = [], ""
+    if guilty is not None:
+        hooks = []
+        if rank == guilty[0]:
+            hooks.append(core.model.get_parameter(guilty[1]).register_hook(lambda grad: grad * torch.inf))
+        reports.append(training_step(parts, batch, StepControls(LR, 64.0)))
+        for hook in hooks:
+            hook.remove()
+        blamed = core.engine.parameter_name(int(reports[0].overflow))
+    reports += [training_step(parts, batch, StepControls(LR, 64.0)) for _ in range(steps)]
+    core.engine.close()
+    return Outcome([figures(report) for report in reports], owned_boxes(core), blamed)
+
+
+def full(outcomes: list[Outcome], kind: str) -> dict[str, Tensor]:
+    return assemble(piece for outcome in outcomes for piece in outcome.saved if piece.kind == kind)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("degrees", "settings", "guilty"),
+    [
+        ({"pp": 2}, {}, (1, "final_norm.weight")),
+        ({"pp": 2}, {}, (0, "embedding.position.weight")),
+        ({"pp": 2}, {"num_layers_per_virtual_pipeline_stage": 1}, (1, "layers.1.mlp.up.weight")),
+        ({"pp": 2, "dp": 2}, {"stage": 2}, (3, "final_norm.bias")),
+        ({"pp": 2, "dp": 2}, {"stage": 1}, (1, "layers.0.attention.qkv.weight")),
+        ({"pp": 2, "tp": 2}, {"sequence_parallel": True}, (2, "layers.3.post_attention_norm.weight")),
+        ({"pp": 2, "dp": 2}, {"stage": 2}, (2, WORDS)),  # the head's copy, on the last stage
+        ({"pp": 4}, {"pipeline_schedule": "gpipe"}, (2, "layers.2.mlp.down.bias")),
+        ({"pp": 2, "tp": 2, "dp": 2}, {"stage": 3}, (7, "layers.3.mlp.up.weight")),
+    ],
+    ids=str,
+)
+def test_an_overflow_on_one_stage_skips_the_step_on_all(
+    degrees: Degrees, settings: dict[str, Any], guilty: tuple[int, str]
+) -> None:
+    skipping = run_ranks(size_of(degrees), overflow_once, degrees, settings, guilty)
+    straight = run_ranks(size_of(degrees), overflow_once, degrees, settings, None)
+    for outcome in skipping:
+        loss, norm, _, skipped, index = outcome.reports[0]
+        assert (outcome.blamed, skipped, index) == (guilty[1], 1.0, skipping[0].reports[0][4])
+        assert not math.isfinite(norm)
+        assert loss == straight[0].reports[0][0], "the loss itself was finite"
+        # What follows is what would have been without the skipped step.
+        assert outcome.reports[1:] == straight[0].reports
+        assert [row[3] for row in outcome.reports[1:]] == [0.0, 0.0]
+    for kind in KINDS:
+        after, expected = full(skipping, kind), full(straight, kind)
+        assert all(torch.equal(value, expected[name]) for name, value in after.items())
+
+
+def too_high_once(rank: int, degrees: Degrees, settings: dict[str, Any], scale: float) -> Outcome:
+    """One step with this loss scale, then two with one that fits."""
+    config = config_of(degrees, **{"stage": 1, "precision": "fp16", **settings})
+    core = core_on_rank(rank, config, **degrees)
+    parts = step_parts(config, core)
+    batch = build_step_batch(DrawnSamples(), 0, batch_layout(config, core.mesh, None))
+    reports = [training_step(parts, batch, StepControls(LR, value)) for value in (scale, 64.0, 64.0)]
+    core.engine.close()
+    blamed = core.engine.parameter_name(int(reports[0].overflow)) if reports[0].skipped else ""
+    return Outcome([figures(report) for report in reports], owned_boxes(core), blamed)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"pipeline_schedule": "zero-bubble"},
+        {"num_layers_per_virtual_pipeline_stage": 1},
+        {"pipeline_schedule": "zero-bubble", "stage": 3, "zero3_reshard_after": "window"},
+    ],
+    ids=str,
+)
+def test_a_scale_that_is_too_high_skips_everywhere(settings: dict[str, Any]) -> None:
+    """Also where gradients of parameters are set aside."""
+    degrees = {"pp": 2, "tp": 2}
+    outcomes = run_ranks(4, too_high_once, degrees, settings, 2.0**40)
+    fitting = run_ranks(4, too_high_once, degrees, settings, 64.0)
+    for outcome in outcomes:
+        assert [row[3] for row in outcome.reports] == [1.0, 0.0, 0.0]
+        assert outcome.reports[1:] == fitting[0].reports[:2], "the skipped step has changed nothing"
+        assert outcome.blamed == outcomes[0].blamed != ""
+        assert outcome.reports[0][4] == outcomes[0].reports[0][4]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_every_rank_reports_the_same_to_the_bit(stage: int, precision: str) -> None:
+    degrees = {"pp": 2, "tp": 2, "dp": 2}
+    outcomes = run_ranks(8, overflow_once, degrees, {"stage": stage, "precision": precision}, None, 5)
+    assert all(outcome.reports == outcomes[0].reports for outcome in outcomes)
+    assert len({row[1] for row in outcomes[0].reports}) == 5, "norms do change"
+
+
+# --- the tied embedding ----------------------------------------------------------------------------------------------
+
+
+class Copy(NamedTuple):
+    """What a rank holds of the tied matrix after a step: its working values, and by kind what it owns of its state."""
+
+    working: Tensor
+    state: dict[str, list[tuple[int, int, Tensor]]]
+
+
+def copies_on_rank(rank: int, degrees: Degrees, settings: dict[str, Any]) -> list[Copy]:
+    """The first and the last stage's copy after each of ten steps; nothing of other stages."""
+    config = config_of(degrees, **settings)
+    core = core_on_rank(rank, config, **degrees)
+    parts, layout = step_parts(config, core), batch_layout(config, core.mesh, None)
+    copies = []
+    for step in range(10):
+        batch = build_step_batch(DrawnSamples(), step * GLOBAL_BATCH, layout)
+        training_step(parts, batch, StepControls(LR, 1.0))
+        with GatheredParameters(core.model):
+            if core.mesh.coordinate("pp") not in (0, degrees["pp"] - 1):
+                continue
+            working = core.model.get_parameter(WORDS).detach().clone()
+        state: dict[str, list[tuple[int, int, Tensor]]] = {}
+        for piece in core.engine.wanted_state():
+            if piece.spec.name == WORDS:
+                state.setdefault(piece.kind, []).append((piece.start, piece.stop, piece.tensor.clone()))
+        copies.append(Copy(working, state))
+    core.engine.close()
+    return copies
+
+
+def same(one: Copy, other: Copy) -> bool:
+    """Equal to the bit."""
+    pairs = [(one.working, other.working)]
+    for kind in KINDS:
+        for (start, stop, ours), (begin, end, theirs) in zip(one.state[kind], other.state[kind], strict=True):
+            assert (start, stop) == (begin, end)
+            pairs.append((ours, theirs))
+    return all(torch.equal(ours, theirs) for ours, theirs in pairs)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("degrees", "settings"),
+    [
+        ({"pp": 2, "dp": 2}, {"stage": 0}),
+        ({"pp": 2, "dp": 2}, {"stage": 1, "num_layers_per_virtual_pipeline_stage": 1}),
+        ({"pp": 2, "dp": 2}, {"stage": 2}),
+        ({"pp": 2, "dp": 2}, {"stage": 3}),
+        ({"pp": 4}, {"stage": 1, "pipeline_schedule": "zero-bubble"}),
+        ({"pp": 2, "tp": 2}, {"stage": 2, "sequence_parallel": True}),
+        ({"pp": 2, "tp": 2, "dp": 2}, {"stage": 3, "sequence_parallel": True}),
+    ],
+    ids=str,
+)
+def test_tied_copies_stay_the_same_bits(degrees: Degrees, settings: dict[str, Any], precision: str) -> None:
+    """Weights, masters and moments, after each of ten steps."""
+    size = size_of(degrees)
+    ranks = run_ranks(size, copies_on_rank, degrees, {**settings, "precision": precision})
+    a_stage = size // degrees["pp"]
+    for first, last in zip(ranks[:a_stage], ranks[-a_stage:], strict=True):
+        assert len(first) == len(last) == 10
+        assert all(same(one, other) for one, other in zip(first, last, strict=True))
+        assert not torch.equal(first[0].working, first[-1].working), "it trains"
+        assert {piece.dtype for _, _, piece in first[0].state["weight"]} == {torch.float32}

@@ -1,0 +1,69 @@
+"""scripts/launch_node.sh: what is missing is named all at once, and two nodes by hand are one job."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.launch import PATIENCE_SECONDS, ROOT, SMALL_RUN, command_line, read_steps
+
+SCRIPT = ROOT / "scripts" / "launch_node.sh"
+
+
+def start(*arguments: str, cwd: Path, **variables: str) -> subprocess.Popen[str]:
+    ours = ("NUM_NODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "PROCS_PER_NODE", "PYTHON")
+    environment = {name: value for name, value in os.environ.items() if name not in ours}
+    own = {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return subprocess.Popen(
+        ["bash", str(SCRIPT), *arguments],
+        env={**environment, **own, **variables},
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+ALONE = {"NUM_NODES": "1", "NODE_RANK": "0", "MASTER_ADDR": "a"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "messages"),
+    [
+        ({}, ["NUM_NODES is not set", "NODE_RANK is not set", "MASTER_ADDR is not set"]),
+        ({**ALONE, "NODE_RANK": "1"}, ["NODE_RANK=1: nodes count from 0 to NUM_NODES - 1 = 0"]),
+        ({**ALONE, "NUM_NODES": "0", "NODE_RANK": "x"}, ["NUM_NODES=0: must be", "NODE_RANK=x: must be"]),
+        ({**ALONE, "PROCS_PER_NODE": "-1"}, ["PROCS_PER_NODE=-1: must be a whole number, at least 1"]),
+        ({**ALONE, "PYTHON": "no-python"}, ["no-python is not there"]),
+    ],
+)
+def test_what_is_missing_is_named(variables: dict[str, str], messages: list[str], tmp_path: Path) -> None:
+    process = start(cwd=tmp_path, **variables)
+    told = process.communicate(timeout=60)[1].splitlines()
+    assert process.returncode == 2
+    assert told.pop().startswith("usage: ")
+    assert len(told) == len(messages)
+    for line, message in zip(told, messages, strict=True):
+        assert line.startswith(f"error: {message}")
+
+
+@pytest.mark.gloo
+def test_two_nodes_are_one_job(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    # A relative path is the caller's, wherever the script lies.
+    flags = command_line({**SMALL_RUN, "--metrics-file": "steps"})
+    job = {"NUM_NODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PROCS_PER_NODE": "1"}
+    nodes = [start(*flags, cwd=tmp_path, NODE_RANK=str(rank), **job) for rank in range(2)]
+    try:
+        outputs = [node.communicate(timeout=PATIENCE_SECONDS) for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    assert "data 2 x" in outputs[0][0] and f"node 0 of 2: 1 processes, meeting at 127.0.0.1:{port}" in outputs[0][0]
+    assert outputs[1][0].startswith("node 1 of 2: ") and len(outputs[1][0].splitlines()) == 1
+    assert list(read_steps(tmp_path / "steps")) == [1, 2, 3, 4]

@@ -1,0 +1,131 @@
+"""The batch script on a real Slurm of this machine: cut by the time limit, requeued, resumed, finished.
+
+Skipped where there is no root or no Slurm.  Its two nodes are this machine twice, so a rank has its own "node".
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from support.launch import ROOT, SMALL_RUN, read_steps, torchrun
+from support.slurm import Cluster, local_slurm, what_is_missing
+
+pytestmark = [
+    pytest.mark.gloo,
+    pytest.mark.skipif(bool(what_is_missing()), reason=f"no Slurm to try: {what_is_missing()}"),
+]
+
+JOB = ROOT / "scripts" / "slurm" / "pretrain.sbatch"
+ENDLESS = 1_000_000
+# Slurm looks at limits every 30 seconds, and warns at the first look after which it might be too late.
+LIMITED = ("--time=1", "--signal=USR1@30")
+ENOUGH_SECONDS = 240.0
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    # A job whose log is not to be found has left it in the folder of the daemons.
+    with local_slurm(tmp_path_factory.mktemp("slurm"), cpus_per_node=4) as cluster:
+        yield cluster
+
+
+class Job:
+    """The project's batch script, one task on each of two nodes."""
+
+    def __init__(self, slurm: Cluster, folder: Path, *words: str, options: tuple[str, ...] = (), **variables: str):
+        self.slurm = slurm
+        self.log = folder / "job.log"
+        self.run = folder / "run"
+        own = {
+            "PYTHON": sys.executable,
+            "RUN_FOLDER": str(self.run),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+            "PREFLIGHT": "--message-mib 1",
+        }
+        options = ("--nodes=2", "--ntasks-per-node=1", f"--output={self.log}", *options)
+        self.number = slurm.submit(*options, JOB, *words, cwd=ROOT, **{**own, **variables})
+
+    def text(self) -> str:
+        """Its log so far."""
+        return self.log.read_text() if self.log.exists() else ""
+
+    def wait_for(self, text: str) -> None:
+        """Until the log holds the text."""
+        self.slurm.wait_until(lambda: text in self.text(), self.text, seconds=ENOUGH_SECONDS)
+
+    def wait(self) -> dict[str, str]:
+        """Until Slurm has done with it; what it says then."""
+        return self.slurm.wait_for_end(self.number, log=self.log, seconds=ENOUGH_SECONDS)
+
+
+def write_run(path: Path, train_iters: int) -> None:
+    """The settings of a run, read anew by each start of it."""
+    settings = {flag[2:].replace("-", "_"): value or True for flag, value in SMALL_RUN.items()}
+    settings |= {"precision": "fp64", "zero_stage": 2, "train_iters": train_iters, "log_interval": ENDLESS}
+    path.write_text(yaml.safe_dump(settings))
+
+
+@pytest.mark.timeout(3 * ENOUGH_SECONDS)
+def test_a_run_cut_by_the_time_limit_goes_on_to_its_end(slurm: Cluster, tmp_path: Path) -> None:
+    settings = tmp_path / "run.yaml"
+    # However fast the machine is, the first start doesn't end before it is cut.
+    write_run(settings, ENDLESS)
+    job = Job(slurm, tmp_path, "--config", str(settings), options=LIMITED, MAX_FAILURES="9")
+    job.wait_for("stopped before the end; requeued")
+    stopped = max(read_steps(job.run / "metrics.jsonl"))
+    write_run(settings, stopped + 100)
+    slurm.call("scontrol", "update", f"JobId={job.number}", "TimeLimit=10")
+
+    through = tmp_path / "through"
+    through.mkdir()
+    flags = ["--config", str(settings), "--metrics-file", str(through / "steps")]
+    with torchrun(flags, ranks=2, folder=through) as undisturbed:
+        last = job.wait()
+        assert undisturbed.wait().code == 0
+
+    log = job.text()
+    assert last["JobState"] == "COMPLETED" and int(last["Restarts"]) >= 1, log
+    assert log.count("preflight: 2 nodes are sound") >= 2
+    assert f"asked to stop after iteration {stopped} (SIGUSR1)" in log
+    assert f"resumed at iteration {stopped}, {8 * stopped} samples consumed" in log
+    assert f"finished {stopped + 100} iterations" in log and log.rstrip().endswith("finished")
+    assert "Traceback" not in log
+    steps, expected = read_steps(job.run / "metrics.jsonl"), read_steps(through / "steps")
+    assert list(steps) == list(expected) == list(range(1, stopped + 101))
+    for name in ("loss", "grad_norm", "consumed_samples"):
+        assert [step[name] for step in steps.values()] == [step[name] for step in expected.values()], name
+
+
+def stand_in(folder: Path, body: str) -> str:
+    """A program in Python's place, so that only Slurm and the scripts are tried."""
+    path = folder / "python"
+    path.write_text(f"#!/usr/bin/env bash\n{body}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_loop_of_crashes_ends(slurm: Cluster, tmp_path: Path) -> None:
+    job = Job(slurm, tmp_path, PYTHON=stand_in(tmp_path, "kill -SEGV $$"), PREFLIGHT="no", MAX_FAILURES="2")
+    last = job.wait()
+    assert (last["JobState"], last["Restarts"]) == ("FAILED", "1"), job.text()
+    assert "status 139, 2 times in a row without a new checkpoint: given up" in job.text()
+
+
+def test_a_cancelled_job_stays_cancelled(slurm: Cluster, tmp_path: Path) -> None:
+    program = stand_in(tmp_path, "trap 'exit 75' TERM; echo started; for ((;;)); do sleep 0.1; done")
+    job = Job(slurm, tmp_path, PYTHON=program, PREFLIGHT="no")
+    job.wait_for("started")
+    slurm.call("scancel", job.number)
+    last = job.wait()
+    assert (last["JobState"], last["Restarts"]) == ("CANCELLED", "0"), job.text()
+
+
+def test_nodes_that_fall_short_are_named_and_nothing_is_tried_again(slurm: Cluster, tmp_path: Path) -> None:
+    job = Job(slurm, tmp_path, PREFLIGHT="--message-mib 1 --min-bandwidth 100000")
+    last = job.wait()
+    assert (last["JobState"], last["ExitCode"], last["Restarts"]) == ("FAILED", "2:0", "0"), job.text()
+    assert "no two nodes are fast together: dgx1 - dgx2:" in job.text()

@@ -1,0 +1,78 @@
+"""Test the nodes of a job before it trains: one process a GPU, started as training will be; bad nodes are named.
+
+Prints a table with a line for each node.  Exit status 0: all is well; 2: what is wrong is told; 3: ranks went silent.
+"""
+
+import argparse
+import os
+import socket
+import sys
+
+from megazero.comm.build import Launch, choose_device
+from megazero.comm.preflight import (
+    Board,
+    Demands,
+    node_problems,
+    open_store,
+    own_facts,
+    roll_call,
+    survey,
+    survey_problems,
+    table,
+)
+from megazero.console import Console, HelpFormatter, run_program
+from megazero.errors import TopologyError, raise_problems
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=HelpFormatter)
+    parser.add_argument("--gpus-per-node", type=int, required=True, metavar="N", help="GPUs of every node; 0 on CPUs")
+    parser.add_argument("--nodes", default="", metavar="A,B", help="nodes in the order of ranks, to name absent ones")
+    name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    parser.add_argument("--node-name", default=name, metavar="A", help="what this process's node is called")
+    parser.add_argument("--min-bandwidth", type=float, default=0.0, metavar="GB/S", help="least all-reduce bandwidth")
+    parser.add_argument("--max-clock-skew", type=float, default=1.0, metavar="S", help="most that clocks may differ")
+    parser.add_argument("--min-shared-memory", type=float, default=0.0, metavar="GIB", help="least free in /dev/shm")
+    parser.add_argument("--message-mib", type=float, default=256.0, metavar="MIB", help="size of the all-reduces")
+    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="how late a rank may be")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to measure")
+    return parser.parse_args()
+
+
+def inspect(arguments: argparse.Namespace, board: Board, launch: Launch) -> None:
+    """Call the roll, measure, print the table; raise TopologyError with all that is wrong, on all ranks."""
+    console = Console(launch.rank)
+    demands = Demands(
+        gpus=arguments.gpus_per_node,
+        bandwidth=arguments.min_bandwidth * 1e9,
+        clock_skew=arguments.max_clock_skew,
+        shared_memory=int(arguments.min_shared_memory * 2**30),
+    )
+    names = [name for name in arguments.nodes.split(",") if name]
+    nodes = roll_call(board, launch, own_facts(arguments.node_name), names)
+    raise_problems(TopologyError, node_problems(nodes, demands))
+    device = choose_device(arguments.device, launch.local_rank)
+    found = survey(board, nodes, device, demands, int(arguments.message_mib * 2**20))
+    console.line("\n".join(table(found)))
+    raise_problems(TopologyError, survey_problems(found, demands))
+    console.line(f"preflight: {len(nodes)} nodes are sound")
+
+
+def main() -> int:
+    """Inspect the job; rank 0 tells for all what they have all found."""
+    arguments, launch = parse_arguments(), Launch.from_environment()
+    board = Board(open_store(launch, arguments.timeout), launch.rank, arguments.timeout)
+    try:
+        inspect(arguments, board, launch)
+    except TopologyError as error:
+        if launch.rank == 0:
+            raise
+        return error.exit_code
+    finally:
+        board.part(launch.world_size)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(main))
