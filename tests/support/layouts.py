@@ -25,6 +25,7 @@ from megazero.config.run import FIELDS, RunConfig
 MOST_PROCESSES = 8
 GLOBAL_BATCH = 24  # divides by every number of copies and micro-batches here
 Grid = Mapping[str, Sequence[Any]]
+_SECTIONS = {info.name: info.section for info in FIELDS}
 
 # The order matters: the number of micro-batches comes before the schedules that ask for a multiple.
 DIMENSIONS: Grid = {
@@ -98,7 +99,7 @@ class Layout:
 
 def _length(layout: Layout) -> int | None:
     """Layers of a chunk, where there are several of them."""
-    return max(1, layout.num_layers // (layout.pp * layout.chunks)) if layout.chunks > 1 else None
+    return layout.num_layers // (layout.pp * layout.chunks) if layout.chunks > 1 else None
 
 
 @functools.cache
@@ -108,7 +109,7 @@ def _base() -> RunConfig:
 
 
 def run_config(layout: Layout) -> RunConfig:
-    """The run of `layout.cell()`, on mock data."""
+    """The run of `layout.cell()`, on mock data; micro-batches of a sample where the global batch has too few."""
     copies = layout.dp * layout.accumulation
     settings = {
         **layout.settings,
@@ -118,16 +119,10 @@ def run_config(layout: Layout) -> RunConfig:
         "zero_stage": layout.stage,
     }
     sections: dict[str, dict[str, Any]] = {}
-    for info in _INFOS:
-        if info.name in settings:
-            sections.setdefault(info.section, {})[info.name] = settings.pop(info.name)
-    assert not settings, f"no such settings: {settings}"
+    for name, value in settings.items():
+        sections.setdefault(_SECTIONS[name], {})[name] = value
     base = _base()
     return replace(base, **{name: replace(getattr(base, name), **section) for name, section in sections.items()})
-
-
-_NAMES = {*Layout().settings, "tensor_model_parallel_size", "pipeline_model_parallel_size", "micro_batch_size"}
-_INFOS = tuple(info for info in FIELDS if info.name in {*_NAMES, "zero_stage"})
 
 
 @functools.cache
