@@ -156,13 +156,17 @@ class ParameterGather:
     def end_pass(self, *, with_backward: bool) -> None:
         """A backward, or a forward without one, is over: nothing stays that nobody holds or keeps."""
         self._orders[with_backward].end_pass()
-        self.end_backward()
+        self._forget_backward()
         for unit in list(self.memory.live.values()):
             if not (unit.pins or self._is_kept(unit)):
                 self.memory.release(unit)
 
     def end_backward(self) -> None:
         """A backward is over, but not the pass: other forwards still wait for theirs."""
+        self._forget_backward()
+        self._release_passed(None)
+
+    def _forget_backward(self) -> None:
         self._last_in_backward = self._node = None
         self._used_by_node = set()
 
@@ -170,7 +174,7 @@ class ParameterGather:
         """A forward or backward has failed: what it has used is no record of anything."""
         self._order.abandon_pass()
         self._kept.clear()
-        self.end_backward()
+        self._forget_backward()
         self.release_all()
 
     def release_all(self) -> None:
@@ -221,7 +225,7 @@ class ParameterGather:
                 unit.ahead = True
             self.memory.launch(unit, bucket)
 
-    def _release_passed(self, current: GatheredUnit) -> None:
+    def _release_passed(self, current: GatheredUnit | None) -> None:
         """What backward has gone past goes."""
         for unit in list(self.memory.live.values()):
             if not (unit is current or unit.ahead or self._is_in_use(unit) or self._is_worth_keeping(unit)):
