@@ -85,7 +85,7 @@ class Recomputation:
 
     def _synchronize(self) -> None:
         if self.synchronizes is not None:
-            torch.cuda.synchronize(self.synchronizes)
+            torch.cuda.current_stream(self.synchronizes).synchronize()  # not of receives that are posted ahead
 
 
 class _Placeholder:

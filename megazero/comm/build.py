@@ -11,7 +11,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from megazero.comm.interface import Communicator, Scratch
 from megazero.comm.local import LocalCommunicator
-from megazero.comm.mesh import GATHERING, Mesh, channel_keys
+from megazero.comm.mesh import ACTIVATIONS, GATHERING, GRADIENTS, Mesh, channel_keys
 from megazero.comm.metered import Meter, MeteredCommunicator
 from megazero.comm.process_group import ProcessGroupCommunicator
 from megazero.errors import Problem, TopologyError
@@ -160,7 +160,26 @@ def make_mesh(
     for key, axis in (keys | dict.fromkeys(channel_keys(topology.pp), "pp")).items():
         inner = _communicator(topology, axis, rank, scratch, timeout=timeout)
         communicators[key] = MeteredCommunicator(inner, axis, meter)
-    return Mesh(topology, rank, device, communicators, meter)
+    mesh = Mesh(topology, rank, device, communicators, meter)
+    _connect_stages(mesh)
+    return mesh
+
+
+def _connect_stages(mesh: Mesh) -> None:
+    """One message each way over every link: NCCL connects at the first, where both hosts wait for each other.
+
+    In the middle of a step that could be for ever, since receives are posted before what their senders wait for.
+    """
+    stage, num_stages = mesh.coordinate("pp"), mesh.topology.pp
+    message = torch.zeros(1, device=mesh.device)
+    for link in range(num_stages if num_stages > 1 else 0):
+        behind = (link + 1) % num_stages
+        for key, source, target in ((ACTIVATIONS, link, behind), (GRADIENTS, behind, link)):
+            if stage == source:
+                mesh.channel(key, link=link).send(message, target).wait()
+            elif stage == target:
+                mesh.channel(key, link=link).receive_into(message, source).wait()
+    mesh.meter.reset()
 
 
 def _communicator(

@@ -13,16 +13,25 @@ from megazero.parallel.topology import WORLD, Topology
 
 GATHERING = "dp_gather"  # the key of the second communicator of the data-parallel axis
 
-# Keys of the pipeline's channels.  Activations and gradients, which meet, travel in groups of their own, and with two
-# stages so does what goes from the last back to the first: between two ranks each group knows one direction only.
+# Keys of the pipeline's channels.  A group whose communicator is made at once (NCCL's are) does one thing after the
+# other on each rank, so a receive that is posted ahead would hold up every send behind it.  Hence activations and
+# gradients travel in groups of their own, and so do the two links (to the stage before, to the next) of one stage.
 ACTIVATIONS, GRADIENTS = "pp", "pp_gradients"
 CHANNELS = (ACTIVATIONS, GRADIENTS)
-_WRAPPED = "_wrapped"
+_ODD, _WRAPPED = "_odd", "_wrapped"
 
 
 def channel_keys(num_stages: int) -> tuple[str, ...]:
     """The keys of the pipeline's channels."""
-    return () if num_stages == 1 else CHANNELS + (tuple(key + _WRAPPED for key in CHANNELS) if num_stages == 2 else ())
+    if num_stages == 1:
+        return ()
+    kinds = ("", _ODD, _WRAPPED) if num_stages > 2 else ("", _WRAPPED)
+    return tuple(key + kind for kind in kinds for key in CHANNELS)
+
+
+def channel_key(key: str, link: int, num_stages: int) -> str:
+    """The channel for ACTIVATIONS or GRADIENTS between stage `link` and the one behind it."""
+    return key + (_WRAPPED if link == num_stages - 1 else _ODD * (link % 2))
 
 
 @dataclass(frozen=True)
@@ -44,9 +53,9 @@ class Mesh:
         """The data-parallel axis over a second group: parameters travel beside gradients, in any order."""
         return self.communicators[GATHERING]
 
-    def channel(self, key: str, *, wraps: bool) -> Communicator:
-        """The pipeline axis for ACTIVATIONS or GRADIENTS; wraps: between the last stage and the first."""
-        return self.communicators.get(key + _WRAPPED if wraps else key, self.communicators[key])
+    def channel(self, key: str, *, link: int) -> Communicator:
+        """The pipeline axis for ACTIVATIONS or GRADIENTS between stage `link` and the one behind it."""
+        return self.communicators[channel_key(key, link, self.topology.pp)]
 
     @property
     def world(self) -> Communicator:

@@ -152,6 +152,11 @@ def advice(config: RunConfig) -> Iterator[str]:
         yield (
             "--partition-activations: with --sequence-parallel checkpoints are slices already, and are not cut again"
         )
+    if config.activations.recompute_granularity == "full" and derived.pipeline_schedule(config) == "zero-bubble":
+        yield (
+            "--pipeline-schedule zero-bubble with --recompute-granularity full: later pipeline stages keep what weight"
+            " gradients are made from until their turn comes, so recomputation saves little there"
+        )
     if config.zero.zero3_reshard_after != "microbatch" and config.zero.zero_stage != 3:
         yield (
             f"--zero3-reshard-after {config.zero.zero3_reshard_after}: parameters are gathered, and go again, with"

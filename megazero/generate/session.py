@@ -115,11 +115,11 @@ class Session:
             x = model.embed(window)
         else:
             x = torch.empty(model.activation_shape(window.numel()), dtype=model.dtype, device=window.device)
-            self._mesh.channel(ACTIVATIONS, wraps=False).receive_into(x, stage - 1).wait()
+            self._mesh.channel(ACTIVATIONS, link=stage - 1).receive_into(x, stage - 1).wait()
         x = model.through(0, x, window.shape[1])
         if chunk.is_last:
             return x
-        self._mesh.channel(ACTIVATIONS, wraps=False).send(x.contiguous(), stage + 1).wait()
+        self._mesh.channel(ACTIVATIONS, link=stage).send(x.contiguous(), stage + 1).wait()
         return None
 
     def _of_all_rows(self, logits: Tensor) -> Tensor:

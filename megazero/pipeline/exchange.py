@@ -30,6 +30,27 @@ class _Arriving(NamedTuple):
     tensor: Tensor
 
 
+class Route(NamedTuple):
+    """Which way messages of one kind go: the mesh's key, the link (named by the stage before it), the other stage."""
+
+    key: str
+    link: int
+    stage: int
+
+
+def routes(stage: int, num_stages: int) -> dict[Kind, Route]:
+    """Of a stage's messages, by kind; none where there is no other stage."""
+    if num_stages == 1:
+        return {}
+    before, after = (stage - 1) % num_stages, (stage + 1) % num_stages
+    return {
+        Kind.SEND_ACTIVATION: Route(ACTIVATIONS, stage, after),
+        Kind.RECEIVE_ACTIVATION: Route(ACTIVATIONS, before, before),
+        Kind.SEND_GRADIENT: Route(GRADIENTS, before, before),
+        Kind.RECEIVE_GRADIENT: Route(GRADIENTS, stage, after),
+    }
+
+
 class _Way(NamedTuple):
     """Where messages of one kind go, or come from: the communicator, the stage there."""
 
@@ -44,16 +65,10 @@ class Exchange:
         self._cut = cut
         self._taken = taken
         self._device = mesh.device
-        stage, last = mesh.coordinate("pp"), mesh.topology.pp - 1
-        before, after = (stage - 1) % (last + 1), (stage + 1) % (last + 1)
-        if last:
-            down, up = stage == last, stage == 0  # whether it is between the last stage and the first
-            self._ways = {
-                Kind.SEND_ACTIVATION: _Way(mesh.channel(ACTIVATIONS, wraps=down), after),
-                Kind.RECEIVE_ACTIVATION: _Way(mesh.channel(ACTIVATIONS, wraps=up), before),
-                Kind.SEND_GRADIENT: _Way(mesh.channel(GRADIENTS, wraps=up), before),
-                Kind.RECEIVE_GRADIENT: _Way(mesh.channel(GRADIENTS, wraps=down), after),
-            }
+        self._ways = {
+            kind: _Way(mesh.channel(route.key, link=route.link), route.stage)
+            for kind, route in routes(mesh.coordinate("pp"), mesh.topology.pp).items()
+        }
         self._arriving: dict[Action, _Arriving] = {}
         self._sent: dict[Kind, deque[_Arriving]] = {Kind.SEND_ACTIVATION: deque(), Kind.SEND_GRADIENT: deque()}
         self._num_over = dict.fromkeys(self._sent, 0)

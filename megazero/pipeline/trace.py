@@ -70,7 +70,7 @@ class Trace:
 
     def _now(self) -> float:
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            torch.cuda.current_stream(self._device).synchronize()  # not of receives that are posted ahead
         return time.monotonic()  # one clock for all processes of a machine
 
 

@@ -95,8 +95,8 @@ class ShardUpdate:
             self._shards.reduced_gradient(bucket, fragment.within) for bucket, fragment in self._partition_fragments()
         ]
         norms = fragment_norms(gradients, self._counted.device, buffers)
-        # A replicated fragment is not multiplied by zero but left out: 0 * inf would be nan.  What overflows here alone,
-        # in a copy that another rank counts, is an overflow all the same.
+        # A replicated fragment is not multiplied by zero but left out: 0 * inf would be nan.  What overflows here
+        # alone, in a copy that another rank counts, is an overflow all the same.
         square = torch.where(self._counted > 0, norms.square(), 0.0).sum()
         square = square + torch.where(torch.isfinite(norms), 0.0, torch.inf).sum()
         return LocalNorms(square, first_overflow(norms, self._fragment_parameters))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from support.processes import run_ranks
 
 from megazero.comm.build import Launch, choose_device, join, leave, make_mesh
-from megazero.comm.mesh import ACTIVATIONS, GRADIENTS
+from megazero.comm.mesh import ACTIVATIONS, GRADIENTS, channel_keys
 from megazero.errors import TopologyError
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.topology import Topology
@@ -169,7 +169,7 @@ def members(rank: int, topology: Topology) -> dict[str, list[int]]:
     return found
 
 
-AXIS_OF = {"dp_gather": "dp", "pp_gradients": "pp", "pp_wrapped": "pp", "pp_gradients_wrapped": "pp"}
+AXIS_OF = {"dp_gather": "dp"} | dict.fromkeys(channel_keys(3), "pp")
 
 
 @pytest.mark.gloo
@@ -186,7 +186,7 @@ def exchange(rank: int) -> list[float]:
     """Three stages send their rank down the pipeline and back up; what each has received."""
     mesh = make_mesh(Topology(pp=3), rank, CPU, FusedBuffers(64, CPU))
     received = torch.zeros(2)
-    down, up = mesh.channel(ACTIVATIONS, wraps=False), mesh.channel(GRADIENTS, wraps=False)
+    down, up = mesh.channel(ACTIVATIONS, link=0), mesh.channel(GRADIENTS, link=0)
     works = [down.send(torch.tensor([rank + 0.5]), rank + 1)] if rank < 2 else []
     works += [up.send(torch.tensor([rank + 0.25]), rank - 1)] if rank else []
     works += [down.receive_into(received[:1], rank - 1)] if rank else []

@@ -250,5 +250,9 @@ def test_advice() -> None:
         "--zero3-reshard-after window: parameters are gathered, and go again, with --zero-stage 3 only; this is"
         " --zero-stage 2"
     )
+    pipeline = {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zero-bubble"}
+    (late,) = advice(make_run(**pipeline, recompute_granularity="full"), 2)
+    assert late.startswith("--pipeline-schedule zero-bubble with --recompute-granularity full: later pipeline stages")
+    assert advice(make_run(**pipeline, recompute_granularity="selective"), 2) == ()
     assert advice(make_run(zero3_reshard_after="window", zero_stage=3), 2) == ()
     assert advice(make_run(sequence_parallel=True, tensor_model_parallel_size=2), 2) == ()
