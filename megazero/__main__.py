@@ -49,6 +49,8 @@ def verify_layout(words: Sequence[str]) -> int:
     for notice in _notices(parsed, launch):
         console.line(notice)
     inputs = check(starting_anew(parsed.config), launch)
+    replaced = overridden(parsed.config)
+    console.line(f"verify-layout computes in float64{f', in place of {replaced}' if replaced else ''}")
     report = _report(parsed, launch, inputs, own.steps)
     for line in report.lines():
         console.line(line)
@@ -66,13 +68,11 @@ def _parse(own: OwnWords, launch: Launch) -> ParsedRun:
 
 
 def _notices(parsed: ParsedRun, launch: Launch) -> Iterator[str]:
-    """Those about flags, with advice for the run that takes place, and what float64 takes the place of."""
+    """Those about flags, with advice for the run that takes place."""
     config, size = parsed.config, launch.world_size
     stale = advice(config, size)
     yield from (notice for notice in parsed.notices if notice not in stale)
     yield from advice(in_float64(config), size)
-    given = overridden(config)
-    yield f"verify-layout computes in float64{f', whatever the flags say: {given}' if given else ''}"
 
 
 def _report(parsed: ParsedRun, launch: Launch, inputs: RunInputs, steps: int) -> Report:

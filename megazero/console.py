@@ -4,16 +4,17 @@ Only the process with rank 0 speaks; every other one is silent unless it has an 
 """
 
 import argparse
+import gc
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from megazero.errors import UserError
+from megazero.errors import ConfigError, Problem, UserError
 
 T = TypeVar("T")
 
@@ -31,6 +32,16 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if action.default is None else super()._get_help_string(action)
+
+
+class Flags(argparse.ArgumentParser):
+    """The flags of a tool that may be several processes: what is wrong, and --help, is told once for all of them."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(Problem(message, "flags and their values are those that --help lists"))
+
+    def print_help(self, file: Any = None) -> None:
+        Console().line(self.format_help())
 
 
 class Console:
@@ -83,6 +94,10 @@ def run_program(main: Callable[[], int | None]) -> int:
         if launcher_rank() == 0:
             print("interrupted", file=sys.stderr, flush=True)
         return 130
+    finally:
+        # gloo's threads let go of Python's tensors; one that does so while the interpreter ends aborts the process.
+        # What is left of the process groups goes now, which ends their threads.
+        gc.collect()
 
 
 def tell(error: UserError) -> int:

@@ -16,13 +16,13 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
 complaints=()
 
-# number NAME LEAST: NAME holds a whole number from LEAST on.
+# number NAME LEAST [MOST]: NAME holds a whole number from LEAST on, up to MOST.
 number() {
-    local value="${!1:-}"
+    local value="${!1:-}" range="at least $2${3:+ and at most $3}"
     if [[ -z "$value" ]]; then
         complaints+=("$1 is not set")
-    elif [[ ! "$value" =~ ^[0-9]{1,6}$ ]] || ((10#$value < $2)); then
-        complaints+=("$1=$value: must be a whole number, at least $2")
+    elif [[ ! "$value" =~ ^[0-9]{1,6}$ ]] || ((10#$value < $2 || 10#$value > ${3:-999999})); then
+        complaints+=("$1=$value: must be a whole number, $range")
     fi
 }
 
@@ -38,7 +38,7 @@ choose_python() {
 check() {
     number NUM_NODES 1
     number NODE_RANK 0
-    number MASTER_PORT 1
+    number MASTER_PORT 1 65535
     [[ -z "${PROCS_PER_NODE:-}" ]] || number PROCS_PER_NODE 1
     [[ -n "${MASTER_ADDR:-}" ]] || complaints+=("MASTER_ADDR is not set: the name or address of node 0")
     choose_python

@@ -14,25 +14,19 @@ from megazero.checkpoint.reader import open_checkpoint
 from megazero.comm.build import Launch, choose_device
 from megazero.config.cli import from_yaml
 from megazero.config.data import DataConfig
-from megazero.console import Console, HelpFormatter, run_program
+from megazero.console import Console, Flags, HelpFormatter, run_program
 from megazero.data.tokenizers import FILES, Tokenizer, load_tokenizer
 from megazero.errors import CheckpointError, ConfigError, Problem, raise_problems
 from megazero.generate.job import joined
-from megazero.generate.layout import choose_layout
+from megazero.generate.layout import ACROSS, choose_layout
 from megazero.generate.sampling import Sampling
 from megazero.generate.session import load_session, saved_vocab_size
 from megazero.train.inputs import tokenizer_spec
 
-TOKENIZER_FLAGS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
-
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n")[0] if __doc__ else None,
-        allow_abbrev=False,
-        formatter_class=HelpFormatter,
-    )
+    parser = Flags(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False, formatter_class=HelpFormatter)
     parser.add_argument("--load", type=Path, required=True, metavar="DIR", help="a run's checkpoints, or one of them")
     parser.add_argument("--step", type=int, metavar="N", help="which step of the run; without it, the newest")
     parser.add_argument("--prompt", default="", metavar="TEXT", help="text to continue; empty starts a new document")
@@ -51,6 +45,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     layout = parser.add_argument_group("layout", "of the processes that torchrun starts: the product is their number")
     layout.add_argument("--tensor-model-parallel-size", type=int, default=1, metavar="N", help="that share every layer")
     layout.add_argument("--pipeline-model-parallel-size", type=int, default=1, metavar="N", help="pipeline stages")
+    layout.add_argument(ACROSS, dest="across_nodes", action="store_true", help="share layers with other nodes too")
     layout.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute")
     return parser.parse_args(arguments)
 
@@ -69,7 +64,8 @@ def wrong_flags(options: argparse.Namespace) -> Iterator[Problem]:
 
 def choose_tokenizer(data: DataConfig, options: argparse.Namespace, *, vocab_size: int) -> Tokenizer:
     """The run's tokenizer, or the one the flags name.  Raises ConfigError (nobody tells) or CheckpointError."""
-    told = {name: getattr(options, name) for name in TOKENIZER_FLAGS if getattr(options, name) is not None}
+    names = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
+    told = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     spec = tokenizer_spec(replace(data, **told))
     if spec is None:
         given = "the run's configuration names no tokenizer"
@@ -89,7 +85,7 @@ def main(arguments: list[str] | None = None) -> None:
     checkpoint = open_checkpoint(options.load, step=options.step)
     config = from_yaml(checkpoint.config_yaml, origin=f"the configuration in {checkpoint.folder}")
     tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
-    layout = choose_layout(config.model, tp=tp, pp=pp, world_size=launch.world_size)
+    layout = choose_layout(config.model, tp=tp, pp=pp, nodes=launch.nodes, across_nodes=options.across_nodes)
     tokenizer = choose_tokenizer(config.data, options, vocab_size=saved_vocab_size(checkpoint))
     device, minutes = choose_device(options.device, launch.local_rank), config.parallel.distributed_timeout_minutes
     with joined(launch, layout, device, timeout_minutes=minutes) as mesh:

@@ -7,6 +7,7 @@ import argparse
 import os
 import socket
 import sys
+from collections.abc import Iterator
 
 from megazero.comm.build import Launch, choose_device
 from megazero.comm.preflight import (
@@ -20,13 +21,25 @@ from megazero.comm.preflight import (
     survey_problems,
     table,
 )
-from megazero.console import Console, HelpFormatter, run_program
-from megazero.errors import TopologyError, raise_problems
+from megazero.console import Console, Flags, HelpFormatter, run_program
+from megazero.errors import ConfigError, Problem, TopologyError, raise_problems
+
+DAY = 24 * 60 * 60
+# Flag -> the least value and the most; those in POSITIVE are above the least one.
+BOUNDS = {
+    "--gpus-per-node": (0, 1024),
+    "--min-bandwidth": (0, 10**6),
+    "--max-clock-skew": (0, DAY),
+    "--min-shared-memory": (0, 10**9),
+    "--message-mib": (0, 2**16),
+    "--timeout": (0, DAY),
+}
+POSITIVE = {"--max-clock-skew": "1", "--message-mib": "256", "--timeout": "120"}
 
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=HelpFormatter)
+    parser = Flags(description=__doc__, allow_abbrev=False, formatter_class=HelpFormatter)
     parser.add_argument("--gpus-per-node", type=int, required=True, metavar="N", help="GPUs of every node; 0 on CPUs")
     parser.add_argument("--nodes", default="", metavar="A,B", help="nodes in the order of ranks, to name absent ones")
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
@@ -38,6 +51,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="how late a rank may be")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to measure")
     return parser.parse_args()
+
+
+def wrong_numbers(arguments: argparse.Namespace) -> Iterator[Problem]:
+    """What no node can be tested with or held to."""
+    for flag, (least, most) in BOUNDS.items():
+        value = getattr(arguments, flag.removeprefix("--").replace("-", "_"))
+        # Nothing compares with NaN.
+        if least < value <= most or (value == least and flag not in POSITIVE):
+            continue
+        rule = f"must be {'above' if flag in POSITIVE else 'at least'} {least} and at most {most}"
+        yield Problem(f"{flag} {value}", rule, f"{flag} {POSITIVE.get(flag, least)}")
 
 
 def inspect(arguments: argparse.Namespace, board: Board, launch: Launch) -> None:
@@ -56,12 +80,13 @@ def inspect(arguments: argparse.Namespace, board: Board, launch: Launch) -> None
     found = survey(board, nodes, device, demands, int(arguments.message_mib * 2**20))
     console.line("\n".join(table(found)))
     raise_problems(TopologyError, survey_problems(found, demands))
-    console.line(f"preflight: {len(nodes)} nodes are sound")
+    console.line(f"preflight: {len(nodes)} {'nodes are' if len(nodes) > 1 else 'node is'} sound")
 
 
 def main() -> int:
     """Inspect the job; rank 0 tells for all what they have all found."""
     arguments, launch = parse_arguments(), Launch.from_environment()
+    raise_problems(ConfigError, wrong_numbers(arguments))
     board = Board(open_store(launch, arguments.timeout), launch.rank, arguments.timeout)
     try:
         inspect(arguments, board, launch)

@@ -30,6 +30,8 @@ from megazero.units import format_bytes
 _SHARED_MEMORY = Path("/dev/shm")
 _REPETITIONS = 5
 _PARTING_SECONDS = 10.0
+_LAST_PORT = 65535
+_UNKNOWN_NODE = "a node whose name is not known"
 _GB = 1e9
 _FAILURE = 1.0  # bytes a second; what failed counts as 0
 
@@ -98,9 +100,10 @@ def open_store(launch: Launch, timeout: float) -> Store:
     if launch.world_size == 1:
         return HashStore()
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    if not host or not port.isdecimal():
+    if not host or not port.isdecimal() or not 0 < int(port) <= _LAST_PORT:
         given = f"MASTER_ADDR {host!r}, MASTER_PORT {port!r}"
-        raise TopologyError(Problem(given, "ranks find each other by them", "start with srun or torchrun"))
+        rule = f"ranks find each other by them; a port is a number from 1 to {_LAST_PORT}"
+        raise TopologyError(Problem(given, rule, "start with srun or torchrun"))
     limit = timedelta(seconds=timeout)
     try:
         return TCPStore(host, int(port), None, launch.rank == 0, timeout=limit, wait_for_workers=False)
@@ -399,7 +402,7 @@ def _figures_of(pairs: Mapping[Pair, float], number: int) -> list[float]:
 
 
 def _expected_node(rank: int, world_size: int, names: Sequence[str]) -> str:
-    return names[rank * len(names) // world_size] if names else "a node whose name is not known"
+    return names[rank * len(names) // world_size] if names else _UNKNOWN_NODE
 
 
 def _listed(ranks: Any) -> str:
@@ -411,4 +414,6 @@ def _rate(figure: float) -> str:
 
 
 def _leave_out(name: str) -> str:
+    if name == _UNKNOWN_NODE:
+        return "--nodes A,B names the job's nodes in the order of ranks, and so the one that is absent"
     return f"leave the node out (sbatch --exclude={name})"

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megazero.config import rules
-from megazero.config.compat import ACCEPTED, FIXED, REFUSED, SHORTHANDS
+from megazero.config.compat import ACCEPTED, FIXED, INSTEAD, REFUSED, SHORTHANDS
 from megazero.config.conform import is_number
 from megazero.config.deepspeed import read as read_deepspeed
 from megazero.config.deepspeed import read_file as read_deepspeed_file
@@ -287,7 +287,8 @@ def _take_foreign(gathered: _Gathered, item: Said) -> None:
         rule = f"--{item.name} names a source of settings, on the command line only"
         gathered.problems.append(Problem(item.source, rule, _SOURCES[item.name]))
     elif item.name in REFUSED:
-        gathered.problems.append(Problem(item.source, f"refused: {REFUSED[item.name]}", f"leave out --{item.name}"))
+        legal = f"{INSTEAD[item.name]} in place of" if item.name in INSTEAD else "leave out"
+        gathered.problems.append(Problem(item.source, f"refused: {REFUSED[item.name]}", f"{legal} --{item.name}"))
     else:
         gathered.problems.append(_unknown(item.name, item.source))
 
@@ -298,7 +299,8 @@ def _take_fixed(gathered: _Gathered, item: Said) -> None:
     if len(values) == 1 and values[0] in fixed.values:
         gathered.notices.append(f"--{item.name} {values[0]}: accepted, without effect: {fixed.rule}")
         return
-    legal = ", ".join(f"--{item.name} {value}" for value in fixed.values)
+    said = [f"--{item.name} {value}" for value in fixed.values]
+    legal = ", ".join(filter(None, (INSTEAD.get(item.name), *said)))
     gathered.problems.append(Problem(item.source, f"refused: {fixed.rule}", legal))
 
 

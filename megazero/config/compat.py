@@ -1,9 +1,10 @@
 """Flags of Megatron-LM and Megatron-DeepSpeed that are not settings of megazero, so that known launch scripts work.
 
-Four tables.  A *shorthand* sets a setting to a value.  An *accepted* flag changes nothing that megazero could do
-otherwise; it earns a one-line notice.  A *fixed* flag is accepted with the values that say what megazero does anyway,
-and refused with any other.  A *refused* flag asks for an effect megazero doesn't have: it is an error, because a run
-that silently ignores it would not be the run that was asked for.  Names are written without the two dashes.
+Four tables, and a fifth of what is legal instead.  A *shorthand* sets a setting to a value.  An *accepted* flag changes
+nothing that megazero could do otherwise; it earns a one-line notice.  A *fixed* flag is accepted with the values that
+say what megazero does anyway, and refused with any other.  A *refused* flag asks for an effect megazero doesn't have:
+it is an error, because a run that silently ignores it would not be the run that was asked for.  Names are written
+without the two dashes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -61,6 +62,11 @@ FIXED: Mapping[str, Fixed] = MappingProxyType(
         "context-parallel-size": Fixed(("1",), _WHOLE_SEQUENCES),
         "ds-sequence-parallel-size": Fixed(("1",), _WHOLE_SEQUENCES),
         "expert-model-parallel-size": Fixed(("1",), "there are no experts"),
+        "expert-tensor-parallel-size": Fixed(("1",), "there are no experts"),
+        "encoder-tensor-model-parallel-size": Fixed(("0",), "a GPT has no encoder"),
+        "num-distributed-optimizer-instances": Fixed(
+            ("1",), "optimizer states are partitioned once, over all data-parallel processes"
+        ),
         "virtual-pipeline-model-parallel-size": Fixed(("1",), _CHUNKS),
         "num-virtual-stages-per-pipeline-rank": Fixed(("1",), _CHUNKS),
     }
@@ -79,7 +85,7 @@ ACCEPTED: Mapping[str, str] = _rows(
             "no-masked-softmax-fusion no-bias-gelu-fusion no-bias-dropout-fusion no-bias-swiglu-fusion"
             " no-gradient-accumulation-fusion no-async-tensor-model-parallel-allreduce no-persist-layer-norm"
             " use-flash-attn use-flash-attn-v2 use-flash-attn-triton transformer-impl attention-backend"
-            " no-rope-fusion cross-entropy-loss-fusion attention-softmax-in-fp32",
+            " no-rope-fusion cross-entropy-loss-fusion cross-entropy-fusion-impl attention-softmax-in-fp32",
         ),
         ("there is one model implementation", "use-mcore-models use-legacy-models"),
         ("the ZeRO engine is built in; --zero-stage or --deepspeed-config chooses the stage", "deepspeed"),
@@ -95,9 +101,61 @@ ACCEPTED: Mapping[str, str] = _rows(
         (
             "activations travel between pipeline stages as the schedule has it",
             "overlap-p2p-communication no-overlap-p2p-communication overlap-p2p-communication-warmup-flush"
-            " no-scatter-gather-tensors-in-pipeline",
+            " no-scatter-gather-tensors-in-pipeline batch-p2p-communication use-ring-exchange-p2p",
         ),
-        ("publishing parameters overlaps wherever --overlap-comm allows it", "overlap-param-gather"),
+        (
+            "the schedule fixes what a pipeline stage keeps, and until when",
+            "deallocate-pipeline-outputs",
+        ),
+        (
+            "the layers fix which collectives of tensor parallelism run beside matrix products",
+            "tp-comm-overlap tp-comm-overlap-cfg tp-comm-bootstrap-backend disable-tp-comm-overlap-ag"
+            " disable-tp-comm-overlap-rs disable-tp-comm-overlap-bulk-dgrad disable-tp-comm-overlap-bulk-wgrad"
+            " tp-comm-overlap-rs-dgrad tp-comm-split-ag tp-comm-split-rs tp-comm-atomic-ag",
+        ),
+        (
+            "the schedule says when weight gradients are made; --pipeline-schedule zero-bubble puts them off",
+            "defer-embedding-wgrad-compute wgrad-deferral-limit delay-wgrad-compute",
+        ),
+        (
+            "publishing parameters overlaps wherever --overlap-comm allows it",
+            "overlap-param-gather overlap-param-gather-with-optimizer-step",
+        ),
+        (
+            "a bucket is reduced and gathered as soon as it can be, on every pipeline stage by itself",
+            "align-grad-reduce no-align-grad-reduce align-param-gather no-align-param-gather",
+        ),
+        (
+            "buckets are padded to equal slices; --reduce-bucket-size says how large they are",
+            "ddp-pad-buckets-for-high-nccl-busbw",
+        ),
+        (
+            "the average is the same; --prescale-gradients says when gradients are divided",
+            "ddp-average-in-collective",
+        ),
+        (
+            "which process groups there are follows from the layout; NCCL is tuned by its own environment variables",
+            "use-sharp high-priority-stream-groups nccl-communicator-config-path enable-gloo-process-groups"
+            " disable-gloo-process-groups",
+        ),
+        (
+            "memory is given back as Python and torch do it",
+            "manual-gc manual-gc-interval no-manual-gc-eval empty-unused-memory-level",
+        ),
+        (
+            "initial weights are a function of the seed and the parameter, wherever they are made; a checkpoint"
+            " replaces them",
+            "use-cpu-initialization no-initialization init-model-with-meta-device",
+        ),
+        (
+            "losses and gradients that are not finite are always looked for",
+            "check-for-nan-in-loss-and-grad no-check-for-nan-in-loss-and-grad",
+        ),
+        (
+            "timers are those of level 0",
+            "barrier-with-level-1-timing no-barrier-with-level-1-timing",
+        ),
+        ("the console and --metrics-file tell how far a run has come", "log-progress"),
         (
             "random numbers are a function of the seed and the sample's number, so there is no state to save or load",
             "no-save-rng no-load-rng",
@@ -106,7 +164,10 @@ ACCEPTED: Mapping[str, str] = _rows(
         ("no attention mask is ever made", "no-create-attention-mask-in-dataloader"),
         ("SIGTERM and SIGUSR1 always save and exit", "exit-signal-handler exit-signal"),
         ("throughput is always reported", "log-throughput"),
-        ("the batch size is always logged", "log-batch-size-to-tensorboard"),
+        (
+            "batch size, loss scale and learning rate are always logged",
+            "log-batch-size-to-tensorboard log-loss-scale-to-tensorboard log-learning-rate-to-tensorboard",
+        ),
         ("torchrun tells a process its local rank", "local-rank"),
         ("every process writes its own part of a checkpoint", "ckpt-fully-parallel-save use-dist-ckpt"),
         ("scripts/constraints.txt fixes the kernels' versions", "abort-on-unmet-fused-kernel-constraints"),
@@ -119,6 +180,7 @@ _BATCH = "the global batch size is constant; give --global-batch-size"
 _CORPUS = "there is one --data-path, cut by --split"
 _SPLIT = "layers are shared out by what embedding and head cost, or as --pipeline-split says"
 _REPORT = "this figure is not computed"
+_RESUMED = "a finished run, started again with --load, only evaluates"
 _TRACKER = "reports go to the console, --metrics-file and --tensorboard-dir only"
 
 REFUSED: Mapping[str, str] = _rows(
@@ -194,7 +256,44 @@ REFUSED: Mapping[str, str] = _rows(
         ("send SIGTERM or SIGUSR1 to a process of the run: it saves and exits", "kill-switch-path"),
         ("kernels are not captured in graphs", "enable-cuda-graph cuda-graph-impl"),
         ("gradients of one global batch are averaged over its tokens", "calculate-per-token-loss"),
+        (
+            "one backend carries all collectives; give --distributed-backend",
+            "pipeline-model-parallel-comm-backend",
+        ),
+        ("the size of a bucket is given by --reduce-bucket-size", "ddp-bucket-size"),
+        (
+            "one limit holds from the start; give --distributed-timeout-minutes",
+            "distributed-timeout-seconds-after-init",
+        ),
+        (_RESUMED, "skip-train"),
+        ("every sample has --seq-length tokens", "variable-seq-lengths"),
+        (_WHOLE_SEQUENCES, "cp-comm-type hierarchical-context-parallel-sizes"),
+        ("residuals have the number format of --precision", "fp32-residual-connection"),
+        ("all copies of the model start with the same weights, from --seed", "data-parallel-random-init"),
+        ("processes and model are set up at the start, by the program itself", "lazy-mpu-init"),
+        ("every checkpoint is kept; give --save-interval", "non-persistent-save-interval"),
+        ("parameters to start from are given by --load with --finetune", "pretrained-checkpoint"),
         ("fp8 is not there", "fp8-format fp8-hybrid fp8-e4m3"),
+    )
+)
+
+_CHUNK_LENGTH = "--num-layers-per-virtual-pipeline-stage N"
+_LAYERS_OF_CHUNKS = "--pipeline-split N,N,..."
+
+# What says the same with settings of megazero: legal in place of a fixed flag's other values, or of a refused flag.
+INSTEAD: Mapping[str, str] = _rows(
+    (
+        (_CHUNK_LENGTH, "virtual-pipeline-model-parallel-size num-virtual-stages-per-pipeline-rank"),
+        (
+            _LAYERS_OF_CHUNKS,
+            "decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers pipeline-model-parallel-layout"
+            " pp-partition-method standalone-embedding-stage",
+        ),
+        ("--distributed-backend NAME", "pipeline-model-parallel-comm-backend"),
+        ("--reduce-bucket-size N", "ddp-bucket-size"),
+        ("--distributed-timeout-minutes X", "distributed-timeout-seconds-after-init"),
+        ("--save-interval N", "non-persistent-save-interval"),
+        ("--load DIR --finetune", "pretrained-checkpoint"),
     )
 )
 

@@ -129,6 +129,8 @@ def folders_are_folders(config: RunConfig, world_size: int) -> Iterator[Problem]
         "--save": config.checkpoint.save,
         "--load": config.checkpoint.load,
         "--tensorboard-dir": config.logging.tensorboard_dir,
+        "--ledger-dir": config.logging.ledger_dir,
+        "--pipeline-trace-dir": config.logging.pipeline_trace_dir,
     }
     for flag, path in folders.items():
         if path is not None and path.exists() and not path.is_dir():

@@ -5,11 +5,12 @@ and do nothing.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from megazero.config import derived
-from megazero.config.near import flags, near_divisors, neighbours
+from megazero.config.near import counted, flags, near_divisors, neighbours
 from megazero.config.run import RunConfig
+from megazero.config.validate import Unknown
 from megazero.errors import Problem
 
 _STAGES = "--pipeline-model-parallel-size"
@@ -74,29 +75,49 @@ def schedule_fits_chunks(config: RunConfig, world_size: int) -> Iterator[Problem
 
 
 def micro_batches_fill_turns(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    stages = _stages(config)
-    if stages == 1 or world_size % derived.model_parallel_size(config) or not _has_whole_chunks(config):
+    stages = turns(config)
+    if stages == 1 or world_size % derived.model_parallel_size(config):
         return
-    chunks, per_micro_step = derived.num_virtual_chunks(config), derived.samples_per_micro_step(config, world_size)
+    per_micro_step = derived.samples_per_micro_step(config, world_size)
     batch = derived.global_batch_size(config, world_size)
-    if chunks > 1 and batch % per_micro_step == 0 and batch % (per_micro_step * stages):
+    if batch % per_micro_step == 0 and batch % (per_micro_step * stages):
+        count = counted(batch // per_micro_step, "micro-batch")
         yield Problem(
-            f"--global-batch-size {batch}, which is {batch // per_micro_step} micro-batches, with {_STAGES} {stages}",
+            f"--global-batch-size {batch}, which is {count}, with {_STAGES} {stages}",
             f"the interleaved schedule takes micro-batches in turns of {stages}: their number is a multiple of the"
             " pipeline size",
             flags("--global-batch-size", neighbours(batch, per_micro_step * stages)),
         )
 
 
+def turns(config: RunConfig) -> int:
+    """Micro-batches that the schedule asked for takes at once: as many as stages where it is the interleaved one.
+
+    It is asked for by a length of chunks, too, even one that leaves a rest: mended, it would be there.
+    """
+    parallel = config.parallel
+    asked = parallel.num_layers_per_virtual_pipeline_stage is not None or parallel.pipeline_schedule == "interleaved"
+    return parallel.pipeline_model_parallel_size if asked else 1
+
+
+def known(read: Callable[[], int | None], otherwise: int | None) -> int | None:
+    """What `read` finds in a configuration; `otherwise` where it reads an invalid setting."""
+    try:
+        return read()
+    except Unknown:
+        return otherwise
+
+
 def inner_stages_have_layers(config: RunConfig, world_size: int) -> Iterator[Problem]:
     layers, stages, tensor = config.model.num_layers, _stages(config), config.parallel.tensor_model_parallel_size
     if layers < stages - 2:
         fitting = [size for size in range(1, layers + 3) if world_size % (size * tensor) == 0]
+        fills_job, more_layers = world_size % (stages * tensor) == 0, f"--num-layers {stages - 2}"
         yield Problem(
             f"{_STAGES} {stages} --num-layers {layers}",
             "every pipeline stage has a layer; only the first, with the embedding, and the last, with the head, may"
             " have none",
-            ", ".join(filter(None, (flags(_STAGES, fitting[-1:]), f"--num-layers {stages - 2}"))),
+            ", ".join([f"{_STAGES} {size}" for size in fitting[-1:]] + [more_layers] * (fills_job or not fitting)),
         )
 
 
@@ -109,11 +130,11 @@ def split_has_all_layers(config: RunConfig, world_size: int) -> Iterator[Problem
     count = stages * derived.num_virtual_chunks(config)
     if len(split) == len(words) == count and sum(split) == layers and all(split[1:-1]):
         return
-    found = f" ({len(split)} chunks, {sum(split)} layers)" if len(split) == len(words) else ""
+    found = f" ({counted(len(split), 'chunk')}, {counted(sum(split), 'layer')})" if len(split) == len(words) else ""
     yield Problem(
         f"--pipeline-split {text}{found}",
-        f"a split is {count} whole numbers with commas between them, one for every chunk, which add up to {layers}"
-        " layers; only the first and the last may be 0",
+        f"a split is {count} whole numbers with commas between them, one for every chunk, which add up to"
+        f" {counted(layers, 'layer')}; only the first and the last may be 0",
         f"--pipeline-split {_even(layers, count)}, or leave out --pipeline-split",
     )
 
@@ -134,13 +155,33 @@ def sequence_is_split_evenly(config: RunConfig, world_size: int) -> Iterator[Pro
             f" --seq-length {length}",
             f"the {micro} x {length} tokens of a micro-batch are split evenly: tensor_model_parallel_size divides"
             " their number",
-            ", ".join(
-                (
-                    flags("--micro-batch-size", neighbours(micro, tensor // math.gcd(tensor, length))),
-                    flags("--seq-length", neighbours(length, tensor // math.gcd(tensor, micro))),
-                )
-            ),
+            ", ".join(_even_sizes(config, world_size)),
         )
+
+
+def _even_sizes(config: RunConfig, world_size: int) -> list[str]:
+    """Sizes of micro-batches and samples that split evenly: those that also fit batch and positions, if there are."""
+    tensor, micro = config.parallel.tensor_model_parallel_size, config.training.micro_batch_size
+    length, rows = config.model.seq_length, known(lambda: config.model.max_position_embeddings, None)
+    step = tensor // math.gcd(tensor, length)
+    lengths = neighbours(length, tensor // math.gcd(tensor, micro))
+    micros = neighbours(micro, step)
+    per_copy = known(lambda: _samples_per_turn(config, world_size), None)
+    fitting = micros if per_copy is None else near_divisors(per_copy, micro, multiple_of=step)
+    covered = [size for size in lengths if rows is None or size <= rows]
+    both = [("--micro-batch-size", fitting), ("--seq-length", covered)]
+    if not any(sizes for _, sizes in both):
+        both = [("--micro-batch-size", micros), ("--seq-length", lengths)]
+    return [flags(flag, sizes) for flag, sizes in both if sizes]
+
+
+def _samples_per_turn(config: RunConfig, world_size: int) -> int | None:
+    """What a micro-batch must divide: samples of a step on one copy, of one turn's worth; None where nothing says."""
+    batch, processes = config.training.global_batch_size, derived.model_parallel_size(config)
+    if batch is None or world_size % processes:
+        return None
+    samples, rest = divmod(batch, derived.data_parallel_size(config, world_size) * turns(config))
+    return None if rest else samples
 
 
 def advice(config: RunConfig) -> Iterator[str]:

@@ -6,14 +6,17 @@ Nothing here needs a process group or a device; of the file system only the exis
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator
 
 from megazero.config import activation_rules, derived, file_rules, pipeline_rules
-from megazero.config.near import flags, near_divisors, neighbours
+from megazero.config.near import counted, flags, near_divisors, neighbours
 from megazero.config.run import RunConfig
 from megazero.config.state_rules import STATE_RULES, StateRule
 from megazero.config.validate import Unknown
 from megazero.errors import Problem
+
+_TENSOR, _PIPELINE = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 
 Rule = Callable[[RunConfig, int], Iterable[Problem]]
 
@@ -78,8 +81,14 @@ def tensor_parallel_divides_heads(config: RunConfig, world_size: int) -> Iterato
         yield Problem(
             f"--tensor-model-parallel-size {degree} --num-attention-heads {heads}",
             "a head lives on one process: tensor_model_parallel_size divides num_attention_heads",
-            flags("--tensor-model-parallel-size", near_divisors(heads, degree)),
+            flags(_TENSOR, near_divisors(_tensor_degrees(config, world_size, heads), degree)),
         )
+
+
+def _tensor_degrees(config: RunConfig, world_size: int, heads: int) -> int:
+    """What a degree divides that fits the heads, and the job too unless the pipeline size alone keeps it from that."""
+    stages = pipeline_rules.known(lambda: config.parallel.pipeline_model_parallel_size, 1) or 1
+    return heads if world_size % stages else math.gcd(heads, world_size // stages)
 
 
 def tensor_parallel_divides_ffn(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -105,21 +114,32 @@ def positions_cover_sequence(config: RunConfig, world_size: int) -> Iterator[Pro
 def layout_divides_world(config: RunConfig, world_size: int) -> Iterator[Problem]:
     tensor, pipeline = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
     if world_size % (tensor * pipeline):
+        heads = pipeline_rules.known(lambda: config.model.num_attention_heads, None)
+        layers = pipeline_rules.known(lambda: config.model.num_layers, None)
+        legal = [*_mending_layouts(tensor, pipeline, world_size, heads=heads, layers=layers)]
         yield Problem(
-            f"{world_size} processes with --tensor-model-parallel-size {tensor}"
-            f" --pipeline-model-parallel-size {pipeline}",
+            f"{counted(world_size, 'process')} with {_TENSOR} {tensor} {_PIPELINE} {pipeline}",
             "copies of the model fill the job: tensor size x pipeline size divides the number of processes",
-            ", ".join(_mending_layouts(tensor, pipeline, world_size)),
+            ", ".join(legal or _mending_layouts(tensor, pipeline, world_size)),
         )
 
 
-def _mending_layouts(tensor: int, pipeline: int, world_size: int) -> Iterator[str]:
-    """Another number of processes, or another of the two sizes where that alone is enough."""
-    yield from (f"{count} processes" for count in neighbours(world_size, tensor * pipeline))
-    if world_size % pipeline == 0:
-        yield flags("--tensor-model-parallel-size", near_divisors(world_size // pipeline, tensor))
-    if world_size % tensor == 0:
-        yield flags("--pipeline-model-parallel-size", near_divisors(world_size // tensor, pipeline))
+def _mending_layouts(
+    tensor: int, pipeline: int, world_size: int, *, heads: int | None = None, layers: int | None = None
+) -> Iterator[str]:
+    """Another number of processes, or another of the two sizes where that alone is enough.
+
+    What the numbers of heads and layers would not let through either is left out, as far as they are known.
+    """
+    most_stages = max(world_size, pipeline) if layers is None else layers + 2
+    heads_fit, layers_fit = heads is None or heads % tensor == 0, pipeline <= most_stages
+    if heads_fit and layers_fit:
+        yield from (counted(count, "process") for count in neighbours(world_size, tensor * pipeline))
+    if layers_fit and world_size % pipeline == 0:
+        yield flags(_TENSOR, near_divisors(math.gcd(world_size // pipeline, heads or 0), tensor))
+    if heads_fit and world_size % tensor == 0:
+        sizes = near_divisors(world_size // tensor, min(pipeline, most_stages))
+        yield from (f"{_PIPELINE} {size}" for size in sizes if size <= most_stages)
 
 
 def backend_fits_device(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -143,10 +163,12 @@ def micro_batches_fill_global_batch(config: RunConfig, world_size: int) -> Itera
         return
     micro, copies = config.training.micro_batch_size, derived.data_parallel_size(config, world_size)
     if given % (micro * copies):
+        turns = pipeline_rules.known(lambda: pipeline_rules.turns(config), 1) or 1
         yield Problem(
-            f"--global-batch-size {given} with --micro-batch-size {micro} on {copies} data-parallel processes",
+            f"--global-batch-size {given} with --micro-batch-size {micro} on"
+            f" {counted(copies, 'data-parallel process')}",
             f"a step is a whole number of micro-batches everywhere: {micro} x {copies} divides global_batch_size",
-            flags("--global-batch-size", neighbours(given, micro * copies)),
+            flags("--global-batch-size", neighbours(given, micro * copies * turns)),
         )
 
 

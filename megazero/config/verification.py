@@ -79,7 +79,7 @@ def on_one_process(config: RunConfig, world_size: int) -> RunConfig:
 
 
 def overridden(config: RunConfig) -> str:
-    """The settings that float64 takes the place of, as flags, parted by blanks; "" if there are none."""
+    """The settings that float64 takes the place of, given or not, as flags parted by blanks; "" if there are none."""
     return " ".join(_flags(config, in_float64(config)))
 
 

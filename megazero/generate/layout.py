@@ -7,21 +7,38 @@ while memory is what a single process may be short of.
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from megazero.config.derived import ffn_hidden_size, max_position_embeddings, padded_vocab_size
 from megazero.config.model import ModelConfig
 from megazero.config.near import flags, near_divisors
 from megazero.errors import Problem, TopologyError, raise_problems
+from megazero.parallel.nodes import Nodes, problems_of_placement
 from megazero.parallel.stages import Chunk, balanced_split, chunks_of, cut
 from megazero.parallel.topology import Topology
 
 _TENSOR, _STAGES = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+ACROSS = "--allow-tensor-parallel-across-nodes"
 
 
-def choose_layout(model: ModelConfig, *, tp: int, pp: int, world_size: int) -> Topology:
-    """tp x pp processes for `model`.  Raises TopologyError with everything that speaks against it."""
+def choose_layout(model: ModelConfig, *, tp: int, pp: int, nodes: Nodes, across_nodes: bool = False) -> Topology:
+    """tp x pp processes for `model` on `nodes`; `across_nodes`: those that share a layer may be on several.
+
+    Raises TopologyError with everything that speaks against it.
+    """
+    world_size = sum(nodes.ranks_per_node)
     raise_problems(TopologyError, _problems(model, tp, pp, world_size))
-    return Topology(tp=tp, pp=pp)
+    layout = Topology(tp=tp, pp=pp)
+    inside = [each for each in _fitting(model, world_size) if not any(problems_of_placement(each, nodes, False))]
+    # Sizes that training could have leave processes over here, and there is one rank order.
+    problems = [
+        replace(
+            problem, given=f"{_spelt(layout)} on {nodes.describe()}", legal="; ".join([*map(_spelt, inside), ACROSS])
+        )
+        for problem in problems_of_placement(layout, nodes, across_nodes)
+    ]
+    raise_problems(TopologyError, problems)
+    return layout
 
 
 def stage_chunks(model: ModelConfig, vocab_size: int, *, stage: int, layout: Topology) -> tuple[Chunk, ...]:
@@ -43,7 +60,7 @@ def padded_rows(vocab_size: int, layout: Topology) -> int:
 
 
 def _problems(model: ModelConfig, tp: int, pp: int, world_size: int) -> Iterator[Problem]:
-    heads, inner, most_stages = model.num_attention_heads, ffn_hidden_size(model), model.num_layers + 2
+    heads, inner, most_stages = model.num_attention_heads, ffn_hidden_size(model), _most_stages(model)
     cuttable = math.gcd(heads, inner)
     if tp < 1 or cuttable % tp:
         yield Problem(
@@ -60,16 +77,30 @@ def _problems(model: ModelConfig, tp: int, pp: int, world_size: int) -> Iterator
             f"{_STAGES} 1 to {most_stages}",
         )
     if tp * pp != world_size:
-        fitting = [
-            f"{_TENSOR} {size} {_STAGES} {world_size // size}"
-            for size in range(1, world_size + 1)
-            if world_size % size == 0 and cuttable % size == 0 and world_size // size <= most_stages
-        ]
         yield Problem(
-            f"{_TENSOR} {tp} {_STAGES} {pp} on {_processes(world_size)}",
+            f"{_spelt(Topology(tp=tp, pp=pp))} on {_processes(world_size)}",
             "the processes hold one copy of the model: tensor size x pipeline size is their number",
-            "; ".join([_processes(tp * pp)] * (tp * pp > 0) + fitting),
+            "; ".join([_processes(tp * pp)] * (tp * pp > 0) + [*map(_spelt, _fitting(model, world_size))]),
         )
+
+
+def _fitting(model: ModelConfig, world_size: int) -> list[Topology]:
+    """The layouts of so many processes that suit the model."""
+    cuttable = math.gcd(model.num_attention_heads, ffn_hidden_size(model))
+    return [
+        Topology(tp=size, pp=world_size // size)
+        for size in range(1, world_size + 1)
+        if world_size % size == 0 and cuttable % size == 0 and world_size // size <= _most_stages(model)
+    ]
+
+
+def _most_stages(model: ModelConfig) -> int:
+    """Every layer alone, and the embedding and the head."""
+    return model.num_layers + 2
+
+
+def _spelt(layout: Topology) -> str:
+    return f"{_TENSOR} {layout.tp} {_STAGES} {layout.pp}"
 
 
 def _processes(number: int) -> str:

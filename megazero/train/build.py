@@ -263,6 +263,8 @@ def assemble(
     )
     padded = padded_vocab_size(config, inputs.vocab_size)
     drawing = draw_layout(mesh.topology, launch.nodes) if launch.world_size > 1 else []
+    if drawing and not launch.ranks_per_node:
+        console.line("the launcher doesn't say which rank is on which node (LOCAL_WORLD_SIZE): all are taken for one")
     for line in (*drawing, *describe_stages(config, padded)):
         console.line(line)
     activations, reasons = settle_activations(config, mesh, vocab_size=inputs.vocab_size, padded_vocab_size=padded)

@@ -126,8 +126,11 @@ def test_the_roll_names_absent_ranks_by_their_nodes() -> None:
         "b: rank 3",
         "c: rank 4, 5",
     ]
-    with pytest.raises(TopologyError, match="name is not known: rank 1"):
+    assert caught.value.problems[1].legal.endswith("--exclude=b)")
+    with pytest.raises(TopologyError, match="name is not known: rank 1") as caught:
         preflight.roll_call(alone(), Launch(0, 2, 0), Facts("a", 0, 1), [])
+    legal = caught.value.problems[0].legal
+    assert "exclude" not in legal and legal.startswith("--nodes A,B")
 
 
 def test_nodes_come_in_the_order_of_ranks_with_the_worst_view() -> None:
@@ -144,6 +147,9 @@ def test_rank_0_that_is_silent_or_not_there(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
     with pytest.raises(CollectiveError, match=r"127\.0\.0\.1:1 can't be reached"):
+        preflight.open_store(Launch(1, 2, 1), 0.5)
+    monkeypatch.setenv("MASTER_PORT", "65536")
+    with pytest.raises(TopologyError, match="a port is a number from 1 to 65535"):
         preflight.open_store(Launch(1, 2, 1), 0.5)
     monkeypatch.delenv("MASTER_PORT")
     with pytest.raises(TopologyError, match="start with srun or torchrun"):

@@ -1,7 +1,12 @@
 """The tables of foreign flags."""
 
-from megazero.config.compat import ACCEPTED, FIXED, REFUSED, SHORTHANDS
+import pytest
+from support.configs import SMALL
+
+from megazero.config.cli import parse
+from megazero.config.compat import ACCEPTED, FIXED, INSTEAD, REFUSED, SHORTHANDS
 from megazero.config.run import FIELDS
+from megazero.errors import ConfigError
 
 # Flags of published launch scripts (Megatron-LM, Megatron-DeepSpeed, BLOOM): all must be known, whatever the answer.
 PUBLISHED = """
@@ -41,6 +46,28 @@ decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers account-for-e
 account-for-loss-in-pipeline-split pipeline-model-parallel-layout no-overlap-p2p-communication
 microbatch-group-size-per-virtual-pipeline-stage standalone-embedding-stage
 """
+
+# Flags about how another implementation works, with words as scripts give them: none changes what is computed here.
+INNER = """
+--tp-comm-overlap --tp-comm-overlap-cfg buffers.yaml --tp-comm-bootstrap-backend nccl --disable-tp-comm-overlap-ag
+--disable-tp-comm-overlap-rs --disable-tp-comm-overlap-bulk-dgrad --disable-tp-comm-overlap-bulk-wgrad
+--tp-comm-overlap-rs-dgrad --tp-comm-split-ag --tp-comm-split-rs --tp-comm-atomic-ag --defer-embedding-wgrad-compute
+--wgrad-deferral-limit 22 --delay-wgrad-compute --deallocate-pipeline-outputs --batch-p2p-communication
+--use-ring-exchange-p2p --align-grad-reduce --no-align-grad-reduce --align-param-gather --no-align-param-gather
+--overlap-param-gather-with-optimizer-step --ddp-average-in-collective --ddp-pad-buckets-for-high-nccl-busbw
+--use-sharp --high-priority-stream-groups dp tp --nccl-communicator-config-path nccl.yaml
+--enable-gloo-process-groups --disable-gloo-process-groups --manual-gc --manual-gc-interval 100 --no-manual-gc-eval
+--empty-unused-memory-level 2 --use-cpu-initialization --no-initialization --init-model-with-meta-device
+--cross-entropy-fusion-impl te --check-for-nan-in-loss-and-grad --no-check-for-nan-in-loss-and-grad
+--barrier-with-level-1-timing --no-barrier-with-level-1-timing --log-progress --log-loss-scale-to-tensorboard
+--log-learning-rate-to-tensorboard --expert-tensor-parallel-size 1 --num-distributed-optimizer-instances 1
+--encoder-tensor-model-parallel-size 0
+"""
+GOOD = [
+    word
+    for name, value in SMALL.items()
+    for word in (f"--{name.replace('_', '-')}", "true" if value is True else str(value))
+]
 
 
 def test_every_published_flag_is_known() -> None:
@@ -95,3 +122,51 @@ def test_every_flag_of_recomputation_has_its_answer() -> None:
     }
     assert "recompute-modules" in FIXED and "deepspeed-activation-checkpointing" in ACCEPTED
     assert "--checkpoint-in-cpu" in REFUSED["cpu-offloading-num-layers"]
+
+
+def test_flags_of_inner_workings_earn_a_notice_each() -> None:
+    alone, parsed = parse(GOOD), parse([*GOOD, *INNER.split()])
+    assert parsed.config == alone.config
+    told = [notice.split(":")[0].split()[0] for notice in parsed.notices]
+    assert told == [word for word in INNER.split() if word.startswith("--")]
+    (notice,) = parse([*GOOD, "--wgrad-deferral-limit", "22"]).notices
+    assert "--pipeline-schedule zero-bubble" in notice
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--expert-tensor-parallel-size 2", "legal: --expert-tensor-parallel-size 1"),
+        ("--num-distributed-optimizer-instances 2", "legal: --num-distributed-optimizer-instances 1"),
+        ("--encoder-tensor-model-parallel-size 1", "legal: --encoder-tensor-model-parallel-size 0"),
+        ("--pipeline-model-parallel-comm-backend ucc", "give --distributed-backend"),
+        ("--ddp-bucket-size 40000000", "given by --reduce-bucket-size"),
+        ("--distributed-timeout-seconds-after-init 60", "give --distributed-timeout-minutes"),
+        ("--skip-train", "a finished run, started again with --load, only evaluates"),
+        ("--variable-seq-lengths", "every sample has --seq-length tokens"),
+        ("--cp-comm-type p2p", "attention sees whole sequences"),
+        ("--hierarchical-context-parallel-sizes 2 4", "attention sees whole sequences"),
+        ("--fp32-residual-connection", "number format of --precision"),
+        ("--data-parallel-random-init", "start with the same weights"),
+        ("--lazy-mpu-init", "set up at the start"),
+        ("--non-persistent-save-interval 10", "give --save-interval"),
+        ("--pretrained-checkpoint dir", "--load with --finetune"),
+    ],
+)
+def test_effects_that_are_not_there_are_refused(words: str, told: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse([*GOOD, *words.split()])
+    (problem,) = error.value.problems
+    assert problem.given == words and problem.rule.startswith("refused: ") and told in str(problem)
+
+
+def test_what_is_legal_instead_is_a_setting() -> None:
+    """Every row answers a flag that is refused, and names flags that exist."""
+    flags = {info.flag for info in FIELDS}
+    assert set(INSTEAD) <= {*FIXED, *REFUSED}
+    for name, legal in INSTEAD.items():
+        assert {word for word in legal.split() if word.startswith("--")} <= flags, name
+    for name in ("virtual-pipeline-model-parallel-size", "num-virtual-stages-per-pipeline-rank"):
+        assert INSTEAD[name].startswith("--num-layers-per-virtual-pipeline-stage")
+    for name in ("decoder-first-pipeline-num-layers", "pipeline-model-parallel-layout"):
+        assert INSTEAD[name].startswith("--pipeline-split")

@@ -64,12 +64,16 @@ def test_a_broken_rule(settings: dict[str, Any], expected: list[str]) -> None:
 def test_files_are_not_folders_and_folders_not_files(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    assert given(save=file, load=file, tensorboard_dir=file, metrics_file=tmp_path) == [
+    reports = {"tensorboard_dir": file, "ledger_dir": file, "pipeline_trace_dir": file, "metrics_file": tmp_path}
+    assert given(save=file, load=file, **reports) == [
         f"--save {file}",
         f"--load {file}",
         f"--tensorboard-dir {file}",
+        f"--ledger-dir {file}",
+        f"--pipeline-trace-dir {file}",
         f"--metrics-file {tmp_path}",
     ]
+    assert given(ledger_dir=tmp_path, pipeline_trace_dir=tmp_path / "later") == []
     assert given(save=tmp_path, load=tmp_path / "later", metrics_file=file, tokenizer_model=file) == []
 
 

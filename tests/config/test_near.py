@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megazero.config.near import flags, near_divisors, neighbours
+from megazero.config.near import counted, flags, near_divisors, neighbours
 
 
 def test_the_nearer_comes_first() -> None:
@@ -14,6 +14,17 @@ def test_the_nearer_comes_first() -> None:
 def test_flags_with_values() -> None:
     assert flags("--seq-length", (16, 8)) == "--seq-length 16, --seq-length 8"
     assert flags("--seq-length", ()) == ""
+
+
+def test_divisors_that_are_multiples() -> None:
+    assert near_divisors(36, 7, multiple_of=4) == (4, 12)
+    assert near_divisors(9, 3, multiple_of=2) == ()
+
+
+def test_counts_in_words() -> None:
+    words = (counted(1, "process"), counted(2, "process"), counted(1, "micro-batch"), counted(0, "micro-batch"))
+    assert words == ("1 process", "2 processes", "1 micro-batch", "0 micro-batches")
+    assert (counted(1, "chunk"), counted(3, "layer")) == ("1 chunk", "3 layers")
 
 
 @given(st.integers(1, 10_000), st.integers(1, 300))

@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.configs import make_run
+from support.configs import SMALL, make_run
 
 from megazero.config import pipeline_rules
 from megazero.config.derived import given_split
 from megazero.config.rules import advice, check
+from megazero.config.validate import Said, validate
 from megazero.errors import Problem
 
 # Two pipeline stages of six layers, one data-parallel copy; four micro-batches.
@@ -106,7 +107,7 @@ def test_several_chunks_need_turns(schedule: str) -> None:
     ("world_size", "batch", "given", "legal"),
     [
         (2, 6, "--global-batch-size 6, which is 3 micro-batches", "--global-batch-size 4, --global-batch-size 8"),
-        (2, None, "--global-batch-size 2, which is 1 micro-batches", "--global-batch-size 4"),
+        (2, None, "--global-batch-size 2, which is 1 micro-batch", "--global-batch-size 4"),
         (4, 20, "--global-batch-size 20, which is 5 micro-batches", "--global-batch-size 16, --global-batch-size 24"),
     ],
 )
@@ -117,6 +118,38 @@ def test_turns_take_as_many_micro_batches_as_there_are_stages(
     problem = only(world_size, **chunks)
     assert problem.given == f"{given}, with --pipeline-model-parallel-size 2"
     assert "in turns of 2" in problem.rule and problem.legal == legal
+
+
+def test_chunks_and_turns_are_told_at_once() -> None:
+    """A length that leaves a rest doesn't hide that the micro-batches would not fill the turns either."""
+    settings = {**TWO, "num_layers_per_virtual_pipeline_stage": 4, "global_batch_size": 2}
+    chunks, turns = check(make_run(**settings), 2)
+    assert chunks.legal.startswith(f"{VIRTUAL} 3, ") and turns.legal == "--global-batch-size 4"
+    assert turns.given == "--global-batch-size 2, which is 1 micro-batch, with --pipeline-model-parallel-size 2"
+    mended = {**settings, "num_layers_per_virtual_pipeline_stage": 3, "global_batch_size": 4}
+    assert check(make_run(**mended), 2) == ()
+    asked = {**TWO, "pipeline_schedule": "interleaved", "global_batch_size": 2}
+    assert [problem.given for problem in check(make_run(**asked), 2)] == [
+        f"--pipeline-schedule interleaved without {VIRTUAL}",
+        turns.given,
+    ]
+
+
+def test_turns() -> None:
+    assert pipeline_rules.turns(make_run(**TWO)) == 1
+    assert pipeline_rules.turns(make_run(**TWO, num_layers_per_virtual_pipeline_stage=5)) == 2
+    assert pipeline_rules.turns(make_run(**TWO, pipeline_schedule="interleaved")) == 2
+    assert pipeline_rules.turns(make_run(num_layers_per_virtual_pipeline_stage=5)) == 1
+
+
+def test_too_many_stages_for_layers_and_job() -> None:
+    """What is called legal mends both rules."""
+    layout = {"num_layers": 8, "pipeline_model_parallel_size": 16}
+    job, layers = check(make_run(**layout), 8)
+    assert job.given == "8 processes with --tensor-model-parallel-size 1 --pipeline-model-parallel-size 16"
+    assert layers.given == "--pipeline-model-parallel-size 16 --num-layers 8"
+    assert job.legal == layers.legal == "--pipeline-model-parallel-size 8"
+    assert check(make_run(**{**layout, "pipeline_model_parallel_size": 8}), 8) == ()
 
 
 def test_inner_stages_have_layers() -> None:
@@ -146,7 +179,7 @@ def test_inner_stages_have_layers() -> None:
         ),
         ({"pipeline_model_parallel_size": 4, "num_layers": 3}, "1,1,1", "1,1,1 (3 chunks, 3 layers)", "4", "1,1,1,0"),
         ({"pipeline_model_parallel_size": 4, "num_layers": 2}, "1,1", "1,1 (2 chunks, 2 layers)", "4", "0,1,1,0"),
-        ({"pipeline_model_parallel_size": 4, "num_layers": 6}, "6", "6 (1 chunks, 6 layers)", "4", "2,2,1,1"),
+        ({"pipeline_model_parallel_size": 4, "num_layers": 6}, "6", "6 (1 chunk, 6 layers)", "4", "2,2,1,1"),
     ],
 )
 def test_a_split_has_all_layers(layout: dict[str, Any], split: str, found: str, count: str, legal: str) -> None:
@@ -166,6 +199,41 @@ def test_tokens_are_split_evenly() -> None:
     assert "3 x 10 tokens" in problem.rule
     assert problem.legal == "--micro-batch-size 2, --micro-batch-size 4, --seq-length 8, --seq-length 12"
     assert check(make_run(**{**odd, "sequence_parallel": False}), 4) == ()
+
+
+@pytest.mark.parametrize(
+    ("settings", "legal"),
+    [
+        ({"global_batch_size": 9}, "--seq-length 8, --seq-length 12"),
+        ({"global_batch_size": 18}, "--micro-batch-size 2, --micro-batch-size 6, --seq-length 8, --seq-length 12"),
+        ({"max_position_embeddings": 11}, "--micro-batch-size 2, --micro-batch-size 4, --seq-length 8"),
+        ({"global_batch_size": 9, "max_position_embeddings": 11}, "--seq-length 8"),
+        (
+            {"global_batch_size": 3, "seq_length": 1, "max_position_embeddings": 1},
+            "--micro-batch-size 4, --seq-length 4",  # nothing mends both: then what mends this
+        ),
+        (
+            {
+                "num_layers": 4,
+                "pipeline_model_parallel_size": 2,
+                "num_layers_per_virtual_pipeline_stage": 1,
+                "global_batch_size": 36,
+            },
+            "--micro-batch-size 2, --micro-batch-size 6, --seq-length 8, --seq-length 12",
+        ),
+    ],
+)
+def test_what_splits_evenly_fits_batch_and_positions(settings: dict[str, Any], legal: str) -> None:
+    odd = {"tensor_model_parallel_size": 4, "sequence_parallel": True, "micro_batch_size": 3, "seq_length": 10}
+    assert only(8 if "num_layers" in settings else 4, **{**odd, **settings}).legal == legal
+
+
+def test_an_unknown_batch_filters_nothing() -> None:
+    said = {"tensor_model_parallel_size": 4, "sequence_parallel": True, "micro_batch_size": 3, "seq_length": 10}
+    settings = {**SMALL, **said, "global_batch_size": "nine", "max_position_embeddings": "ten"}
+    outcome = validate({name: Said(name, value, name) for name, value in settings.items()})
+    (problem,) = check(outcome.partial, 4)
+    assert problem.legal == "--micro-batch-size 2, --micro-batch-size 4, --seq-length 8, --seq-length 12"
 
 
 @settings(max_examples=100)

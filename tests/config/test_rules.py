@@ -40,7 +40,7 @@ def test_a_valid_run_has_no_problem() -> None:
             3,
             {"tensor_model_parallel_size": 3, "ffn_hidden_size": 33},
             "--tensor-model-parallel-size 3 --num-attention-heads 4",
-            "--tensor-model-parallel-size 2, --tensor-model-parallel-size 4",
+            "--tensor-model-parallel-size 1",
         ),
         (
             2,
@@ -58,13 +58,13 @@ def test_a_valid_run_has_no_problem() -> None:
             6,
             {"tensor_model_parallel_size": 4},
             "6 processes with --tensor-model-parallel-size 4 --pipeline-model-parallel-size 1",
-            "4 processes, 8 processes, --tensor-model-parallel-size 3, --tensor-model-parallel-size 6",
+            "4 processes, 8 processes, --tensor-model-parallel-size 2",
         ),
         (
             6,
             {"pipeline_model_parallel_size": 4},
             "6 processes with --tensor-model-parallel-size 1 --pipeline-model-parallel-size 4",
-            "4 processes, 8 processes, --pipeline-model-parallel-size 3, --pipeline-model-parallel-size 6",
+            "4 processes, 8 processes, --pipeline-model-parallel-size 3",
         ),
         (
             8,
@@ -149,13 +149,44 @@ def test_what_a_rule_calls_legal_mends_it(
     }
     for problem in check(make_run(**settings), world_size):
         for remedy in problem.legal.split(", "):
-            if remedy.endswith(" processes"):
+            if remedy.endswith((" process", " processes")):
                 again = check(make_run(**settings), int(remedy.split()[0]))
             else:
                 flag, value = remedy.split()
                 changed = {**settings, flag.removeprefix("--").replace("-", "_"): int(value)}
                 again = check(make_run(**changed), world_size)
             assert problem.rule not in [other.rule for other in again], remedy
+
+
+def test_a_suggested_degree_fits_the_heads_and_the_job() -> None:
+    layout = {"num_attention_heads": 8, "pipeline_model_parallel_size": 2}
+    assert only(6, **layout, tensor_model_parallel_size=3, ffn_hidden_size=96).legal == "--tensor-model-parallel-size 1"
+    assert only(12, **layout, tensor_model_parallel_size=3, ffn_hidden_size=96).legal == (
+        "--tensor-model-parallel-size 2"
+    )
+    unfit = check(make_run(**layout, tensor_model_parallel_size=3, ffn_hidden_size=96), 5)
+    assert [problem.legal for problem in unfit] == [  # the pipeline size is wrong by itself
+        "--tensor-model-parallel-size 2, --tensor-model-parallel-size 4",
+        "6 processes",
+    ]
+
+
+def test_a_layout_is_mended_without_knowing_heads_and_layers() -> None:
+    settings = {**SMALL, "tensor_model_parallel_size": 4, "num_attention_heads": "x", "num_layers": "y"}
+    outcome = validate({name: Said(name, value, name) for name, value in settings.items()})
+    (problem,) = check(outcome.partial, 6)
+    assert problem.legal == "4 processes, 8 processes, --tensor-model-parallel-size 3, --tensor-model-parallel-size 6"
+
+
+def test_one_is_no_plural() -> None:
+    (problem,) = check(make_run(pipeline_model_parallel_size=2), 1)
+    assert problem.given.startswith("1 process with ")
+    assert only(1, global_batch_size=3).given.endswith("on 1 data-parallel process")
+
+
+def test_a_suggested_batch_fills_the_turns() -> None:
+    chunks = {"num_layers": 4, "pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}
+    assert only(2, **chunks, global_batch_size=21).legal == "--global-batch-size 20, --global-batch-size 24"
 
 
 def test_all_problems_come_together() -> None:

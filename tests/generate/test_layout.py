@@ -5,6 +5,7 @@ from support.models import small_config
 
 from megazero.errors import TopologyError
 from megazero.generate.layout import choose_layout, padded_rows, stage_chunks
+from megazero.parallel.nodes import Nodes
 from megazero.parallel.topology import Topology
 
 MODEL = small_config()  # 3 layers, 12 heads of 5, 240 inner elements
@@ -12,7 +13,7 @@ MODEL = small_config()  # 3 layers, 12 heads of 5, 240 inner elements
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 5), (12, 3), (4, 2)])
 def test_one_copy_of_the_model(tp: int, pp: int) -> None:
-    assert choose_layout(MODEL, tp=tp, pp=pp, world_size=tp * pp) == Topology(tp=tp, dp=1, pp=pp)
+    assert choose_layout(MODEL, tp=tp, pp=pp, nodes=Nodes((tp * pp,))) == Topology(tp=tp, dp=1, pp=pp)
 
 
 @pytest.mark.parametrize(
@@ -30,12 +31,28 @@ def test_one_copy_of_the_model(tp: int, pp: int) -> None:
 )
 def test_refused_layouts(tp: int, pp: int, world: int, told: str) -> None:
     with pytest.raises(TopologyError, match=told):
-        choose_layout(MODEL, tp=tp, pp=pp, world_size=world)
+        choose_layout(MODEL, tp=tp, pp=pp, nodes=Nodes((world,)))
+
+
+def test_tensor_parallelism_stays_inside_a_node() -> None:
+    tensor, stages = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+    with pytest.raises(TopologyError) as caught:
+        choose_layout(MODEL, tp=4, pp=1, nodes=Nodes((2, 2)))
+    (problem,) = caught.value.problems
+    assert problem.given == f"{tensor} 4 {stages} 1 on 2 nodes of 2 ranks"
+    assert "inside one node" in problem.rule
+    across = "--allow-tensor-parallel-across-nodes"
+    assert problem.legal == f"{tensor} 1 {stages} 4; {tensor} 2 {stages} 2; {across}"
+    assert choose_layout(MODEL, tp=2, pp=2, nodes=Nodes((2, 2))) == Topology(tp=2, pp=2)
+    assert choose_layout(MODEL, tp=4, pp=1, nodes=Nodes((2, 2)), across_nodes=True) == Topology(tp=4)
+    # On nodes of 5 and 3 every tensor size above 1 crosses; 8 pipeline stages are too many for 3 layers.
+    with pytest.raises(TopologyError, match=f"legal: {across}$"):
+        choose_layout(MODEL, tp=2, pp=4, nodes=Nodes((5, 3)))
 
 
 def test_inner_elements_count_as_heads_do() -> None:
     with pytest.raises(TopologyError, match=r"legal: --tensor-model-parallel-size 3$"):
-        choose_layout(small_config(ffn_hidden_size=63), tp=12, pp=1, world_size=12)
+        choose_layout(small_config(ffn_hidden_size=63), tp=12, pp=1, nodes=Nodes((12,)))
 
 
 def test_stages_are_cut_by_what_they_hold() -> None:

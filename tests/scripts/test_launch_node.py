@@ -36,6 +36,11 @@ ALONE = {"NUM_NODES": "1", "NODE_RANK": "0", "MASTER_ADDR": "a"}
         ({**ALONE, "NODE_RANK": "1"}, ["NODE_RANK=1: nodes count from 0 to NUM_NODES - 1 = 0"]),
         ({**ALONE, "NUM_NODES": "0", "NODE_RANK": "x"}, ["NUM_NODES=0: must be", "NODE_RANK=x: must be"]),
         ({**ALONE, "PROCS_PER_NODE": "-1"}, ["PROCS_PER_NODE=-1: must be a whole number, at least 1"]),
+        (
+            {**ALONE, "MASTER_PORT": "99999"},
+            ["MASTER_PORT=99999: must be a whole number, at least 1 and at most 65535"],
+        ),
+        ({**ALONE, "MASTER_PORT": "65536"}, ["MASTER_PORT=65536: must be"]),
         ({**ALONE, "PYTHON": "no-python"}, ["no-python is not there"]),
     ],
 )

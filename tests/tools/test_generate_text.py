@@ -128,6 +128,20 @@ def test_layouts_are_refused_before_ranks_meet(
         main(["--load", save(tmp_path), *sizes])
 
 
+def test_tensor_parallelism_across_nodes_is_refused(
+    tmp_path: Path, main: Main, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_launcher(monkeypatch, world_size=4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    folder = save(tmp_path)
+    with pytest.raises(TopologyError, match=f"{TENSOR} 4 {STAGES} 1 on 2 nodes of 2 ranks\n"):
+        main(["--load", folder, TENSOR, "4"])
+    # Both go on to meet ranks that are not there.
+    for layout in ([TENSOR, "4", "--allow-tensor-parallel-across-nodes"], [TENSOR, "2", STAGES, "2"]):
+        with pytest.raises(TopologyError, match="no MASTER_ADDR"):
+            main(["--load", folder, *layout, *FAST])
+
+
 def torchrun(folder: Path, *arguments: str, ranks: int) -> subprocess.CompletedProcess[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return subprocess.run(
@@ -146,6 +160,24 @@ def test_four_processes_write_what_one_writes(tmp_path: Path, main: Main, capsys
     expected = output(main, capsys, "--load", str(tmp_path), *chosen)
     ended = torchrun(tmp_path, *chosen, TENSOR, "2", STAGES, "2", ranks=4)
     assert (ended.returncode, ended.stdout) == (0, expected), ended.stderr
+
+
+@pytest.mark.gloo
+def test_flags_that_cannot_be_read_are_told_once(tmp_path: Path) -> None:
+    ended = torchrun(tmp_path, "--top-k", "x", "--nonsense", ranks=2)
+    assert ended.returncode == 1 and ended.stdout == ""
+    assert ended.stderr.count("configuration error: argument --top-k: invalid int value: 'x'\n") == 1
+    assert ended.stderr.count("--help lists") == 1 and "exitcode  : 2" in ended.stderr
+
+
+def test_help_is_shown_by_one_rank(
+    main: Main, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in range(2):
+        set_launcher(monkeypatch, rank=rank, world_size=2)
+        with pytest.raises(SystemExit):
+            main(["--help"])
+        assert ("--max-new-tokens N" in capsys.readouterr().out) == (rank == 0)
 
 
 @pytest.mark.gloo

@@ -28,7 +28,7 @@ def test_sound_nodes() -> None:
     assert done.returncode == 0, done
     head, row, whole, end = done.stdout.splitlines()
     assert head.split()[:3] == ["node", "ranks", "GPUs"] and row.split()[:3] == ["here", "2", "0"]
-    assert whole.startswith("all ranks together: ") and end == "preflight: 1 nodes are sound"
+    assert whole.startswith("all ranks together: ") and end == "preflight: 1 node is sound"
 
 
 @pytest.mark.gloo
@@ -40,10 +40,47 @@ def test_nodes_that_fall_short_are_told_once() -> None:
     assert "preflight" not in done.stdout
 
 
-def test_one_process_needs_nobody() -> None:
+def by_hand(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    words = [sys.executable, str(ROOT / "tools" / "preflight.py"), "--gpus-per-node", "0", "--device", "cpu"]
-    done = subprocess.run(
-        words, env={**environment, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
+    return subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "preflight.py"), "--device", "cpu", *arguments],
+        env={**environment, "PYTHONPATH": str(ROOT), **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
     )
-    assert done.stdout.endswith("preflight: 1 nodes are sound\n"), done
+
+
+@pytest.mark.gloo
+def test_flags_that_cannot_be_read_are_told_once() -> None:
+    done = torchrun("--gpus-per-node", "x")
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.count("argument --gpus-per-node: invalid int value: 'x'") == 1
+
+
+def test_numbers_are_checked_before_anything_is_opened() -> None:
+    """There is no rank 0 at the address, so that whoever opened the store would wait for it."""
+    wrong = {
+        "--gpus-per-node": ["-1"],
+        "--min-bandwidth": ["nan", "-1"],
+        "--max-clock-skew": ["-2.5", "inf"],
+        "--min-shared-memory": ["1e300", "nan"],
+        "--message-mib": ["0", "-4"],
+        "--timeout": ["0", "1e20"],
+    }
+    job = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "29500"}
+    for turn in range(2):
+        done = by_hand(*(f"{flag}={values[turn % len(values)]}" for flag, values in wrong.items()), **job)
+        assert done.returncode == 2 and done.stdout == "", done
+        assert done.stderr.startswith("6 configuration errors:\n"), done
+        assert [flag for flag in wrong if f"\n{flag} " not in done.stderr] == []
+        assert done.stderr.count("rule:") == done.stderr.count("legal: --") == 6
+    assert (
+        "--message-mib -4.0\n    rule:  must be above 0 and at most 65536\n    legal: --message-mib 256" in done.stderr
+    )
+
+
+def test_one_process_needs_nobody() -> None:
+    done = by_hand("--gpus-per-node", "0")
+    assert done.stdout.endswith("preflight: 1 node is sound\n"), done
