@@ -73,7 +73,7 @@ class TensorParallel:
         if p == 0 or not training:
             return x
         with self.random.sharded() if self.border.splits_sequence else nullcontext():
-            return F.dropout(x, p)
+            return F.dropout(x, p, training)
 
     def use(self, parameter: nn.Parameter) -> Tensor:
         """What a forward computes with: the parameter, or its alias if its gradient is deferred."""

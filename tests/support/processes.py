@@ -1,9 +1,11 @@
 """Real ranks for tests: a pool of worker processes per world size, joined by gloo over loopback.
 
 Starting processes that import torch costs seconds, a call into a running pool milliseconds; so pools live as long as
-the test session.  Workers are forked by a *fork server* that has imported torch and computed nothing (a fork of a
-process that has run multi-threaded kernels hangs in OpenMP).  A failure, or a rank that does not answer in time, costs
-the pool: it is killed and the next call builds a new one, so no test inherits half a collective.
+the test session. What calls have left of process groups goes when there are many, or when another pool is called:
+every group has threads that wake up a hundred times a second. Workers are forked by a *fork server* that has imported
+torch and computed nothing (a fork of a process that has run multi-threaded kernels hangs in OpenMP). A failure, or a
+rank that does not answer in time, costs the pool: it is killed and the next call builds a new one, so no test
+inherits half a collective.
 
     def fn(rank: int, x: float) -> float: ...          # at module level, in any test file
     results = run_ranks(4, fn, 0.5)                    # one result per rank
@@ -12,6 +14,7 @@ the pool: it is killed and the next call builds a new one, so no test inherits h
 import atexit
 import faulthandler
 import functools
+import gc
 import importlib
 import importlib.util
 import inspect
@@ -38,6 +41,7 @@ from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.topology import Topology
 
 TIMEOUT_SECONDS = 60.0
+MOST_GROUPS = 16  # of process groups that a worker may keep from call to call
 GRACE_SECONDS = 5.0  # how long the other ranks may go on after one has failed
 STACK_SIGNAL = signal.SIGUSR2
 SCRATCH_BYTES = 1 << 24
@@ -50,6 +54,7 @@ class RankFailure(AssertionError):
 class _Reply(NamedTuple):
     ok: bool
     payload: bytes  # pickled result, or the traceback's text
+    num_groups: int = 0  # of meshes, that the worker has now
 
 
 class _Worker(NamedTuple):
@@ -68,6 +73,7 @@ class _Pool:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
         self.workers = [self._start(context, rank) for rank in range(world_size)]
+        self.num_groups = 0
 
     def _start(self, context: Any, rank: int) -> _Worker:
         ours, theirs = context.Pipe()
@@ -97,6 +103,7 @@ class _Pool:
                 reply = _receive(connection)
                 if reply is not None:
                     replies[rank] = reply
+                    self.num_groups = max(self.num_groups, reply.num_groups)
                 if reply is None or not reply.ok:
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         return replies
@@ -135,6 +142,10 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
     pool = _pools.get(world_size)
     if pool is None:
         pool = _pools[world_size] = _Pool(world_size)
+    for other in _pools.values():
+        if other.num_groups > (MOST_GROUPS if other is pool else 0):
+            other.num_groups = 0
+            other.call(drop_groups, (), timeout)  # all of its ranks are idle
     replies = pool.call(fn, args, timeout)
     failures = [_failure(pool, rank, replies.get(rank)) for rank in range(world_size)]
     if any(failures):
@@ -156,10 +167,24 @@ def _cached_mesh(rank: int, topology: Topology) -> Mesh:
     return make_mesh(topology, rank, device, FusedBuffers(SCRATCH_BYTES, device))
 
 
+def drop_groups(rank: int) -> None:
+    """Take down the process groups of meshes; not what tests have made themselves, which torch may remember."""
+    _cached_mesh.cache_clear()
+    gc.collect()
+    for group in mesh_groups():
+        dist.destroy_process_group(group)
+    gc.collect()
+
+
+def mesh_groups() -> list[dist.ProcessGroup]:
+    """The process groups that meshes of this worker have made."""
+    return [group for group in dist.distributed_c10d._world.pg_map if group.group_desc.startswith("megazero")]
+
+
 def mesh_in_worker(rank: int, *, tp: int = 1, dp: int = 1, pp: int = 1) -> Mesh:
     """The mesh of this worker, its meter at zero; to be called inside fn, by every rank, with the same degrees.
 
-    Process groups are made once per layout and kept, since each new one costs sockets and a thread.
+    Process groups are made once per layout and kept for a while, since each new one costs sockets and threads.
     """
     mesh = _cached_mesh(rank, Topology(tp=tp, dp=dp, pp=pp))
     mesh.meter.reset()
@@ -175,7 +200,7 @@ def _failure(pool: _Pool, rank: int, reply: _Reply | None) -> str:
 def _receive(connection: Connection) -> _Reply | None:
     try:
         ok = connection.recv_bytes() == b"ok"
-        return _Reply(ok, connection.recv_bytes())
+        return _Reply(ok, connection.recv_bytes(), int(connection.recv_bytes()))
     except (EOFError, ConnectionResetError):
         return None
 
@@ -193,6 +218,7 @@ def _serve(rank: int, world_size: int, port: int, connection: Connection, stacks
             reply = _answer(rank, head, connection.recv_bytes())
             connection.send_bytes(b"ok" if reply.ok else b"failed")
             connection.send_bytes(reply.payload)
+            connection.send_bytes(str(len(mesh_groups())).encode())
         os._exit(0)  # the other ranks may be gone already: no goodbye to them
 
 
