@@ -54,7 +54,9 @@ def test_each_choice_keeps_less() -> None:
     granularities = ("none", "selective", "full")
     everything, selective, full = (held(2, num_layers=LAYERS, recompute_granularity=name) for name in granularities)
     assert everything.peaks["activation_checkpoints"] == 0
-    assert full.peak_bytes < selective.peak_bytes < everything.peak_bytes
+    # Not the peak of everything, to which temporaries add that gloo has not let go of yet.
+    kept = [seen.peaks["activations"] + seen.peaks["activation_checkpoints"] for seen in (full, selective, everything)]
+    assert kept[0] < kept[1] < kept[2]
 
 
 @pytest.mark.gloo
