@@ -353,13 +353,14 @@ OTHERS: list[tuple[dict[str, Any], tuple[int, ...]]] = [
     ({"gradient_predivide_factor": 3.0}, ALL),
 ]
 # The stage is in every row; two decide about a checkpoint, one about construction; one is about parameters this model
-# leaves unused.
+# leaves unused; and windows are of schedules (test_3d_layouts.py).
 ELSEWHERE = {
     "zero_stage",
     "load_from_fp32_weights",
     "gather_16bit_weights_on_model_save",
     "override_module_apply",
     "ignore_unused_parameters",
+    "zero3_reshard_after",
 }
 STEPS = 3
 
