@@ -10,10 +10,10 @@ ZeRO lays out, reduces and gathers.  Radford et al. 2019, section 2.3; Shoeybi e
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,8 @@ from megazero.tensor_parallel.layers import (
     replicated_parameter,
 )
 from megazero.tensor_parallel.vocab import TiedHead, VocabParallelEmbedding, VocabParallelHead
+
+M = TypeVar("M", bound=nn.Module)
 
 
 class Unit(NamedTuple):
@@ -82,7 +84,7 @@ class GPT(nn.Module):
         self.layers = nn.ModuleDict({str(index): Block(config, tp, activations.core) for index in held})
         if is_last:
             self.final_norm = LayerNorm(config, tp)
-            self.head = TiedHead(tp) if is_tied else _untied_head(config, tp, sizes)
+            self.head = TiedHead(tp) if is_tied else _vocabulary_matrix(VocabParallelHead, config, tp, sizes)
         if is_last and is_tied and not is_first:
             self.embedding = EmbeddingCopy(config, tp, sizes)
         if is_tied and is_first != is_last:
@@ -178,18 +180,9 @@ class _VocabularySizes(NamedTuple):
     padded: int
 
 
-def _word_embedding(config: ModelConfig, tp: TensorParallel, sizes: _VocabularySizes) -> VocabParallelEmbedding:
-    return VocabParallelEmbedding(
-        tp,
-        vocab_size=sizes.real,
-        padded_vocab_size=sizes.padded,
-        hidden_size=config.hidden_size,
-        init=Init("normal", config.init_method_std),
-    )
-
-
-def _untied_head(config: ModelConfig, tp: TensorParallel, sizes: _VocabularySizes) -> VocabParallelHead:
-    return VocabParallelHead(
+def _vocabulary_matrix(kind: Callable[..., M], config: ModelConfig, tp: TensorParallel, sizes: _VocabularySizes) -> M:
+    """The word embedding, or a head with a matrix of its own."""
+    return kind(
         tp,
         vocab_size=sizes.real,
         padded_vocab_size=sizes.padded,
@@ -203,7 +196,7 @@ class Embedding(nn.Module):
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, sizes: _VocabularySizes) -> None:
         super().__init__()
-        self.word = _word_embedding(config, tp, sizes)
+        self.word = _vocabulary_matrix(VocabParallelEmbedding, config, tp, sizes)
         self.position = PositionEmbedding(config, tp)
         self._dropout = config.hidden_dropout
         self._tp = tp
@@ -218,7 +211,7 @@ class EmbeddingCopy(nn.Module):
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, sizes: _VocabularySizes) -> None:
         super().__init__()
-        self.word = _word_embedding(config, tp, sizes)
+        self.word = _vocabulary_matrix(VocabParallelEmbedding, config, tp, sizes)
 
 
 class PositionEmbedding(nn.Module):
