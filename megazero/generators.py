@@ -7,9 +7,8 @@ from torch import Tensor
 def default_generator(device: torch.device) -> torch.Generator:
     """The generator that is used where none is named, of the CPU or of one GPU."""
     if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        return torch.cuda.default_generators[index]
+        current = torch.cuda.current_device()  # asking for it initialises CUDA, before which there are no generators
+        return torch.cuda.default_generators[current if device.index is None else device.index]
     return torch.default_generator
 
 

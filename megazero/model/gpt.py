@@ -97,7 +97,8 @@ class GPT(nn.Module):
     def hidden(self, tokens: Tensor) -> Tensor:
         """What the head reads: tokens [b, s] to [b, s, h]; of a model that is not cut in any way."""
         x = self.through(0, self.embed(tokens), tokens.shape[1])
-        return self.final_norm(x).view(*tokens.shape, -1)  # type: ignore[no-any-return]
+        normed: Tensor = self.final_norm(x)
+        return normed.view(*tokens.shape, -1)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -111,7 +112,8 @@ class GPT(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Tokens [b, s] to [n, h], which the first chunk's layers read."""
-        return self.embedding(tokens)  # type: ignore[no-any-return]
+        x: Tensor = self.embedding(tokens)
+        return x
 
     def through(self, index: int, x: Tensor, length: int) -> Tensor:
         """The layers of chunk `index` of this rank, [n, h] to [n, h], over sequences of `length` tokens."""
@@ -128,7 +130,8 @@ class GPT(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """What `final_norm` gave, [..., h], to this rank's logits [..., Vp/t] (of all tokens, if they are split)."""
-        return self.head(hidden, *self._head_matrix())  # type: ignore[no-any-return]
+        logits: Tensor = self.head(hidden, *self._head_matrix())
+        return logits
 
     def loss(self, x: Tensor, labels: Tensor, loss_mask: Tensor | None = None) -> Tensor:
         """The sum of all positions' cross-entropies, each times its mask, without dimensions; in float32 or float64.
@@ -136,7 +139,8 @@ class GPT(nn.Module):
         x [n, h]: of the last chunk's last layer.  labels and loss_mask [b, s]; without a mask every position counts 1.
         """
         targets = Targets(labels, loss_mask, self.vocab_size, self._logits_chunk_bytes)
-        return self.head(self.final_norm(x), *self._head_matrix(), targets=targets)  # type: ignore[no-any-return]
+        loss: Tensor = self.head(self.final_norm(x), *self._head_matrix(), targets=targets)
+        return loss
 
     def summed_loss(self, tokens: Tensor, labels: Tensor, loss_mask: Tensor | None = None) -> Tensor:
         """The same from tokens [b, s] on; of a model that is not cut into chunks."""
@@ -290,7 +294,8 @@ class Attention(nn.Module):
         qkv = qkv.view(-1, length, 3, qkv.shape[-1] // (3 * self._head_dim), self._head_dim)  # [b, s, 3, a/t, d]
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [b, a/t, s, d]
         attend = self._attend if self._core is None else partial(self._core.run, self._attend)
-        return self.projection(attend(query, key, value))  # type: ignore[no-any-return]
+        y: Tensor = self.projection(attend(query, key, value))
+        return y
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """The core: [b, a/t, s, d] three times to [b s, h/t]."""
@@ -316,7 +321,8 @@ class FeedForward(nn.Module):
         self.down = RowParallelLinear(tp, logical_shape=(hidden, inner), init=_output_init(config))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x), approximate="tanh"))  # type: ignore[no-any-return]
+        y: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
+        return y
 
 
 def _output_init(config: ModelConfig) -> Init:

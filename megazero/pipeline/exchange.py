@@ -6,7 +6,7 @@ it has been taken (`plan.proofs`), at the step's end at the latest.
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -124,7 +124,7 @@ class ReceivedInput:
         if not torch.is_grad_enabled():
             return x
         anchor = torch.zeros((), device=x.device, requires_grad=True)
-        return _Enter.apply(anchor, x, self)  # type: ignore[no-untyped-call, no-any-return]
+        return _enter(anchor, x, self)
 
 
 class _Enter(torch.autograd.Function):
@@ -137,3 +137,6 @@ class _Enter(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
         ctx.received.gradient = grad
         return None, None, None
+
+
+_enter: Callable[..., Tensor] = _Enter.apply

@@ -37,8 +37,7 @@ class Held:
         while self._gradients:
             parameter, contributions = self._gradients.pop()
             with torch.enable_grad():
-                end = _Given.apply(parameter, contributions)  # type: ignore[no-untyped-call]
-            end.backward()
+                torch.autograd.backward(_given(parameter, contributions))
 
 
 class DeferredGradients:
@@ -59,7 +58,8 @@ class DeferredGradients:
         self._places.setdefault(parameter, len(self._places))
         alias = parameter.detach().requires_grad_()
         alias.grad_dtype = parameter.grad_dtype
-        alias.register_post_accumulate_grad_hook(lambda found: self._set_aside(parameter, found))  # type: ignore[no-untyped-call]
+        when_accumulated: Callable[..., Any] = alias.register_post_accumulate_grad_hook
+        when_accumulated(lambda found: self._set_aside(parameter, found))
         return alias
 
     def later(self, parameter: nn.Parameter, make: Make) -> None:
@@ -94,6 +94,9 @@ class _Given(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         contributions, ctx.contributions = ctx.contributions, None
         return _sum(contributions), None
+
+
+_given: Callable[..., Tensor] = _Given.apply
 
 
 def _sum(contributions: list[Make]) -> Tensor:

@@ -15,7 +15,7 @@ Where the sequence is split, a chunk takes the same rows of every rank's part of
 their gradient is reduced and scattered on the way out, so x is never whole either, and nothing is gathered twice.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -50,9 +50,7 @@ def summed_cross_entropy(x: Tensor, weight: Tensor, targets: Targets, border: Bo
     """
     rows = x.reshape(-1, x.shape[-1])
     assert targets.labels.numel() == len(rows) * border.num_parts, "every rank knows all labels"
-    return _SummedCrossEntropy.apply(  # type: ignore[no-untyped-call, no-any-return]
-        rows, weight, targets, border, torch.is_grad_enabled()
-    )
+    return _summed_cross_entropy(rows, weight, targets, border, torch.is_grad_enabled())
 
 
 class _Chunk(NamedTuple):
@@ -118,6 +116,9 @@ class _SummedCrossEntropy(torch.autograd.Function):
                 _multiply(gradient, grad, ctx.num_rows)
         # The weight's stays in the loss's dtype: autograd casts it to what the parameter's gradient is kept in.
         return grad_x, grad_weight, None, None, None
+
+
+_summed_cross_entropy: Callable[..., Tensor] = _SummedCrossEntropy.apply
 
 
 class _WeightGradient:

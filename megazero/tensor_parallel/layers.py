@@ -124,15 +124,14 @@ class RowParallelLinear(nn.Module):
         if later is None:
             y = leave_region(F.linear(x, weight), border)
         else:
-            y = _DeferredRowLinear.apply(x, weight, border, later)  # type: ignore[no-untyped-call]
+            y = _deferred_row_linear(x, weight, border, later)
         return y + self._tp.use(self.bias)
 
 
 def column_linear(tp: TensorParallel, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
     """x W^T + b as the entry of a region: x is gathered, its gradient is reduced."""
-    return _ColumnLinear.apply(  # type: ignore[no-untyped-call, no-any-return]
-        x, tp.use(weight), None if bias is None else tp.use(bias), tp.border, tp.later(weight)
-    )
+    used_bias = None if bias is None else tp.use(bias)
+    return _column_linear(x, tp.use(weight), used_bias, tp.border, tp.later(weight))
 
 
 def sharded_parameter(
@@ -200,6 +199,9 @@ class _ColumnLinear(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None
 
 
+_column_linear: Callable[..., Tensor] = _ColumnLinear.apply
+
+
 class _DeferredRowLinear(torch.autograd.Function):
     """F.linear and the exit of a region; backward leaves the weight gradient for later."""
 
@@ -218,6 +220,9 @@ class _DeferredRowLinear(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:
             return None, None, None, None
         return (border.gather(kept).wait() @ weight).view_as(x), None, None, None
+
+
+_deferred_row_linear: Callable[..., Tensor] = _DeferredRowLinear.apply
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ Split activations are [n / t, ..]: rank r holds rows [r n / t, (r + 1) n / t) of
 here knows which axis the communicator belongs to, and one rank takes the same path.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,8 +79,8 @@ class Border:
 def leave_region(partial: Tensor, border: Border) -> Tensor:
     """The sum of partial over the ranks as it is outside (dense, and not needed by its own backward)."""
     if border.splits_sequence:
-        return _ReduceScatter.apply(partial, border)  # type: ignore[no-untyped-call, no-any-return]
-    return _Reduce.apply(partial, border)  # type: ignore[no-untyped-call, no-any-return]
+        return _reduce_scatter(partial, border)
+    return _reduce(partial, border)
 
 
 class _Reduce(torch.autograd.Function):
@@ -93,6 +94,9 @@ class _Reduce(torch.autograd.Function):
         return grad, None
 
 
+_reduce: Callable[..., Tensor] = _Reduce.apply
+
+
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, partial: Tensor, border: Border) -> Tensor:
@@ -103,3 +107,6 @@ class _ReduceScatter(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.border.gather(grad).wait().view(ctx.shape), None
+
+
+_reduce_scatter: Callable[..., Tensor] = _ReduceScatter.apply

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from megazero.comm.interface import Communicator, Scratch
@@ -154,7 +155,7 @@ class Engine:
         Gradients are summed over micro-batches and ranks, so `loss` must hold whatever makes that sum the average.
         """
         self.begin_backward(is_last=is_last)
-        loss.backward()  # type: ignore[no-untyped-call]
+        torch.autograd.backward(loss)
         self.end_backward()
 
     def begin_backward(self, *, is_last: bool, part: int = 0) -> None:

@@ -4,13 +4,13 @@ import random
 
 import pytest
 from support.drawings import computations, draw, parse, parse_stages, shapes_of
+from support.valid_schedules import validate
 
 from megazero.pipeline.passes import (
     final_backwards,
     most_in_flight,
     most_in_flight_total,
     num_windows,
-    validate,
     with_exchanges,
     with_windows,
 )
