@@ -2,41 +2,23 @@
 
 import sys
 
-from megazero.comm.build import Launch, choose_device, join, leave
-from megazero.comm.last_word import last_word
 from megazero.config.cli import parse
 from megazero.console import Console, run_program
-from megazero.memory.ledger import open_ledger
-from megazero.train.build import assemble, check
-from megazero.train.loop import train
+from megazero.parallel.launch import Launch
+from megazero.train.check import check
 
 
 def main() -> int:
-    """Read the command line, check it, join the other ranks, build the run, train; returns the exit status."""
+    """Read the command line and check it; then join the other ranks, build the run, train; returns the exit status."""
     launch = Launch.from_environment()
     parsed = parse(world_size=launch.world_size)
     for notice in parsed.notices:
         Console().line(notice)
     inputs = check(parsed.config, launch)
+    # torch comes with this, a second's wait: whoever has mistyped a flag has been told by now.
+    from megazero.train.program import pretrain
 
-    parallel = parsed.config.parallel
-    device = choose_device(parallel.device, launch.local_rank)
-    store = join(
-        launch,
-        backend=parallel.distributed_backend,
-        device=device,
-        timeout_minutes=parallel.distributed_timeout_minutes,
-    )
-    try:
-        logging = parsed.config.logging
-        ledger = open_ledger(device, kept=logging.ledger, limit_mib=logging.ledger_limit)
-        with last_word(store, launch.rank), ledger:
-            run = assemble(parsed.config, launch, device, inputs, ledger)
-            train(run)
-    finally:
-        leave()
-    stopped = run.state.iteration < run.timetable.train_iters
-    return parsed.config.training.exit_status_when_stopped or 0 if stopped else 0
+    return pretrain(parsed.config, launch, inputs)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from data_parallel import LR, SETTINGS, VOCABULARY, add_work, make_model, model_config
+from small_gpt import LR, SETTINGS, VOCABULARY, add_work, make_model, model_config
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -237,7 +237,7 @@ def model_of(options: argparse.Namespace, device: torch.device) -> GPT:
     """The model, each of its layers recomputed in backward unless told otherwise."""
     model = make_model(model_config(options), device)
     if options.recompute:
-        for layer in model.layers:
+        for layer in model.layers.values():
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     return model
 

@@ -11,13 +11,14 @@ import argparse
 import json
 import statistics
 import sys
+import threading
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from data_parallel import SETTINGS, VOCABULARY, add_work, batch_of, make_model, meet, model_config
+from small_gpt import SETTINGS, VOCABULARY, add_work, batch_of, make_model, meet, model_config
 from torch import Tensor
 
 from megazero.comm.build import leave, make_mesh
@@ -66,22 +67,27 @@ class Traced:
 
     def all_gather_into(self, output: Tensor, input: Tensor) -> Work:
         gather = Gather(output.numel() * output.element_size(), time.perf_counter())
-        pending: Any = self._inner.all_gather_into(output, input)
         self.gathers.append(gather)
-        future = pending._work.get_future()
-        future.add_done_callback(lambda _: setattr(gather, "done", time.perf_counter()))
-        return _TracedWork(pending, gather)
+        return _TracedWork(self._inner.all_gather_into(output, input), gather)
 
 
 class _TracedWork:
+    """Waited for by a thread of its own, which sees when the gather is done."""
+
     def __init__(self, pending: Work, gather: Gather) -> None:
         self._pending = pending
         self._gather = gather
+        self._thread = threading.Thread(target=self._see, daemon=True)
+        self._thread.start()
 
     def wait(self) -> None:
         self._gather.wait_begins = time.perf_counter()
-        self._pending.wait()
+        self._thread.join()
         self._gather.wait_ends = time.perf_counter()
+
+    def _see(self) -> None:
+        self._pending.wait()
+        self._gather.done = time.perf_counter()
 
 
 @dataclass

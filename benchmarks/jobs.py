@@ -2,8 +2,9 @@
 
 A benchmark that needs several jobs (other numbers of processes, or steps that may be refused for want of memory) starts
 them itself.  Processes are forked by a *fork server* that has imported torch and computed nothing, so a job costs about
-a second; each computes with one thread.  Jobs that run *side by side* share a barrier, so that the machine can be kept
-as busy by four jobs of one process as by one job of four.
+a second; each computes with one thread, unless told.  Jobs that run *side by side* share a barrier, so that the machine
+can be kept as busy by four jobs of one process as by one job of four.  A job that *stays* has an object in each of its
+processes and does what it is asked; in between it sleeps.
 """
 
 import multiprocessing
@@ -16,8 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed import TCPStore
 
-from megazero.comm.build import Launch, choose_device, join
+from megazero.comm.build import choose_device, join
 from megazero.errors import UserError
+from megazero.parallel.launch import Launch
 
 # The last one is what torch imports when a dispatch mode, such as the ledger's, meets its first backward.
 _PRELOADED = ["torch", "torch.distributed", "megazero.train.build", "torch._dynamo"]
@@ -44,6 +46,57 @@ class _Worker(NamedTuple):
     connection: Connection
 
 
+class _Start(NamedTuple):
+    """What a process is told at its start; stays: what fn returns is kept there, to be asked."""
+
+    launch: Launch
+    port: int
+    device: str
+    num_threads: int
+    barrier: Any
+    connection: Connection
+    stays: bool = False
+
+
+class Job:
+    """Processes that stay: `fn(place, *args)` makes an object in each, and `ask` calls a method of all of them.
+
+    Errors come out as those of `run_job`, and the job has ended then.  Nothing is computed between two questions.
+    """
+
+    def __init__(
+        self, world_size: int, fn: Callable[..., Any], *args: Any, device: str = "auto", num_threads: int = 1
+    ) -> None:
+        context = _context()
+        self._store = _store()
+        barrier = context.Barrier(world_size)
+        self._workers: list[_Worker] = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            launch = Launch(rank, world_size, rank)
+            start = _Start(launch, self._store.port, device, num_threads, barrier, theirs, stays=True)
+            self._workers.append(_start(context, start, ours, fn, args))
+        self._answers()
+
+    def ask(self, method: str, *args: Any) -> list[Any]:
+        """The method's answers by rank; all ranks work on it at once."""
+        for worker in self._workers:
+            worker.connection.send((method, args))
+        return self._answers()
+
+    def end(self) -> None:
+        """Kill the processes; a second time it does nothing."""
+        _end(self._workers)
+        self._workers = []
+
+    def _answers(self) -> list[Any]:
+        try:
+            return _collect(self._workers)
+        except BaseException:
+            self.end()
+            raise
+
+
 def run_job(world_size: int, fn: Callable[..., Any], *args: Any, device: str = "auto") -> list[Any]:
     """fn(place, *args) on every process of one job; results by rank."""
     return run_jobs(1, world_size, fn, *args, device=device)[0]
@@ -55,21 +108,15 @@ def run_jobs(number: int, world_size: int, fn: Callable[..., Any], *args: Any, d
     fn stands at the top of a module; arguments and results are pickled.  The first process that fails ends all of
     them: a UserError is raised here again, anything else is a RuntimeError with its traceback.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context = _context()
     barrier = context.Barrier(number * world_size)
-    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(number)]
+    stores = [_store() for _ in range(number)]
     workers = []
     for job, store in enumerate(stores):
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             launch = Launch(rank, world_size, job * world_size + rank)
-            process = context.Process(
-                target=_serve, args=(launch, store.port, device, barrier, theirs, fn, args), daemon=True
-            )
-            process.start()
-            theirs.close()
-            workers.append(_Worker(process, ours))
+            workers.append(_start(context, _Start(launch, store.port, device, 1, barrier, theirs), ours, fn, args))
     try:
         results = _collect(workers)
     finally:
@@ -77,24 +124,61 @@ def run_jobs(number: int, world_size: int, fn: Callable[..., Any], *args: Any, d
     return [results[job * world_size : (job + 1) * world_size] for job in range(number)]
 
 
-def _serve(*told: Any) -> None:
+def _context() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    return context
+
+
+def _store() -> TCPStore:
+    """Where the processes of a job meet."""
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def _start(context: Any, start: _Start, ours: Connection, fn: Callable[..., Any], args: tuple[Any, ...]) -> _Worker:
+    process = context.Process(target=_serve, args=(start, fn, args), daemon=True)
+    process.start()
+    start.connection.close()
+    return _Worker(process, ours)
+
+
+def _serve(start: _Start, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """The life of a process; it stays until it is ended, so that nobody sees its connections break."""
-    launch, port, device_name, barrier, connection, fn, args = told
     # The names that torchrun gives, with the store in the process that has started this one.
     os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True", GLOO_SOCKET_IFNAME="lo"
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(start.port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        GLOO_SOCKET_IFNAME="lo",
+        RANK=str(start.launch.rank),
+        WORLD_SIZE=str(start.launch.world_size),
+        LOCAL_RANK=str(start.launch.local_rank),
     )
-    torch.set_num_threads(1)
+    torch.set_num_threads(start.num_threads)
+    made: list[Any] = []
+
+    def make() -> Any:
+        device = choose_device(start.device, start.launch.local_rank)
+        join(start.launch, backend="auto", device=device, timeout_minutes=10)
+        made.append(fn(Place(start.launch, device, start.barrier.wait), *args))
+        return None if start.stays else made[0]
+
+    start.connection.send(_reply(make))
+    while True:
+        try:
+            method, words = start.connection.recv()
+        except EOFError:
+            return
+        start.connection.send(_reply(getattr(made[0], method), *words))
+
+
+def _reply(fn: Callable[..., Any], *args: Any) -> _Reply:
     try:
-        device = choose_device(device_name, launch.local_rank)
-        join(launch, backend="auto", device=device, timeout_minutes=10)
-        reply = _Reply(fn(Place(launch, device, barrier.wait), *args))
+        return _Reply(fn(*args))
     except UserError as error:
-        reply = _Reply(error=(type(error), error.problems))
+        return _Reply(error=(type(error), error.problems))
     except Exception:
-        reply = _Reply(traceback=traceback.format_exc())
-    connection.send(reply)
-    connection.poll(None)
+        return _Reply(traceback=traceback.format_exc())
 
 
 def _collect(workers: Sequence[_Worker]) -> list[Any]:

@@ -40,7 +40,8 @@ from megazero.pipeline.picture import picture
 from megazero.pipeline.schedule import Kind, Shape, schedule
 from megazero.pipeline.timeline import EQUAL_PARTS, Timeline, predicted_idle_share, simulate
 from megazero.pipeline.trace import Row, Trace, mean_durations, rows, timeline
-from megazero.train.build import build_core, step_parts, topology
+from megazero.train.build import build_core, step_parts
+from megazero.train.check import topology
 from megazero.train.step import StepControls, training_step
 
 STAGES, SIMULATED_STAGES = 2, 4

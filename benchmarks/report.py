@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 MIB = 1 << 20
+CPU = "CPU"
 
 
 class HelpFormat(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -38,14 +39,24 @@ def paragraph(text: str) -> str:
     return textwrap.fill(text, 120)
 
 
-def heading(title: str, device: str) -> str:
+def heading(title: str, device: str, precision: str = "fp32") -> str:
     """Title, date, machine, versions and the command."""
-    on_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
-    place = torch.cuda.get_device_name() if on_cuda else f"CPU, {os.cpu_count()} cores, one thread a process"
-    today = datetime.date.today().isoformat()
-    return (
-        f"# {title}\n\n{today}; {platform.system()}, {place}, torch {torch.__version__}, fp32.\n\n`{command(sys.argv)}`"
-    )
+    place = device_name(device)
+    if place == CPU:
+        place = f"CPU, {os.cpu_count()} cores, one thread a process"
+    made = f"{today()}; {platform.system()}, {place}, torch {torch.__version__}, {precision}."
+    return f"# {title}\n\n{made}\n\n`{command(sys.argv)}`"
+
+
+def device_name(device: str = "auto") -> str:
+    """What processes compute on, by the maker's name or as "CPU"; device: "auto", "cpu" or "cuda"."""
+    on_cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+    return torch.cuda.get_device_name() if on_cuda else CPU
+
+
+def today() -> str:
+    """`2026-11-21`."""
+    return datetime.date.today().isoformat()
 
 
 def command(argv: Sequence[str]) -> str:

@@ -1,27 +1,29 @@
 """Training steps of a configuration on one process: what they hold, and whether they are possible under a limit.
 
-A step is the one that pretrain_gpt.py runs, on made-up samples, with one micro-batch.  What it holds is the ledger's
-word, and so is its refusal: the ledger raises MemoryLimitError at the operation that goes beyond the limit.
+A step is the one that pretrain_gpt.py runs, on made-up samples, with as many micro-batches and pipeline stages as the
+configuration says, at a constant learning rate.  What it holds is the ledger's word, and so is its refusal: the ledger
+raises MemoryLimitError at the operation that goes beyond the limit.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from jobs import Place, run_job
 
 from megazero.comm.build import make_mesh
-from megazero.config import derived, rules
+from megazero.config import rules
 from megazero.config.cli import parse
 from megazero.config.run import RunConfig
-from megazero.data.loader import MicroBatch, StepBatch
+from megazero.data.loader import StepBatch, build_step_batch
 from megazero.data.mock import MockSamples
 from megazero.errors import ConfigError, MemoryLimitError, raise_problems
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.memory.ledger import Ledger
 from megazero.memory.ledger_interface import AnyLedger
-from megazero.train.build import build_core, step_parts, topology
+from megazero.optim.loss_scaler import LossScaler
+from megazero.train.build import batch_layout, build_core, step_parts
+from megazero.train.check import topology
 from megazero.train.step import StepControls, training_step
 
 MODEL_STATES = ("parameters", "gradients", "master", "moments")
@@ -32,35 +34,44 @@ _FLAGS = ("--mock-data", "--train-iters", "1", "--lr", str(LR), "--hidden-dropou
 def configuration(settings: Mapping[str, Any], world_size: int) -> RunConfig:
     """The run that a user gets by these flags (`num_layers=8` is --num-layers 8) on so many processes."""
     words = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    return configuration_of(words, world_size)
+
+
+def configuration_of(words: Sequence[str], world_size: int) -> RunConfig:
+    """The same from words of a command line; raises ConfigError with all that is wrong."""
     config = parse([*_FLAGS, *words], world_size=world_size).config
     raise_problems(ConfigError, rules.check(config, world_size))
     return config
 
 
 class Steps:
-    """The training of one configuration on this process."""
+    """The training of one configuration on this process; tokens: of one process and step."""
 
     def __init__(self, config: RunConfig, place: Place, ledger: AnyLedger | None = None) -> None:
         layout = topology(config, place.launch.world_size)
-        self.tokens = config.training.micro_batch_size * config.model.seq_length
         buffers = FusedBuffers(0, place.device, ledger=ledger)
         self.mesh = make_mesh(layout, place.launch.rank, place.device, buffers)
         assert config.model.vocab_size is not None, "made-up samples have a stated vocabulary"
         self.core = build_core(config, self.mesh, buffers, vocab_size=config.model.vocab_size, ledger=ledger)
         self.parts = step_parts(config, self.core)
-        self._rows = config.training.micro_batch_size
         self._samples = MockSamples(config.model.vocab_size, config.model.seq_length, seed=1)
-        assert derived.num_micro_batches(config, layout.world_size) == 1, "a step has one micro-batch"
+        self._layout = batch_layout(config, self.mesh, eod=None)
+        self.tokens = self._layout.global_batch_size // layout.dp * config.model.seq_length
+        self._lr = config.optimizer.lr
+        self._scaler = LossScaler.from_config(config.precision)
+        self._scale = self._scaler.start()
 
     def batch(self, number: int) -> StepBatch:
         """This process's samples of one step."""
-        first = (number * self.mesh.topology.dp + self.mesh.coordinate("dp")) * self._rows
-        rows = torch.stack([torch.from_numpy(self._samples.sample(first + row)) for row in range(self._rows)])
-        return StepBatch(first, [MicroBatch(first, rows[:, :-1], rows[:, 1:], None)])
+        return build_step_batch(self._samples, number * self._layout.global_batch_size, self._layout)
 
     def take(self, batch: StepBatch) -> float:
         """One step, to its end on the device; its loss."""
-        return training_step(self.parts, batch, StepControls(LR, 1.0)).loss.item()
+        report = training_step(self.parts, batch, StepControls(self._lr, self._scale.scale))
+        loss: float = report.loss.item()
+        if self.parts.checks_overflow:
+            self._scale = self._scaler.after_step(self._scale, overflow=bool(report.skipped.item()))
+        return loss
 
     def close(self) -> None:
         """Wait for what is in flight, and let go of the model."""
@@ -73,7 +84,7 @@ class Held:
 
     model_states: alive at its end, and all through it.  peak: the most alive at once; checkpoints, buffers: of
     activations and of communication, at the peak.  host: in host memory.  sent: by axis.  numel: parameters of this
-    process, in elements.
+    process, in elements.  at_peak: by the ledger's category.
     """
 
     model_states: int
@@ -83,6 +94,7 @@ class Held:
     host: int
     sent: Mapping[str, int]
     numel: int
+    at_peak: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def rest(self) -> int:
@@ -110,6 +122,7 @@ def hold(place: Place, config: RunConfig, limit_bytes: int | None) -> Held:
         host=host,
         sent=sent,
         numel=sum(parameter.numel() for parameter in steps.core.model.parameters()),
+        at_peak=dict(step.at_peak),
     )
 
 

@@ -4,18 +4,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from megazero.comm.build import Launch, choose_device, join, leave, make_mesh
-from megazero.comm.last_word import last_word
 from megazero.config.cli import ParsedRun, parse
 from megazero.config.rules import advice
 from megazero.config.verification import OwnWords, in_float64, overridden, starting_anew, take_steps
 from megazero.console import Console, run_program
 from megazero.errors import ConfigError, Problem, raise_problems
-from megazero.memory.fused_buffers import FusedBuffers
-from megazero.train.build import check, topology
-from megazero.train.inputs import RunInputs
-from megazero.train.verify import verify
-from megazero.train.verify_report import BOUNDS, Report
+from megazero.parallel.launch import Launch
+from megazero.train.check import check
+from megazero.train.verify_report import BOUNDS
 
 VERIFY_LAYOUT = f"""usage: torchrun --nproc-per-node N -m megazero verify-layout [--verify-steps N] FLAGS
 
@@ -51,7 +47,10 @@ def verify_layout(words: Sequence[str]) -> int:
     inputs = check(starting_anew(parsed.config), launch)
     replaced = overridden(parsed.config)
     console.line(f"verify-layout computes in float64{f', in place of {replaced}' if replaced else ''}")
-    report = _report(parsed, launch, inputs, own.steps)
+    # torch comes with this, after all that can be told without it.
+    from megazero.train import program
+
+    report = program.verify_layout(parsed.config, launch, inputs, steps=own.steps)
     for line in report.lines():
         console.line(line)
     return 0 if report.agrees else 1
@@ -73,21 +72,6 @@ def _notices(parsed: ParsedRun, launch: Launch) -> Iterator[str]:
     stale = advice(config, size)
     yield from (notice for notice in parsed.notices if notice not in stale)
     yield from advice(in_float64(config), size)
-
-
-def _report(parsed: ParsedRun, launch: Launch, inputs: RunInputs, steps: int) -> Report:
-    """Join the other ranks and compare."""
-    config, parallel = parsed.config, parsed.config.parallel
-    device, minutes = choose_device(parallel.device, launch.local_rank), parallel.distributed_timeout_minutes
-    store = join(launch, backend=parallel.distributed_backend, device=device, timeout_minutes=minutes)
-    try:
-        with last_word(store, launch.rank):
-            buffers = FusedBuffers(0, device)
-            layout = topology(config, launch.world_size)
-            mesh = make_mesh(layout, launch.rank, device, buffers, timeout_minutes=minutes)
-            return verify(config, mesh, buffers, inputs, steps=steps, tell=Console(launch.rank).line)
-    finally:
-        leave()
 
 
 COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = MappingProxyType({"verify-layout": verify_layout})

@@ -13,6 +13,7 @@ from support.launch import PATIENCE_SECONDS, SMALL_RUN, command_line, set_launch
 
 from megazero import __main__ as program
 from megazero.console import run_program
+from megazero.train import program as work
 
 Capture = pytest.CaptureFixture[str]
 
@@ -72,14 +73,14 @@ def test_one_process_alone(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> 
 
 
 def test_a_difference_is_exit_status_1(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    verify = program.verify
+    verify = work.verify
 
     def of_another_loss(config, mesh, buffers, inputs, **options):  # type: ignore[no-untyped-def]
         report = verify(config, mesh, buffers, inputs, **options)
         (step,) = report.steps
         return replace(report, steps=(replace(step, loss=replace(step.loss, here=7.0)),))
 
-    monkeypatch.setattr(program, "verify", of_another_loss)
+    monkeypatch.setattr(work, "verify", of_another_loss)
     assert run(monkeypatch, "verify-layout", *command_line(SMALL_RUN), "--verify-steps", "1") == 1
     assert "FIRST DIFFERENCE: step 1, loss: 7.0, " in capsys.readouterr().out
 

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from support import broken_files
 from support.launch import SMALL_RUN, command_line, read_steps, run_here, set_launcher
@@ -91,6 +92,16 @@ def test_a_stopped_run_can_be_told_from_a_finished_one(tmp_path: Path, monkeypat
 def test_flags_without_effect_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     assert run_here(flags(tmp_path, use_flash_attn="", train_iters="1"), monkeypatch) == 0
     assert capsys.readouterr().out.startswith("--use-flash-attn: accepted, without effect")
+
+
+def test_threads_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    before = torch.get_num_threads()
+    try:
+        assert run_here(flags(tmp_path, cpu_threads="3", train_iters="1"), monkeypatch) == 0
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert capsys.readouterr().out.startswith("CPU threads a process: 3 | ")
 
 
 def test_help_needs_no_settings(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:

@@ -11,25 +11,25 @@ import argparse
 import json
 import math
 import sys
+from typing import TYPE_CHECKING
 
-from megazero.checkpoint.comparison import (
-    NONE,
-    Difference,
-    box_differences,
-    metadata_differences,
-    schema_differences,
-)
-from megazero.checkpoint.manifest import TensorKey, dtype_bytes
-from megazero.checkpoint.reader import Checkpoint, open_checkpoint
 from megazero.console import Console, run_program
 from megazero.errors import CheckpointError, raise_problems
 from megazero.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from megazero.checkpoint.comparison import Difference
+    from megazero.checkpoint.manifest import TensorKey
+    from megazero.checkpoint.reader import Checkpoint
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; the exit code."""
     options = _parser().parse_args(arguments)
     console = Console()
+    # torch comes with this; the flags are read without it.
+    from megazero.checkpoint.reader import open_checkpoint
+
     if options.command == "diff":
         first, second = (open_checkpoint(path, step=options.step) for path in (options.first, options.second))
         return _diff(first, second, console)
@@ -57,7 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _inspect(checkpoint: Checkpoint, console: Console, *, tensors: bool) -> None:
+def _inspect(checkpoint: "Checkpoint", console: Console, *, tensors: bool) -> None:
+    from megazero.checkpoint.manifest import dtype_bytes
+
     manifest = checkpoint.manifest
     stored = sum(file.num_bytes for file in manifest.files)
     boxes = sum(len(file.boxes) for file in manifest.files)
@@ -78,14 +80,16 @@ def _inspect(checkpoint: Checkpoint, console: Console, *, tensors: bool) -> None
             console.line(f"{entry.parameter}  {entry.kind}  {entry.dtype}  {list(entry.shape)}")
 
 
-def _verify(checkpoint: Checkpoint, console: Console) -> None:
+def _verify(checkpoint: "Checkpoint", console: Console) -> None:
     steps = console.track(checkpoint.verify(), total=1 + len(checkpoint.manifest.files), description="verifying")
     raise_problems(CheckpointError, [problem for problems in steps for problem in problems])
     stored = sum(file.num_bytes for file in checkpoint.manifest.files)
     console.line(f"{checkpoint.folder}: sound; {format_bytes(stored)} in {len(checkpoint.manifest.files)} files")
 
 
-def _diff(first: Checkpoint, second: Checkpoint, console: Console) -> int:
+def _diff(first: "Checkpoint", second: "Checkpoint", console: Console) -> int:
+    from megazero.checkpoint.comparison import NONE, box_differences, metadata_differences, schema_differences
+
     lines = [*metadata_differences(first, second), *schema_differences(first, second)]
     total = sum(len(file.boxes) for file in first.manifest.files)
     found: dict[TensorKey, Difference] = {}

@@ -9,13 +9,7 @@ import math
 import sys
 from pathlib import Path
 
-import torch
-
 from megazero.checkpoint.folders import list_steps
-from megazero.checkpoint.huggingface import export_model, read_model
-from megazero.checkpoint.reader import open_checkpoint
-from megazero.checkpoint.writer import Draft, save
-from megazero.comm.local import LocalCommunicator
 from megazero.config.cli import from_yaml
 from megazero.config.data import DataConfig
 from megazero.config.optimizer import OptimizerConfig
@@ -26,12 +20,11 @@ from megazero.console import Console, run_program
 from megazero.data.tokenizers import load_tokenizer
 from megazero.errors import CheckpointError, DataError, Problem
 from megazero.optim.loss_scaler import LossScale
-from megazero.parallel.param_spec import ParamSpec, StateFragment
 from megazero.train.inputs import tokenizer_spec
 from megazero.train.state import TrainState
 from megazero.units import format_count
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -42,7 +35,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     export.add_argument("--load", type=Path, required=True, metavar="DIR", help="a run's checkpoints, or one of them")
     export.add_argument("--step", type=int, metavar="N", help="which step of the run; without it, the newest")
     export.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to make")
-    export.add_argument("--dtype", choices=tuple(DTYPES), help="number format; without it, the checkpoint's")
+    export.add_argument("--dtype", choices=DTYPES, help="number format; without it, the checkpoint's")
     imports = commands.add_parser("import", allow_abbrev=False, help="make a checkpoint of a model from transformers")
     imports.add_argument("--input", type=Path, required=True, metavar="DIR", help="folder of the model")
     imports.add_argument("--save", type=Path, required=True, metavar="DIR", help="where checkpoints are, or shall be")
@@ -60,15 +53,28 @@ def end_of_document(data: DataConfig) -> int | None:
 
 def export_command(options: argparse.Namespace, console: Console) -> None:
     """Checkpoint to Hugging Face."""
+    import torch
+
+    from megazero.checkpoint.huggingface import export_model
+    from megazero.checkpoint.reader import open_checkpoint
+
     checkpoint = open_checkpoint(options.load, step=options.step)
     config = from_yaml(checkpoint.config_yaml, origin=f"the configuration in {checkpoint.folder}")
     eod = end_of_document(config.data)
-    export_model(checkpoint, config.model, options.output, dtype=DTYPES.get(options.dtype), eod=eod)
+    dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    export_model(checkpoint, config.model, options.output, dtype=dtype, eod=eod)
     console.line(f"{options.output}: step {checkpoint.step}, for transformers' GPT2LMHeadModel.from_pretrained")
 
 
 def import_command(options: argparse.Namespace, console: Console) -> None:
     """Hugging Face to a checkpoint of step 0 that holds weights only; what it says of training is a placeholder."""
+    import torch
+
+    from megazero.checkpoint.huggingface import read_model
+    from megazero.checkpoint.writer import Draft, save
+    from megazero.comm.local import LocalCommunicator
+    from megazero.parallel.param_spec import ParamSpec, StateFragment
+
     if steps := list_steps(options.save):
         given = f"--save {options.save}, which has {steps[-1].path.name}"
         raise CheckpointError(Problem(given, "an imported model is step 0 of a new run", "another folder"))

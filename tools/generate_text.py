@@ -10,17 +10,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from megazero.checkpoint.reader import open_checkpoint
-from megazero.comm.build import Launch, choose_device
 from megazero.config.cli import from_yaml
 from megazero.config.data import DataConfig
 from megazero.console import Console, Flags, HelpFormatter, run_program
 from megazero.data.tokenizers import FILES, Tokenizer, load_tokenizer
 from megazero.errors import CheckpointError, ConfigError, Problem, raise_problems
-from megazero.generate.job import joined
 from megazero.generate.layout import ACROSS, choose_layout
-from megazero.generate.sampling import Sampling
-from megazero.generate.session import load_session, saved_vocab_size
+from megazero.parallel.launch import Launch
 from megazero.train.inputs import tokenizer_spec
 
 
@@ -81,6 +77,14 @@ def main(arguments: list[str] | None = None) -> None:
     """Load, continue, print."""
     options, launch = parse_arguments(arguments), Launch.from_environment()
     raise_problems(ConfigError, wrong_flags(options))
+    # torch comes with these; the flags are read without it.
+    from megazero.checkpoint.reader import open_checkpoint
+    from megazero.comm.build import choose_device
+    from megazero.generate.job import joined
+    from megazero.generate.sampling import Sampling
+    from megazero.generate.session import load_session, saved_vocab_size
+    from megazero.parallel.threads import use_cpu_threads
+
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.greedy)
     checkpoint = open_checkpoint(options.load, step=options.step)
     config = from_yaml(checkpoint.config_yaml, origin=f"the configuration in {checkpoint.folder}")
@@ -88,6 +92,7 @@ def main(arguments: list[str] | None = None) -> None:
     layout = choose_layout(config.model, tp=tp, pp=pp, nodes=launch.nodes, across_nodes=options.across_nodes)
     tokenizer = choose_tokenizer(config.data, options, vocab_size=saved_vocab_size(checkpoint))
     device, minutes = choose_device(options.device, launch.local_rank), config.parallel.distributed_timeout_minutes
+    use_cpu_threads(None, launch, device)
     with joined(launch, layout, device, timeout_minutes=minutes) as mesh:
         continuations = load_session(config, checkpoint, mesh).generate(
             tokenizer.encode(options.prompt) or [tokenizer.eod],

@@ -8,21 +8,14 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from megazero.comm.build import Launch, choose_device
-from megazero.comm.preflight import (
-    Board,
-    Demands,
-    node_problems,
-    open_store,
-    own_facts,
-    roll_call,
-    survey,
-    survey_problems,
-    table,
-)
 from megazero.console import Console, Flags, HelpFormatter, run_program
 from megazero.errors import ConfigError, Problem, TopologyError, raise_problems
+from megazero.parallel.launch import Launch
+
+if TYPE_CHECKING:
+    from megazero.comm.preflight import Board
 
 DAY = 24 * 60 * 60
 # Flag -> the least value and the most; those in POSITIVE are above the least one.
@@ -64,8 +57,19 @@ def wrong_numbers(arguments: argparse.Namespace) -> Iterator[Problem]:
         yield Problem(f"{flag} {value}", rule, f"{flag} {POSITIVE.get(flag, least)}")
 
 
-def inspect(arguments: argparse.Namespace, board: Board, launch: Launch) -> None:
+def inspect(arguments: argparse.Namespace, board: "Board", launch: Launch) -> None:
     """Call the roll, measure, print the table; raise TopologyError with all that is wrong, on all ranks."""
+    from megazero.comm.build import choose_device
+    from megazero.comm.preflight import (
+        Demands,
+        node_problems,
+        own_facts,
+        roll_call,
+        survey,
+        survey_problems,
+        table,
+    )
+
     console = Console(launch.rank)
     demands = Demands(
         gpus=arguments.gpus_per_node,
@@ -87,6 +91,9 @@ def main() -> int:
     """Inspect the job; rank 0 tells for all what they have all found."""
     arguments, launch = parse_arguments(), Launch.from_environment()
     raise_problems(ConfigError, wrong_numbers(arguments))
+    # torch comes with this; the flags are read without it.
+    from megazero.comm.preflight import Board, open_store
+
     board = Board(open_store(launch, arguments.timeout), launch.rank, arguments.timeout)
     try:
         inspect(arguments, board, launch)

@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 
 from megazero.comm.adopt_groups import is_joined, joined_device
-from megazero.comm.build import Launch, choose_device, join
+from megazero.comm.build import choose_device, join
 from megazero.comm.interface import Communicator
 from megazero.comm.local import LocalCommunicator
 from megazero.comm.process_group import ProcessGroupCommunicator
 from megazero.config.parallel import ParallelConfig
 from megazero.errors import Problem, TopologyError
+from megazero.parallel.launch import Launch
 
 
 def adopt_group(group: Any = None) -> Communicator:

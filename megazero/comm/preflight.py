@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-from megazero.comm.build import Launch
 from megazero.errors import CollectiveError, Problem, TopologyError
+from megazero.parallel.launch import Launch
 from megazero.units import format_bytes
 
 _SHARED_MEMORY = Path("/dev/shm")

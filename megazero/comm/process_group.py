@@ -2,10 +2,15 @@
 
 Two choices are made here and nowhere else.  *Names*: torch 2.13 renamed the single-tensor collectives
 (`all_gather_single`, `reduce_scatter_single`); whichever exists is used.  *Algorithm*: gloo's reduce-scatter is an
-all-reduce that throws most of its result away, so on gloo it is done as an all-to-all of the slices followed by a local
-sum in rank order: half the bytes on the wire, about half the time, and bfloat16 is summed in float32.
+all-reduce that throws most of its result away, and its all-gather and all-to-all copy what a rank sends to itself.  On
+gloo both are made of messages: every rank sends each other one its slice, straight from where it lies to where it
+belongs, and sums up what it gets (in rank order; bfloat16 in float32).  That is the ring's number of bytes, without a
+copy.
 """
 
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +19,7 @@ from torch import Tensor
 
 from megazero.comm.interface import Lease, ReduceKind, Scratch, Work
 
+_MOST_UNDER_WAY = 64  # exchanges of a group
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -26,13 +32,16 @@ class ProcessGroupCommunicator:
         self._scratch = scratch
         self.size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
-        self._exchanges_to_reduce = dist.get_backend(group) == "gloo"
+        self._exchanges = dist.get_backend(group) == "gloo"
+        self._under_way: deque[_Messages] = deque()
 
     def all_gather_into(self, output: Tensor, input: Tensor) -> Work:
+        if self._exchanges:
+            return self._exchange_to_gather(output, input)
         return _Pending(_ALL_GATHER(output, input, group=self._group, async_op=True))
 
     def reduce_scatter_into(self, output: Tensor, input: Tensor) -> Work:
-        if self._exchanges_to_reduce:
+        if self._exchanges:
             return self._exchange_and_sum(output, input)
         return _Pending(_REDUCE_SCATTER(output, input, group=self._group, async_op=True))
 
@@ -54,10 +63,44 @@ class ProcessGroupCommunicator:
     def barrier(self) -> None:
         dist.barrier(group=self._group)
 
+    def _exchange_to_gather(self, output: Tensor, input: Tensor) -> Work:
+        places = output.view(self.size, -1)
+        if places[self.rank].data_ptr() != input.data_ptr():
+            places[self.rank].copy_(input)
+        works = [work for peer in self._peers() for work in self._swap(places[self.rank], places[peer], peer)]
+        return self._keep(_Messages(works))
+
     def _exchange_and_sum(self, output: Tensor, input: Tensor) -> Work:
+        slices, peers = input.view(self.size, -1), self._peers()
+        if len(peers) == 1:  # one sum of two, which needs no copy of what is ours
+            received = self._scratch.lease(output.numel(), input.dtype)
+            works = self._swap(slices[peers[0]], received.tensor, peers[0])
+            add_up = partial(torch.add, slices[self.rank], received.tensor, out=output)
+            return _ThenSum(self._keep(_Messages(works)), received, add_up)
         received = self._scratch.lease(input.numel(), input.dtype)
-        work = dist.all_to_all_single(received.tensor, input, group=self._group, async_op=True)
-        return _SumOnWait(work, received, output)
+        places = received.tensor.view(self.size, -1)
+        works = [work for peer in peers for work in self._swap(slices[peer], places[peer], peer)]
+        places[self.rank].copy_(slices[self.rank])
+        return _ThenSum(self._keep(_Messages(works)), received, partial(torch.sum, places, dim=0, out=output))
+
+    def _keep(self, messages: "_Messages") -> "_Messages":
+        """A message whose Work goes is never delivered, which a rank that does wait would wait for: they stay here.
+
+        One that nobody has waited for when many more have been sent has come, or comes without anybody's help.
+        """
+        self._under_way.append(messages)
+        while self._under_way and (self._under_way[0].have_come or len(self._under_way) > _MOST_UNDER_WAY):
+            self._under_way.popleft().wait()
+        return messages
+
+    def _swap(self, mine: Tensor, theirs: Tensor, peer: int) -> list[Any]:
+        """Send a tensor to a rank, and receive one."""
+        receiving = dist.irecv(theirs, group_src=peer, group=self._group)
+        return [receiving, dist.isend(mine, group_dst=peer, group=self._group)]
+
+    def _peers(self) -> list[int]:
+        """The other ranks, every rank beginning with the one behind it, so that no two begin with the same."""
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
 
 
 class _Pending:
@@ -70,18 +113,31 @@ class _Pending:
         self._work.wait()
 
 
-class _SumOnWait:
-    """The second half of gloo's reduce-scatter: add up the slices received, then give the buffer back."""
+class _Messages:
+    """What one exchange sends and receives."""
 
-    def __init__(self, work: Any, received: Lease, output: Tensor) -> None:
-        self._work = work
-        self._received = received
-        self._output = output
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+        self.have_come = False
 
     def wait(self) -> None:
-        self._work.wait()
-        slices = self._received.tensor.view(-1, self._output.numel())  # [size, n]
-        torch.sum(slices, dim=0, out=self._output)
+        if not self.have_come:
+            for work in self._works:
+                work.wait()
+            self.have_come = True
+
+
+class _ThenSum:
+    """The second half of a reduce-scatter: add up what was received, then give the buffer back."""
+
+    def __init__(self, messages: _Messages, received: Lease, add_up: Callable[[], Any]) -> None:
+        self._messages = messages
+        self._received = received
+        self._add_up = add_up
+
+    def wait(self) -> None:
+        self._messages.wait()
+        self._add_up()
         self._received.release()
 
 

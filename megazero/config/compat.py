@@ -27,6 +27,9 @@ SHORTHANDS: Mapping[str, Shorthand] = MappingProxyType(
         "fp32": Shorthand("precision", "fp32"),
         "bf16": Shorthand("precision", "bf16"),
         "fp16": Shorthand("precision", "fp16"),
+        "fp8": Shorthand("fp8_format", "hybrid", gives_way_to=("e4m3",)),
+        "fp8-hybrid": Shorthand("fp8_format", "hybrid"),
+        "fp8-e4m3": Shorthand("fp8_format", "e4m3"),
         "use-distributed-optimizer": Shorthand("zero_stage", "1", gives_way_to=("2", "3")),
         "overlap-grad-reduce": Shorthand("overlap_comm", "true"),
         "recompute-activations": Shorthand("recompute_granularity", "selective"),
@@ -46,6 +49,7 @@ class Fixed:
 
 
 _WHOLE_SEQUENCES = "attention sees whole sequences; what --sequence-parallel splits is made whole before it"
+_SCALES = "a tensor has one scale, found anew for every product: its largest magnitude becomes the 8-bit format's"
 _CHUNKS = "the number of chunks follows from their size; give --num-layers-per-virtual-pipeline-stage"
 
 FIXED: Mapping[str, Fixed] = MappingProxyType(
@@ -59,6 +63,10 @@ FIXED: Mapping[str, Fixed] = MappingProxyType(
         "timing-log-level": Fixed(("0",), "timers are those of level 0, written by --log-timers-to-tensorboard"),
         "cpu-offload-optimizer": Fixed(("false",), "optimizer states stay on the device"),
         "recompute-modules": Fixed(("core_attn",), "selective recomputation is that of the attention core"),
+        "fp8-recipe": Fixed(("tensorwise",), _SCALES),
+        "fp8-margin": Fixed(("0",), _SCALES),
+        "fp8-amax-history-len": Fixed(("1",), _SCALES),
+        "fp8-amax-compute-algo": Fixed(("most_recent",), _SCALES),
         "context-parallel-size": Fixed(("1",), _WHOLE_SEQUENCES),
         "ds-sequence-parallel-size": Fixed(("1",), _WHOLE_SEQUENCES),
         "expert-model-parallel-size": Fixed(("1",), "there are no experts"),
@@ -84,7 +92,7 @@ ACCEPTED: Mapping[str, str] = _rows(
             "it chooses a kernel, which torch does here",
             "no-masked-softmax-fusion no-bias-gelu-fusion no-bias-dropout-fusion no-bias-swiglu-fusion"
             " no-gradient-accumulation-fusion no-async-tensor-model-parallel-allreduce no-persist-layer-norm"
-            " use-flash-attn use-flash-attn-v2 use-flash-attn-triton transformer-impl attention-backend"
+            " use-flash-attn use-flash-attn-v2 use-flash-attn-triton transformer-impl"
             " no-rope-fusion cross-entropy-loss-fusion cross-entropy-fusion-impl attention-softmax-in-fp32",
         ),
         ("there is one model implementation", "use-mcore-models use-legacy-models"),
@@ -160,6 +168,7 @@ ACCEPTED: Mapping[str, str] = _rows(
             "random numbers are a function of the seed and the sample's number, so there is no state to save or load",
             "no-save-rng no-load-rng",
         ),
+        ("8-bit products find their scales anew every time", "fp8-interval"),
         ("there is no index cache", "data-cache-path"),
         ("no attention mask is ever made", "no-create-attention-mask-in-dataloader"),
         ("SIGTERM and SIGUSR1 always save and exit", "exit-signal-handler exit-signal"),
@@ -273,7 +282,19 @@ REFUSED: Mapping[str, str] = _rows(
         ("processes and model are set up at the start, by the program itself", "lazy-mpu-init"),
         ("every checkpoint is kept; give --save-interval", "non-persistent-save-interval"),
         ("parameters to start from are given by --load with --finetune", "pretrained-checkpoint"),
-        ("fp8 is not there", "fp8-format fp8-hybrid fp8-e4m3"),
+        (
+            "of a linear layer all three products are of 8-bit numbers, or by its sizes none; give --fp8-format",
+            "no-fp8-wgrad",
+        ),
+        ("parameters are kept and gathered in --precision", "fp8-param-gather"),
+        (
+            "the linear layers of all blocks have one number format",
+            "first-last-layers-bf16 num-layers-at-start-in-bf16 num-layers-at-end-in-bf16",
+        ),
+        (
+            "of 8-bit numbers are the products of the blocks' linear layers only",
+            "fp8-dot-product-attention fp8-multi-head-attention",
+        ),
     )
 )
 

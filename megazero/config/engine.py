@@ -55,6 +55,7 @@ _SECTIONS = ("zero", "precision", "activations")
 _OF_THE_MODEL = ("recompute_granularity", "recompute_method", "recompute_num_layers", "logits_chunk_bytes")
 # What a run says of its schedule; here the program calls forward and backward as it likes.
 _OF_A_SCHEDULE = ("zero3_reshard_after",)
+_OF_THE_LAYERS = ("fp8_format",)
 _FORMS = "zero, precision, ... of megazero, or zero_optimization, fp16, bf16, ... of DeepSpeed"
 
 
@@ -237,6 +238,7 @@ def _state_problems(zero: ZeroConfig, precision: PrecisionConfig, place: Place) 
     return [
         *(replace(problem, given=f"{place}: {problem.given}") for problem in found),
         *_left_to_others(zero, _OF_A_SCHEDULE, place.key("zero"), rule),
+        *_left_to_others(precision, _OF_THE_LAYERS, place.key("precision"), "the model's layers choose their products"),
     ]
 
 

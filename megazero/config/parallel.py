@@ -56,3 +56,11 @@ class ParallelConfig:
     device: Literal["auto", "cpu", "cuda"] = setting(
         "auto", help="where tensors live; auto is one GPU a process if the machine has GPUs, else the CPU"
     )
+    cpu_threads: int | None = setting(
+        None,
+        help="threads that a process computes with on the CPU; without it, what OMP_NUM_THREADS says (torchrun's own 1"
+        " for several processes doesn't count), else cores of the node / processes on it, at least 1; a process alone"
+        " on its node: as torch chooses",
+        unit="threads",
+        ge=1,
+    )

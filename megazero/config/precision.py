@@ -1,10 +1,12 @@
-"""Number formats of the run, and fp16's loss scale."""
+"""Number formats of the run, of its 8-bit matrix products, and fp16's loss scale."""
 
 from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
 from megazero.config.fields import STRICT, setting
+
+Fp8Format = Literal["e4m3", "hybrid"]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -16,6 +18,11 @@ class PrecisionConfig:
     )
     accumulate_allreduce_grads_in_fp32: bool = setting(
         False, help="with bf16 or fp16, add up and reduce gradients in fp32; 2 more bytes a gradient element"
+    )
+    fp8_format: Fp8Format | None = setting(
+        None,
+        help="with bf16, make the matrix products of the blocks' linear layers of 8-bit numbers; hybrid: e4m3, but e5m2"
+        " for gradients of outputs; --fp8 for hybrid",
     )
     loss_scale: float | None = setting(None, help="fp16: constant loss scale; without it, the scale is dynamic", gt=0)
     initial_loss_scale: float = setting(2.0**32, help="fp16: first dynamic loss scale", gt=0)

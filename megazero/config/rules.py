@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 
-from megazero.config import activation_rules, derived, file_rules, pipeline_rules
+from megazero.config import activation_rules, derived, file_rules, float8_rules, pipeline_rules
 from megazero.config.near import counted, flags, near_divisors, neighbours
 from megazero.config.run import RunConfig
 from megazero.config.state_rules import STATE_RULES, StateRule
@@ -35,7 +35,12 @@ def advice(config: RunConfig, world_size: int) -> tuple[str, ...]:
     """Notices about legal settings that cost something or do nothing, one line each; none while there are problems."""
     if check(config, world_size):
         return ()
-    return (*_on_narrow_sums(config, world_size), *_on_slices(config), *pipeline_rules.advice(config))
+    return (
+        *_on_narrow_sums(config, world_size),
+        *_on_slices(config),
+        *pipeline_rules.advice(config),
+        *float8_rules.advice(config),
+    )
 
 
 def _on_narrow_sums(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -264,6 +269,7 @@ RULES: tuple[Rule, ...] = (
     *map(_with_flags, STATE_RULES),
     *pipeline_rules.RULES,
     *activation_rules.RULES,
+    *float8_rules.RULES,
     *file_rules.CORPUS_RULES,
     file_rules.folders_are_folders,
     file_rules.saving_has_a_folder,

@@ -1,5 +1,7 @@
 """Batch, length of the run, evaluation and planned exits."""
 
+from typing import Literal
+
 from pydantic.dataclasses import dataclass
 
 from megazero.config.fields import STRICT, setting
@@ -29,6 +31,16 @@ class TrainingConfig:
     )
     exit_duration_in_mins: float | None = setting(
         None, help="save and exit once the run has taken this long", unit="minutes", gt=0
+    )
+    compile: Literal["auto", "on", "off"] = setting(
+        "auto",
+        help="compile transformer blocks with torch.compile, which takes some seconds before the first step; auto is on"
+        " for GPUs, off on CPUs",
+    )
+    attention_backend: Literal["auto", "flash", "fused", "efficient", "unfused"] = setting(
+        "auto",
+        help="kernel that computes attention: FlashAttention, cuDNN's (fused), the memory-efficient one, or plain"
+        " products; auto is the fastest on the GPU, measured at the start, and torch's choice on CPUs",
     )
     exit_status_when_stopped: int | None = setting(
         None,

@@ -1,4 +1,4 @@
-"""Batches: the samples of a step, cut into micro-batches, read ahead of time in the background.
+"""Batches: the samples of a step, cut into micro-batches, read (and pinned for a GPU) ahead of time in the background.
 
 Step i of a run with global batch size B takes samples [i * B, (i + 1) * B), whatever the layout.  They are dealt out in
 runs of one micro-batch: with D data-parallel ranks and micro-batch size b, micro-batch m of rank d starts at sample
@@ -30,6 +30,7 @@ class BatchLayout:
     """How the samples of a step are dealt out, and which of them belong to this data-parallel rank.
 
     masked_token: positions whose input is this id do not count in the loss (--eod-mask-loss); None: all count.
+    pins: batches lie in pinned memory, from where a GPU copies them by itself while the host goes on.
     """
 
     global_batch_size: int
@@ -37,6 +38,7 @@ class BatchLayout:
     data_rank: int = 0
     data_size: int = 1
     masked_token: int | None = None
+    pins: bool = False
 
     def __post_init__(self) -> None:
         assert 0 <= self.data_rank < self.data_size, f"rank {self.data_rank} of {self.data_size}"
@@ -86,7 +88,13 @@ def _micro_batch(source: Samples, first: int, layout: BatchLayout) -> MicroBatch
     tokens = torch.from_numpy(np.ascontiguousarray(rows[:, :-1]))
     labels = torch.from_numpy(np.ascontiguousarray(rows[:, 1:]))
     mask = None if layout.masked_token is None else (tokens != layout.masked_token).float()
-    return MicroBatch(first, tokens, labels, mask)
+    batch = MicroBatch(first, tokens, labels, mask)
+    return _pinned(batch) if layout.pins else batch
+
+
+def _pinned(batch: MicroBatch) -> MicroBatch:
+    mask = None if batch.loss_mask is None else batch.loss_mask.pin_memory()
+    return batch._replace(tokens=batch.tokens.pin_memory(), labels=batch.labels.pin_memory(), loss_mask=mask)
 
 
 class BatchLoader:

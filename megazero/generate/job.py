@@ -5,10 +5,11 @@ from contextlib import contextmanager
 
 import torch
 
-from megazero.comm.build import Launch, join, leave, make_mesh
+from megazero.comm.build import join, leave, make_mesh
 from megazero.comm.last_word import last_word
 from megazero.comm.mesh import Mesh
 from megazero.memory.fused_buffers import FusedBuffers
+from megazero.parallel.launch import Launch
 from megazero.parallel.topology import Topology
 
 

@@ -3,10 +3,11 @@
 from typing import Any
 
 from megazero.comm.adopt_groups import adopt, adopt_default, is_joined, joined_device
-from megazero.comm.build import Launch, choose_device, join, make_mesh
+from megazero.comm.build import choose_device, join, make_mesh
 from megazero.comm.mesh import Mesh
 from megazero.config.parallel import ParallelConfig
 from megazero.memory.fused_buffers import FusedBuffers
+from megazero.parallel.launch import Launch
 from megazero.parallel.topology import Topology
 
 

@@ -263,9 +263,29 @@ class Block(nn.Module):
         self._dropout = config.hidden_dropout
         self._tp = tp
 
+    @property
+    def has_no_effects(self) -> bool:
+        """Whether all that a forward and its backward do is to compute."""
+        return self._tp.communicator.size == 1 and self._tp.deferred is None and not self.attention.is_recomputed
+
+    @property
+    def adds_without_effects(self) -> bool:
+        """The same of `between` and `add`."""
+        draws = self._dropout > 0 and self._tp.border.splits_sequence
+        return self._tp.deferred is None and not draws
+
     def forward(self, x: Tensor, length: int) -> Tensor:
-        x = x + self._tp.residual_dropout(self.attention(self.input_norm(x), length), self._dropout, self.training)
-        return x + self._tp.residual_dropout(self.mlp(self.post_attention_norm(x)), self._dropout, self.training)
+        x, normed = self.between(x, self.attention(self.input_norm(x), length))
+        return self.add(x, self.mlp(normed))
+
+    def between(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """What attention has given is added; the sum, and what the feed-forward layers read."""
+        x = self.add(x, y)
+        return x, self.post_attention_norm(x)
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """x + dropout(y)."""
+        return x + self._tp.residual_dropout(y, self._dropout, self.training)
 
 
 class Attention(nn.Module):
@@ -276,7 +296,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, core: Recomputation | None) -> None:
         super().__init__()
-        self._core = core
+        self._recomputation = core
         hidden, heads = config.hidden_size, config.num_attention_heads
         self._head_dim = hidden // heads
         self._dropout = config.attention_dropout
@@ -291,22 +311,33 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, length: int) -> Tensor:
         qkv = self.qkv(x)  # of all tokens, whoever holds them outside: [b s, 3 h/t]
-        qkv = qkv.view(-1, length, 3, qkv.shape[-1] // (3 * self._head_dim), self._head_dim)  # [b, s, 3, a/t, d]
-        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [b, a/t, s, d]
-        attend = self._attend if self._core is None else partial(self._core.run, self._attend)
-        y: Tensor = self.projection(attend(query, key, value))
+        attend = self.core if self._recomputation is None else partial(self._recomputation.run, self.core)
+        y: Tensor = self.projection(attend(qkv, length))
         return y
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """The core: [b, a/t, s, d] three times to [b s, h/t]."""
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether `core` runs again in backward."""
+        return self._recomputation is not None
+
+    @property
+    def draws(self) -> bool:
+        """Whether `core` draws random numbers, from the state of sharded regions."""
+        return self._dropout > 0
+
+    def core(self, qkv: Tensor, length: int) -> Tensor:
+        """What lies between the two linear layers: [b s, 3 h/t] to [b s, h/t]."""
+        qkv = qkv.view(-1, length, 3, qkv.shape[-1] // (3 * self._head_dim), self._head_dim)  # [b, s, 3, a/t, d]
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [b, a/t, s, d]
         dropout = self._dropout if self.training else 0.0
         with self._dropout_region(dropout):
             mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
         return mixed.transpose(1, 2).flatten(2).flatten(0, 1)
 
     def _dropout_region(self, dropout: float) -> AbstractContextManager[None]:
-        """Each rank has other heads, so it needs other masks; without dropout nothing is drawn."""
-        return self._random.sharded() if dropout > 0 else nullcontext()
+        """Each rank has other heads, so it needs other masks; what is compiled draws from the state that is there."""
+        is_drawn = dropout > 0 and not torch.compiler.is_compiling()
+        return self._random.sharded() if is_drawn else nullcontext()
 
 
 class FeedForward(nn.Module):
@@ -321,8 +352,12 @@ class FeedForward(nn.Module):
         self.down = RowParallelLinear(tp, logical_shape=(hidden, inner), init=_output_init(config))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
+        y: Tensor = self.down(self.activate(self.up(x)))
         return y
+
+    def activate(self, x: Tensor) -> Tensor:
+        """What lies between the two linear layers."""
+        return F.gelu(x, approximate="tanh")
 
 
 def _output_init(config: ModelConfig) -> Init:

@@ -20,6 +20,8 @@ from megazero.optim.torch_optimizer import FlatRun, TorchOptimizer
 from megazero.parallel.param_spec import ParamSpec
 
 _UNDECAYED, _DECAYED = 0, 1
+# On a CPU a run is updated in pieces whose gradients stay in the cache between being scaled and being used: 512 KiB.
+_CACHED_NUMEL = 1 << 17
 NOT_UPDATED = -1
 
 
@@ -30,6 +32,12 @@ class Run(NamedTuple):
     gradient: Tensor
     moments: Mapping[str, Tensor]
     group: int
+
+    def part(self, start: int, stop: int) -> "Run":
+        """Elements [start, stop) of it."""
+        within = slice(start, stop)
+        moments = {name: moment[within] for name, moment in self.moments.items()}
+        return Run(self.master[within], self.gradient[within], moments, self.group)
 
 
 class StepInputs(NamedTuple):
@@ -92,11 +100,17 @@ class FusedAdamW:
         return run.moments
 
     def update(self, index: int, run: Run, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> None:
-        lease = buffers.lease(run.master.numel(), run.master.dtype)
-        gradient = lease.tensor.copy_(run.gradient).mul_(inputs.factor)
+        numel = run.master.numel()
+        piece = min(numel, _CACHED_NUMEL) if run.master.device.type == "cpu" else numel
+        lease = buffers.lease(piece, run.master.dtype)
+        for start in range(0, numel, piece):
+            self._update_piece(run.part(start, start + piece), step, inputs, lease.tensor)
+        lease.release()
+
+    def _update_piece(self, run: Run, step: Tensor, inputs: StepInputs, memory: Tensor) -> None:
         torch._fused_adamw_(
             [run.master],
-            [gradient],
+            [_scaled(run.gradient, inputs.factor, memory)],
             [run.moments["exp_avg"]],
             [run.moments["exp_avg_sq"]],
             [],
@@ -111,7 +125,6 @@ class FusedAdamW:
             grad_scale=None,
             found_inf=inputs.found_inf,
         )
-        lease.release()
 
 
 class Elementwise:
@@ -140,12 +153,19 @@ class Elementwise:
         if skipped or index not in self._places:
             return
         lease = buffers.lease(run.master.numel(), run.master.dtype)
-        gradient = lease.tensor.copy_(run.gradient).mul_(inputs.factor)
-        self.optimizer.step_run(self._places[index], gradient)
+        self.optimizer.step_run(self._places[index], _scaled(run.gradient, inputs.factor, lease.tensor))
         lease.release()
 
     def state(self, index: int, run: Run) -> Mapping[str, Tensor]:
         return self.optimizer.state_of(self._places[index]).tensors if index in self._places else {}
+
+
+def _scaled(gradient: Tensor, factor: Tensor, memory: Tensor) -> Tensor:
+    """gradient * factor at the precision of `memory`, where it goes."""
+    target = memory[: gradient.numel()]
+    if gradient.dtype == target.dtype:
+        return torch.mul(gradient, factor, out=target)
+    return target.copy_(gradient).mul_(factor)
 
 
 def advance(step: Tensor, inputs: StepInputs) -> None:

@@ -55,6 +55,7 @@ class ParamSpec:
     summed_over:  mesh axes along which ranks hold the same, but each has a part of its gradient: "tp" where activations
                   are split along the sequence, "ends" for what the first and the last pipeline stage share.
     decay:        whether weight decay applies (not to biases and norms).
+    writes_gradient: whether every use of it writes its gradient to the place it is given (`gradient_place.py`).
     trainable:    False for a frozen parameter.
     """
 
@@ -65,6 +66,7 @@ class ParamSpec:
     sharded_axes: tuple[str, ...] = ()
     summed_over: tuple[str, ...] = ()
     decay: bool = True
+    writes_gradient: bool = False
     trainable: bool = True
     init: Init = Init()
 

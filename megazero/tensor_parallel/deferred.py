@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-Make = Callable[[], Tensor]
+Make = Callable[[], Tensor | None]
+"""Makes a gradient; None when it has been written to its place."""
 
 
 class Held:
@@ -91,7 +92,7 @@ class _Given(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
         contributions, ctx.contributions = ctx.contributions, None
         return _sum(contributions), None
 
@@ -99,11 +100,14 @@ class _Given(torch.autograd.Function):
 _given: Callable[..., Tensor] = _Given.apply
 
 
-def _sum(contributions: list[Make]) -> Tensor:
-    """Of every contribution, freed as soon as it is added, in the highest precision of any."""
-    total = contributions.pop(0)()
+def _sum(contributions: list[Make]) -> Tensor | None:
+    """Of every contribution, freed as soon as it is added, in the highest precision of any; None if there is none."""
+    total: Tensor | None = None
     while contributions:
         more = contributions.pop(0)()
+        if total is None or more is None:
+            total = more if total is None else total
+            continue
         if more.dtype.itemsize > total.dtype.itemsize:
             total, more = more, total
         total += more

@@ -16,14 +16,16 @@ their gradient is reduced and scattered on the way out, so x is never whole eith
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megazero.comm.interface import Communicator
 from megazero.errors import Problem, UsageError
+from megazero.parallel.gradient_place import GradientPlace, add_to, place_of
+from megazero.tensor_parallel.products import TORCH, Products
 from megazero.tensor_parallel.regions import Arriving, Border
 
 
@@ -41,7 +43,22 @@ class Targets(NamedTuple):
     chunk_bytes: int
 
 
-def summed_cross_entropy(x: Tensor, weight: Tensor, targets: Targets, border: Border) -> Tensor:
+class _Head(NamedTuple):
+    """What the head computes with, beside tensors; place: where the matrix's gradient is written, if there is one."""
+
+    targets: Targets
+    border: Border
+    products: Products
+    place: GradientPlace | None
+
+    def num_rows(self, vocab_rows: int, dtype: torch.dtype) -> int:
+        """Tokens of a chunk, of each part."""
+        return max(1, self.targets.chunk_bytes // (vocab_rows * dtype.itemsize * self.border.num_parts))
+
+
+def summed_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Targets, border: Border, *, products: Products = TORCH
+) -> Tensor:
     """The weighted sum of all tokens' cross-entropies, without dimensions, the same on every rank.
 
     x [..., h]: the same on every rank, or this rank's part of the tokens.  weight [Vp / t, h]: the rows held here.
@@ -50,29 +67,25 @@ def summed_cross_entropy(x: Tensor, weight: Tensor, targets: Targets, border: Bo
     """
     rows = x.reshape(-1, x.shape[-1])
     assert targets.labels.numel() == len(rows) * border.num_parts, "every rank knows all labels"
-    return _summed_cross_entropy(rows, weight, targets, border, torch.is_grad_enabled())
+    head = _Head(targets, border, products, place_of(weight))
+    return _summed_cross_entropy(rows, weight, head, torch.is_grad_enabled())
 
 
-class _Chunk(NamedTuple):
-    """Some tokens on their way through the head: the same m on every rank, or m of each rank's.
-
-    logits: in the dtype of x, later their gradient [m or t m, Vp / t].  work: in the loss's dtype, the same memory
-    where that is the same dtype.
-    """
+class _Tokens(NamedTuple):
+    """Some tokens on their way through the head: the same m on every rank, or m of each rank's; x [m or t m, h]."""
 
     x: Tensor
     labels: Tensor
     token_weights: Tensor | None
-    logits: Tensor
-    work: Tensor
 
 
 class _Exponentials(NamedTuple):
-    """exp(logits - maximum) of a chunk, written over its `work`, and what else makes losses of them; [n] each.
+    """exp(logits - maximum) of a chunk, and what else makes losses of them; [n] each but the first.
 
     sums: of the exponentials over the whole vocabulary.  column: the label's, as far as it is_here, among our rows.
     """
 
+    values: Tensor
     losses: Tensor
     sums: Tensor
     column: Tensor
@@ -81,27 +94,17 @@ class _Exponentials(NamedTuple):
 
 class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Targets, border: Border, with_graph: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, head: _Head, with_graph: bool) -> Tensor:
         wants_x, wants_weight = (with_graph and wanted for wanted in ctx.needs_input_grad[:2])
         dtype = torch.promote_types(x.dtype, torch.float32)
-        num_rows = max(1, targets.chunk_bytes // (weight.shape[0] * dtype.itemsize * border.num_parts))
+        num_rows = head.num_rows(weight.shape[0], dtype)
         total = torch.zeros((), dtype=dtype, device=x.device)
-        x_sum = _InputGradient(x, border, num_rows) if wants_x else None
-        weight_sum = _WeightGradient(weight, dtype) if wants_weight else None
-        for chunk, rows in _chunks(x, weight, targets, border, num_rows):
-            exponentials = _exponentials(chunk, targets.vocab_size, border.communicator)
-            losses = exponentials.losses
-            total += (losses if chunk.token_weights is None else losses * chunk.token_weights).sum()
-            if x_sum is None and weight_sum is None:
-                continue
-            _differentiate(chunk, exponentials)
-            in_flight = None if x_sum is None else x_sum.put(chunk, rows, weight)
-            if weight_sum is not None:
-                weight_sum.add(chunk)
-            if in_flight is not None:
-                in_flight.wait()
-        ctx.num_rows = num_rows * border.num_parts
-        ctx.gradients = tuple(None if gradient is None else gradient.total for gradient in (x_sum, weight_sum))
+        x_sum = _InputGradient(x, head.border) if wants_x else None
+        weight_sum = _WeightGradient(weight, dtype, head.products) if wants_weight else None
+        for tokens, rows in _chunks(x, head, num_rows):
+            total += _loss_of_chunk(tokens, weight, head, None if x_sum is None else x_sum.at(rows), weight_sum)
+        ctx.place, ctx.num_rows = head.place, num_rows * head.border.num_parts
+        ctx.gradients = tuple(None if gradient is None else gradient.found() for gradient in (x_sum, weight_sum))
         return total
 
     @staticmethod
@@ -111,65 +114,89 @@ class _SummedCrossEntropy(torch.autograd.Function):
             rule = "the head's gradients are made in forward and given away in backward"
             raise UsageError(Problem("a second backward through one loss", rule, "a forward for each backward"))
         (grad_x, grad_weight), ctx.gradients = ctx.gradients, None
-        for gradient in (grad_x, grad_weight):
-            if gradient is not None:
-                _multiply(gradient, grad, ctx.num_rows)
-        # The weight's stays in the loss's dtype: autograd casts it to what the parameter's gradient is kept in.
-        return grad_x, grad_weight, None, None, None
+        if grad_x is not None:
+            _multiply(grad_x, grad, ctx.num_rows)
+        if grad_weight is not None:
+            # It stays in the loss's dtype: who adds it up casts it to what the parameter's gradient is kept in.
+            grad_weight = _give(grad_weight, grad, ctx.place)
+        return grad_x, grad_weight, None, None
 
 
 _summed_cross_entropy: Callable[..., Tensor] = _SummedCrossEntropy.apply
 
 
 class _WeightGradient:
-    """The sum over chunks of d^T x, in the loss's dtype."""
+    """The sum over chunks of d^T x, in the loss's dtype (where x is of a lower one, each product is rounded once)."""
 
-    def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
-        self.total = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
-        # Where x is of a lower precision, so are the factors, and a product is rounded once before it is added.
-        self._product = None if weight.dtype == dtype else torch.empty_like(weight)
+    def __init__(self, weight: Tensor, dtype: torch.dtype, products: Products) -> None:
+        self._total = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+        self._products = products
+        self._is_first = True
 
-    def add(self, chunk: _Chunk) -> None:
-        if self._product is None:
-            self.total.addmm_(chunk.logits.t(), chunk.x)
-        else:
-            self.total += torch.mm(chunk.logits.t(), chunk.x, out=self._product)
+    def add(self, gradient: Tensor, x: Tensor) -> None:
+        self._products.add_weight_gradient(self._total, gradient, x, is_first=self._is_first)
+        self._is_first = False
+
+    def found(self) -> Tensor:
+        return self._total.zero_() if self._is_first else self._total  # there may have been no token
 
 
 class _InputGradient:
     """The gradient of x, put together from its chunks' d W, each summed over the ranks."""
 
-    def __init__(self, x: Tensor, border: Border, num_rows: int) -> None:
-        self.total = torch.empty_like(x, memory_format=torch.contiguous_format)
+    def __init__(self, x: Tensor, border: Border) -> None:
+        self._total = torch.empty_like(x, memory_format=torch.contiguous_format)
         self._border = border
-        self._partial = _of_all_ranks(x, border, num_rows)
 
-    def put(self, chunk: _Chunk, rows: slice, weight: Tensor) -> Arriving:
-        place = self.total[rows]
-        partial = place if self._partial is None else self._partial[: len(chunk.logits)]
-        return self._border.reduce(torch.mm(chunk.logits, weight, out=partial), out=place)
+    def at(self, rows: slice) -> Callable[[Tensor], Arriving]:
+        """Takes what our rows of the matrix contribute to these rows."""
+        return partial(self._put, self._total[rows])
+
+    def found(self) -> Tensor:
+        return self._total
+
+    def _put(self, place: Tensor, contribution: Tensor) -> Arriving:
+        if self._border.splits_sequence:
+            return self._border.reduce(contribution, out=place)
+        return self._border.reduce(place.copy_(contribution))
 
 
-def _chunks(
-    x: Tensor, weight: Tensor, targets: Targets, border: Border, num_rows: int
-) -> Iterator[tuple[_Chunk, slice]]:
-    """The logits of every chunk and its place among the tokens held here; all chunks use the same memory."""
+def _chunks(x: Tensor, head: _Head, num_rows: int) -> Iterator[tuple[_Tokens, slice]]:
+    """The tokens of every chunk, and its place among the tokens held here."""
+    targets, border = head.targets, head.border
     parts = border.num_parts
     labels = targets.labels.reshape(parts, len(x))
     token_weights = None if targets.token_weights is None else targets.token_weights.reshape(parts, len(x))
-    dtype = torch.promote_types(x.dtype, torch.float32)
     gathered = _of_all_ranks(x, border, num_rows)
-    shape = (min(num_rows, len(x)) * parts, weight.shape[0])
-    logits = torch.empty(shape, dtype=x.dtype, device=x.device)
-    work = logits if dtype == x.dtype else torch.empty(shape, dtype=dtype, device=x.device)
     for start in range(0, len(x), num_rows):
         rows = slice(start, min(start + num_rows, len(x)))
         length = (rows.stop - rows.start) * parts
         whole = border.gather(x[rows], out=None if gathered is None else gathered[:length]).wait()
         here = None if token_weights is None else token_weights[:, rows].reshape(-1)
-        chunk = _Chunk(whole, labels[:, rows].reshape(-1), here, logits[:length], work[:length])
-        torch.mm(whole, weight.t(), out=chunk.logits)
-        yield chunk, rows
+        yield _Tokens(whole, labels[:, rows].reshape(-1), here), rows
+
+
+def _loss_of_chunk(
+    tokens: _Tokens,
+    weight: Tensor,
+    head: _Head,
+    give_x: Callable[[Tensor], Arriving] | None,
+    weight_sum: _WeightGradient | None,
+) -> Tensor:
+    """The chunk's weighted loss; its logits [n, Vp / t] become their own gradient, and are gone afterwards."""
+    logits = head.products.output(tokens.x, weight, None)
+    exponentials = _exponentials(logits, tokens, head)
+    losses = exponentials.losses
+    loss = (losses if tokens.token_weights is None else losses * tokens.token_weights).sum()
+    if give_x is None and weight_sum is None:
+        return loss
+    _differentiate(logits, exponentials, tokens.token_weights)
+    in_flight = None if give_x is None else give_x(head.products.input_gradient(logits, weight))
+    if weight_sum is not None:
+        weight_sum.add(logits, tokens.x)
+    if in_flight is not None:
+        in_flight.wait()
+    return loss
 
 
 def _of_all_ranks(x: Tensor, border: Border, num_rows: int) -> Tensor | None:
@@ -177,38 +204,53 @@ def _of_all_ranks(x: Tensor, border: Border, num_rows: int) -> Tensor | None:
     return x.new_empty((min(num_rows, len(x)) * border.num_parts, x.shape[1])) if border.splits_sequence else None
 
 
-def _exponentials(chunk: _Chunk, vocab_size: int, communicator: Communicator) -> _Exponentials:
-    """log(sum of exp) - target over vocabulary slices: one max all-reduce, then one sum of two figures a token."""
-    x = chunk.work
-    if x is not chunk.logits:
-        x.copy_(chunk.logits)
+def _exponentials(logits: Tensor, tokens: _Tokens, head: _Head) -> _Exponentials:
+    """log(sum of exp) - target over vocabulary slices: one max all-reduce, then one sum of two figures a token.
+
+    Computed in the loss's dtype: over the logits if that is theirs.
+    """
+    communicator = head.border.communicator
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
     width = x.shape[1]
     start = communicator.rank * width
-    num_real = min(max(vocab_size - start, 0), width)
+    num_real = min(max(head.targets.vocab_size - start, 0), width)
     x[:, num_real:] = -torch.inf
     peak = x.amax(dim=1)
     communicator.all_reduce(peak, "max").wait()
     x -= peak.unsqueeze(1)
-    column = (chunk.labels - start).clamp(0, width - 1)
-    is_here = (chunk.labels >= start) & (chunk.labels < start + num_real)
+    column = (tokens.labels - start).clamp(0, width - 1)
+    is_here = (tokens.labels >= start) & (tokens.labels < start + num_real)
     target = x.gather(1, column.unsqueeze(1)).squeeze(1).masked_fill(~is_here, 0.0)
     sums = torch.stack((x.exp_().sum(dim=1), target))  # [2, n]
     communicator.all_reduce(sums).wait()
-    return _Exponentials(sums[0].log() - sums[1], sums[0], column, is_here)
+    return _Exponentials(x, sums[0].log() - sums[1], sums[0], column, is_here)
 
 
-def _differentiate(chunk: _Chunk, exponentials: _Exponentials) -> None:
+def _differentiate(logits: Tensor, exponentials: _Exponentials, token_weights: Tensor | None) -> None:
     """Exponentials to (softmax - one-hot) * weight of the token, which goes where the logits were.
 
     Of order 1 whatever the batch, so that fp16 holds it without a loss scale.
     """
-    gradient = chunk.work.div_(exponentials.sums.unsqueeze(1))
+    gradient = exponentials.values.div_(exponentials.sums.unsqueeze(1))
     one_hot = exponentials.is_here.unsqueeze(1).to(gradient.dtype)
     gradient.scatter_add_(1, exponentials.column.unsqueeze(1), one_hot.neg_())
-    if chunk.token_weights is not None:
-        gradient *= chunk.token_weights.unsqueeze(1)
-    if gradient is not chunk.logits:
-        chunk.logits.copy_(gradient)
+    if token_weights is not None:
+        gradient *= token_weights.unsqueeze(1)
+    if gradient is not logits:
+        logits.copy_(gradient)
+
+
+def _give(gradient: Tensor, factor: Tensor, place: GradientPlace | None) -> Tensor | None:
+    """gradient times factor, written to its place if there is one."""
+    taken = None if place is None else place.take()
+    if taken is not None and taken.is_first and taken.tensor.dtype == gradient.dtype:
+        torch.mul(gradient, factor, out=taken.tensor)
+        return None
+    gradient *= factor
+    if taken is None:
+        return gradient
+    add_to(taken.tensor, gradient, is_first=taken.is_first)
+    return None
 
 
 def _multiply(gradient: Tensor, factor: Tensor, num_rows: int) -> None:

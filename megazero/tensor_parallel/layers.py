@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,12 +30,36 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megazero.comm.interface import Communicator
+from megazero.comm.local import LocalCommunicator
+from megazero.parallel.gradient_place import GradientPlace, place_of
 from megazero.parallel.param_spec import Init, ParamSpec, attach_spec
 from megazero.tensor_parallel.deferred import DeferredGradients, Make
+from megazero.tensor_parallel.products import TORCH, Products
 from megazero.tensor_parallel.random import RandomRegions
-from megazero.tensor_parallel.regions import Border, leave_region
+from megazero.tensor_parallel.regions import Border
 
 Later = Callable[[Make], None]
+_ALONE = Border(LocalCommunicator())
+
+
+class Linear(NamedTuple):
+    """How a linear layer computes.
+
+    later: where to leave word of how to make the weight's gradient; place: where to write it, or else it is autograd's.
+    """
+
+    border: Border
+    products: Products
+    later: Later | None
+    place: GradientPlace | None
+
+    def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor | None:
+        """grad [n, out], x [n, in]: the weight's gradient, or None when it has been written to its place."""
+        taken = None if self.place is None else self.place.take()
+        if taken is None:
+            return self.products.weight_gradient(grad, x)
+        self.products.add_weight_gradient(taken.tensor, grad, x, is_first=taken.is_first)
+        return None
 
 
 @dataclass(frozen=True)
@@ -45,6 +69,7 @@ class TensorParallel:
     hollow: parameters are made without memory, for an engine that brings their first values itself.
     splits_sequence: outside of sharded regions a rank holds its part of the tokens only (sequence parallelism).
     deferred: collects the gradients of parameters, which are then not given to autograd in backward; None gives them.
+    products: who computes the layers between embedding and head.  head_products: the head.
     """
 
     communicator: Communicator
@@ -54,6 +79,8 @@ class TensorParallel:
     hollow: bool = False
     splits_sequence: bool = False
     deferred: DeferredGradients | None = None
+    products: Products = TORCH
+    head_products: Products = TORCH
 
     @property
     def border(self) -> Border:
@@ -81,11 +108,16 @@ class TensorParallel:
             return parameter
         return self.deferred.alias(parameter)
 
-    def later(self, parameter: nn.Parameter) -> Later | None:
-        """Where to leave word of how to make the parameter's gradient; None if backward is to make it."""
-        if self.deferred is None or not parameter.requires_grad or not torch.is_grad_enabled():
-            return None
-        return partial(self.deferred.later, parameter)
+    def linear(self, weight: nn.Parameter, products: Products) -> Linear:
+        """How a layer computes with this weight."""
+        later = None
+        if self.deferred is not None and weight.requires_grad and torch.is_grad_enabled():
+            later = partial(self.deferred.later, weight)
+        if torch.compiler.is_compiling():
+            # Only whole blocks on one tensor rank come here (`model/compiled.py`), and what is compiled has no effects:
+            # nothing is sent or counted, and gradients go to autograd.
+            return Linear(_ALONE, products, None, None)
+        return Linear(self.border, products, later, place_of(weight))
 
 
 class ColumnParallelLinear(nn.Module):
@@ -103,7 +135,7 @@ class ColumnParallelLinear(nn.Module):
         self.bias = sharded_parameter(tp, logical_shape[:-1], split_dim, init=Init("zeros"), flat=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        return column_linear(self._tp, x, self.weight, self.bias)
+        return column_linear(self._tp, x, self.weight, self.bias, products=self._tp.products)
 
 
 class RowParallelLinear(nn.Module):
@@ -120,18 +152,19 @@ class RowParallelLinear(nn.Module):
         self.bias = replicated_parameter(tp, logical_shape[:1], init=Init("zeros"), decay=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, border, later = self._tp.use(self.weight), self._tp.border, self._tp.later(self.weight)
-        if later is None:
-            y = leave_region(F.linear(x, weight), border)
-        else:
-            y = _deferred_row_linear(x, weight, border, later)
-        return y + self._tp.use(self.bias)
+        tp, weight, bias = self._tp, self._tp.use(self.weight), self._tp.use(self.bias)
+        linear = tp.linear(self.weight, tp.products)
+        if tp.communicator.size == 1:  # there is nothing to add up, before the bias or after it
+            return _column_linear(x, weight, bias, linear)
+        return _row_linear(x, weight, linear) + bias
 
 
-def column_linear(tp: TensorParallel, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
+def column_linear(
+    tp: TensorParallel, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, *, products: Products
+) -> Tensor:
     """x W^T + b as the entry of a region: x is gathered, its gradient is reduced."""
     used_bias = None if bias is None else tp.use(bias)
-    return _column_linear(x, tp.use(weight), used_bias, tp.border, tp.later(weight))
+    return _column_linear(x, tp.use(weight), used_bias, tp.linear(weight, products))
 
 
 def sharded_parameter(
@@ -144,7 +177,16 @@ def sharded_parameter(
     local = tuple(length if dim == split_dim else n for dim, n in enumerate(logical_shape))
     offset = tuple(rank * length if dim == split_dim else 0 for dim in range(len(local)))
     shape = (math.prod(local),) if flat else (math.prod(local[:-1]), local[-1])
-    spec = ParamSpec("", tuple(logical_shape), local, offset, sharded_axes=("tp",), decay=not flat, init=init)
+    spec = ParamSpec(
+        "",
+        tuple(logical_shape),
+        local,
+        offset,
+        sharded_axes=("tp",),
+        decay=not flat,
+        writes_gradient=not flat,
+        init=init,
+    )
     return uninitialised_parameter(tp, shape, spec)
 
 
@@ -165,64 +207,70 @@ def uninitialised_parameter(tp: TensorParallel, shape: tuple[int, ...], spec: Pa
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """F.linear as the entry of a region, in one Function so that the weight gradient is made during the reduction."""
+    """A linear layer as the entry of a region, in one Function so that the weight gradient is made in the reduction."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, border: Border, later: Later | None
-    ) -> Tensor:
-        ctx.border, ctx.later = border, later
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear) -> Tensor:
+        ctx.linear = linear
         ctx.save_for_backward(x, weight)
-        return F.linear(border.gather(x).wait(), weight, bias)
+        whole = linear.border.gather(x).wait()
+        y = linear.products.output(_rows(whole), weight, bias)
+        return y.view(*whole.shape[:-1], weight.shape[0])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        border, later = ctx.border, ctx.later
+        linear, border = ctx.linear, ctx.linear.border
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        makes_weight = wants_weight and later is None
+        makes_weight = wants_weight and linear.later is None
         rows = _rows(grad)
         grad_weight = reduced = None
         gathering = border.gather(_rows(x)) if makes_weight else None
         if wants_x:
-            partial_x = rows @ weight  # [n, in]
+            partial_x = linear.products.input_gradient(rows, weight)  # [n, in]
         whole = None if gathering is None else gathering.wait()
         if wants_x:
             reduced = border.reduce(partial_x)
         if whole is not None:
-            grad_weight = rows.t() @ whole
+            grad_weight = linear.weight_gradient(rows, whole)
         elif wants_weight:
-            later(lambda: rows.t() @ border.gather(_rows(x)).wait())
+            linear.later(lambda: linear.weight_gradient(rows, border.gather(_rows(x)).wait()))
         grad_bias = rows.sum(0) if wants_bias else None
         grad_x = None if reduced is None else reduced.wait().view_as(x)
-        return grad_x, grad_weight, grad_bias, None, None
+        return grad_x, grad_weight, grad_bias, None
 
 
 _column_linear: Callable[..., Tensor] = _ColumnLinear.apply
 
 
-class _DeferredRowLinear(torch.autograd.Function):
-    """F.linear and the exit of a region; backward leaves the weight gradient for later."""
+class _RowLinear(torch.autograd.Function):
+    """A linear layer and the exit of a region."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, border: Border, later: Later) -> Tensor:
-        ctx.border, ctx.later = border, later
+    def forward(ctx: Any, x: Tensor, weight: Tensor, linear: Linear) -> Tensor:
+        ctx.linear = linear
         ctx.save_for_backward(x, weight)
-        return border.reduce(F.linear(x, weight)).wait()
+        y = linear.products.output(_rows(x), weight, None)
+        return linear.border.reduce(y.view(*x.shape[:-1], weight.shape[0])).wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        border, kept = ctx.border, _rows(grad)
-        ctx.later(lambda: border.gather(kept).wait().t() @ _rows(x))
-        if not ctx.needs_input_grad[0]:
-            return None, None, None, None
-        return (border.gather(kept).wait() @ weight).view_as(x), None, None, None
+        linear, kept = ctx.linear, _rows(grad)
+        wants_x, wants_weight = ctx.needs_input_grad[:2]
+        whole = linear.border.gather(kept).wait()
+        grad_weight = None
+        if wants_weight and linear.later is None:
+            grad_weight = linear.weight_gradient(whole, _rows(x))
+        elif wants_weight:
+            linear.later(lambda: linear.weight_gradient(linear.border.gather(kept).wait(), _rows(x)))
+        grad_x = linear.products.input_gradient(whole, weight).view_as(x) if wants_x else None
+        return grad_x, grad_weight, None
 
 
-_deferred_row_linear: Callable[..., Tensor] = _DeferredRowLinear.apply
+_row_linear: Callable[..., Tensor] = _RowLinear.apply
 
 
 def _rows(x: Tensor) -> Tensor:

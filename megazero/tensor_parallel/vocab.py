@@ -9,9 +9,15 @@ split, the embedding gives n / t of n tokens and a head reads as many; ids, labe
     V = vocabulary, Vp = padded vocabulary; rank r of t holds rows [r Vp / t, (r + 1) Vp / t)
 """
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
+from megazero.parallel.gradient_place import GradientPlace, add_to, place_of
 from megazero.parallel.param_spec import Init, ParamSpec
 from megazero.tensor_parallel.head_loss import Targets, summed_cross_entropy
 from megazero.tensor_parallel.layers import TensorParallel, column_linear, uninitialised_parameter
@@ -33,8 +39,32 @@ class VocabParallelEmbedding(nn.Module):
         num_rows = weight.shape[0]
         row = ids - self._tp.communicator.rank * num_rows
         elsewhere = (row < 0) | (row >= num_rows)
-        found = F.embedding(row.clamp(0, num_rows - 1), weight)
+        found = _look_up(row.clamp(0, num_rows - 1), weight, place_of(self.weight))
         return leave_region(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self._tp.border)
+
+
+class _LookUp(torch.autograd.Function):
+    """F.embedding whose backward can write to the gradient's place; rows [...], weight [m, h] to [..., h]."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, place: GradientPlace | None) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.place, ctx.num_rows = place, weight.shape[0]
+        return F.embedding(rows, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
+        (rows,) = ctx.saved_tensors
+        whole = torch.ops.aten.embedding_dense_backward(grad, rows, ctx.num_rows, -1, False)
+        taken = None if ctx.place is None else ctx.place.take()
+        if taken is None:
+            return None, whole, None
+        add_to(taken.tensor, whole, is_first=taken.is_first)
+        return None, None, None
+
+
+_look_up: Callable[..., Tensor] = _LookUp.apply
 
 
 class TiedHead(nn.Module):
@@ -69,12 +99,20 @@ def vocab_parameter(
     size, rank = tp.communicator.size, tp.communicator.rank
     assert padded_vocab_size % size == 0 and padded_vocab_size >= vocab_size, (vocab_size, padded_vocab_size, size)
     local = (padded_vocab_size // size, hidden_size)
-    spec = ParamSpec("", (vocab_size, hidden_size), local, (rank * local[0], 0), sharded_axes=("tp",), init=init)
+    spec = ParamSpec(
+        "",
+        (vocab_size, hidden_size),
+        local,
+        (rank * local[0], 0),
+        sharded_axes=("tp",),
+        writes_gradient=True,
+        init=init,
+    )
     return uninitialised_parameter(tp, local, spec)
 
 
 def logits_or_loss(tp: TensorParallel, x: Tensor, weight: nn.Parameter, targets: Targets | None) -> Tensor:
     """x [..., h] and the rows held here, [Vp / t, h], to logits [..., Vp / t], or to the summed loss of targets."""
     if targets is None:
-        return column_linear(tp, x, weight, None)
-    return summed_cross_entropy(x, tp.use(weight), targets, tp.border)
+        return column_linear(tp, x, weight, None, products=tp.head_products)
+    return summed_cross_entropy(x, tp.use(weight), targets, tp.border, products=tp.head_products)

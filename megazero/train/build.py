@@ -1,46 +1,46 @@
 """From a configuration to a run: one function per noun, each given only its part.
 
-`check` comes first and needs no process group: the rules between settings, the corpora, and the checkpoint.
+`check.check` comes first; `check_checkpoint` needs no process group either.
 `assemble` makes the mesh, the model, the engine, the data and the writers, and restores or initialises.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 
 from megazero.activations.build import RankParts, activation_plan
 from megazero.activations.plan import ActivationPlan
-from megazero.comm.build import Launch, make_mesh
+from megazero.comm.build import make_mesh
 from megazero.comm.local import LocalCommunicator
 from megazero.comm.mesh import Mesh
-from megazero.config import derived, rules
+from megazero.config import derived
 from megazero.config.optimizer import OptimizerConfig
 from megazero.config.run import RunConfig
 from megazero.config.yaml_file import to_yaml
 from megazero.console import Console
 from megazero.data.loader import BatchLayout, BatchLoader
-from megazero.errors import ConfigError, Problem, TopologyError, UserError, raise_problems
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
+from megazero.model.compiled import compile_blocks
 from megazero.model.gpt import GPT
 from megazero.model.initialize import initial_value
 from megazero.optim.inner import AdamWSettings, FusedAdamW
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.lr_schedule import LearningRate, reconcile
 from megazero.parallel.drawing import draw_layout
-from megazero.parallel.nodes import problems_of_placement
-from megazero.parallel.topology import Topology, parse_order
+from megazero.parallel.launch import Launch
 from megazero.pipeline.plan import StagePlan
 from megazero.pipeline.trace import NO_TRACE, AnyTrace, Trace
 from megazero.tensor_parallel.deferred import DeferredGradients
+from megazero.tensor_parallel.float8 import float8_products
 from megazero.tensor_parallel.layers import TensorParallel
+from megazero.tensor_parallel.onednn import fastest_products
 from megazero.tensor_parallel.random import RandomRegions
 from megazero.timers import Timers
 from megazero.train.activations import settle_activations
+from megazero.train.check import topology
 from megazero.train.evaluate import EvaluationSet
-from megazero.train.inputs import RunInputs, open_inputs
+from megazero.train.inputs import RunInputs
 from megazero.train.ledger_report import LedgerReport
 from megazero.train.loop import Reporting, Run, Timetable
 from megazero.train.memory_lines import closing_lines, opening_line
@@ -57,58 +57,11 @@ from megazero.zero.plan import DTYPES, resolve
 _REPORTED_AS = {"valid": "validation", "test": "test"}
 
 
-def check(config: RunConfig, launch: Launch) -> RunInputs:
-    """Everything that can be found wrong before ranks meet, raised at once; returns the opened corpora."""
-    errors: list[UserError] = []
-    inputs = None
-    with _gathering(errors):
-        raise_problems(ConfigError, rules.check(config, launch.world_size))
-    sound = not errors
-    if sound:
-        with _gathering(errors):
-            raise_problems(TopologyError, _placement_problems(config, launch))
-    if rules.corpus_is_named(config, launch.world_size):
-        with _gathering(errors):
-            inputs = _open_inputs(config)
-    if inputs is not None and sound:
-        with _gathering(errors):
-            _check_checkpoint(config, inputs)
-    _raise_together(errors)
-    assert inputs is not None, "inputs that could not be opened were an error"
-    return inputs
+def check_checkpoint(config: RunConfig, inputs: RunInputs) -> None:
+    """What keeps --load from working, as far as it can be told without reading tensors: a whole model on no device.
 
-
-def _placement_problems(config: RunConfig, launch: Launch) -> Iterable[Problem]:
-    layout = topology(config, launch.world_size)
-    return problems_of_placement(layout, launch.nodes, config.parallel.allow_tensor_parallel_across_nodes)
-
-
-@contextmanager
-def _gathering(errors: list[UserError]) -> Iterator[None]:
-    try:
-        yield
-    except UserError as error:
-        errors.append(error)
-
-
-def _raise_together(errors: Sequence[UserError]) -> None:
-    """Raise one error with all problems, of their kind if they have one."""
-    kinds = {type(error) for error in errors}
-    kind = kinds.pop() if len(kinds) == 1 else UserError
-    raise_problems(kind, (problem for error in errors for problem in error.problems))
-
-
-def _open_inputs(config: RunConfig) -> RunInputs:
-    evaluates = config.training.eval_iters > 0
-    inputs = open_inputs(config.data, config.model, seed=config.training.seed, evaluates=evaluates)
-    if config.data.eod_mask_loss and inputs.eod is None:
-        rule = "the end-of-document token is known from a tokenizer or the corpus's .json"
-        raise ConfigError(Problem("--eod-mask-loss", rule, "--tokenizer-type ..., or no --eod-mask-loss"))
-    return inputs
-
-
-def _check_checkpoint(config: RunConfig, inputs: RunInputs) -> None:
-    """What keeps --load from working, as far as it can be told without reading tensors: a whole model on no device."""
+    Raises ConfigError or CheckpointError.
+    """
     checkpoint = find_checkpoint(config.checkpoint)
     if checkpoint is None:
         return
@@ -120,21 +73,12 @@ def _check_checkpoint(config: RunConfig, inputs: RunInputs) -> None:
         check_compatible(checkpoint, seed=config.training.seed, seq_length=config.model.seq_length)
 
 
-def topology(config: RunConfig, world_size: int) -> Topology:
-    """The layout: what tensor and pipeline parallelism leave is data parallel."""
-    return Topology(
-        tp=config.parallel.tensor_model_parallel_size,
-        dp=derived.data_parallel_size(config, world_size),
-        pp=config.parallel.pipeline_model_parallel_size,
-        order=parse_order(config.parallel.rank_order),
-    )
-
-
 @dataclass(frozen=True)
 class Core:
     """What computes: mesh, model, engine, dropout's random states, what becomes of activations, timers and buffers.
 
     plan: the pipeline stage.  deferred: where its schedule sets gradients aside, if it does.  trace: of its steps.
+    compiled: what torch compiles, in words.
     """
 
     mesh: Mesh
@@ -147,6 +91,7 @@ class Core:
     plan: StagePlan
     deferred: DeferredGradients | None
     trace: AnyTrace
+    compiled: str | None = None
 
 
 def build_core(
@@ -171,23 +116,33 @@ def build_core(
         chunks=stage_chunks(config, stage, padded),
     )
     engine = _build_engine(config, model, mesh, buffers, ledger or NullLedger())
+    compiled = compile_blocks(model) if _compiles(config, mesh.device) else None
     tokens = config.training.micro_batch_size * config.model.seq_length
     activation_bytes = tokens * config.model.hidden_size * tp.dtype.itemsize if tp.border.splits_sequence else 0
     buffers.resize(max(engine.largest_buffer_bytes, activation_bytes))  # gloo's reduce-scatter borrows its input's size
     trace = NO_TRACE if config.logging.pipeline_trace_dir is None else Trace(mesh.device)
-    return Core(mesh, model, engine, random, activations, timers, buffers, plan, tp.deferred, trace)
+    return Core(mesh, model, engine, random, activations, timers, buffers, plan, tp.deferred, trace, compiled)
+
+
+def _compiles(config: RunConfig, device: torch.device) -> bool:
+    choice = config.training.compile
+    return device.type == "cuda" if choice == "auto" else choice == "on"
 
 
 def tensor_parallel(config: RunConfig, mesh: Mesh, random: RandomRegions, *, splits_backward: bool) -> TensorParallel:
     """What the layers are told."""
+    dtype = DTYPES[config.precision.precision]
+    products, fp8 = fastest_products(mesh.device, dtype), config.precision.fp8_format
     return TensorParallel(
         mesh.axis("tp"),
         random,
-        DTYPES[config.precision.precision],
+        dtype,
         mesh.device,
         hollow=True,
         splits_sequence=config.parallel.sequence_parallel,
         deferred=DeferredGradients() if splits_backward else None,
+        products=products if fp8 is None else float8_products(fp8, products),
+        head_products=products,
     )
 
 
@@ -272,6 +227,8 @@ def assemble(
         console.line(reason)
     config = replace(config, activations=activations)
     core = build_core(config, mesh, buffers, vocab_size=inputs.vocab_size, ledger=ledger)
+    if core.compiled is not None:
+        console.line(f"torch.compile: {core.compiled}, at the first step")
     train_iters = derived.train_iters(config, launch.world_size)
     scaler = LossScaler.from_config(config.precision)
     resumed = _resume(config, core, LearningRate.from_config(config.optimizer, train_iters=train_iters), scaler)
@@ -299,6 +256,7 @@ def batch_layout(config: RunConfig, mesh: Mesh, eod: int | None) -> BatchLayout:
         data_rank=mesh.coordinate("dp"),
         data_size=mesh.topology.dp,
         masked_token=eod if config.data.eod_mask_loss else None,
+        pins=mesh.device.type == "cuda",
     )
 
 

@@ -35,8 +35,7 @@ def evaluate(parts: StepParts, held_out: EvaluationSet) -> float:
         passes.finish()
         totals += torch.stack([passes.loss_sum, passes.num_tokens])
     parts.model.train(True)
-    if parts.mesh.coordinate("tp"):
-        totals.zero_()  # tensor-parallel ranks all hold the same
+    # Tensor-parallel ranks all hold the same, which leaves the mean as it is.
     parts.mesh.world.all_reduce_scalars(totals).wait()
     loss_sum, num_tokens = totals.tolist()
     return float(loss_sum / max(num_tokens, 1.0))

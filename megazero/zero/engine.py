@@ -18,6 +18,7 @@ from megazero.config.zero import ZeroConfig
 from megazero.memory.address_book import ArenaStatistics
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
 from megazero.optim.inner import InnerOptimizer, StepInputs
+from megazero.parallel.gradient_place import Taken, attach_place, detach_place
 from megazero.parallel.param_spec import StateFragment, named_specs
 from megazero.parallel.topology import ENDS
 from megazero.zero.frames import Frames
@@ -125,9 +126,9 @@ class Engine:
         self._shards = Shards(plan, self.layout, axis.rank, contents=contents)
         self._reducer = GradientReducer(self._shards, axis, buffers, self._parameters, zero)
         self._sums = GradientSums(self._shards, mesh.axis, buffers)
-        for name, parameter in self._parameters.items():
-            give_handle(parameter, name, self)
+        _give_handles(self._parameters, self)
         self._hooks = on_gradient(self._parameters, self._gradient_ready)
+        _attach_places(self._parameters, self.layout, self._reducer)
         self._publisher = ParameterPublisher(self._shards, mesh.gathering, by_gather=zero.allgather_partitions)
         self._gather = ParameterGather(self._shards, mesh.gathering, self._parameters, zero)
         self._frames = Frames(model, _units_by_consumer(units), self._gather, self._publisher)
@@ -325,9 +326,7 @@ class Engine:
         for handle in self._hooks:
             handle.remove()
         for name, parameter in self._parameters.items():
-            if parameter.requires_grad:
-                parameter.grad = None
-                parameter.grad_dtype = parameter.dtype
+            _take_gradient(parameter)
             if self._gather.unit_of(name) is None:
                 take_handle(parameter)
 
@@ -343,6 +342,35 @@ class Engine:
             self.settings.ledger.tag(gradient, "gradients")
         self._reducer.gradient_ready(name)
         self._gather.gradient_ready(name)
+
+
+class _Place(NamedTuple):
+    """Where one parameter's gradient is written."""
+
+    reducer: GradientReducer
+    name: str
+
+    def take(self) -> Taken | None:
+        return self.reducer.place(self.name)
+
+
+def _give_handles(parameters: Mapping[str, nn.Parameter], engine: Engine) -> None:
+    for name, parameter in parameters.items():
+        give_handle(parameter, name, engine)
+
+
+def _attach_places(parameters: Mapping[str, nn.Parameter], layout: FlatLayout, reducer: GradientReducer) -> None:
+    slots = [slot for section in layout.sections if section.trainable for slot in section.slots]
+    for spec in (slot.spec for slot in slots if slot.spec.writes_gradient):
+        attach_place(parameters[spec.name], _Place(reducer, spec.name))
+
+
+def _take_gradient(parameter: nn.Parameter) -> None:
+    """The parameter's gradient is nobody's business any more."""
+    detach_place(parameter)
+    if parameter.requires_grad:
+        parameter.grad = None
+        parameter.grad_dtype = parameter.dtype
 
 
 def _units_by_part(units: Sequence[ModelUnit]) -> dict[int, set[str]]:

@@ -3,12 +3,7 @@
 A bucket is *complete* when every parameter that overlaps it has its gradient, and is reduced as soon as all buckets
 behind it in the model have been: every rank launches in the same order, whatever order its gradients arrive in.  At
 most `_MAX_IN_FLIGHT` reductions run beside backward (none without overlap: backward then waits for each).  Where a
-bucket's unreduced gradients live is the plan's business, behind the two small classes at the end of this file:
-
-    resident   gradients accumulate in full flat tensors; reduced in place at the accumulation boundary
-    leased     gradients are copied into a constant-size buffer and dropped, reduced in every micro-batch, and the
-               reduced slices accumulate in this rank's shard (paper section 5.2)
-    loose      gradients accumulate where autograd puts them, and go the way of leased ones at the boundary
+bucket's unreduced gradients live is the plan's business (`unreduced.py`).
 
 With contiguous gradients the buffers are slots of an arena that is made once (MD, paper section 6.3), as many as are
 out at once when gradients come in the reverse of the parameters' order; should more be, the pool lends them.
@@ -16,45 +11,22 @@ out at once when gradients come in the reverse of the parameters' order; should 
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from megazero.comm.interface import Communicator, Lease, Scratch, Work
+from megazero.comm.interface import Communicator, Scratch, Work
 from megazero.config.zero import ZeroConfig
 from megazero.errors import Problem, UsageError
 from megazero.memory.address_book import ArenaStatistics
 from megazero.memory.arena_scratch import ArenaScratch
+from megazero.parallel.gradient_place import Taken
 from megazero.zero.layout import Bucket, FlatLayout, Range
 from megazero.zero.plan import Lifetime, Placement
 from megazero.zero.shards import Shards
+from megazero.zero.unreduced import buckets_by_parameter, make_store, parameters_by_bucket
 
 _MAX_IN_FLIGHT = 2
-
-
-class UnreducedGradients(Protocol):
-    """Where the gradients of a bucket are until they have been reduced."""
-
-    def begin_step(self) -> None:
-        """Nothing has been accumulated yet."""
-
-    def is_due(self, *, last_micro_batch: bool) -> bool:
-        """Whether buckets are reduced in this micro-batch."""
-
-    def deposit(self, bucket: Bucket, name: str) -> None:
-        """Parameter `name` has its gradient; store the part that lies in `bucket`."""
-
-    def drop(self, name: str) -> None:
-        """Every part of the parameter's gradient has been deposited."""
-
-    def close(self, bucket: Bucket, missing: set[str]) -> Tensor:
-        """All of the bucket's gradients [numel] in the wire's dtype, zeros for `missing`; they are on their way now."""
-
-    def settle(self, bucket: Bucket, within: Range, reduced: Tensor) -> None:
-        """The oldest reduction has finished: `reduced` [numel of within] are its sums."""
-
-    def abandon(self) -> None:
-        """What has been deposited goes nowhere; no reduction is under way."""
 
 
 class _InFlight(NamedTuple):
@@ -81,12 +53,12 @@ class GradientReducer:
         self._max_in_flight = _MAX_IN_FLIGHT if zero.overlap_comm else 0
         self.predivisor = float(communicator.size) if zero.prescale_gradients else zero.gradient_predivide_factor
         self._buckets = shards.layout.trainable_buckets
-        self._buckets_of = _buckets_by_parameter(shards.layout)
-        self._members = {index: set(names) for index, names in _parameters_by_bucket(shards.layout).items()}
+        self._buckets_of = buckets_by_parameter(shards.layout)
+        self._members = {index: set(names) for index, names in parameters_by_bucket(shards.layout).items()}
         self.bucket_arena = self._make_arena(list(parameters), buffers) if zero.contiguous_gradients else None
         self.scratch: Scratch = self.bucket_arena or buffers
         """Lends buckets on the wire; between backward and the next one it is free for others."""
-        self._store = _make_store(shards, self.scratch, parameters, contiguous=zero.contiguous_gradients)
+        self._store = make_store(shards, self.scratch, parameters, contiguous=zero.contiguous_gradients)
         self._everyone_keeps_all = shards.plan.gradient.placement is Placement.REPLICATED
         self._in_flight: deque[_InFlight] = deque()
         self._gathering: list[Work] = []
@@ -128,6 +100,10 @@ class GradientReducer:
             self._launch_complete()
         self._store.drop(name)
 
+    def place(self, name: str) -> Taken | None:
+        """Memory for a gradient that its layer writes; None where autograd is to keep it."""
+        return self._store.place(name)
+
     def end_micro_batch(self) -> None:
         """Backward is over: launch what is left; parameters without a gradient count as zeros.
 
@@ -142,7 +118,7 @@ class GradientReducer:
     def abandon(self) -> None:
         """Backward has failed: reductions in flight end, and nothing of the step is kept."""
         self.finish()
-        self._next = -1
+        self._next, self._came = -1, None
         self._store.abandon()
 
     def finish(self) -> None:
@@ -210,154 +186,13 @@ class GradientReducer:
             self._gathering.append(self._communicator.all_gather_into(whole, mine))
 
 
-class ResidentGradients:
-    """Gradients accumulate in flat tensors that `.grad` points into; a bucket's sum replaces them in place.
-
-    Only a wire of another dtype takes a buffer on the way.
-    """
-
-    def __init__(self, shards: Shards, buffers: Scratch) -> None:
-        self._shards = shards
-        self._buffers = buffers
-        self._converts = shards.plan.gradient_wire != shards.plan.gradient.dtype
-        self._sent: deque[Lease] = deque()
-
-    def begin_step(self) -> None:
-        self._shards.reset_resident_gradients()
-
-    def is_due(self, *, last_micro_batch: bool) -> bool:
-        return last_micro_batch
-
-    def deposit(self, bucket: Bucket, name: str) -> None:
-        """Nothing to move: autograd has added in place."""
-
-    def drop(self, name: str) -> None:
-        """Nothing to drop: the flat tensor stays."""
-
-    def close(self, bucket: Bucket, missing: set[str]) -> Tensor:
-        whole = self._shards.resident_gradient(bucket, bucket.range)
-        if not self._converts:
-            return whole
-        self._sent.append(self._buffers.lease(bucket.numel, self._shards.plan.gradient_wire))
-        return self._sent[-1].tensor.copy_(whole)
-
-    def settle(self, bucket: Bucket, within: Range, reduced: Tensor) -> None:
-        if self._converts:
-            self._shards.resident_gradient(bucket, within).copy_(reduced)
-            self._sent.popleft().release()
-
-    def abandon(self) -> None:
-        """The next step empties the flat tensors."""
-
-
-class LeasedGradients:
-    """Gradients are copied into leased buffers; reduced slices add up in the gradient shard.
-
-    every_micro_batch: whether buckets are reduced in each micro-batch, or gradients accumulate until the last.
-    at_once: whether a gradient is copied and dropped as soon as it has come, or when its buckets are complete.
-    """
-
-    def __init__(
-        self,
-        shards: Shards,
-        buffers: Scratch,
-        parameters: Mapping[str, nn.Parameter],
-        *,
-        every_micro_batch: bool,
-        at_once: bool,
-    ) -> None:
-        self._shards = shards
-        self._buffers = buffers
-        self._parameters = parameters
-        self._every_micro_batch = every_micro_batch
-        self._at_once = at_once
-        self._open: dict[int, Lease] = {}  # being filled, by bucket
-        self._sent: deque[Lease] = deque()  # being reduced, oldest first: the next micro-batch may fill its bucket anew
-        self._has_sum: set[int] = set()  # buckets whose shard already holds earlier micro-batches
-        self._last_buckets = {name: buckets[0].index for name, buckets in _buckets_by_parameter(shards.layout).items()}
-
-    def begin_step(self) -> None:
-        self._has_sum.clear()
-
-    def is_due(self, *, last_micro_batch: bool) -> bool:
-        return self._every_micro_batch or last_micro_batch
-
-    def deposit(self, bucket: Bucket, name: str) -> None:
-        if self._at_once:
-            self._fill(bucket, {name})
-
-    def drop(self, name: str) -> None:
-        if self._at_once:
-            self._parameters[name].grad = None
-
-    def close(self, bucket: Bucket, missing: set[str]) -> Tensor:
-        section = self._shards.layout.sections[bucket.section]
-        members = {fragment.spec.name for fragment in section.fragments(bucket.range)}
-        if not self._at_once:
-            self._fill(bucket, members - missing)
-        if missing:
-            self._fill(bucket, missing)
-        if not self._at_once:
-            for name in members:
-                if self._last_buckets[name] == bucket.index:  # buckets are closed from the last to the first
-                    self._parameters[name].grad = None
-        self._sent.append(self._open.pop(bucket.index))
-        return self._sent[-1].tensor
-
-    def settle(self, bucket: Bucket, within: Range, reduced: Tensor) -> None:
-        target = self._shards.reduced_gradient(bucket, within)
-        if bucket.index in self._has_sum:
-            target.add_(reduced)
-        else:
-            target.copy_(reduced)
-            self._has_sum.add(bucket.index)
-        self._sent.popleft().release()
-
-    def abandon(self) -> None:
-        while self._open:
-            self._open.popitem()[1].release()
-
-    def _fill(self, bucket: Bucket, names: set[str]) -> None:
-        """Copy parameters' gradients into the bucket, zeros for those that got none."""
-        whole = self._buffer(bucket)
-        section = self._shards.layout.sections[bucket.section]
-        for fragment in section.fragments(bucket.range):
-            if fragment.spec.name not in names:
-                continue
-            start = fragment.section_start - bucket.start
-            target = whole[start : start + fragment.numel]
-            gradient = self._parameters[fragment.spec.name].grad
-            if gradient is None:
-                target.zero_()
-            else:
-                target.copy_(gradient.reshape(-1)[fragment.start : fragment.stop])
-
-    def _buffer(self, bucket: Bucket) -> Tensor:
-        if bucket.index not in self._open:
-            lease = self._buffers.lease(bucket.numel, self._shards.plan.gradient_wire)
-            padding_start = self._shards.layout.sections[bucket.section].used_numel - bucket.start
-            lease.tensor[padding_start:].zero_()
-            self._open[bucket.index] = lease
-        return self._open[bucket.index].tensor
-
-
-def _make_store(
-    shards: Shards, buffers: Scratch, parameters: Mapping[str, nn.Parameter], *, contiguous: bool
-) -> UnreducedGradients:
-    lifetime = shards.plan.gradient.lifetime
-    if lifetime is Lifetime.RESIDENT:
-        return ResidentGradients(shards, buffers)
-    every = lifetime is Lifetime.LEASED
-    return LeasedGradients(shards, buffers, parameters, every_micro_batch=every, at_once=contiguous)
-
-
 def most_out_at_once(layout: FlatLayout, names: Sequence[str], max_in_flight: int) -> int:
     """The most buckets that are being filled or reduced at once, if gradients come from the last name to the first.
 
     max_in_flight: reductions that run beside backward; with 0 backward waits for each.
     """
-    buckets, buckets_of = layout.trainable_buckets, _buckets_by_parameter(layout)
-    missing = {index: set(members) for index, members in _parameters_by_bucket(layout).items()}
+    buckets, buckets_of = layout.trainable_buckets, buckets_by_parameter(layout)
+    missing = {index: set(members) for index, members in parameters_by_bucket(layout).items()}
     still_open: set[int] = set()
     in_flight, most = min(max_in_flight, len(buckets)), 0  # those of the micro-batch before
     last = len(buckets) - 1
@@ -371,20 +206,3 @@ def most_out_at_once(layout: FlatLayout, names: Sequence[str], max_in_flight: in
                 in_flight = min(in_flight + 1, max_in_flight)  # the oldest is waited for before another is sent
                 last -= 1
     return most
-
-
-def _parameters_by_bucket(layout: FlatLayout) -> dict[int, list[str]]:
-    """{bucket index: names of the parameters that overlap it}."""
-    return {
-        bucket.index: [f.spec.name for f in layout.sections[bucket.section].fragments(bucket.range)]
-        for bucket in layout.trainable_buckets
-    }
-
-
-def _buckets_by_parameter(layout: FlatLayout) -> dict[str, list[Bucket]]:
-    """{parameter: the buckets it overlaps, in order}."""
-    found: dict[str, list[Bucket]] = {}
-    for bucket in layout.trainable_buckets:
-        for fragment in layout.sections[bucket.section].fragments(bucket.range):
-            found.setdefault(fragment.spec.name, []).append(bucket)
-    return found

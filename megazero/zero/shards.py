@@ -10,7 +10,7 @@ With contiguous gradients, resident ones and the reduced shard are blocks of one
 paper section 6.3).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -60,6 +60,7 @@ class Shards:
         self._flats = [self._adopt(section, contents.first_value) for section in layout.sections]
         owned = sum(self.owned(bucket).numel for bucket in layout.trainable_buckets)
         self.gradient_arena = self._make_gradient_arena(owned) if contents.gradients_in_arena else None
+        self._resident_views: dict[str, Tensor] = {}
         self._resident_gradients = self._make_resident_gradients()
         self._gradient_shard = self._zero_gradients(0 if self._is_resident else owned)
         self._master = self._empty(owned, plan.optimizer.dtype) if plan.has_separate_master else None
@@ -104,6 +105,10 @@ class Shards:
         """Unreduced (after reduction: reduced) gradients of a resident section, a view."""
         return self._resident_gradients[bucket.section][within.start : within.stop]
 
+    def resident_gradient_of(self, name: str) -> Tensor:
+        """A parameter's unreduced gradient, a view in its shape."""
+        return self._resident_views[name]
+
     def reduced_gradient(self, bucket: Bucket, within: Range) -> Tensor:
         """Reduced gradients of a range this rank keeps after reduction, a view."""
         if self._is_resident:
@@ -126,10 +131,14 @@ class Shards:
         return self._moments[kind][self._place(bucket, within)]
 
     def reset_resident_gradients(self) -> None:
-        """Empty resident gradients, and point every `.grad` at its view again (a user's zero_grad() drops them)."""
+        """Empty resident gradients, and point every `.grad` at its view again (a user's zero_grad() drops them).
+
+        What their layers write is left as it is, to be overwritten.
+        """
         for index, flat in self._resident_gradients.items():
-            flat.zero_()
-            self._preset_gradients(self.layout.sections[index], flat)
+            for gap in _not_written(self.layout.sections[index]):
+                flat[gap.start : gap.stop].zero_()
+            self._preset_gradients(self.layout.sections[index])
 
     def copy_working_to_master(self) -> None:
         """Master = working, where they are two tensors."""
@@ -215,8 +224,11 @@ class Shards:
             if not section.trainable:
                 continue
             if self._is_resident:
-                flats[section.index] = self._zero_gradients(section.numel)
-                self._preset_gradients(section, flats[section.index])
+                flat = flats[section.index] = self._zero_gradients(section.numel)
+                for slot in section.slots:
+                    shape = self._parameters[slot.spec.name].shape
+                    self._resident_views[slot.spec.name] = flat[slot.start : slot.stop].view(shape)
+                self._preset_gradients(section)
             elif row.lifetime is Lifetime.LOOSE:
                 self._set_gradient_dtype(section, row.dtype)
         return flats
@@ -227,12 +239,14 @@ class Shards:
         for moment in self._moments.values():
             self.ledger.tag(moment, "moments")
 
-    def _preset_gradients(self, section: Section, flat: Tensor) -> None:
+    def _preset_gradients(self, section: Section) -> None:
         """Autograd adds in place where `.grad` exists, so it accumulates straight into the flat tensor."""
-        self._set_gradient_dtype(section, flat.dtype)
+        self._set_gradient_dtype(section, self.plan.gradient.dtype)
         for slot in section.slots:
-            parameter = self._parameters[slot.spec.name]
-            parameter.grad = flat[slot.start : slot.stop].view(parameter.shape)
+            parameter, view = self._parameters[slot.spec.name], self._resident_views[slot.spec.name]
+            wanted = None if slot.spec.writes_gradient else view
+            if parameter.grad is not wanted:
+                parameter.grad = wanted
 
     def _set_gradient_dtype(self, section: Section, dtype: torch.dtype) -> None:
         for slot in section.slots:
@@ -281,6 +295,18 @@ class Shards:
 
     def _zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(numel, dtype=dtype, device=self.device)
+
+
+def _not_written(section: Section) -> Iterator[Range]:
+    """What lies between the parameters whose layers write their gradients themselves."""
+    start = 0
+    for slot in section.slots:
+        if slot.spec.writes_gradient:
+            if start < slot.start:
+                yield Range(start, slot.start)
+            start = slot.stop
+    if start < section.numel:
+        yield Range(start, section.numel)
 
 
 def _nbytes(tensor: Tensor) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from cross_node import Figures, Segment, flags, main, parse_arguments, schedule, work_of
-from data_parallel import VOCABULARY, make_model
+from small_gpt import VOCABULARY, make_model
 from hypothesis import given
 from hypothesis import strategies as st
 from link_traffic import (

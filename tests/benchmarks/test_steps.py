@@ -3,11 +3,14 @@
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from steps import Held, configuration, crossing, held, largest_that_fits
+from jobs import Place
+from steps import Held, Steps, configuration, configuration_of, crossing, held, largest_that_fits
 
 from megazero.errors import ConfigError
+from megazero.parallel.launch import Launch
 
 TINY: dict[str, Any] = {
     "num_layers": 2,
@@ -54,6 +57,33 @@ def test_settings_are_those_of_the_command_line() -> None:
         configuration({**TINY, "num_attention_heads": 5}, 1)
     with pytest.raises(ConfigError, match="tensor-model-parallel-size"):
         configuration({**TINY, "tensor_model_parallel_size": 3}, 4)
+
+
+def alone(flags: str) -> Steps:
+    """Steps of this process; 4 samples in all."""
+    words = [word for name, value in TINY.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    place = Place(Launch(0, 1, 0), torch.device("cpu"), lambda: None)
+    return Steps(configuration_of([*words, "--global-batch-size", "4", *flags.split()], 1), place)
+
+
+def test_a_step_has_as_many_micro_batches_as_the_flags_say() -> None:
+    whole, parts = alone("--micro-batch-size 4"), alone("--micro-batch-size 1")
+    assert whole.tokens == parts.tokens == 4 * 16
+    for number in range(3):
+        one, four = whole.batch(number), parts.batch(number)
+        assert [part.first_sample for part in four.micro_batches] == [4 * number + row for row in range(4)]
+        tokens = torch.cat([part.tokens for part in four.micro_batches])
+        assert torch.equal(one.micro_batches[0].tokens, tokens)
+        assert parts.take(four) == pytest.approx(whole.take(one), rel=1e-5)
+    whole.close()
+    parts.close()
+
+
+def test_a_loss_scale_that_is_too_large_falls() -> None:
+    steps = alone("--fp16 --lr 1e-2")
+    losses = [steps.take(steps.batch(0)) for _ in range(40)]
+    steps.close()
+    assert losses[0] == losses[1] and losses[-1] < losses[0] - 0.1
 
 
 @pytest.mark.gloo

@@ -12,94 +12,16 @@ import torch
 import torch.distributed as dist
 from support.processes import run_ranks
 
-from megazero.comm.build import Launch, choose_device, join, leave, make_mesh
-from megazero.comm.mesh import ACTIVATIONS, GRADIENTS, channel_keys
+from megazero.comm.build import choose_device, join, leave, make_mesh
+from megazero.comm.interface import Work
+from megazero.comm.mesh import ACTIVATIONS, GRADIENTS, channel_key, channel_keys
+from megazero.comm.process_group import ProcessGroupCommunicator
 from megazero.errors import TopologyError
 from megazero.memory.fused_buffers import FusedBuffers
+from megazero.parallel.launch import Launch
 from megazero.parallel.topology import Topology
 
 CPU = torch.device("cpu")
-
-
-def set_environment(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
-    for name in os.environ:
-        if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") or name.startswith("SLURM_"):
-            monkeypatch.delenv(name)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-
-
-def slurm(rank: int, size: int, local: int, per_node: str) -> dict[str, str]:
-    """What a task of srun finds in its environment."""
-    return {
-        "SLURM_PROCID": str(rank),
-        "SLURM_STEP_NUM_TASKS": str(size),
-        "SLURM_LOCALID": str(local),
-        "SLURM_STEP_TASKS_PER_NODE": per_node,
-    }
-
-
-@pytest.mark.parametrize(
-    ("environment", "launch"),
-    [
-        ({}, Launch(0, 1, 0)),
-        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, Launch(5, 8, 1)),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, Launch(1, 2, 0)),
-        ({"RANK": "", "WORLD_SIZE": "", "LOCAL_RANK": ""}, Launch(0, 1, 0)),
-        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}, Launch(5, 8, 1, (4, 4))),
-        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, Launch(0, 1, 0, (1,))),
-        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "6"}, Launch(5, 8, 5)),
-        ({"RANK": "5", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, Launch(5, 6, 1, (2, 2, 2))),
-        ({"RANK": "4", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, Launch(4, 6, 1)),
-        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "16"}, Launch(1, 2, 1)),
-        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "two"}, Launch(1, 2, 1)),
-        (slurm(5, 6, 1, "2(x3)"), Launch(5, 6, 1, (2, 2, 2))),
-        (slurm(9, 10, 1, "8,2"), Launch(9, 10, 1, (8, 2))),
-        (slurm(3, 4, 1, ""), Launch(3, 4, 1)),
-        (slurm(3, 4, 1, "2(x3)"), Launch(3, 4, 1)),
-        (slurm(0, 1, 0, "1"), Launch(0, 1, 0)),
-        # A batch script itself, with four tasks to come; and torchrun, started once on each of two nodes.
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "2(x2)"}, Launch(0, 1, 0)),
-        (
-            {**slurm(1, 2, 0, "1(x2)"), "RANK": "7", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"},
-            Launch(7, 8, 3, (4, 4)),
-        ),
-    ],
-)
-def test_launch(environment: dict[str, str], launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_environment(monkeypatch, environment)
-    assert Launch.from_environment() == launch
-
-
-@pytest.mark.parametrize(
-    ("environment", "told"),
-    [
-        ({"RANK": "first"}, "'RANK': 'first'"),
-        ({"WORLD_SIZE": "4.0"}, "'WORLD_SIZE': '4.0'"),
-        ({"LOCAL_RANK": "0x1"}, "'LOCAL_RANK': '0x1'"),
-        ({"RANK": "3"}, "RANK 3, WORLD_SIZE 1"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK 2, WORLD_SIZE 2"),
-        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK -1, WORLD_SIZE 2"),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE 0"),
-        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK -1"),
-        ({**slurm(0, 4, 0, "4"), "SLURM_PROCID": "x"}, "'SLURM_PROCID': 'x'"),
-        (slurm(4, 4, 0, "4"), "SLURM_PROCID 4, SLURM_STEP_NUM_TASKS 4"),
-        # Dealt out to the nodes in turn, as srun --distribution=cyclic does.
-        (slurm(1, 4, 0, "2(x2)"), "SLURM_PROCID 1, SLURM_STEP_NUM_TASKS 4, SLURM_LOCALID 0, SLURM_STEP_TASKS_PER_NODE"),
-    ],
-)
-def test_nonsense_from_a_launcher(environment: dict[str, str], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_environment(monkeypatch, environment)
-    with pytest.raises(TopologyError) as caught:
-        Launch.from_environment()
-    (problem,) = caught.value.problems
-    assert told in problem.given and problem.rule
-
-
-def test_nodes_of_a_launch() -> None:
-    known, unknown = Launch(5, 6, 1, (2, 2, 2)), Launch(5, 6, 1)
-    assert (known.node, known.nodes.ranks_per_node) == (2, (2, 2, 2))
-    assert (unknown.node, unknown.nodes.ranks_per_node) == (0, (6,))
 
 
 def test_the_cpu_is_there_for_the_asking() -> None:
@@ -202,6 +124,43 @@ def test_neighbours_on_the_pipeline_exchange_tensors() -> None:
     assert run_ranks(3, exchange) == [[0.0, 1.25], [0.5, 2.25], [1.5, 0.0]]
 
 
+def first_messages(rank: int, num_stages: int) -> tuple[list[Any], dict[str, Any]]:
+    """What this stage has sent and received when its mesh is there, by channel; and what the meter says of it."""
+    seen: list[tuple[str, ProcessGroupCommunicator, int]] = []
+    sends, receives = ProcessGroupCommunicator.send, ProcessGroupCommunicator.receive_into
+
+    def send(self: ProcessGroupCommunicator, tensor: torch.Tensor, to: int) -> Work:
+        seen.append(("to", self, to))
+        return sends(self, tensor, to)
+
+    def receive_into(self: ProcessGroupCommunicator, tensor: torch.Tensor, source: int) -> Work:
+        seen.append(("from", self, source))
+        return receives(self, tensor, source)
+
+    with pytest.MonkeyPatch.context() as watched:
+        watched.setattr(ProcessGroupCommunicator, "send", send)
+        watched.setattr(ProcessGroupCommunicator, "receive_into", receive_into)
+        mesh = make_mesh(Topology(pp=num_stages), rank, CPU, FusedBuffers(64, CPU))
+    key_of = {id(axis._inner): key for key, axis in mesh.communicators.items()}  # type: ignore[attr-defined]
+    return sorted((key_of[id(group)], way, peer) for way, group, peer in seen), mesh.meter.bytes_by_axis()
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_every_link_of_the_pipeline_is_connected_at_once(num_stages: int) -> None:
+    """One message each way: NCCL connects at the first, which within a step could be waited for for ever."""
+    for stage, (messages, metered) in enumerate(run_ranks(num_stages, first_messages, num_stages)):
+        before, behind = (stage - 1) % num_stages, (stage + 1) % num_stages
+        expected = [
+            (channel_key(ACTIVATIONS, stage, num_stages), "to", behind),
+            (channel_key(GRADIENTS, stage, num_stages), "from", behind),
+            (channel_key(ACTIVATIONS, before, num_stages), "from", before),
+            (channel_key(GRADIENTS, before, num_stages), "to", before),
+        ]
+        assert messages == sorted(expected)
+        assert metered == {}, "they are no part of any step"
+
+
 def group_names(rank: int) -> dict[str, str]:
     mesh = make_mesh(Topology(pp=2, tp=2), rank, CPU, FusedBuffers(64, CPU))
     groups = {key: mesh.communicators[key]._inner._group for key in ("tp", "pp")}  # type: ignore[attr-defined]
@@ -227,7 +186,8 @@ def test_the_time_out_holds_on_every_axis() -> None:
 
 PROGRAM = """
 import torch, torch.distributed as dist
-from megazero.comm.build import Launch, choose_device, join, leave, make_mesh
+from megazero.comm.build import choose_device, join, leave, make_mesh
+from megazero.parallel.launch import Launch
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.topology import Topology
 

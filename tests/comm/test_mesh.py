@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.processes import mesh_in_worker, run_ranks
 
-from megazero.comm.mesh import gather_json
+from megazero.comm.mesh import ACTIVATIONS, CHANNELS, GRADIENTS, channel_key, channel_keys, gather_json
 
 CPU = torch.device("cpu")
 
@@ -34,6 +34,22 @@ def test_axes_of_two_by_two_ranks() -> None:
         {"pp": (0, 0, [2]), "dp": (1, 1, [0, 2]), "tp": (0, 0, [2, 3]), "world": (2, 2, everyone)},
         {"pp": (0, 0, [3]), "dp": (1, 1, [1, 3]), "tp": (1, 1, [2, 3]), "world": (3, 3, everyone)},
     ]
+
+
+@pytest.mark.parametrize("num_stages", range(2, 9))
+def test_what_a_stage_sends_and_receives_has_four_groups(num_stages: int) -> None:
+    """Activations and gradients, over the link to the stage before and over the one to the next."""
+    for stage in range(num_stages):
+        links = ((stage - 1) % num_stages, stage)
+        keys = [channel_key(key, link, num_stages) for key in CHANNELS for link in links]
+        assert len(set(keys)) == 4, (stage, keys)
+
+
+@pytest.mark.parametrize("num_stages", range(1, 9))
+def test_every_channel_has_its_group_and_every_group_its_use(num_stages: int) -> None:
+    links = range(num_stages if num_stages > 1 else 0)
+    used = {channel_key(key, link, num_stages) for key in (ACTIVATIONS, GRADIENTS) for link in links}
+    assert sorted(channel_keys(num_stages)) == sorted(used)
 
 
 VALUES = [

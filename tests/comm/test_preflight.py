@@ -9,9 +9,9 @@ from support.preflighting import HOUR, survey_job
 from torch._C._distributed_c10d import HashStore
 
 from megazero.comm import preflight
-from megazero.comm.build import Launch
 from megazero.comm.preflight import Board, Demands, Facts, Node, Survey
 from megazero.errors import CollectiveError, TopologyError
+from megazero.parallel.launch import Launch
 
 DEMANDS = Demands(gpus=8, bandwidth=10e9, clock_skew=1.0, shared_memory=2**30)
 FAST, SLOW = 50e9, 1e9

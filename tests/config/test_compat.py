@@ -170,3 +170,51 @@ def test_what_is_legal_instead_is_a_setting() -> None:
         assert INSTEAD[name].startswith("--num-layers-per-virtual-pipeline-stage")
     for name in ("decoder-first-pipeline-num-layers", "pipeline-model-parallel-layout"):
         assert INSTEAD[name].startswith("--pipeline-split")
+
+
+@pytest.mark.parametrize(
+    ("words", "format"),
+    [
+        ("--fp8-format hybrid", "hybrid"),
+        ("--fp8-format e4m3", "e4m3"),
+        ("--fp8", "hybrid"),
+        ("--fp8 --fp8-format e4m3", "e4m3"),
+        ("--fp8-hybrid", "hybrid"),
+        ("--fp8-e4m3", "e4m3"),
+        ("--fp8-format hybrid --fp8-recipe tensorwise --fp8-margin 0 --fp8-interval 1", "hybrid"),
+        ("--fp8-format hybrid --fp8-amax-history-len 1 --fp8-amax-compute-algo most_recent", "hybrid"),
+        ("--fp8 false", None),
+    ],
+)
+def test_flags_of_8bit_products(words: str, format: str | None) -> None:
+    config = parse([*GOOD, "--bf16", *words.split()]).config
+    assert (config.precision.fp8_format, config.precision.precision) == (format, "bf16")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--fp8-recipe delayed", "legal: --fp8-recipe tensorwise"),
+        ("--fp8-recipe mxfp8", "legal: --fp8-recipe tensorwise"),
+        ("--fp8-margin 1", "legal: --fp8-margin 0"),
+        ("--fp8-amax-history-len 1024", "legal: --fp8-amax-history-len 1"),
+        ("--fp8-amax-compute-algo max", "legal: --fp8-amax-compute-algo most_recent"),
+        ("--no-fp8-wgrad", "all three products are of 8-bit numbers"),
+        ("--fp8-param-gather", "gathered in --precision"),
+        ("--first-last-layers-bf16", "the linear layers of all blocks have one number format"),
+        ("--num-layers-at-start-in-bf16 2", "the linear layers of all blocks have one number format"),
+        ("--num-layers-at-end-in-bf16 2", "the linear layers of all blocks have one number format"),
+        ("--fp8-dot-product-attention", "of the blocks' linear layers only"),
+        ("--fp8-multi-head-attention", "of the blocks' linear layers only"),
+    ],
+)
+def test_8bit_effects_that_are_not_there_are_refused(words: str, told: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse([*GOOD, "--bf16", "--fp8-format", "hybrid", *words.split()])
+    (problem,) = error.value.problems
+    assert problem.given == words and problem.rule.startswith("refused: ") and told in str(problem)
+
+
+def test_two_formats_of_8bit_products_clash() -> None:
+    with pytest.raises(ConfigError, match="both set --fp8-format"):
+        parse([*GOOD, "--bf16", "--fp8-hybrid", "--fp8-e4m3"])

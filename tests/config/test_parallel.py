@@ -15,6 +15,7 @@ def test_defaults() -> None:
     assert (parallel.pipeline_schedule, parallel.rank_order) == ("auto", "pp-dp-tp")
     assert not parallel.sequence_parallel and not parallel.allow_tensor_parallel_across_nodes
     assert (parallel.distributed_backend, parallel.device, parallel.distributed_timeout_minutes) == ("auto", "auto", 10)
+    assert parallel.cpu_threads is None
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,7 @@ def test_defaults() -> None:
         ("distributed_backend", "mpi"),
         ("device", "tpu"),
         ("distributed_timeout_minutes", 0),
+        ("cpu_threads", 0),
     ],
 )
 def test_out_of_range_is_refused(name: str, value: object) -> None:

@@ -99,6 +99,35 @@ def test_close_ends_the_thread_even_when_nobody_reads() -> None:
     loader.close()
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_batches_for_a_gpu_are_pinned(prefetch: int) -> None:
+    layout = BatchLayout(4, 2, masked_token=3, pins=True)
+    with BatchLoader(Counting(), layout, prefetch=prefetch) as loader:
+        for piece in next(loader).micro_batches:
+            assert piece.loss_mask is not None
+            assert all(part.is_pinned() for part in (piece.tokens, piece.labels, piece.loss_mask))
+
+
+def test_pinning_takes_place_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU nothing can be pinned, so that a copy stands in for it."""
+    threads: list[str] = []
+
+    def pin(part: torch.Tensor) -> torch.Tensor:
+        threads.append(threading.current_thread().name)
+        return part + 1000
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    plain = build_step_batch(Counting(), 0, BatchLayout(2, 2, masked_token=1)).micro_batches
+    assert threads == []
+    with BatchLoader(Counting(), BatchLayout(2, 2, masked_token=1, pins=True), prefetch=1) as loader:
+        found = next(loader).micro_batches
+    assert set(threads) == {"batches"}
+    for one, other in zip(plain, found, strict=True):
+        parts = zip(one[1:], other[1:], strict=True)
+        assert all(torch.equal(part + 1000, pinned) for part, pinned in parts)  # type: ignore[operator]
+
+
 def test_a_layout_that_does_not_divide_is_refused() -> None:
     with pytest.raises(AssertionError, match="not a multiple"):
         BatchLayout(6, 2, 0, 2)

@@ -15,8 +15,9 @@ from support.launch import read_steps
 from support.processes import run_ranks
 
 from megazero.checkpoint.reader import Checkpoint, open_checkpoint
-from megazero.comm.build import Launch
-from megazero.train.build import assemble, check
+from megazero.parallel.launch import Launch
+from megazero.train.build import assemble
+from megazero.train.check import check
 from megazero.train.loop import train
 
 HALF, WHOLE = 10, 20

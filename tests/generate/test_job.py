@@ -6,9 +6,9 @@ import torch.distributed as dist
 from support.launch import set_launcher
 from support.models import CPU
 
-from megazero.comm.build import Launch
 from megazero.errors import CheckpointError, TopologyError
 from megazero.generate.job import joined
+from megazero.parallel.launch import Launch
 from megazero.parallel.topology import Topology
 
 ALONE = Launch(rank=0, world_size=1, local_rank=0)

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 from support.source_tree import PROGRAMS, Source, imports, sources
@@ -28,15 +29,24 @@ PUBLIC_FACES = ("megazero/zero/__init__.py",)
 # What a run can do without; only these may be imported inside a function.
 OPTIONAL = ("torch.utils.tensorboard", "transformers")
 
+# What users start.  torch takes most of a second to load, so programs read their command line without it: at the top
+# stands nothing that loads torch, and what does is imported by the function that needs it.
+STARTED = sources("megazero/__main__.py", *PROGRAMS)
+
 MODULES = {source.module: source for source in sources()}
+
+
+def target(module: str, name: str) -> str:
+    """The module that an import imports."""
+    inner = f"{module}.{name}"
+    return inner if inner in MODULES else module
 
 
 def targets(source: Source) -> Iterator[str]:
     """Modules of megazero that the source imports."""
     for module, name in imports(source.tree):
         if module.split(".")[0] == "megazero":
-            inner = f"{module}.{name}"
-            yield inner if inner in MODULES else module
+            yield target(module, name)
 
 
 def may_import(importer: str, imported: str) -> bool:
@@ -104,15 +114,47 @@ def test_packages_are_empty_and_imports_are_absolute() -> None:
     assert [found for found in everywhere if found[1].startswith(".") or found[2] == "*"] == []
 
 
+def top_imports(source: Source) -> Iterator[tuple[str, str]]:
+    """Those that take place when the module is loaded, not within functions or for types only."""
+    for statement in source.tree.body:
+        if isinstance(statement, (ast.Import, ast.ImportFrom)):
+            yield from imports(statement)
+
+
+@cache
+def loads_torch(module: str) -> bool:
+    """Whether importing the module imports torch, as far as our own modules go."""
+    if module.split(".")[0] in ("torch", "safetensors"):
+        return True
+    found = top_imports(MODULES[module]) if module in MODULES else ()
+    return any(loads_torch(target(*imported)) for imported in found)
+
+
+def late(source: Source) -> Iterator[tuple[str, str]]:
+    """(where, module) of the imports within functions."""
+    for function in source.functions():
+        for imported in imports(function):
+            yield f"{source.name}:{function.lineno}", target(*imported)
+
+
 def test_imports_stand_at_the_top() -> None:
     wrong = [
-        f"{source.name}:{function.lineno} imports {module}"
+        f"{where} imports {module}"
         for source in sources("megazero", *PROGRAMS)
-        for function in source.functions()
-        for module, _ in imports(function)
-        if not module.startswith(OPTIONAL)
+        for where, module in late(source)
+        if not (module.startswith(OPTIONAL) or (source in STARTED and loads_torch(module)))
     ]
     assert wrong == []
+
+
+def test_programs_start_without_torch() -> None:
+    wrong = [(s.name, target(*found)) for s in STARTED for found in top_imports(s) if loads_torch(target(*found))]
+    assert wrong == []
+
+
+def test_what_loads_torch() -> None:
+    assert [loads_torch(f"megazero.{name}") for name in ("zero.engine", "train.program", "comm.build")] == [True] * 3
+    assert [loads_torch(f"megazero.{name}") for name in ("config.cli", "train.check", "parallel.launch")] == [False] * 3
 
 
 def test_only_comm_talks_to_torch_distributed() -> None:

@@ -13,10 +13,11 @@ import torch
 from support.configs import make_run
 from support.token_files import write_corpus, write_gpt2_files
 
-from megazero.comm.build import Launch
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.sidecar import Sidecar, write_sidecar
-from megazero.train.build import assemble, check
+from megazero.parallel.launch import Launch
+from megazero.train.build import assemble
+from megazero.train.check import check
 from megazero.train.loop import train
 
 VOCABULARY = 100

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from support.awkward import Awkward, engine_around, make_model
 from torch import Tensor
 
-from megazero.comm.build import Launch, join, make_mesh
+from megazero.comm.build import join, make_mesh
 from megazero.memory.fused_buffers import FusedBuffers
+from megazero.parallel.launch import Launch
 from megazero.parallel.topology import Topology
 from megazero.zero.gathered import GatheredParameters
 

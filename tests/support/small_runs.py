@@ -16,10 +16,11 @@ from support.processes import mesh_in_worker
 from support.reference import Batch
 from support.training import Saved, boxes
 
-from megazero.comm.build import Launch
 from megazero.config.run import RunConfig
 from megazero.memory.fused_buffers import FusedBuffers
-from megazero.train.build import Core, assemble, build_core, check
+from megazero.parallel.launch import Launch
+from megazero.train.build import Core, assemble, build_core, check_checkpoint
+from megazero.train.check import check
 from megazero.train.inputs import RunInputs
 from megazero.train.loop import train
 
@@ -97,5 +98,6 @@ def train_run(rank: int, size: int, settings: dict[str, Any], inputs: RunInputs 
     config, launch, printed = tiny_run(**settings), Launch(rank, size, rank), io.StringIO()
     with contextlib.redirect_stdout(printed):
         checked = check(config, launch)
+        check_checkpoint(config, checked)
         reason = train(assemble(config, launch, CPU, inputs or checked))
     return Told(reason, printed.getvalue())

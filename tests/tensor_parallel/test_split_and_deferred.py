@@ -233,7 +233,7 @@ def traffic_of_wants(rank: int, size: int, x_wants: bool, weight_wants: bool, bi
     model.column.weight.requires_grad_(weight_wants)
     model.column.bias.requires_grad_(bias_wants)
     x = draw(1, 3, WIDTH).requires_grad_(x_wants)
-    y = column_linear(tp, x, model.column.weight, model.column.bias)
+    y = column_linear(tp, x, model.column.weight, model.column.bias, products=tp.products)
     mesh.meter.reset()
     y.sum().backward()
     wants = {"x": x_wants, "weight": weight_wants, "bias": bias_wants}
@@ -313,7 +313,7 @@ def test_use_without_gradients_is_the_parameter() -> None:
     assert tp.use(parameter) is not parameter
     assert context().use(parameter) is parameter
     parameter.requires_grad_(False)
-    assert tp.use(parameter) is parameter and tp.later(parameter) is None
+    assert tp.use(parameter) is parameter and tp.linear(parameter, tp.products).later is None
 
 
 def test_frozen_weights_defer_nothing() -> None:

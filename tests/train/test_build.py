@@ -9,53 +9,33 @@ import torch
 from support import training
 from support.models import pieces
 from support.processes import run_ranks
-from support.small_runs import CPU, EOD, TINY, VOCAB, core_on_rank, owned_boxes, tiny_run
+from support.small_runs import CPU, EOD, core_on_rank, owned_boxes, tiny_run
 from support.training import boxes, first_weights
 from torch import Tensor
 
 from megazero.checkpoint.reader import open_checkpoint
-from megazero.comm.build import Launch
 from megazero.config.run import RunConfig
 from megazero.errors import CheckpointError, ConfigError, UserError
 from megazero.optim.lr_schedule import LearningRate
-from megazero.parallel.topology import Topology
-from megazero.train.build import Core, assemble, batch_layout, check, padded_vocab_size, step_parts, topology
+from megazero.parallel.launch import Launch
+from megazero.train.build import Core, assemble, batch_layout, check_checkpoint, padded_vocab_size, step_parts
+from megazero.train.check import check
 from megazero.train.loop import Run, Timetable, train
 from megazero.zero.plan import Lifetime
 
 ALONE = Launch(0, 1, 0)
 
 
-# --- check ------------------------------------------------------------------------------------------------------------
+# --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def refused(size: int = 1, **settings: Any) -> str:
-    """What a run that is refused is told."""
+def refused(**settings: Any) -> str:
+    """What a run is told whose checkpoint is refused."""
+    config = tiny_run(**settings)
+    inputs = check(config, ALONE)
     with pytest.raises(UserError) as caught:
-        check(tiny_run(**settings), Launch(0, size, 0))
+        check_checkpoint(config, inputs)
     return caught.value.render()
-
-
-def test_a_sound_run_gets_its_inputs() -> None:
-    inputs = check(tiny_run(), ALONE)
-    assert (inputs.vocab_size, inputs.train.seq_length) == (VOCAB, TINY["seq_length"])
-
-
-def test_rules_between_settings_are_told_at_once() -> None:
-    told = refused(3, num_attention_heads=5, tensor_model_parallel_size=2, min_lr=1.0, save_interval=5)
-    for flag in ("--num-attention-heads 5", "3 processes", "--min-lr 1", "--save-interval 5"):
-        assert flag in told
-
-
-def test_corpora_are_opened(tmp_path: Path) -> None:
-    (tmp_path / "c.bin").write_bytes(b"\x00" * 10)
-    (tmp_path / "c.idx").write_bytes(b"not an index")
-    assert "c.idx" in refused(mock_data=False, data_path=[str(tmp_path / "c")], split="1")
-
-
-def test_masking_needs_to_know_the_token() -> None:
-    assert "--eod-mask-loss" in refused(eod_mask_loss=True)
-    assert check(tiny_run(eod_mask_loss=True, vocab_size=257, tokenizer_type="ByteTokenizer"), ALONE).eod == 256
 
 
 @pytest.fixture
@@ -94,18 +74,11 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_ranks_meet(
 
 
 def test_a_new_run_from_old_weights_may_have_another_seed(saved: Path) -> None:
-    check(tiny_run(load=str(saved), finetune=True, seed=9), ALONE)
+    config = tiny_run(load=str(saved), finetune=True, seed=9)
+    check_checkpoint(config, check(config, ALONE))
 
 
 # --- pure parts -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("size", "tp", "expected"),
-    [(1, 1, Topology()), (8, 2, Topology(tp=2, dp=4)), (1024, 4, Topology(tp=4, dp=256))],
-)
-def test_data_parallel_is_what_is_left(size: int, tp: int, expected: Topology) -> None:
-    assert topology(tiny_run(tensor_model_parallel_size=tp), size) == expected
 
 
 @pytest.mark.parametrize(
@@ -156,6 +129,13 @@ def test_first_weights_and_shares_on_two_by_two_ranks() -> None:
 def test_nothing_is_masked_unless_it_is_asked_for() -> None:
     core = core_on_rank(0, tiny_run())
     assert batch_layout(tiny_run(), core.mesh, EOD).masked_token is None
+
+
+def test_batches_are_pinned_for_gpus_only() -> None:
+    """Without an accelerator torch refuses to pin anything."""
+    mesh = core_on_rank(0, tiny_run()).mesh
+    for device, pins in (("cpu", False), ("cuda:0", True)):
+        assert batch_layout(tiny_run(), replace(mesh, device=torch.device(device)), EOD).pins is pins
 
 
 @pytest.mark.parametrize(("precision", "checks"), [("fp16", True), ("bf16", False), ("fp32", False), ("fp64", False)])

@@ -20,11 +20,12 @@ from support.training import first_weights, max_relative
 
 from megazero.checkpoint.folders import list_steps
 from megazero.checkpoint.reader import open_checkpoint
-from megazero.comm.build import Launch
 from megazero.data.mock import MockSamples
 from megazero.data.samples import Samples
 from megazero.errors import DataError, Problem, TrainingError
-from megazero.train.build import assemble, check
+from megazero.parallel.launch import Launch
+from megazero.train.build import assemble
+from megazero.train.check import check
 from megazero.train.loop import _Loop, train
 from megazero.train.signals import StopRequest
 

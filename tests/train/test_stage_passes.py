@@ -1,12 +1,19 @@
 """A stage's passes: what is counted, what is held of a micro-batch, whole models and cut ones alike."""
 
+from dataclasses import replace
+from typing import Any
+
+import pytest
 import torch
 import torch.nn.functional as F
+from support.processes import run_ranks
 from support.small_runs import DrawnSamples, core_on_rank, tiny_run
 
 from megazero.data.loader import build_step_batch
+from megazero.generators import default_generator
 from megazero.pipeline.runtime import execute
 from megazero.train.build import batch_layout, step_parts
+from megazero.train.parts import StepParts
 from megazero.train.stage_passes import StagePasses
 
 
@@ -29,6 +36,48 @@ def test_losses_and_tokens_are_counted() -> None:
         passes.finish()
     torch.testing.assert_close(passes.loss_sum.item(), expected, rtol=1e-13, atol=0)
     assert passes.num_tokens.item() == batches[0].labels.numel() + int(mask.sum())
+
+
+class NotedDropout:
+    """The run's own, and what it has put the generator to."""
+
+    def __init__(self, parts: StepParts) -> None:
+        self._dropout = parts.dropout
+        self._generator = default_generator(parts.mesh.device)
+        self.seeds: list[int] = []
+
+    def begin_micro_batch(self, first_sample: int, part: int) -> None:
+        self._dropout.begin_micro_batch(first_sample, part)
+        self.seeds.append(self._generator.initial_seed())
+
+
+def dropout_seeds(rank: int, pp: int, virtual: int) -> list[int]:
+    """With what the generator is seeded when a chunk begins a micro-batch, in one step of four micro-batches."""
+    settings: dict[str, Any] = {"pipeline_model_parallel_size": pp, "hidden_dropout": 0.1, "num_layers": pp * virtual}
+    if virtual > 1:
+        settings["num_layers_per_virtual_pipeline_stage"] = 1
+    config = tiny_run(micro_batch_size=2, global_batch_size=8, **settings)
+    core = core_on_rank(rank, config, pp=pp)
+    parts = step_parts(config, core)
+    noted = NotedDropout(parts)
+    parts = replace(parts, dropout=noted)
+    batches = build_step_batch(DrawnSamples(), 0, batch_layout(config, core.mesh, None)).micro_batches
+    step = parts.plan.step(len(batches))
+    passes = StagePasses(parts, batches, step)
+    parts.engine.begin_step()
+    execute(step, passes)
+    passes.finish()
+    parts.engine.finish_reductions()
+    core.engine.close()
+    return noted.seeds
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("pp", "virtual"), [(1, 1), (2, 1), (2, 2), (3, 1)])
+def test_every_chunk_drops_on_its_own(pp: int, virtual: int) -> None:
+    """Another state for each micro-batch and each chunk: equal ones would drop the same elements in several layers."""
+    seeds = [seed for found in run_ranks(pp, dropout_seeds, pp, virtual) for seed in found]
+    assert len(seeds) == len(set(seeds)) == 4 * pp * virtual
 
 
 def test_a_step_leaves_no_graph_behind() -> None:

@@ -238,6 +238,17 @@ def test_what_is_kept_stays_within_the_limit() -> None:
     assert diary.engine.gathered_numel[0] == 0
 
 
+@pytest.mark.parametrize("limit", [0, NUMEL - 1])
+def test_nothing_is_kept_that_only_its_use_let_past_the_limit(limit: int) -> None:
+    """A layer larger than the limit is gathered all the same, and goes with its use, in forwards and at the end."""
+    diary = Diary(prefetch_bucket_size=0, max_live_parameters=limit)
+    diary.engine.keep(0)
+    for _ in range(2):
+        assert diary.step() == "+0 f0 -0 +1 f1 -1 +2 f2 -2 b2 +2 -2 b1 +1 -1 b0 +0 -0"
+        assert diary.states() == "ppp"
+        assert diary.evaluate() == "+0 f0 -0 +1 f1 -1 +2 f2 -2"
+
+
 def test_what_is_kept_goes_when_a_step_is_abandoned() -> None:
     diary = Diary(prefetch_bucket_size=0)
     diary.engine.keep(0)

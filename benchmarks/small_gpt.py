@@ -1,0 +1,67 @@
+"""A small GPT of megazero's for benchmarks that put an engine together by hand: options, ranks, model and samples."""
+
+import argparse
+
+import torch
+
+from megazero.comm.build import choose_device, join, make_mesh
+from megazero.comm.local import LocalCommunicator
+from megazero.comm.mesh import Mesh
+from megazero.config.model import ModelConfig
+from megazero.data.loader import BatchLayout, StepBatch, build_step_batch
+from megazero.data.mock import MockSamples
+from megazero.memory.fused_buffers import FusedBuffers
+from megazero.model.gpt import GPT
+from megazero.model.initialize import initialize_
+from megazero.optim.inner import AdamWSettings
+from megazero.parallel.launch import Launch
+from megazero.parallel.topology import Topology
+from megazero.tensor_parallel.layers import TensorParallel
+from megazero.tensor_parallel.random import RandomRegions
+
+VOCABULARY = 4096
+SETTINGS = AdamWSettings(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+LR = 3e-4
+
+
+def add_work(parser: argparse.ArgumentParser) -> None:
+    """Options that say what a turn trains."""
+    parser.add_argument("--steps", type=int, default=8, help="steps of a turn")
+    parser.add_argument("--num-layers", type=int, default=8, help="blocks")
+    parser.add_argument("--hidden-size", type=int, default=256, help="width")
+    parser.add_argument("--seq-length", type=int, default=128, help="tokens of a sample")
+    parser.add_argument("--micro-batch-size", type=int, default=2, help="samples of a rank and step")
+
+
+def model_config(options: argparse.Namespace) -> ModelConfig:
+    return ModelConfig(
+        num_layers=options.num_layers,
+        hidden_size=options.hidden_size,
+        num_attention_heads=options.hidden_size // 64,
+        seq_length=options.seq_length,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+
+
+def meet() -> Mesh:
+    """All ranks of the launch as one data-parallel axis."""
+    launch = Launch.from_environment()
+    device = choose_device("auto", launch.local_rank)
+    join(launch, backend="auto", device=device, timeout_minutes=10)
+    return make_mesh(Topology(dp=launch.world_size), launch.rank, device, FusedBuffers(0, device))
+
+
+def make_model(config: ModelConfig, device: torch.device) -> GPT:
+    """All of it on one rank, with the first values of seed 1."""
+    context = TensorParallel(LocalCommunicator(), RandomRegions(1, 0, device), torch.float32, device)
+    model = GPT(config, vocab_size=VOCABULARY, tp=context, padded_vocab_size=VOCABULARY)
+    initialize_(model, 1)
+    return model
+
+
+def batch_of(number: int, mesh: Mesh, options: argparse.Namespace) -> StepBatch:
+    """This rank's samples of one step."""
+    ranks, rows = mesh.topology.dp, options.micro_batch_size
+    layout = BatchLayout(ranks * rows, rows, mesh.coordinate("dp"), ranks)
+    return build_step_batch(MockSamples(VOCABULARY, options.seq_length, seed=1), number * ranks * rows, layout)

@@ -1,0 +1,276 @@
+"""What comes of a comparison: whose losses agree, how their times relate, and the record and page that say so.
+
+A *curve* is the losses of all steps, in the mean over processes.  Every system trains the same first values on the same
+samples, so every curve must be the plain model's to rounding; whose isn't `differs`, and has no part in any ratio.
+"""
+
+import json
+import math
+import os
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from records import command, described, device_name, quartiles, today
+from report import paragraph, table
+from systems import ALONE, Work
+from turns import Held, Turn
+
+# The largest relative difference of a loss from the plain one, at any step.
+BOUNDS: Mapping[str, float] = {"fp32": 1e-4, "bf16": 2e-3}
+# Its processes train each for itself, so only their first losses are everybody's.
+JUDGED_BY_FIRST_LOSS = ("floor",)
+BASES = ("ddp", "eager")
+_ONE_OR_TWO = ("zero1-torch", "deepspeed-1", "deepspeed-2")
+PEERS: Mapping[str, tuple[str, ...]] = {
+    "megazero": ALONE[:2],
+    "megazero-0": ("ddp",),
+    "megazero-1": _ONE_OR_TWO,
+    "megazero-2": _ONE_OR_TWO,
+    "megazero-3": ("fsdp2",),
+}
+_SHOWN_STEPS = 8
+
+
+@dataclass
+class Run:
+    """A system's turns, the first of which is a warm-up, by rank; or why there are none, or no more."""
+
+    turns: list[list[Turn]] = field(default_factory=list)
+    held: list[Held] = field(default_factory=list)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    version: str = ""
+    refused: str = ""
+
+    @property
+    def losses(self) -> list[float]:
+        """The curve."""
+        return [
+            statistics.fmean(losses) for turn in self.turns for losses in zip(*(r.losses for r in turn), strict=True)
+        ]
+
+    @property
+    def rounds(self) -> list[list[float]]:
+        """Seconds of every step that counts, by turn; a step is as slow as its slowest process."""
+        return [[max(seconds) for seconds in zip(*(r.seconds for r in turn), strict=True)] for turn in self.turns[1:]]
+
+    @property
+    def step_seconds(self) -> list[float]:
+        return [seconds for turn in self.rounds for seconds in turn]
+
+    @property
+    def whole(self) -> list[float]:
+        """Seconds a step, by turn, from the turn's first barrier to its last."""
+        return [max(r.whole for r in turn) / len(turn[0].losses) for turn in self.turns[1:]]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Everything that was measured.  plain: the curve to agree with; num_threads: of a process."""
+
+    work: Work
+    name: str
+    num_threads: int
+    device: str
+    steps: int
+    plain: Sequence[float]
+    runs: Mapping[str, Run]
+
+    @property
+    def bound(self) -> float:
+        return BOUNDS[self.work.precision]
+
+    def differs(self, name: str) -> bool:
+        """Whether the system trains something else."""
+        return not difference(self.judged(name), self.plain) <= self.bound
+
+    def judged(self, name: str) -> list[float]:
+        """The part of a curve that must be the plain one's."""
+        losses = self.runs[name].losses
+        return losses[:1] if name in JUDGED_BY_FIRST_LOSS else losses
+
+    def counts(self, name: str) -> bool:
+        """Whether the system was there, and trained what it was to train."""
+        return name in self.runs and not self.runs[name].refused and not self.differs(name)
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether all systems that are installed count."""
+        return all(self.counts(name) or run.refused == NOT_INSTALLED for name, run in self.runs.items())
+
+    def ratio(self, name: str, base: str) -> float | None:
+        """A step's time, by the base's: the median over rounds of the ratios of their medians."""
+        if not (self.counts(name) and self.counts(base)):
+            return None
+        pairs = zip(self.runs[name].rounds, self.runs[base].rounds, strict=True)
+        return statistics.median(statistics.median(mine) / statistics.median(other) for mine, other in pairs)
+
+    @property
+    def base(self) -> str | None:
+        return next((name for name in BASES if self.counts(name)), None)
+
+    def best_peer(self, name: str) -> str | None:
+        """The fastest of the systems that do what this one of megazero's does."""
+        peers = [peer for peer in PEERS.get(name, ()) if self.counts(peer)]
+        return min(peers, key=lambda peer: statistics.median(self.runs[peer].step_seconds), default=None)
+
+
+NOT_INSTALLED = "not installed"
+
+
+def difference(curve: Sequence[float], plain: Sequence[float]) -> float:
+    """The largest relative difference of a curve from the beginning of another; infinite without a step or a number."""
+    if not curve or len(curve) > len(plain):
+        return math.inf
+    relative = [abs(loss - other) / abs(other) for loss, other in zip(curve, plain, strict=False)]
+    return max(relative) if all(map(math.isfinite, relative)) else math.inf
+
+
+def record(comparison: Comparison, num_parameters: int) -> dict[str, Any]:
+    """The figures for programs: seconds and bytes."""
+    work, runs = comparison.work, comparison.runs
+    best = {name: comparison.best_peer(name) for name in runs}
+    base = comparison.base
+    return {
+        "program": "compare",
+        "date": today(),
+        "device": device_name(comparison.device),
+        "torch": torch.__version__,
+        "command": command(),
+        "model": {**described(work.model), "name": comparison.name, "num_parameters": num_parameters},
+        "precision": work.precision,
+        "world_size": work.world_size,
+        "micro_batch_size": work.micro_batch_size,
+        "tokens_per_step": work.tokens,
+        "cores": os.cpu_count(),
+        "threads_per_process": comparison.num_threads,
+        "steps_per_turn": comparison.steps,
+        "turns": max((len(run.turns) for run in runs.values()), default=0),
+        "loss_bound": comparison.bound,
+        "plain_losses": list(comparison.plain),
+        "ratios": {
+            "base": base,
+            "to_base": {name: comparison.ratio(name, base) for name in runs} if base else {},
+            "to_best_peer": {
+                name: {"peer": peer, "ratio": comparison.ratio(name, peer)} for name, peer in best.items() if peer
+            },
+        },
+        "systems": {name: _system(comparison, name, num_parameters) for name in runs},
+    }
+
+
+def _system(comparison: Comparison, name: str, num_parameters: int) -> dict[str, Any]:
+    run = comparison.runs[name]
+    if run.refused:
+        return {"refused": run.refused}
+    seconds = run.step_seconds
+    low, median, high = quartiles(seconds)
+    held = run.held
+    return {
+        "verdict": "differs" if comparison.differs(name) else "agrees",
+        "loss_difference": difference(comparison.judged(name), comparison.plain),
+        "tokens_per_second": comparison.work.tokens / median,
+        "median_step_seconds": median,
+        "quartile_step_seconds": [low, high],
+        "step_seconds": seconds,
+        "turn_seconds_per_step": run.whole,
+        "losses": run.losses,
+        "peak_bytes": max(rank.peak for rank in held),
+        "state_bytes": max(rank.states for rank in held),
+        "state_bytes_per_parameter": max(rank.states for rank in held) / num_parameters,
+        "sent_bytes": max(rank.sent for rank in held),
+        "sent_in_4p": max(rank.sent for rank in held) / (4 * num_parameters),
+        "messages": max(rank.messages for rank in held),
+        "settings": dict(run.settings),
+        "version": run.version,
+    }
+
+
+def page(made: Mapping[str, Any]) -> list[str]:
+    """The parts of the report, of a record."""
+    model, systems = made["model"], made["systems"]
+    trained = {name: system for name, system in systems.items() if "refused" not in system}
+    on_cuda = made["device"] != "CPU"
+    where = (
+        made["device"] if on_cuda else f"CPU, {made['cores']} cores, {made['threads_per_process']} threads a process"
+    )
+    memory = "peak of tensors on the GPU" if on_cuda else "peak resident memory over what imports took"
+    return [
+        "# megazero beside others on the same work",
+        f"{made['date']}; {where}, torch {made['torch']}, {made['precision']}.",
+        f"`{made['command']}`",
+        paragraph(
+            f"{model['name']}: {model['num_layers']} layers, width {model['hidden_size']}, sequence"
+            f" {model['seq_length']}, vocabulary {model['vocab_size']}, {model['num_parameters'] / 1e6:.1f}M"
+            f" parameters; {made['micro_batch_size']} samples a process and step; {made['world_size']} processes. In"
+            f" turns of {made['steps_per_turn']} steps, {made['turns'] - 1} of them after a warm-up: medians over"
+            " steps, quartiles in brackets; ratios of times are medians over rounds. *Turn*: a step, from the turn's"
+            f" first barrier to its last. *Memory*: {memory}, MB. *States*: bytes a parameter when the update begins."
+            " *Sent*: bytes a step by formula, in units of 4 bytes a parameter, and collectives. *Loss*: the largest"
+            f" relative difference from the plain model's at any step, at most {made['loss_bound']:g} (of `floor`,"
+            " whose processes train each for itself, the first). What `differs` has no part in ratios."
+        ),
+        table(_HEADER, (_row(made, name) for name in systems)),
+        "## Losses",
+        table(["step", "plain", *trained], _curves(made["plain_losses"], trained)),
+        "## Every step, ms",
+        "\n".join(
+            f"* `{name}`: {' '.join(f'{1000 * seconds:.1f}' for seconds in system['step_seconds'])}"
+            for name, system in trained.items()
+        ),
+        "## How they were set up",
+        "\n".join(
+            f"* `{name}`, {system['version']}: `{json.dumps(system['settings'])}`" for name, system in trained.items()
+        ),
+    ]
+
+
+_HEADER = [
+    "system",
+    "step, ms",
+    "turn, ms",
+    "x base",
+    "x best peer",
+    "above floor, ms",
+    "tokens/s",
+    "memory, MB",
+    "states, B",
+    "sent",
+    "loss",
+    "verdict",
+]
+
+
+def _row(made: Mapping[str, Any], name: str) -> list[str]:
+    system, ratios = made["systems"][name], made["ratios"]
+    if "refused" in system:
+        return [name, *["-"] * (len(_HEADER) - 2), system["refused"]]
+    floor, peer = made["systems"].get("floor", {}), ratios["to_best_peer"].get(name)
+    low, high = system["quartile_step_seconds"]
+    above = system["median_step_seconds"] - floor.get("median_step_seconds", math.nan)
+    base = ratios["to_base"].get(name)
+    return [
+        name,
+        f"{1000 * system['median_step_seconds']:.1f} ({1000 * low:.1f} to {1000 * high:.1f})",
+        f"{1000 * statistics.median(system['turn_seconds_per_step']):.1f}",
+        "-" if base is None else f"{base:.2f} {ratios['base']}",
+        "-" if peer is None or peer["ratio"] is None else f"{peer['ratio']:.2f} {peer['peer']}",
+        "-" if math.isnan(above) or name == "floor" else f"{1000 * above:.1f}",
+        f"{system['tokens_per_second']:.0f}",
+        f"{system['peak_bytes'] / 1e6:.0f}",
+        f"{system['state_bytes_per_parameter']:.1f}",
+        f"{system['sent_in_4p']:.2f} in {system['messages']}",
+        f"{system['loss_difference']:.1e}",
+        system["verdict"],
+    ]
+
+
+def _curves(plain: Sequence[float], trained: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Some steps, the first and the last among them."""
+    last = len(plain) - 1
+    shown = sorted({round(index * last / (_SHOWN_STEPS - 1)) for index in range(_SHOWN_STEPS)})
+    for step in shown:
+        curves = (system["losses"] for system in trained.values())
+        yield [str(step + 1), f"{plain[step]:.6f}", *(f"{curve[step]:.6f}" for curve in curves)]

@@ -1,0 +1,295 @@
+"""What `compare.py` compares: megazero and other systems, each training the same GPT on the same tokens.
+
+A system is made by `make(name, place, work)` on every process of its job.  Others than megazero train `plain_gpt.py`
+with torch's fused AdamW; how each is set up stands in its record.  In bf16 megazero keeps parameters and gradients in
+bf16 beside fp32 master weights, and so does DeepSpeed by its `bf16.enabled`; FSDP2 keeps fp32 shards, gathers and
+reduces in bf16 (`MixedPrecisionPolicy`); plain, compiled and DistributedDataParallel's models keep fp32 and compute
+under autocast.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+import torch
+from jobs import Place
+from plain_gpt import ADAMW, CLIP, adamw, fill_, hollow_gpt, plain_gpt
+from steps import LR, Steps, configuration
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Optimizer
+from torch.utils._pytree import tree_leaves
+
+from megazero.config.model import ModelConfig
+from megazero.data.loader import BatchLayout, StepBatch, build_step_batch
+from megazero.data.mock import MockSamples
+
+SEED = 1
+PLAIN = "plain"
+# Of one process, and of several; megazero-K is ZeRO stage K, and so is deepspeed-K.
+ALONE = ("eager", "compiled", "megazero")
+TOGETHER = (
+    "floor",
+    "ddp",
+    "ddp-view",
+    "zero1-torch",
+    "fsdp2",
+    "fsdp2-keep",
+    *(f"deepspeed-{stage}" for stage in range(4)),
+    *(f"megazero-{stage}" for stage in range(4)),
+)
+# What a system needs beside torch and megazero.
+PACKAGES: Mapping[str, str] = {f"deepspeed-{stage}": "deepspeed" for stage in range(4)}
+# Where DeepSpeed's optimizers keep model states, beside the parameters and torch's optimizer; by its version 0.19.
+_DEEPSPEED_STATES = (
+    "bit16_groups_flat",
+    "single_partition_of_fp32_groups",
+    "averaged_gradients",
+    "grads_in_partition",
+    "fp16_partitioned_groups_flat",
+    "fp32_partitioned_groups_flat",
+    "grad_partitions_flat_buffer",
+    "bf16_groups_flat",
+    "fp32_groups_flat_partition",
+    "fp32_groups_gradients_flat",
+)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is trained: the model, samples of a process and step, "fp32" or "bf16", processes."""
+
+    model: ModelConfig
+    micro_batch_size: int
+    precision: str
+    world_size: int
+
+    @property
+    def tokens(self) -> int:
+        """Of a step, on all processes."""
+        return self.world_size * self.micro_batch_size * self.model.seq_length
+
+    def flags(self) -> dict[str, Any]:
+        """The model and the micro-batch as megazero's flags."""
+        names = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size")
+        return {**{name: getattr(self.model, name) for name in names}, "micro_batch_size": self.micro_batch_size}
+
+    def batch(self, number: int, rank: int, size: int) -> StepBatch:
+        """The samples of step `number` that process `rank` of `size` has; of one process, in as many micro-batches."""
+        assert self.model.vocab_size is not None, "made-up samples have a stated vocabulary"
+        samples = MockSamples(self.model.vocab_size, self.model.seq_length, seed=1)
+        total = self.world_size * self.micro_batch_size
+        return build_step_batch(samples, number * total, BatchLayout(total, self.micro_batch_size, rank, size))
+
+
+class States(Protocol):
+    """How model states are counted in the step between the two calls."""
+
+    def begin(self) -> None: ...
+
+    def end(self) -> int:
+        """Bytes on this process, as they were when the optimizer began its update."""
+
+
+@dataclass(frozen=True)
+class System:
+    """Something that trains.
+
+    step: takes this process's batch, to its end on the device; the mean loss, of this process's samples or of all.
+    settings: how it was set up, for the record.
+    """
+
+    step: Callable[[StepBatch], float]
+    states: States
+    settings: Mapping[str, Any]
+    version: str = torch.__version__
+
+
+def missing(name: str) -> str | None:
+    """The package that a system needs and that isn't installed."""
+    package = PACKAGES.get(name)
+    return package if package is not None and find_spec(package) is None else None
+
+
+def make(name: str, place: Place, work: Work) -> System:
+    """The system on this process, with its model's first values; its package has been imported."""
+    family, _, rest = name.partition("-")
+    if family == "megazero":
+        return _megazero(rest, place, work)
+    if family == "deepspeed":
+        return _deepspeed(int(rest), place, work)
+    if family == "fsdp2":
+        return _fsdp2(place, work, reshards=rest != "keep")
+    model = plain_gpt(work.model, SEED, place.device)
+    if name == "compiled":
+        return _plain(torch.compile(model), adamw(model, LR), place, work, model="torch.compile with its defaults")
+    if name in ("eager", "floor", PLAIN):
+        return _plain(model, adamw(model, LR), place, work, model="eager")
+    return _replicated(name, model, place, work)
+
+
+def _megazero(stage: str, place: Place, work: Work) -> System:
+    """The step that pretrain_gpt.py runs, with its defaults where the flags say nothing."""
+    flags = {
+        **work.flags(),
+        "precision": work.precision,
+        "seed": SEED,
+        "adam_beta1": ADAMW.beta1,
+        "adam_beta2": ADAMW.beta2,
+        "adam_eps": ADAMW.eps,
+        "weight_decay": ADAMW.weight_decay,
+        "clip_grad": CLIP,
+        **({"zero_stage": stage} if stage else {}),
+    }
+    steps = Steps(configuration(flags, work.world_size), place)
+    return System(steps.take, _EngineStates(steps), {"flags": flags}, metadata.version("megazero"))
+
+
+class _EngineStates:
+    """As the engine says."""
+
+    def __init__(self, steps: Steps) -> None:
+        self._engine = steps.core.engine
+
+    def begin(self) -> None:
+        """It says so at any time."""
+
+    def end(self) -> int:
+        return self._engine.model_state_bytes().total
+
+
+def _plain(module: Callable[..., Tensor], adam: Optimizer, place: Place, work: Work, **settings: Any) -> System:
+    """What autograd, torch's clipping and an optimizer do; autocast for bf16, unless FSDP2 sees to that."""
+    parameters = [parameter for group in adam.param_groups for parameter in group["params"]]
+    device, casts = place.device, work.precision == "bf16" and "mp_policy" not in settings
+
+    def step(batch: StepBatch) -> float:
+        total = torch.zeros((), device=device)
+        for part in batch.micro_batches:
+            with torch.autocast(device.type, torch.bfloat16, enabled=casts):
+                loss = module(part.tokens.to(device), part.labels.to(device)) / len(batch.micro_batches)
+            loss.backward()
+            total += loss.detach()
+        torch.nn.utils.clip_grad_norm_(parameters, CLIP)
+        adam.step()
+        adam.zero_grad()
+        return total.item()
+
+    told = {"optimizer": "torch.optim.AdamW(fused=True)", "autocast": "bf16" if casts else "none", **settings}
+    return System(step, _StateCount(adam, parameters), told)
+
+
+def _replicated(name: str, model: nn.Module, place: Place, work: Work) -> System:
+    """DistributedDataParallel, with torch's ZeRO stage 1 or without."""
+    views = name == "ddp-view"
+    devices = [place.device] if place.device.type == "cuda" else None
+    wrapped = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=views)
+    if name != "zero1-torch":
+        return _plain(wrapped, adamw(model, LR), place, work, gradient_as_bucket_view=views)
+    optimizer = adamw(model, LR, partial(ZeroRedundancyOptimizer, optimizer_class=AdamW))
+    return _plain(wrapped, optimizer, place, work, optimizer="ZeroRedundancyOptimizer(AdamW, fused=True)")
+
+
+def _fsdp2(place: Place, work: Work, *, reshards: bool) -> System:
+    """Every block, and what is left in the root; made without memory, so that no process ever has the whole model."""
+    model = hollow_gpt(work.model)
+    mesh = init_device_mesh(place.device.type, (work.world_size,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if work.precision == "bf16" else None)
+    for block in model.layers.values():
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshards, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    model.to_empty(device=place.device)
+    fill_(model, work.model, SEED)
+    told = {"reshard_after_forward": reshards, "units": "blocks, root", "mp_policy": str(policy)}
+    return _plain(model, adamw(model, LR), place, work, **told)
+
+
+def _deepspeed(stage: int, place: Place, work: Work) -> System:
+    """Its engine with its defaults and torch's optimizer, around a model that every process has made whole."""
+    deepspeed: Any = import_module("deepspeed")
+    model = plain_gpt(work.model, SEED, place.device)
+    optimizer = adamw(model, LR)
+    config = {
+        "train_micro_batch_size_per_gpu": work.micro_batch_size,
+        "gradient_clipping": CLIP,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": work.precision == "bf16"},
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+
+    def step(batch: StepBatch) -> float:
+        [part] = batch.micro_batches
+        loss = engine(part.tokens.to(place.device), part.labels.to(place.device))
+        engine.backward(loss)
+        engine.step()
+        return float(loss.item())
+
+    settings = {"config": config, "optimizer": "torch.optim.AdamW(fused=True)"}
+    states = _StateCount(optimizer, model.parameters(), partial(_deepspeed_states, engine))
+    return System(step, states, settings, deepspeed.__version__)
+
+
+def _deepspeed_states(engine: Any) -> Iterator[Tensor]:
+    """What its own optimizer, around torch's, keeps; and partitions of parameters."""
+    for parameter in engine.module.parameters():
+        yield from _tensors(getattr(parameter, "ds_tensor", None))
+    for name in _DEEPSPEED_STATES:
+        yield from _tensors(getattr(engine.optimizer, name, None))
+
+
+class _StateCount:
+    """Parameters, their gradients and the optimizer's tensors when it begins; the most, if it updates in parts."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        parameters: Iterable[Tensor],
+        others: Callable[[], Iterable[Tensor]] = tuple,
+    ) -> None:
+        # ZeroRedundancyOptimizer has another one inside, which keeps the states.
+        self._inner: Optimizer = getattr(optimizer, "optim", optimizer)
+        self._parameters = list(parameters)
+        self._others = others
+        self._counts = False
+        self._nbytes = 0
+        self._inner.register_step_pre_hook(lambda *_: self._count())
+
+    def begin(self) -> None:
+        self._counts = True
+
+    def end(self) -> int:
+        self._counts = False
+        return self._nbytes
+
+    def _count(self) -> None:
+        if self._counts:
+            self._nbytes = max(self._nbytes, storage_bytes(self._held()))
+
+    def _held(self) -> Iterator[Tensor]:
+        updated = [parameter for group in self._inner.param_groups for parameter in group["params"]]
+        for parameter in (*self._parameters, *updated):
+            yield parameter
+            if parameter.grad is not None:
+                yield parameter.grad
+        yield from _tensors(list(self._inner.state.values()))
+        yield from self._others()
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the tensors' storages, each counted once; of a DTensor this process's part."""
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+    storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in local)}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Those in a tensor, or in lists and mappings of them."""
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))

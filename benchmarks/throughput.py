@@ -1,0 +1,229 @@
+"""How fast pretrain_gpt.py's step is, for any of its flags: seconds, tokens and model FLOPs a second, memory, losses.
+
+    python benchmarks/throughput.py --world-size 2 --steps 20 --output OUT -- \\
+        --preset gpt2-124m --bf16 --zero-stage 2 --micro-batch-size 4
+
+What stands behind `--` are flags of pretrain_gpt.py, --device apart; samples are made up, dropout is off unless flags
+say otherwise, and the learning rate stays what --lr says.  Processes are real ones (gloo on CPUs, nccl on GPUs).
+
+1. Both ceilings of the device, measured by all processes at the same time (`ceilings.py`).
+2. Steps on the clock, from all processes ready to the loss on the host of the last one; batches are made before.
+3. The same in two more steps under the ledger, which slows them, for the bytes of each category at the peak.
+
+Model FLOPs of a token are 6 Psi + 12 L s h (Psi: weights of matrix products, L blocks, s tokens, width h), which says
+what the mathematics asks for, recomputation left out; their rate beside the measured ceiling is the MFU.  With
+--output OUT the page goes to OUT.md and the record to OUT.json.
+"""
+
+import argparse
+import gc
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ceilings
+import records
+import torch
+from ceilings import Ceilings
+from jobs import Place, run_job
+from report import argument_parser, heading, mib, paragraph, table
+from steps import Held, Steps, configuration_of, hold
+
+from megazero.config import derived
+from megazero.config.run import RunConfig
+from megazero.memory.ledger_figures import CATEGORIES
+from megazero.train.metrics import Rates, flops_per_token, peak_tflops
+
+SYSTEM = "megazero"
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What a process found.  seconds, losses: of every step, those before the timed ones too in losses.
+
+    allocated: the most bytes that the device's allocator had given out in a timed step; 0 where it doesn't say.
+    """
+
+    ceilings: Ceilings
+    seconds: list[float]
+    losses: list[float]
+    allocated: int
+    held: Held
+
+
+def parse_arguments(words: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
+    """Options of this program, and what stands behind `--`."""
+    parser = argument_parser(__doc__)
+    add = parser.add_argument
+    add("--world-size", type=int, default=1, help="processes")
+    add("--steps", type=int, default=20, help="steps on the clock")
+    add("--warm-up", type=int, default=5, help="steps before them")
+    add("--time-limit", type=float, default=300.0, help="seconds of all steps; fewer are taken where they are too long")
+    given = list(sys.argv[1:] if words is None else words)
+    cut = given.index("--") if "--" in given else len(given)
+    return parser.parse_args(given[:cut]), given[cut + 1 :]
+
+
+def measure(place: Place, config: RunConfig, warm_up: int, steps: int, time_limit: float) -> Timed:
+    """All three parts on this process."""
+    place.wait_for_all()
+    found = ceilings.measure(place.device, config.precision.precision)
+    seconds, losses, allocated = time_steps(place, config, warm_up, steps, time_limit)
+    gc.collect()
+    return Timed(found, seconds, losses, allocated, hold(place, config, None))
+
+
+def time_steps(
+    place: Place, config: RunConfig, warm_up: int, steps: int, time_limit: float
+) -> tuple[list[float], list[float], int]:
+    """(seconds of the timed steps, losses of all steps, bytes allocated at the most)."""
+    system = Steps(config, place)
+    began = time.perf_counter()
+    seconds: list[float] = []
+    losses: list[float] = []
+    on_cuda = place.device.type == "cuda"
+    number = warm_up + steps
+    while len(losses) < number:
+        if len(losses) == max(warm_up, 1):
+            left = time_limit - (time.perf_counter() - began)
+            number = warm_up + min(steps, _affordable(system, left, seconds[-1]))
+            if on_cuda:
+                torch.cuda.reset_peak_memory_stats(place.device)
+        batch = system.batch(len(losses))
+        place.wait_for_all()
+        start = time.perf_counter()
+        losses.append(system.take(batch))
+        seconds.append(time.perf_counter() - start)
+    allocated = torch.cuda.max_memory_allocated(place.device) if on_cuda else 0
+    place.wait_for_all()
+    system.close()
+    return seconds[warm_up:], losses, allocated
+
+
+def _affordable(system: Steps, left: float, step: float) -> int:
+    """Steps that all processes have time for, at least one; the same number everywhere."""
+    most = torch.tensor(max(left / step, 1.0), dtype=torch.float64, device=system.mesh.device)
+    system.mesh.world.all_reduce_scalars(most, "min").wait()
+    return int(most.item())
+
+
+def device_peak(config: RunConfig, device: str) -> float | None:
+    """FLOP/s by the maker's data sheet; None where that says nothing."""
+    peak = peak_tflops(records.device_name(device), precision=config.precision.precision)
+    return None if peak is None else 1e12 * peak
+
+
+def figures(config: RunConfig, ranks: Sequence[Timed], flags: Sequence[str], peak: float | None) -> dict[str, Any]:
+    """The record's system: of all processes, the slowest of each step and the fullest."""
+    world_size = len(ranks)
+    seconds = [max(step) for step in zip(*(rank.seconds for rank in ranks), strict=True)]
+    median = statistics.median(seconds)
+    tokens = derived.global_batch_size(config, world_size) * config.model.seq_length
+    vocab_size = config.model.vocab_size
+    assert vocab_size is not None, "made-up samples have a stated vocabulary"
+    rates = Rates(flops_per_token(config.model, vocab_size=vocab_size), world_size)
+    flops = 1e12 * rates.tflops_per_device(tokens, seconds=median)
+    fullest = max((rank.held for rank in ranks), key=lambda held: held.peak)
+    allocated = max(rank.allocated for rank in ranks)
+    return {
+        "settings": shlex.join(flags),
+        "tokens_per_step": tokens,
+        "tokens_per_second": rates.tokens_per_second(tokens, seconds=median),
+        "median_step_seconds": median,
+        "step_seconds": seconds,
+        "losses": ranks[0].losses,
+        "flops_per_token": rates.flops_per_token,
+        "model_flops_per_second": flops,
+        "mfu_of_measured_ceiling": flops / ceilings.mean([rank.ceilings for rank in ranks]).flops,
+        "mfu_of_data_sheet": None if peak is None else flops / peak,
+        "peak_bytes": allocated or fullest.peak,
+        "ledger_peak_bytes": fullest.peak,
+        "peak_bytes_by_category": dict(fullest.at_peak),
+        "state_bytes_per_parameter": fullest.model_states / fullest.numel,
+        "sent_bytes": sum(fullest.sent.values()),
+        "sent_bytes_by_axis": dict(fullest.sent),
+    }
+
+
+def layout(config: RunConfig, world_size: int) -> str:
+    """`pipeline 1 x data 2 x tensor 1, ZeRO stage 2, 4 micro-batches of 2`."""
+    parallel, data = config.parallel, derived.data_parallel_size(config, world_size)
+    degrees = f"pipeline {parallel.pipeline_model_parallel_size} x data {data}"
+    number = derived.num_micro_batches(config, world_size)
+    batches = f"{number} micro-batch{'es' * (number > 1)} of {config.training.micro_batch_size}"
+    stage = config.zero.zero_stage
+    return f"{degrees} x tensor {parallel.tensor_model_parallel_size}, ZeRO stage {stage}, {batches}"
+
+
+def record(config: RunConfig, ranks: Sequence[Timed], flags: Sequence[str], device: str) -> dict[str, Any]:
+    return {
+        "program": "throughput",
+        "date": records.today(),
+        "device": records.device_name(device),
+        "torch": torch.__version__,
+        "command": records.command(),
+        "model": records.described(config.model),
+        "precision": config.precision.precision,
+        "world_size": len(ranks),
+        "layout": layout(config, len(ranks)),
+        "ceilings": {config.precision.precision: ceilings.mean([rank.ceilings for rank in ranks]).to_json()},
+        "systems": {SYSTEM: figures(config, ranks, flags, device_peak(config, device))},
+    }
+
+
+def page(kept: Mapping[str, Any], found: Ceilings, device: str) -> list[str]:
+    """The parts of the report."""
+    system, model = kept["systems"][SYSTEM], kept["model"]
+    size = f"{model['num_layers']} layers x {model['hidden_size']}, sequence {model['seq_length']}"
+    low, _, high = records.quartiles(system["step_seconds"])
+    sheet = system["mfu_of_data_sheet"]
+    rows = [
+        ["steps", len(system["step_seconds"])],
+        [
+            "median step, ms (quartiles)",
+            f"{1e3 * system['median_step_seconds']:.1f} ({1e3 * low:.1f} to {1e3 * high:.1f})",
+        ],
+        ["tokens/s", f"{system['tokens_per_second']:.0f}"],
+        ["model TFLOP/s of a process", f"{system['model_flops_per_second'] / 1e12:.4g}"],
+        ["MFU, of the measured product, %", f"{100 * system['mfu_of_measured_ceiling']:.1f}"],
+        ["MFU, of the data sheet, %", "-" if sheet is None else f"{100 * sheet:.1f}"],
+        ["most memory of a process, MiB", mib(system["peak_bytes"])],
+        ["model states, bytes a parameter", f"{system['state_bytes_per_parameter']:.2f}"],
+        ["sent by a process in a step, MiB", mib(system["sent_bytes"])],
+        [
+            "loss, first and last step",
+            " to ".join(f"{loss:.4f}" for loss in (system["losses"][0], system["losses"][-1])),
+        ],
+    ]
+    categories = [[name, mib(system["peak_bytes_by_category"][name])] for name in CATEGORIES]
+    return [
+        heading(f"Throughput of {model['name']}", device, kept["precision"]),
+        paragraph(
+            f"{size}, vocabulary {model['vocab_size']}; {kept['layout']}; {system['tokens_per_step']} tokens a step."
+            f" Ceilings, of one process while all measure: {found.describe()}. Model FLOPs of a token:"
+            f" 6 Psi + 12 L s h = {system['flops_per_token'] / 1e6:.4g} million, Psi being"
+            f" {model['matmul_parameters'] / 1e6:.4g} million weights."
+        ),
+        table(["", ""], rows),
+        paragraph("At the peak of a step under the ledger, on the fullest process:"),
+        table(["category", "MiB"], [*categories, ["all", mib(system["ledger_peak_bytes"])]]),
+    ]
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    options, flags = parse_arguments(words)
+    config = configuration_of(flags, options.world_size)
+    ranks: list[Timed] = run_job(
+        options.world_size, measure, config, options.warm_up, options.steps, options.time_limit, device=options.device
+    )
+    kept = record(config, ranks, flags, options.device)
+    records.publish(page(kept, ceilings.mean([rank.ceilings for rank in ranks]), options.device), kept, options.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""torch.compile, block by block.
+
+A block is compiled as a whole where nothing in it has an effect: on one tensor-parallel rank.  Its gradients then go to
+autograd, and hooks fire in the order of the blocks, at which ZeRO works.  Elsewhere a block sends, counts what it
+sends, sets gradients aside, or runs a part of itself again; those are its *borders*, and what lies between two of them
+is compiled: attention, the activation, the additions with the norm.  Neither has a graph break, and all blocks share
+one compilation, since they differ in their parameters alone.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megazero.model.gpt import GPT, Block
+
+
+def compile_blocks(model: GPT) -> str:
+    """Have every block compiled at its first use; returns what is compiled, in words."""
+    blocks = [block for block in model.layers.values() if isinstance(block, Block)]
+    as_a_whole = all(block.has_no_effects for block in blocks)
+    for block in blocks:
+        if as_a_whole:
+            block.forward = _compiled(block.forward)  # type: ignore[method-assign]
+        else:
+            _compile_between_borders(block)
+    return "every block as a whole" if as_a_whole else "what lies between the collectives of a block"
+
+
+def _compile_between_borders(block: Block) -> None:
+    """Parts that draw random numbers from a state of their own stay as they are."""
+    block.mlp.activate = _compiled(block.mlp.activate)  # type: ignore[method-assign]
+    if not block.attention.draws:
+        block.attention.core = _compiled(block.attention.core)  # type: ignore[method-assign]
+    if block.adds_without_effects:
+        block.between = _compiled(block.between)  # type: ignore[method-assign]
+        block.add = _compiled(block.add)  # type: ignore[method-assign]
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Whole graphs or an error; a shape is a constant, since training has but one."""
+    return torch.compile(function, fullgraph=True, dynamic=False)

@@ -1,0 +1,60 @@
+"""How many threads a process computes with on the CPU: its share of the node's cores.
+
+Several processes with all cores each would get in each other's way, which is why torchrun gives them one thread each
+(OMP_NUM_THREADS=1); that leaves cores idle wherever there are more of them than processes.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from megazero.parallel.launch import Launch
+
+# What a container may use, "QUOTA PERIOD" in microseconds of all cores together; "max" where there is no limit.
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+def use_cpu_threads(given: int | None, launch: Launch, device: torch.device) -> str:
+    """Set them; returns a line about them, "" on a GPU, where nothing is changed.  given: as `cpu_threads` takes it."""
+    if device.type != "cpu":
+        return ""
+    count = cpu_threads(given, launch, os.environ)
+    if count is not None:
+        torch.set_num_threads(count)
+    here = _processes_here(launch)
+    return f"CPU threads a process: {torch.get_num_threads()} | cores: {_cores()} | processes on this node: {here}"
+
+
+def cpu_threads(given: int | None, launch: Launch, environment: Mapping[str, str]) -> int | None:
+    """What to set; None where torch's own choice stands.
+
+    given: --cpu-threads.  Without it OMP_NUM_THREADS counts, which torch has read, unless torchrun has written it; else
+    a process alone on its node has torch's choice, and several share the cores.
+    """
+    if given is not None:
+        return given
+    here = _processes_here(launch)
+    said = environment.get("OMP_NUM_THREADS", "")
+    by_torchrun = "TORCHELASTIC_RUN_ID" in environment and said == "1" and here > 1
+    if here == 1 or (said and not by_torchrun):
+        return None
+    own = environment.get("SLURM_CPUS_PER_TASK", "")
+    if "TORCHELASTIC_RUN_ID" not in environment and own.isdecimal() and int(own):
+        return int(own)
+    return max(1, _cores() // here)
+
+
+def _processes_here(launch: Launch) -> int:
+    return len(launch.nodes.ranks(launch.node))
+
+
+def _cores() -> int:
+    """Those that this process may run on, and no more than its container's share of time."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = map(int, _QUOTA.read_text().split())
+    except (OSError, ValueError):
+        return cores
+    return max(1, min(cores, quota // period))

@@ -1,0 +1,130 @@
+"""Matrix products of 8-bit numbers (Micikevicius et al., arXiv 2209.05433).
+
+A tensor x is *quantised* to 8-bit numbers q and one *scale* s, so that x is about s q:
+
+    s = max|x| / largest of the format, rounded to x's format        q = x / s, rounded to 8 bits
+
+The product of two such tensors is s_a s_b (q_a q_b), summed up before it is rounded, once, to x's format.  There are
+two formats: e4m3 (3 bits of mantissa, up to 448) and e5m2 (2 bits, up to 57,344, a range 2^14 times as wide).
+Activations and weights are e4m3; gradients of outputs, whose magnitudes spread further, are e5m2 in "hybrid".
+
+Scales are found on the device from the tensor at hand; no history is kept, and the host waits for nothing.  They are
+those of one rank: of its slice of a weight, and of its micro-batch.  So two sizes of tensor parallelism round
+differently, while data-parallel layouts of the same micro-batches don't.
+
+Cost: every product quantises both of its operands by itself, each by a search for the maximum, a division and a
+rounding: 9 bytes read and written an element of a bf16 tensor, and 2 more to lay it out afresh where the library wants
+the other order: the weight for the input gradient, both operands for the weight gradient.  A linear layer does this for
+three products, so for x, W and dy twice each.  Between passes the 16-bit tensors are kept, nothing of 8 bits is.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megazero.config.float8_rules import has_8bit_products
+from megazero.config.precision import Fp8Format
+from megazero.errors import ConfigError, Problem
+from megazero.parallel.gradient_place import add_to
+from megazero.tensor_parallel.products import TORCH, Products
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+_CAPABILITY = (8, 9)  # of GPUs with 8-bit matrix products
+
+
+class Quantised(NamedTuple):
+    """x [..] as values [..] of 8 bits times scale [], fp32."""
+
+    values: Tensor
+    scale: Tensor
+
+    @property
+    def transposed(self) -> "Quantised":
+        return Quantised(self.values.t(), self.scale)
+
+
+def quantise(x: Tensor, dtype: torch.dtype) -> Quantised:
+    """x [.., ..] with one scale; a NaN or an infinity makes the scale, and so every product, not finite.
+
+    x / s is rounded to x's format before it is rounded to 8 bits, which takes less memory than fp32 in between: the
+    error is about 2^-9 (bf16) + 2^-4 (e4m3) or 2^-3 (e5m2) of a number that is not subnormal in the 8-bit format.
+    """
+    largest = torch.linalg.vector_norm(x, ord=math.inf)
+    # In x's format like the division, which would otherwise round it: s would not be what x was divided by.  The
+    # largest x / s may then exceed the format's largest by 2^-9 of it, and is rounded to that.
+    scale = (largest / torch.finfo(dtype).max).clamp(min=torch.finfo(x.dtype).tiny)
+    return Quantised((x / scale).to(dtype), scale.float())
+
+
+@dataclass(frozen=True)
+class Float8Products:
+    """Products of 8-bit numbers, of two-dimensional tensors on the CPU or on GPUs that have them.
+
+    gradients: the 8-bit format of outputs' gradients.  otherwise: who makes the products of layers one of whose dims
+    (n, in, out) is no multiple of 16; the dims alone decide, so a layer's three products are of one kind.
+    """
+
+    gradients: torch.dtype
+    otherwise: Products = TORCH
+
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if not has_8bit_products(*x.shape, weight.shape[0]):
+            return self.otherwise.output(x, weight, bias)
+        left, right = quantise(x, E4M3), quantise(weight, E4M3).transposed
+        # A GPU may keep these sums in fewer bits than fp32, which is faster; those of gradients it may not.
+        return _product(left, right, x.dtype, bias=bias, fast=True)
+
+    def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
+        if not has_8bit_products(*grad.shape, weight.shape[1]):
+            return self.otherwise.input_gradient(grad, weight)
+        return _product(quantise(grad, self.gradients), quantise(weight, E4M3), grad.dtype)
+
+    def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
+        if not has_8bit_products(*grad.shape, x.shape[1]):
+            return self.otherwise.weight_gradient(grad, x)
+        return _product(quantise(grad, self.gradients).transposed, quantise(x, E4M3), grad.dtype)
+
+    def add_weight_gradient(self, total: Tensor, grad: Tensor, x: Tensor, *, is_first: bool) -> None:
+        if not has_8bit_products(*grad.shape, x.shape[1]):
+            self.otherwise.add_weight_gradient(total, grad, x, is_first=is_first)
+        else:
+            add_to(total, self.weight_gradient(grad, x), is_first=is_first)
+
+
+def float8_products(format: Fp8Format, otherwise: Products = TORCH) -> Products:
+    """The products of `--fp8-format`."""
+    return Float8Products({"e4m3": E4M3, "hybrid": E5M2}[format], otherwise)
+
+
+def check_device(format: Fp8Format | None, device: torch.device) -> tuple[str, ...]:
+    """What the user should know about 8-bit products on this device; raises ConfigError where there are none."""
+    if format is None:
+        return ()
+    if device.type != "cuda":
+        return (f"--fp8-format {format}: a CPU has no 8-bit products; numbers are right, the run is far slower",)
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _CAPABILITY:
+        has, needs = (".".join(map(str, pair)) for pair in (capability, _CAPABILITY))
+        given = f"--fp8-format {format} on {torch.cuda.get_device_name(device)} (compute capability {has})"
+        rule = f"8-bit products are there from compute capability {needs} on (Ada, Hopper)"
+        raise ConfigError(Problem(given, rule, "leave out --fp8-format"))
+    return ()
+
+
+def _product(
+    left: Quantised, right: Quantised, dtype: torch.dtype, *, bias: Tensor | None = None, fast: bool = False
+) -> Tensor:
+    """left [m, k] by right [k, n], in the orders of memory that the library knows: by rows and by columns."""
+    return torch._scaled_mm(
+        left.values.contiguous(),
+        right.values.t().contiguous().t(),
+        scale_a=left.scale,
+        scale_b=right.scale,
+        bias=bias,
+        out_dtype=dtype,
+        use_fast_accum=fast,
+    )

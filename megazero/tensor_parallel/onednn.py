@@ -1,0 +1,64 @@
+"""oneDNN's matrix products, for CPUs on which torch's own are slower.
+
+torch leaves float32 products to MKL, which uses no AVX-512 on processors of other makers than its own; oneDNN, which
+comes with torch as well, does.  On such processors it takes about half the time, at the same precision
+(`benchmarks/kernels.py` shows both).  The choice is made by what the processor is, not by a measurement at start-up,
+so that a run has the same products, and the same losses to the bit, whenever it is repeated.
+"""
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megazero.parallel.gradient_place import add_to
+from megazero.tensor_parallel.products import TORCH, Products
+
+_PROCESSOR = Path("/proc/cpuinfo")
+
+
+class OneDnnProducts:
+    """float32 products on the CPU."""
+
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return _linear(x, weight, bias)
+
+    def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
+        return _linear(grad, weight.t())
+
+    def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
+        return _linear(grad.t(), x.t())
+
+    def add_weight_gradient(self, total: Tensor, grad: Tensor, x: Tensor, *, is_first: bool) -> None:
+        add_to(total, self.weight_gradient(grad, x), is_first=is_first)
+
+
+def fastest_products(device: torch.device, dtype: torch.dtype) -> Products:
+    """Whoever computes products of such tensors best on this machine."""
+    return OneDnnProducts() if is_faster(device, dtype) else TORCH
+
+
+def is_faster(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether oneDNN is the better choice for products of such tensors on this machine."""
+    if device.type != "cpu" or dtype != torch.float32:
+        return False
+    has_both = torch._C.has_mkl and torch._C._has_mkldnn
+    return has_both and torch.backends.cpu.get_cpu_capability() == "AVX512" and _maker() not in ("", "GenuineIntel")
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x weight^T + bias, all strides allowed."""
+    # torch's compiler takes the weights of this operator for constants, and oneDNN knows no sum of nothing.
+    if torch.compiler.is_compiling() or x.shape[1] == 0:
+        return F.linear(x, weight, bias)
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return product
+
+
+def _maker() -> str:
+    """Who has made the processor, in its own words; empty where the system doesn't say."""
+    if not _PROCESSOR.exists():
+        return ""
+    lines = _PROCESSOR.read_text(encoding="utf-8", errors="replace").splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), "")

@@ -1,0 +1,99 @@
+"""Which of torch's kernels computes attention.
+
+On a GPU several can (FlashAttention, cuDNN's, the memory-efficient one), and which is fastest depends on the GPU, the
+shape and torch's version: *auto* measures them once, forward and backward, on the shape that the run will have.  What
+is chosen goes first; a call that it cannot serve goes to the next.  Megatron-LM's names: flash, fused (cuDNN), unfused.
+"""
+
+import statistics
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megazero.config.run import RunConfig
+from megazero.zero.plan import DTYPES
+
+KERNELS: Mapping[str, SDPBackend] = MappingProxyType(
+    {
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "fused": SDPBackend.CUDNN_ATTENTION,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION,
+        "unfused": SDPBackend.MATH,
+    }
+)
+_FUSED = ("flash", "fused", "efficient")
+_CALLS = 5
+_using: Callable[..., AbstractContextManager[None]] = sdpa_kernel
+
+
+class Attention(NamedTuple):
+    """One call: [b, a/t, s, d] three times; dropout: probability."""
+
+    shape: tuple[int, int, int, int]
+    dtype: torch.dtype
+    device: torch.device
+    dropout: float
+
+
+def attention_of(config: RunConfig, device: torch.device) -> Attention:
+    """What every layer of a run calls."""
+    model, tensor_size = config.model, config.parallel.tensor_model_parallel_size
+    heads, head_dim = model.num_attention_heads, model.hidden_size // model.num_attention_heads
+    shape = (config.training.micro_batch_size, heads // tensor_size, model.seq_length, head_dim)
+    return Attention(shape, DTYPES[config.precision.precision], device, model.attention_dropout)
+
+
+def choose_kernel(
+    wanted: str, call: Attention, seconds: Callable[[str, Attention], float | None] | None = None
+) -> str | None:
+    """The kernel to prefer, by a name of `KERNELS`; None leaves it to torch, as on the CPU where there is one.
+
+    seconds: how long a kernel takes, None if it cannot; measured, unless told.
+    """
+    if wanted != "auto":
+        return wanted
+    if call.device.type != "cuda":
+        return None
+    measured = {name: (seconds or measure)(name, call) for name in _FUSED}
+    able = {name: found for name, found in measured.items() if found is not None}
+    return min(able, key=lambda name: able[name]) if able else None
+
+
+def preferring(kernel: str | None) -> AbstractContextManager[None]:
+    """Inside, attention is computed by this kernel where it can be."""
+    if kernel is None:
+        return nullcontext()
+    if kernel == "unfused":  # which serves every call
+        return _using([KERNELS[kernel]])
+    others = [backend for name, backend in KERNELS.items() if name != kernel]
+    return _using([KERNELS[kernel], *others], set_priority=True)
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def measure(kernel: str, call: Attention) -> float | None:
+    """Seconds of forward and backward on a GPU: the median of some calls; None if the kernel doesn't do it."""
+    query, key, value = (
+        torch.randn(call.shape, dtype=call.dtype, device=call.device, requires_grad=True) for _ in range(3)
+    )
+    times: list[float] = []
+    try:
+        with _using([KERNELS[kernel]]):
+            for _ in range(_CALLS + 1):
+                begin, end = _event(), _event()
+                begin.record()
+                mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=call.dropout, is_causal=True)
+                torch.autograd.backward(mixed, torch.ones_like(mixed))
+                end.record()
+                end.synchronize()
+                times.append(begin.elapsed_time(end) / 1e3)
+    except RuntimeError:  # "no available kernel"
+        return None
+    return statistics.median(times[1:])

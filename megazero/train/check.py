@@ -1,0 +1,71 @@
+"""What can be found wrong with a run before torch is loaded, the slowest part of a start, and before ranks meet."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from megazero.config import derived, rules
+from megazero.config.run import RunConfig
+from megazero.errors import ConfigError, Problem, TopologyError, UserError, raise_problems
+from megazero.parallel.launch import Launch
+from megazero.parallel.nodes import problems_of_placement
+from megazero.parallel.topology import Topology, parse_order
+from megazero.train.inputs import RunInputs, open_inputs
+
+
+def check(config: RunConfig, launch: Launch) -> RunInputs:
+    """The rules between settings, the layout on its nodes, the corpora: all that is wrong with them is raised at once.
+
+    Returns the opened corpora.  A checkpoint is looked at afterwards (`build.check_checkpoint`).
+    """
+    errors: list[UserError] = []
+    inputs = None
+    with _gathering(errors):
+        raise_problems(ConfigError, rules.check(config, launch.world_size))
+    if not errors:
+        with _gathering(errors):
+            raise_problems(TopologyError, _placement_problems(config, launch))
+    if rules.corpus_is_named(config, launch.world_size):
+        with _gathering(errors):
+            inputs = _open_inputs(config)
+    _raise_together(errors)
+    assert inputs is not None, "inputs that could not be opened were an error"
+    return inputs
+
+
+def topology(config: RunConfig, world_size: int) -> Topology:
+    """The layout: what tensor and pipeline parallelism leave is data parallel."""
+    return Topology(
+        tp=config.parallel.tensor_model_parallel_size,
+        dp=derived.data_parallel_size(config, world_size),
+        pp=config.parallel.pipeline_model_parallel_size,
+        order=parse_order(config.parallel.rank_order),
+    )
+
+
+def _placement_problems(config: RunConfig, launch: Launch) -> Iterable[Problem]:
+    layout = topology(config, launch.world_size)
+    return problems_of_placement(layout, launch.nodes, config.parallel.allow_tensor_parallel_across_nodes)
+
+
+@contextmanager
+def _gathering(errors: list[UserError]) -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        errors.append(error)
+
+
+def _raise_together(errors: Sequence[UserError]) -> None:
+    """Raise one error with all problems, of their kind if they have one."""
+    kinds = {type(error) for error in errors}
+    kind = kinds.pop() if len(kinds) == 1 else UserError
+    raise_problems(kind, (problem for error in errors for problem in error.problems))
+
+
+def _open_inputs(config: RunConfig) -> RunInputs:
+    evaluates = config.training.eval_iters > 0
+    inputs = open_inputs(config.data, config.model, seed=config.training.seed, evaluates=evaluates)
+    if config.data.eod_mask_loss and inputs.eod is None:
+        rule = "the end-of-document token is known from a tokenizer or the corpus's .json"
+        raise ConfigError(Problem("--eod-mask-loss", rule, "--tokenizer-type ..., or no --eod-mask-loss"))
+    return inputs

@@ -1,0 +1,66 @@
+"""What the programs do once nothing is wrong with their command line: join the other ranks, work, leave.
+
+They import this module by then only: with it comes torch, which takes longer to load than all else together.
+"""
+
+from megazero.comm.build import choose_device, join, leave, make_mesh
+from megazero.comm.last_word import last_word
+from megazero.config.run import RunConfig
+from megazero.console import Console
+from megazero.memory.fused_buffers import FusedBuffers
+from megazero.memory.ledger import open_ledger
+from megazero.parallel.launch import Launch
+from megazero.parallel.threads import use_cpu_threads
+from megazero.tensor_parallel.float8 import check_device
+from megazero.train.attention import attention_of, choose_kernel, preferring
+from megazero.train.build import assemble, check_checkpoint
+from megazero.train.check import topology
+from megazero.train.inputs import RunInputs
+from megazero.train.loop import train
+from megazero.train.verify import verify
+from megazero.train.verify_report import Report
+
+
+def pretrain(config: RunConfig, launch: Launch, inputs: RunInputs) -> int:
+    """Build the run, train; returns the exit status."""
+    check_checkpoint(config, inputs)
+    parallel, logging = config.parallel, config.logging
+    device = choose_device(parallel.device, launch.local_rank)
+    if threads := use_cpu_threads(parallel.cpu_threads, launch, device):
+        Console(launch.rank).line(threads)
+    for notice in check_device(config.precision.fp8_format, device):
+        Console(launch.rank).line(notice)
+    store = join(
+        launch,
+        backend=parallel.distributed_backend,
+        device=device,
+        timeout_minutes=parallel.distributed_timeout_minutes,
+    )
+    try:
+        ledger = open_ledger(device, kept=logging.ledger, limit_mib=logging.ledger_limit)
+        kernel = choose_kernel(config.training.attention_backend, attention_of(config, device))
+        if kernel is not None:
+            Console(launch.rank).line(f"attention: kernel {kernel}")
+        with last_word(store, launch.rank), ledger, preferring(kernel):
+            run = assemble(config, launch, device, inputs, ledger)
+            train(run)
+    finally:
+        leave()
+    stopped = run.state.iteration < run.timetable.train_iters
+    return config.training.exit_status_when_stopped or 0 if stopped else 0
+
+
+def verify_layout(config: RunConfig, launch: Launch, inputs: RunInputs, *, steps: int) -> Report:
+    """Compare `steps` steps of the layout with those of one process."""
+    parallel, minutes = config.parallel, config.parallel.distributed_timeout_minutes
+    device = choose_device(parallel.device, launch.local_rank)
+    use_cpu_threads(parallel.cpu_threads, launch, device)
+    store = join(launch, backend=parallel.distributed_backend, device=device, timeout_minutes=minutes)
+    try:
+        with last_word(store, launch.rank):
+            buffers = FusedBuffers(0, device)
+            layout = topology(config, launch.world_size)
+            mesh = make_mesh(layout, launch.rank, device, buffers, timeout_minutes=minutes)
+            return verify(config, mesh, buffers, inputs, steps=steps, tell=Console(launch.rank).line)
+    finally:
+        leave()

@@ -1,0 +1,258 @@
+"""Where gradients are until they have been reduced; which of these it is follows from the plan.
+
+    resident   gradients accumulate in full flat tensors; reduced in place at the accumulation boundary
+    leased     gradients are copied into a constant-size buffer and dropped, reduced in every micro-batch, and the
+               reduced slices accumulate in this rank's shard (paper section 5.2)
+    loose      gradients accumulate where autograd puts them, and go the way of leased ones at the boundary
+
+Layers that write gradients themselves (`parallel/gradient_place.py`) write them into resident and leased memory.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from megazero.comm.interface import Lease, Scratch
+from megazero.parallel.gradient_place import Taken, add_to
+from megazero.zero.layout import Bucket, FlatLayout, Fragment, Range
+from megazero.zero.plan import Lifetime
+from megazero.zero.shards import Shards
+
+
+class UnreducedGradients(Protocol):
+    """Where the gradients of a bucket are until they have been reduced."""
+
+    def begin_step(self) -> None:
+        """Nothing has been accumulated yet."""
+
+    def is_due(self, *, last_micro_batch: bool) -> bool:
+        """Whether buckets are reduced in this micro-batch."""
+
+    def place(self, name: str) -> Taken | None:
+        """Memory for the parameter's gradient, which is written before it is deposited; None: autograd keeps it."""
+
+    def deposit(self, bucket: Bucket, name: str) -> None:
+        """Parameter `name` has its gradient; store the part that lies in `bucket`."""
+
+    def drop(self, name: str) -> None:
+        """Every part of the parameter's gradient has been deposited."""
+
+    def close(self, bucket: Bucket, missing: set[str]) -> Tensor:
+        """All of the bucket's gradients [numel] in the wire's dtype, zeros for `missing`; they are on their way now."""
+
+    def settle(self, bucket: Bucket, within: Range, reduced: Tensor) -> None:
+        """The oldest reduction has finished: `reduced` [numel of within] are its sums."""
+
+    def abandon(self) -> None:
+        """What has been deposited goes nowhere; no reduction is under way."""
+
+
+class ResidentGradients:
+    """Gradients accumulate in flat tensors that `.grad` points into; a bucket's sum replaces them in place.
+
+    Only a wire of another dtype takes a buffer on the way.
+    """
+
+    def __init__(self, shards: Shards, buffers: Scratch, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._shards = shards
+        self._buffers = buffers
+        self._parameters = parameters
+        self._converts = shards.plan.gradient_wire != shards.plan.gradient.dtype
+        self._sent: deque[Lease] = deque()
+        self._written: set[str] = set()  # parameters whose place holds something
+
+    def begin_step(self) -> None:
+        self._shards.reset_resident_gradients()
+        self._written.clear()
+
+    def place(self, name: str) -> Taken:
+        is_first = name not in self._written
+        self._written.add(name)
+        return Taken(self._shards.resident_gradient_of(name), is_first)
+
+    def is_due(self, *, last_micro_batch: bool) -> bool:
+        return last_micro_batch
+
+    def deposit(self, bucket: Bucket, name: str) -> None:
+        """Nothing to move: autograd has added in place."""
+
+    def drop(self, name: str) -> None:
+        """Nothing to drop: the flat tensor stays."""
+
+    def close(self, bucket: Bucket, missing: set[str]) -> Tensor:
+        whole = self._shards.resident_gradient(bucket, bucket.range)
+        for fragment in self._shards.layout.sections[bucket.section].fragments(bucket.range):
+            if fragment.spec.writes_gradient:
+                self._complete(fragment.spec.name)
+        if not self._converts:
+            return whole
+        self._sent.append(self._buffers.lease(bucket.numel, self._shards.plan.gradient_wire))
+        return self._sent[-1].tensor.copy_(whole)
+
+    def _complete(self, name: str) -> None:
+        """What autograd has found beside the layer joins what is written; nothing at all is zero."""
+        gradient, self._parameters[name].grad = self._parameters[name].grad, None
+        is_written = name in self._written
+        if gradient is not None or not is_written:
+            tensor, is_first = self.place(name)
+            add_to(tensor, tensor.new_zeros(()) if gradient is None else gradient, is_first=is_first)
+
+    def settle(self, bucket: Bucket, within: Range, reduced: Tensor) -> None:
+        if self._converts:
+            self._shards.resident_gradient(bucket, within).copy_(reduced)
+            self._sent.popleft().release()
+
+    def abandon(self) -> None:
+        """The next step empties the flat tensors."""
+
+
+class LeasedGradients:
+    """Gradients are copied into leased buffers; reduced slices add up in the gradient shard.
+
+    every_micro_batch: whether buckets are reduced in each micro-batch, or gradients accumulate until the last.
+    at_once: whether a gradient is copied and dropped as soon as it has come, or when its buckets are complete.
+    """
+
+    def __init__(
+        self,
+        shards: Shards,
+        buffers: Scratch,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        every_micro_batch: bool,
+        at_once: bool,
+    ) -> None:
+        self._shards = shards
+        self._buffers = buffers
+        self._parameters = parameters
+        self._every_micro_batch = every_micro_batch
+        self._at_once = at_once
+        self._open: dict[int, Lease] = {}  # being filled, by bucket
+        self._sent: deque[Lease] = deque()  # being reduced, oldest first: the next micro-batch may fill its bucket anew
+        self._has_sum: set[int] = set()  # buckets whose shard already holds earlier micro-batches
+        self._written: dict[int, set[str]] = {}  # parameters whose gradient is in the buffer already, by bucket
+        self._last_buckets = {name: found[0].index for name, found in buckets_by_parameter(shards.layout).items()}
+        self._places = self._parameters_within_buckets() if every_micro_batch and at_once else {}
+
+    def begin_step(self) -> None:
+        self._has_sum.clear()
+
+    def is_due(self, *, last_micro_batch: bool) -> bool:
+        return self._every_micro_batch or last_micro_batch
+
+    def place(self, name: str) -> Taken | None:
+        if name not in self._places:
+            return None
+        bucket, fragment = self._places[name]
+        written = self._written.setdefault(bucket.index, set())
+        is_first = name not in written
+        written.add(name)
+        start = fragment.section_start - bucket.start
+        memory = self._buffer(bucket)[start : start + fragment.numel]
+        return Taken(memory.view(self._parameters[name].shape), is_first)
+
+    def deposit(self, bucket: Bucket, name: str) -> None:
+        if not self._at_once:
+            return
+        if name not in self._written.get(bucket.index, ()):
+            self._fill(bucket, {name})
+            return
+        gradient, taken = self._parameters[name].grad, self.place(name)
+        if gradient is not None and taken is not None:  # autograd has found something beside what the layer has written
+            add_to(taken.tensor, gradient, is_first=False)
+
+    def drop(self, name: str) -> None:
+        if self._at_once:
+            self._parameters[name].grad = None
+
+    def close(self, bucket: Bucket, missing: set[str]) -> Tensor:
+        section = self._shards.layout.sections[bucket.section]
+        members = {fragment.spec.name for fragment in section.fragments(bucket.range)}
+        if not self._at_once:
+            self._fill(bucket, members - missing)
+        if missing:
+            self._fill(bucket, missing)
+        if not self._at_once:
+            for name in members:
+                if self._last_buckets[name] == bucket.index:  # buckets are closed from the last to the first
+                    self._parameters[name].grad = None
+        self._written.pop(bucket.index, None)
+        self._sent.append(self._open.pop(bucket.index))
+        return self._sent[-1].tensor
+
+    def settle(self, bucket: Bucket, within: Range, reduced: Tensor) -> None:
+        target = self._shards.reduced_gradient(bucket, within)
+        if bucket.index in self._has_sum:
+            target.add_(reduced)
+        else:
+            target.copy_(reduced)
+            self._has_sum.add(bucket.index)
+        self._sent.popleft().release()
+
+    def abandon(self) -> None:
+        self._written.clear()
+        while self._open:
+            self._open.popitem()[1].release()
+        for name in self._last_buckets:
+            self._parameters[name].grad = None
+
+    def _parameters_within_buckets(self) -> dict[str, tuple[Bucket, Fragment]]:
+        """Where the gradient of every parameter goes that lies in one bucket and has elements."""
+        found = {}
+        for bucket in self._shards.layout.trainable_buckets:
+            for fragment in self._shards.layout.sections[bucket.section].fragments(bucket.range):
+                if fragment.numel == self._parameters[fragment.spec.name].numel():
+                    found[fragment.spec.name] = (bucket, fragment)
+        return found
+
+    def _fill(self, bucket: Bucket, names: set[str]) -> None:
+        """Copy parameters' gradients into the bucket, zeros for those that got none."""
+        whole = self._buffer(bucket)
+        section = self._shards.layout.sections[bucket.section]
+        for fragment in section.fragments(bucket.range):
+            if fragment.spec.name not in names:
+                continue
+            start = fragment.section_start - bucket.start
+            target = whole[start : start + fragment.numel]
+            gradient = self._parameters[fragment.spec.name].grad
+            if gradient is None:
+                target.zero_()
+            else:
+                target.copy_(gradient.reshape(-1)[fragment.start : fragment.stop])
+
+    def _buffer(self, bucket: Bucket) -> Tensor:
+        if bucket.index not in self._open:
+            lease = self._buffers.lease(bucket.numel, self._shards.plan.gradient_wire)
+            padding_start = self._shards.layout.sections[bucket.section].used_numel - bucket.start
+            lease.tensor[padding_start:].zero_()
+            self._open[bucket.index] = lease
+        return self._open[bucket.index].tensor
+
+
+def make_store(
+    shards: Shards, buffers: Scratch, parameters: Mapping[str, nn.Parameter], *, contiguous: bool
+) -> UnreducedGradients:
+    lifetime = shards.plan.gradient.lifetime
+    if lifetime is Lifetime.RESIDENT:
+        return ResidentGradients(shards, buffers, parameters)
+    every = lifetime is Lifetime.LEASED
+    return LeasedGradients(shards, buffers, parameters, every_micro_batch=every, at_once=contiguous)
+
+
+def parameters_by_bucket(layout: FlatLayout) -> dict[int, list[str]]:
+    """{bucket index: names of the parameters that overlap it}."""
+    return {
+        bucket.index: [f.spec.name for f in layout.sections[bucket.section].fragments(bucket.range)]
+        for bucket in layout.trainable_buckets
+    }
+
+
+def buckets_by_parameter(layout: FlatLayout) -> dict[str, list[Bucket]]:
+    """{parameter: the buckets it overlaps, in order}."""
+    found: dict[str, list[Bucket]] = {}
+    for bucket in layout.trainable_buckets:
+        for fragment in layout.sections[bucket.section].fragments(bucket.range):
+            found.setdefault(fragment.spec.name, []).append(bucket)
+    return found

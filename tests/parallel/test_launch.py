@@ -1,0 +1,89 @@
+"""From the launcher's environment to a process's place in its job; nonsense is refused."""
+
+import os
+
+import pytest
+
+from megazero.errors import TopologyError
+from megazero.parallel.launch import Launch
+
+
+def set_environment(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
+    for name in os.environ:
+        if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") or name.startswith("SLURM_"):
+            monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+
+def slurm(rank: int, size: int, local: int, per_node: str) -> dict[str, str]:
+    """What a task of srun finds in its environment."""
+    return {
+        "SLURM_PROCID": str(rank),
+        "SLURM_STEP_NUM_TASKS": str(size),
+        "SLURM_LOCALID": str(local),
+        "SLURM_STEP_TASKS_PER_NODE": per_node,
+    }
+
+
+@pytest.mark.parametrize(
+    ("environment", "launch"),
+    [
+        ({}, Launch(0, 1, 0)),
+        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, Launch(5, 8, 1)),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, Launch(1, 2, 0)),
+        ({"RANK": "", "WORLD_SIZE": "", "LOCAL_RANK": ""}, Launch(0, 1, 0)),
+        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}, Launch(5, 8, 1, (4, 4))),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, Launch(0, 1, 0, (1,))),
+        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "6"}, Launch(5, 8, 5)),
+        ({"RANK": "5", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, Launch(5, 6, 1, (2, 2, 2))),
+        ({"RANK": "4", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, Launch(4, 6, 1)),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "16"}, Launch(1, 2, 1)),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "two"}, Launch(1, 2, 1)),
+        (slurm(5, 6, 1, "2(x3)"), Launch(5, 6, 1, (2, 2, 2))),
+        (slurm(9, 10, 1, "8,2"), Launch(9, 10, 1, (8, 2))),
+        (slurm(3, 4, 1, ""), Launch(3, 4, 1)),
+        (slurm(3, 4, 1, "2(x3)"), Launch(3, 4, 1)),
+        (slurm(0, 1, 0, "1"), Launch(0, 1, 0)),
+        # A batch script itself, with four tasks to come; and torchrun, started once on each of two nodes.
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "2(x2)"}, Launch(0, 1, 0)),
+        (
+            {**slurm(1, 2, 0, "1(x2)"), "RANK": "7", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"},
+            Launch(7, 8, 3, (4, 4)),
+        ),
+    ],
+)
+def test_launch(environment: dict[str, str], launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_environment(monkeypatch, environment)
+    assert Launch.from_environment() == launch
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ({"RANK": "first"}, "'RANK': 'first'"),
+        ({"WORLD_SIZE": "4.0"}, "'WORLD_SIZE': '4.0'"),
+        ({"LOCAL_RANK": "0x1"}, "'LOCAL_RANK': '0x1'"),
+        ({"RANK": "3"}, "RANK 3, WORLD_SIZE 1"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK 2, WORLD_SIZE 2"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK -1, WORLD_SIZE 2"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE 0"),
+        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK -1"),
+        ({**slurm(0, 4, 0, "4"), "SLURM_PROCID": "x"}, "'SLURM_PROCID': 'x'"),
+        (slurm(4, 4, 0, "4"), "SLURM_PROCID 4, SLURM_STEP_NUM_TASKS 4"),
+        # Dealt out to the nodes in turn, as srun --distribution=cyclic does.
+        (slurm(1, 4, 0, "2(x2)"), "SLURM_PROCID 1, SLURM_STEP_NUM_TASKS 4, SLURM_LOCALID 0, SLURM_STEP_TASKS_PER_NODE"),
+    ],
+)
+def test_nonsense_from_a_launcher(environment: dict[str, str], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_environment(monkeypatch, environment)
+    with pytest.raises(TopologyError) as caught:
+        Launch.from_environment()
+    (problem,) = caught.value.problems
+    assert told in problem.given and problem.rule
+
+
+def test_nodes_of_a_launch() -> None:
+    known, unknown = Launch(5, 6, 1, (2, 2, 2)), Launch(5, 6, 1)
+    assert (known.node, known.nodes.ranks_per_node) == (2, (2, 2, 2))
+    assert (unknown.node, unknown.nodes.ranks_per_node) == (0, (6,))

@@ -1,0 +1,77 @@
+"""Threads of a process on the CPU: what the user says, and a share of the cores where nobody does."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from megazero.parallel import threads
+from megazero.parallel.launch import Launch
+from megazero.parallel.threads import cpu_threads, use_cpu_threads
+
+ALONE, ALL_ON_ONE = Launch(0, 1, 0), Launch(1, 4, 1)
+UNEVEN = (Launch(0, 6, 0, (4, 2)), Launch(5, 6, 1, (4, 2)))
+CPU = torch.device("cpu")
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(autouse=True)
+def sixteen_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The file that limits them."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
+    monkeypatch.setattr(threads, "_QUOTA", tmp_path / "cpu.max")
+    return tmp_path / "cpu.max"
+
+
+@pytest.mark.parametrize(
+    ("given", "launch", "environment", "expected"),
+    [
+        (None, ALL_ON_ONE, {}, 4),
+        (None, ALL_ON_ONE, TORCHRUN, 4),
+        (None, UNEVEN[0], TORCHRUN, 4),
+        (None, UNEVEN[1], TORCHRUN, 8),
+        (None, Launch(3, 32, 3), TORCHRUN, 1),
+        (3, ALL_ON_ONE, TORCHRUN, 3),
+        (3, ALONE, {"OMP_NUM_THREADS": "2"}, 3),
+        # Said by the user: another number, or any where torchrun would have written none.
+        (None, ALL_ON_ONE, TORCHRUN | {"OMP_NUM_THREADS": "2"}, None),
+        (None, ALL_ON_ONE, {"OMP_NUM_THREADS": "1"}, None),
+        (None, ALONE, TORCHRUN, None),
+        (None, ALONE, {"OMP_NUM_THREADS": "1"}, None),
+        # Said by nobody, of a process that has the node for itself.
+        (None, ALONE, {}, None),
+        (None, Launch(1, 2, 0, (1, 1)), {}, None),
+        # srun binds each task to cores of its own, which are not shared out again.
+        (None, ALL_ON_ONE, {"SLURM_CPUS_PER_TASK": "6"}, 6),
+        (None, ALL_ON_ONE, TORCHRUN | {"SLURM_CPUS_PER_TASK": "16"}, 4),
+    ],
+)
+def test_whose_word_counts(
+    given: int | None, launch: Launch, environment: dict[str, str], expected: int | None
+) -> None:
+    assert cpu_threads(given, launch, environment) == expected
+
+
+@pytest.mark.parametrize(
+    ("quota", "expected"), [("600000 100000", 3), ("max 100000", 8), ("50000 100000", 1), ("6400000 100000", 8)]
+)
+def test_a_container_may_use_less_than_it_sees(sixteen_cores: Path, quota: str, expected: int) -> None:
+    sixteen_cores.write_text(quota + "\n")
+    assert cpu_threads(None, Launch(0, 2, 0), {}) == expected
+
+
+def test_they_are_set_and_told() -> None:
+    before = torch.get_num_threads()
+    try:
+        told = use_cpu_threads(3, ALL_ON_ONE, CPU)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert told == "CPU threads a process: 3 | cores: 16 | processes on this node: 4"
+
+
+def test_where_gpus_compute_nothing_is_changed() -> None:
+    before = torch.get_num_threads()
+    assert use_cpu_threads(before + 1, ALL_ON_ONE, torch.device("cuda")) == ""
+    assert torch.get_num_threads() == before

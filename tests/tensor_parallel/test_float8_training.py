@@ -1,0 +1,113 @@
+"""Training with 8-bit products: beside the same runs in bf16, and one layout beside another."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.processes import run_ranks
+from support.training import Cell, Outcome, max_relative, train_on_rank, write_text_corpus
+
+from megazero.tensor_parallel import float8
+from megazero.tensor_parallel.float8 import Quantised
+
+pytestmark = pytest.mark.gloo
+
+STEPS = 10
+# Of a loss, which falls by four tenths: some four times what was measured.
+NEAR = 0.012  # how far 8-bit products may take it from where bf16's get
+SAME = 2e-3  # sums of gradients in another order
+
+# A model whose layers all have sizes of 8-bit products, cut in two as well.
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "seq_length": 32,
+    "accumulate_allreduce_grads_in_fp32": True,
+}
+
+
+def cell(fp8_format: str | None = "hybrid", *, tp: int = 1, dp: int = 1, pp: int = 1, **settings: Any) -> Cell:
+    """Ten steps of two micro-batches."""
+    stage = settings.pop("zero_stage", 0)
+    accumulation = settings.pop("accumulation", 2 // dp)
+    chosen = {**SIZES, "fp8_format": fp8_format, **settings}
+    return Cell(
+        tp=tp, dp=dp, pp=pp, stage=stage, accumulation=accumulation, precision="bf16", steps=STEPS, settings=chosen
+    )
+
+
+def losses(found: list[Outcome]) -> list[float]:
+    assert all(outcome.losses == found[0].losses for outcome in found)
+    return found[0].losses
+
+
+def train(chosen: Cell, prefix: str) -> list[float]:
+    return losses(run_ranks(chosen.world_size, train_on_rank, chosen, prefix))
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_text_corpus(Path(tmp_path_factory.mktemp("corpus")))
+
+
+@pytest.fixture(scope="module")
+def in_bf16(prefix: str) -> list[float]:
+    found = train(cell(None), prefix)
+    assert found[-1] < 0.75 * found[0]
+    return found
+
+
+@pytest.fixture(scope="module")
+def in_fp8(prefix: str) -> list[float]:
+    return train(cell(), prefix)
+
+
+def is_near(found: list[float], expected: list[float], bound: float) -> bool:
+    """Whether all losses are within the bound; one that is not finite isn't."""
+    return bool(torch.isfinite(torch.tensor(found)).all()) and max_relative(found, expected) <= bound
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        cell("e4m3"),
+        cell(tp=2),
+        cell(tp=2, dp=2, sequence_parallel=True, zero_stage=2),
+        cell(pp=2, pipeline_schedule="zero-bubble"),
+    ],
+    ids=str,
+)
+def test_losses_are_near_those_of_bf16(chosen: Cell, prefix: str, in_bf16: list[float]) -> None:
+    found = train(chosen, prefix)
+    assert is_near(found, in_bf16, NEAR)
+    assert max_relative(found, in_bf16) > 1e-4, "products were those of bf16"
+
+
+@pytest.mark.parametrize(
+    "chosen", [cell(dp=2, zero_stage=2), cell(dp=2, zero_stage=3), cell(recompute_granularity="full")], ids=str
+)
+def test_layouts_of_the_same_micro_batches_agree(
+    chosen: Cell, prefix: str, in_fp8: list[float], in_bf16: list[float]
+) -> None:
+    """Scales are of a weight and of a micro-batch, so who has it doesn't matter."""
+    found = train(chosen, prefix)
+    assert found[:2] == pytest.approx(in_fp8[:2], rel=1e-6), "the first step is of learning rate 0"
+    assert is_near(found, in_fp8, SAME)
+    assert is_near(in_fp8, in_bf16, NEAR) and not is_near(in_fp8, in_bf16, 1e-4)
+
+
+def train_with_inverted_scales(rank: int, chosen: Cell, prefix: str) -> Outcome:
+    quantise = float8.quantise
+
+    def inverted(x: torch.Tensor, dtype: torch.dtype) -> Quantised:
+        values, scale = quantise(x, dtype)
+        return Quantised(values, 1 / scale)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(float8, "quantise", inverted)
+        return train_on_rank(rank, chosen, prefix)
+
+
+def test_inverted_scales_are_seen(prefix: str, in_bf16: list[float]) -> None:
+    assert not is_near(losses(run_ranks(1, train_with_inverted_scales, cell(), prefix)), in_bf16, 4 * NEAR)

@@ -1,0 +1,30 @@
+"""The three products of a linear layer by torch itself."""
+
+import pytest
+import torch
+from support.linear_products import SHAPES, check_products, check_shapes, operands
+
+from megazero.tensor_parallel.products import TORCH
+
+ROUNDING = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2e-2}
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_products(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    for given in operands(shape, dtype):
+        check_products(TORCH, given, ROUNDING[dtype])
+
+
+def test_sums_are_made_in_the_precision_of_the_total() -> None:
+    """256 and 1 more: bf16 has no 257."""
+    grad, x = torch.ones(1, 2, dtype=torch.bfloat16), torch.ones(1, 3, dtype=torch.bfloat16)
+    total = torch.full((2, 3), 256.0)
+    TORCH.add_weight_gradient(total, grad, x, is_first=False)
+    assert total.tolist() == [[257.0] * 3] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [5, 1, 0])
+def test_shapes_without_memory(rows: int, dtype: torch.dtype) -> None:
+    check_shapes(TORCH, rows, dtype)
