@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megazero.activations.plan import LOGITS_CHUNK_BYTES
 from megazero.comm.local import LocalCommunicator
-from megazero.config.activations import ActivationConfig
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.optim.grad_norm import fragment_norms, sum_dtype
 from megazero.optim.inner import AdamWSettings, FusedAdamW, Run, StepInputs
@@ -160,7 +160,7 @@ def head(sizes: Sizes, libraries: Mapping[str, Products]) -> Iterator[Kernel]:
     n, h, rows = sizes.tokens, sizes.hidden, sizes.padded_vocabulary
     x, weight = sizes.random(n, h, grad=True), sizes.random(rows, h, grad=True)
     labels = torch.randint(sizes.vocabulary, (n,), device=sizes.device)
-    targets = Targets(labels, None, sizes.vocabulary, ActivationConfig().logits_chunk_bytes)
+    targets = Targets(labels, None, sizes.vocabulary, LOGITS_CHUNK_BYTES[sizes.device.type])
     border = Border(LocalCommunicator())
     flops, nbytes = 6 * n * h * rows, sizes.nbytes(2 * n * h, 2 * rows * h)
 

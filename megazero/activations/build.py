@@ -6,7 +6,7 @@ import torch
 
 from megazero.activations.checkpoints import Checkpoints
 from megazero.activations.places import InArena, OnDevice, OnHost, Places
-from megazero.activations.plan import ActivationPlan
+from megazero.activations.plan import LOGITS_CHUNK_BYTES, ActivationPlan
 from megazero.activations.recompute import RandomSource, Recomputation, Stopwatch
 from megazero.comm.interface import Communicator
 from megazero.config.activations import ActivationConfig
@@ -28,19 +28,19 @@ class RankParts:
     stopwatch: Stopwatch
 
 
-def choices(config: ActivationConfig) -> ActivationPlan:
+def choices(config: ActivationConfig, device_type: str = "cpu") -> ActivationPlan:
     """What is recomputed, without anybody to do it."""
     return ActivationPlan(
         granularity=config.recompute_granularity,
         method=config.recompute_method or "uniform",
         num_layers=config.recompute_num_layers or 1,
-        logits_chunk_bytes=config.logits_chunk_bytes,
+        logits_chunk_bytes=config.logits_chunk_bytes or LOGITS_CHUNK_BYTES[device_type],
     )
 
 
 def activation_plan(config: ActivationConfig, num_checkpoints: int, rank: RankParts) -> ActivationPlan:
     """The plan for a model that holds so many checkpoints at once, at the most."""
-    plan = choices(config)
+    plan = choices(config, rank.device.type)
     if plan.granularity == "none":
         return plan
     return plan.carried_out_by(recomputation(config, rank, number=num_checkpoints))

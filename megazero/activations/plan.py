@@ -5,15 +5,18 @@
 (Korthikanti et al., arXiv 2205.05198).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from megazero.activations.recompute import Recomputation
-from megazero.config.activations import ActivationConfig
 
 Granularity = Literal["none", "selective", "full"]
 Method = Literal["uniform", "block"]
+
+# On a GPU a piece must be large: every one reads and writes the gradient of the whole matrix.
+LOGITS_CHUNK_BYTES: Mapping[str, int] = MappingProxyType({"cpu": 1 << 26, "cuda": 1 << 30})
 
 
 class Segment(NamedTuple):
@@ -38,7 +41,7 @@ class ActivationPlan:
     recomputation: Recomputation | None = None
     method: Method = "uniform"
     num_layers: int = 1
-    logits_chunk_bytes: int = ActivationConfig().logits_chunk_bytes
+    logits_chunk_bytes: int = LOGITS_CHUNK_BYTES["cpu"]
 
     @property
     def core(self) -> Recomputation | None:

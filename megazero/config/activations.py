@@ -61,6 +61,9 @@ class ActivationConfig:
     profile_backward: bool = setting(
         False, help="full recomputation: time the forward and the recomputation of each segment"
     )
-    logits_chunk_bytes: int = setting(
-        67_108_864, help="the largest piece of the logits that exists at once", unit="bytes", ge=1
+    logits_chunk_bytes: int | None = setting(
+        None,
+        help="the largest piece of the logits that exists at once; without it, 64 MiB on CPUs, 1 GiB on GPUs",
+        unit="bytes",
+        ge=1,
     )

@@ -4,7 +4,8 @@ A block is compiled as a whole where nothing in it has an effect: on one tensor-
 autograd, and hooks fire in the order of the blocks, at which ZeRO works.  Elsewhere a block sends, counts what it
 sends, sets gradients aside, or runs a part of itself again; those are its *borders*, and what lies between two of them
 is compiled: attention, the activation, the additions with the norm.  Neither has a graph break, and all blocks share
-one compilation, since they differ in their parameters alone.
+one compilation, since they differ in their parameters alone.  Of the head, what lies between its products and
+collectives is compiled (`tensor_parallel/softmax.py`).
 """
 
 from collections.abc import Callable
@@ -13,12 +14,15 @@ from typing import Any
 import torch
 
 from megazero.model.gpt import GPT, Block
+from megazero.tensor_parallel.softmax import FusedSoftmax
 
 
 def compile_blocks(model: GPT) -> str:
-    """Have every block compiled at its first use; returns what is compiled, in words."""
+    """Have every block, and the head's loss, compiled at their first use; returns what is compiled, in words."""
     blocks = [block for block in model.layers.values() if isinstance(block, Block)]
     as_a_whole = all(block.has_no_effects for block in blocks)
+    if hasattr(model, "head"):
+        model.head.softmax = FusedSoftmax()
     for block in blocks:
         if as_a_whole:
             block.forward = _compiled(block.forward)  # type: ignore[method-assign]

@@ -27,6 +27,7 @@ from megazero.errors import Problem, UsageError
 from megazero.parallel.gradient_place import GradientPlace, add_to, place_of
 from megazero.tensor_parallel.products import TORCH, Products
 from megazero.tensor_parallel.regions import Arriving, Border
+from megazero.tensor_parallel.softmax import IN_PLACE, Labels, Softmax
 
 
 class Targets(NamedTuple):
@@ -49,6 +50,7 @@ class _Head(NamedTuple):
     targets: Targets
     border: Border
     products: Products
+    softmax: Softmax
     place: GradientPlace | None
 
     def num_rows(self, vocab_rows: int, dtype: torch.dtype) -> int:
@@ -57,7 +59,13 @@ class _Head(NamedTuple):
 
 
 def summed_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Targets, border: Border, *, products: Products = TORCH
+    x: Tensor,
+    weight: Tensor,
+    targets: Targets,
+    border: Border,
+    *,
+    products: Products = TORCH,
+    softmax: Softmax = IN_PLACE,
 ) -> Tensor:
     """The weighted sum of all tokens' cross-entropies, without dimensions, the same on every rank.
 
@@ -67,7 +75,7 @@ def summed_cross_entropy(
     """
     rows = x.reshape(-1, x.shape[-1])
     assert targets.labels.numel() == len(rows) * border.num_parts, "every rank knows all labels"
-    head = _Head(targets, border, products, place_of(weight))
+    head = _Head(targets, border, products, softmax, place_of(weight))
     return _summed_cross_entropy(rows, weight, head, torch.is_grad_enabled())
 
 
@@ -75,21 +83,7 @@ class _Tokens(NamedTuple):
     """Some tokens on their way through the head: the same m on every rank, or m of each rank's; x [m or t m, h]."""
 
     x: Tensor
-    labels: Tensor
-    token_weights: Tensor | None
-
-
-class _Exponentials(NamedTuple):
-    """exp(logits - maximum) of a chunk, and what else makes losses of them; [n] each but the first.
-
-    sums: of the exponentials over the whole vocabulary.  column: the label's, as far as it is_here, among our rows.
-    """
-
-    values: Tensor
-    losses: Tensor
-    sums: Tensor
-    column: Tensor
-    is_here: Tensor
+    labels: Labels
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
@@ -173,7 +167,7 @@ def _chunks(x: Tensor, head: _Head, num_rows: int) -> Iterator[tuple[_Tokens, sl
         length = (rows.stop - rows.start) * parts
         whole = border.gather(x[rows], out=None if gathered is None else gathered[:length]).wait()
         here = None if token_weights is None else token_weights[:, rows].reshape(-1)
-        yield _Tokens(whole, labels[:, rows].reshape(-1), here), rows
+        yield _Tokens(whole, Labels(labels[:, rows].reshape(-1), here, targets.vocab_size)), rows
 
 
 def _loss_of_chunk(
@@ -185,12 +179,12 @@ def _loss_of_chunk(
 ) -> Tensor:
     """The chunk's weighted loss; its logits [n, Vp / t] become their own gradient, and are gone afterwards."""
     logits = head.products.output(tokens.x, weight, None)
-    exponentials = _exponentials(logits, tokens, head)
-    losses = exponentials.losses
-    loss = (losses if tokens.token_weights is None else losses * tokens.token_weights).sum()
+    labels = tokens.labels
+    losses, differentiate = head.softmax.losses(logits, labels, head.border.communicator)
+    loss = (losses if labels.token_weights is None else losses * labels.token_weights).sum()
     if give_x is None and weight_sum is None:
         return loss
-    _differentiate(logits, exponentials, tokens.token_weights)
+    differentiate()
     in_flight = None if give_x is None else give_x(head.products.input_gradient(logits, weight))
     if weight_sum is not None:
         weight_sum.add(logits, tokens.x)
@@ -202,42 +196,6 @@ def _loss_of_chunk(
 def _of_all_ranks(x: Tensor, border: Border, num_rows: int) -> Tensor | None:
     """Memory for a chunk's tokens of all ranks, if they are split."""
     return x.new_empty((min(num_rows, len(x)) * border.num_parts, x.shape[1])) if border.splits_sequence else None
-
-
-def _exponentials(logits: Tensor, tokens: _Tokens, head: _Head) -> _Exponentials:
-    """log(sum of exp) - target over vocabulary slices: one max all-reduce, then one sum of two figures a token.
-
-    Computed in the loss's dtype: over the logits if that is theirs.
-    """
-    communicator = head.border.communicator
-    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    width = x.shape[1]
-    start = communicator.rank * width
-    num_real = min(max(head.targets.vocab_size - start, 0), width)
-    x[:, num_real:] = -torch.inf
-    peak = x.amax(dim=1)
-    communicator.all_reduce(peak, "max").wait()
-    x -= peak.unsqueeze(1)
-    column = (tokens.labels - start).clamp(0, width - 1)
-    is_here = (tokens.labels >= start) & (tokens.labels < start + num_real)
-    target = x.gather(1, column.unsqueeze(1)).squeeze(1).masked_fill(~is_here, 0.0)
-    sums = torch.stack((x.exp_().sum(dim=1), target))  # [2, n]
-    communicator.all_reduce(sums).wait()
-    return _Exponentials(x, sums[0].log() - sums[1], sums[0], column, is_here)
-
-
-def _differentiate(logits: Tensor, exponentials: _Exponentials, token_weights: Tensor | None) -> None:
-    """Exponentials to (softmax - one-hot) * weight of the token, which goes where the logits were.
-
-    Of order 1 whatever the batch, so that fp16 holds it without a loss scale.
-    """
-    gradient = exponentials.values.div_(exponentials.sums.unsqueeze(1))
-    one_hot = exponentials.is_here.unsqueeze(1).to(gradient.dtype)
-    gradient.scatter_add_(1, exponentials.column.unsqueeze(1), one_hot.neg_())
-    if token_weights is not None:
-        gradient *= token_weights.unsqueeze(1)
-    if gradient is not logits:
-        logits.copy_(gradient)
 
 
 def _give(gradient: Tensor, factor: Tensor, place: GradientPlace | None) -> Tensor | None:

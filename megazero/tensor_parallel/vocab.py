@@ -22,6 +22,7 @@ from megazero.parallel.param_spec import Init, ParamSpec
 from megazero.tensor_parallel.head_loss import Targets, summed_cross_entropy
 from megazero.tensor_parallel.layers import TensorParallel, column_linear, uninitialised_parameter
 from megazero.tensor_parallel.regions import leave_region
+from megazero.tensor_parallel.softmax import IN_PLACE, Softmax
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -73,9 +74,10 @@ class TiedHead(nn.Module):
     def __init__(self, tp: TensorParallel) -> None:
         super().__init__()
         self._tp = tp
+        self.softmax: Softmax = IN_PLACE
 
     def forward(self, x: Tensor, weight: nn.Parameter, *, targets: Targets | None = None) -> Tensor:
-        return logits_or_loss(self._tp, x, weight, targets)
+        return logits_or_loss(self._tp, x, weight, targets, self.softmax)
 
 
 class VocabParallelHead(nn.Module):
@@ -87,9 +89,10 @@ class VocabParallelHead(nn.Module):
         super().__init__()
         self._tp = tp
         self.weight = vocab_parameter(tp, vocab_size, padded_vocab_size, hidden_size, init=init)
+        self.softmax: Softmax = IN_PLACE
 
     def forward(self, x: Tensor, *, targets: Targets | None = None) -> Tensor:
-        return logits_or_loss(self._tp, x, self.weight, targets)
+        return logits_or_loss(self._tp, x, self.weight, targets, self.softmax)
 
 
 def vocab_parameter(
@@ -111,8 +114,10 @@ def vocab_parameter(
     return uninitialised_parameter(tp, local, spec)
 
 
-def logits_or_loss(tp: TensorParallel, x: Tensor, weight: nn.Parameter, targets: Targets | None) -> Tensor:
+def logits_or_loss(
+    tp: TensorParallel, x: Tensor, weight: nn.Parameter, targets: Targets | None, softmax: Softmax
+) -> Tensor:
     """x [..., h] and the rows held here, [Vp / t, h], to logits [..., Vp / t], or to the summed loss of targets."""
     if targets is None:
         return column_linear(tp, x, weight, None, products=tp.head_products)
-    return summed_cross_entropy(x, tp.use(weight), targets, tp.border, products=tp.head_products)
+    return summed_cross_entropy(x, tp.use(weight), targets, tp.border, products=tp.head_products, softmax=softmax)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megazero.activations.build import RankParts, activation_plan
+from megazero.activations.build import RankParts, activation_plan, describe
 from megazero.activations.plan import ActivationPlan
 from megazero.comm.build import make_mesh
 from megazero.comm.local import LocalCommunicator
@@ -383,6 +383,10 @@ def _reporting(config: RunConfig, console: Console, core: Core, inputs: RunInput
         gathers_ranks=logging.metrics_file is not None or in_tensorboard,
         ledger=ledger,
         pipeline=pipeline,
-        opening=opening_line(activation_config(config), _num_held(config, core), core.mesh.topology.tp, core.buffers),
+        opening=opening_line(
+            describe(activation_config(config), _num_held(config, core), core.mesh.topology.tp),
+            core.activations.logits_chunk_bytes,
+            core.buffers,
+        ),
         closing=lambda: [*pipeline.closing_lines(), *closing_lines(core.engine, core.activations.recomputation)],
     )

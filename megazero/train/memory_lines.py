@@ -1,18 +1,16 @@
 """What a run says of this rank's memory besides its model states: activations, buffers and arenas (ZeRO-R)."""
 
-from megazero.activations.build import describe
 from megazero.activations.recompute import Recomputation
-from megazero.config.activations import ActivationConfig
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.units import format_bytes
 from megazero.zero.engine import Engine
 
 
-def opening_line(config: ActivationConfig, num_checkpoints: int, tensor_size: int, buffers: FusedBuffers) -> str:
-    """What has been chosen; buffers: the constant-size ones."""
+def opening_line(activations: str, logits_chunk_bytes: int, buffers: FusedBuffers) -> str:
+    """What has been chosen; activations: what becomes of them.  buffers: the constant-size ones."""
     return (
-        f"{describe(config, num_checkpoints, tensor_size)} | logits in pieces of at most"
-        f" {format_bytes(config.logits_chunk_bytes)} | constant-size buffers of {format_bytes(buffers.buffer_bytes)}"
+        f"{activations} | logits in pieces of at most"
+        f" {format_bytes(logits_chunk_bytes)} | constant-size buffers of {format_bytes(buffers.buffer_bytes)}"
     )
 
 

@@ -3,6 +3,7 @@
 Inputs are small whole numbers, so sums are exact in every dtype and a result is right or wrong, never nearly right.
 """
 
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from megazero.memory.fused_buffers import FusedBuffers
 
 pytestmark = pytest.mark.gloo
 
-SIZES = (2, 4)
+SIZES = (2, 3, 4)
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 NUMEL = 6  # of one rank's slice
 BUFFER_BYTES = 4 * NUMEL * 8
@@ -134,6 +135,90 @@ def test_narrow_sums_are_rounded_once(dtype: torch.dtype, large: float, total: f
         one_by_one += 1
     assert one_by_one.item() == large, "the example distinguishes nothing"
     assert run_ranks(4, halves, dtype, large) == [[total]] * 4
+
+
+def drawn(size: int, numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Real numbers [size, size * numel], a row for what each rank puts in."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, size * numel, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def sums_of_drawn(rank: int, size: int, dtype: torch.dtype) -> Tensor:
+    axis, pool = communicator()
+    pool.resize(size * 50 * 8)
+    output = torch.empty(50, dtype=dtype)
+    axis.reduce_scatter_into(output, drawn(size, 50, dtype)[rank]).wait()
+    return output
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_narrow_sums_are_those_of_float32(size: int, dtype: torch.dtype) -> None:
+    contributions = drawn(size, 50, dtype)
+    expected = contributions.float().sum(0).to(dtype).view(size, 50)
+    one_by_one = contributions[0].clone()
+    for other in contributions[1:]:
+        one_by_one += other
+    assert torch.equal(one_by_one.view(size, 50), expected) == (size == 2), "the example distinguishes nothing"
+    for rank, found in enumerate(run_ranks(size, sums_of_drawn, size, dtype)):
+        assert torch.equal(found, expected[rank])
+
+
+# Of each call in turn; every rank waits for them in an order of its own.
+TURNS = ("reduce_scatter", "all_gather", "all_reduce", "all_gather", "broadcast", "reduce_scatter", "reduce_scatter")
+LENGTHS = (1, 6, 5_000)
+REPETITIONS = 12
+
+
+def call_in_turn(axis: ProcessGroupCommunicator, turn: int, numel: int) -> tuple[Tensor, Any]:
+    """Where the result of one call arrives, and the work that brings it; rank r puts in r + 1, times its place."""
+    name, size = TURNS[turn], axis.size
+    here = torch.arange(numel * size, dtype=torch.float64) * (axis.rank + 1) + turn
+    mine = slice(axis.rank * numel, (axis.rank + 1) * numel)
+    if name == "reduce_scatter":
+        output = here[mine] if turn == 0 else torch.empty(numel, dtype=torch.float64)
+        return output, axis.reduce_scatter_into(output, here)
+    if name == "all_gather":
+        output = torch.full((numel * size,), torch.nan, dtype=torch.float64)
+        if turn == 1:
+            output[mine] = here[:numel]
+        return output, axis.all_gather_into(output, output[mine] if turn == 1 else here[:numel])
+    return here, axis.all_reduce(here) if name == "all_reduce" else axis.broadcast(here, size - 1)
+
+
+def expected_in_turn(turn: int, numel: int, rank: int, size: int) -> Tensor:
+    place = torch.arange(numel * size, dtype=torch.float64)
+    everyone = torch.stack([place * (other + 1) + turn for other in range(size)])
+    return {
+        "reduce_scatter": everyone.sum(0)[rank * numel : (rank + 1) * numel],
+        "all_gather": everyone[:, :numel].reshape(-1),
+        "all_reduce": everyone.sum(0),
+        "broadcast": everyone[size - 1],
+    }[TURNS[turn]]
+
+
+def all_in_flight(rank: int, size: int) -> list[str]:
+    """Calls of every kind under way on one group at once, again and again; those whose results are wrong."""
+    axis, pool = communicator()
+    pool.resize(size * max(LENGTHS) * 8)
+    wrong = []
+    for repetition in range(REPETITIONS):
+        lengths = [LENGTHS[(turn + repetition) % len(LENGTHS)] for turn in range(len(TURNS))]
+        calls = [call_in_turn(axis, turn, numel) for turn, numel in enumerate(lengths)]
+        order = list(range(len(TURNS)))
+        random.Random(rank + 10 * repetition).shuffle(order)
+        for turn in order:
+            output, work = calls[turn]
+            work.wait()
+            if not torch.equal(output, expected_in_turn(turn, lengths[turn], rank, size)):
+                wrong.append(f"{TURNS[turn]} {turn} of {lengths[turn]} in repetition {repetition}")
+    pool.resize(1)  # refused while a buffer is out
+    return wrong
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_calls_of_all_kinds_are_under_way_at_once(size: int) -> None:
+    assert run_ranks(size, all_in_flight, size) == [[]] * size
 
 
 def several_in_flight(rank: int, size: int) -> tuple[list[Tensor], int, int]:

@@ -12,7 +12,7 @@ def test_nothing_is_recomputed_unless_asked_for() -> None:
     assert (kept.recompute_granularity, kept.recompute_method, kept.recompute_num_layers) == ("none", None, None)
     switches = [info.name for info in describe("", ActivationConfig) if info.kind in ("bool", "switch")]
     assert len(switches) == 5 and not any(getattr(kept, name) for name in switches)
-    assert kept.number_checkpoints is None and kept.logits_chunk_bytes == 64 * 2**20
+    assert kept.number_checkpoints is None and kept.logits_chunk_bytes is None
 
 
 @pytest.mark.parametrize("name", ["partition_activations", "checkpoint_in_cpu"])

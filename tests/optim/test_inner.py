@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megazero.memory.fused_buffers import FusedBuffers
+from megazero.optim import inner
 from megazero.optim.inner import AdamWSettings, FusedAdamW, Run, StepInputs, advance
 from megazero.parallel.param_spec import ParamSpec
 
@@ -151,3 +152,70 @@ def test_scratch_memory_is_one_buffer_and_given_back() -> None:
     flat.update(gradients(torch.float64)[0], inputs(1e-2))
     assert flat.pool.num_buffers == 1
     flat.pool.resize(8)  # refused while a buffer is out
+
+
+def one_call(flat: Flat, gradient: Tensor, given: StepInputs) -> None:
+    """torch's own kernel on both runs whole."""
+    advance(flat.step, given)
+    for decay, part in Flat.parts().items():
+        torch._fused_adamw_(
+            [flat.master[part]],
+            [gradient[part].to(flat.master.dtype) * given.factor.to(flat.master.dtype)],
+            [flat.exp_avg[part]],
+            [flat.exp_avg_sq[part]],
+            [],
+            [flat.step],
+            lr=given.lr,
+            beta1=SETTINGS.beta1,
+            beta2=SETTINGS.beta2,
+            weight_decay=SETTINGS.weight_decay if decay else 0.0,
+            eps=SETTINGS.eps,
+            amsgrad=False,
+            maximize=False,
+        )
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-14), (torch.float32, 2e-6)], ids=str)
+@pytest.mark.parametrize("piece", [1, 4, 5, 6, 10, 11, 12])
+def test_pieces_are_updated_as_one_run_is(
+    monkeypatch: pytest.MonkeyPatch, piece: int, dtype: torch.dtype, rtol: float
+) -> None:
+    """Runs of 11 and 5 elements: in pieces that divide them or don't, as long as they are, and longer."""
+    monkeypatch.setattr(inner, "_CACHED_NUMEL", piece)
+    ours, whole = Flat.start(dtype), Flat.start(dtype)
+    for count, (rate, gradient) in enumerate(zip(RATES, gradients(dtype), strict=True), 1):
+        ours.update(gradient, inputs(rate, 0.125))
+        one_call(whole, gradient, inputs(rate, 0.125))
+        assert ours.step.item() == count, "each step is counted once, whatever the number of pieces"
+    for found, expected in zip(ours.copies(), whole.copies(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("piece", [1, 4, 11])
+def test_an_overflow_skips_every_piece(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+    monkeypatch.setattr(inner, "_CACHED_NUMEL", piece)
+    flat, grads = Flat.start(torch.float32), gradients(torch.float32)
+    flat.update(grads[0], inputs(1e-2, found_inf=0.0))
+    before = flat.copies()
+    flat.update(grads[1].index_fill(0, torch.tensor([10]), torch.inf), inputs(1e-2, found_inf=1.0))
+    assert all(torch.equal(ours, expected) for ours, expected in zip(flat.copies(), before, strict=True))
+
+
+def test_a_piece_is_all_the_memory_that_a_run_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inner, "_CACHED_NUMEL", 4)
+    flat = Flat.start(torch.float64)
+    flat.pool.resize(4 * 8)
+    flat.update(gradients(torch.float64)[0], inputs(1e-2))
+    assert flat.pool.num_buffers == 1
+    flat.pool.resize(8)  # refused while a buffer is out
+
+
+@pytest.mark.parametrize("extra", [-1, 0, 1])
+def test_a_run_about_as_long_as_a_piece_really_is(extra: int) -> None:
+    """Every element is updated once: after one step from zero, each has moved by the rate against its gradient."""
+    numel = inner._CACHED_NUMEL + extra
+    master, moments = torch.zeros(numel), {name: torch.zeros(numel) for name in FusedAdamW.moments}
+    gradient = torch.where(torch.arange(numel) % 3 == 0, -1.0, 2.0)
+    pool, step = FusedBuffers(numel * 4, torch.device("cpu")), torch.ones(())
+    FusedAdamW(SETTINGS).update(0, Run(master, gradient, moments, 0), step, inputs(0.5), buffers=pool)
+    torch.testing.assert_close(master, -0.5 * gradient.sign(), rtol=1e-5, atol=0)

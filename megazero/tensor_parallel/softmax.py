@@ -1,0 +1,144 @@
+"""What the head's loss does to a chunk of logits between its matrix products.
+
+    peak    the largest logit of every token                                  then: maximum over the ranks
+    sums    sum of exp(logit - peak), and the label's logit - peak            then: sum over the ranks
+    loss    log(sum of exp) - label's
+    logits  become (softmax - one-hot) * weight of the token: their own gradient, of order 1 whatever the batch, so that
+            fp16 holds it without a loss scale
+
+All of it in the loss's dtype.  *In place*, step by step, it needs the logits once in that dtype, and takes a dozen
+passes over them; *fused* by torch's compiler it takes four, which read the logits as they are: on a GPU, where a pass
+over the logits costs as much as a product, that is most of the head's time.
+
+    V = vocabulary, Vp = padded vocabulary; rank r of t holds columns [r Vp / t, (r + 1) Vp / t); m tokens
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from megazero.comm.interface import Communicator
+
+
+class Labels(NamedTuple):
+    """What m tokens are followed by: ids in the whole vocabulary [m]; token_weights: what each counts, 1 if None."""
+
+    ids: Tensor
+    token_weights: Tensor | None
+    vocab_size: int
+
+
+class Softmax(Protocol):
+    """From logits to losses and gradients."""
+
+    def losses(self, logits: Tensor, labels: Labels, communicator: Communicator) -> tuple[Tensor, Callable[[], None]]:
+        """Losses [m] of logits [m, Vp / t], not weighted; and what turns the logits into their gradient, to call once.
+
+        What the logits hold from here on is undefined, until that has been called.
+        """
+
+
+class InPlaceSoftmax:
+    """Step by step, in as little memory as can be."""
+
+    def losses(self, logits: Tensor, labels: Labels, communicator: Communicator) -> tuple[Tensor, Callable[[], None]]:
+        x = logits.to(_loss_dtype(logits))
+        place = _Place.of(logits, labels, communicator.rank)
+        x[:, place.num_real :] = -torch.inf
+        peak = x.amax(dim=1)
+        communicator.all_reduce(peak, "max").wait()
+        x -= peak.unsqueeze(1)
+        column, is_here = place.columns(labels.ids)
+        target = x.gather(1, column.unsqueeze(1)).squeeze(1).masked_fill(~is_here, 0.0)
+        sums = torch.stack((x.exp_().sum(dim=1), target))  # [2, m]
+        communicator.all_reduce(sums).wait()
+
+        def differentiate() -> None:
+            gradient = x.div_(sums[0].unsqueeze(1))
+            one_hot = is_here.unsqueeze(1).to(gradient.dtype)
+            gradient.scatter_add_(1, column.unsqueeze(1), one_hot.neg_())
+            if labels.token_weights is not None:
+                gradient *= labels.token_weights.unsqueeze(1)
+            if gradient is not logits:
+                logits.copy_(gradient)
+
+        return sums[0].log() - sums[1], differentiate
+
+
+class FusedSoftmax:
+    """The same in three compiled pieces, between which ranks talk."""
+
+    def __init__(self) -> None:
+        self._peak, self._sums, self._gradient = (_compiled(piece) for piece in (_peak, _sums, _gradient))
+
+    def losses(self, logits: Tensor, labels: Labels, communicator: Communicator) -> tuple[Tensor, Callable[[], None]]:
+        place = _Place.of(logits, labels, communicator.rank)
+        peak = self._peak(logits, place)
+        communicator.all_reduce(peak, "max").wait()
+        sums = self._sums(logits, peak, labels.ids, place)
+        communicator.all_reduce(sums).wait()
+
+        def differentiate() -> None:
+            self._gradient(logits, peak, sums, labels.ids, labels.token_weights, place)
+
+        return sums[0].log() - sums[1], differentiate
+
+
+class _Place(NamedTuple):
+    """Which columns of the vocabulary a rank holds: num_real from start on, then padding."""
+
+    start: int
+    num_real: int
+
+    @staticmethod
+    def of(logits: Tensor, labels: Labels, rank: int) -> "_Place":
+        width = logits.shape[1]
+        return _Place(rank * width, min(max(labels.vocab_size - rank * width, 0), width))
+
+    def columns(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Every label's column here, and whether it is here at all."""
+        column = (ids - self.start).clamp(0, max(self.num_real - 1, 0))
+        return column, (ids >= self.start) & (ids < self.start + self.num_real)
+
+
+def _peak(logits: Tensor, place: _Place) -> Tensor:
+    return _real(logits, place).amax(dim=1)
+
+
+def _sums(logits: Tensor, peak: Tensor, ids: Tensor, place: _Place) -> Tensor:
+    column, is_here = place.columns(ids)
+    target = logits.gather(1, column.unsqueeze(1)).squeeze(1).to(peak.dtype) - peak
+    exponentials = (_real(logits, place) - peak.unsqueeze(1)).exp()
+    return torch.stack((exponentials.sum(dim=1), target.masked_fill(~is_here, 0.0)))
+
+
+def _gradient(
+    logits: Tensor, peak: Tensor, sums: Tensor, ids: Tensor, token_weights: Tensor | None, place: _Place
+) -> None:
+    softmax = (_real(logits, place) - peak.unsqueeze(1)).exp() / sums[0].unsqueeze(1)
+    column, is_here = place.columns(ids)
+    is_label = (_columns_of(logits) == column.unsqueeze(1)) & is_here.unsqueeze(1)
+    gradient = softmax - is_label.to(softmax.dtype)
+    logits.copy_(gradient if token_weights is None else gradient * token_weights.unsqueeze(1))
+
+
+def _real(logits: Tensor, place: _Place) -> Tensor:
+    """In the loss's dtype; of padding minus infinity."""
+    return logits.to(_loss_dtype(logits)).masked_fill(_columns_of(logits) >= place.num_real, -torch.inf)
+
+
+def _columns_of(logits: Tensor) -> Tensor:
+    return torch.arange(logits.shape[1], device=logits.device).unsqueeze(0)
+
+
+def _loss_dtype(logits: Tensor) -> torch.dtype:
+    return torch.promote_types(logits.dtype, torch.float32)
+
+
+def _compiled(piece: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(piece, fullgraph=True, dynamic=False)
+
+
+IN_PLACE = InPlaceSoftmax()

@@ -1,0 +1,183 @@
+"""Compiled blocks compute what the same blocks compute uncompiled, in a few graphs without breaks.
+
+Inductor makes the code where numbers and random draws are compared; elsewhere what is asked is which graphs there are
+and what stays outside of them, so they run as they are traced, which takes no compiler.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import pytest
+import torch
+from support.processes import run_ranks
+from support.small_runs import LENGTH, core_on_rank, reference_batch, tiny_run
+from torch._dynamo.utils import counters
+
+from megazero.data.loader import MicroBatch, StepBatch
+from megazero.train.build import Core, step_parts
+from megazero.train.step import StepControls, training_step
+
+pytestmark = pytest.mark.gloo
+
+WHOLE, PARTS = "every block as a whole", "what lies between the collectives of a block"
+STEPS, MICRO_BATCHES = 3, 2
+
+
+class Layout(NamedTuple):
+    """How a run is made; settings: of its own.  backend: of torch.compile, inductor where None."""
+
+    settings: dict[str, Any]
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    backend: str | None = "aot_eager"
+    evaluates: bool = False
+
+    @property
+    def size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+
+class Ran(NamedTuple):
+    """What some steps gave on one rank: figures of every step, evaluations, the last step's kept gradients, traffic."""
+
+    figures: list[tuple[float, float]]
+    evaluations: list[float]
+    gradients: dict[str, torch.Tensor]
+    traffic: dict[str, dict[str, int]]
+    compiled: str | None
+    graphs: int
+    breaks: dict[str, int]
+
+
+def off_and_on(rank: int, layout: Layout) -> tuple[Ran, Ran]:
+    """The same run uncompiled and compiled."""
+    return run(rank, layout, "off"), run(rank, layout, "on")
+
+
+def run(rank: int, layout: Layout, choice: str) -> Ran:
+    torch._dynamo.reset()
+    counters.clear()
+    degrees = {"tensor_model_parallel_size": layout.tp, "pipeline_model_parallel_size": layout.pp}
+    batch = {"global_batch_size": 2 * MICRO_BATCHES * layout.dp, "compile": choice}
+    config = tiny_run(**{"num_layers": 3 if layout.pp == 1 else 4, **batch, **degrees, **layout.settings})
+    compiler = torch.compile if layout.backend is None else partial(torch.compile, backend=layout.backend)
+    with patch.object(torch, "compile", compiler):
+        core = core_on_rank(rank, config, tp=layout.tp, pp=layout.pp, dp=layout.dp)
+    parts, figures, evaluations = step_parts(config, core), [], []
+    for step in range(STEPS):
+        core.mesh.meter.reset()
+        report = training_step(parts, batch_of(core, step), StepControls(1e-2, 1.0))
+        figures.append((report.loss.item(), report.grad_norm.item()))
+        traffic = core.mesh.meter.bytes_by_axis()
+        if layout.evaluates:
+            evaluations.append(evaluated(core))
+    gradients = {
+        f"{name} from {piece.start}": piece.tensor.clone()
+        for name, _ in core.model.named_parameters()
+        for piece in core.engine.pieces(name, "gradient")
+    }
+    core.engine.close()
+    graphs, breaks = counters["stats"]["unique_graphs"], dict(counters["graph_break"])
+    return Ran(figures, evaluations, gradients, traffic, core.compiled, graphs, breaks)
+
+
+def batch_of(core: Core, step: int) -> StepBatch:
+    """This data-parallel rank's micro-batches of a step."""
+    first, data_rank = step * 2 * MICRO_BATCHES * core.mesh.topology.dp, core.mesh.coordinate("dp")
+    micro_batches = []
+    for index in range(MICRO_BATCHES):
+        start = first + 2 * (index * core.mesh.topology.dp + data_rank)
+        batch = reference_batch(start, 2, masked=False)
+        micro_batches.append(MicroBatch(start, batch.tokens, batch.labels, None))
+    return StepBatch(first, micro_batches)
+
+
+@torch.no_grad()
+def evaluated(core: Core) -> float:
+    """The loss of other samples, without dropout."""
+    core.model.train(False)
+    batch = reference_batch(1000, 2, masked=False)
+    loss = core.model.summed_loss(batch.tokens, batch.labels).item() / (2 * LENGTH)
+    core.engine.end_walk(ends_pass=True)
+    core.model.train(True)
+    return loss
+
+
+def check_same(off: Ran, on: Ran) -> None:
+    """Figures, gradients and traffic of the two runs."""
+    assert off.compiled is None and off.graphs == 0
+    assert on.breaks == {}
+    torch.testing.assert_close(on.figures, off.figures, rtol=1e-12, atol=0)
+    torch.testing.assert_close(on.evaluations, off.evaluations, rtol=1e-12, atol=0)
+    assert on.gradients.keys() == off.gradients.keys()
+    for name, gradient in off.gradients.items():
+        assert (on.gradients[name] - gradient).abs().max() <= 1e-12 * max(1e-3, gradient.abs().max()), name
+    assert on.traffic == off.traffic
+
+
+@pytest.mark.parametrize(
+    ("settings", "evaluates"),
+    [({"zero_stage": 0}, True), ({"zero_stage": 3, "recompute_granularity": "full"}, False)],
+    ids=["stage 0, evaluating", "stage 3, recomputing"],
+)
+def test_whole_blocks_share_one_graph(settings: dict[str, Any], evaluates: bool) -> None:
+    [(off, on)] = run_ranks(1, off_and_on, Layout(settings, backend=None, evaluates=evaluates))
+    check_same(off, on)
+    assert on.compiled == WHOLE
+    assert on.graphs == 1 + evaluates, "one where gradients are wanted, and one where they aren't"
+
+
+def with_and_without_recomputation(rank: int) -> list[Ran]:
+    layouts = [
+        Layout({"hidden_dropout": 0.2, "attention_dropout": 0.1, **recomputing}, backend=None)
+        for recomputing in ({}, {"recompute_granularity": "full"})
+    ]
+    return [run(rank, layouts[0], "off"), *(run(rank, layout, "on") for layout in layouts)]
+
+
+def test_recomputed_dropout_is_the_same_dropout() -> None:
+    [(off, kept, recomputed)] = run_ranks(1, with_and_without_recomputation)
+    assert kept.compiled == recomputed.compiled == WHOLE
+    assert recomputed.figures == kept.figures
+    for name, gradient in kept.gradients.items():
+        assert torch.equal(recomputed.gradients[name], gradient), name
+    without = run_ranks(1, off_and_on, Layout({}))[0][0]
+    for (loss, _), (other, _), (plain, _) in zip(kept.figures, off.figures, without.figures, strict=True):
+        assert loss != plain and other != plain, "something is dropped"
+        assert loss == pytest.approx(other, rel=0.1), "as much as elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("layout", "compiled", "graphs"),
+    [
+        (Layout({"zero_stage": 3, "reduce_bucket_size": 300}, dp=2), WHOLE, 1),
+        (Layout({}, tp=2), PARTS, 4),  # attention, activation, between the two, and after them
+        (Layout({"sequence_parallel": True, "zero_stage": 2}, tp=2), PARTS, 4),
+        (Layout({"recompute_granularity": "selective"}), PARTS, 4),
+        (Layout({"pipeline_schedule": "zero-bubble"}, pp=2), PARTS, 2),  # parameters stay outside
+    ],
+    ids=["zero", "tensor parallel", "split sequence", "selective recomputation", "zero bubble"],
+)
+def test_layouts(layout: Layout, compiled: str, graphs: int) -> None:
+    for off, on in run_ranks(layout.size, off_and_on, layout):
+        check_same(off, on)
+        assert (on.compiled, on.graphs) == (compiled, graphs)
+
+
+def test_what_draws_from_a_state_of_its_own_stays_outside() -> None:
+    """So that compiled runs drop what others do: with a split sequence nothing but the activation is compiled."""
+    settings = {"hidden_dropout": 0.2, "attention_dropout": 0.1, "sequence_parallel": True}
+    for off, on in run_ranks(2, off_and_on, Layout(settings, tp=2)):
+        check_same(off, on)
+        assert (on.compiled, on.graphs) == (PARTS, 1)
+
+
+@pytest.mark.parametrize("recomputing", [{}, {"recompute_granularity": "full"}], ids=str)
+def test_replicated_dropout_is_the_same_on_every_rank(recomputing: dict[str, Any]) -> None:
+    layout = Layout({"hidden_dropout": 0.2, "attention_dropout": 0.1, **recomputing}, tp=2)
+    (_, first), (_, second) = run_ranks(2, off_and_on, layout)
+    assert first.graphs == 3 and first.breaks == {}
+    assert first.figures == second.figures
+    torch.testing.assert_close(first.gradients["final_norm.weight from 0"], second.gradients["final_norm.weight from 0"])
