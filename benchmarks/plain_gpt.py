@@ -7,7 +7,7 @@ key and value matrix has the rows [3, heads, head_dim].
 Shapes, in comments: b = samples, s = sequence, h = hidden, a = heads, d = h / a, V = vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -113,13 +113,19 @@ def fill_(model: nn.Module, config: ModelConfig, seed: int) -> None:
     """Write the first values of megazero's model into a PlainGPT, whole or cut by `fully_shard`, by name."""
     parameters = dict(model.named_parameters())
     with torch.no_grad():
-        for spec, _ in named_specs(_megazero_model(config)):
-            parameter = parameters.pop(spec.name)
-            value = initial_value(spec, seed).view(parameter.shape).to(parameter.device)
+        for name, drawn in first_values(config, seed):
+            parameter = parameters.pop(name)
+            value = drawn.view(parameter.shape).to(parameter.device)
             if isinstance(parameter, DTensor):  # every process draws all of it, and keeps its part
                 value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
             parameter.copy_(value)
     assert not parameters, f"{', '.join(parameters)} of the plain model only"
+
+
+def first_values(config: ModelConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Names of megazero's parameters and what they are at first, one after the other."""
+    for spec, _ in named_specs(_megazero_model(config)):
+        yield spec.name, initial_value(spec, seed)
 
 
 def _megazero_model(config: ModelConfig) -> GPT:

@@ -33,6 +33,8 @@ from megazero.data.mock import MockSamples
 
 SEED = 1
 PLAIN = "plain"
+# Megatron-core without ZeRO, and in stage 1.
+MEGATRON = ("megatron-core", "megatron-core-1")
 # Of one process, and of several; megazero-K is ZeRO stage K, and so is deepspeed-K.
 ALONE = ("eager", "compiled", "megazero")
 TOGETHER = (
@@ -43,10 +45,14 @@ TOGETHER = (
     "fsdp2",
     "fsdp2-keep",
     *(f"deepspeed-{stage}" for stage in range(4)),
+    *MEGATRON,
     *(f"megazero-{stage}" for stage in range(4)),
 )
 # What a system needs beside torch and megazero.
-PACKAGES: Mapping[str, str] = {f"deepspeed-{stage}": "deepspeed" for stage in range(4)}
+PACKAGES: Mapping[str, str] = {
+    **{f"deepspeed-{stage}": "deepspeed" for stage in range(4)},
+    **dict.fromkeys(MEGATRON, "megatron.core"),
+}
 # Where DeepSpeed's optimizers keep model states, beside the parameters and torch's optimizer; by its version 0.19.
 _DEEPSPEED_STATES = (
     "bit16_groups_flat",
@@ -115,7 +121,7 @@ class System:
 def missing(name: str) -> str | None:
     """The package that a system needs and that isn't installed."""
     package = PACKAGES.get(name)
-    return package if package is not None and find_spec(package) is None else None
+    return package if package is not None and find_spec(package.partition(".")[0]) is None else None
 
 
 def make(name: str, place: Place, work: Work) -> System:
@@ -125,6 +131,8 @@ def make(name: str, place: Place, work: Work) -> System:
         return _megazero(rest, place, work)
     if family == "deepspeed":
         return _deepspeed(int(rest), place, work)
+    if family == "megatron":
+        return _megatron(place, work, shards=rest == "core-1")
     if family == "fsdp2":
         return _fsdp2(place, work, reshards=rest != "keep")
     model = plain_gpt(work.model, SEED, place.device)
@@ -243,6 +251,14 @@ def _deepspeed_states(engine: Any) -> Iterator[Tensor]:
         yield from _tensors(getattr(parameter, "ds_tensor", None))
     for name in _DEEPSPEED_STATES:
         yield from _tensors(getattr(engine.optimizer, name, None))
+
+
+def _megatron(place: Place, work: Work, *, shards: bool) -> System:
+    """Its own model, wrapper and optimizer; `megatron_gpt.py` says how."""
+    dtype = torch.bfloat16 if work.precision == "bf16" else torch.float32
+    gpt = import_module("megatron_gpt").MegatronGPT(work.model, place.device, dtype, lr=LR, seed=SEED, shards=shards)
+    states = _StateCount(gpt.optimizer, gpt.parameters(), gpt.buffers)
+    return System(gpt.take, states, gpt.settings, metadata.version("megatron-core"))
 
 
 class _StateCount:

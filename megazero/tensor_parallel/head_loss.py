@@ -123,16 +123,19 @@ class _WeightGradient:
     """The sum over chunks of d^T x, in the loss's dtype (where x is of a lower one, each product is rounded once)."""
 
     def __init__(self, weight: Tensor, dtype: torch.dtype, products: Products) -> None:
-        self._total = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-        self._products = products
-        self._is_first = True
+        self._weight, self._dtype, self._products = weight, dtype, products
+        self._total: Tensor | None = None
 
     def add(self, gradient: Tensor, x: Tensor) -> None:
-        self._products.add_weight_gradient(self._total, gradient, x, is_first=self._is_first)
-        self._is_first = False
+        if self._total is None:
+            self._total = self._products.weight_gradient(gradient, x).to(self._dtype)
+        else:
+            self._products.add_weight_gradient(self._total, gradient, x, is_first=False)
 
     def found(self) -> Tensor:
-        return self._total.zero_() if self._is_first else self._total  # there may have been no token
+        if self._total is None:  # there was no token
+            return torch.zeros_like(self._weight, dtype=self._dtype)
+        return self._total
 
 
 class _InputGradient:

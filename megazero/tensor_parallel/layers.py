@@ -116,6 +116,7 @@ class TensorParallel:
         if torch.compiler.is_compiling():
             # Only whole blocks on one tensor rank come here (`model/compiled.py`), and what is compiled has no effects:
             # nothing is sent or counted, and gradients go to autograd.
+            assert self.communicator.size == 1 and self.deferred is None, "what has effects is not compiled"
             return Linear(_ALONE, products, None, None)
         return Linear(self.border, products, later, place_of(weight))
 

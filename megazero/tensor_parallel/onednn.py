@@ -16,6 +16,7 @@ from megazero.parallel.gradient_place import add_to
 from megazero.tensor_parallel.products import TORCH, Products
 
 _PROCESSOR = Path("/proc/cpuinfo")
+_LARGEST_NUMEL = 1 << 18  # of a product on its way to where it belongs: 1 MiB
 
 
 class OneDnnProducts:
@@ -28,10 +29,18 @@ class OneDnnProducts:
         return _linear(grad, weight.t())
 
     def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
-        return _linear(grad.t(), x.t())
+        if grad.shape[1] * x.shape[1] <= _LARGEST_NUMEL:
+            return _linear(grad.t(), x.t())
+        total = grad.new_empty((grad.shape[1], x.shape[1]))
+        self.add_weight_gradient(total, grad, x, is_first=True)
+        return total
 
     def add_weight_gradient(self, total: Tensor, grad: Tensor, x: Tensor, *, is_first: bool) -> None:
-        add_to(total, self.weight_gradient(grad, x), is_first=is_first)
+        # A product cannot be written to a given place, so of a large one the parts are made one after the other.
+        num_rows = max(_LARGEST_NUMEL // max(x.shape[1], 1), 1)
+        for start in range(0, grad.shape[1], num_rows):
+            rows = slice(start, start + num_rows)
+            add_to(total[rows], _linear(grad[:, rows].t(), x.t()), is_first=is_first)
 
 
 def fastest_products(device: torch.device, dtype: torch.dtype) -> Products:

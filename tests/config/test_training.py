@@ -12,6 +12,7 @@ def test_defaults_are_megatrons() -> None:
     assert training.global_batch_size is None and training.train_iters is None and training.train_samples is None
     assert training.exit_interval is None and training.exit_duration_in_mins is None
     assert training.exit_status_when_stopped is None
+    assert training.compile == "auto"
 
 
 @pytest.mark.parametrize(
@@ -30,3 +31,14 @@ def test_defaults_are_megatrons() -> None:
 def test_out_of_range_is_refused(name: str, value: int) -> None:
     with pytest.raises(ValidationError, match=name):
         TrainingConfig(**{"micro_batch_size": 4, name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("choice", ["auto", "on", "off"])
+def test_compile_is_a_choice_of_three(choice: str) -> None:
+    assert TrainingConfig(micro_batch_size=4, compile=choice).compile == choice  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("choice", [True, False, "yes", "inductor", ""])
+def test_anything_else_is_no_choice(choice: object) -> None:
+    with pytest.raises(ValidationError, match="compile"):
+        TrainingConfig(micro_batch_size=4, compile=choice)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Places of gradients: who is given one, and that the layers that write gradients write what autograd would have got."""
+"""Places of gradients: who is given one, and that layers write there what autograd would have got."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

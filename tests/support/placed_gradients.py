@@ -83,9 +83,7 @@ def small_run(**settings: Any) -> RunConfig:
     return tiny_run(**{"reduce_bucket_size": 900, "micro_batch_size": MICRO_BATCH, **settings})
 
 
-def placed(
-    rank: int, config: RunConfig, *, dp: int = 1, accumulation: int = 1, frozen: Sequence[str] = ()
-) -> Placed:
+def placed(rank: int, config: RunConfig, *, dp: int = 1, accumulation: int = 1, frozen: Sequence[str] = ()) -> Placed:
     """The run's GPT with `first_weights`, on an engine of its settings."""
     dtype = DTYPES[config.precision.precision]
     mesh, products = mesh_in_worker(rank, dp=dp), fastest_products(CPU, dtype)
@@ -154,6 +152,6 @@ def lent_memory_is_nan() -> Iterator[None]:
 
         return lease
 
-    with patch.object(FusedBuffers, "lease", poisoned(FusedBuffers)):
-        with patch.object(ArenaScratch, "lease", poisoned(ArenaScratch)):
-            yield
+    pool = patch.object(FusedBuffers, "lease", poisoned(FusedBuffers))
+    with pool, patch.object(ArenaScratch, "lease", poisoned(ArenaScratch)):
+        yield

@@ -95,9 +95,7 @@ def test_not_without_wide_registers(machine: pytest.MonkeyPatch, capability: str
         ("", ""),
     ],
 )
-def test_the_maker_is_the_systems_word(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, maker: str
-) -> None:
+def test_the_maker_is_the_systems_word(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, maker: str) -> None:
     (tmp_path / "cpuinfo").write_text(text)
     monkeypatch.setattr(onednn, "_PROCESSOR", tmp_path / "cpuinfo")
     assert onednn._maker() == maker

@@ -12,7 +12,6 @@ import torch
 from support.placed_gradients import (
     MICRO_BATCH,
     Kept,
-    Placed,
     assert_equal,
     first_weights,
     placed,
@@ -131,7 +130,9 @@ def hooked(rank: int, stage: int, name: str) -> tuple[list[Tensor], Kept, Kept]:
     """What a hook on a weight sees that doubles it; what is kept; and after the hook has gone."""
     run = placed(rank, small_run(zero_stage=stage, reduce_bucket_size=10_000), accumulation=2)
     seen: list[Tensor] = []
-    handle = run.model.get_parameter(name).register_hook(lambda gradient: (seen.append(gradient.clone()), gradient * 2)[1])
+    handle = run.model.get_parameter(name).register_hook(
+        lambda gradient: (seen.append(gradient.clone()), gradient * 2)[1]
+    )
     doubled = run.step()
     handle.remove()
     kept = run.step()
@@ -229,10 +230,14 @@ class Made(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.shape in self.shapes:
-            if result.untyped_storage().nbytes() == result.nbytes:  # and no view of a flat tensor
-                self.operators.append(str(func))
+        if isinstance(result, Tensor) and result.shape in self.shapes and _is_whole(result):
+            self.operators.append(str(func))
         return result
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Whether it is no view of a flat tensor."""
+    return tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 def made_in_backward(rank: int, stage: int, is_hooked: bool) -> tuple[list[str], list[str]]:

@@ -1,0 +1,179 @@
+"""Megatron-core's GPT in its DistributedDataParallel with its optimizer, from the first values of megazero's model.
+
+Importing this needs Megatron-core.  The model is its `local` layers, which need neither Apex nor Transformer Engine:
+attention writes out all scores, biases are added in compiled kernels, and the optimizer is torch's fused AdamW inside
+its own.  ZeRO stage 1 is its distributed optimizer.  Communication overlaps with computation where it can.
+
+It takes for granted that there is a GPU.  On the CPU it trains nevertheless, its sources as they are: `PosesAsCUDA`
+answers for CUDA while it is set up and while its optimizer updates, and `torch.cuda.current_device` says the CPU.  There
+its losses say something of it, and its times little, since nobody has made it fast there.  On a GPU it hasn't run here.
+
+Shapes, in comments: h = hidden, a = heads, d = h / a.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.tensor_parallel.random import initialize_rng_tracker
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from plain_gpt import ADAMW, CLIP, first_values
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+from megazero.config.model import ModelConfig
+from megazero.data.loader import StepBatch
+
+# Parts of parameters' names, ours to theirs, in the order in which they are replaced.
+_NAMES: Mapping[str, str] = {
+    r"^layers": "decoder.layers",
+    r"^final_norm": "decoder.final_layernorm",
+    r"\.(word|position)\b": r".\1_embeddings",
+    r"\.post_attention_norm": ".pre_mlp_layernorm",
+    r"\.input_norm": ".input_layernorm",
+    r"\.attention\.qkv": ".self_attention.linear_qkv",
+    r"\.attention\.projection": ".self_attention.linear_proj",
+    r"\.up\b": ".linear_fc1",
+    r"\.down\b": ".linear_fc2",
+}
+
+
+class PosesAsCUDA(TorchFunctionMode):
+    """Tensors asked for on CUDA are made on the CPU, and a tensor's type, asked for by name, is CUDA's."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        made = func(*args, **kwargs)
+        return made.replace("torch.", "torch.cuda.") if func is Tensor.type and isinstance(made, str) else made
+
+
+class MegatronGPT:
+    """The model of `config` and what trains it, on this process of a job of data-parallel processes.
+
+    dtype: of parameters; bf16 has fp32 master weights and, as Megatron-LM has it, gradients.  shards: ZeRO stage 1.
+    optimizer: torch's, inside Megatron-core's.
+    """
+
+    def __init__(
+        self, config: ModelConfig, device: torch.device, dtype: torch.dtype, *, lr: float, seed: int, shards: bool
+    ) -> None:
+        self._device = device
+        self._poses = nullcontext() if device.type == "cuda" else PosesAsCUDA()
+        if device.type != "cuda":
+            torch.cuda.current_device = lambda: device
+        bf16 = dtype == torch.bfloat16
+        overlaps = {"overlap_grad_reduce": True, "overlap_param_gather": shards}
+        of_buffers = {"use_distributed_optimizer": shards, "grad_reduce_in_fp32": bf16, **overlaps}
+        with self._poses:
+            parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+            initialize_rng_tracker(inference_rng_tracker=True)  # without dropout nothing is random
+            self._model = _model(config, device, dtype, seed)
+            self._parallel = DistributedDataParallel(
+                self._model.config, DistributedDataParallelConfig(**of_buffers), self._model
+            )
+            self._optimizer = _optimizer(self._parallel, dtype, lr=lr, shards=shards)
+        self.optimizer: Optimizer = self._optimizer.optimizer
+        self.settings = {"layers": "local", "ddp_config": of_buffers, "optimizer": f"{type(self.optimizer).__name__}"}
+        if device.type != "cuda":
+            self.settings["device"] = "the CPU, posing as CUDA"
+
+    def take(self, batch: StepBatch) -> float:
+        """One step; the mean loss of this process's samples."""
+        [part] = batch.micro_batches
+        tokens, labels = part.tokens.to(self._device), part.labels.to(self._device)
+        seq_length = tokens.shape[1]
+        positions = torch.arange(seq_length, device=self._device).expand_as(tokens)
+        hidden_from = torch.ones(1, 1, seq_length, seq_length, dtype=torch.bool, device=self._device).triu(1)
+        loss = self._parallel(tokens, positions, hidden_from, labels=labels).mean()
+        loss.backward()
+        self._parallel.finish_grad_sync()
+        with self._poses:
+            self._optimizer.step()
+        self._parallel.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        return float(loss.item())
+
+    def parameters(self) -> Iterator[Tensor]:
+        return self._model.parameters()
+
+    def buffers(self) -> Iterator[Tensor]:
+        """Where gradients lie, and sharded parameters."""
+        for buffer in self._parallel.buffers:
+            yield from (data for data in (buffer.grad_data, buffer.param_data) if data is not None)
+
+
+def _model(config: ModelConfig, device: torch.device, dtype: torch.dtype, seed: int) -> Any:
+    """With the first values of the seed; in bf16 rounded, and so are the master weights, which are made of it."""
+    shape = TransformerConfig(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        bias_activation_fusion=True,  # its GELU is the tanh's, as ours is
+        bias_dropout_fusion=True,
+    )
+    model = GPTModel(
+        shape,
+        get_gpt_layer_local_spec(),
+        vocab_size=config.vocab_size,
+        max_sequence_length=config.seq_length,
+        share_embeddings_and_output_weights=True,
+    )
+    _fill(model, config, seed)
+    model.to(device)
+    return Float16Module(shape, model) if dtype == torch.bfloat16 else model
+
+
+def _fill(model: Any, config: ModelConfig, seed: int) -> None:
+    parameters = dict(model.named_parameters())
+    for name, value in first_values(config, seed):
+        parameter = parameters.pop(their_name(name))
+        if ".qkv." in name:  # rows [3, a, d] as [a, 3, d]
+            value = value.reshape(3, config.num_attention_heads, -1, *parameter.shape[1:]).transpose(0, 1)
+        with torch.no_grad():
+            parameter.copy_(value.reshape(parameter.shape))
+    assert not parameters, f"{', '.join(parameters)} of Megatron-core's model only"
+
+
+def their_name(name: str) -> str:
+    """Of a parameter that megazero's model calls `name`."""
+    for ours, theirs in _NAMES.items():
+        name = re.sub(ours, theirs, name)
+    return name
+
+
+def _optimizer(parallel: Any, dtype: torch.dtype, *, lr: float, shards: bool) -> Any:
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=lr,
+        weight_decay=ADAMW.weight_decay,
+        adam_beta1=ADAMW.beta1,
+        adam_beta2=ADAMW.beta2,
+        adam_eps=ADAMW.eps,
+        clip_grad=CLIP,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_distributed_optimizer=shards,
+        overlap_param_gather=shards,
+    )
+    optimizer = get_megatron_optimizer(config, [parallel], use_gloo_process_groups=False)
+    for group in optimizer.param_groups:
+        group["weight_decay"] *= group["wd_mult"]  # its scheduler would do so
+        group["fused"] = True
+    return optimizer
