@@ -5,8 +5,8 @@
 Of several processes: `floor` (the plain model without any communication: the least that peers can take, not megazero,
 which has kernels of its own), torch's `ddp`, `ddp-view` (gradients as views of its buckets), `zero1-torch`
 (ZeroRedundancyOptimizer), `fsdp2` and `fsdp2-keep` (which keeps parameters gathered until backward), `deepspeed-0` to
-`-3` where DeepSpeed is installed, and `megazero-0` to `-3`, by ZeRO stage.  Of one process: `eager`, `compiled`
-(torch.compile) and `megazero`.  Megatron-core is not among them: without a GPU it cannot be set up and tested.
+`-3` where DeepSpeed is installed, `megatron-core` and `megatron-core-1` (its distributed optimizer) where Megatron-core
+is, and `megazero-0` to `-3`, by ZeRO stage.  Of one process: `eager`, `compiled` (torch.compile) and `megazero`.
 
 Every system has processes of its own, so that its memory is its own.  They take turns (A B C A B C ...) while others
 sleep, so that whatever else the machine does hits all alike; the first turn of each is a warm-up.  Then the plain model

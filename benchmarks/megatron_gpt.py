@@ -5,10 +5,11 @@ attention writes out all scores, biases are added in compiled kernels, and the o
 its own.  ZeRO stage 1 is its distributed optimizer.  Communication overlaps with computation where it can.
 
 It takes for granted that there is a GPU.  On the CPU it trains nevertheless, its sources as they are: `PosesAsCUDA`
-answers for CUDA while it is set up and while its optimizer updates, and `torch.cuda.current_device` says the CPU.  There
-its losses say something of it, and its times little, since nobody has made it fast there.  On a GPU it hasn't run here.
+answers for CUDA while it is set up and while its optimizer updates, and `torch.cuda.current_device` says the CPU.  Its
+losses there are as good as any, its times those of code that nobody has made fast there.  This file has never run on a
+GPU, where the same lines run without anybody posing.
 
-Shapes, in comments: h = hidden, a = heads, d = h / a.
+Shapes, in comments: a = heads, d = elements of a head, s = sequence.
 """
 
 import re
@@ -31,7 +32,6 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from megazero.config.model import ModelConfig
-from megazero.data.loader import StepBatch
 
 # Parts of parameters' names, ours to theirs, in the order in which they are replaced.
 _NAMES: Mapping[str, str] = {
@@ -84,25 +84,27 @@ class MegatronGPT:
             )
             self._optimizer = _optimizer(self._parallel, dtype, lr=lr, shards=shards)
         self.optimizer: Optimizer = self._optimizer.optimizer
-        self.settings = {"layers": "local", "ddp_config": of_buffers, "optimizer": f"{type(self.optimizer).__name__}"}
+        self.settings: dict[str, Any] = {
+            "layers": "local",
+            "ddp_config": of_buffers,
+            "optimizer": _described(self.optimizer),
+        }
         if device.type != "cuda":
             self.settings["device"] = "the CPU, posing as CUDA"
 
-    def take(self, batch: StepBatch) -> float:
-        """One step; the mean loss of this process's samples."""
-        [part] = batch.micro_batches
-        tokens, labels = part.tokens.to(self._device), part.labels.to(self._device)
+    def take(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """One step with this process's samples [b, s]; their mean loss."""
         seq_length = tokens.shape[1]
         positions = torch.arange(seq_length, device=self._device).expand_as(tokens)
-        hidden_from = torch.ones(1, 1, seq_length, seq_length, dtype=torch.bool, device=self._device).triu(1)
-        loss = self._parallel(tokens, positions, hidden_from, labels=labels).mean()
+        later = torch.ones(1, 1, seq_length, seq_length, dtype=torch.bool, device=self._device).triu(1)
+        loss: Tensor = self._parallel(tokens, positions, later, labels=labels).mean()
         loss.backward()
         self._parallel.finish_grad_sync()
         with self._poses:
             self._optimizer.step()
         self._parallel.zero_grad_buffer()
         self._optimizer.zero_grad()
-        return float(loss.item())
+        return loss.detach()
 
     def parameters(self) -> Iterator[Tensor]:
         return self._model.parameters()
@@ -175,5 +177,11 @@ def _optimizer(parallel: Any, dtype: torch.dtype, *, lr: float, shards: bool) ->
     optimizer = get_megatron_optimizer(config, [parallel], use_gloo_process_groups=False)
     for group in optimizer.param_groups:
         group["weight_decay"] *= group["wd_mult"]  # its scheduler would do so
-        group["fused"] = True
+        if "fused" in group:  # torch's; Apex and Transformer Engine have no other
+            group["fused"] = True
     return optimizer
+
+
+def _described(optimizer: Optimizer) -> str:
+    kind = type(optimizer)
+    return f"{kind.__module__}.{kind.__name__}({'fused=True' if 'fused' in optimizer.param_groups[0] else ''})"

@@ -15,18 +15,18 @@ from typing import Any
 import torch
 from records import command, described, device_name, quartiles, today
 from report import paragraph, table
-from systems import ALONE, Work
+from systems import ALONE, MEGATRON, Work
 from turns import Held, Turn
 
 # The largest relative difference of a loss from the plain one, at any step.
-BOUNDS: Mapping[str, float] = {"fp32": 1e-4, "bf16": 2e-3}
+BOUNDS: Mapping[str, float] = {"fp32": 1e-5, "bf16": 2e-3}
 # Its processes train each for itself, so only their first losses are everybody's.
 JUDGED_BY_FIRST_LOSS = ("floor",)
 BASES = ("ddp", "eager")
-_ONE_OR_TWO = ("zero1-torch", "deepspeed-1", "deepspeed-2")
+_ONE_OR_TWO = ("zero1-torch", "deepspeed-1", "deepspeed-2", MEGATRON[1])
 PEERS: Mapping[str, tuple[str, ...]] = {
     "megazero": ALONE[:2],
-    "megazero-0": ("ddp",),
+    "megazero-0": ("ddp", MEGATRON[0]),
     "megazero-1": _ONE_OR_TWO,
     "megazero-2": _ONE_OR_TWO,
     "megazero-3": ("fsdp2",),

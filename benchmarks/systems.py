@@ -1,10 +1,11 @@
 """What `compare.py` compares: megazero and other systems, each training the same GPT on the same tokens.
 
 A system is made by `make(name, place, work)` on every process of its job.  Others than megazero train `plain_gpt.py`
-with torch's fused AdamW; how each is set up stands in its record.  In bf16 megazero keeps parameters and gradients in
-bf16 beside fp32 master weights, and so does DeepSpeed by its `bf16.enabled`; FSDP2 keeps fp32 shards, gathers and
-reduces in bf16 (`MixedPrecisionPolicy`); plain, compiled and DistributedDataParallel's models keep fp32 and compute
-under autocast.
+with torch's fused AdamW, but for Megatron-core, which has a GPT of its own (`megatron_gpt.py`); how each is set up
+stands in its record.  In bf16 megazero keeps parameters and gradients in bf16 beside fp32 master weights, and so do
+DeepSpeed by its `bf16.enabled` and Megatron-core, whose gradients are fp32, as Megatron-LM has it; FSDP2 keeps fp32
+shards, gathers and reduces in bf16 (`MixedPrecisionPolicy`); plain, compiled and DistributedDataParallel's models keep
+fp32 and compute under autocast.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,7 +29,7 @@ from torch.optim import AdamW, Optimizer
 from torch.utils._pytree import tree_leaves
 
 from megazero.config.model import ModelConfig
-from megazero.data.loader import BatchLayout, StepBatch, build_step_batch
+from megazero.data.loader import BatchLayout, MicroBatch, StepBatch, build_step_batch
 from megazero.data.mock import MockSamples
 
 SEED = 1
@@ -87,12 +88,19 @@ class Work:
         names = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size")
         return {**{name: getattr(self.model, name) for name in names}, "micro_batch_size": self.micro_batch_size}
 
-    def batch(self, number: int, rank: int, size: int) -> StepBatch:
-        """The samples of step `number` that process `rank` of `size` has; of one process, in as many micro-batches."""
+    def batch(self, number: int, place: Place) -> StepBatch:
+        """The samples of step `number` that the process has; one alone has all, in several micro-batches."""
         assert self.model.vocab_size is not None, "made-up samples have a stated vocabulary"
         samples = MockSamples(self.model.vocab_size, self.model.seq_length, seed=1)
         total = self.world_size * self.micro_batch_size
-        return build_step_batch(samples, number * total, BatchLayout(total, self.micro_batch_size, rank, size))
+        layout = BatchLayout(
+            total,
+            self.micro_batch_size,
+            data_rank=place.launch.rank,
+            data_size=place.launch.world_size,
+            pins=place.device.type == "cuda",
+        )
+        return build_step_batch(samples, number * total, layout)
 
 
 class States(Protocol):
@@ -182,7 +190,7 @@ def _plain(module: Callable[..., Tensor], adam: Optimizer, place: Place, work: W
         total = torch.zeros((), device=device)
         for part in batch.micro_batches:
             with torch.autocast(device.type, torch.bfloat16, enabled=casts):
-                loss = module(part.tokens.to(device), part.labels.to(device)) / len(batch.micro_batches)
+                loss = module(*_sent(part, device)) / len(batch.micro_batches)
             loss.backward()
             total += loss.detach()
         torch.nn.utils.clip_grad_norm_(parameters, CLIP)
@@ -192,6 +200,11 @@ def _plain(module: Callable[..., Tensor], adam: Optimizer, place: Place, work: W
 
     told = {"optimizer": "torch.optim.AdamW(fused=True)", "autocast": "bf16" if casts else "none", **settings}
     return System(step, _StateCount(adam, parameters), told)
+
+
+def _sent(part: MicroBatch, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tokens and labels, on their way to the device."""
+    return part.tokens.to(device, non_blocking=True), part.labels.to(device, non_blocking=True)
 
 
 def _replicated(name: str, model: nn.Module, place: Place, work: Work) -> System:
@@ -220,7 +233,11 @@ def _fsdp2(place: Place, work: Work, *, reshards: bool) -> System:
 
 
 def _deepspeed(stage: int, place: Place, work: Work) -> System:
-    """Its engine with its defaults and torch's optimizer, around a model that every process has made whole."""
+    """Its engine with its defaults and torch's optimizer, around a model that every process has made whole.
+
+    In bf16 without ZeRO it makes moments by an update with gradients of zero, which AdamW would count as its first and
+    scale all others by; so the count begins anew.
+    """
     deepspeed: Any = import_module("deepspeed")
     model = plain_gpt(work.model, SEED, place.device)
     optimizer = adamw(model, LR)
@@ -233,14 +250,20 @@ def _deepspeed(stage: int, place: Place, work: Work) -> System:
     }
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
 
+    counts = [state["step"] for state in optimizer.state.values()]
+    for count in counts:
+        count.zero_()
+
     def step(batch: StepBatch) -> float:
         [part] = batch.micro_batches
-        loss = engine(part.tokens.to(place.device), part.labels.to(place.device))
+        loss = engine(*_sent(part, place.device))
         engine.backward(loss)
         engine.step()
         return float(loss.item())
 
     settings = {"config": config, "optimizer": "torch.optim.AdamW(fused=True)"}
+    if counts:
+        settings["set_up"] = "one update with gradients of zero, its own; AdamW's count of updates begins anew"
     states = _StateCount(optimizer, model.parameters(), partial(_deepspeed_states, engine))
     return System(step, states, settings, deepspeed.__version__)
 
@@ -257,8 +280,14 @@ def _megatron(place: Place, work: Work, *, shards: bool) -> System:
     """Its own model, wrapper and optimizer; `megatron_gpt.py` says how."""
     dtype = torch.bfloat16 if work.precision == "bf16" else torch.float32
     gpt = import_module("megatron_gpt").MegatronGPT(work.model, place.device, dtype, lr=LR, seed=SEED, shards=shards)
+
+    def step(batch: StepBatch) -> float:
+        [part] = batch.micro_batches
+        loss: Tensor = gpt.take(*_sent(part, place.device))
+        return loss.item()
+
     states = _StateCount(gpt.optimizer, gpt.parameters(), gpt.buffers)
-    return System(gpt.take, states, gpt.settings, metadata.version("megatron-core"))
+    return System(step, states, gpt.settings, metadata.version("megatron-core"))
 
 
 class _StateCount:

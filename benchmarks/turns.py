@@ -96,8 +96,7 @@ class Contestant:
         return Held(peak, states, traffic.sent, traffic.messages)
 
     def _batch(self) -> Any:
-        rank, size = self._place.launch.rank, self._place.launch.world_size
-        batch = self._work.batch(self._steps, rank, size)
+        batch = self._work.batch(self._steps, self._place)
         self._steps += 1
         return batch
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import systems
 import torch
 from compare import NOT_INSTALLED, Comparison, Run, failures_of, main, parse_arguments, systems_of, threads, work_of
 from compare import page as make_page
@@ -14,7 +15,7 @@ from plain_gpt import hollow_gpt, plain_gpt
 from records import read
 from standings import difference, record
 from support.processes import run_ranks
-from systems import Work, storage_bytes
+from systems import Work, missing, storage_bytes
 from turns import Held, Traffic, Turn
 
 from megazero.config.model import ModelConfig
@@ -55,7 +56,7 @@ def test_differences_are_relative_and_at_any_step() -> None:
 
 
 def test_who_trains_something_else_has_no_part_in_ratios() -> None:
-    wrong = run([5.0, 4.0, 3.0, 2.001], 0.5)
+    wrong = run([5.0, 4.0, 3.0, 2.00005], 0.5)
     found = comparison(ddp=run(PLAIN, 1.0), megazero_0=wrong, floor=run([5.0, 1.0, 1.0, 1.0], 0.5))
     assert found.differs("megazero-0") and not found.differs("ddp") and not found.differs("floor")
     assert not found.is_sound
@@ -67,6 +68,14 @@ def test_who_trains_something_else_has_no_part_in_ratios() -> None:
     [row] = [line for line in make_page(made)[4].splitlines() if line.startswith("| megazero-0")]
     assert row.endswith("| differs |")
     assert not comparison("bf16", ddp=run(PLAIN, 1.0), megazero_0=wrong).differs("megazero-0")
+
+
+def test_what_a_system_needs_is_missing_where_its_root_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(systems, "find_spec", lambda package: None if "." not in package else pytest.fail("its parent"))
+    assert [missing(name) for name in systems.TOGETHER] == [systems.PACKAGES.get(name) for name in systems.TOGETHER]
+    assert missing("megatron-core-1") == "megatron.core" and missing("ddp") is None
+    monkeypatch.setattr(systems, "find_spec", lambda package: package)
+    assert not any(map(missing, systems.TOGETHER))
 
 
 def test_a_base_that_differs_is_none() -> None:
@@ -180,6 +189,31 @@ def test_the_program(tmp_path: Path) -> None:
     assert set(made["ratios"]["to_base"]) == set(names)
     assert set(made["ratios"]["to_best_peer"]) == {"megazero-0", "megazero-3"}
     assert "| megazero-3 |" in (tmp_path / "out.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("package", ["megatron", "deepspeed"])
+def test_who_is_no_part_of_torch(package: str, precision: str, tmp_path: Path) -> None:
+    """What is installed here trains the same, and holds what its stage says; bf16 beside fp32 master weights."""
+    pytest.importorskip(package)
+    states = {
+        "megatron": {"megatron-core": (16, 18), "megatron-core-1": (12, 12)},
+        "deepspeed": {
+            "deepspeed-0": (16, 20),
+            "deepspeed-1": (14, 11),
+            "deepspeed-2": (14, 11),
+            "deepspeed-3": (12, 10),
+        },
+    }[package]
+    words = f"{TINY} --steps 8 --precision {precision} --output {tmp_path / 'out'} --systems".split()
+    assert main([*words, *states]) == 0
+    trained = read(tmp_path / "out.json")["systems"]
+    assert {name: system["verdict"] for name, system in trained.items()} == dict.fromkeys(states, "agrees")
+    for name, (fp32, bf16) in states.items():
+        expected, bound = (fp32, 2e-6) if precision == "fp32" else (bf16, 4e-4)
+        assert trained[name]["loss_difference"] < bound
+        assert trained[name]["state_bytes_per_parameter"] == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.gloo

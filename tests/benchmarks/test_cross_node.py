@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from cross_node import Figures, Segment, flags, main, parse_arguments, schedule, work_of
-from small_gpt import VOCABULARY, make_model
 from hypothesis import given
 from hypothesis import strategies as st
 from link_traffic import (
@@ -30,6 +29,7 @@ from link_traffic import (
     process_numel,
 )
 from nodes import Cluster, ClusterError, Step, obstacle
+from small_gpt import VOCABULARY, make_model
 from support.source_tree import ROOT
 from torch import device
 

@@ -245,6 +245,56 @@ def test_reductions_in_flight_have_scratch_memory_of_their_own(size: int) -> Non
         assert (at_most, afterwards) == (3, 0)
 
 
+def start_before_the_others(rank: int, folder: Path) -> list[bool]:
+    """Rank 0 says that its calls have returned before the other ranks begin theirs."""
+    axis, _ = communicator()
+    found = []
+    for name in ("all_gather", "reduce_scatter"):
+        give_up = time.monotonic() + 10
+        while rank > 0 and not (folder / name).exists() and time.monotonic() < give_up:
+            time.sleep(0.01)
+        found.append(rank == 0 or (folder / name).exists())
+        short, long = torch.ones(NUMEL), torch.ones(axis.size * NUMEL)
+        work = axis.all_gather_into(long, short) if name == "all_gather" else axis.reduce_scatter_into(short, long)
+        (folder / name).touch()
+        work.wait()
+    return found
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_call_waits_for_nobody(size: int, tmp_path: Path) -> None:
+    assert run_ranks(size, start_before_the_others, tmp_path) == [[True, True]] * size
+
+
+def forgetful(rank: int, size: int, number: int) -> list[list[float]]:
+    """Rank 0 starts calls and forgets them, so nothing waits for what they send; the others wait."""
+    axis, _ = communicator()
+    outputs = []
+    for index in range(number):
+        gathered, scattered = torch.empty(size * NUMEL), torch.empty(NUMEL)
+        works = [
+            axis.all_gather_into(gathered, tensor(rank, torch.float32) + index),
+            axis.reduce_scatter_into(scattered, tensor(rank, torch.float32, size * NUMEL) + index),
+        ]
+        if rank > 0:
+            [work.wait() for work in works]
+            outputs.append([*gathered.tolist(), *scattered.tolist()])
+        del works, gathered, scattered
+    axis.barrier()
+    return outputs
+
+
+@pytest.mark.parametrize("number", [1, 70])
+@pytest.mark.parametrize("size", SIZES)
+def test_what_a_rank_forgets_still_reaches_the_others(size: int, number: int) -> None:
+    everyone = np.concatenate([values(rank) for rank in range(size)])
+    total = sum(values(rank, size * NUMEL) for rank in range(size))
+    for rank, outputs in enumerate(run_ranks(size, forgetful, size, number)):
+        mine = total[rank * NUMEL : (rank + 1) * NUMEL]
+        expected = [[*(everyone + index), *(mine + size * index)] for index in range(number)]
+        assert outputs == (expected if rank else [])
+
+
 def arrive(rank: int, folder: Path, size: int) -> list[bool]:
     """Leave a sign, the first rank late, and look for everyone's after the barrier."""
     axis, _ = communicator()

@@ -1,0 +1,85 @@
+"""Losses and gradients of logits, in place and fused, against torch's cross-entropy in float64."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.processes import mesh_in_worker, run_ranks
+from torch import Tensor
+
+from megazero.comm.interface import Communicator
+from megazero.comm.local import LocalCommunicator
+from megazero.tensor_parallel.softmax import FusedSoftmax, InPlaceSoftmax, Labels, Softmax
+
+TOKENS, PADDED, REAL = 7, 12, 9
+KINDS: dict[str, type[Softmax]] = {"in place": InPlaceSoftmax, "fused": FusedSoftmax}
+BOUND = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-2}
+
+
+def draw(dtype: torch.dtype, *, weighted: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Logits [n, Vp] of some tens, labels [n], weights [n]; what stands in padding must not matter."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(TOKENS, PADDED, generator=generator, dtype=torch.float64) * 20
+    logits[:, REAL:] = 1e4
+    labels = torch.randint(REAL, (TOKENS,), generator=generator)
+    labels[0], labels[1] = 0, REAL - 1
+    weights = torch.arange(TOKENS, dtype=torch.float64) / 3 if weighted else None
+    return logits.to(dtype), labels, weights
+
+
+def plain(logits: Tensor, labels: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Losses, and the gradient of their weighted sum, zero in padding."""
+    x = logits.double().requires_grad_(True)
+    losses = F.cross_entropy(x[:, :REAL], labels, reduction="none")
+    (losses if weights is None else losses * weights).sum().backward()
+    assert x.grad is not None
+    return losses.detach(), x.grad
+
+
+def found(softmax: Softmax, dtype: torch.dtype, *, weighted: bool, axis: Communicator) -> tuple[Tensor, Tensor]:
+    """The same from this rank's columns."""
+    logits, labels, weights = draw(dtype, weighted=weighted)
+    mine = logits.chunk(axis.size, dim=1)[axis.rank].clone()
+    losses, differentiate = softmax.losses(mine, Labels(labels, weights, REAL), axis)
+    differentiate()
+    return losses, mine
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("dtype", list(BOUND), ids=str)
+@pytest.mark.parametrize("weighted", [False, True], ids=["all alike", "weighted"])
+def test_losses_and_gradients_are_those_of_torch(kind: str, dtype: torch.dtype, weighted: bool) -> None:
+    losses, gradient = found(KINDS[kind](), dtype, weighted=weighted, axis=LocalCommunicator())
+    expected_losses, expected_gradient = plain(*draw(dtype, weighted=weighted))
+    assert losses.dtype == torch.promote_types(dtype, torch.float32) and gradient.dtype == dtype
+    bound = BOUND[dtype]
+    loss_bound = min(bound, 1e-6)  # losses are never of a lower precision than float32
+    torch.testing.assert_close(losses.double(), expected_losses, rtol=loss_bound, atol=loss_bound)
+    torch.testing.assert_close(gradient.double(), expected_gradient, rtol=bound, atol=bound)
+
+
+def differences(rank: int, size: int, kind: str) -> list[float]:
+    """How far a rank's columns are from the whole's, and its losses."""
+    axis = mesh_in_worker(rank, tp=size).axis("tp")
+    losses, gradient = found(KINDS[kind](), torch.float64, weighted=True, axis=axis)
+    expected_losses, expected_gradient = plain(*draw(torch.float64, weighted=True))
+    mine = expected_gradient.chunk(size, dim=1)[rank]
+    return [float((losses - expected_losses).abs().max()), float((gradient - mine).abs().max())]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("size", "kind"), [(2, "in place"), (4, "in place"), (4, "fused")])
+def test_ranks_share_the_vocabulary(size: int, kind: str) -> None:
+    """With four, the last holds padding alone, and labels lie on all others."""
+    results: Any = run_ranks(size, differences, size, kind)
+    assert max(max(rank) for rank in results) < 1e-12
+
+
+def test_fused_pieces_read_the_logits_as_they_are() -> None:
+    """Three graphs and no break; of bfloat16 logits no copy in float32 is left behind."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    found(FusedSoftmax(), torch.bfloat16, weighted=False, axis=LocalCommunicator())
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] == 3 and not counters["graph_break"]
