@@ -2,7 +2,7 @@
 
 Bytes are what one rank has to send when the algorithm is bandwidth-optimal, which is what the paper's formulas count
 (section 7): with n ranks and a whole tensor of N bytes, all-gather and reduce-scatter N (n-1)/n, all-reduce twice that,
-broadcast and send N.  The backends used here send just that (gloo's ring all-reduce and all-gather, the all-to-all in
+broadcast and send N.  The backends used here send just that (gloo's ring all-reduce, the messages in
 `process_group.py`, NCCL's rings), so one figure is both the formula's and the wire's.
 """
 

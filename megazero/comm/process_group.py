@@ -64,21 +64,21 @@ class ProcessGroupCommunicator:
         dist.barrier(group=self._group)
 
     def _exchange_to_gather(self, output: Tensor, input: Tensor) -> Work:
-        places = output.view(self.size, -1)
+        places = output.view(self.size, input.numel())
         if places[self.rank].data_ptr() != input.data_ptr():
             places[self.rank].copy_(input)
         works = [work for peer in self._peers() for work in self._swap(places[self.rank], places[peer], peer)]
         return self._keep(_Messages(works))
 
     def _exchange_and_sum(self, output: Tensor, input: Tensor) -> Work:
-        slices, peers = input.view(self.size, -1), self._peers()
+        slices, peers = input.view(self.size, output.numel()), self._peers()
         if len(peers) == 1:  # one sum of two, which needs no copy of what is ours
             received = self._scratch.lease(output.numel(), input.dtype)
             works = self._swap(slices[peers[0]], received.tensor, peers[0])
             add_up = partial(torch.add, slices[self.rank], received.tensor, out=output)
             return _ThenSum(self._keep(_Messages(works)), received, add_up)
         received = self._scratch.lease(input.numel(), input.dtype)
-        places = received.tensor.view(self.size, -1)
+        places = received.tensor.view(self.size, output.numel())
         works = [work for peer in peers for work in self._swap(slices[peer], places[peer], peer)]
         places[self.rank].copy_(slices[self.rank])
         return _ThenSum(self._keep(_Messages(works)), received, partial(torch.sum, places, dim=0, out=output))
@@ -124,7 +124,7 @@ class _Messages:
         if not self.have_come:
             for work in self._works:
                 work.wait()
-            self.have_come = True
+            self.have_come, self._works = True, ()  # with them go the tensors
 
 
 class _ThenSum:

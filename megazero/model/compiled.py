@@ -17,10 +17,9 @@ from megazero.model.gpt import GPT, Block
 from megazero.tensor_parallel.softmax import FusedSoftmax
 
 
-def compile_blocks(model: GPT) -> str:
+def compile_blocks(model: GPT, *, as_a_whole: bool) -> str:
     """Have every block, and the head's loss, compiled at their first use; returns what is compiled, in words."""
     blocks = [block for block in model.layers.values() if isinstance(block, Block)]
-    as_a_whole = all(block.has_no_effects for block in blocks)
     if hasattr(model, "head"):
         model.head.softmax = FusedSoftmax()
     for block in blocks:

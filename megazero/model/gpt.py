@@ -264,13 +264,8 @@ class Block(nn.Module):
         self._tp = tp
 
     @property
-    def has_no_effects(self) -> bool:
-        """Whether all that a forward and its backward do is to compute."""
-        return self._tp.communicator.size == 1 and self._tp.deferred is None and not self.attention.is_recomputed
-
-    @property
     def adds_without_effects(self) -> bool:
-        """The same of `between` and `add`."""
+        """Whether all that `between` and `add`, and their backward, do is to compute."""
         draws = self._dropout > 0 and self._tp.border.splits_sequence
         return self._tp.deferred is None and not draws
 
@@ -314,11 +309,6 @@ class Attention(nn.Module):
         attend = self.core if self._recomputation is None else partial(self._recomputation.run, self.core)
         y: Tensor = self.projection(attend(qkv, length))
         return y
-
-    @property
-    def is_recomputed(self) -> bool:
-        """Whether `core` runs again in backward."""
-        return self._recomputation is not None
 
     @property
     def draws(self) -> bool:

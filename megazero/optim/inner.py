@@ -161,8 +161,8 @@ class Elementwise:
 
 
 def _scaled(gradient: Tensor, factor: Tensor, memory: Tensor) -> Tensor:
-    """gradient * factor at the precision of `memory`, where it goes."""
-    target = memory[: gradient.numel()]
+    """gradient * factor at the precision of `memory`, where it goes; without the graph of a pass with create_graph."""
+    gradient, target = gradient.detach(), memory[: gradient.numel()]
     if gradient.dtype == target.dtype:
         return torch.mul(gradient, factor, out=target)
     return target.copy_(gradient).mul_(factor)

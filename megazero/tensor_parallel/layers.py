@@ -36,7 +36,7 @@ from megazero.parallel.param_spec import Init, ParamSpec, attach_spec
 from megazero.tensor_parallel.deferred import DeferredGradients, Make
 from megazero.tensor_parallel.products import TORCH, Products
 from megazero.tensor_parallel.random import RandomRegions
-from megazero.tensor_parallel.regions import Border
+from megazero.tensor_parallel.regions import Border, leave_region
 
 Later = Callable[[Make], None]
 _ALONE = Border(LocalCommunicator())
@@ -70,6 +70,7 @@ class TensorParallel:
     splits_sequence: outside of sharded regions a rank holds its part of the tokens only (sequence parallelism).
     deferred: collects the gradients of parameters, which are then not given to autograd in backward; None gives them.
     products: who computes the layers between embedding and head.  head_products: the head.
+    within_compiled: whether those layers lie in compiled functions, which have no effects: they write no gradients.
     """
 
     communicator: Communicator
@@ -81,6 +82,7 @@ class TensorParallel:
     deferred: DeferredGradients | None = None
     products: Products = TORCH
     head_products: Products = TORCH
+    within_compiled: bool = False
 
     @property
     def border(self) -> Border:
@@ -114,8 +116,7 @@ class TensorParallel:
         if self.deferred is not None and weight.requires_grad and torch.is_grad_enabled():
             later = partial(self.deferred.later, weight)
         if torch.compiler.is_compiling():
-            # Only whole blocks on one tensor rank come here (`model/compiled.py`), and what is compiled has no effects:
-            # nothing is sent or counted, and gradients go to autograd.
+            # Only whole blocks on one tensor rank come here (`model/compiled.py`): nothing is sent, or counted.
             assert self.communicator.size == 1 and self.deferred is None, "what has effects is not compiled"
             return Linear(_ALONE, products, None, None)
         return Linear(self.border, products, later, place_of(weight))
@@ -157,7 +158,10 @@ class RowParallelLinear(nn.Module):
         linear = tp.linear(self.weight, tp.products)
         if tp.communicator.size == 1:  # there is nothing to add up, before the bias or after it
             return _column_linear(x, weight, bias, linear)
-        return _row_linear(x, weight, linear) + bias
+        if linear.later is None:
+            # A recomputation ends before the exit, since nothing is saved behind the product.
+            return leave_region(_column_linear(x, weight, None, linear._replace(border=_ALONE)), tp.border) + bias
+        return _deferred_row_linear(x, weight, linear) + bias
 
 
 def column_linear(
@@ -185,7 +189,7 @@ def sharded_parameter(
         offset,
         sharded_axes=("tp",),
         decay=not flat,
-        writes_gradient=not flat,
+        writes_gradient=not (flat or tp.within_compiled),
         init=init,
     )
     return uninitialised_parameter(tp, shape, spec)
@@ -215,8 +219,7 @@ class _ColumnLinear(torch.autograd.Function):
         ctx.linear = linear
         ctx.save_for_backward(x, weight)
         whole = linear.border.gather(x).wait()
-        y = linear.products.output(_rows(whole), weight, bias)
-        return y.view(*whole.shape[:-1], weight.shape[0])
+        return _in_shape_of(whole, linear.products.output(_rows(whole), weight, bias))
 
     @staticmethod
     @once_differentiable
@@ -245,35 +248,35 @@ class _ColumnLinear(torch.autograd.Function):
 _column_linear: Callable[..., Tensor] = _ColumnLinear.apply
 
 
-class _RowLinear(torch.autograd.Function):
-    """A linear layer and the exit of a region."""
+class _DeferredRowLinear(torch.autograd.Function):
+    """A linear layer and the exit of a region; backward leaves the weight gradient for later."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, linear: Linear) -> Tensor:
         ctx.linear = linear
         ctx.save_for_backward(x, weight)
-        y = linear.products.output(_rows(x), weight, None)
-        return linear.border.reduce(y.view(*x.shape[:-1], weight.shape[0])).wait()
+        return linear.border.reduce(_in_shape_of(x, linear.products.output(_rows(x), weight, None))).wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         linear, kept = ctx.linear, _rows(grad)
-        wants_x, wants_weight = ctx.needs_input_grad[:2]
-        whole = linear.border.gather(kept).wait()
-        grad_weight = None
-        if wants_weight and linear.later is None:
-            grad_weight = linear.weight_gradient(whole, _rows(x))
-        elif wants_weight:
-            linear.later(lambda: linear.weight_gradient(linear.border.gather(kept).wait(), _rows(x)))
-        grad_x = linear.products.input_gradient(whole, weight).view_as(x) if wants_x else None
-        return grad_x, grad_weight, None
+        linear.later(lambda: linear.weight_gradient(linear.border.gather(kept).wait(), _rows(x)))
+        if not ctx.needs_input_grad[0]:
+            return None, None, None
+        return linear.products.input_gradient(linear.border.gather(kept).wait(), weight).view_as(x), None, None
 
 
-_row_linear: Callable[..., Tensor] = _RowLinear.apply
+_deferred_row_linear: Callable[..., Tensor] = _DeferredRowLinear.apply
 
 
 def _rows(x: Tensor) -> Tensor:
     """[..., k] to [n, k]."""
     return x.reshape(-1, x.shape[-1])
+
+
+def _in_shape_of(x: Tensor, rows: Tensor) -> Tensor:
+    """[n, k] to [..., k], as x is; to autograd no view, which nobody could sum up in place."""
+    shaped: Tensor = torch.ops.aten._unsafe_view(rows, (*x.shape[:-1], rows.shape[-1]))
+    return shaped

@@ -38,11 +38,11 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         weight = self._tp.use(self.weight)
         if self._tp.communicator.size == 1:
-            return _look_up(ids, weight, place_of(self.weight))
+            return _look_up(ids, weight, place_of(weight))
         num_rows = weight.shape[0]
         row = ids - self._tp.communicator.rank * num_rows
         elsewhere = (row < 0) | (row >= num_rows)
-        found = _look_up(row.clamp(0, num_rows - 1), weight, place_of(self.weight))
+        found = _look_up(row.clamp(0, num_rows - 1), weight, place_of(weight))
         return leave_region(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self._tp.border)
 
 

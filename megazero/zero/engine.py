@@ -24,7 +24,7 @@ from megazero.parallel.topology import ENDS
 from megazero.zero.frames import Frames
 from megazero.zero.gather import ParameterGather
 from megazero.zero.guard import give_handle, take_handle
-from megazero.zero.hooks import on_gradient
+from megazero.zero.hooks import accumulates, on_gradient
 from megazero.zero.layout import (
     FlatLayout,
     LayoutRules,
@@ -349,9 +349,10 @@ class _Place(NamedTuple):
 
     reducer: GradientReducer
     name: str
+    parameter: nn.Parameter
 
     def take(self) -> Taken | None:
-        return self.reducer.place(self.name)
+        return self.reducer.place(self.name) if accumulates(self.parameter) else None
 
 
 def _give_handles(parameters: Mapping[str, nn.Parameter], engine: Engine) -> None:
@@ -362,7 +363,7 @@ def _give_handles(parameters: Mapping[str, nn.Parameter], engine: Engine) -> Non
 def _attach_places(parameters: Mapping[str, nn.Parameter], layout: FlatLayout, reducer: GradientReducer) -> None:
     slots = [slot for section in layout.sections if section.trainable for slot in section.slots]
     for spec in (slot.spec for slot in slots if slot.spec.writes_gradient):
-        attach_place(parameters[spec.name], _Place(reducer, spec.name))
+        attach_place(parameters[spec.name], _Place(reducer, spec.name, parameters[spec.name]))
 
 
 def _take_gradient(parameter: nn.Parameter) -> None:

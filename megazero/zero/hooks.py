@@ -5,7 +5,9 @@ Only PyTorch's own hooks are used.  Removing the handles leaves the module as it
 
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 
@@ -20,3 +22,12 @@ def on_gradient(parameters: Mapping[str, nn.Parameter], ready: Callable[[str], N
         for name, parameter in parameters.items()
         if parameter.requires_grad
     ]
+
+
+def accumulates(parameter: nn.Parameter) -> bool:
+    """Whether the backward under way ends at the parameter; torch.autograd.grad(..., x) gives parameters nothing."""
+    node = get_gradient_edge(parameter).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # torch.autograd.grad hands the parameter's gradient to its caller
+        return False

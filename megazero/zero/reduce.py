@@ -64,6 +64,7 @@ class GradientReducer:
         self._gathering: list[Work] = []
         self._missing: dict[int, set[str]] = {}
         self._came: set[str] | None = None  # parameters with a gradient in this micro-batch; None: none is due
+        self._is_in_micro_batch = False
         self._due: Sequence[Bucket] = ()  # the buckets that this micro-batch's backward fills
         self._next = -1  # position in self._due of the next bucket to launch; -1: none is left
 
@@ -79,6 +80,7 @@ class GradientReducer:
 
     def begin_micro_batch(self, buckets: Sequence[Bucket], *, is_last: bool) -> None:
         """Expect the gradients of one backward pass, which fills these buckets; is_last: of those that do."""
+        self._is_in_micro_batch = True
         if self._store.is_due(last_micro_batch=is_last):
             self._missing = {bucket.index: set(self._members[bucket.index]) for bucket in buckets}
             self._came = set()
@@ -101,8 +103,8 @@ class GradientReducer:
         self._store.drop(name)
 
     def place(self, name: str) -> Taken | None:
-        """Memory for a gradient that its layer writes; None where autograd is to keep it."""
-        return self._store.place(name)
+        """Memory for a gradient that its layer writes; None where autograd is to keep it, as outside a micro-batch."""
+        return self._store.place(name) if self._is_in_micro_batch else None
 
     def end_micro_batch(self) -> None:
         """Backward is over: launch what is left; parameters without a gradient count as zeros.
@@ -114,11 +116,13 @@ class GradientReducer:
         while self._next >= 0:
             self._launch()
         self._came = None
+        self._is_in_micro_batch = False
 
     def abandon(self) -> None:
         """Backward has failed: reductions in flight end, and nothing of the step is kept."""
         self.finish()
         self._next, self._came = -1, None
+        self._is_in_micro_batch = False
         self._store.abandon()
 
     def finish(self) -> None:

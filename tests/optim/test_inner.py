@@ -219,3 +219,14 @@ def test_a_run_about_as_long_as_a_piece_really_is(extra: int) -> None:
     pool, step = FusedBuffers(numel * 4, torch.device("cpu")), torch.ones(())
     FusedAdamW(SETTINGS).update(0, Run(master, gradient, moments, 0), step, inputs(0.5), buffers=pool)
     torch.testing.assert_close(master, -0.5 * gradient.sign(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("narrow", [torch.float64, torch.bfloat16], ids=str)
+def test_a_gradient_with_a_graph_is_used_for_its_values(narrow: torch.dtype) -> None:
+    """As a backward with create_graph=True leaves it."""
+    ours, plain = Flat.start(torch.float64), Flat.start(torch.float64)
+    gradient = gradients(narrow)[0]
+    plain.update(gradient, inputs(1e-2, 0.5))
+    ours.update(gradient.clone().requires_grad_() * 1, inputs(1e-2, 0.5))
+    assert not ours.master.requires_grad
+    assert all(torch.equal(a, b) for a, b in zip(ours.copies(), plain.copies(), strict=True))
