@@ -8,11 +8,16 @@ one compilation, since they differ in their parameters alone.  Of the head, what
 collectives is compiled (`tensor_parallel/softmax.py`).
 """
 
-from collections.abc import Callable
+import os
+import shutil
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from megazero.errors import ConfigError, Problem
 from megazero.model.gpt import GPT, Block
 from megazero.tensor_parallel.softmax import FusedSoftmax
 
@@ -43,3 +48,29 @@ def _compile_between_borders(block: Block) -> None:
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Whole graphs or an error; a shape is a constant, since training has but one."""
     return torch.compile(function, fullgraph=True, dynamic=False)
+
+
+def is_compiled(choice: str, device: torch.device) -> bool:
+    """What --compile comes to: "auto" is on for GPUs, on machines that have what it takes."""
+    return choice == "on" or (choice == "auto" and device.type == "cuda" and not lacking(device))
+
+
+def check_compiler(choice: str, device: torch.device) -> Iterator[str]:
+    """What the user should know before the run begins; raises ConfigError where --compile on is impossible."""
+    missing = lacking(device)
+    if choice == "on" and missing:
+        rule = f"torch.compile translates what it makes on this machine, which lacks {missing}"
+        raise ConfigError(Problem("--compile on", rule, "--compile off, or install it"))
+    if choice == "auto" and device.type == "cuda" and missing:
+        yield f"blocks are not compiled, which costs time: this machine lacks {missing}"
+
+
+def lacking(device: torch.device) -> str:
+    """What torch's compiler needs and this machine doesn't have; empty where nothing is missing."""
+    names = (
+        (os.environ.get("CXX"), "g++", "clang++") if device.type == "cpu" else (os.environ.get("CC"), "gcc", "clang")
+    )
+    if not any(name and shutil.which(name) for name in names):
+        return "a C++ compiler" if device.type == "cpu" else "a C compiler"
+    has_headers = (Path(sysconfig.get_path("include")) / "Python.h").exists()
+    return "" if has_headers else "Python's headers (Python.h)"

@@ -22,7 +22,7 @@ from megazero.data.loader import BatchLayout, BatchLoader
 from megazero.memory.freed import return_freed_memory
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
-from megazero.model.compiled import compile_blocks
+from megazero.model.compiled import compile_blocks, is_compiled
 from megazero.model.gpt import GPT
 from megazero.model.initialize import initial_value
 from megazero.optim.inner import AdamWSettings, FusedAdamW
@@ -117,7 +117,11 @@ def build_core(
         chunks=stage_chunks(config, stage, padded),
     )
     engine = _build_engine(config, model, mesh, buffers, ledger or NullLedger())
-    compiled = compile_blocks(model, as_a_whole=tp.within_compiled) if _compiles(config, mesh.device) else None
+    compiled = (
+        compile_blocks(model, as_a_whole=tp.within_compiled)
+        if is_compiled(config.training.compile, mesh.device)
+        else None
+    )
     tokens = config.training.micro_batch_size * config.model.seq_length
     activation_bytes = tokens * config.model.hidden_size * tp.dtype.itemsize if tp.border.splits_sequence else 0
     buffers.resize(max(engine.largest_buffer_bytes, activation_bytes))  # gloo's reduce-scatter borrows its input's size
@@ -130,11 +134,6 @@ def _blocks_have_no_effects(config: RunConfig, splits_backward: bool) -> bool:
     """Whether all that a block's forward and backward do is to compute: nothing is sent, set aside, or run again."""
     is_recomputed = config.activations.recompute_granularity == "selective"
     return config.parallel.tensor_model_parallel_size == 1 and not (splits_backward or is_recomputed)
-
-
-def _compiles(config: RunConfig, device: torch.device) -> bool:
-    choice = config.training.compile
-    return device.type == "cuda" if choice == "auto" else choice == "on"
 
 
 def tensor_parallel(config: RunConfig, mesh: Mesh, random: RandomRegions, *, splits_backward: bool) -> TensorParallel:
@@ -151,7 +150,8 @@ def tensor_parallel(config: RunConfig, mesh: Mesh, random: RandomRegions, *, spl
         deferred=DeferredGradients() if splits_backward else None,
         products=products if fp8 is None else float8_products(fp8, products),
         head_products=products,
-        within_compiled=_compiles(config, mesh.device) and _blocks_have_no_effects(config, splits_backward),
+        within_compiled=is_compiled(config.training.compile, mesh.device)
+        and _blocks_have_no_effects(config, splits_backward),
     )
 
 

@@ -9,6 +9,7 @@ from megazero.config.run import RunConfig
 from megazero.console import Console
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.memory.ledger import open_ledger
+from megazero.model.compiled import check_compiler
 from megazero.parallel.launch import Launch
 from megazero.parallel.threads import use_cpu_threads
 from megazero.tensor_parallel.float8 import check_device
@@ -28,7 +29,8 @@ def pretrain(config: RunConfig, launch: Launch, inputs: RunInputs) -> int:
     device = choose_device(parallel.device, launch.local_rank)
     if threads := use_cpu_threads(parallel.cpu_threads, launch, device):
         Console(launch.rank).line(threads)
-    for notice in check_device(config.precision.fp8_format, device):
+    notices = (*check_device(config.precision.fp8_format, device), *check_compiler(config.training.compile, device))
+    for notice in notices:
         Console(launch.rank).line(notice)
     store = join(
         launch,

@@ -5,6 +5,7 @@ and what stays outside of them, so they run as they are traced, which takes no c
 """
 
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -15,6 +16,8 @@ from support.small_runs import LENGTH, core_on_rank, reference_batch, tiny_run
 from torch._dynamo.utils import counters
 
 from megazero.data.loader import MicroBatch, StepBatch
+from megazero.errors import ConfigError
+from megazero.model.compiled import check_compiler, is_compiled, lacking
 from megazero.train.build import Core, step_parts
 from megazero.train.step import StepControls, training_step
 
@@ -23,6 +26,8 @@ pytestmark = pytest.mark.gloo
 WHOLE, PARTS = "every block as a whole", "what lies between the collectives of a block"
 PIECES_OF_THE_HEAD = 3
 INDUCTOR_SECONDS = 300.0  # on a busy machine that has compiled nothing yet
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+needs_compiler = pytest.mark.skipif(bool(lacking(CPU)), reason=f"this machine lacks {lacking(CPU)}")
 STEPS, MICRO_BATCHES = 3, 2
 
 
@@ -123,6 +128,7 @@ def check_same(off: Ran, on: Ran) -> None:
     assert on.traffic == off.traffic
 
 
+@needs_compiler
 @pytest.mark.parametrize(
     "settings", [{"zero_stage": 0}, {"zero_stage": 3, "recompute_granularity": "full"}], ids=["stage 0", "stage 3"]
 )
@@ -152,6 +158,7 @@ def with_and_without_recomputation(rank: int) -> list[Ran]:
     return [run(rank, layouts[0], "off"), *(run(rank, layout, "on") for layout in layouts)]
 
 
+@needs_compiler
 def test_recomputed_dropout_is_the_same_dropout() -> None:
     [(off, kept, recomputed)] = run_ranks(1, with_and_without_recomputation, timeout=INDUCTOR_SECONDS)
     assert kept.compiled == recomputed.compiled == WHOLE
@@ -198,3 +205,43 @@ def test_replicated_dropout_is_the_same_on_every_rank(recomputing: dict[str, Any
     torch.testing.assert_close(
         first.gradients["final_norm.weight from 0"], second.gradients["final_norm.weight from 0"]
     )
+
+
+def where_gradients_are(rank: int, choice: str) -> list[str]:
+    """Weights of layers whose gradients autograd would keep in a tensor of its own."""
+    core = core_on_rank(rank, tiny_run(zero_stage=1, compile=choice))
+    return [
+        name
+        for name, parameter in core.model.named_parameters()
+        if parameter.grad is None and name.startswith("layers.")
+    ]
+
+
+def test_gradients_of_compiled_blocks_add_up_in_the_flat_tensor() -> None:
+    """What is compiled writes no gradients, so autograd finds a place for each, and there is no second copy."""
+    assert run_ranks(1, where_gradients_are, "on") == [[]]
+    [written_by_layers] = run_ranks(1, where_gradients_are, "off")
+    assert len(written_by_layers) > 0 and all(name.endswith("weight") for name in written_by_layers)
+
+
+def test_a_machine_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Told to compile it says what is missing; left alone it goes on without, and says so where that costs time."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    assert lacking(CPU) == "a C++ compiler" and lacking(GPU) == "a C compiler"
+    with pytest.raises(ConfigError, match=r"lacks a C\+\+ compiler"):
+        list(check_compiler("on", CPU))
+    assert list(check_compiler("auto", CPU)) == list(check_compiler("off", GPU)) == []
+    assert "not compiled" in "".join(check_compiler("auto", GPU)) and not is_compiled("auto", GPU)
+
+
+def test_a_machine_without_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
+    assert lacking(CPU) in ("Python's headers (Python.h)", "a C++ compiler")
+    assert is_compiled("on", CPU) and not is_compiled("auto", GPU)
+
+
+@needs_compiler
+def test_a_machine_with_all_of_it() -> None:
+    assert list(check_compiler("on", CPU)) == [] and is_compiled("on", CPU) and not is_compiled("auto", CPU)

@@ -10,9 +10,12 @@ from torch import Tensor
 
 from megazero.comm.interface import Communicator
 from megazero.comm.local import LocalCommunicator
+from megazero.model.compiled import lacking
 from megazero.tensor_parallel.softmax import FusedSoftmax, InPlaceSoftmax, Labels, Softmax
 
 TOKENS, PADDED, REAL = 7, 12, 9
+LACKING = lacking(torch.device("cpu"))
+FUSED = pytest.param("fused", marks=pytest.mark.skipif(bool(LACKING), reason=f"this machine lacks {LACKING}"))
 KINDS: dict[str, type[Softmax]] = {"in place": InPlaceSoftmax, "fused": FusedSoftmax}
 BOUND = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-2}
 
@@ -46,7 +49,7 @@ def found(softmax: Softmax, dtype: torch.dtype, *, weighted: bool, axis: Communi
     return losses, mine
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("kind", ["in place", FUSED])
 @pytest.mark.parametrize("dtype", list(BOUND), ids=str)
 @pytest.mark.parametrize("weighted", [False, True], ids=["all alike", "weighted"])
 def test_losses_and_gradients_are_those_of_torch(kind: str, dtype: torch.dtype, weighted: bool) -> None:
@@ -69,13 +72,16 @@ def differences(rank: int, size: int, kind: str) -> list[float]:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("size", "kind"), [(2, "in place"), (4, "in place"), (4, "fused")])
+@pytest.mark.parametrize(
+    ("size", "kind"), [(2, "in place"), (4, "in place"), pytest.param(4, *FUSED.values, marks=FUSED.marks)]
+)
 def test_ranks_share_the_vocabulary(size: int, kind: str) -> None:
     """With four, the last holds padding alone, and labels lie on all others."""
     results: Any = run_ranks(size, differences, size, kind)
     assert max(max(rank) for rank in results) < 1e-12
 
 
+@pytest.mark.skipif(bool(LACKING), reason=f"this machine lacks {LACKING}")
 def test_fused_pieces_read_the_logits_as_they_are() -> None:
     """Three graphs and no break; of bfloat16 logits no copy in float32 is left behind."""
     torch._dynamo.reset()
