@@ -26,7 +26,8 @@ def on_gradient(parameters: Mapping[str, nn.Parameter], ready: Callable[[str], N
 
 def accumulates(parameter: nn.Parameter) -> bool:
     """Whether the backward under way ends at the parameter; torch.autograd.grad(..., x) gives parameters nothing."""
-    node = get_gradient_edge(parameter).node
+    with torch._C.DisableTorchFunctionSubclass():  # to be asked for its node is no use of a partitioned parameter
+        node = get_gradient_edge(parameter).node
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # torch.autograd.grad hands the parameter's gradient to its caller
