@@ -108,7 +108,7 @@ def left_by(layers: int, hidden: int, heads: int, kernels: str) -> int:
     norm = one + statistics  # with its input
     attention = norm + one + cores[kernels] + one + mask  # qkv's input, the projection's input
     feed_forward = norm + one + 4 * one + 4 * one + mask  # up's input, GELU's, down's
-    embedding = (8 + 1) * tokens + mask  # ids, which of them are elsewhere
+    embedding = mask  # the ids are the batch's own: one tensor rank has them all
     head = norm + one + 4 * PADDED_VOCABULARY * hidden + 4  # gradients of its input and its matrix; the loss
     return layers * (attention + feed_forward) + embedding + head
 
