@@ -256,7 +256,7 @@ _TERMS = {
     MASKS: "Block native_dropout 1, Block empty_like 0",
     EMBEDDING: "Embedding/VocabParallelEmbedding clamp 0, Embedding/VocabParallelEmbedding bitwise_or 0,"
     " Embedding native_dropout 1, Embedding empty_like 0",
-    HEAD: "TiedHead zeros 0, TiedHead empty 0, TiedHead empty_like 0, nothing mul 0",  # the last one: the loss, scaled
+    HEAD: "TiedHead _to_copy 0, TiedHead mm 0, TiedHead empty_like 0, nothing mul 0",  # the last one: the loss, scaled
     COPIES: "nothing empty 0",
 }
 _TERM_OF = {birth: term for term, births in _TERMS.items() for birth in births.split(", ")}
