@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megazero.errors import Problem, UsageError
-from megazero.parallel.gradient_place import GradientPlace, add_to, place_of
+from megazero.parallel.gradient_place import GradientPlace, Taken, add_to, place_of, weight_node
 from megazero.tensor_parallel.products import TORCH, Products
 from megazero.tensor_parallel.regions import Arriving, Border
 from megazero.tensor_parallel.softmax import IN_PLACE, Labels, Softmax
@@ -112,7 +112,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
             _multiply(grad_x, grad, ctx.num_rows)
         if grad_weight is not None:
             # It stays in the loss's dtype: who adds it up casts it to what the parameter's gradient is kept in.
-            grad_weight = _give(grad_weight, grad, ctx.place)
+            grad_weight = _give(grad_weight, grad, None if ctx.place is None else ctx.place.take(weight_node(ctx)))
         return grad_x, grad_weight, None, None
 
 
@@ -201,9 +201,8 @@ def _of_all_ranks(x: Tensor, border: Border, num_rows: int) -> Tensor | None:
     return x.new_empty((min(num_rows, len(x)) * border.num_parts, x.shape[1])) if border.splits_sequence else None
 
 
-def _give(gradient: Tensor, factor: Tensor, place: GradientPlace | None) -> Tensor | None:
+def _give(gradient: Tensor, factor: Tensor, taken: Taken | None) -> Tensor | None:
     """gradient times factor, written to its place if there is one."""
-    taken = None if place is None else place.take()
     if taken is not None and taken.is_first and taken.tensor.dtype == gradient.dtype:
         torch.mul(gradient, factor, out=taken.tensor)
         return None

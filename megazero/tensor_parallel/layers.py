@@ -31,7 +31,7 @@ from torch.autograd.function import once_differentiable
 
 from megazero.comm.interface import Communicator
 from megazero.comm.local import LocalCommunicator
-from megazero.parallel.gradient_place import GradientPlace, place_of
+from megazero.parallel.gradient_place import GradientPlace, place_of, weight_node
 from megazero.parallel.param_spec import Init, ParamSpec, attach_spec
 from megazero.tensor_parallel.deferred import DeferredGradients, Make
 from megazero.tensor_parallel.products import TORCH, Products
@@ -53,9 +53,12 @@ class Linear(NamedTuple):
     later: Later | None
     place: GradientPlace | None
 
-    def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor | None:
-        """grad [n, out], x [n, in]: the weight's gradient, or None when it has been written to its place."""
-        taken = None if self.place is None else self.place.take()
+    def weight_gradient(self, grad: Tensor, x: Tensor, node: Any) -> Tensor | None:
+        """grad [n, out], x [n, in]: the weight's gradient, or None when it has been written to its place.
+
+        node: as the place wants to know it.
+        """
+        taken = None if self.place is None else self.place.take(node)
         if taken is None:
             return self.products.weight_gradient(grad, x)
         self.products.add_weight_gradient(taken.tensor, grad, x, is_first=taken.is_first)
@@ -237,9 +240,9 @@ class _ColumnLinear(torch.autograd.Function):
         if wants_x:
             reduced = border.reduce(partial_x)
         if whole is not None:
-            grad_weight = linear.weight_gradient(rows, whole)
+            grad_weight = linear.weight_gradient(rows, whole, weight_node(ctx))
         elif wants_weight:
-            linear.later(lambda: linear.weight_gradient(rows, border.gather(_rows(x)).wait()))
+            linear.later(lambda: linear.weight_gradient(rows, border.gather(_rows(x)).wait(), None))
         grad_bias = rows.sum(0) if wants_bias else None
         grad_x = None if reduced is None else reduced.wait().view_as(x)
         return grad_x, grad_weight, grad_bias, None
@@ -262,7 +265,7 @@ class _DeferredRowLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         linear, kept = ctx.linear, _rows(grad)
-        linear.later(lambda: linear.weight_gradient(linear.border.gather(kept).wait(), _rows(x)))
+        linear.later(lambda: linear.weight_gradient(linear.border.gather(kept).wait(), _rows(x), None))
         if not ctx.needs_input_grad[0]:
             return None, None, None
         return linear.products.input_gradient(linear.border.gather(kept).wait(), weight).view_as(x), None, None

@@ -7,7 +7,7 @@ stage it is shows nowhere but in the plan.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -349,10 +349,9 @@ class _Place(NamedTuple):
 
     reducer: GradientReducer
     name: str
-    parameter: nn.Parameter
 
-    def take(self) -> Taken | None:
-        return self.reducer.place(self.name) if accumulates(self.parameter) else None
+    def take(self, node: Any) -> Taken | None:
+        return self.reducer.place(self.name) if node is None or accumulates(node) else None
 
 
 def _give_handles(parameters: Mapping[str, nn.Parameter], engine: Engine) -> None:
@@ -363,7 +362,7 @@ def _give_handles(parameters: Mapping[str, nn.Parameter], engine: Engine) -> Non
 def _attach_places(parameters: Mapping[str, nn.Parameter], layout: FlatLayout, reducer: GradientReducer) -> None:
     slots = [slot for section in layout.sections if section.trainable for slot in section.slots]
     for spec in (slot.spec for slot in slots if slot.spec.writes_gradient):
-        attach_place(parameters[spec.name], _Place(reducer, spec.name, parameters[spec.name]))
+        attach_place(parameters[spec.name], _Place(reducer, spec.name))
 
 
 def _take_gradient(parameter: nn.Parameter) -> None:

@@ -4,10 +4,10 @@ Only PyTorch's own hooks are used.  Removing the handles leaves the module as it
 """
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 
@@ -24,10 +24,8 @@ def on_gradient(parameters: Mapping[str, nn.Parameter], ready: Callable[[str], N
     ]
 
 
-def accumulates(parameter: nn.Parameter) -> bool:
-    """Whether the backward under way ends at the parameter; torch.autograd.grad(..., x) gives parameters nothing."""
-    with torch._C.DisableTorchFunctionSubclass():  # to be asked for its node is no use of a partitioned parameter
-        node = get_gradient_edge(parameter).node
+def accumulates(node: Any) -> bool:
+    """Whether the backward under way comes to this node; torch.autograd.grad(..., x) gives parameters nothing."""
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # torch.autograd.grad hands the parameter's gradient to its caller

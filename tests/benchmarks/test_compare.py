@@ -78,6 +78,19 @@ def test_what_a_system_needs_is_missing_where_its_root_is_not_found(monkeypatch:
     assert not any(map(missing, systems.TOGETHER))
 
 
+def test_rounding_may_grow_but_not_begin_large() -> None:
+    """Over 20 steps: a difference of 1e-4 is rounding at the end, and something else at the beginning."""
+    plain = [5.0] * 20
+
+    def differs(step: int, by: float) -> bool:
+        losses = [*plain[:step], 5.0 * (1 + by), *plain[step + 1 :]]
+        one = Run([[Turn(losses, [1.0] * 20, 20.0)] * 2], [])
+        found = Comparison(Work(MODEL, 2, "fp32", 2), "1 x 8", 1, "cpu", 20, plain, {"ddp": one})
+        return found.differs("ddp")
+
+    assert [differs(3, 1e-4), differs(18, 1e-4), differs(18, 1e-2)] == [True, False, True]
+
+
 def test_a_base_that_differs_is_none() -> None:
     found = comparison(ddp=run([5.0, 4.0, 3.0, math.nan], 1.0), megazero_0=run(PLAIN, 1.0))
     assert found.base is None and found.best_peer("megazero-0") is None
