@@ -28,7 +28,7 @@ class Kept:
     times: int = 0
     refuses: int = 0
 
-    def take(self) -> Taken | None:
+    def take(self, node: Any) -> Taken | None:
         if self.refuses:
             self.refuses -= 1
             return None
