@@ -53,12 +53,12 @@ class Linear(NamedTuple):
     later: Later | None
     place: GradientPlace | None
 
-    def weight_gradient(self, grad: Tensor, x: Tensor, node: Any) -> Tensor | None:
+    def weight_gradient(self, grad: Tensor, x: Tensor, ctx: Any) -> Tensor | None:
         """grad [n, out], x [n, in]: the weight's gradient, or None when it has been written to its place.
 
-        node: as the place wants to know it.
+        ctx: of the Function whose backward this is; None where that is over.
         """
-        taken = None if self.place is None else self.place.take(node)
+        taken = None if self.place is None else self.place.take(None if ctx is None else weight_node(ctx))
         if taken is None:
             return self.products.weight_gradient(grad, x)
         self.products.add_weight_gradient(taken.tensor, grad, x, is_first=taken.is_first)
@@ -240,7 +240,7 @@ class _ColumnLinear(torch.autograd.Function):
         if wants_x:
             reduced = border.reduce(partial_x)
         if whole is not None:
-            grad_weight = linear.weight_gradient(rows, whole, weight_node(ctx))
+            grad_weight = linear.weight_gradient(rows, whole, ctx)
         elif wants_weight:
             linear.later(lambda: linear.weight_gradient(rows, border.gather(_rows(x)).wait(), None))
         grad_bias = rows.sum(0) if wants_bias else None
