@@ -168,7 +168,7 @@ class Births(TorchDispatchMode):
     """Remembers where every live storage comes from."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._modules: list[str] = []
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], Birth | None]] = {}
 

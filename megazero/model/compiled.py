@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from megazero.errors import ConfigError, Problem
 from megazero.model.gpt import GPT, Block
@@ -28,21 +29,20 @@ def compile_blocks(model: GPT, *, as_a_whole: bool) -> str:
     if hasattr(model, "head"):
         model.head.softmax = FusedSoftmax()
     for block in blocks:
-        if as_a_whole:
-            block.forward = _compiled(block.forward)  # type: ignore[method-assign]
-        else:
-            _compile_between_borders(block)
+        parts = [(block, "forward")] if as_a_whole else _between_borders(block)
+        for module, method in parts:
+            setattr(module, method, _compiled(getattr(module, method)))
     return "every block as a whole" if as_a_whole else "what lies between the collectives of a block"
 
 
-def _compile_between_borders(block: Block) -> None:
-    """Parts that draw random numbers from a state of their own stay as they are."""
-    block.mlp.activate = _compiled(block.mlp.activate)  # type: ignore[method-assign]
+def _between_borders(block: Block) -> Iterator[tuple[nn.Module, str]]:
+    """Methods that only compute; those that draw random numbers from a state of their own stay as they are."""
+    yield block.mlp, "activate"
     if not block.attention.draws:
-        block.attention.core = _compiled(block.attention.core)  # type: ignore[method-assign]
+        yield block.attention, "core"
     if block.adds_without_effects:
-        block.between = _compiled(block.between)  # type: ignore[method-assign]
-        block.add = _compiled(block.add)  # type: ignore[method-assign]
+        yield block, "between"
+        yield block, "add"
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,6 +28,7 @@ KERNELS: Mapping[str, SDPBackend] = MappingProxyType(
 )
 _FUSED = ("flash", "fused", "efficient")
 _CALLS = 5
+_event: Callable[..., torch.cuda.Event] = torch.cuda.Event
 _using: Callable[..., AbstractContextManager[None]] = sdpa_kernel
 
 
@@ -74,10 +75,6 @@ def preferring(kernel: str | None) -> AbstractContextManager[None]:
     return _using([KERNELS[kernel], *others], set_priority=True)
 
 
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
 def measure(kernel: str, call: Attention) -> float | None:
     """Seconds of forward and backward on a GPU: the median of some calls; None if the kernel doesn't do it."""
     query, key, value = (
@@ -87,7 +84,7 @@ def measure(kernel: str, call: Attention) -> float | None:
     try:
         with _using([KERNELS[kernel]]):
             for _ in range(_CALLS + 1):
-                begin, end = _event(), _event()
+                begin, end = _event(enable_timing=True), _event(enable_timing=True)
                 begin.record()
                 mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=call.dropout, is_causal=True)
                 torch.autograd.backward(mixed, torch.ones_like(mixed))

@@ -57,6 +57,8 @@ def verify_layout(config: RunConfig, launch: Launch, inputs: RunInputs, *, steps
     parallel, minutes = config.parallel, config.parallel.distributed_timeout_minutes
     device = choose_device(parallel.device, launch.local_rank)
     use_cpu_threads(parallel.cpu_threads, launch, device)
+    for notice in check_compiler(config.training.compile, device):
+        Console(launch.rank).line(notice)
     store = join(launch, backend=parallel.distributed_backend, device=device, timeout_minutes=minutes)
     try:
         with last_word(store, launch.rank):

@@ -17,11 +17,12 @@ def on_gradient(parameters: Mapping[str, nn.Parameter], ready: Callable[[str], N
     def hook_for(name: str) -> Callable[[Tensor], None]:
         return lambda _: ready(name)
 
-    return [
-        parameter.register_post_accumulate_grad_hook(hook_for(name))  # type: ignore[no-untyped-call]
-        for name, parameter in parameters.items()
-        if parameter.requires_grad
-    ]
+    handles = []
+    for name, parameter in parameters.items():
+        if parameter.requires_grad:
+            when_accumulated: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
+            handles.append(when_accumulated(hook_for(name)))
+    return handles
 
 
 def accumulates(node: Any) -> bool:
