@@ -6,7 +6,7 @@ the parameter's spec (`ParamSpec.writes_gradient`); an engine that has a place f
 The layer's backward then *takes* the place, writes, and returns no gradient to autograd, whose hooks fire all the same.
 """
 
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -23,11 +23,8 @@ class Taken(NamedTuple):
 class GradientPlace(Protocol):
     """Gives a parameter's backward the memory for its gradient."""
 
-    def take(self, node: Any) -> Taken | None:
-        """Whoever takes it writes before backward goes on; None: the gradient goes to autograd.
-
-        node: of autograd's graph, where the parameter's gradient would be accumulated; None where it surely will be.
-        """
+    def take(self) -> Taken | None:
+        """Whoever takes it writes before backward goes on; None: the gradient goes to autograd."""
 
 
 def add_to(total: Tensor, found: Tensor, *, is_first: bool) -> None:
@@ -53,8 +50,3 @@ def place_of(parameter: Tensor) -> GradientPlace | None:
     """The place that an engine has given, if one has; none for a parameter with hooks that want to see gradients."""
     place: GradientPlace | None = getattr(parameter, _ATTRIBUTE, None)
     return None if parameter._backward_hooks else place
-
-
-def weight_node(ctx: Any) -> Any:
-    """Where the graph accumulates the gradient of a Function's second tensor, seen from its backward."""
-    return ctx.next_functions[1][0]

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megazero.errors import Problem, UsageError
-from megazero.parallel.gradient_place import GradientPlace, Taken, add_to, place_of, weight_node
+from megazero.parallel.gradient_place import GradientPlace, Taken, add_to, place_of
 from megazero.tensor_parallel.products import TORCH, Products
 from megazero.tensor_parallel.regions import Arriving, Border
 from megazero.tensor_parallel.softmax import IN_PLACE, Labels, Softmax
@@ -112,7 +112,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
             _multiply(grad_x, grad, ctx.num_rows)
         if grad_weight is not None:
             # It stays in the loss's dtype: who adds it up casts it to what the parameter's gradient is kept in.
-            grad_weight = _give(grad_weight, grad, None if ctx.place is None else ctx.place.take(weight_node(ctx)))
+            grad_weight = _give(grad_weight, grad, None if ctx.place is None else ctx.place.take())
         return grad_x, grad_weight, None, None
 
 

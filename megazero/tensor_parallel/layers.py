@@ -31,7 +31,7 @@ from torch.autograd.function import once_differentiable
 
 from megazero.comm.interface import Communicator
 from megazero.comm.local import LocalCommunicator
-from megazero.parallel.gradient_place import GradientPlace, place_of, weight_node
+from megazero.parallel.gradient_place import GradientPlace, place_of
 from megazero.parallel.param_spec import Init, ParamSpec, attach_spec
 from megazero.tensor_parallel.deferred import DeferredGradients, Make
 from megazero.tensor_parallel.products import TORCH, Products
@@ -53,12 +53,9 @@ class Linear(NamedTuple):
     later: Later | None
     place: GradientPlace | None
 
-    def weight_gradient(self, grad: Tensor, x: Tensor, ctx: Any) -> Tensor | None:
-        """grad [n, out], x [n, in]: the weight's gradient, or None when it has been written to its place.
-
-        ctx: of the Function whose backward this is; None where that is over.
-        """
-        taken = None if self.place is None else self.place.take(None if ctx is None else weight_node(ctx))
+    def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor | None:
+        """grad [n, out], x [n, in]: the weight's gradient, or None when it has been written to its place."""
+        taken = None if self.place is None else self.place.take()
         if taken is None:
             return self.products.weight_gradient(grad, x)
         self.products.add_weight_gradient(taken.tensor, grad, x, is_first=taken.is_first)
@@ -240,9 +237,9 @@ class _ColumnLinear(torch.autograd.Function):
         if wants_x:
             reduced = border.reduce(partial_x)
         if whole is not None:
-            grad_weight = linear.weight_gradient(rows, whole, ctx)
+            grad_weight = linear.weight_gradient(rows, whole)
         elif wants_weight:
-            linear.later(lambda: linear.weight_gradient(rows, border.gather(_rows(x)).wait(), None))
+            linear.later(lambda: linear.weight_gradient(rows, border.gather(_rows(x)).wait()))
         grad_bias = rows.sum(0) if wants_bias else None
         grad_x = None if reduced is None else reduced.wait().view_as(x)
         return grad_x, grad_weight, grad_bias, None
@@ -265,7 +262,7 @@ class _DeferredRowLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         linear, kept = ctx.linear, _rows(grad)
-        linear.later(lambda: linear.weight_gradient(linear.border.gather(kept).wait(), _rows(x), None))
+        linear.later(lambda: linear.weight_gradient(linear.border.gather(kept).wait(), _rows(x)))
         if not ctx.needs_input_grad[0]:
             return None, None, None
         return linear.products.input_gradient(linear.border.gather(kept).wait(), weight).view_as(x), None, None

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megazero.parallel.gradient_place import GradientPlace, add_to, place_of, weight_node
+from megazero.parallel.gradient_place import GradientPlace, add_to, place_of
 from megazero.parallel.param_spec import Init, ParamSpec
 from megazero.tensor_parallel.head_loss import Targets, summed_cross_entropy
 from megazero.tensor_parallel.layers import TensorParallel, column_linear, uninitialised_parameter
@@ -60,7 +60,7 @@ class _LookUp(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
         (rows,) = ctx.saved_tensors
         whole = torch.ops.aten.embedding_dense_backward(grad, rows, ctx.num_rows, -1, False)
-        taken = None if ctx.place is None else ctx.place.take(weight_node(ctx))
+        taken = None if ctx.place is None else ctx.place.take()
         if taken is None:
             return None, whole, None
         add_to(taken.tensor, whole, is_first=taken.is_first)

@@ -7,7 +7,7 @@ stage it is shows nowhere but in the plan.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from megazero.parallel.topology import ENDS
 from megazero.zero.frames import Frames
 from megazero.zero.gather import ParameterGather
 from megazero.zero.guard import give_handle, take_handle
-from megazero.zero.hooks import accumulates, on_gradient
+from megazero.zero.hooks import on_gradient
 from megazero.zero.layout import (
     FlatLayout,
     LayoutRules,
@@ -350,8 +350,8 @@ class _Place(NamedTuple):
     reducer: GradientReducer
     name: str
 
-    def take(self, node: Any) -> Taken | None:
-        return self.reducer.place(self.name) if node is None or accumulates(node) else None
+    def take(self) -> Taken | None:
+        return self.reducer.place(self.name)
 
 
 def _give_handles(parameters: Mapping[str, nn.Parameter], engine: Engine) -> None:

@@ -4,9 +4,7 @@ Only PyTorch's own hooks are used.  Removing the handles leaves the module as it
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -23,11 +21,3 @@ def on_gradient(parameters: Mapping[str, nn.Parameter], ready: Callable[[str], N
             when_accumulated: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
             handles.append(when_accumulated(hook_for(name)))
     return handles
-
-
-def accumulates(node: Any) -> bool:
-    """Whether the backward under way comes to this node; torch.autograd.grad(..., x) gives parameters nothing."""
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # torch.autograd.grad hands the parameter's gradient to its caller
-        return False

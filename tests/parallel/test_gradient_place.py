@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ class Kept:
     times: int = 0
     refuses: int = 0
 
-    def take(self, node: Any) -> Taken | None:
+    def take(self) -> Taken | None:
         if self.refuses:
             self.refuses -= 1
             return None

@@ -21,7 +21,7 @@ from support.placed_gradients import (
 )
 from support.processes import run_ranks
 from support.reference import Weights
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = pytest.mark.gloo
@@ -185,6 +185,36 @@ def test_a_weight_that_is_not_used_has_no_gradient(stage: int, skipped: tuple[in
     assert (wanted["layers.1.mlp.up.weight"].abs().sum() == 0) == (len(skipped) == 3)
     for bucket in (100, 10_000):
         assert_equal(whole_gradients(run_ranks(2, skipping, stage, bucket, skipped)), wanted, EXACT)
+
+
+def asking_for_others(rank: int, stage: int) -> Kept:
+    """Before each micro-batch's passes somebody asks what an input's gradient would be."""
+    run = placed(rank, small_run(zero_stage=stage), dp=2, accumulation=2)
+
+    @contextmanager
+    def ask(micro: int) -> Iterator[None]:
+        inputs: list[Tensor] = []
+
+        def keep(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+            inputs.append(output)
+
+        handle = run.model.get_submodule("layers.0.input_norm").register_forward_hook(keep)
+        loss = run.loss(micro)
+        handle.remove()
+        (gradient,) = torch.autograd.grad(loss, inputs)
+        assert gradient.abs().max() > 0
+        yield
+
+    kept = run.step(around=ask)
+    run.engine.close()
+    return kept
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_asked_for_outside_a_pass_adds_nothing(stage: int) -> None:
+    """torch.autograd.grad walks through the layers' backward and ends at no parameter."""
+    found = whole_gradients(run_ranks(2, asking_for_others, stage))
+    assert_equal(found, expected(MICRO_BATCH * 2 * 2), EXACT)
 
 
 def step_after_a_failure(rank: int, stage: int, contiguous: bool, failing: int) -> Kept:
