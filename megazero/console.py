@@ -12,7 +12,15 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn, TypeVar
 
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from megazero.errors import ConfigError, Problem, UserError
 
@@ -62,22 +70,27 @@ class Console:
 
     def track(self, items: Iterable[T], *, total: int | None, description: str) -> Iterator[T]:
         """Yield `items` under a progress bar with an ETA (only on a terminal; a pipe gets no bar)."""
-        if not self.speaks or not sys.stdout.isatty():
+        if not self.on_terminal:
             yield from items
             return
         with self.progress() as progress:
             yield from progress.track(items, total=total, description=description)
 
-    def progress(self) -> Progress:
-        """A progress display with count, elapsed time and time remaining; a context manager."""
-        columns = (
+    @property
+    def on_terminal(self) -> bool:
+        """Whether this process speaks, and to a person."""
+        return self.speaks and sys.stdout.isatty()
+
+    def progress(self, *columns: ProgressColumn) -> Progress:
+        """A progress display; count, elapsed time and time remaining unless told other columns; a context manager."""
+        usual = (
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
         )
-        return Progress(*columns, console=self._rich, transient=True, disable=not (self.speaks and sys.stdout.isatty()))
+        return Progress(*(columns or usual), console=self._rich, transient=True, disable=not self.on_terminal)
 
 
 def run_program(main: Callable[[], int | None]) -> int:

@@ -1,44 +1,52 @@
 """Turn text into token files: PREFIX_KEY_document.bin, .idx and .json (counts, tokenizer) for every JSON key."""
 
 import argparse
+import os
 import sys
 import time
-from pathlib import Path
 
 from megazero.config.compat import PREPROCESSING_ACCEPTED, PREPROCESSING_FIXED, PREPROCESSING_REFUSED
 from megazero.console import Console, HelpFormatter, run_program
-from megazero.data.documents import TEXT_RULES, DocumentRules
+from megazero.data.arguments import (
+    add_input_arguments,
+    add_tokenizer_arguments,
+    input_rules,
+    positive,
+    tokenizer_spec,
+)
+from megazero.data.chunks import WHOLE, Shard
 from megazero.data.preprocess import PreprocessRequest, preprocess
-from megazero.data.tokenizers import FILES, TokenizerSpec
 from megazero.errors import ConfigError, Problem, raise_problems
-from megazero.units import format_bytes, format_duration
-
-
-def positive(text: str) -> int:
-    """An integer of at least 1."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
-    return number
+from megazero.units import format_bytes, format_count, format_duration
 
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=HelpFormatter)
     text = parser.add_argument_group("text")
-    text.add_argument("--input", nargs="+", type=Path, required=True, metavar="FILE", help=".jsonl, .json, .txt files")
-    text.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to take, a corpus for each")
-    text.add_argument("--text-rule", choices=TEXT_RULES, default="blocks", help="what a document is in a .txt file")
+    add_input_arguments(text)
+    text.add_argument("--skip-bad-lines", action="store_true", help="list lines that cannot be read, and go on")
     tokenizer = parser.add_argument_group("tokenizer")
-    tokenizer.add_argument("--tokenizer-type", choices=tuple(FILES), required=True, help="how text becomes ids")
-    tokenizer.add_argument("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
-    tokenizer.add_argument("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
-    tokenizer.add_argument("--tokenizer-model", metavar="FILE", help="model of SentencePieceTokenizer")
+    add_tokenizer_arguments(tokenizer, required=True)
     tokenizer.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document id")
+    tokenizer.add_argument(
+        "--split-documents", type=positive, metavar="TOKENS", help="cut longer documents into sequences of at most this"
+    )
     output = parser.add_argument_group("output")
     output.add_argument("--output-prefix", required=True, metavar="PREFIX", help="where the files go")
     output.add_argument("--workers", type=positive, default=1, metavar="N", help="processes")
     output.add_argument("--log-interval", type=positive, default=1000, metavar="N", help="documents between two lines")
+    interrupted = parser.add_argument_group("interruptions")
+    interrupted.add_argument("--resume", action="store_true", help="go on after the last partition that was finished")
+    interrupted.add_argument(
+        "--partitions", type=positive, metavar="N", help="parts of the input to finish one by one (default: of 256 MiB)"
+    )
+    shards = parser.add_argument_group("several machines, each with a shard of one corpus")
+    shards.add_argument("--num-shards", type=positive, metavar="N", help="how many; tools/merge_datasets.py joins them")
+    shards.add_argument("--shard-index", type=int, metavar="I", help="which of them, from 0")
+    shards.add_argument(
+        "--shards-from-slurm", action="store_true", help="both as SLURM_ARRAY_TASK_ID, _MIN and _COUNT say"
+    )
     for name in (*PREPROCESSING_ACCEPTED, *PREPROCESSING_FIXED, *PREPROCESSING_REFUSED):
         parser.add_argument(f"--{name}", nargs="*", help=argparse.SUPPRESS)
     return parser.parse_args([dashed(word) for word in sys.argv[1:]])
@@ -67,6 +75,33 @@ def take_foreign_flags(arguments: argparse.Namespace, console: Console) -> None:
         console.line(f"--{name}: accepted, without effect: {effects[name]}")
 
 
+def chosen_shard(arguments: argparse.Namespace) -> Shard:
+    """The shard of this process; raises ConfigError when half of it is told."""
+    index, count = arguments.shard_index, arguments.num_shards
+    if arguments.shards_from_slurm:
+        names = [f"SLURM_ARRAY_TASK_{name}" for name in ("ID", "MIN", "COUNT")]
+        told = [os.environ.get(name, "") for name in names]
+        if not all(text.isdecimal() for text in told) or index is not None or count is not None:
+            given = "--shards-from-slurm with " + ", ".join(
+                f"{name} {text!r}" for name, text in zip(names, told, strict=True)
+            )
+            rule = "an array job of Slurm says which shard this is, and nobody else"
+            raise ConfigError(
+                Problem(
+                    f"--shards-from-slurm with {found}",
+                    rule,
+                    "sbatch --array=0-7, or --shard-index and --num-shards alone",
+                )
+            )
+        number, first, size = map(int, told)
+        return Shard(number - first, size)
+    if (index is None) != (count is None):
+        raise ConfigError(
+            Problem("one of --shard-index and --num-shards", "they go together", "--shard-index 0 --num-shards 8")
+        )
+    return WHOLE if index is None else Shard(index, count)
+
+
 def main() -> None:
     """Encode, write, tell."""
     arguments, console, started = parse_arguments(), Console(), time.monotonic()
@@ -74,20 +109,27 @@ def main() -> None:
     request = PreprocessRequest(
         inputs=tuple(arguments.input),
         output_prefix=arguments.output_prefix,
-        tokenizer=TokenizerSpec(
-            arguments.tokenizer_type, arguments.vocab_file, arguments.merge_file, arguments.tokenizer_model
-        ),
-        rules=DocumentRules(tuple(arguments.json_keys), arguments.text_rule),
+        tokenizer=tokenizer_spec(arguments),
+        rules=input_rules(arguments),
         append_eod=arguments.append_eod,
+        split_documents=arguments.split_documents or 0,
         workers=arguments.workers,
         log_interval=arguments.log_interval,
+        shard=chosen_shard(arguments),
+        partitions=arguments.partitions or 0,
+        resume=arguments.resume,
+        skip_bad_lines=arguments.skip_bad_lines,
     )
-    for prefix, sidecar in preprocess(request, console):
+    done = preprocess(request, console)
+    for prefix, sidecar in done.corpora:
+        ratio = f"{sidecar.text_bytes / sidecar.tokens:.2f} bytes a token" if sidecar.tokens else "no token"
         console.line(
             f"{prefix}: {sidecar.documents} documents, {sidecar.tokens} tokens, vocabulary {sidecar.vocab_size}, "
-            f"{format_bytes(sidecar.text_bytes)} of text, {sidecar.text_bytes / sidecar.tokens:.2f} bytes a token"
+            f"{format_bytes(sidecar.text_bytes)} of text, {ratio}"
         )
-    console.line(f"done in {format_duration(time.monotonic() - started)}")
+    if done.bad_lines:
+        console.line(f"{format_count(done.bad_lines)} lines passed over, listed in {done.bad_lines_file}")
+    console.line(f"done in {format_duration(time.monotonic() - started)}, encoded by {done.library}")
 
 
 if __name__ == "__main__":

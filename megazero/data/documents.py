@@ -1,52 +1,42 @@
-"""Documents: reading texts out of jsonl and plain text files, in pieces that workers can share out.
+"""Documents: the texts of a chunk, or its objects with all their keys.
 
-A *chunk* is a byte range of an input file that begins and ends at a line's end, about a mebibyte long.  Chunks depend
-on the files alone, never on how many workers read them.
+    JSON lines   one object a line, one document each; lines of white space alone are passed over
+    plain text   has no documents of its own, so a rule makes them:
+                 blocks      cut at the first blank line after 4 KiB, or the first line's end after 16 KiB; nothing is
+                             lost, the documents put together are the file
+                 lines       every line that is not blank is a document, without its line end
+                 file        the whole file is one document
+                 separator   what lies between two separators, where it is not white space alone
+    tables       a document a row
 
-    .jsonl .json   one JSON object a line, one document each; lines of white space alone are passed over
-    .txt           plain text has no documents of its own, so a rule makes them (`TEXT_RULES`):
-                   blocks   cut at the first blank line after 4 KiB, or the first line's end after 16 KiB; nothing is
-                            lost, the documents put together are the file
-                   lines    every line that is not blank is a document, without its line end
-                   file     the whole file is one document
+What cannot be read is an error that names file and line, or is noted and passed over.
 """
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
+import orjson
+
+from megazero.data.bad_lines import BadLines
+from megazero.data.chunks import (
+    CHUNK_BYTES,
+    Chunk,
+    DocumentRules,
+    LineBlock,
+    LineRange,
+    Records,
+    find_chunks,
+    rule_problems,
+)
 from megazero.data.files import cannot_read
+from megazero.data.inputs import JSON, InputFile, find_inputs
 from megazero.errors import DataError, Problem, raise_problems
 
-JSON_ENDINGS = (".jsonl", ".json")
-TEXT_ENDINGS = (".txt",)
-TEXT_RULES = ("blocks", "lines", "file")
-
-CHUNK_BYTES = 1 << 20
 BLOCK_BYTES = 4 << 10
 BLOCK_LIMIT_BYTES = 4 * BLOCK_BYTES
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-
-
-@dataclass(frozen=True)
-class DocumentRules:
-    """What a document is.
-
-    json_keys: the keys whose texts are taken from a JSON object.  text_rule: one of TEXT_RULES.
-    """
-
-    json_keys: tuple[str, ...] = ("text",)
-    text_rule: str = "blocks"
-
-
-class Chunk(NamedTuple):
-    """Bytes [start, stop) of a file: whole lines."""
-
-    path: Path
-    start: int
-    stop: int
 
 
 class Document(NamedTuple):
@@ -59,136 +49,230 @@ class Document(NamedTuple):
     text_bytes: tuple[int, ...]
 
 
-class _Line(NamedTuple):
-    offset: int  # in the chunk
-    data: bytes
+class _Unusable(Exception):
+    """A rule that a record breaks, what would be legal, and, of a line of text, where in it."""
+
+    def __init__(self, rule: str, legal: str = "", offset: int = 0) -> None:
+        super().__init__(rule)
+        self.rule, self.legal, self.offset = rule, legal, offset
 
 
-def input_problems(paths: Sequence[Path], rules: DocumentRules) -> list[Problem]:
-    """What speaks against reading these files: missing ones, unknown endings, several keys for plain text."""
-    return [problem for path in paths for problem in _path_problems(path, rules)]
+class _Opened(NamedTuple):
+    """The records of a chunk as they lie there, how to read one, and where the one at an offset is.
+
+    Telling is asked for errors only: counting lines takes a look at everything before.
+    """
+
+    records: Iterator["_Record"]
+    read: Callable[[Any], dict[str, Any]]
+    tell: Callable[[int], str]
 
 
-def find_chunks(paths: Sequence[Path], rules: DocumentRules) -> list[Chunk]:
-    """All chunks of all files in order; raises DataError with every file that cannot be used."""
-    raise_problems(DataError, input_problems(paths, rules))
-    return [chunk for path in paths for chunk in _chunks(path, whole=_is_text(path) and rules.text_rule == "file")]
+class _Record(NamedTuple):
+    offset: int  # bytes from the beginning of the chunk's lines, or the number of a row in its chunk
+    content: Any
 
 
-def read_documents(chunk: Chunk, rules: DocumentRules) -> Iterator[Document]:
-    """The documents of a chunk in order; raises DataError with file and line for one that cannot be read."""
-    data = _read(chunk)
-    if _is_text(chunk.path):
-        for offset, text in _text_documents(data, rules.text_rule):
-            yield _document(chunk, offset, (_decode(chunk, offset, text),))
-        return
-    for offset, line in _lines(data):
-        if line.strip():
-            yield _document(chunk, offset, _json_texts(chunk, offset, line, rules.json_keys))
+def iterate_objects(
+    inputs: Sequence[str], rules: DocumentRules, bad: BadLines | None = None
+) -> Iterator[dict[str, Any]]:
+    """Every record of the input in order, with all its keys; plain text under the first of the keys.
+
+    Raises DataError for input that cannot be used, and for a bad line unless there is a `bad` to note it.
+    """
+    files = find_inputs(inputs, rules.input_format)
+    raise_problems(DataError, rule_problems(files, rules))
+    for chunk in find_chunks(files, rules):
+        yield from read_objects(chunk, rules, bad)
 
 
-def _is_text(path: Path) -> bool:
-    return path.suffix.lower() in TEXT_ENDINGS
+def read_documents(chunk: Chunk, rules: DocumentRules, bad: BadLines | None = None) -> Iterator[Document]:
+    """The documents of a chunk in order; raises DataError with file and line for one that cannot be read.
+
+    bad: notes it instead.
+    """
+    return _usable(chunk, rules, bad, lambda content: _document(content, rules))
 
 
-def _path_problems(path: Path, rules: DocumentRules) -> Iterator[Problem]:
-    if not path.is_file():
-        yield Problem(f"--input {path}", "must be a file")
-    elif path.suffix.lower() not in JSON_ENDINGS + TEXT_ENDINGS:
-        yield Problem(
-            f"--input {path}", "the ending tells the format", f"{', '.join(JSON_ENDINGS)} (JSON lines) or .txt (text)"
-        )
-    elif _is_text(path) and len(rules.json_keys) > 1:
-        yield Problem(f"--input {path} with --json-keys {' '.join(rules.json_keys)}", "plain text has one key only")
+def read_objects(chunk: Chunk, rules: DocumentRules, bad: BadLines | None = None) -> Iterator[dict[str, Any]]:
+    """The same with all keys; those of `rules` hold text."""
+
+    def checked(content: dict[str, Any]) -> dict[str, Any]:
+        return {**content, **dict(zip(rules.json_keys, _document(content, rules).texts, strict=True))}
+
+    return _usable(chunk, rules, bad, checked)
 
 
-def _chunks(path: Path, *, whole: bool) -> Iterator[Chunk]:
+def _usable(chunk: Chunk, rules: DocumentRules, bad: BadLines | None, take: Callable[[Any], Any]) -> Iterator[Any]:
+    """What `take` makes of each record's object."""
+    records, read, tell = _open(chunk, rules)
+    for offset, content in records:
+        try:
+            taken = take(read(content))
+        except _Unusable as error:
+            problem = Problem(tell(offset + error.offset), f"every line {error.rule}", error.legal)
+            if bad is None:
+                raise DataError(problem) from error
+            bad.note(problem.given, error.rule)
+        else:
+            yield taken
+
+
+def _open(chunk: Chunk, rules: DocumentRules) -> _Opened:
+    if isinstance(chunk, Records):
+        rows = (_Record(number, row) for number, row in enumerate(chunk.rows) if not _is_blank(row, chunk.unit))
+        return _Opened(rows, _as_it_is, lambda at: f"{chunk.file.path}: {chunk.unit} {chunk.first + at}")
+    start, data = _read_lines(chunk)
+    is_first = start == 0 if isinstance(chunk, LineRange) else chunk.first_line == 1
+    mark = len(BYTE_ORDER_MARK) if is_first and data.startswith(BYTE_ORDER_MARK) else 0
+    tell = _teller(chunk, start, data)
+    if chunk.file.format != JSON:
+        key = rules.json_keys[0]
+        return _Opened(_text_documents(data, mark, rules.text_rule), lambda text: {key: text}, tell)
+    lines = (line for line in _lines(data, mark) if not line.content.isspace())
+    return _Opened(lines, partial(_object, replaces=rules.invalid_utf8 == "replace"), tell)
+
+
+def _is_blank(row: dict[str, Any], unit: str) -> bool:
+    """Between two separators there may be nothing; a row is a document whatever is in it."""
+    return unit == "document" and not any(text.strip() for text in row.values())
+
+
+def _as_it_is(row: dict[str, Any]) -> dict[str, Any]:
+    return row
+
+
+def _read_lines(chunk: LineRange | LineBlock) -> _Record:
+    """Where in the file the first line begins, and all lines; of a block, as it is."""
+    if isinstance(chunk, LineBlock):
+        return _Record(0, chunk.data)
     try:
-        size = path.stat().st_size
-        with open(path, "rb") as stream:
-            start = 0
-            while start < size:
-                stream.seek(size if whole else min(start + CHUNK_BYTES, size))
-                stream.readline()
-                yield Chunk(path, start, stream.tell())
-                start = stream.tell()
+        with open(chunk.file.path, "rb") as stream:
+            return _range_lines(stream, chunk.start, chunk.stop)
     except OSError as error:
-        raise cannot_read(path, error) from error
+        raise cannot_read(chunk.file.path, error) from error
 
 
-def _read(chunk: Chunk) -> bytes:
-    try:
-        with open(chunk.path, "rb") as stream:
-            stream.seek(chunk.start)
-            return stream.read(chunk.stop - chunk.start)
-    except OSError as error:
-        raise cannot_read(chunk.path, error) from error
+def _range_lines(stream: Any, start: int, stop: int) -> _Record:
+    """The lines that begin in [start, stop)."""
+    if start:
+        # The line that holds the byte before is another chunk's; all of this range may lie in it.
+        stream.seek(start - 1)
+        head = stream.readline(stop - start + 1)
+        if not head.endswith(b"\n"):
+            return _Record(stop, b"")
+        start += len(head) - 1
+    data = stream.read(stop - start) if start < stop else b""
+    if data and not data.endswith(b"\n"):
+        data += stream.readline()
+    return _Record(start, data)
 
 
-def _lines(data: bytes) -> Iterator[_Line]:
+def _lines(data: bytes, start: int = 0) -> Iterator[_Record]:
     """Lines with their ends.  Only a line feed ends a line: JSON strings may hold other separators."""
-    offset = 0
+    offset = start
     while offset < len(data):
         stop = data.find(b"\n", offset) + 1 or len(data)
-        yield _Line(offset, data[offset:stop])
+        yield _Record(offset, data[offset:stop])
         offset = stop
 
 
-def _text_documents(data: bytes, rule: str) -> Iterator[_Line]:
+def _text_documents(data: bytes, start: int, rule: str) -> Iterator[_Record]:
     if rule == "file":
-        yield _Line(0, data)
+        yield _Record(start, data[start:])
     elif rule == "lines":
-        yield from (_Line(offset, line.rstrip(b"\r\n")) for offset, line in _lines(data) if line.strip())
+        yield from (_Record(offset, line.rstrip(b"\r\n")) for offset, line in _lines(data, start) if line.strip())
     else:
-        yield from _blocks(data)
+        yield from _blocks(data, start)
 
 
-def _blocks(data: bytes) -> Iterator[_Line]:
-    start = 0
-    for offset, line in _lines(data):
+def _blocks(data: bytes, start: int) -> Iterator[_Record]:
+    for offset, line in _lines(data, start):
         stop = offset + len(line)
         length = stop - start
         if length >= BLOCK_LIMIT_BYTES or (length >= BLOCK_BYTES and not line.strip()):
-            yield _Line(start, data[start:stop])
+            yield _Record(start, data[start:stop])
             start = stop
     if start < len(data):
-        yield _Line(start, data[start:])
+        yield _Record(start, data[start:])
 
 
-def _json_texts(chunk: Chunk, offset: int, line: bytes, keys: tuple[str, ...]) -> tuple[str, ...]:
+def _object(line: bytes, *, replaces: bool) -> dict[str, Any]:
+    """The object of a line of JSON."""
     try:
-        content = json.loads(_decode(chunk, offset, line))
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise _bad_line(chunk, offset, f"is JSON: {error}") from error
+        content = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        # The stricter and faster of two readers; what it refuses the other one may take, or tell better.
+        content = _lenient_object(line, replaces=replaces)
     if not isinstance(content, dict):
-        raise _bad_line(chunk, offset, f"is a JSON object, not {type(content).__name__}")
-    for key in keys:
-        if key not in content:
-            raise _bad_line(chunk, offset, f"has the key {key!r}", f"--json-keys {' '.join(sorted(content))}")
-        if not isinstance(content[key], str):
-            raise _bad_line(chunk, offset, f"holds a string under {key!r}, not {type(content[key]).__name__}")
-    return tuple(content[key] for key in keys)
+        raise _Unusable(f"is a JSON object, not {type(content).__name__}")
+    return content
 
 
-def _document(chunk: Chunk, offset: int, texts: tuple[str, ...]) -> Document:
+def _lenient_object(line: bytes, *, replaces: bool) -> Any:
     try:
-        return Document(texts, tuple(len(text.encode()) for text in texts))
-    except UnicodeEncodeError as error:
-        raise _bad_line(chunk, offset, f"holds Unicode text: {error.reason} at character {error.start}") from error
-
-
-def _decode(chunk: Chunk, offset: int, data: bytes) -> str:
-    if chunk.start == offset == 0:
-        data = data.removeprefix(BYTE_ORDER_MARK)
-    try:
-        return data.decode()
+        return json.loads(line.decode(errors="replace" if replaces else "strict"))
     except UnicodeDecodeError as error:
-        raise _bad_line(chunk, offset + error.start, f"is UTF-8: {error.reason} (0x{data[error.start]:02x})") from error
+        raise _not_utf8(line, error) from error
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise _Unusable(f"is JSON: {error}") from error
 
 
-def _bad_line(chunk: Chunk, offset: int, rule: str, legal: str = "") -> DataError:
-    stop = chunk.start + offset
-    # In pieces: what comes before the line may be more than memory holds.
-    pieces = (Chunk(chunk.path, start, min(start + CHUNK_BYTES, stop)) for start in range(0, stop, CHUNK_BYTES))
-    number = 1 + sum(_read(piece).count(b"\n") for piece in pieces)
-    return DataError(Problem(f"{chunk.path}:{number}", f"every line {rule}", legal))
+def _document(content: dict[str, Any], rules: DocumentRules) -> Document:
+    texts = [_text(content, key, rules) for key in rules.json_keys]
+    if len(texts) == 1:  # as nearly always
+        ((text, size),) = texts
+        return Document((text,), (size,))
+    return Document(tuple(text for text, _ in texts), tuple(size for _, size in texts))
+
+
+def _text(content: dict[str, Any], key: str, rules: DocumentRules) -> tuple[str, int]:
+    """The text under a key, and its size in bytes."""
+    try:
+        value = content[key]
+    except KeyError:
+        raise _Unusable(f"has the key {key!r}", f"--json-keys {' '.join(sorted(content))}") from None
+    if isinstance(value, bytes):
+        try:
+            value = value.decode(errors="replace" if rules.invalid_utf8 == "replace" else "strict")
+        except UnicodeDecodeError as error:
+            raise _not_utf8(value, error) from error
+    if not isinstance(value, str):
+        raise _Unusable(f"holds a string under {key!r}, not {type(value).__name__}")
+    if value.isascii():
+        return value, len(value)
+    try:
+        return value, len(value.encode())
+    except UnicodeEncodeError as error:
+        if rules.invalid_utf8 == "replace":
+            value = value.encode(errors="surrogatepass").decode(errors="replace")
+            return value, len(value.encode())
+        raise _Unusable(f"holds Unicode text: {error.reason} at character {error.start}") from error
+
+
+def _not_utf8(data: bytes, error: UnicodeDecodeError) -> _Unusable:
+    legal = "--invalid-utf8 replace"
+    return _Unusable(f"is UTF-8: {error.reason} (0x{data[error.start]:02x})", legal, offset=error.start)
+
+
+def _teller(chunk: LineRange | LineBlock, start: int, data: bytes) -> Callable[[int], str]:
+    """A function from an offset in the chunk to FILE:LINE."""
+
+    def tell(offset: int) -> str:
+        before = _lines_before(chunk.file, start) if isinstance(chunk, LineRange) else chunk.first_line - 1
+        line = before + 1 + data.count(b"\n", 0, offset)
+        return f"{chunk.file.path}:{line}"
+
+    return tell
+
+
+def _lines_before(file: InputFile, stop: int) -> int:
+    """Line ends in the first `stop` bytes of a file; in pieces, because they may be more than memory holds."""
+    count = 0
+    try:
+        with open(file.path, "rb") as stream:
+            for start in range(0, stop, CHUNK_BYTES):
+                count += stream.read(min(CHUNK_BYTES, stop - start)).count(b"\n")
+    except OSError as error:
+        raise cannot_read(file.path, error) from error
+    return count

@@ -83,6 +83,16 @@ def remove_file(path: Path) -> None:
         raise cannot_write(path, error) from error
 
 
+def move_into_place(source: Path, path: Path) -> None:
+    """Rename over `path`, if `source` is there, and make that durable."""
+    try:
+        if source.exists():
+            os.replace(source, path)
+            sync_path(path.parent)
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
 def sync_path(path: Path) -> None:
     """Bring a file's bytes, or a folder's renames, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -97,6 +107,6 @@ def cannot_write(path: Path, error: OSError) -> DataError:
     return DataError(Problem(str(path), f"must be writable: {error.strerror or error}", "another path, or free space"))
 
 
-def cannot_read(path: Path, error: OSError) -> DataError:
+def cannot_read(path: Path | str, error: OSError) -> DataError:
     """The error for a file that refuses to be read."""
     return DataError(Problem(str(path), f"must be a readable file: {error.strerror or error}"))

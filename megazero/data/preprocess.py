@@ -1,31 +1,37 @@
 """Preprocessing: texts become token files.
 
-Every worker takes every W-th chunk of the input, so it needs no messages to know its share; the parent takes the
-results in the order of the chunks, so the files are the same for any number of workers.  A worker that runs ahead
-blocks on its pipe until the parent has taken what it made.  Nothing gets its final name before everything is written.
+The input is cut into chunks, any number of workers encode them, and this process writes them down in the input's order,
+so the files are the same for any number of workers.  Every *partition* of the input that is finished is brought to the
+disk and noted in a journal, where a later run goes on.  Nothing gets its final name before everything is written.
 """
 
-import multiprocessing
-import time
-import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from megazero.console import Console
-from megazero.data.documents import Chunk, DocumentRules, find_chunks, input_problems, read_documents
-from megazero.data.files import remove_file
-from megazero.data.indexed_dataset import IndexedDatasetWriter, token_dtype
-from megazero.data.sidecar import Sidecar, sidecar_path, write_sidecar
+from megazero.data.chunks import WHOLE, DocumentRules, Shard, find_chunks, rule_problems
+from megazero.data.encode import Encoded, EncodeRules, chunk_encoder, encode_with
+from megazero.data.encoders import Encoder, fastest_encoder
+from megazero.data.files import move_into_place, remove_file
+from megazero.data.indexed_dataset import token_dtype
+from megazero.data.indexed_writer import IndexedDatasetWriter, Position, Spool, publish_corpus
+from megazero.data.inputs import InputFile, find_inputs, pipe_problems
+from megazero.data.journal import Journal
+from megazero.data.progress import TextProgress
+from megazero.data.sidecar import Sidecar, load_sidecar, sidecar_bytes, sidecar_path
 from megazero.data.tokenizers import Tokenizer, TokenizerSpec, load_tokenizer
-from megazero.errors import DataError, Problem, UserError, raise_problems
-from megazero.units import format_bytes, format_count, format_duration
+from megazero.data.workers import ordered_map
+from megazero.errors import DataError, Problem, raise_problems
+
+# Input between two entries in the journal: what an interruption costs at most.
+PARTITION_BYTES = 256 << 20
+# Bad lines that are shown one by one.
+SHOWN_BAD_LINES = 20
 
 
 @dataclass(frozen=True)
@@ -33,15 +39,32 @@ class PreprocessRequest:
     """What to do: --input, --output-prefix, tokenizer flags, and so on.
 
     workers: processes; 1 does the work in this one.  log_interval: documents between two lines of progress.
+    split_documents: longest sequence in tokens, 0 for any.  partitions: parts of the input after each of which a run
+    can go on, 0 for one every PARTITION_BYTES.
     """
 
-    inputs: tuple[Path, ...]
+    inputs: tuple[str, ...]
     output_prefix: str
     tokenizer: TokenizerSpec
     rules: DocumentRules = field(default_factory=DocumentRules)
     append_eod: bool = False
+    split_documents: int = 0
     workers: int = 1
     log_interval: int = 1000
+    shard: Shard = WHOLE
+    partitions: int = 0
+    resume: bool = False
+    skip_bad_lines: bool = False
+
+    @property
+    def prefix(self) -> str:
+        """Of all files that are written, which tell of a shard."""
+        shard = self.shard
+        return self.output_prefix + (f"_shard_{shard.index:05d}_of_{shard.count:05d}" if shard.count > 1 else "")
+
+    def corpus_prefixes(self) -> list[str]:
+        """A corpus for every key."""
+        return [f"{self.prefix}_{key}_document" for key in self.rules.json_keys]
 
 
 class Corpus(NamedTuple):
@@ -51,63 +74,188 @@ class Corpus(NamedTuple):
     sidecar: Sidecar
 
 
-class EncodedTexts(NamedTuple):
-    """Documents of one chunk under one key: tokens [sum of lengths], lengths int32 [documents], bytes of text."""
+class Preprocessed(NamedTuple):
+    """What was written; library: what encoded.  bad_lines: how many were passed over, and where the list of them is."""
 
-    tokens: NDArray[Any]
-    lengths: NDArray[np.int32]
-    text_bytes: int
-
-
-class EncodedChunk(NamedTuple):
-    """One chunk, encoded; `texts` has an entry for every key."""
-
-    input_bytes: int
-    texts: tuple[EncodedTexts, ...]
+    corpora: list[Corpus]
+    library: str
+    bad_lines: int
+    bad_lines_file: Path
 
 
-class _Failure(NamedTuple):
-    """What a worker sends instead of a result: the user's problems, or the traceback of a bug."""
-
-    problems: tuple[Problem, ...]
-    trace: str
-
-
-def preprocess(request: PreprocessRequest, console: Console) -> list[Corpus]:
-    """Write OUTPUT-PREFIX_KEY_document.{bin,idx,json} for every key; returns what was written.
+def preprocess(request: PreprocessRequest, console: Console) -> Preprocessed:
+    """Write {bin,idx,json} of a corpus for every key; returns what was written.
 
     Raises DataError for input that cannot be read (file and line), and leaves earlier files untouched then.
     """
-    problems = [*_key_problems(request.rules.json_keys), *input_problems(request.inputs, request.rules)]
-    raise_problems(DataError, [*problems, *request.tokenizer.problems()])
-    chunks = find_chunks(request.inputs, request.rules)
+    files = _checked_inputs(request)
     tokenizer = load_tokenizer(request.tokenizer)
-    prefixes = [f"{request.output_prefix}_{key}_document" for key in request.rules.json_keys]
-    text_bytes = [0] * len(prefixes)
-    progress = _Progress(console, chunks, request.log_interval)
-    with ExitStack() as stack:
-        dtype = token_dtype(tokenizer.vocab_size)
-        writers = [stack.enter_context(IndexedDatasetWriter(prefix, dtype)) for prefix in prefixes]
-        for encoded in stack.enter_context(_encoded_chunks(request, tokenizer, chunks)):
-            for index, (writer, texts) in enumerate(zip(writers, encoded.texts, strict=True)):
-                writer.add_documents(texts.tokens, texts.lengths.tolist())
-                text_bytes[index] += texts.text_bytes
-            progress.advance(len(encoded.texts[0].lengths), encoded.input_bytes)
-        _refuse_empty(request, writers)
-        for prefix in prefixes:
-            remove_file(sidecar_path(prefix))
-    sidecars = [_sidecar(request, tokenizer, writer, size) for writer, size in zip(writers, text_bytes, strict=True)]
-    for prefix, sidecar in zip(prefixes, sidecars, strict=True):
-        write_sidecar(prefix, sidecar)
-    return [Corpus(prefix, sidecar) for prefix, sidecar in zip(prefixes, sidecars, strict=True)]
+    encoder = fastest_encoder(tokenizer)
+    if encoder.notice:
+        console.line(f"note: {encoder.notice}")
+    folder = Path(request.prefix).with_name(f".{Path(request.prefix).name}.partial")
+    with Journal(folder, _work(request, files), resume=request.resume) as journal:
+        if journal.last is None or not journal.last["is_sealed"]:
+            _Run(request, files, tokenizer, encoder, journal, console).write()
+        sealed = journal.last
+        assert sealed is not None, "a run that ended well has told so"
+        return Preprocessed(
+            _publish(request, folder, sealed), encoder.library, sealed["bad_lines"], _bad_lines(request)
+        )
 
 
-def _key_problems(keys: tuple[str, ...]) -> list[Problem]:
-    once = tuple(dict.fromkeys(keys))
-    if once == keys:
-        return []
-    given, legal = (f"--json-keys {' '.join(names)}" for names in (keys, once))
-    return [Problem(given, "every key has a corpus of its own, so it is given once", legal)]
+def _checked_inputs(request: PreprocessRequest) -> list[InputFile]:
+    """Every file to read; raises DataError with all that is wrong with files, rules and tokenizer."""
+    problems: list[Problem] = []
+    files: list[InputFile] = []
+    try:
+        files = find_inputs(request.inputs, request.rules.input_format)
+    except DataError as error:
+        problems.extend(error.problems)
+    problems += rule_problems(files, request.rules)
+    problems += pipe_problems(files, resumes=request.resume, num_shards=request.shard.count)
+    if not 0 <= request.shard.index < request.shard.count:
+        given = f"--shard-index {request.shard.index} --num-shards {request.shard.count}"
+        problems.append(Problem(given, "shards count from 0", f"--shard-index 0 to {request.shard.count - 1}"))
+    raise_problems(DataError, [*problems, *request.tokenizer.problems()])
+    return files
+
+
+def _work(request: PreprocessRequest, files: Sequence[InputFile]) -> dict[str, Any]:
+    """All that decides what is written, for the journal."""
+    return {
+        "input": [[file.path, file.size, file.modified] for file in files],
+        "rules": asdict(request.rules),
+        "tokenizer": [request.tokenizer.type, request.tokenizer.digests()],
+        "append_eod": request.append_eod,
+        "split_documents": request.split_documents,
+        "shard": asdict(request.shard),
+    }
+
+
+def _bad_lines(request: PreprocessRequest) -> Path:
+    return Path(f"{request.prefix}_bad_lines.txt")
+
+
+class _Run:
+    """From where the journal says to the sealed corpora."""
+
+    def __init__(
+        self,
+        request: PreprocessRequest,
+        files: Sequence[InputFile],
+        tokenizer: Tokenizer,
+        encoder: Encoder,
+        journal: Journal,
+        console: Console,
+    ) -> None:
+        last: Mapping[str, Any] = journal.last or {}
+        keys = request.rules.json_keys
+        self._request = request
+        self._files = files
+        self._tokenizer = tokenizer
+        self._encoder = encoder
+        self._journal = journal
+        self._console = console
+        self._chunks = last.get("chunks", 0)
+        self._input_bytes = last.get("input_bytes", 0)
+        self._num_bad = last.get("bad_lines", 0)
+        self._text_bytes = list(last.get("text_bytes", [0] * len(keys)))
+        self._positions = [Position(*position) for position in last.get("positions", [()] * len(keys))]
+        self._bad_bytes = last.get("bad_bytes", 0)
+
+    def write(self) -> None:
+        """Encode and write what is left, partition by partition; seal."""
+        request, dtype = self._request, token_dtype(self._tokenizer.vocab_size)
+        chunks = find_chunks(self._files, request.rules, request.shard, request.rules.json_keys)
+        rules = EncodeRules(request.rules, request.append_eod, request.split_documents, request.skip_bad_lines)
+        if request.workers > 1:  # each with a tokenizer of its own
+            start = partial(chunk_encoder, request.tokenizer, rules)
+        else:
+            start = partial(encode_with, self._tokenizer, self._encoder.encode, rules)
+        partition = self._partition_bytes()
+        if self._chunks:
+            self._console.line(f"going on after {self._chunks} chunks")
+        with ExitStack() as stack:
+            writers = [
+                IndexedDatasetWriter(prefix, dtype, scratch=self._journal.folder, position=position)
+                for prefix, position in zip(request.corpus_prefixes(), self._positions, strict=True)
+            ]
+            for writer in writers:
+                stack.callback(writer.discard)
+            bad = Spool(self._journal.folder / _bad_lines(request).name, self._bad_bytes)
+            stack.callback(bad.close)
+            total = sum(file.size for file in self._files) // request.shard.count
+            progress = TextProgress(self._console, total, request.log_interval, done_bytes=self._input_bytes)
+            left = islice(chunks, self._chunks, None)
+            results = stack.enter_context(ordered_map(start, left, request.workers))
+            stack.enter_context(progress)
+            for encoded in results:
+                self._take(encoded, writers, bad)
+                documents, tokens = len(encoded.texts[0].counts), sum(len(texts.tokens) for texts in encoded.texts)
+                progress.advance(documents, tokens, encoded.input_bytes)
+                if self._input_bytes // partition > (self._input_bytes - encoded.input_bytes) // partition:
+                    self._finish(writers, bad, is_sealed=False)
+            _refuse_empty(request, writers)
+            self._seal(writers)
+            self._finish(writers, bad, is_sealed=True)
+
+    def _partition_bytes(self) -> int:
+        total = sum(file.size for file in self._files)
+        return max(1, total // self._request.partitions) if total and self._request.partitions else PARTITION_BYTES
+
+    def _take(self, encoded: Encoded, writers: Sequence[IndexedDatasetWriter], bad: Spool) -> None:
+        for index, (writer, texts) in enumerate(zip(writers, encoded.texts, strict=True)):
+            writer.add(texts.tokens, texts.lengths, texts.counts)
+            self._text_bytes[index] += texts.text_bytes
+        for line in encoded.bad_lines:
+            if self._num_bad < SHOWN_BAD_LINES:
+                self._console.line(f"passed over {line}")
+            content = line.encode(errors="replace") + b"\n"
+            bad.write(content)
+            self._num_bad += 1
+            self._bad_bytes += len(content)
+        self._chunks += 1
+        self._input_bytes += encoded.input_bytes
+
+    def _finish(self, writers: Sequence[IndexedDatasetWriter], bad: Spool, *, is_sealed: bool) -> None:
+        """Bring what has been made to the disk, and say so."""
+        bad.sync()
+        positions = [writer.position if is_sealed else writer.sync() for writer in writers]
+        self._journal.finish(
+            {
+                "chunks": self._chunks,
+                "input_bytes": self._input_bytes,
+                "positions": positions,
+                "text_bytes": self._text_bytes,
+                "bad_lines": self._num_bad,
+                "bad_bytes": self._bad_bytes,
+                "is_sealed": is_sealed,
+            }
+        )
+
+    def _seal(self, writers: Sequence[IndexedDatasetWriter]) -> None:
+        """Everything that will have a name lies ready in the scratch folder."""
+        for writer, text_bytes in zip(writers, self._text_bytes, strict=True):
+            writer.seal()
+            sidecar = _sidecar(self._request, self._tokenizer, writer, text_bytes)
+            path = Spool(self._journal.folder / f"{Path(writer.prefix).name}.json")
+            path.write(sidecar_bytes(sidecar))
+            path.sync()
+            path.close()
+
+
+def _publish(request: PreprocessRequest, folder: Path, sealed: Mapping[str, Any]) -> list[Corpus]:
+    """Give everything its name; what an interrupted run has named stays."""
+    bad, corpora = _bad_lines(request), []
+    for prefix in request.corpus_prefixes():
+        publish_corpus(folder, prefix)
+        corpora.append(Corpus(prefix, load_sidecar(sidecar_path(prefix))))
+    if sealed["bad_lines"]:
+        move_into_place(folder / bad.name, bad)
+    else:
+        remove_file(bad)
+    return corpora
 
 
 def _sidecar(
@@ -124,127 +272,18 @@ def _sidecar(
         append_eod=request.append_eod,
         tokenizer_files=request.tokenizer.digests(),
         token_bytes=tokenizer.token_bytes(),
+        digests=writer.digests,
     )
-
-
-def encode_chunk(chunk: Chunk, rules: DocumentRules, tokenizer: Tokenizer, *, append_eod: bool) -> EncodedChunk:
-    """Read and encode one chunk.  A document without tokens gets no end-of-document token: its length is 0."""
-    dtype = token_dtype(tokenizer.vocab_size)
-    end = [tokenizer.eod] if append_eod else []
-    pieces: list[list[NDArray[Any]]] = [[] for _ in rules.json_keys]
-    sizes = [0] * len(rules.json_keys)
-    for document in read_documents(chunk, rules):
-        for index, text in enumerate(document.texts):
-            ids = tokenizer.encode(text)
-            pieces[index].append(np.array(ids + end if ids else ids, dtype))
-            sizes[index] += document.text_bytes[index]
-    return EncodedChunk(
-        chunk.stop - chunk.start,
-        tuple(_joined(parts, size, dtype) for parts, size in zip(pieces, sizes, strict=True)),
-    )
-
-
-def _joined(parts: list[NDArray[Any]], text_bytes: int, dtype: "np.dtype[Any]") -> EncodedTexts:
-    tokens = np.concatenate(parts) if parts else np.empty(0, dtype)
-    return EncodedTexts(tokens, np.array([len(part) for part in parts], np.int32), text_bytes)
 
 
 def _refuse_empty(request: PreprocessRequest, writers: Sequence[IndexedDatasetWriter]) -> None:
-    names = ", ".join(map(str, request.inputs))
+    """A corpus has some text; a shard of one need not."""
+    if request.shard.count > 1:
+        return
+    names = ", ".join(request.inputs)
     problems = [
         Problem(f"--input {names}: {writer.num_documents} documents without any token under {key!r}", "has some text")
         for key, writer in zip(request.rules.json_keys, writers, strict=True)
         if not writer.num_tokens
     ]
-    if problems:
-        raise DataError(*problems)
-
-
-@contextmanager
-def _encoded_chunks(
-    request: PreprocessRequest, tokenizer: Tokenizer, chunks: Sequence[Chunk]
-) -> Iterator[Iterator[EncodedChunk]]:
-    """An iterator over the encoded chunks, in order; worker processes live as long as the `with` block."""
-    workers = min(request.workers, len(chunks))
-    if workers <= 1:
-        rules = request.rules
-        yield (encode_chunk(chunk, rules, tokenizer, append_eod=request.append_eod) for chunk in chunks)
-        return
-    # spawn, not fork: the tokenizer libraries hold threads, which do not survive a fork.
-    context = multiprocessing.get_context("spawn")
-    pipes: list[Connection] = []
-    processes = []
-    try:
-        for worker in range(workers):
-            receiving, sending = context.Pipe(duplex=False)
-            process = context.Process(target=_work, args=(request, chunks[worker::workers], sending), daemon=True)
-            process.start()
-            sending.close()  # so that a worker's death reads as the end of its pipe
-            pipes.append(receiving)
-            processes.append(process)
-        yield (_receive(pipes[index % workers]) for index in range(len(chunks)))
-    finally:
-        for pipe in pipes:
-            pipe.close()  # a worker still sending gets an error and ends
-        for process in processes:
-            process.terminate()
-            process.join()
-
-
-def _receive(pipe: Connection) -> EncodedChunk:
-    try:
-        item = pipe.recv()
-    except EOFError as error:
-        raise DataError(
-            Problem("a preprocessing worker died", "it was killed, most likely for want of memory", "fewer --workers")
-        ) from error
-    if isinstance(item, _Failure):
-        if item.problems:
-            raise DataError(*item.problems)
-        raise RuntimeError(f"a preprocessing worker failed:\n{item.trace}")
-    assert isinstance(item, EncodedChunk)
-    return item
-
-
-def _work(request: PreprocessRequest, chunks: Sequence[Chunk], pipe: Connection) -> None:
-    """A worker's life: encode its chunks in order, send each."""
-    # Both mean that the parent is going, and has said why.
-    with suppress(KeyboardInterrupt, BrokenPipeError):
-        try:
-            tokenizer = load_tokenizer(request.tokenizer)
-            for chunk in chunks:
-                pipe.send(encode_chunk(chunk, request.rules, tokenizer, append_eod=request.append_eod))
-        except BrokenPipeError:
-            raise
-        except UserError as error:
-            pipe.send(_Failure(error.problems, ""))
-        except Exception:
-            pipe.send(_Failure((), traceback.format_exc()))
-
-
-class _Progress:
-    """Prints a line every `interval` documents, with rates and the time left by bytes of input."""
-
-    def __init__(self, console: Console, chunks: Sequence[Chunk], interval: int) -> None:
-        self._console = console
-        self._total_bytes = sum(chunk.stop - chunk.start for chunk in chunks)
-        self._interval = interval
-        self._started = time.monotonic()
-        self._documents = 0
-        self._bytes = 0
-
-    def advance(self, documents: int, input_bytes: int) -> None:
-        """Count a chunk."""
-        before = self._documents
-        self._documents += documents
-        self._bytes += input_bytes
-        if self._documents // self._interval > before // self._interval:
-            self._console.line(self._text(max(time.monotonic() - self._started, 1e-9)))
-
-    def _text(self, seconds: float) -> str:
-        left = seconds * (self._total_bytes - self._bytes) / max(self._bytes, 1)
-        return (
-            f"{self._documents} documents, {format_bytes(self._bytes)} of {format_bytes(self._total_bytes)}"
-            f" | {format_count(self._documents / seconds)} documents/s | {self._bytes / seconds / 1e6:.1f} MB/s"
-            f" | ETA {format_duration(left)}"
-        )
+    raise_problems(DataError, problems)

@@ -6,14 +6,18 @@ usable; one whose counts disagree with the index belongs to other data and is re
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from megazero.data.files import cannot_read, written_aside
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.errors import DataError, Problem
+
+DIGEST_BLOCK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,7 @@ class Sidecar:
     text_bytes: UTF-8 bytes of the documents' text; end-of-document tokens stand for none.
     tokenizer_files: SHA-256 by the name of the flag's field ("tokenizer_model").
     token_bytes: UTF-8 bytes of text that every id stands for [vocab_size].
+    digests: xxh3_128 of the files in hexadecimal, by ending ("bin", "idx"); none from writers that knew of none.
     """
 
     documents: int
@@ -35,6 +40,7 @@ class Sidecar:
     append_eod: bool
     tokenizer_files: Mapping[str, str]
     token_bytes: Sequence[int]
+    digests: Mapping[str, str] = field(default_factory=dict)
 
 
 def sidecar_path(prefix: str | Path) -> Path:
@@ -42,10 +48,29 @@ def sidecar_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.json")
 
 
+def digest_of(path: Path, advance: Callable[[int], None] | None = None) -> str:
+    """The xxh3_128 of a file, in hexadecimal; `advance` is told the bytes of every block that was read."""
+    digest = xxhash.xxh3_128()
+    try:
+        with open(path, "rb") as stream:
+            while block := stream.read(DIGEST_BLOCK_BYTES):
+                digest.update(block)
+                if advance is not None:
+                    advance(len(block))
+    except OSError as error:
+        raise cannot_read(path, error) from error
+    return digest.hexdigest()
+
+
 def write_sidecar(prefix: str | Path, sidecar: Sidecar) -> None:
     """Write it, atomically."""
     with written_aside(sidecar_path(prefix)) as stream:
-        stream.write(_to_json(sidecar).encode())
+        stream.write(sidecar_bytes(sidecar))
+
+
+def sidecar_bytes(sidecar: Sidecar) -> bytes:
+    """What the file holds."""
+    return _to_json(sidecar).encode()
 
 
 def _to_json(sidecar: Sidecar) -> str:
@@ -59,7 +84,7 @@ def read_sidecar(dataset: IndexedDataset) -> Sidecar | None:
     path = sidecar_path(dataset.prefix)
     if not path.is_file():
         return None
-    sidecar = _parse(path)
+    sidecar = load_sidecar(path)
     told = (sidecar.documents, sidecar.sequences, sidecar.tokens)
     found = (dataset.num_documents, dataset.num_sequences, dataset.num_tokens)
     if told != found:
@@ -73,7 +98,8 @@ def read_sidecar(dataset: IndexedDataset) -> Sidecar | None:
     return sidecar
 
 
-def _parse(path: Path) -> Sidecar:
+def load_sidecar(path: Path) -> Sidecar:
+    """What a file holds, of whatever corpus; raises DataError if it is damaged."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -83,13 +109,20 @@ def _parse(path: Path) -> Sidecar:
     problems = _field_problems(path, content)
     if problems:
         raise DataError(*problems)
-    return Sidecar(**{field.name: content[field.name] for field in fields(Sidecar)})
+    return Sidecar(**{field.name: content[field.name] for field in fields(Sidecar) if field.name in content})
 
 
 def _field_problems(path: Path, content: Any) -> list[Problem]:
     if not isinstance(content, dict):
         return [Problem(str(path), "is a JSON object", "preprocess again, or remove it")]
-    kinds: dict[str, type] = {"tokenizer_type": str, "append_eod": bool, "tokenizer_files": dict, "token_bytes": list}
+    kinds: dict[str, type] = {
+        "tokenizer_type": str,
+        "append_eod": bool,
+        "tokenizer_files": dict,
+        "token_bytes": list,
+        "digests": dict,
+    }
+    content = {"digests": {}, **content}
     problems = [
         Problem(
             f"{path}: {field.name} {str(content.get(field.name))[:40]}",

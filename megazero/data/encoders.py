@@ -1,0 +1,146 @@
+"""Encoding at full speed: gigatoken, where it gives what the tokenizer's own library gives.
+
+gigatoken is some hundred times faster than `tokenizers` and ten times faster than `sentencepiece`, and a second
+implementation, so it is trusted only where both agree:
+
+* when a tokenizer is loaded both encode `PROBES`; where they differ on ASCII text the tokenizer's own library does all
+  the work, where they differ on other text it does all documents that are not ASCII;
+* byte-level BPE tells letters from other characters by tables of Unicode, and the libraries' tables are of different
+  years: documents with a character that one of them may not know go to the tokenizer's own library;
+* so do documents that hold, as text, what gigatoken would read as a sign of a SentencePiece model.
+"""
+
+import sys
+import unicodedata
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megazero.data.tokenizers import END_OF_TEXT, Gpt2BpeTokenizer, SentencePieceTokenizer, Tokenizer
+
+Ids = Sequence[int] | NDArray[Any]
+Encode = Callable[[str], Ids]
+
+# Letters and digits of Unicode 17, which came after the tables of `tokenizers` 0.23 and before those of gigatoken 0.10.
+NEW_LETTERS = (
+    "\u088f \u0c5c \u0cdc \ua7ce-\ua7cf \ua7d2 \ua7d4 \ua7f1 \U00010940-\U00010959 \U00010ec5-\U00010ec7"
+    " \U00011db0-\U00011ddb \U00011de0-\U00011de9 \U00016ea0-\U00016eb8 \U00016ebb-\U00016ed3 \U00016ff2-\U00016ff6"
+    " \U000187f8-\U000187ff \U00018d09-\U00018d1e \U00018d80-\U00018df2 \U0001e6c0-\U0001e6de \U0001e6e0-\U0001e6e2"
+    " \U0001e6e4-\U0001e6e5 \U0001e6e7-\U0001e6ed \U0001e6f0-\U0001e6f4 \U0001e6fe-\U0001e6ff \U0002b73a-\U0002b73f"
+    " \U0002cea2-\U0002cead \U000323b0-\U00033479"
+)
+ASCII_PROBES = (
+    "",
+    " ",
+    "".join(map(chr, range(128))),
+    "It's what they're saying: we've said I'd do it, he'll 'SHOUT' DON'T ''s 't'll x'y'z",
+    "a  b   c\t\td \n e\n\n\nf\r\n\r\ng \x0b\x0c h  ",
+    "    def f(x_1, *args):\n\t\treturn {'key': [0x1F, 3.14e-10, 1_000_000]}  # ???!!!\n",
+    "1 12 123 1234 12345678901234567890 3rd 4x4 v2.0.1",
+    f"a{END_OF_TEXT}b {END_OF_TEXT}{END_OF_TEXT} <|endoftext |> <|endoftext",
+    "a" * 3000 + " " * 3000 + "\n" * 300 + "ab" * 700,
+    "https://example.org/path?a=1&b=%20#fragment user@host.name C:\\dir\\file.txt",
+)
+OTHER_PROBES = (
+    "na\u00efve caf\u00e9 e\u0301 A\u030a \u00bd \u00b2 \u2167 \u2460 \ufb01 \u017f \u00df \u0130 \u2019s don\u2019t",
+    "\u0660\u0661\u0662 \u0967\u0968 \u4e09\u5341 \uff11\uff12 \U0001d7ce \U0001f1e9\U0001f1ea",
+    "\u00a0\u1680\u2003\u2028\u2029\u202f\u205f\u3000\u0085 x\u200b\u200d\ufeffy \u180e",
+    "\U0001f468\u200d\U0001f469\u200d\U0001f467 \U0001f44d\U0001f3fd \u2764\ufe0f",
+    "\u4f60\u597d\uff0c\u4e16\u754c\u3002\u3053\u3093\u306b\u3061\u306f \ud55c\uad6d\uc5b4 \u0e20\u0e32\u0e29\u0e32",
+    "\u0645\u0631\u062d\u0628\u0627 \u05e9\u05dc\u05d5\u05dd \u0928\u092e\u0938\u094d\u0924\u0947",
+    "\u2581\u2581a \u2581 b\u2581c",
+    "\ue000\U000f0000\U0010ffff\ufffe\uffff\ufffd",
+    " ".join(map(chr, range(0x80, 0x3100, 11))),
+    "'".join(map(chr, [*range(0x3100, 0xD800, 397), *range(0x10000, 0x20000, 211), *range(0xE0000, 0x10FFFF, 9973)])),
+)
+
+
+class Encoder(NamedTuple):
+    """A tokenizer's fastest way from text to ids.
+
+    library: what does the work.  notice: why it is not the fastest one, or not for all documents; "" when it is.
+    """
+
+    encode: Encode
+    library: str
+    notice: str = ""
+
+
+def fastest_encoder(tokenizer: Tokenizer) -> Encoder:
+    """The fastest encoder that gives the ids of `tokenizer.encode`."""
+    if isinstance(tokenizer, Gpt2BpeTokenizer):
+        return _checked(tokenizer, "tokenizers", _byte_level)
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        return _checked(tokenizer, "sentencepiece", _sentence_pieces)
+    return Encoder(lambda text: np.frombuffer(text.encode(), np.uint8), "bytes")
+
+
+class _Fast(NamedTuple):
+    """gigatoken's encoder of a tokenizer, and the texts it is to be trusted with."""
+
+    encode: Encode
+    trusts: Callable[[str], bool]
+
+
+def _checked(tokenizer: Tokenizer, library: str, make: Callable[[Any, Any], _Fast]) -> Encoder:
+    """gigatoken where it agrees with `library`, of which the tokenizer is made."""
+    try:
+        import gigatoken
+
+        fast = make(gigatoken.Tokenizer, tokenizer)
+    except ImportError:
+        return Encoder(tokenizer.encode, library, f"gigatoken is not installed: {library} encodes, much slower")
+    except ValueError as error:
+        return Encoder(tokenizer.encode, library, f"{library} encodes, slower: {error}")
+    odd = next((probe for probe in ASCII_PROBES if _differs(fast, tokenizer, probe)), None)
+    if odd is not None:
+        return Encoder(
+            tokenizer.encode, library, f"gigatoken differs from {library} on {odd[:40]!r}: {library} encodes"
+        )
+    odd = next((probe for probe in OTHER_PROBES if _differs(fast, tokenizer, probe)), None)
+    if odd is None:
+        return Encoder(_either(fast.encode, tokenizer.encode, fast.trusts), "gigatoken")
+    notice = f"gigatoken differs from {library} on {odd[:20]!a}: {library} encodes documents that are not ASCII"
+    trusts_ascii = fast.trusts
+    return Encoder(
+        _either(fast.encode, tokenizer.encode, lambda text: text.isascii() and trusts_ascii(text)), "gigatoken", notice
+    )
+
+
+def _differs(fast: _Fast, tokenizer: Tokenizer, text: str) -> bool:
+    return fast.trusts(text) and list(fast.encode(text)) != tokenizer.encode(text)
+
+
+def _either(fast: Encode, slow: Encode, trusts: Callable[[str], bool]) -> Encode:
+    return lambda text: fast(text) if trusts(text) else slow(text)
+
+
+def _byte_level(library: Any, tokenizer: Gpt2BpeTokenizer) -> _Fast:
+    known = _KnownCharacters()
+    return _Fast(library.from_json(tokenizer.description()).encode, lambda text: text.isascii() or known.hold(text))
+
+
+def _sentence_pieces(library: Any, tokenizer: SentencePieceTokenizer) -> _Fast:
+    signs = tokenizer.signs()
+    return _Fast(
+        library.from_sentencepiece(tokenizer.content).encode, lambda text: not any(sign in text for sign in signs)
+    )
+
+
+class _KnownCharacters:
+    """Characters that every library knows the kind of: assigned as far as Python knows, and not NEW_LETTERS."""
+
+    def hold(self, text: str) -> bool:
+        """Whether all of a text's are."""
+        return not self._unknown[np.frombuffer(text.encode("utf-32-le"), np.uint32)].any()
+
+    @cached_property
+    def _unknown(self) -> NDArray[np.bool_]:
+        category = unicodedata.category
+        unknown = np.fromiter((category(chr(code)) == "Cn" for code in range(sys.maxunicode + 1)), bool)
+        for part in NEW_LETTERS.split():
+            unknown[ord(part[0]) : ord(part[-1]) + 1] = True
+        return unknown

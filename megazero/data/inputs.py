@@ -1,0 +1,134 @@
+"""--input: files, folders, patterns and standard input, found, checked and told apart by their endings.
+
+    .jsonl .json .ndjson   JSON lines          .gz .zst after any of the first two rows: compressed
+    .txt                   plain text
+    .parquet               a table
+    -                      standard input: JSON lines unless --input-format says otherwise
+
+A folder stands for all files below it with such an ending, a pattern (`*`, `?`, `[...]`, `**`) for all files it
+matches; both in the order of their names.
+"""
+
+import glob
+import stat
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+from megazero.errors import DataError, Problem, raise_problems
+
+JSON, TEXT, PARQUET = FORMATS = ("jsonl", "text", "parquet")
+FORMAT_ENDINGS = MappingProxyType({".jsonl": JSON, ".json": JSON, ".ndjson": JSON, ".txt": TEXT, ".parquet": PARQUET})
+COMPRESSION_ENDINGS = MappingProxyType({".gz": "gzip", ".zst": "zstd"})
+STANDARD_INPUT = "-"
+
+
+class InputFile(NamedTuple):
+    """A file to read.
+
+    path: "-" for standard input.  format: one of FORMATS.  compression: "gzip", "zstd" or "".
+    size: bytes as it lies on the disk, 0 where nobody knows.  modified: nanoseconds of its last change.
+    is_pipe: what has been read from it is gone.
+    """
+
+    path: str
+    format: str
+    compression: str = ""
+    size: int = 0
+    modified: int = 0
+    is_pipe: bool = False
+
+    @property
+    def is_seekable(self) -> bool:
+        """Whether bytes in its middle can be read without those before them."""
+        return not self.compression and self.format != PARQUET and not self.is_pipe
+
+
+def find_inputs(words: Sequence[str], input_format: str | None = None) -> list[InputFile]:
+    """Every file that `words` stand for, in order; raises DataError with all words that stand for none.
+
+    input_format: taken for files whose ending tells nothing, and for standard input.
+    """
+    found: list[InputFile] = []
+    problems: list[Problem] = []
+    for word in words:
+        for item in _expand(word, input_format):
+            (problems if isinstance(item, Problem) else found).append(item)  # type: ignore[arg-type]
+    if [file.path for file in found].count(STANDARD_INPUT) > 1:
+        problems.append(Problem("--input - -", "standard input can be read once", "--input -"))
+    raise_problems(DataError, problems)
+    return found
+
+
+def file_format(path: str) -> tuple[str | None, str]:
+    """Format (None where the ending tells none) and compression of a file's name."""
+    endings = [ending.lower() for ending in Path(path).suffixes[-2:]]
+    compression = COMPRESSION_ENDINGS.get(endings[-1], "") if endings else ""
+    if compression:
+        endings.pop()
+    return (FORMAT_ENDINGS.get(endings[-1]) if endings else None), compression
+
+
+def _expand(word: str, input_format: str | None) -> Iterator[InputFile | Problem]:
+    if word == STANDARD_INPUT:
+        if input_format == PARQUET:
+            yield Problem("--input - --input-format parquet", "a table is read from its end", "a file")
+        else:
+            yield InputFile(STANDARD_INPUT, input_format or JSON, is_pipe=True)
+        return
+    path = Path(word)
+    if path.is_dir():
+        names = sorted(str(below) for below in path.rglob("*") if below.is_file() and file_format(str(below))[0])
+        yield from (_opened(name, None) for name in names)
+        if not names:
+            yield Problem(f"--input {word}", "some file in the folder has a known ending", _endings())
+    elif not path.exists() and glob.has_magic(word):
+        names = sorted(name for name in glob.glob(word, recursive=True) if Path(name).is_file())
+        yield from (_opened(name, input_format) for name in names)
+        if not names:
+            yield Problem(f"--input {word}", "the pattern matches some file")
+    else:
+        yield _opened(word, input_format)
+
+
+def _opened(name: str, input_format: str | None) -> InputFile | Problem:
+    """Looked at, not read."""
+    path = Path(name)
+    try:
+        status = path.stat()
+    except OSError as error:
+        return Problem(f"--input {name}", f"must be a file: {error.strerror or error}")
+    told, compression = file_format(name)
+    chosen = told or input_format
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISFIFO(status.st_mode)):
+        return Problem(f"--input {name}", "must be a file")
+    if chosen is None:
+        return Problem(f"--input {name}", "the ending tells the format", f"{_endings()}, or --input-format")
+    if compression and chosen == PARQUET:
+        return Problem(f"--input {name}", "a table compresses its columns itself", "a .parquet file")
+    is_pipe = stat.S_ISFIFO(status.st_mode)
+    if is_pipe and chosen == PARQUET:
+        return Problem(f"--input {name}", "a table is read from its end", "a file")
+    return InputFile(name, chosen, compression, status.st_size, status.st_mtime_ns, is_pipe)
+
+
+def _endings() -> str:
+    plain = ", ".join(FORMAT_ENDINGS)
+    return f"{plain}, or one of these but .parquet with {' or '.join(COMPRESSION_ENDINGS)}"
+
+
+def pipe_problems(files: Sequence[InputFile], *, resumes: bool, num_shards: int) -> list[Problem]:
+    """What cannot be done with standard input and other pipes, which are read once and by one."""
+    pipe = next((file.path for file in files if file.is_pipe), None)
+    if pipe is None:
+        return []
+    problems = []
+    if pipe == STANDARD_INPUT and (sys.stdin is None or sys.stdin.isatty()):
+        problems.append(Problem("--input - at a terminal", "standard input is a pipe or a file", "zcat FILE | ..."))
+    if resumes:
+        problems.append(Problem(f"--input {pipe} with --resume", "what was read from a pipe is gone", "files"))
+    if num_shards > 1:
+        problems.append(Problem(f"--input {pipe} with --num-shards", "machines share out files", "files"))
+    return problems

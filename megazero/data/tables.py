@@ -1,0 +1,67 @@
+"""Rows of Parquet files, through pyarrow, which is asked for only when there is such a file."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from megazero.data.inputs import InputFile
+from megazero.errors import DataError, Problem
+
+# Rows that are taken out of their columns at a time; texts may be long.
+BATCH_ROWS = 256
+
+
+class Rows(NamedTuple):
+    """Some rows; first: the number of the first, from 1.  input_bytes: their share of the file."""
+
+    first: int
+    rows: tuple[dict[str, Any], ...]
+    input_bytes: int
+
+
+def read_rows(file: InputFile, columns: Sequence[str] | None, num_bytes: int) -> Iterator[Rows]:
+    """The rows of a file in order, as many at a time as make `num_bytes` of text or more.
+
+    Raises DataError for a damaged file, a column that is not there, or when pyarrow is not.
+    """
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        given = f"--input {file.path} without the package pyarrow"
+        raise DataError(Problem(given, "it reads Parquet files", 'pip install "megazero[corpora]"')) from error
+    try:
+        # One batch after the other: reading ahead would hold whole row groups.
+        with pyarrow.parquet.ParquetFile(file.path, pre_buffer=False, buffer_size=1 << 20) as table:
+            _require_columns(file, columns, table.schema_arrow.names)
+            batches = table.iter_batches(BATCH_ROWS, columns=columns and list(columns), use_threads=False)
+            yield from _grouped(file, (batch.to_pylist() for batch in batches), table.metadata.num_rows, num_bytes)
+    except pyarrow.ArrowException as error:
+        raise DataError(Problem(file.path, f"is an undamaged Parquet file: {error}", "a whole copy of it")) from error
+    except OSError as error:
+        raise DataError(Problem(file.path, f"must be a readable Parquet file: {error}")) from error
+
+
+def _require_columns(file: InputFile, columns: Sequence[str] | None, there: Sequence[str]) -> None:
+    missing = [column for column in columns or () if column not in there]
+    if missing:
+        legal = f"--json-keys {' '.join(there)}"
+        raise DataError(*(Problem(file.path, f"has the column {column!r}", legal) for column in missing))
+
+
+def _grouped(file: InputFile, batches: Iterator[list[dict[str, Any]]], total: int, num_bytes: int) -> Iterator[Rows]:
+    held: list[dict[str, Any]] = []
+    first, size = 1, 0
+
+    def group() -> Rows:
+        ends = [file.size * (count - 1) // max(1, total) for count in (first, first + len(held))]
+        return Rows(first, tuple(held), ends[1] - ends[0])
+
+    for batch in batches:
+        for row in batch:
+            held.append(row)
+            size += sum(len(value) for value in row.values() if isinstance(value, str | bytes))
+            if size >= num_bytes:
+                yield group()
+                first, size, held = first + len(held), 0, []
+    if held:
+        yield group()
