@@ -82,17 +82,10 @@ def chosen_shard(arguments: argparse.Namespace) -> Shard:
         names = [f"SLURM_ARRAY_TASK_{name}" for name in ("ID", "MIN", "COUNT")]
         told = [os.environ.get(name, "") for name in names]
         if not all(text.isdecimal() for text in told) or index is not None or count is not None:
-            given = "--shards-from-slurm with " + ", ".join(
-                f"{name} {text!r}" for name, text in zip(names, told, strict=True)
-            )
+            found = ", ".join(f"{name} {text!r}" for name, text in zip(names, told, strict=True))
             rule = "an array job of Slurm says which shard this is, and nobody else"
-            raise ConfigError(
-                Problem(
-                    f"--shards-from-slurm with {found}",
-                    rule,
-                    "sbatch --array=0-7, or --shard-index and --num-shards alone",
-                )
-            )
+            legal = "sbatch --array=0-7, or --shard-index and --num-shards alone"
+            raise ConfigError(Problem(f"--shards-from-slurm with {found}", rule, legal))
         number, first, size = map(int, told)
         return Shard(number - first, size)
     if (index is None) != (count is None):
