@@ -17,6 +17,9 @@ def version() -> str:
     return found.group(1)
 
 
+# What reading Parquet files and cleaning text take besides.
+CORPORA = ["datasketch>=1.6", "ftfy>=6.1", "py3langid>=0.3", "pyarrow>=15"]
+
 setup(
     name="megazero",
     version=version(),
@@ -26,7 +29,10 @@ setup(
     package_data={"megazero": ["py.typed"]},
     install_requires=[
         "torch>=2.11",
+        "fsspec>=2024.2",
+        "gigatoken>=0.10; platform_machine in 'x86_64 aarch64 arm64'",
         "numpy>=1.26",
+        "orjson>=3.10",
         "pydantic>=2.7,<3",
         "pyyaml>=6",
         "rich>=13",
@@ -34,9 +40,13 @@ setup(
         "sentencepiece>=0.2",
         "tensorboard>=2.16",
         "tokenizers>=0.19",
+        "xxhash>=3.4",
+        "zstandard>=0.22",
     ],
     extras_require={
+        "corpora": CORPORA,
         "test": [
+            *CORPORA,
             "hypothesis>=6.100",
             "mypy>=1.10",
             "pytest>=8.2",
