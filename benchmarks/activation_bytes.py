@@ -275,7 +275,7 @@ def kernels(which: Kernels) -> Any:
     """A context in which the model has another device's dropout and attention core."""
     if which in ("CPU's flash", "CPU's math"):
         return ExitStack()
-    core = _unfused if which == "unfused" else _flash
+    core = _plain if which == "unfused" else _flash
     return mock.patch.multiple(F, dropout=_dropout, scaled_dot_product_attention=core)
 
 
@@ -283,12 +283,12 @@ def _dropout(x: Tensor, p: float, training: bool) -> Tensor:
     return torch.native_dropout(x, p, training)[0] if p > 0 and training else x
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, *, dropout_p: float, is_causal: bool) -> Tensor:
+def _flash(query: Tensor, key: Tensor, value: Tensor, *, attn_mask: None, dropout_p: float, is_causal: bool) -> Tensor:
     mixed: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal)[0]
     return mixed
 
 
-def _unfused(query: Tensor, key: Tensor, value: Tensor, *, dropout_p: float, is_causal: bool) -> Tensor:
+def _plain(query: Tensor, key: Tensor, value: Tensor, *, attn_mask: None, dropout_p: float, is_causal: bool) -> Tensor:
     """[b, n, s, d] three times to [b, n, s, d]."""
     assert is_causal
     scores = torch.matmul(query * query.shape[-1] ** -0.5, key.transpose(-1, -2))  # [b, n, s, s]

@@ -56,7 +56,7 @@ FIXED: Mapping[str, Fixed] = MappingProxyType(
     {
         "normalization": Fixed(("LayerNorm",), "GPT-2 normalises with layer norms"),
         "position-embedding-type": Fixed(("learned_absolute",), "GPT-2 has learned absolute positions"),
-        "data-impl": Fixed(("mmap", "infer"), "corpora are .bin/.idx pairs read by mmap"),
+        "data-impl": Fixed(("mmap", "infer"), "corpora are .bin/.idx pairs"),
         "dataloader-type": Fixed(("single",), "sample k of the run is a function of the seed and k, in one order"),
         "ckpt-format": Fixed(("megazero",), "checkpoints have one format, which fits every layout"),
         "weight-decay-incr-style": Fixed(("constant",), "weight decay is constant"),
@@ -169,8 +169,7 @@ ACCEPTED: Mapping[str, str] = _rows(
             "no-save-rng no-load-rng",
         ),
         ("8-bit products find their scales anew every time", "fp8-interval"),
-        ("there is no index cache", "data-cache-path"),
-        ("no attention mask is ever made", "no-create-attention-mask-in-dataloader"),
+        ("the data loader never makes attention masks", "no-create-attention-mask-in-dataloader"),
         ("SIGTERM and SIGUSR1 always save and exit", "exit-signal-handler exit-signal"),
         ("throughput is always reported", "log-throughput"),
         (
@@ -186,7 +185,7 @@ ACCEPTED: Mapping[str, str] = _rows(
 _MODEL = "the model is GPT-2: pre-LN, learned positions, tanh GELU, biases, one attention width"
 _STEPS = "the schedule counts steps; give --lr-decay-iters, and --lr-warmup-iters or --lr-warmup-fraction"
 _BATCH = "the global batch size is constant; give --global-batch-size"
-_CORPUS = "there is one --data-path, cut by --split"
+_CORPUS = "corpora are named by --data-path and --split, or by --train-data-path, --valid-data-path, --test-data-path"
 _SPLIT = "layers are shared out by what embedding and head cost, or as --pipeline-split says"
 _REPORT = "this figure is not computed"
 _RESUMED = "a finished run, started again with --load, only evaluates"
@@ -234,14 +233,8 @@ REFUSED: Mapping[str, str] = _rows(
         ),
         (
             _CORPUS,
-            "train-data-path valid-data-path test-data-path data-args-path per-split-data-args-path"
-            " train-weighted-split-paths-path valid-weighted-split-paths-path",
+            "data-args-path per-split-data-args-path train-weighted-split-paths-path valid-weighted-split-paths-path",
         ),
-        (
-            "documents are read end to end, attention and positions run across them",
-            "reset-position-ids reset-attention-mask",
-        ),
-        ("corpora are read by mmap only", "no-mmap-bin-files"),
         (
             "tokenizers are GPT2BPETokenizer, SentencePieceTokenizer and ByteTokenizer, from files",
             "tokenizer-name-or-path",
@@ -321,7 +314,6 @@ INSTEAD: Mapping[str, str] = _rows(
 # Answers of the same kinds for the flags of the field's preprocessing tools (tools/preprocess_data.py).
 PREPROCESSING_ACCEPTED: Mapping[str, str] = _rows(
     (
-        ("documents come in the input's order; --workers alone says how many processes", "partitions"),
         ("documents always come in the input's order", "keep-sequential-samples"),
         ("it is about splitting sentences, which is not done here", "keep-newlines lang"),
     )

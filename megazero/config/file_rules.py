@@ -4,32 +4,77 @@ Of the file system only the existence of named files is asked; what is in them i
 """
 
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from megazero.config.data import DataConfig
 from megazero.config.run import RunConfig
 from megazero.errors import Problem
 
+DATA_PATH = "--data-path"
+DEFAULT_SPLIT = "969,30,1"
+
 
 def corpus_is_given_once(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    paths, mock = config.data.data_path, config.data.mock_data
-    if mock and paths:
-        yield Problem(f"--mock-data and --data-path {' '.join(paths)}", "there is one corpus", "one of the two")
-    if not mock and not paths:
-        yield Problem("neither --data-path nor --mock-data", "a run has a corpus", "--data-path PREFIX, --mock-data")
+    given = [(flag, words) for flag, words in _paths(config.data).items() if words]
+    own = [flag for flag, _ in given if flag != DATA_PATH]
+    if config.data.mock_data and given:
+        corpora = " ".join(" ".join((flag, *words)) for flag, words in given)
+        yield Problem(f"--mock-data and {corpora}", "there is one corpus", "one of the two")
+    if own and config.data.data_path:
+        yield Problem(
+            f"{DATA_PATH} {' '.join(config.data.data_path)} and {', '.join(own)}",
+            "one corpus is cut by --split, or every split has one of its own",
+            f"{DATA_PATH} alone, or no {DATA_PATH}",
+        )
+    if not config.data.mock_data and not given:
+        yield Problem(
+            "neither --data-path nor --mock-data",
+            "a run has a corpus",
+            "--data-path PREFIX, --mock-data",
+        )
+
+
+def own_corpora_are_whole(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    own = [flag for flag, words in _paths(config.data).items() if words and flag != DATA_PATH]
+    if own and config.data.split is not None:
+        yield Problem(
+            f"--split {config.data.split} with {', '.join(own)}", "a split's own corpus is used whole", "no --split"
+        )
+    if own and not config.data.train_data_path:
+        yield Problem(
+            f"{', '.join(own)} without --train-data-path", "training has a corpus too", "--train-data-path PREFIX"
+        )
+    if config.data.train_data_path and not config.data.valid_data_path and config.training.eval_iters:
+        yield Problem(
+            f"--train-data-path with --eval-iters {config.training.eval_iters}",
+            "evaluation needs a corpus of its own where training has one",
+            "--valid-data-path PREFIX, --eval-iters 0",
+        )
 
 
 def mixture_has_weights(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    paths = config.data.data_path
-    weights = [_number(word) for word in paths[::2]]
-    if all(weight is None for weight in weights):  # prefixes alone count by their sizes
-        return
-    if len(paths) % 2 or any(weight is None or weight <= 0 for weight in weights):
-        yield Problem(
-            f"--data-path {' '.join(paths)}",
-            "a mixture is prefixes, or pairs of a positive weight and a prefix",
-            "--data-path PREFIX PREFIX, --data-path 0.7 PREFIX 0.3 PREFIX",
-        )
+    for flag, paths in _paths(config.data).items():
+        weights = [_number(word) for word in paths[::2]]
+        if all(weight is None for weight in weights):  # prefixes alone count by their sizes
+            continue
+        if len(paths) % 2 or any(weight is None or weight <= 0 for weight in weights):
+            yield Problem(
+                f"{flag} {' '.join(paths)}",
+                "a mixture is prefixes, or pairs of a positive weight and a prefix",
+                f"{flag} PREFIX PREFIX, {flag} 0.7 PREFIX 0.3 PREFIX",
+            )
+
+
+def _paths(data: DataConfig) -> dict[str, tuple[str, ...]]:
+    """Flag -> what it was given."""
+    return {
+        DATA_PATH: data.data_path,
+        "--train-data-path": data.train_data_path,
+        "--valid-data-path": data.valid_data_path,
+        "--test-data-path": data.test_data_path,
+    }
 
 
 def _number(text: str) -> float | None:
@@ -58,26 +103,51 @@ def split_shares(split: str) -> tuple[float, float, float] | None:
 
 
 def split_is_shares(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    if split_shares(config.data.split) is None:
+    split = config.data.split
+    if split is not None and split_shares(split) is None:
         yield Problem(
-            f"--split {config.data.split}",
+            f"--split {split}",
             "the split is up to three numbers, not negative and not all 0: training, validation, test",
-            "--split 969,30,1",
+            f"--split {DEFAULT_SPLIT}",
         )
 
 
 def split_has_what_is_read(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    shares = split_shares(config.data.split)
+    split = config.data.split or DEFAULT_SPLIT
+    shares = split_shares(split)
     if shares is None or config.data.mock_data:
         return
     if not shares[0]:
-        yield Problem(f"--split {config.data.split}", "training has a share of the corpus", "--split 969,30,1")
+        yield Problem(f"--split {split}", "training has a share of the corpus", f"--split {DEFAULT_SPLIT}")
     if not shares[1] and config.training.eval_iters:
         yield Problem(
-            f"--split {config.data.split} with --eval-iters {config.training.eval_iters}",
+            f"--split {split} with --eval-iters {config.training.eval_iters}",
             "evaluation needs a share of the corpus, the split's second number",
-            "--split 969,30,1, --eval-iters 0",
+            f"--split {DEFAULT_SPLIT}, --eval-iters 0",
         )
+
+
+def span_of_samples(word: str) -> range | None:
+    """The samples of "A-B", both included; None when `word` doesn't say any."""
+    found = re.fullmatch(r"([0-9]+)-([0-9]+)", word)
+    span = range(int(found[1]), int(found[2]) + 1) if found else range(0)
+    return span if span else None
+
+
+def skipped_spans_ascend(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    before = -1
+    for word in config.data.data_skip_samples:
+        span = span_of_samples(word)
+        if span is None:
+            rule = "a span of samples is A-B, the first and the last one that are passed over, counted from 0"
+            yield Problem(f"--data-skip-samples {word}", rule, "--data-skip-samples 1200-1327")
+        elif span.start <= before:
+            yield Problem(
+                f"--data-skip-samples {word} after sample {before}",
+                "spans ascend, and no sample is in two of them",
+                f"spans from {before + 1} on, or this one before the others",
+            )
+        before = max(before, span.stop - 1 if span else before)
 
 
 def mock_data_has_a_vocabulary(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -116,9 +186,11 @@ def tokenizer_has_its_files(config: RunConfig, world_size: int) -> Iterator[Prob
 
 CORPUS_RULES = (
     corpus_is_given_once,
+    own_corpora_are_whole,
     mixture_has_weights,
     split_is_shares,
     split_has_what_is_read,
+    skipped_spans_ascend,
     mock_data_has_a_vocabulary,
     tokenizer_has_its_files,
 )

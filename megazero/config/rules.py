@@ -159,6 +159,15 @@ def backend_fits_device(config: RunConfig, world_size: int) -> Iterator[Problem]
         )
 
 
+def flash_takes_no_mask(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    if config.data.reset_attention_mask and config.training.attention_backend == "flash":
+        yield Problem(
+            "--reset-attention-mask --attention-backend flash",
+            "FlashAttention takes no mask: documents are kept apart by other kernels",
+            ", ".join(f"--attention-backend {name}" for name in ("auto", "fused", "efficient", "unfused")),
+        )
+
+
 # --- batch and length ------------------------------------------------------------------------------------------------
 
 
@@ -259,6 +268,7 @@ RULES: tuple[Rule, ...] = (
     positions_cover_sequence,
     layout_divides_world,
     backend_fits_device,
+    flash_takes_no_mask,
     micro_batches_fill_global_batch,
     length_is_given_once,
     length_is_a_step,

@@ -5,7 +5,7 @@ round(m * w) of them went left, w being the left side's share of the node's weig
 so sample number m goes left exactly when the count grows, and the count is its number on that side.  Walking down from
 the root takes log2(corpora) divisions of exact integers: no table, no loop over earlier samples, and every corpus gives
 its samples 0, 1, 2, ... without gap.  A node is never off by more than half a sample, so after k samples a corpus is
-off its share by less than the depth of the tree.
+off its share by at most half the depth of the tree: half a sample of two corpora, one of four, one and a half of eight.
 """
 
 from collections.abc import Sequence
@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megazero.config.file_rules import DATA_PATH
 from megazero.data.samples import Samples
 from megazero.errors import DataError, Problem
 
@@ -74,23 +75,23 @@ class BlendedSamples:
         return self._sources[corpus].sample(number)
 
 
-def parse_data_path(items: Sequence[str]) -> tuple[WeightedPrefix, ...]:
-    """Read --data-path: one prefix, several prefixes, or "weight prefix weight prefix ...".
+def parse_data_path(items: Sequence[str], flag: str = DATA_PATH) -> tuple[WeightedPrefix, ...]:
+    """Read what `flag` was given: one prefix, several prefixes, or "weight prefix weight prefix ...".
 
     Several prefixes without weights are mixed in proportion to their sizes.  Raises DataError naming every bad item.
     """
     if not items:
-        raise DataError(Problem("--data-path", "takes at least one prefix", "PREFIX, or WEIGHT PREFIX WEIGHT PREFIX"))
+        raise DataError(Problem(flag, "takes at least one prefix", "PREFIX, or WEIGHT PREFIX WEIGHT PREFIX"))
     weights = [_number(item) for item in items[0::2]]
     if len(items) == 1 or not any(weight is not None for weight in weights):
         return tuple(WeightedPrefix(item, None) for item in items)
     problems = [
-        Problem(f"--data-path {' '.join(items)}: weight {item}", "weights are numbers above 0", "for instance 0.3")
+        Problem(f"{flag} {' '.join(items)}: weight {item}", "weights are numbers above 0", "for instance 0.3")
         for item, weight in zip(items[0::2], weights, strict=True)
         if weight is None or weight <= 0
     ]
     if len(items) % 2:
-        problems.append(Problem(f"--data-path {' '.join(items)}", "every weight is followed by a prefix"))
+        problems.append(Problem(f"{flag} {' '.join(items)}", "every weight is followed by a prefix"))
     if problems:
         raise DataError(*problems)
     return tuple(WeightedPrefix(prefix, weight) for prefix, weight in zip(items[1::2], weights, strict=True))

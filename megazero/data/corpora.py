@@ -1,4 +1,7 @@
-"""The corpora of a run: --data-path and --split opened, checked against the vocabulary, and handed out as samples.
+"""The corpora of a run: opened, checked against the vocabulary, and handed out as samples.
+
+Either --data-path names corpora that --split cuts into three, or each split has corpora of its own, read whole
+(--train-data-path, --valid-data-path, --test-data-path).
 
 Opening reads headers, indexes and sidecars and reports what is wrong with all corpora at once, so it can be done before
 processes join.  A split is looked at only when samples of it are asked for: an empty test split harms nobody who does
@@ -6,60 +9,80 @@ not test.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from megazero.data.blend import BlendedSamples, parse_data_path
+from megazero.config.file_rules import DATA_PATH, DEFAULT_SPLIT
+from megazero.data.blend import BlendedSamples, WeightedPrefix, parse_data_path
 from megazero.data.indexed_dataset import CHECK_BLOCK, IndexedDataset
 from megazero.data.samples import SPLIT_NAMES, Samples, SampleSource, Split, SplitRanges, parse_split, split_sequences
 from megazero.data.sidecar import Sidecar, read_sidecar
+from megazero.data.storage import PLAIN_ACCESS, Access
 from megazero.data.tokenizers import TokenizerSpec
-from megazero.errors import DataError, Problem
+from megazero.errors import DataError, Problem, raise_problems
 
 MEASURED_TOKENS = 1 << 24
+
+
+class _Corpus(NamedTuple):
+    dataset: IndexedDataset
+    sidecar: Sidecar | None
 
 
 class Corpora:
     """The opened corpora of a run.
 
     data_path: what the flag takes ("PREFIX", or weights and prefixes).  split: "969,30,1".
+    own_paths: what the flags of splits' own corpora take, by the split's name; in place of the two others.
     Raises DataError with the problems of every corpus.
     """
 
-    def __init__(self, data_path: Sequence[str], *, split: str) -> None:
-        self._weighted = parse_data_path(data_path)
-        self._split_text = split
-        self._split: Split = parse_split(split)
+    def __init__(
+        self,
+        data_path: Sequence[str] = (),
+        *,
+        split: str = DEFAULT_SPLIT,
+        own_paths: Mapping[str, Sequence[str]] | None = None,
+        access: Access = PLAIN_ACCESS,
+    ) -> None:
+        self._split: tuple[str, Split] | None = None if own_paths else (split, parse_split(split))
+        if own_paths:
+            paths = {name: path for name, path in own_paths.items() if path}
+            self._mixtures = {name: parse_data_path(path, own_flag(name)) for name, path in paths.items()}
+        else:
+            self._mixtures = dict.fromkeys(SPLIT_NAMES, parse_data_path(data_path))
+        self._corpora: dict[str, _Corpus] = {}
         problems: list[Problem] = []
-        self._datasets: list[IndexedDataset] = []
-        self._sidecars: list[Sidecar | None] = []
-        for prefix, _ in self._weighted:
+        for prefix in dict.fromkeys(weighted.prefix for mixture in self._mixtures.values() for weighted in mixture):
             try:
-                dataset = IndexedDataset(prefix)
-                self._sidecars.append(read_sidecar(dataset))
-                self._datasets.append(dataset)
+                dataset = IndexedDataset(prefix, access)
+                self._corpora[prefix] = _Corpus(dataset, read_sidecar(dataset))
             except DataError as error:
                 problems.extend(error.problems)
-        problems.extend(self._disagreements() if not problems else ())
-        if problems:
-            raise DataError(*problems)
+        raise_problems(DataError, problems or self._disagreements())
 
     @property
     def vocab_size(self) -> int | None:
         """Size of the vocabulary the corpora were made with; None when no sidecar tells."""
-        return next((sidecar.vocab_size for sidecar in self._sidecars if sidecar), None)
+        return next((sidecar.vocab_size for _, sidecar in self._known_sidecars()), None)
 
     @property
     def eod(self) -> int | None:
         """The end-of-document id; None when no sidecar tells."""
-        return next((sidecar.eod for sidecar in self._sidecars if sidecar), None)
+        return next((sidecar.eod for _, sidecar in self._known_sidecars()), None)
+
+    @property
+    def unended(self) -> tuple[str, ...]:
+        """Prefixes of corpora that were made without an end-of-document token after every document."""
+        return tuple(prefix for prefix, sidecar in self._known_sidecars() if not sidecar.append_eod)
 
     @property
     def bytes_per_token(self) -> float | None:
         """UTF-8 bytes of text a token stands for, over all corpora as they are; None when a sidecar is missing."""
-        known = [sidecar for sidecar in self._sidecars if sidecar]
+        known = [sidecar for _, sidecar in self._known_sidecars()]
         tokens = sum(sidecar.tokens for sidecar in known)
-        if len(known) < len(self._sidecars) or tokens == 0:
+        if len(known) < len(self._corpora) or tokens == 0:
             return None
         return sum(sidecar.text_bytes for sidecar in known) / tokens
 
@@ -70,14 +93,19 @@ class Corpora:
         no token.  Counted over the split's tokens, the first MEASURED_TOKENS of a corpus at most.
         """
         ratios, shares = [], []
-        for weighted, dataset, sidecar in zip(self._weighted, self._datasets, self._sidecars, strict=True):
-            sequences = self._ranges(dataset)[SPLIT_NAMES.index(split)]
+        for weighted in self._mixtures[split]:
+            dataset, sidecar = self._corpora[weighted.prefix]
+            sequences = self._sequences(dataset, split)
             start, stop = dataset.sequence_start(sequences.start), dataset.sequence_start(sequences.stop)
             if sidecar is None or start == stop:
                 return None
             ratios.append(_bytes_per_token(dataset, sidecar, range(start, stop)))
             shares.append(float(weighted.weight or stop - start))
         return sum(share * ratio for share, ratio in zip(shares, ratios, strict=True)) / sum(shares)
+
+    def is_given(self, split: str) -> bool:
+        """Whether a split has a share of the corpora, or one of its own."""
+        return bool(self._split[1][SPLIT_NAMES.index(split)]) if self._split else split in self._mixtures
 
     def vocabulary_problems(self, vocab_size: int, tokenizer: TokenizerSpec | None = None) -> list[Problem]:
         """What speaks against training on these corpora with this vocabulary, and (if given) this tokenizer."""
@@ -97,47 +125,47 @@ class Corpora:
 
     def samples(self, split: str, *, seq_length: int, seed: int, vocab_size: int) -> Samples:
         """The samples of "train", "valid" or "test"; raises DataError, with counts, if a corpus has none there."""
-        part = SPLIT_NAMES.index(split)
+        mixture = self._mixtures[split]
+        # Orders differ between splits and between corpora: every place has a number of its own.
+        first_stream = SPLIT_NAMES.index(split) * max(map(len, self._mixtures.values()))
         sources: list[SampleSource] = []
         problems: list[Problem] = []
-        for number, dataset in enumerate(self._datasets):
+        for number, weighted in enumerate(mixture):
+            dataset = self._corpora[weighted.prefix].dataset
             try:
                 source = SampleSource(
                     dataset,
-                    sequences=self._ranges(dataset)[part],
+                    sequences=self._sequences(dataset, split),
                     seq_length=seq_length,
                     seed=seed,
                     vocab_size=vocab_size,
-                    stream=part * len(self._datasets) + number,
+                    stream=first_stream + number,
                 )
                 sources.append(source)
             except DataError as error:
                 problems.extend(self._without_samples(dataset, split, problem) for problem in error.problems)
-        if problems:
-            raise DataError(*problems)
-        return self._mixed(sources)
-
-    def _mixed(self, sources: Sequence[SampleSource]) -> Samples:
-        """One source for all; corpora without a weight count by their size."""
-        if len(sources) == 1:
-            return sources[0]
-        pairs = zip(self._weighted, sources, strict=True)
-        return BlendedSamples(sources, [weighted.weight or source.samples_per_epoch for weighted, source in pairs])
+        raise_problems(DataError, problems)
+        return _mixed(mixture, sources)
 
     def describe(self) -> list[str]:
         """A line for every corpus: counts, and sequences by split."""
         return [
-            f"{dataset.prefix}: {dataset.num_documents} documents, {dataset.num_tokens} tokens; sequences "
-            + ", ".join(f"{name} {len(part)}" for name, part in self._ranges(dataset)._asdict().items())
-            for dataset in self._datasets
+            f"{dataset.name}: {dataset.num_documents} documents, {dataset.num_tokens} tokens; sequences "
+            + ", ".join(
+                f"{split} {len(self._sequences(dataset, split))}"
+                for split, mixture in self._mixtures.items()
+                if any(weighted.prefix == prefix for weighted in mixture)
+            )
+            for prefix, (dataset, _) in self._corpora.items()
         ]
 
-    def _ranges(self, dataset: IndexedDataset) -> SplitRanges:
-        return split_sequences(dataset.num_sequences, self._split)
+    def _sequences(self, dataset: IndexedDataset, split: str) -> range:
+        if self._split is None:
+            return range(dataset.num_sequences)
+        return split_sequences(dataset.num_sequences, self._split[1])[SPLIT_NAMES.index(split)]
 
     def _known_sidecars(self) -> list[tuple[str, Sidecar]]:
-        pairs = zip(self._weighted, self._sidecars, strict=True)
-        return [(weighted.prefix, sidecar) for weighted, sidecar in pairs if sidecar]
+        return [(prefix, sidecar) for prefix, (_, sidecar) in self._corpora.items() if sidecar]
 
     def _disagreements(self) -> list[Problem]:
         """Corpora of one run are made with one tokenizer."""
@@ -154,20 +182,35 @@ class Corpora:
         ]
 
     def _without_samples(self, dataset: IndexedDataset, split: str, problem: Problem) -> Problem:
-        ranges = self._ranges(dataset)
+        if self._split is None:
+            return Problem(f"{own_flag(split)}: {problem.given}", problem.rule, problem.legal)
+        text, shares = self._split
+        ranges = split_sequences(dataset.num_sequences, shares)
         counts = ", ".join(f"{name} {len(part)}" for name, part in ranges._asdict().items())
-        given = (
-            f"--split {self._split_text}: {split} is asked for samples; of {dataset.num_sequences} sequences: {counts}"
-        )
-        return Problem(f"{given}; {problem.given}", problem.rule, self._legal_split(dataset, split) or problem.legal)
+        given = f"--split {text}: {split} is asked for samples; of {dataset.num_sequences} sequences: {counts}"
+        return Problem(f"{given}; {problem.given}", problem.rule, _legal_split(ranges, split) or problem.legal)
 
-    def _legal_split(self, dataset: IndexedDataset, split: str) -> str:
-        """A split that gives every part asked for at least one sequence, if the corpus has enough of them."""
-        index, count = SPLIT_NAMES.index(split), dataset.num_sequences
-        if count < len(SPLIT_NAMES) or len(self._ranges(dataset)[index]) > 0:
-            return ""
-        share = max(1, count // 20)
-        return f"more documents, or --split {count - 2 * share},{share},{share}"
+
+def own_flag(split: str) -> str:
+    """The flag that gives a split corpora of its own."""
+    return f"--{split}{DATA_PATH[1:]}"
+
+
+def _mixed(mixture: Sequence[WeightedPrefix], sources: Sequence[SampleSource]) -> Samples:
+    """One source for all; corpora without a weight count by their size."""
+    if len(sources) == 1:
+        return sources[0]
+    pairs = zip(mixture, sources, strict=True)
+    return BlendedSamples(sources, [weighted.weight or source.samples_per_epoch for weighted, source in pairs])
+
+
+def _legal_split(ranges: SplitRanges, split: str) -> str:
+    """A split that gives every part asked for at least one sequence, if the corpus has enough of them."""
+    count = ranges[-1].stop
+    if count < len(SPLIT_NAMES) or len(ranges[SPLIT_NAMES.index(split)]) > 0:
+        return ""
+    share = max(1, count // 20)
+    return f"more documents, or --split {count - 2 * share},{share},{share}"
 
 
 def _bytes_per_token(dataset: IndexedDataset, sidecar: Sidecar, tokens: range) -> float:

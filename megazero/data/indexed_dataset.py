@@ -1,4 +1,4 @@
-"""Token files: the `.bin/.idx` pair of the Megatron family, read through mmap and written byte for byte.
+"""Token files: the `.bin/.idx` pair of the Megatron family, read through mmap.
 
 `PREFIX.bin` holds the ids of all *sequences*, back to back, in one integer type.  `PREFIX.idx` tells where sequences
 and *documents* begin (all integers little endian, nothing aligned; S sequences, D - 1 documents):
@@ -14,27 +14,26 @@ and *documents* begin (all integers little endian, nothing aligned; S sequences,
     34 + 12 S   8 D    document index: 0, then after every document the number of sequences so far
     34 + 12S+8D S      mode of every sequence; multimodal files only, recognised by the file's size
 
-Everything is checked when a file is opened, in blocks of bounded size, so later reads need no check: sequences are
-known to lie back to back, and the token range [a, b) of the corpus is the slice [a, b) of the .bin.
+Sequences lie back to back, so the token range [a, b) of the corpus is the slice [a, b) of the .bin.  When a file is
+opened, all of its index is checked, in blocks of bounded size.  Reading the index of a *large* corpus would take
+minutes, so there only the header, the sizes, both ends and blocks spread evenly over it are; every lookup checks the
+entries it meets against their neighbours, which finds a row of wrong ones at its edges, and `check` checks them all.
 
 The int64 arrays start at an odd multiple of two.  numpy copies a misaligned array whole before it searches in it or
 computes with it, so queries look at single elements (bisect) and only blocks are ever copied.
 """
 
 import mmap
-import os
 import struct
-from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megazero.data.files import AsideFile, cannot_read, remove_file
+from megazero.data.storage import PLAIN_ACCESS, Access, advise, find, is_remote, map_file
 from megazero.errors import DataError, Problem
 
 Tokens = NDArray[Any]
@@ -49,8 +48,11 @@ FLOAT_CODES = frozenset({6, 7})
 LARGEST_LENGTH = 2**31 - 1
 # Vocabularies from here on are stored as int32; the field's tools leave a little room below 2**16.
 UINT16_VOCABULARY = 65_500
-# Elements checked at a time when a file is opened: 8 MiB of int64.
+# Elements checked at a time: 8 MiB of int64.
 CHECK_BLOCK = 1 << 20
+# Of a corpus with more sequences or documents than this many blocks, this many small ones are checked at opening.
+WHOLE_BLOCKS = 4
+SPREAD_BLOCKS, SPREAD_BLOCK = 64, 4096
 
 
 def token_dtype(vocab_size: int) -> "np.dtype[Any]":
@@ -82,26 +84,41 @@ class _Header(NamedTuple):
 
 
 class IndexedDataset:
-    """A corpus on disk, memory-mapped and checked.
+    """A corpus, its index memory-mapped and checked (see above for how much of it).
 
+    name: the prefix as it was given.  prefix: of the .idx and .json on this machine; another one than `name` only for
+    a corpus in an object store, which is the cached copy's.
     Raises DataError, with every missing file or the first defect that makes the rest meaningless: the file, what was
     found, the rule.
     """
 
-    def __init__(self, prefix: str | Path) -> None:
-        self.prefix = str(prefix)
-        _require_files(self.prefix)
-        index, tokens = _map(idx_path(prefix)), _map(bin_path(prefix))
-        header = _read_header(idx_path(prefix), index)
+    def __init__(self, prefix: str | Path, access: Access = PLAIN_ACCESS) -> None:
+        self.name = str(prefix)
+        if not is_remote(self.name):
+            _require_files(self.name)
+        stored = find(self.name, access)
+        self.prefix = stored.prefix
+        index = self._index = map_file(idx_path(self.prefix))
+        header = _read_header(f"{self.name}.idx", index)
         count = header.num_sequences
         self.dtype = header.dtype
+        self.num_tokens = stored.bin_bytes // self.dtype.itemsize
+        self._bin_bytes = stored.bin_bytes
         self._lengths = np.frombuffer(index, "<i4", count, HEADER.size)
         self._pointers = np.frombuffer(index, "<i8", count, HEADER.size + 4 * count)
         self._documents = np.frombuffer(index, "<i8", header.num_entries, HEADER.size + 12 * count)
         self.has_modes = len(index) > HEADER.size + 12 * count + 8 * header.num_entries
-        self._check_sequences(len(tokens))
-        self._check_documents()
-        self._tokens: Tokens = np.frombuffer(tokens, self.dtype)
+        if self.is_large:
+            advise(index, mmap.MADV_RANDOM)
+            self._check_blocks(_spread(self.num_sequences), _spread(header.num_entries))
+        else:
+            self.check()
+        self._reader = stored.read_as(self.dtype)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether opening it checked a part of its index only."""
+        return max(self.num_sequences, self.num_documents) > WHOLE_BLOCKS * CHECK_BLOCK
 
     @property
     def num_sequences(self) -> int:
@@ -113,183 +130,150 @@ class IndexedDataset:
         """Documents in the corpus, those without any token included."""
         return len(self._documents) - 1
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens in the corpus."""
-        return len(self._tokens)
-
     def sequence(self, index: int) -> Tokens:
-        """Tokens of one sequence: a read-only view [length] in the file's dtype."""
+        """Tokens of one sequence: a read-only array [length] in the file's dtype."""
         return self.tokens(self.sequence_start(index), self.sequence_start(index + 1))
 
     def sequence_start(self, index: int) -> int:
         """Number of tokens before sequence `index`; `num_sequences` is legal and gives `num_tokens`."""
         if not 0 <= index <= self.num_sequences:
-            raise IndexError(f"sequence {index} of {self.num_sequences} in {self.prefix}")
-        return self.num_tokens if index == self.num_sequences else int(self._pointers[index]) // self.dtype.itemsize
+            raise IndexError(f"sequence {index} of {self.num_sequences} in {self.name}")
+        if index == self.num_sequences:
+            return self.num_tokens
+        self._check_sequences(max(0, index - 1), index)
+        start, rest = divmod(int(self._pointers[index]), self.dtype.itemsize)
+        if rest or not 0 <= start <= self.num_tokens:
+            rule = f"tokens have {self.dtype.itemsize} bytes, and the .bin {self._bin_bytes}"
+            raise self._defect(f"sequence {index} starts at byte {self._pointers[index]}", rule)
+        return start
 
     def tokens(self, start: int, stop: int) -> Tokens:
-        """Tokens [start, stop) of the whole corpus, across sequences: a read-only view [stop - start]."""
+        """Tokens [start, stop) of the whole corpus, across sequences: a read-only array [stop - start]."""
         if not 0 <= start <= stop <= self.num_tokens:
-            raise IndexError(f"tokens [{start}, {stop}) of {self.num_tokens} in {self.prefix}")
-        return self._tokens[start:stop]
+            raise IndexError(f"tokens [{start}, {stop}) of {self.num_tokens} in {self.name}")
+        return self._reader.tokens(start, stop)
 
     def document(self, index: int) -> Tokens:
-        """Tokens of one document: a read-only view [length]; empty when the document gave no token."""
+        """Tokens of one document: a read-only array [length]; empty when the document gave no token."""
         if not 0 <= index < self.num_documents:
-            raise IndexError(f"document {index} of {self.num_documents} in {self.prefix}")
-        first, last = int(self._documents[index]), int(self._documents[index + 1])
-        return self.tokens(self.sequence_start(first), self.sequence_start(last))
+            raise IndexError(f"document {index} of {self.num_documents} in {self.name}")
+        sequences = self._sequences_of(index)
+        for block in _cut(len(sequences)):
+            self._check_sequences(sequences[block.start], sequences.start + block.stop)
+        return self.tokens(self.sequence_start(sequences.start), self.sequence_start(sequences.stop))
+
+    def sequence_lengths(self, first: int, stop: int) -> NDArray[np.int32]:
+        """Lengths of sequences [first, stop) in tokens: an aligned copy."""
+        self._check_sequences(first, stop)
+        return np.array(self._lengths[first:stop], np.int32)
+
+    def document_ends(self, first: int, stop: int) -> NDArray[np.int64]:
+        """Sequences up to the end of each of documents [first, stop): an aligned copy."""
+        self._check_entries(first, stop + 1)
+        return np.array(self._documents[first + 1 : stop + 1], np.int64)
 
     def place(self, token: int) -> Place:
         """The document and the position in it of token number `token` of the corpus."""
         if not 0 <= token < self.num_tokens:
-            raise IndexError(f"token {token} of {self.num_tokens} in {self.prefix}")
+            raise IndexError(f"token {token} of {self.num_tokens} in {self.name}")
         sequence = bisect_right(self._pointers, token * self.dtype.itemsize) - 1
         document = bisect_right(self._documents, sequence) - 1
-        return Place(document, token - self.sequence_start(int(self._documents[document])))
+        # Where a search ends depends on the entries there alone, so these have to fit what is beside them.
+        self._check_sequences(max(0, sequence - 1), sequence + 1)
+        return Place(document, token - self.sequence_start(self._sequences_of(document).start))
 
-    def _check_sequences(self, bin_bytes: int) -> None:
-        path, itemsize = idx_path(self.prefix), self.dtype.itemsize
-        total = 0
-        for first, lengths in _blocks(self._lengths):
-            if lengths.min() < 0:
-                bad = int(np.argmax(lengths < 0))
-                raise _defect(path, f"sequence {first + bad} has length {lengths[bad]}", "lengths are not negative")
-            ends = (total + np.cumsum(lengths, dtype=np.int64)) * itemsize
-            starts = ends - lengths.astype(np.int64) * itemsize
-            found = np.array(self._pointers[first : first + len(lengths)])
-            if not np.array_equal(starts, found):
-                bad = int(np.argmax(starts != found))
-                raise _defect(
-                    path,
-                    f"sequence {first + bad} starts at byte {found[bad]}; the lengths before it give {starts[bad]}",
-                    "a sequence starts where the one before it ends",
-                )
-            total = int(ends[-1]) // itemsize
-        if total * itemsize != bin_bytes:
-            raise _defect(
-                bin_path(self.prefix),
-                f"the file has {bin_bytes} bytes; its index tells of {total} tokens of {itemsize} bytes",
-                f"the .bin holds exactly what the .idx lists: {total * itemsize} bytes",
+    def check(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Check every entry of the index; `progress` is told (entries done, entries in all) after every block.
+
+        Raises DataError for the first that is wrong.
+        """
+        advise(self._index, mmap.MADV_SEQUENTIAL)
+        self._check_blocks(_cut(self.num_sequences), _cut(len(self._documents)), progress)
+        advise(self._index, mmap.MADV_RANDOM if self.is_large else mmap.MADV_NORMAL)
+
+    def _check_blocks(
+        self,
+        sequences: Iterable[range],
+        entries: Iterable[range],
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        done, in_all = 0, self.num_sequences + len(self._documents)
+        kinds = (
+            (sequences, self._check_sequences, self._check_bin),
+            (entries, self._check_entries, self._check_document_ends),
+        )
+        for blocks, check_block, check_ends in kinds:
+            for block in blocks:
+                check_block(block.start, block.stop)
+                done += len(block)
+                if progress is not None:
+                    progress(done, in_all)
+            check_ends()
+
+    def _check_sequences(self, first: int, stop: int) -> None:
+        """Each of sequences [first, stop) ends where the next one starts."""
+        lengths = np.array(self._lengths[first:stop], np.int64)
+        starts = np.array(self._pointers[first : stop + 1])
+        if lengths.min(initial=0) < 0:
+            bad = int(np.argmax(lengths < 0))
+            raise self._defect(f"sequence {first + bad} has length {lengths[bad]}", "lengths are not negative")
+        if starts.min(initial=0) < 0:
+            bad = int(np.argmax(starts < 0))
+            raise self._defect(f"sequence {first + bad} starts at byte {starts[bad]}", "bytes are counted from 0")
+        # The last sequence of all has no next one.
+        expected = (starts[: len(lengths)] + lengths * self.dtype.itemsize)[: len(starts) - 1]
+        if not np.array_equal(expected, starts[1:]):
+            bad = int(np.argmax(expected != starts[1:]))
+            raise self._defect(
+                f"sequence {first + bad + 1} starts at byte {starts[bad + 1]}; the lengths before it give"
+                f" {expected[bad]}",
+                "a sequence starts where the one before it ends",
             )
 
-    def _check_documents(self) -> None:
-        path, before = idx_path(self.prefix), 0
-        if self._documents[0] != 0:
-            raise _defect(path, f"the document index starts with {self._documents[0]}", "it starts with 0")
-        for first, entries in _blocks(self._documents):
-            steps = np.diff(entries, prepend=before)
-            if steps.min() < 0:
-                bad = int(np.argmax(steps < 0))
-                raise _defect(path, f"entry {first + bad} of the document index goes back", "it never decreases")
-            before = int(entries[-1])
-        if before != self.num_sequences:
+    def _check_bin(self) -> None:
+        """The first sequence starts, and the last one ends, where the .bin does."""
+        itemsize = self.dtype.itemsize
+        if self.num_sequences and self._pointers[0] != 0:
+            raise self._defect(f"sequence 0 starts at byte {self._pointers[0]}", "the first one starts at 0")
+        listed = int(self._pointers[-1]) + int(self._lengths[-1]) * itemsize if self.num_sequences else 0
+        if listed != self._bin_bytes:
             raise _defect(
-                path,
-                f"the document index ends at {before}; the file has {self.num_sequences} sequences",
+                f"{self.name}.bin",
+                f"the file has {self._bin_bytes} bytes; its index tells of {listed // itemsize} tokens of"
+                f" {itemsize} bytes",
+                f"the .bin holds exactly what the .idx lists: {listed} bytes",
+            )
+
+    def _check_entries(self, first: int, stop: int) -> None:
+        """Entries [first, stop) of the document index don't go back, the first of them not behind the one before."""
+        begin = max(0, first - 1)
+        steps = np.diff(np.array(self._documents[begin:stop]))
+        if steps.min(initial=0) < 0:
+            bad = begin + 1 + int(np.argmax(steps < 0))
+            raise self._defect(f"entry {bad} of the document index goes back", "it never decreases")
+
+    def _check_document_ends(self) -> None:
+        """The document index begins with no sequence and ends with all."""
+        first, last = self._documents[0], self._documents[-1]
+        if first != 0:
+            raise self._defect(f"the document index starts with {first}", "it starts with 0")
+        if last != self.num_sequences:
+            raise self._defect(
+                f"the document index ends at {last}; the file has {self.num_sequences} sequences",
                 "it ends at the number of sequences",
             )
 
+    def _sequences_of(self, document: int) -> range:
+        # Its own two entries, and those beside them: an entry out of order contradicts one of its neighbours.
+        self._check_entries(document, document + 3)
+        first, stop = int(self._documents[document]), int(self._documents[document + 1])
+        if not 0 <= first <= stop <= self.num_sequences:
+            found = f"document {document} has sequences {first} to {stop} of {self.num_sequences}"
+            raise self._defect(found, "the document index counts sequences, and never decreases")
+        return range(first, stop)
 
-class IndexedDatasetWriter:
-    """Writes a corpus aside and publishes it when the `with` block ends well; the .idx comes last.
-
-    An index of an earlier corpus under the same prefix is removed before the new tokens get their name, so no moment
-    pairs an old index with new tokens.
-    """
-
-    def __init__(self, prefix: str | Path, dtype: "np.dtype[Any]") -> None:
-        self.prefix = str(prefix)
-        self.dtype = np.dtype(dtype).newbyteorder("<")
-        self._limits = np.iinfo(self.dtype)
-        self._lengths = array("i")
-        self._documents = array("q", [0])
-        self._num_tokens = 0
-        self._bin = AsideFile(bin_path(prefix))
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences written so far."""
-        return len(self._lengths)
-
-    @property
-    def num_documents(self) -> int:
-        """Documents ended so far."""
-        return len(self._documents) - 1
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens written so far."""
-        return self._num_tokens
-
-    def add_sequence(self, tokens: Tokens | Sequence[int]) -> None:
-        """Append one sequence [length] to the open document; nothing is written for an empty one."""
-        if len(tokens):
-            self._append(np.asarray(tokens), [len(tokens)])
-
-    def end_document(self) -> None:
-        """Close the open document; without sequences since the last one it is an empty document."""
-        self._documents.append(self.num_sequences)
-
-    def add_documents(self, tokens: Tokens, lengths: Iterable[int]) -> None:
-        """Append whole documents of one sequence each: `tokens` [sum of lengths], 0 for an empty document."""
-        sizes = list(lengths)
-        before = self.num_sequences
-        self._append(tokens, [size for size in sizes if size])
-        for size in sizes:
-            before += size > 0
-            self._documents.append(before)
-
-    def _append(self, tokens: Tokens, lengths: list[int]) -> None:
-        assert sum(lengths) == len(tokens), "lengths and tokens disagree"
-        if len(tokens) and not (self._limits.min <= tokens.min() and tokens.max() <= self._limits.max):
-            raise DataError(Problem(f"{self.prefix}: token {tokens.max()}", f"must fit {self.dtype.name}"))
-        if lengths and max(lengths) > LARGEST_LENGTH:
-            raise DataError(
-                Problem(f"{self.prefix}: a sequence of {max(lengths)} tokens", f"at most {LARGEST_LENGTH} tokens")
-            )
-        self._bin.write(tokens.astype(self.dtype, copy=False).tobytes())
-        self._lengths.extend(lengths)
-        self._num_tokens += len(tokens)
-
-    def _write_index(self, index: AsideFile) -> None:
-        lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.empty(0, np.int32)
-        code = TYPE_CODES[self.dtype.newbyteorder("=")]
-        index.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(self._documents)))
-        index.write(lengths.astype("<i4").tobytes())
-        ends = np.cumsum(lengths, dtype=np.int64)
-        index.write(((ends - lengths) * self.dtype.itemsize).astype("<i8").tobytes())
-        index.write(np.frombuffer(self._documents, np.int64).astype("<i8").tobytes())
-        index.seal()
-
-    def publish(self) -> None:
-        """Give both files their names; the corpus is readable afterwards."""
-        self._bin.seal()
-        index = AsideFile(idx_path(self.prefix))
-        try:
-            self._write_index(index)
-            remove_file(idx_path(self.prefix))
-            self._bin.publish()
-            index.publish()
-        finally:
-            index.discard()
-
-    def discard(self) -> None:
-        """Leave nothing behind; harmless after `publish`."""
-        self._bin.discard()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if kind is None:
-                self.publish()
-        finally:
-            self.discard()
+    def _defect(self, found: str, rule: str) -> DataError:
+        return _defect(f"{self.name}.idx", found, rule)
 
 
 def _require_files(prefix: str) -> None:
@@ -311,17 +295,7 @@ def _prefixes_nearby(prefix: str) -> str:
     return ", ".join(found) or "a prefix that tools/preprocess_data.py wrote"
 
 
-def _map(path: Path) -> mmap.mmap | bytes:
-    try:
-        with open(path, "rb") as stream:
-            if os.fstat(stream.fileno()).st_size == 0:
-                return b""  # mmap refuses empty files; a corpus without tokens has an empty .bin
-            return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise cannot_read(path, error) from error
-
-
-def _read_header(path: Path, index: mmap.mmap | bytes) -> _Header:
+def _read_header(path: str, index: mmap.mmap | bytes) -> _Header:
     if len(index) < HEADER.size:
         raise _defect(path, f"the file has {len(index)} bytes", f"an index has a header of {HEADER.size} bytes")
     magic, version, code, num_sequences, num_entries = HEADER.unpack(index[: HEADER.size])
@@ -343,11 +317,18 @@ def _read_header(path: Path, index: mmap.mmap | bytes) -> _Header:
     return _Header(np.dtype(INTEGER_TYPES[code]).newbyteorder("<"), num_sequences, num_entries)
 
 
-def _blocks(values: Tokens) -> Iterator[tuple[int, Tokens]]:
-    """Aligned copies of `values`, CHECK_BLOCK elements at a time, each with the index of its first element."""
-    for first in range(0, len(values), CHECK_BLOCK):
-        yield first, np.array(values[first : first + CHECK_BLOCK])
+def _cut(count: int) -> Iterator[range]:
+    """[0, count) in blocks."""
+    return (range(first, min(first + CHECK_BLOCK, count)) for first in range(0, count, CHECK_BLOCK))
 
 
-def _defect(path: Path, found: str, rule: str) -> DataError:
+def _spread(count: int) -> Iterator[range]:
+    """Small blocks of [0, count), evenly spread from its begin to its end; all of it where that is no more."""
+    if count <= SPREAD_BLOCKS * SPREAD_BLOCK:
+        return _cut(count)
+    firsts = ((count - SPREAD_BLOCK) * number // (SPREAD_BLOCKS - 1) for number in range(SPREAD_BLOCKS))
+    return (range(first, first + SPREAD_BLOCK) for first in firsts)
+
+
+def _defect(path: str, found: str, rule: str) -> DataError:
     return DataError(Problem(f"{path}: {found}", rule, "an undamaged copy, or preprocess the text again"))

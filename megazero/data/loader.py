@@ -7,11 +7,16 @@ runs of one micro-batch: with D data-parallel ranks and micro-batch size b, micr
 
 so a layout decides who reads a sample, never which samples a step has.  The state of a loader is one integer: the
 number of samples consumed.
+
+Where the documents in a sample matter, every token is told which it belongs to (`documents`, counted from 0 in each
+sample) and where it stands in it (`positions`).  A document ends with its end-of-document token, if it has one: text
+without goes on into the next.
 """
 
 import queue
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -30,6 +35,8 @@ class BatchLayout:
     """How the samples of a step are dealt out, and which of them belong to this data-parallel rank.
 
     masked_token: positions whose input is this id do not count in the loss (--eod-mask-loss); None: all count.
+    document_end: the id of end-of-document tokens; asked for by the two that follow.
+    resets_positions, resets_attention: micro-batches tell `positions`, and `documents`.
     pins: batches lie in pinned memory, from where a GPU copies them by itself while the host goes on.
     """
 
@@ -38,6 +45,9 @@ class BatchLayout:
     data_rank: int = 0
     data_size: int = 1
     masked_token: int | None = None
+    document_end: int | None = None
+    resets_positions: bool = False
+    resets_attention: bool = False
     pins: bool = False
 
     def __post_init__(self) -> None:
@@ -46,6 +56,8 @@ class BatchLayout:
             f"global batch {self.global_batch_size} is not a multiple of micro-batch {self.micro_batch_size} x "
             f"data-parallel size {self.data_size}"
         )
+        resets = self.resets_positions or self.resets_attention
+        assert not resets or self.document_end is not None, "documents are told by the token at their end"
 
     @property
     def num_micro_batches(self) -> int:
@@ -67,6 +79,8 @@ class MicroBatch(NamedTuple):
     tokens: Tensor  # int64 [b, s]
     labels: Tensor  # int64 [b, s]: the token after each input
     loss_mask: Tensor | None  # float32 [b, s], 1 where the loss counts; None: everywhere
+    positions: Tensor | None = None  # int64 [b, s], of every input in its document; None: in its row
+    documents: Tensor | None = None  # int32 [b, s], which of its row's documents an input is of; None: nobody asks
 
 
 class StepBatch(NamedTuple):
@@ -88,26 +102,52 @@ def _micro_batch(source: Samples, first: int, layout: BatchLayout) -> MicroBatch
     tokens = torch.from_numpy(np.ascontiguousarray(rows[:, :-1]))
     labels = torch.from_numpy(np.ascontiguousarray(rows[:, 1:]))
     mask = None if layout.masked_token is None else (tokens != layout.masked_token).float()
-    batch = MicroBatch(first, tokens, labels, mask)
+    batch = MicroBatch(first, tokens, labels, mask, *_places(tokens, layout))
     return _pinned(batch) if layout.pins else batch
 
 
+def _places(tokens: Tensor, layout: BatchLayout) -> tuple[Tensor | None, Tensor | None]:
+    """(positions, documents) of the inputs, [b, s], as far as the layout asks for them."""
+    if not (layout.resets_positions or layout.resets_attention):
+        return None, None
+    begins = torch.zeros_like(tokens, dtype=torch.bool)
+    begins[:, 1:] = tokens[:, :-1] == layout.document_end  # the token itself is of the document before
+    positions = documents = None
+    if layout.resets_positions:
+        index = torch.arange(tokens.shape[1])
+        positions = index - torch.where(begins, index, 0).cummax(dim=1).values
+    if layout.resets_attention:
+        documents = begins.cumsum(dim=1, dtype=torch.int32)
+    return positions, documents
+
+
 def _pinned(batch: MicroBatch) -> MicroBatch:
-    mask = None if batch.loss_mask is None else batch.loss_mask.pin_memory()
-    return batch._replace(tokens=batch.tokens.pin_memory(), labels=batch.labels.pin_memory(), loss_mask=mask)
+    first, tokens, labels, *told = batch
+    pinned = (None if part is None else part.pin_memory() for part in told)
+    return MicroBatch(first, tokens.pin_memory(), labels.pin_memory(), *pinned)
 
 
 class BatchLoader:
     """An endless iterator over StepBatches that reads `prefetch` steps ahead in one background thread.
 
     An error of the source is raised by the `next` that would have returned its batch.  With prefetch 0 there is no
-    thread.  Close it, or use it as a context manager.
+    thread.  Close it, or use it as a context manager.  clock: seconds that only grow.
     """
 
-    def __init__(self, source: Samples, layout: BatchLayout, *, start_sample: int = 0, prefetch: int = 2) -> None:
+    def __init__(
+        self,
+        source: Samples,
+        layout: BatchLayout,
+        *,
+        start_sample: int = 0,
+        prefetch: int = 2,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._source = source
         self._layout = layout
+        self._clock = clock
         self._consumed = start_sample
+        self._waited = 0.0
         self._closing = threading.Event()
         self._ready: queue.Queue[StepBatch | Exception] = queue.Queue(maxsize=max(1, prefetch))
         self._failure: Exception | None = None
@@ -121,12 +161,19 @@ class BatchLoader:
         """The state: samples of all ranks in the steps handed out so far, from the start of the run."""
         return self._consumed
 
+    @property
+    def waited_seconds(self) -> float:
+        """What `next` has taken so far: near 0 while batches are read faster than they are used."""
+        return self._waited
+
     def __iter__(self) -> Iterator[StepBatch]:
         return self
 
     def __next__(self) -> StepBatch:
         """This rank's part of the next step."""
+        began = self._clock()
         batch = self._next_ready() if self._thread else build_step_batch(self._source, self._consumed, self._layout)
+        self._waited += self._clock() - began
         self._consumed += self._layout.global_batch_size
         return batch
 

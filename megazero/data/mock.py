@@ -4,12 +4,12 @@ Every sample counts upwards through the vocabulary from a start that depends on 
 minutes and a falling loss still means something.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megazero.data.permutation import Permutation
+from megazero.data.permutation import Epochs
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,11 @@ class MockSamples:
     vocab_size: int
     seq_length: int
     seed: int
+    _starts: Epochs = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_starts", Epochs(self.vocab_size, (self.seed,)))
 
     def sample(self, k: int) -> NDArray[np.int64]:
         """Sample k: int64 [seq_length + 1]."""
-        epoch, index = divmod(k, self.vocab_size)
-        start = Permutation(self.vocab_size, (self.seed, epoch))[index]
-        return (start + np.arange(self.seq_length + 1, dtype=np.int64)) % self.vocab_size
+        return (self._starts[k] + np.arange(self.seq_length + 1, dtype=np.int64)) % self.vocab_size

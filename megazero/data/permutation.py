@@ -5,11 +5,21 @@ round; every round can be undone, so the whole is a bijection of [0, a * a) for 
 1988).  With a the least integer with a * a >= n the domain is hardly larger than n.  *Cycle walking* takes what lands
 in [n, a * a) through the network again until it lands below n, which makes it a bijection of [0, n) (Black and Rogaway
 2002, "Ciphers with Arbitrary Finite Domains"): one pass nearly always.
+
+One formula serves integers and arrays of uint64, which wrap where integers are masked: it never subtracts from what may
+be smaller, and no sum or product in it reaches 2**64 except those that are meant to wrap.
 """
 
 import math
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+# An element, or an array of them; arrays are Any because numpy's types lose the element's in arithmetic.
+Numbers = TypeVar("Numbers", int, NDArray[Any])
 
 NUM_ROUNDS = 8
 _MASK = (1 << 64) - 1
@@ -45,18 +55,81 @@ class Permutation:
             if index < self.size:
                 return index
 
-    def _pass(self, index: int) -> int:
+    def inverse(self, value: int) -> int:
+        """Which index goes to `value`; both in [0, size)."""
+        if not 0 <= value < self.size:
+            raise IndexError(f"{value} is not in [0, {self.size})")
+        while True:
+            value = self._pass_back(value)
+            if value < self.size:
+                return value
+
+    def places(self, indices: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """Where each of the indices goes [as they are]; all in [0, size)."""
+        found = self._pass(_in_range(indices, self.size))
+        while len(outside := np.flatnonzero(found >= self.size)):
+            found[outside] = self._pass(found[outside])
+        return found
+
+    def inverses(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """Which index goes to each of the values [as they are]; all in [0, size)."""
+        found = self._pass_back(_in_range(values, self.size))
+        while len(outside := np.flatnonzero(found >= self.size)):
+            found[outside] = self._pass_back(found[outside])
+        return found
+
+    def _pass(self, index: Numbers) -> Numbers:
         left, right = divmod(index, self._base)
         for key in self._rounds:
-            left, right = right, (left + _mix(right ^ key)) % self._base
-        return left * self._base + right
+            left, right = right, self._rest(left + self._rest(_mix(right ^ key)))
+        whole: Numbers = left * self._base + right
+        return whole
+
+    def _pass_back(self, value: Numbers) -> Numbers:
+        left, right = divmod(value, self._base)
+        for key in reversed(self._rounds):
+            left, right = self._rest(right + self._base - self._rest(_mix(left ^ key))), left
+        whole: Numbers = left * self._base + right
+        return whole
+
+    def _rest(self, value: Numbers) -> Numbers:
+        """value % base, in the way that numpy computes several times faster."""
+        rest: Numbers = value - value // self._base * self._base
+        return rest
 
 
-def _mix(value: int) -> int:
+class Epochs:
+    """An endless row: [0, size) again and again, every *epoch* in an order of its own, permutation (*key, epoch)."""
+
+    def __init__(self, size: int, key: tuple[int, ...]) -> None:
+        self.size = size
+        self._key = key
+        # One attribute for both, since threads may read: the last epoch asked for, and its order.
+        self._last = (0, Permutation(size, (*key, 0)))
+
+    def __getitem__(self, k: int) -> int:
+        """Element k of the row."""
+        epoch, index = divmod(k, self.size)
+        known, order = self._last
+        if known != epoch:
+            order = Permutation(self.size, (*self._key, epoch))
+            self._last = (epoch, order)
+        return order[index]
+
+
+def _in_range(numbers: NDArray[np.uint64], size: int) -> NDArray[np.uint64]:
+    found = np.asarray(numbers, np.uint64)
+    if len(found) and found.max() >= size:
+        raise IndexError(f"{found.max()} is not in [0, {size})")
+    return found
+
+
+def _mix(value: Numbers) -> Numbers:
     """Spread 64 bits so that every input bit moves every output bit."""
     value = ((value ^ (value >> 32)) * _MULTIPLIER_A) & _MASK
     value = ((value ^ (value >> 29)) * _MULTIPLIER_B) & _MASK
-    return value ^ (value >> 32)
+    spread: Numbers = value ^ (value >> 32)
+    return spread
 
 
 def _round_keys(key: tuple[int, ...]) -> tuple[int, ...]:

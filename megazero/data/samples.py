@@ -10,9 +10,17 @@ label of the one and the first input of the other:
 
 An *epoch* is one pass over the n samples in an order of its own: sample k of the run is sample
 permutation(seed, stream, k // n)[k mod n] of the range.  Nothing is stored, so nothing can be stale, and going on at
-any k costs nothing.  Sequences lie back to back (checked at open), so a sample is one slice of the file.
+any k costs nothing.  Sequences lie back to back, so a sample is one slice of the file.
+
+Samples can be *skipped*: spans of the row's numbers that are passed over, for instance where a loss went astray.  What
+is left moves up, so sample k of the run is then sample k + s of the row, s being the number of skipped ones before it.
+That is again a function of k alone: it holds at any layout, and on resuming with the same spans.  A span that is new at
+a restart, after c samples, and lies ahead of c takes out just its samples.  One that lies behind c has been read
+already; it moves the rest of the row up all the same, so as many samples behind c as it is long are not read.
 """
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
 
@@ -21,7 +29,7 @@ from numpy.typing import NDArray
 
 from megazero.config.file_rules import split_shares
 from megazero.data.indexed_dataset import IndexedDataset
-from megazero.data.permutation import Permutation
+from megazero.data.permutation import Epochs
 from megazero.errors import DataError, Problem
 
 SPLIT_NAMES = ("train", "valid", "test")
@@ -94,13 +102,13 @@ class SampleSource:
     ) -> None:
         self._dataset = dataset
         self._seq_length = seq_length
-        self._key = (seed, stream)
         self._vocab_size = vocab_size
         self._start = dataset.sequence_start(sequences.start)
         self.num_tokens = dataset.sequence_start(sequences.stop) - self._start
         self.samples_per_epoch = max(0, self.num_tokens - 1) // seq_length
         if self.samples_per_epoch == 0:
-            raise _no_sample(self, dataset.prefix, len(sequences))
+            raise _no_sample(self, dataset.name, len(sequences))
+        self._order = Epochs(self.samples_per_epoch, (seed, stream))
 
     @property
     def seq_length(self) -> int:
@@ -109,26 +117,48 @@ class SampleSource:
 
     def sample(self, k: int) -> NDArray[np.int64]:
         """Sample k of the run: int64 [seq_length + 1]."""
-        start = self._start + self._place(k) * self._seq_length
+        start = self._start + self._order[k] * self._seq_length
         tokens = self._dataset.tokens(start, start + self._seq_length + 1).astype(np.int64)
-        if tokens.min() < 0 or tokens.max() >= self._vocab_size:
+        # As an unsigned number a negative one is larger than any vocabulary.
+        if tokens.view(np.uint64).max() >= self._vocab_size:
             raise self._outside_vocabulary(start, tokens)
         return tokens
-
-    def _place(self, k: int) -> int:
-        epoch, index = divmod(k, self.samples_per_epoch)
-        return Permutation(self.samples_per_epoch, (*self._key, epoch))[index]
 
     def _outside_vocabulary(self, start: int, tokens: NDArray[np.int64]) -> DataError:
         offset = int(np.argmax((tokens < 0) | (tokens >= self._vocab_size)))
         document, position = self._dataset.place(start + offset)
         return DataError(
             Problem(
-                f"{self._dataset.prefix}: document {document}, position {position}: token {tokens[offset]}",
+                f"{self._dataset.name}: document {document}, position {position}: token {tokens[offset]}",
                 f"token ids are at least 0 and below the vocabulary size {self._vocab_size}",
                 "the vocabulary the corpus was preprocessed with, or a corpus preprocessed with this one",
             )
         )
+
+
+class RemainingSamples:
+    """The row of `source` without the skipped spans of its numbers, which ascend and don't overlap."""
+
+    def __init__(self, source: Samples, skipped: Sequence[range]) -> None:
+        assert all(a.stop <= b.start for a, b in pairwise(skipped)), f"spans ascend: {skipped}"
+        self._source = source
+        lengths = accumulate(map(len, skipped), initial=0)
+        # By how much numbers of the run are behind those of the row, and from which number of the run on.
+        self._behind = [*lengths]
+        self._firsts = [span.start - before for span, before in zip(skipped, self._behind, strict=False)]
+
+    @property
+    def seq_length(self) -> int:
+        """Inputs in a sample."""
+        return self._source.seq_length
+
+    def sample(self, k: int) -> NDArray[np.int64]:
+        """Sample k of what is left: int64 [seq_length + 1]."""
+        return self._source.sample(self.number(k))
+
+    def number(self, k: int) -> int:
+        """The number that sample k of what is left has in the whole row."""
+        return k + self._behind[bisect_right(self._firsts, k)]
 
 
 def _no_sample(source: SampleSource, prefix: str, num_sequences: int) -> DataError:

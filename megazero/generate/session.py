@@ -22,6 +22,7 @@ from megazero.errors import CheckpointError, Problem
 from megazero.generate.layout import padded_rows, stage_chunks
 from megazero.generate.sampling import Sampling, next_tokens
 from megazero.model.gpt import GPT
+from megazero.model.sequences import Sequences
 from megazero.parallel.param_spec import StateFragment, named_specs
 from megazero.tensor_parallel.layers import TensorParallel
 from megazero.tensor_parallel.random import RandomRegions
@@ -111,12 +112,13 @@ class Session:
     def _through(self, window: Tensor) -> Tensor | None:
         """The window [b, s] through this rank's layers when their turn comes; [n, h], or None before the last stage."""
         model, chunk, stage = self.model, self.model.chunks[0], self._mesh.coordinate("pp")
+        sequences = Sequences(window.shape[1])
         if chunk.is_first:
-            x = model.embed(window)
+            x = model.embed(window, sequences)
         else:
             x = torch.empty(model.activation_shape(window.numel()), dtype=model.dtype, device=window.device)
             self._mesh.channel(ACTIVATIONS, link=stage - 1).receive_into(x, stage - 1).wait()
-        x = model.through(0, x, window.shape[1])
+        x = model.through(0, x, sequences)
         if chunk.is_last:
             return x
         self._mesh.channel(ACTIVATIONS, link=stage).send(x.contiguous(), stage + 1).wait()

@@ -23,6 +23,7 @@ from megazero.activations.plan import KEEP_ALL, ActivationPlan
 from megazero.activations.recompute import Recomputation
 from megazero.config.derived import ffn_hidden_size, max_position_embeddings
 from megazero.config.model import ModelConfig
+from megazero.model.sequences import Sequences
 from megazero.parallel.param_spec import Init, share_between_ends
 from megazero.parallel.stages import Chunk, whole_model
 from megazero.tensor_parallel.head_loss import Targets
@@ -96,7 +97,8 @@ class GPT(nn.Module):
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """What the head reads: tokens [b, s] to [b, s, h]; of a model that is not cut in any way."""
-        x = self.through(0, self.embed(tokens), tokens.shape[1])
+        sequences = Sequences(tokens.shape[1])
+        x = self.through(0, self.embed(tokens, sequences), sequences)
         normed: Tensor = self.final_norm(x)
         return normed.view(*tokens.shape, -1)
 
@@ -110,22 +112,22 @@ class GPT(nn.Module):
         rows = self._tp.local_rows(num_tokens)
         return rows.stop - rows.start, self._hidden_size
 
-    def embed(self, tokens: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor, sequences: Sequences) -> Tensor:
         """Tokens [b, s] to [n, h], which the first chunk's layers read."""
-        x: Tensor = self.embedding(tokens)
+        x: Tensor = self.embedding(tokens, sequences.positions)
         return x
 
-    def through(self, index: int, x: Tensor, length: int) -> Tensor:
-        """The layers of chunk `index` of this rank, [n, h] to [n, h], over sequences of `length` tokens."""
+    def through(self, index: int, x: Tensor, sequences: Sequences) -> Tensor:
+        """The layers of chunk `index` of this rank, [n, h] to [n, h]."""
         if self._recomputation is not None:
             self._recomputation.checkpoints.begin_pass()
         held = self.chunks[index].layers
         for segment in self._segments[index]:
             layers = [self.layers[str(held[place])] for place in range(segment.start, segment.stop)]
             if segment.is_recomputed and self._recomputation is not None:
-                x = self._recomputation.run(_through, layers, x, length)
+                x = self._recomputation.run(_through, layers, x, sequences)
             else:
-                x = _through(layers, x, length)
+                x = _through(layers, x, sequences)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -142,9 +144,16 @@ class GPT(nn.Module):
         loss: Tensor = self.head(self.final_norm(x), *self._head_matrix(), targets=targets)
         return loss
 
-    def summed_loss(self, tokens: Tensor, labels: Tensor, loss_mask: Tensor | None = None) -> Tensor:
-        """The same from tokens [b, s] on; of a model that is not cut into chunks."""
-        return self.loss(self.through(0, self.embed(tokens), tokens.shape[1]), labels, loss_mask)
+    def summed_loss(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        loss_mask: Tensor | None = None,
+        sequences: Sequences | None = None,
+    ) -> Tensor:
+        """The same from tokens [b, s] on; of a model that is not cut into chunks.  sequences: of plain rows if None."""
+        sequences = sequences or Sequences(tokens.shape[1])
+        return self.loss(self.through(0, self.embed(tokens, sequences), sequences), labels, loss_mask)
 
     def _head_matrix(self) -> tuple[Tensor, ...]:
         """What a head without a matrix of its own must be given."""
@@ -170,10 +179,10 @@ class GPT(nn.Module):
         return Unit(name, [f"{name}.{key}" for key, _ in module.named_parameters()], (module, *also), part)
 
 
-def _through(layers: Iterable[nn.Module], x: Tensor, length: int) -> Tensor:
+def _through(layers: Iterable[nn.Module], x: Tensor, sequences: Sequences) -> Tensor:
     """One layer after the other, [n, h] to [n, h]."""
     for layer in layers:
-        x = layer(x, length)
+        x = layer(x, sequences)
     return x
 
 
@@ -205,8 +214,8 @@ class Embedding(nn.Module):
         self._dropout = config.hidden_dropout
         self._tp = tp
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.position(self.word(tokens.flatten()), tokens.shape)  # [n, h]
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        x = self.position(self.word(tokens.flatten()), tokens.shape, positions)  # [n, h]
         return self._tp.residual_dropout(x, self._dropout, self.training)
 
 
@@ -219,7 +228,10 @@ class EmbeddingCopy(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """A learned vector for each of the first s positions, added to [n, h]; shape: the ids' [b, s]."""
+    """A learned vector for each of the first s positions, added to [n, h]; shape: the ids' [b, s].
+
+    positions: int64 [b, s], which vector each token gets; None: 0 to s - 1 in every row.
+    """
 
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
@@ -227,10 +239,12 @@ class PositionEmbedding(nn.Module):
         self.weight = replicated_parameter(tp, shape, init=Init("normal", config.init_method_std), decay=True)
         self._tp = tp
 
-    def forward(self, x: Tensor, shape: torch.Size) -> Tensor:
+    def forward(self, x: Tensor, shape: torch.Size, positions: Tensor | None = None) -> Tensor:
         number, length = shape
         assert length <= self.weight.shape[0], f"{length} tokens, {self.weight.shape[0]} positions"
         weight, rows = self._tp.use(self.weight), self._tp.local_rows(number * length)
+        if positions is not None:
+            return x + F.embedding(positions.flatten()[rows], weight)
         if x.shape[0] == number * length:
             return (x.view(number, length, -1) + weight[:length]).flatten(0, 1)
         return x + F.embedding(torch.arange(rows.start, rows.stop, device=x.device) % length, weight)
@@ -252,7 +266,7 @@ class LayerNorm(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); [n, h] to [n, h], over sequences of `length` tokens."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); [n, h] to [n, h]."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, core: Recomputation | None) -> None:
         super().__init__()
@@ -269,8 +283,8 @@ class Block(nn.Module):
         draws = self._dropout > 0 and self._tp.border.splits_sequence
         return self._tp.deferred is None and not draws
 
-    def forward(self, x: Tensor, length: int) -> Tensor:
-        x, normed = self.between(x, self.attention(self.input_norm(x), length))
+    def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
+        x, normed = self.between(x, self.attention(self.input_norm(x), sequences))
         return self.add(x, self.mlp(normed))
 
     def between(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -284,7 +298,9 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention; a rank has a/t heads, from its part of the fused query, key and value matrix.
+    """Causal self-attention, within documents if so told.
+
+    A rank has a/t heads, from its part of the fused query, key and value matrix.
 
     core: recomputes what is between these three and the projection, if anything does.
     """
@@ -304,10 +320,10 @@ class Attention(nn.Module):
         )
         self.projection = RowParallelLinear(tp, logical_shape=(hidden, hidden), init=_output_init(config))
 
-    def forward(self, x: Tensor, length: int) -> Tensor:
+    def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
         qkv = self.qkv(x)  # of all tokens, whoever holds them outside: [b s, 3 h/t]
         attend = self.core if self._recomputation is None else partial(self._recomputation.run, self.core)
-        y: Tensor = self.projection(attend(qkv, length))
+        y: Tensor = self.projection(attend(qkv, sequences))
         return y
 
     @property
@@ -315,13 +331,16 @@ class Attention(nn.Module):
         """Whether `core` draws random numbers, from the state of sharded regions."""
         return self._dropout > 0
 
-    def core(self, qkv: Tensor, length: int) -> Tensor:
+    def core(self, qkv: Tensor, sequences: Sequences) -> Tensor:
         """What lies between the two linear layers: [b s, 3 h/t] to [b s, h/t]."""
-        qkv = qkv.view(-1, length, 3, qkv.shape[-1] // (3 * self._head_dim), self._head_dim)  # [b, s, 3, a/t, d]
+        heads = qkv.shape[-1] // (3 * self._head_dim)
+        qkv = qkv.view(-1, sequences.length, 3, heads, self._head_dim)  # [b, s, 3, a/t, d]
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [b, a/t, s, d]
         dropout = self._dropout if self.training else 0.0
         with self._dropout_region(dropout):
-            mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+            mixed = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=sequences.mask, dropout_p=dropout, is_causal=sequences.mask is None
+            )
         return mixed.transpose(1, 2).flatten(2).flatten(0, 1)
 
     def _dropout_region(self, dropout: float) -> AbstractContextManager[None]:

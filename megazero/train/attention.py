@@ -1,8 +1,9 @@
 """Which of torch's kernels computes attention.
 
 On a GPU several can (FlashAttention, cuDNN's, the memory-efficient one), and which is fastest depends on the GPU, the
-shape and torch's version: *auto* measures them once, forward and backward, on the shape that the run will have.  What
-is chosen goes first; a call that it cannot serve goes to the next.  Megatron-LM's names: flash, fused (cuDNN), unfused.
+shape and torch's version: *auto* measures them once, forward and backward, on the shape that the run will have, with a
+mask if the run has one (FlashAttention takes none).  What is chosen goes first; a call that it cannot serve goes to the
+next.  Megatron-LM's names: flash, fused (cuDNN), unfused.
 """
 
 import statistics
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megazero.config.run import RunConfig
+from megazero.model.sequences import document_mask
 from megazero.zero.plan import DTYPES
 
 KERNELS: Mapping[str, SDPBackend] = MappingProxyType(
@@ -33,12 +35,13 @@ _using: Callable[..., AbstractContextManager[None]] = sdpa_kernel
 
 
 class Attention(NamedTuple):
-    """One call: [b, a/t, s, d] three times; dropout: probability."""
+    """One call: [b, a/t, s, d] three times; dropout: probability.  is_masked: by documents, instead of causal."""
 
     shape: tuple[int, int, int, int]
     dtype: torch.dtype
     device: torch.device
     dropout: float
+    is_masked: bool = False
 
 
 def attention_of(config: RunConfig, device: torch.device) -> Attention:
@@ -46,7 +49,8 @@ def attention_of(config: RunConfig, device: torch.device) -> Attention:
     model, tensor_size = config.model, config.parallel.tensor_model_parallel_size
     heads, head_dim = model.num_attention_heads, model.hidden_size // model.num_attention_heads
     shape = (config.training.micro_batch_size, heads // tensor_size, model.seq_length, head_dim)
-    return Attention(shape, DTYPES[config.precision.precision], device, model.attention_dropout)
+    dtype, is_masked = DTYPES[config.precision.precision], config.data.reset_attention_mask
+    return Attention(shape, dtype, device, model.attention_dropout, is_masked)
 
 
 def choose_kernel(
@@ -60,7 +64,8 @@ def choose_kernel(
         return wanted
     if call.device.type != "cuda":
         return None
-    measured = {name: (seconds or measure)(name, call) for name in _FUSED}
+    candidates = [name for name in _FUSED if not (call.is_masked and name == "flash")]
+    measured = {name: (seconds or measure)(name, call) for name in candidates}
     able = {name: found for name, found in measured.items() if found is not None}
     return min(able, key=lambda name: able[name]) if able else None
 
@@ -80,13 +85,19 @@ def measure(kernel: str, call: Attention) -> float | None:
     query, key, value = (
         torch.randn(call.shape, dtype=call.dtype, device=call.device, requires_grad=True) for _ in range(3)
     )
+    mask = None
+    if call.is_masked:
+        documents = torch.zeros(call.shape[0], call.shape[2], dtype=torch.int32, device=call.device)
+        mask = document_mask(documents, call.dtype)
     times: list[float] = []
     try:
         with _using([KERNELS[kernel]]):
             for _ in range(_CALLS + 1):
                 begin, end = _event(enable_timing=True), _event(enable_timing=True)
                 begin.record()
-                mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=call.dropout, is_causal=True)
+                mixed = F.scaled_dot_product_attention(
+                    query, key, value, attn_mask=mask, dropout_p=call.dropout, is_causal=mask is None
+                )
                 torch.autograd.backward(mixed, torch.ones_like(mixed))
                 end.record()
                 end.synchronize()

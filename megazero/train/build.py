@@ -265,6 +265,9 @@ def batch_layout(config: RunConfig, mesh: Mesh, eod: int | None) -> BatchLayout:
         data_rank=mesh.coordinate("dp"),
         data_size=mesh.topology.dp,
         masked_token=eod if config.data.eod_mask_loss else None,
+        document_end=eod,
+        resets_positions=config.data.reset_position_ids,
+        resets_attention=config.data.reset_attention_mask,
         pins=mesh.device.type == "cuda",
     )
 
@@ -360,6 +363,13 @@ def _num_held(config: RunConfig, core: Core) -> int:
     return num_checkpoints(config, core.plan.stage, padded, number)
 
 
+def _mask_bytes(config: RunConfig) -> int:
+    """Of one micro-batch's attention mask, which all layers share; 0 where there is none."""
+    if not config.data.reset_attention_mask:
+        return 0
+    return config.training.micro_batch_size * config.model.seq_length**2 * DTYPES[config.precision.precision].itemsize
+
+
 def _reporting(config: RunConfig, console: Console, core: Core, inputs: RunInputs, state: TrainState) -> Reporting:
     device, world_size = core.mesh.device, core.mesh.topology.world_size
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
@@ -396,6 +406,7 @@ def _reporting(config: RunConfig, console: Console, core: Core, inputs: RunInput
             describe(activation_config(config), _num_held(config, core), core.mesh.topology.tp),
             core.activations.logits_chunk_bytes,
             core.buffers,
+            mask_bytes=_mask_bytes(config),
         ),
         closing=lambda: [*pipeline.closing_lines(), *closing_lines(core.engine, core.activations.recomputation)],
     )

@@ -65,7 +65,30 @@ def _raise_together(errors: Sequence[UserError]) -> None:
 def _open_inputs(config: RunConfig) -> RunInputs:
     evaluates = config.training.eval_iters > 0
     inputs = open_inputs(config.data, config.model, seed=config.training.seed, evaluates=evaluates)
-    if config.data.eod_mask_loss and inputs.eod is None:
-        rule = "the end-of-document token is known from a tokenizer or the corpus's .json"
-        raise ConfigError(Problem("--eod-mask-loss", rule, "--tokenizer-type ..., or no --eod-mask-loss"))
+    if inputs.eod is None:
+        raise_problems(ConfigError, _needing_the_token(config))
+    raise_problems(ConfigError, _needing_ends(config, inputs.unended))
     return inputs
+
+
+def _needing_the_token(config: RunConfig) -> Iterator[Problem]:
+    """What is asked for that takes knowing how documents end."""
+    data = config.data
+    asked = {
+        "--eod-mask-loss": data.eod_mask_loss,
+        "--reset-position-ids": data.reset_position_ids,
+        "--reset-attention-mask": data.reset_attention_mask,
+    }
+    rule = "the end-of-document token is known from a tokenizer or the corpus's .json"
+    for flag in (flag for flag, is_asked in asked.items() if is_asked):
+        yield Problem(flag, rule, f"--tokenizer-type ..., or no {flag}")
+
+
+def _needing_ends(config: RunConfig, unended: Sequence[str]) -> Iterator[Problem]:
+    """What would do nothing where documents run into each other."""
+    data = config.data
+    asked = {"--reset-position-ids": data.reset_position_ids, "--reset-attention-mask": data.reset_attention_mask}
+    for flag in (flag for flag, is_asked in asked.items() if is_asked):
+        for prefix in unended:
+            given = f"{flag} with {prefix}, made without --append-eod"
+            yield Problem(given, "documents are told apart by the token at their ends", "preprocess with --append-eod")

@@ -1,14 +1,16 @@
 """What a run reads, opened and checked from its configuration before any process group exists."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megazero.config.data import DataConfig
+from megazero.config.file_rules import DATA_PATH, DEFAULT_SPLIT, span_of_samples
 from megazero.config.model import ModelConfig
-from megazero.data.corpora import Corpora
+from megazero.data.corpora import Corpora, own_flag
 from megazero.data.mock import MockSamples
-from megazero.data.samples import Samples, parse_split
+from megazero.data.samples import RemainingSamples, Samples
+from megazero.data.storage import Access
 from megazero.data.tokenizers import TokenizerSpec, load_tokenizer
 from megazero.errors import DataError, Problem, raise_problems
 
@@ -19,6 +21,7 @@ class RunInputs:
 
     eod: end-of-document id, None where nobody tells.
     bytes_per_token: of a held-out split's text; a split is missing where nobody tells.
+    unended: corpora that were made without an end-of-document token after every document.
     """
 
     train: Samples
@@ -27,18 +30,24 @@ class RunInputs:
     vocab_size: int
     eod: int | None
     bytes_per_token: Mapping[str, float]
+    unended: tuple[str, ...] = ()
 
 
 def open_inputs(data: DataConfig, model: ModelConfig, *, seed: int, evaluates: bool) -> RunInputs:
-    """Open what --data-path or --mock-data asks for.  Raises DataError with everything that is wrong."""
+    """Open the corpora that are asked for, or make samples up.  Raises DataError with everything that is wrong."""
     tokenizer = tokenizer_spec(data)
-    if data.mock_data:
-        return _made_up(model, tokenizer, seed)
-    corpora = Corpora(data.data_path, split=data.split)
+    inputs = _made_up(model, tokenizer, seed) if data.mock_data else _read(data, model, seed, evaluates)
+    skipped = [span for span in map(span_of_samples, data.data_skip_samples) if span]
+    return replace(inputs, train=RemainingSamples(inputs.train, skipped)) if skipped else inputs
+
+
+def _read(data: DataConfig, model: ModelConfig, seed: int, evaluates: bool) -> RunInputs:
+    tokenizer = tokenizer_spec(data)
+    corpora = _open_corpora(data)
     vocab_size = _vocab_size(data, model, corpora, tokenizer)
     raise_problems(DataError, corpora.vocabulary_problems(vocab_size, tokenizer))
     # A split that is given a share is read, and refused with its counts if the share comes to nothing.
-    wanted = {"train": True, "valid": evaluates, "test": evaluates and parse_split(data.split).test > 0}
+    wanted = {"train": True, "valid": evaluates, "test": evaluates and corpora.is_given("test")}
     found = {
         name: corpora.samples(name, seq_length=model.seq_length, seed=seed, vocab_size=vocab_size)
         for name, is_read in wanted.items()
@@ -47,7 +56,15 @@ def open_inputs(data: DataConfig, model: ModelConfig, *, seed: int, evaluates: b
     eod = corpora.eod if tokenizer is None else load_tokenizer(tokenizer).eod
     ratios = {name: corpora.split_bytes_per_token(name) for name in found if name != "train"}
     known = {name: ratio for name, ratio in ratios.items() if ratio is not None}
-    return RunInputs(found["train"], found.get("valid"), found.get("test"), vocab_size, eod, known)
+    return RunInputs(found["train"], found.get("valid"), found.get("test"), vocab_size, eod, known, corpora.unended)
+
+
+def _open_corpora(data: DataConfig) -> Corpora:
+    access = Access(maps=data.mmap_bin_files, index_folder=data.data_cache_path)
+    if not data.train_data_path:
+        return Corpora(data.data_path, split=data.split or DEFAULT_SPLIT, access=access)
+    own = {"train": data.train_data_path, "valid": data.valid_data_path, "test": data.test_data_path}
+    return Corpora(own_paths=own, access=access)
 
 
 def tokenizer_spec(data: DataConfig) -> TokenizerSpec | None:
@@ -74,7 +91,9 @@ def _vocab_size(data: DataConfig, model: ModelConfig, corpora: Corpora, tokenize
     if tokenizer is not None:
         return load_tokenizer(tokenizer).vocab_size
     rule = "the size of the vocabulary is told by a flag, a tokenizer, or the corpus's .json"
-    raise DataError(Problem(f"--data-path {' '.join(data.data_path)}", rule, "--vocab-size N, --tokenizer-type ..."))
+    paths = " ".join(data.data_path) or " ".join(data.train_data_path)
+    flag = DATA_PATH if data.data_path else own_flag("train")
+    raise DataError(Problem(f"{flag} {paths}", rule, "--vocab-size N, --tokenizer-type ..."))
 
 
 def _made_up(model: ModelConfig, tokenizer: TokenizerSpec | None, seed: int) -> RunInputs:

@@ -109,6 +109,7 @@ class _Launched(NamedTuple):
     comm_bytes: Mapping[str, Mapping[str, int]]
     ledger: Mapping[str, Any]
     spans: Sequence[Row]
+    data_wait_seconds: float
 
 
 def train(run: Run) -> str:
@@ -164,9 +165,11 @@ class _Loop:
 
     def _one_step(self) -> None:
         """Take a batch, launch the step, count it, and read what may be read."""
-        timers, meter = self._parts.timers, self._parts.mesh.meter
+        timers, meter, loader = self._parts.timers, self._parts.mesh.meter, self._run.loader
+        waited = loader.waited_seconds
         with timers.measure("batch-generator"):
-            batch = next(self._run.loader)
+            batch = next(loader)
+        waited = loader.waited_seconds - waited
         lr = self._run.learning_rate.at(self._state.optimizer_steps)
         scale = self._state.loss_scale.scale
         meter.reset()
@@ -177,7 +180,7 @@ class _Loop:
         report = training_step(self._parts, batch, StepControls(lr, scale, wish))
         skipped = bool(report.skipped.item()) if self._parts.checks_overflow else False
         self._state.loss_scale = self._run.scaler.after_step(self._state.loss_scale, overflow=skipped)
-        num_samples = self._run.loader.consumed_samples - self._state.consumed_samples
+        num_samples = loader.consumed_samples - self._state.consumed_samples
         self._state.advance(num_samples=num_samples, skipped=skipped)
         ledger = self._run.reporting.ledger.end_step(self._state.iteration)
         spans = self._run.reporting.pipeline.end_step()
@@ -195,6 +198,7 @@ class _Loop:
                 meter.bytes_by_axis(),
                 ledger,
                 spans,
+                waited,
             )
         )
         self._settle(may_lag=self._may_lag)
@@ -233,6 +237,7 @@ class _Loop:
             overflow_parameter=overflow_parameter,
             timers=launched.timers,
             pipeline_idle_share=self._run.reporting.pipeline.publish(launched.iteration, launched.spans),
+            data_wait_seconds=launched.data_wait_seconds,
         )
 
     def _rank_metrics(self, launched: _Launched) -> list[RankMetrics]:
@@ -243,6 +248,7 @@ class _Loop:
             model_state_bytes=asdict(self._parts.engine.model_state_bytes()),
             comm_bytes=launched.comm_bytes,
             ledger=launched.ledger,
+            data_wait_seconds=launched.data_wait_seconds,
         )
         return [RankMetrics(**figures) for figures in gather_json(mesh.world, asdict(mine), mesh.device)]
 

@@ -6,10 +6,14 @@ from megazero.units import format_bytes
 from megazero.zero.engine import Engine
 
 
-def opening_line(activations: str, logits_chunk_bytes: int, buffers: FusedBuffers) -> str:
-    """What has been chosen; activations: what becomes of them.  buffers: the constant-size ones."""
+def opening_line(activations: str, logits_chunk_bytes: int, buffers: FusedBuffers, *, mask_bytes: int = 0) -> str:
+    """What has been chosen; activations: what becomes of them.  buffers: the constant-size ones.
+
+    mask_bytes: of one micro-batch's attention mask, 0 where there is none.
+    """
+    mask = f" | an attention mask of {format_bytes(mask_bytes)} for every micro-batch in flight" if mask_bytes else ""
     return (
-        f"{activations} | logits in pieces of at most"
+        f"{activations}{mask} | logits in pieces of at most"
         f" {format_bytes(logits_chunk_bytes)} | constant-size buffers of {format_bytes(buffers.buffer_bytes)}"
     )
 

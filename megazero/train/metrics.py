@@ -43,6 +43,7 @@ class StepMetrics:
     tokens_per_second: of the whole run.  tflops_per_device: model TFLOP/s of one process's device.
     mfu: fraction of the device's peak, None where no peak is known.  timers: seconds by name.
     overflow_parameter: the first parameter that overflowed, empty unless the step was skipped.
+    data_wait_seconds: how long this process waited for its batch.
     pipeline_idle_share: of the pipeline stages' time in a step that was traced, 0 to 1; else None.
     """
 
@@ -61,6 +62,7 @@ class StepMetrics:
     overflow_parameter: str = ""
     timers: Mapping[str, float] = field(default_factory=dict)
     pipeline_idle_share: float | None = None
+    data_wait_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -69,12 +71,14 @@ class RankMetrics:
 
     model_state_bytes: {"parameters" | "gradients" | "master" | "moments": bytes}.
     comm_bytes: {axis: {collective: bytes}}.  ledger: `StepLedger.to_json`, empty where none is kept.
+    data_wait_seconds: how long it waited for its batch.
     """
 
     peak_memory_bytes: int
     model_state_bytes: Mapping[str, int]
     comm_bytes: Mapping[str, Mapping[str, int]]
     ledger: Mapping[str, Any] = field(default_factory=dict)
+    data_wait_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -157,6 +161,7 @@ class IntervalMetrics:
     loss: mean over the steps that were not skipped, None when all were.
     step_seconds, tokens_per_second, tflops_per_device, mfu: of the interval as a whole.
     num_skipped, num_nan: steps that were skipped, and steps whose loss was infinite or NaN.
+    data_wait_seconds: spent waiting for batches, of all steps together.
     """
 
     last: StepMetrics
@@ -167,6 +172,7 @@ class IntervalMetrics:
     mfu: float | None
     num_skipped: int
     num_nan: int
+    data_wait_seconds: float = 0.0
 
     def eta_seconds(self, train_iters: int) -> float:
         """Seconds until step `train_iters` at the interval's pace."""
@@ -188,6 +194,7 @@ def interval_metrics(steps: Sequence[StepMetrics]) -> IntervalMetrics:
         mfu=_over_time(fractions, seconds) if len(fractions) == len(steps) else None,
         num_skipped=sum(step.skipped for step in steps),
         num_nan=sum(not math.isfinite(step.loss) for step in steps),
+        data_wait_seconds=sum(step.data_wait_seconds for step in steps),
     )
 
 

@@ -61,6 +61,7 @@ def _step_record(metrics: StepMetrics, ranks: Sequence[RankMetrics]) -> dict[str
         "step_seconds": metrics.step_seconds,
         "tokens_per_second": metrics.tokens_per_second,
         "tflops_per_device": metrics.tflops_per_device,
+        "data_wait_seconds": metrics.data_wait_seconds,
         "ranks": [_rank_record(rank, figures) for rank, figures in enumerate(ranks)],
     }
     if metrics.overflow_parameter:
@@ -71,11 +72,12 @@ def _step_record(metrics: StepMetrics, ranks: Sequence[RankMetrics]) -> dict[str
 
 
 def _rank_record(rank: int, figures: RankMetrics) -> dict[str, Any]:
-    record = {
+    record: dict[str, Any] = {
         "rank": rank,
         "peak_memory_bytes": figures.peak_memory_bytes,
         "model_state_bytes": dict(figures.model_state_bytes),
         "comm_bytes": {axis: dict(by_collective) for axis, by_collective in figures.comm_bytes.items()},
+        "data_wait_seconds": figures.data_wait_seconds,
     }
     return record | {"ledger": dict(figures.ledger)} if figures.ledger else record
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megazero.comm.mesh import Mesh
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
+from megazero.model.sequences import Sequences
 from megazero.parallel.stages import Chunk
 from megazero.pipeline.plan import StagePlan
 from megazero.pipeline.trace import NO_TRACE, AnyTrace
@@ -30,11 +31,11 @@ class LanguageModel(Protocol):
     def activation_shape(self, num_tokens: int) -> tuple[int, int]:
         """Of the activations of so many tokens, as this rank has them between layers."""
 
-    def embed(self, tokens: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor, sequences: Sequences) -> Tensor:
         """Tokens, int64 [b, s], to activations; of the model's first chunk."""
 
-    def through(self, index: int, x: Tensor, length: int) -> Tensor:
-        """Activations through the layers of this rank's chunk `index`, over sequences of `length` tokens."""
+    def through(self, index: int, x: Tensor, sequences: Sequences) -> Tensor:
+        """Activations through the layers of this rank's chunk `index`."""
 
     def loss(self, x: Tensor, labels: Tensor, loss_mask: Tensor | None) -> Tensor:
         """Negative log-likelihood of all labels, summed with the mask's weights (1 without a mask); no dimensions.

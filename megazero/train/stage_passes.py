@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megazero.data.loader import MicroBatch
+from megazero.model.sequences import Sequences
 from megazero.pipeline.exchange import Cut, Exchange, ReceivedInput
 from megazero.pipeline.plan import StepActions
 from megazero.pipeline.schedule import Action, Kind
@@ -40,6 +41,7 @@ class StagePasses:
         self._roots: dict[_Key, GradientEdge | Tensor] = {}
         self._outgoing: dict[Action, Tensor] = {}
         self._held: dict[_Key, Held] = {}
+        self._sequences: dict[int, Sequences] = {}
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self.num_tokens = torch.zeros((), dtype=torch.float64, device=device)
 
@@ -50,9 +52,10 @@ class StagePasses:
         received = None if chunk.is_first else self._exchange.take(action._replace(kind=Kind.RECEIVE_ACTIVATION))
         with self._parts.trace.computing(action):
             self._parts.dropout.begin_micro_batch(batch.first_sample, 0 if chunk.is_first else 1 + chunk.layers.start)
-            entered = [self._enter(action, batch, received)]
+            sequences = self._sequences_of(action, batch)
+            entered = [self._enter(action, batch, sequences, received)]
             received = None
-            output = self._model.through(action.chunk, entered.pop(), batch.tokens.shape[1])
+            output = self._model.through(action.chunk, entered.pop(), sequences)
             if chunk.is_last:
                 output = self._losses(output, batch)
         if output.requires_grad:
@@ -105,9 +108,19 @@ class StagePasses:
     def _is_idle(self) -> bool:
         return not (self._roots or self._held)
 
-    def _enter(self, action: Action, batch: MicroBatch, received: Tensor | None) -> Tensor:
+    def _sequences_of(self, action: Action, batch: MicroBatch) -> Sequences:
+        """Made once for all chunks of this rank, which take a micro-batch in their order; then the graphs hold it."""
+        last_chunk = len(self._model.chunks) - 1
+        sequences = self._sequences.pop(action.micro_batch, None) or _sequences(
+            batch, self._parts.mesh.device, self._model.dtype
+        )
+        if action.chunk < last_chunk:
+            self._sequences[action.micro_batch] = sequences
+        return sequences
+
+    def _enter(self, action: Action, batch: MicroBatch, sequences: Sequences, received: Tensor | None) -> Tensor:
         if received is None:
-            return self._model.embed(_to_device(batch.tokens, self._parts.mesh.device))
+            return self._model.embed(_to_device(batch.tokens, self._parts.mesh.device), sequences)
         self._inputs[_key(action)] = ReceivedInput()
         return self._inputs[_key(action)].enter(received)
 
@@ -138,6 +151,14 @@ class StagePasses:
 
 def _key(action: Action) -> _Key:
     return action.micro_batch, action.chunk
+
+
+def _sequences(batch: MicroBatch, device: torch.device, dtype: torch.dtype) -> Sequences:
+    """What the model is told of a micro-batch besides its tokens."""
+    positions, documents = (
+        None if part is None else _to_device(part, device) for part in (batch.positions, batch.documents)
+    )
+    return Sequences.of(batch.tokens.shape[1], positions=positions, documents=documents, dtype=dtype)
 
 
 def _to_device(part: Tensor, device: torch.device) -> Tensor:

@@ -76,7 +76,7 @@ class ConsoleWriter:
 
 
 def _interval_fields(interval: IntervalMetrics, train_iters: int) -> list[str]:
-    """The console line's fields under Megatron-LM's names, then those megazero adds."""
+    """The console line's fields under Megatron-LM's names, then those megazero adds; waits are the interval's sum."""
     last = interval.last
     width = len(str(train_iters))
     return [
@@ -93,6 +93,7 @@ def _interval_fields(interval: IntervalMetrics, train_iters: int) -> list[str]:
         f"grad norm: {last.grad_norm:.3f}",
         f"number of skipped iterations: {interval.num_skipped}",
         f"number of nan iterations: {interval.num_nan}",
+        f"data wait (ms): {1000 * interval.data_wait_seconds:.1f}",
         *(f"{name} (ms): {1000 * last.timers[name]:.1f}" for name in _PROFILED if name in last.timers),
         f"ETA: {format_duration(interval.eta_seconds(train_iters))}",
     ]
@@ -106,6 +107,8 @@ def _evaluation(evaluation: Evaluation) -> str:
 
 class TensorBoardWriter:
     """Scalars under Megatron-LM's names, by iteration and, as "NAME vs samples", by consumed samples.
+
+    data-wait-seconds is the sum since the point before: a single step that waited shows, whichever it was.
 
     A run resumed from before its last point draws the steps in between twice: TensorBoard can only forget them for
     both kinds of axis at once.
@@ -121,14 +124,17 @@ class TensorBoardWriter:
         self._config = config
         self._world_size = world_size
         self._events = SummaryWriter(str(config.tensorboard_dir), max_queue=config.tensorboard_queue_size)
+        self._waited = 0.0
 
     def step(self, metrics: StepMetrics, ranks: Sequence[RankMetrics]) -> None:
+        self._waited += metrics.data_wait_seconds
         if metrics.iteration % self._config.tensorboard_log_interval:
             return
         for name, value in _training_scalars(metrics, self._world_size).items():
             self._add(name, value, metrics)
         for name, value in self._step_only_scalars(metrics, ranks).items():
             self._events.add_scalar(name, value, metrics.iteration)
+        self._waited = 0.0
 
     def evaluation(self, evaluation: Evaluation) -> None:
         self._add(f"lm loss {evaluation.split}", evaluation.loss, evaluation)
@@ -147,7 +153,7 @@ class TensorBoardWriter:
     def _step_only_scalars(self, metrics: StepMetrics, ranks: Sequence[RankMetrics]) -> dict[str, float]:
         """Scalars about the machine, which nobody looks at by samples."""
         scalars = {"iteration-time": metrics.step_seconds, "throughput": metrics.tflops_per_device}
-        scalars["tokens-per-second"] = metrics.tokens_per_second
+        scalars |= {"tokens-per-second": metrics.tokens_per_second, "data-wait-seconds": self._waited}
         if metrics.mfu is not None:
             scalars["mfu"] = metrics.mfu
         if metrics.pipeline_idle_share is not None:

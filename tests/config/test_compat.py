@@ -5,6 +5,7 @@ from support.configs import SMALL
 
 from megazero.config.cli import parse
 from megazero.config.compat import ACCEPTED, FIXED, INSTEAD, REFUSED, SHORTHANDS
+from megazero.config.flags import spellings
 from megazero.config.run import FIELDS
 from megazero.errors import ConfigError
 
@@ -73,6 +74,7 @@ GOOD = [
 def test_every_published_flag_is_known() -> None:
     settings = {name for info in FIELDS for name in (info.flag.removeprefix("--"), *info.aliases)}
     known = settings | set(SHORTHANDS) | set(ACCEPTED) | set(FIXED) | set(REFUSED) | {"deepspeed-config"}
+    known |= {spelling.removeprefix("--") for info in FIELDS for spelling in spellings(info)}
     assert [flag for flag in PUBLISHED.split() if flag not in known] == []
 
 

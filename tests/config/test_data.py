@@ -10,12 +10,14 @@ from megazero.config.data import DataConfig
 
 def test_defaults_are_megatrons() -> None:
     data = DataConfig()
-    assert (data.split, data.num_workers, data.data_path, data.tokenizer_type) == ("969,30,1", 2, (), None)
+    assert (data.split, data.num_workers, data.data_path, data.tokenizer_type) == (None, 2, (), None)
 
 
 def test_one_corpus_needs_no_brackets_and_a_number_may_be_a_split() -> None:
     data = DataConfig(data_path="corpus", split=100, vocab_file="vocab.json")  # type: ignore[arg-type]
     assert (data.data_path, data.split, data.vocab_file) == (("corpus",), "100", Path("vocab.json"))
+    own = DataConfig(train_data_path="a", valid_data_path=["b"], data_skip_samples="3-5")  # type: ignore[arg-type]
+    assert (own.train_data_path, own.valid_data_path, own.data_skip_samples) == (("a",), ("b",), ("3-5",))
     assert DataConfig(data_path=["0.7", "a", "0.3", "b"]).data_path == ("0.7", "a", "0.3", "b")  # type: ignore[arg-type]
 
 

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 from support.configs import make_run
 
-from megazero.config.file_rules import split_shares
+from megazero.config.file_rules import span_of_samples, split_shares
 from megazero.config.rules import check
 
+OWN: dict[str, Any] = {"mock_data": False, "train_data_path": "a", "valid_data_path": ["b"]}
 CORPUS: dict[str, Any] = {"mock_data": False, "data_path": ["corpus"]}
 
 
@@ -21,6 +22,40 @@ def given(**settings: Any) -> list[str]:
     [
         ({"data_path": ["corpus"]}, ["--mock-data and --data-path corpus"]),
         ({"mock_data": False}, ["neither --data-path nor --mock-data"]),
+        (OWN, []),
+        (OWN | {"test_data_path": "t"}, []),
+        (OWN | {"valid_data_path": [], "eval_iters": 0}, []),
+        (OWN | {"valid_data_path": []}, ["--train-data-path with --eval-iters 100"]),
+        (OWN | {"split": "969,30,1"}, ["--split 969,30,1 with --train-data-path, --valid-data-path"]),
+        (OWN | {"data_path": "c"}, ["--data-path c and --train-data-path, --valid-data-path"]),
+        (OWN | {"mock_data": True}, ["--mock-data and --train-data-path a --valid-data-path b"]),
+        (
+            {"mock_data": False, "valid_data_path": "b", "test_data_path": "c"},
+            ["--valid-data-path, --test-data-path without --train-data-path"],
+        ),
+        (
+            {"mock_data": False, "data_path": "d", "split": "9,1", "valid_data_path": ["0", "b"]},
+            [
+                "--data-path d and --valid-data-path",
+                "--split 9,1 with --valid-data-path",
+                "--valid-data-path without --train-data-path",
+                "--valid-data-path 0 b",
+            ],
+        ),
+        (
+            OWN | {"train_data_path": ["0.5", "a", "b"], "valid_data_path": ["0.3", "a", "0.7", "b"]},
+            ["--train-data-path 0.5 a b"],
+        ),
+        ({"data_skip_samples": ["0-0", "1-5", "100-199"]}, []),
+        ({"data_skip_samples": "7-9"}, []),
+        (
+            {"data_skip_samples": ["5", "9-7", "a-b", "-3-4", "1-2-3", "1.0-2"]},
+            [f"--data-skip-samples {word}" for word in ("5", "9-7", "a-b", "-3-4", "1-2-3", "1.0-2")],
+        ),
+        (
+            {"data_skip_samples": ["10-20", "20-30", "5-6", "31-40"]},
+            ["--data-skip-samples 20-30 after sample 20", "--data-skip-samples 5-6 after sample 30"],
+        ),
         ({"vocab_size": None}, ["--mock-data without --vocab-size"]),
         ({"mock_data": False, "data_path": ["a", "b", "runs/c"]}, []),
         ({"mock_data": False, "data_path": ["1/3", "a", "2/3", "b"]}, []),
@@ -96,3 +131,11 @@ def test_files_are_not_folders_and_folders_not_files(tmp_path: Path) -> None:
 def test_split_shares(split: str, shares: tuple[float, float, float] | None) -> None:
     found = split_shares(split)
     assert found == (None if shares is None else pytest.approx(shares))
+
+
+@pytest.mark.parametrize(
+    ("word", "span"),
+    [("3-5", range(3, 6)), ("0-0", range(1)), ("5-3", None), ("5", None), (" 3-5", None), ("-3-5", None)],
+)
+def test_spans_include_both_ends(word: str, span: range | None) -> None:
+    assert span_of_samples(word) == span

@@ -79,6 +79,12 @@ def test_a_valid_run_has_no_problem() -> None:
             "--distributed-backend gloo, --device cuda",
         ),
         (
+            1,
+            {"reset_attention_mask": True, "attention_backend": "flash"},
+            "--reset-attention-mask --attention-backend flash",
+            "--attention-backend auto, --attention-backend fused",
+        ),
+        (
             4,
             {"global_batch_size": 21},
             "--global-batch-size 21 with --micro-batch-size 2 on 4 data-parallel processes",

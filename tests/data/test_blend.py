@@ -3,14 +3,19 @@
 from fractions import Fraction
 from itertools import pairwise
 from math import ceil, log2
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from support.token_files import write_corpus
 
 from megazero.data.blend import Blend, BlendedSamples, WeightedPrefix, parse_data_path
+from megazero.data.indexed_dataset import IndexedDataset
+from megazero.data.loader import BatchLayout, BatchLoader
+from megazero.data.samples import RemainingSamples, Samples, SampleSource
 from megazero.errors import DataError
 
 weights_strategy = st.lists(
@@ -22,7 +27,7 @@ weights_strategy = st.lists(
 @given(weights=weights_strategy)
 def test_every_corpus_counts_its_samples_without_gap_and_keeps_its_share(weights: list[Fraction]) -> None:
     blend, counts, total = Blend(weights), [0] * len(weights), sum(weights)
-    bound = max(1, ceil(log2(len(weights)))) if len(weights) > 1 else 0
+    bound = ceil(log2(len(weights))) / 2
     for k in range(300):
         corpus, number = blend.choose(k)
         assert number == counts[corpus]
@@ -48,6 +53,76 @@ def test_a_small_mixture_by_hand() -> None:
     assert [tuple(blend.choose(k)) for k in range(8)] == [
         (0, 0), (0, 1), (1, 0), (0, 2), (0, 3), (0, 4), (1, 1), (0, 5),
     ]  # fmt: skip
+
+
+MIXTURES = [
+    [1, 1],
+    [Fraction(1, 3), Fraction(2, 3)],
+    [Fraction(1, 3)] * 3,
+    [Fraction(7, 10), Fraction(2, 10), Fraction(1, 10)],
+    [5, 1, 1, 1],
+    [Fraction(1, 1000), 1, Fraction(1, 3), Fraction(1, 7), 2],
+    [1, 2, 3, 4, 5, 6],
+    [Fraction(1, 3), 1, 1, 100, Fraction(1, 3), Fraction(22, 7), 1],
+]
+
+
+@pytest.mark.parametrize("weights", MIXTURES, ids=lambda weights: ",".join(map(str, weights)))
+def test_proportions_hold_after_every_single_sample(weights: list[Fraction]) -> None:
+    """Of 4000 samples, every beginning: no corpus is off its share by more than half the depth of the tree."""
+    blend, counts, total = Blend(weights), [0] * len(weights), sum(weights)
+    shares, bound = [Fraction(weight) / total for weight in weights], Fraction(ceil(log2(len(weights))), 2)
+    for k in range(4000):
+        corpus, number = blend.choose(k)
+        assert number == counts[corpus], "every corpus gives its samples in their order"
+        counts[corpus] += 1
+        assert all(abs(count - (k + 1) * share) <= bound for count, share in zip(counts, shares, strict=True)), k
+
+
+@pytest.fixture
+def mixture(tmp_path: Path) -> Samples:
+    """Three corpora of 40, 25 and 11 samples, whose tokens are all different, mixed 3 : 2 : 1."""
+    sources = []
+    for number, count in enumerate((40, 25, 11)):
+        tokens = [1000 * number + token for token in range(4 * count + 1)]
+        dataset = IndexedDataset(write_corpus(tmp_path / str(number), [[tokens]]))
+        sources.append(SampleSource(dataset, sequences=range(1), seq_length=4, seed=7, vocab_size=3000, stream=number))
+    return BlendedSamples(sources, [3, 2, 1])
+
+
+def test_no_sample_is_seen_twice_before_its_corpus_has_been_read(mixture: Samples) -> None:
+    firsts = [int(mixture.sample(k)[0]) for k in range(600)]
+    for number, count in enumerate((40, 25, 11)):
+        own = [first for first in firsts if first // 1000 == number]
+        assert len(own) >= 99
+        for begin in range(0, len(own) - count + 1, count):
+            assert sorted(own[begin : begin + count]) == [1000 * number + 4 * i for i in range(count)]
+
+
+def rows_of_steps(source: Samples, steps: int, *, data_size: int, start: int = 0) -> list[list[list[int]]]:
+    """The rows of every step from the one that starts at sample `start`, in the order of samples, of all ranks."""
+    found: list[list[list[int]]] = []
+    for step in range(start // 24, steps):
+        rows: dict[int, list[int]] = {}
+        for rank in range(data_size):
+            layout = BatchLayout(global_batch_size=24, micro_batch_size=2, data_rank=rank, data_size=data_size)
+            with BatchLoader(source, layout, start_sample=24 * step, prefetch=0) as loader:
+                for batch in next(loader).micro_batches:
+                    for row, (tokens, labels) in enumerate(zip(batch.tokens, batch.labels, strict=True)):
+                        rows[batch.first_sample + row] = [*tokens.tolist(), int(labels[-1])]
+        assert sorted(rows) == [*range(24 * step, 24 * step + 24)]
+        found.append([rows[k] for k in sorted(rows)])
+    return found
+
+
+@pytest.mark.parametrize("skipped", [[], [range(5, 9), range(30, 75)]], ids=["all", "some skipped"])
+def test_layouts_and_a_resume_within_an_epoch_give_the_same_samples(mixture: Samples, skipped: list[range]) -> None:
+    source = RemainingSamples(mixture, skipped)
+    alone = rows_of_steps(source, 8, data_size=1)
+    assert rows_of_steps(source, 8, data_size=3) == alone
+    assert rows_of_steps(source, 8, data_size=4, start=72) == alone[3:]
+    numbers = [k for k in range(300) if not any(k in span for span in skipped)][: 8 * 24]
+    assert [row for step in alone for row in step] == [mixture.sample(k).tolist() for k in numbers]
 
 
 class Numbered:
@@ -99,3 +174,8 @@ def test_bad_data_paths(items: list[str], count: int, message: str) -> None:
     with pytest.raises(DataError, match=message) as caught:
         parse_data_path(items)
     assert len(caught.value.problems) == count
+
+
+def test_a_bad_path_names_its_flag() -> None:
+    with pytest.raises(DataError, match="--valid-data-path 0 a: weight 0"):
+        parse_data_path(["0", "a"], "--valid-data-path")

@@ -9,6 +9,7 @@ from support.token_files import count_up, write_corpus
 
 from megazero.data.corpora import Corpora
 from megazero.data.sidecar import Sidecar, write_sidecar
+from megazero.data.storage import Access
 from megazero.data.tokenizers import TokenizerSpec
 from megazero.errors import DataError
 
@@ -121,3 +122,77 @@ def test_corpora_of_two_tokenizers_do_not_mix(prefix: str, tmp_path: Path) -> No
 def test_description(prefix: str) -> None:
     (line,) = Corpora([prefix], split="8,1,1").describe()
     assert line == f"{prefix}: 100 documents, 1000 tokens; sequences train 80, valid 10, test 10"
+
+
+# --- corpora of the splits' own ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> dict[str, list[str]]:
+    """Train: two corpora of 400 and 200 tokens; valid: one of 101 tokens from 1000 on; no test."""
+    first = write_corpus(tmp_path / "first", count_up(401, 3))
+    second = write_corpus(tmp_path / "second", [[[500 + token for token in range(201)]]])
+    held_out = write_corpus(tmp_path / "held_out", [[[1000 + token for token in range(101)]]])
+    return {"train": [first, second], "valid": [held_out], "test": []}
+
+
+def test_own_corpora_are_used_whole(own: dict[str, list[str]]) -> None:
+    corpora = Corpora(own_paths=own)
+    assert [corpora.is_given(split) for split in ("train", "valid", "test")] == [True, True, False]
+    assert inputs(corpora, "train", 150) == [*range(400), *range(500, 700)]
+    assert inputs(corpora, "valid", 25) == [*range(1000, 1100)]
+    assert corpora.describe() == [
+        f"{own['train'][0]}: 3 documents, 401 tokens; sequences train 3",
+        f"{own['train'][1]}: 1 documents, 201 tokens; sequences train 1",
+        f"{own['valid'][0]}: 1 documents, 101 tokens; sequences valid 1",
+    ]
+
+
+def test_one_corpus_for_two_splits_is_read_in_two_orders(own: dict[str, list[str]]) -> None:
+    corpora = Corpora(own_paths={"train": own["train"], "valid": own["train"][:1]})
+    firsts = [int(corpora.samples("valid", **SHAPE).sample(k)[0]) for k in range(100)]
+    train = Corpora(own_paths={"train": own["train"][:1]}).samples("train", **SHAPE)
+    assert sorted(firsts) == [*range(0, 400, 4)]
+    assert sum(int(train.sample(k)[0]) == first for k, first in enumerate(firsts)) < 10
+
+
+def test_own_corpora_bring_vocabulary_and_bytes(own: dict[str, list[str]]) -> None:
+    counts = {own["train"][0]: (3, 401), own["train"][1]: (1, 201), own["valid"][0]: (1, 101)}
+    for prefix, (documents, tokens) in counts.items():
+        write_sidecar(prefix, replace(SIDECAR, documents=documents, sequences=documents, tokens=tokens))
+    corpora = Corpora(own_paths=own)
+    assert (corpora.vocab_size, corpora.eod) == (257, 256)
+    # Tokens of 256 and more have 0 bytes, as the end of a document.
+    assert corpora.split_bytes_per_token("train") == pytest.approx((200 + 4 * 156) / 401 * 401 / 602)
+    assert corpora.split_bytes_per_token("valid") == 0.0
+    assert [problem.given for problem in corpora.vocabulary_problems(100)] == [
+        f"{prefix}: made with a vocabulary of 257; the model has 100" for prefix in counts
+    ]
+    write_sidecar(own["valid"][0], replace(SIDECAR, documents=1, sequences=1, tokens=101, tokenizer_files={"a": "b"}))
+    with pytest.raises(DataError, match="made with one tokenizer"):
+        Corpora(own_paths=own)
+
+
+def test_the_problems_of_all_own_corpora_come_together(own: dict[str, list[str]], tmp_path: Path) -> None:
+    Path(f"{own['train'][1]}.bin").write_bytes(b"")
+    with pytest.raises(DataError) as caught:
+        Corpora(own_paths={**own, "test": [str(tmp_path / "none")]})
+    assert len(caught.value.problems) == 3
+
+
+def test_an_own_corpus_too_short_for_a_sample_is_refused_with_its_flag(own: dict[str, list[str]]) -> None:
+    with pytest.raises(DataError, match=r"--valid-data-path: .*held_out: 1 sequences with 101 tokens"):
+        Corpora(own_paths=own).samples("valid", seq_length=200, seed=1, vocab_size=5000)
+
+
+def test_a_prefix_named_twice_is_opened_once_and_counts_twice(prefix: str) -> None:
+    corpora = Corpora(["1", prefix, "1", prefix], split="1")
+    assert len(corpora.describe()) == 1
+    firsts = [int(corpora.samples("train", **SHAPE).sample(k)[0]) for k in range(498)]
+    assert Counter(Counter(firsts).values()) == {2: 249}
+    assert firsts[0::2] != firsts[1::2]
+
+
+@pytest.mark.parametrize("maps", [True, False])
+def test_the_way_of_reading_changes_nothing(prefix: str, maps: bool) -> None:
+    assert inputs(Corpora([prefix], split="80,15,5", access=Access(maps=maps)), "valid", 37) == list(range(800, 948))

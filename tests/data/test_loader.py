@@ -1,6 +1,7 @@
 """Batches: the same samples make a step whatever the layout, from any start, in the background or not."""
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -64,6 +65,112 @@ def test_the_mask_leaves_out_positions_whose_input_is_the_token() -> None:
     assert piece.loss_mask.tolist() == [[1, 1, 0], [1, 0, 1]]
 
 
+class Given:
+    """Sample 0 is these tokens."""
+
+    def __init__(self, *tokens: int) -> None:
+        self.tokens = np.array(tokens)
+        self.seq_length = len(tokens) - 1
+
+    def sample(self, k: int) -> NDArray[np.int64]:
+        return self.tokens
+
+
+def places(*tokens: int) -> tuple[list[int], list[int]]:
+    """Positions and documents of a sample's inputs where 0 ends a document; the last token is a label only."""
+    layout = BatchLayout(1, 1, document_end=0, resets_positions=True, resets_attention=True)
+    (piece,) = build_step_batch(Given(*tokens), 0, layout).micro_batches
+    assert piece.positions is not None and piece.documents is not None
+    assert (piece.positions.dtype, piece.documents.dtype) == (torch.int64, torch.int32)
+    return piece.positions[0].tolist(), piece.documents[0].tolist()
+
+
+def test_a_documents_end_belongs_to_it_and_the_next_counts_anew() -> None:
+    assert places(5, 6, 0, 7, 0, 8) == ([0, 1, 2, 0, 1], [0, 0, 0, 1, 1])
+    assert places(5, 6, 7, 8) == ([0, 1, 2], [0, 0, 0])
+    assert places(0, 5, 6, 9) == ([0, 0, 1], [0, 1, 1])  # the rest of a document that began in another sample
+    assert places(5, 0, 0, 0, 6, 9) == ([0, 1, 0, 0, 0], [0, 0, 1, 2, 3])
+    assert places(5, 6, 0, 9) == ([0, 1, 2], [0, 0, 0])
+    assert places(5, 0) == ([0], [0])
+
+
+@given(st.lists(st.integers(0, 3), min_size=2, max_size=40))
+def test_places_are_those_of_documents_read_one_by_one(tokens: list[int]) -> None:
+    positions, documents, position, document = [], [], 0, 0
+    for token in tokens[:-1]:
+        positions.append(position)
+        documents.append(document)
+        position, document = (0, document + 1) if token == 0 else (position + 1, document)
+    assert places(*tokens) == (positions, documents)
+
+
+def test_places_are_told_as_far_as_they_are_asked_for() -> None:
+    for positions, attention in ((False, False), (True, False), (False, True)):
+        layout = BatchLayout(2, 2, document_end=6, resets_positions=positions, resets_attention=attention)
+        (piece,) = build_step_batch(Counting(), 5, layout).micro_batches
+        assert (piece.positions is not None, piece.documents is not None) == (positions, attention)
+        assert piece.positions is None or piece.positions.tolist() == [[0, 1, 0], [0, 0, 1]]
+        assert piece.documents is None or piece.documents.tolist() == [[0, 0, 1], [0, 1, 1]]
+    with pytest.raises(AssertionError, match="token at their end"):
+        BatchLayout(2, 2, resets_attention=True)
+
+
+class Clock:
+    """Time that goes by only where somebody says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.was_read = threading.Event()
+
+    def __call__(self) -> float:
+        self.was_read.set()
+        return self.now
+
+
+class Slow(Counting):
+    """A sample takes 2 seconds, from when it may be read on."""
+
+    def __init__(self, clock: Clock, may_read: threading.Event) -> None:
+        super().__init__()
+        self.clock, self.may_read = clock, may_read
+
+    def sample(self, k: int) -> NDArray[np.int64]:
+        assert self.may_read.wait(timeout=60)
+        tokens = super().sample(k)
+        self.clock.now += 2.0
+        return tokens
+
+
+def test_reading_when_needed_is_waiting() -> None:
+    clock, may_read = Clock(), threading.Event()
+    may_read.set()
+    with BatchLoader(Slow(clock, may_read), BatchLayout(3, 3), prefetch=0, clock=clock) as loader:
+        assert loader.waited_seconds == 0.0
+        assert [(next(loader).first_sample, loader.waited_seconds) for _ in range(2)] == [(0, 6.0), (3, 12.0)]
+
+
+def test_a_batch_that_is_not_there_yet_is_waited_for() -> None:
+    """The source begins when the loader has been asked, so that all its time is waited."""
+    clock = Clock()
+    source = Slow(clock, clock.was_read)
+    source.broken = 3  # nothing is read ahead that would take time too
+    with BatchLoader(source, BatchLayout(3, 3), prefetch=1, clock=clock) as loader:
+        next(loader)
+        assert loader.waited_seconds == 6.0
+
+
+def test_a_batch_that_is_there_is_not_waited_for() -> None:
+    clock, may_read = Clock(), threading.Event()
+    may_read.set()
+    source = Slow(clock, may_read)
+    source.broken = 6
+    with BatchLoader(source, BatchLayout(3, 3), prefetch=3, clock=clock) as loader:
+        assert loader._thread is not None
+        loader._thread.join(timeout=60)  # it ends with the failure, behind two batches
+        assert (next(loader).first_sample, next(loader).first_sample) == (0, 3)
+        assert clock.now == 12.0 and loader.waited_seconds == 0.0
+
+
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 def test_the_state_is_one_integer(prefetch: int) -> None:
     layout = BatchLayout(4, 2)
@@ -91,11 +198,11 @@ def test_an_error_is_raised_by_the_next_that_would_return_its_batch(prefetch: in
 
 
 def test_close_ends_the_thread_even_when_nobody_reads() -> None:
+    before = set(threading.enumerate())
     loader = BatchLoader(Counting(), BatchLayout(1, 1), prefetch=1)
-    names = [thread.name for thread in threading.enumerate()]
-    assert "batches" in names
+    assert [thread.name for thread in set(threading.enumerate()) - before] == ["batches"]
     loader.close()
-    assert "batches" not in [thread.name for thread in threading.enumerate()]
+    assert set(threading.enumerate()) <= before
     loader.close()
 
 
@@ -118,9 +225,10 @@ def test_pinning_takes_place_in_the_background(monkeypatch: pytest.MonkeyPatch) 
         return part + 1000
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
-    plain = build_step_batch(Counting(), 0, BatchLayout(2, 2, masked_token=1)).micro_batches
+    layout = BatchLayout(2, 2, masked_token=1, document_end=1, resets_positions=True, resets_attention=True)
+    plain = build_step_batch(Counting(), 0, layout).micro_batches
     assert threads == []
-    with BatchLoader(Counting(), BatchLayout(2, 2, masked_token=1, pins=True), prefetch=1) as loader:
+    with BatchLoader(Counting(), replace(layout, pins=True), prefetch=1) as loader:
         found = next(loader).micro_batches
     assert set(threads) == {"batches"}
     for one, other in zip(plain, found, strict=True):

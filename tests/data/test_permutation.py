@@ -1,19 +1,30 @@
 """The keyed permutation: a bijection for every size, unlike for unlike keys, even over all orders."""
 
 from collections import Counter
+from collections.abc import Callable
 from itertools import permutations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from megazero.data.permutation import Permutation
+from megazero.data import permutation
+from megazero.data.permutation import Epochs, Permutation
 
 
-@pytest.mark.parametrize("size", [*range(1, 40), 63, 64, 65, 100, 255, 256, 257, 1000, 4097])
-def test_bijection(size: int) -> None:
-    order = Permutation(size, (1234, 0))
-    assert sorted(order[index] for index in range(size)) == list(range(size))
+def whole(order: Permutation) -> NDArray[np.uint64]:
+    """Where every index goes."""
+    return order.places(np.arange(order.size, dtype=np.uint64))
+
+
+def test_bijection_for_every_size() -> None:
+    """A row of n numbers in which each of n values occurs."""
+    for size in range(1, 10_001):
+        seen = np.zeros(size, bool)
+        seen[whole(Permutation(size, (1234, size)))] = True
+        assert seen.all(), size
 
 
 @settings(max_examples=40, deadline=None)
@@ -57,16 +68,116 @@ def test_the_key_decides(other: tuple[int, ...]) -> None:
     assert sum(first[i] == second[i] for i in range(500)) < 10
 
 
-def test_the_order_is_the_same_for_ever() -> None:
+@pytest.mark.parametrize(("size", "key", "places"), [
+    (10, (1234, 0, 0), [7, 6, 2, 0, 9, 1, 8, 4]),
+    (1000, (1234, 0, 0), [354, 69, 705, 946, 509, 698, 331, 781]),
+    (123456789, (1234, 2, 7), [33440375, 90012701, 53879036, 25653392, 31882868, 65507180, 69164534, 41390732]),
+    (
+        2**40 + 15,
+        (7, 1, 3),
+        [
+            502799473276, 420217633262, 735218318538, 117933012905,
+            95845954455, 352397522940, 907922223965, 632991912774,
+        ],
+    ),
+])  # fmt: skip
+def test_the_order_is_the_same_for_ever(size: int, key: tuple[int, ...], places: list[int]) -> None:
     """Runs are resumed by later versions; these figures must never change."""
-    order = Permutation(10, (1234, 0, 0))
-    assert [order[i] for i in range(10)] == FROZEN
+    order = Permutation(size, key)
+    indices = [number * (size // 8) for number in range(8)]
+    assert [order[index] for index in indices] == places
+    assert order.places(np.array(indices, np.uint64)).tolist() == places
+
+
+@settings(max_examples=200, deadline=None)
+@given(size=st.integers(1, 2**40), seed=st.integers(), data=st.data())
+def test_the_inverse_leads_back_for_integers_and_arrays(size: int, seed: int, data: st.DataObject) -> None:
+    order = Permutation(size, (seed, 2))
+    indices = data.draw(st.lists(st.integers(0, size - 1), max_size=9))
+    values = [order[index] for index in indices]
+    assert [order.inverse(value) for value in values] == indices
+    places = order.places(np.array(indices, np.uint64))
+    assert places.dtype == np.uint64 and places.tolist() == values
+    assert order.inverses(places).tolist() == indices
+
+
+def test_epochs_follow_on_each_other() -> None:
+    row, keys = Epochs(7, (5, 1)), [(5, 1, epoch) for epoch in range(4)]
+    expected = [Permutation(7, key)[index] for key in keys for index in range(7)]
+    assert [row[k] for k in range(28)] == expected
+    assert [row[k] for k in (27, 0, 13, 14)] == [expected[k] for k in (27, 0, 13, 14)]
+
+
+# --- whether orders look drawn by lot ---------------------------------------------------------------------------------
+
+Orders = Callable[[int, tuple[int, ...]], NDArray[np.uint64]]
+
+
+def excess(counts: NDArray[np.int64], freedom: int) -> float:
+    """By how many standard deviations chi-square is above its mean, if all cells are equally likely."""
+    mean = counts.sum() / counts.size
+    return float((((counts - mean) ** 2 / mean).sum() - freedom) / (2 * freedom) ** 0.5)
+
+
+def excess_of_places(orders: Orders, size: int) -> float:
+    """Values at every place, over the orders of many keys: [place, value]."""
+    counts = np.zeros((size, size), np.int64)
+    for seed in range(1500):
+        counts[np.arange(size), orders(size, (seed, 3))] += 1
+    return excess(counts, (size - 1) ** 2)
+
+
+def excess_of_neighbours(orders: Orders, size: int) -> float:
+    """Pairs of values side by side, at every second place, over the orders of many keys."""
+    counts = np.zeros((size, size), np.int64)
+    for seed in range(1500):
+        order = orders(size, (seed, 4))
+        np.add.at(counts, (order[: size - 1 : 2], order[1::2]), 1)
+    apart = counts[~np.eye(size, dtype=bool)]
+    return excess(apart, len(apart) - 1)
+
+
+def excess_of_steps(orders: Orders, size: int) -> float:
+    """Pairs of values side by side within one long order, each in one of 20 classes."""
+    order = orders(size, (5,)).astype(np.int64) * 20 // size
+    counts = np.zeros((20, 20), np.int64)
+    np.add.at(counts, (order[:-1], order[1:]), 1)
+    return excess(counts, 19 * 19)
+
+
+TESTS = [
+    *((excess_of_places, size) for size in (5, 16, 31)),
+    *((excess_of_neighbours, size) for size in (4, 9, 24)),
+    *((excess_of_steps, size) for size in (10_000, 65_537)),
+]
+
+
+@pytest.mark.parametrize(("statistic", "size"), TESTS)
+def test_values_are_even_over_places_and_neighbours(statistic: Callable[[Orders, int], float], size: int) -> None:
+    assert -4 < statistic(lambda size, key: whole(Permutation(size, key)), size) < 4
+
+
+@pytest.mark.parametrize(("statistic", "size"), TESTS)
+def test_orders_that_are_none_are_not_even(
+    statistic: Callable[[Orders, int], float], size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The statistics can tell: of numbers left as they are, and of a network of one round."""
+    assert statistic(lambda size, key: np.arange(size, dtype=np.uint64), size) > 20
+    monkeypatch.setattr(permutation, "NUM_ROUNDS", 1)
+    assert statistic(lambda size, key: whole(Permutation(size, key)), size) > 20
 
 
 @pytest.mark.parametrize("index", [-1, 10])
 def test_outside(index: int) -> None:
     with pytest.raises(IndexError):
         Permutation(10, (0,))[index]
+    with pytest.raises(IndexError):
+        Permutation(10, (0,)).inverse(index)
 
 
-FROZEN = [7, 6, 2, 0, 9, 1, 8, 4, 5, 3]
+def test_arrays_outside() -> None:
+    order = Permutation(10, (0,))
+    assert order.places(np.array([], np.uint64)).tolist() == []
+    for call in (order.places, order.inverses):
+        with pytest.raises(IndexError, match=r"10 is not in \[0, 10\)"):
+            call(np.array([3, 10], np.uint64))

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from support.token_files import count_up, write_corpus
 
 from megazero.config.file_rules import split_shares
 from megazero.data.indexed_dataset import IndexedDataset
-from megazero.data.samples import SampleSource, Split, parse_split, split_sequences
+from megazero.data.samples import RemainingSamples, SampleSource, Split, parse_split, split_sequences
 from megazero.errors import DataError
 
 
@@ -122,3 +123,51 @@ def test_samples_may_be_written_to(tmp_path: Path) -> None:
     source = SampleSource(dataset, sequences=range(1), seq_length=2, seed=0, vocab_size=50)
     source.sample(0)[0] = 9
     assert source.sample(0).tolist() == [1, 2, 3]
+
+
+# --- samples that are passed over -------------------------------------------------------------------------------------
+
+
+class Row:
+    """A source whose sample k is [k]."""
+
+    seq_length = 0
+
+    def sample(self, k: int) -> NDArray[np.int64]:
+        return np.array([k])
+
+
+def left(spans: list[range], count: int) -> list[int]:
+    """The row's first samples that are in no span."""
+    skipped = {number for span in spans for number in span}
+    return [number for number in range(count + len(skipped)) if number not in skipped][:count]
+
+
+@settings(max_examples=100, deadline=None)
+@given(steps=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), max_size=6))
+def test_skipped_samples_are_passed_over_and_nothing_else(steps: list[tuple[int, int]]) -> None:
+    spans, position = [], 0
+    for gap, length in steps:
+        spans.append(range(position + gap, position + gap + length))
+        position = spans[-1].stop
+    remaining = RemainingSamples(Row(), spans)
+    assert remaining.seq_length == 0
+    assert [int(remaining.sample(k)[0]) for k in range(80)] == left(spans, 80)
+    assert [remaining.number(k) for k in (79, 3, 0)] == [left(spans, 80)[k] for k in (79, 3, 0)]
+
+
+def test_a_span_that_is_new_at_a_restart() -> None:
+    """After 10 samples: one ahead takes out its own; one behind, read already, moves the row by its length."""
+    ahead, behind = RemainingSamples(Row(), [range(12, 14)]), RemainingSamples(Row(), [range(3, 5)])
+    assert [ahead.number(k) for k in range(10, 15)] == [10, 11, 14, 15, 16]
+    assert [behind.number(k) for k in range(10, 13)] == [12, 13, 14]
+
+
+@pytest.mark.parametrize("itemsize_code", [1, 2, 3, 4, 5, 8])
+def test_every_integer_type_is_read(tmp_path: Path, itemsize_code: int) -> None:
+    dataset = IndexedDataset(write_corpus(tmp_path / "c", [[[5, 6, 127]]], code=itemsize_code))
+    source = SampleSource(dataset, sequences=range(1), seq_length=2, seed=0, vocab_size=128)
+    assert source.sample(0).tolist() == [5, 6, 127] and source.sample(0).dtype == np.int64
+    narrow = SampleSource(dataset, sequences=range(1), seq_length=2, seed=0, vocab_size=127)
+    with pytest.raises(DataError, match="position 2: token 127"):
+        narrow.sample(0)

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from support.processes import run_ranks
-from support.small_runs import LENGTH, core_on_rank, reference_batch, tiny_run
+from support.small_runs import EOD, LENGTH, core_on_rank, reference_batch, tiny_run
 from torch._dynamo.utils import counters
 
 from megazero.data.loader import MicroBatch, StepBatch
@@ -40,6 +40,7 @@ class Layout(NamedTuple):
     dp: int = 1
     backend: str | None = "aot_eager"
     evaluates: bool = False
+    within_documents: bool = False
 
     @property
     def size(self) -> int:
@@ -78,7 +79,9 @@ def run(rank: int, layout: Layout, choice: str) -> Ran:
     parts, figures, evaluations = step_parts(config, core), [], []
     for step in range(STEPS):
         core.mesh.meter.reset()
-        report = training_step(parts, batch_of(core, step), StepControls(1e-2, 1.0))
+        report = training_step(
+            parts, batch_of(core, step, within_documents=layout.within_documents), StepControls(1e-2, 1.0)
+        )
         figures.append((report.loss.item(), report.grad_norm.item()))
         traffic = core.mesh.meter.bytes_by_axis()
         if layout.evaluates:
@@ -94,14 +97,15 @@ def run(rank: int, layout: Layout, choice: str) -> Ran:
     return Ran(figures, evaluations, gradients, traffic, core.compiled, graphs, breaks)
 
 
-def batch_of(core: Core, step: int) -> StepBatch:
-    """This data-parallel rank's micro-batches of a step."""
+def batch_of(core: Core, step: int, *, within_documents: bool = False) -> StepBatch:
+    """This data-parallel rank's micro-batches of a step; within_documents: each with other ones."""
     first, data_rank = step * 2 * MICRO_BATCHES * core.mesh.topology.dp, core.mesh.coordinate("dp")
     micro_batches = []
     for index in range(MICRO_BATCHES):
         start = first + 2 * (index * core.mesh.topology.dp + data_rank)
         batch = reference_batch(start, 2, masked=False)
-        micro_batches.append(MicroBatch(start, batch.tokens, batch.labels, None))
+        documents = (batch.tokens == EOD).cumsum(dim=1) if within_documents else None
+        micro_batches.append(MicroBatch(start, batch.tokens, batch.labels, None, documents=documents))
     return StepBatch(first, micro_batches)
 
 
@@ -178,9 +182,19 @@ def test_recomputed_dropout_is_the_same_dropout() -> None:
         (Layout({}, tp=2), PARTS, 4),  # attention, activation, between the two, and after them
         (Layout({"sequence_parallel": True, "zero_stage": 2}, tp=2), PARTS, 4),
         (Layout({"recompute_granularity": "selective"}), PARTS, 4),
+        (Layout({}, within_documents=True), WHOLE, 1),  # other masks are no other graphs
+        (Layout({"recompute_granularity": "selective"}, within_documents=True), PARTS, 4),
         (Layout({"pipeline_schedule": "zero-bubble"}, pp=2), PARTS, 2),  # parameters stay outside
     ],
-    ids=["zero", "tensor parallel", "split sequence", "selective recomputation", "zero bubble"],
+    ids=[
+        "zero",
+        "tensor parallel",
+        "split sequence",
+        "selective recomputation",
+        "documents",
+        "documents, selective recomputation",
+        "zero bubble",
+    ],
 )
 def test_layouts(layout: Layout, compiled: str, graphs: int) -> None:
     for off, on in run_ranks(layout.size, off_and_on, layout):

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import megazero.model.gpt as gpt
 from megazero.config.model import ModelConfig
 from megazero.model.initialize import initialize_
+from megazero.model.sequences import Sequences
 from megazero.parallel.param_spec import named_specs
 from megazero.parallel.stages import chunks_of, cut
 
@@ -283,9 +284,10 @@ def test_chunks_one_after_the_other_are_the_whole_model(split: tuple[int, ...], 
     whole = build_gpt(small_config(), context(), vocab_size=VOCAB)
     put_logical(whole, weights)
     tokens, labels = batch()
-    x = stages[0].embed(tokens)
+    sequences = Sequences(tokens.shape[1])
+    x = stages[0].embed(tokens, sequences)
     for chunk in range(len(split)):
-        x = stages[chunk % num_stages].through(chunk // num_stages, x, tokens.shape[1])
+        x = stages[chunk % num_stages].through(chunk // num_stages, x, sequences)
         assert tuple(x.shape) == stages[0].activation_shape(tokens.numel())
     assert torch.equal(stages[-1].loss(x, labels), whole.summed_loss(tokens, labels))
 

@@ -12,6 +12,7 @@ from megazero.config.run import RunConfig
 from megazero.data.loader import MicroBatch, build_step_batch
 from megazero.model.gpt import GPT
 from megazero.model.initialize import initialize_
+from megazero.model.sequences import Sequences
 from megazero.pipeline.runtime import execute
 from megazero.train.build import batch_layout, step_parts
 from megazero.train.stage_passes import StagePasses
@@ -31,8 +32,9 @@ class TheirChunk(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         chunk = self.model.chunks[self.index]
-        rows = self.model.embed(x) if chunk.is_first else x.flatten(0, 1)
-        rows = self.model.through(self.index, rows, self.length)
+        sequences = Sequences(self.length)
+        rows = self.model.embed(x, sequences) if chunk.is_first else x.flatten(0, 1)
+        rows = self.model.through(self.index, rows, sequences)
         return rows.view(-1, self.length, rows.shape[-1])
 
 

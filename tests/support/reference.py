@@ -25,11 +25,16 @@ Weights = dict[str, Tensor]
 
 
 class Batch(NamedTuple):
-    """One global batch: tokens and labels [B, S], and which labels count (1 or 0), all of them when None."""
+    """One global batch: tokens and labels [B, S], and which labels count (1 or 0), all of them when None.
+
+    document_end: the token after which a row's next document begins, which sees nothing before itself; None: rows are
+    one document each.
+    """
 
     tokens: Tensor
     labels: Tensor
     loss_mask: Tensor | None = None
+    document_end: int | None = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,7 @@ def train(weights: Mapping[str, Tensor], batches: Sequence[Batch], recipe: Recip
 
 def mean_loss(weights: Mapping[str, Tensor], batch: Batch, epsilon: float = 1e-5) -> Tensor:
     """Sum of the counted token losses over their number in the global batch."""
-    scores = logits(weights, batch.tokens, epsilon)
+    scores = _documents_logits(weights, batch, epsilon)
     losses = F.cross_entropy(scores.flatten(0, 1), batch.labels.flatten(), reduction="none")
     if batch.loss_mask is None:
         return losses.sum() / losses.numel()
@@ -105,6 +110,26 @@ def logits(weights: Mapping[str, Tensor], tokens: Tensor, epsilon: float = 1e-5)
         x = x + _feed_forward(here, _norm(here, "post_attention_norm", x, epsilon))
     x = _norm(weights, "final_norm", x, epsilon)
     return torch.einsum("bsh,vh->bsv", x, weights.get("head.weight", word))
+
+
+def _documents_logits(weights: Mapping[str, Tensor], batch: Batch, epsilon: float) -> Tensor:
+    """[B, S, V], every document on its own; those of one length together, as rows without neighbours."""
+    if batch.document_end is None:
+        return logits(weights, batch.tokens, epsilon)
+    by_length: dict[int, list[tuple[int, int]]] = {}
+    for row, tokens in enumerate(batch.tokens.tolist()):
+        start = 0
+        for place, token in enumerate(tokens):
+            if token == batch.document_end or place == len(tokens) - 1:
+                by_length.setdefault(place + 1 - start, []).append((row, start))
+                start = place + 1
+    vocabulary = weights["embedding.word.weight"].shape[0]
+    scores = torch.zeros((*batch.tokens.shape, vocabulary), dtype=torch.float64)
+    for length, found in by_length.items():
+        rows, starts = torch.tensor(found).T.unsqueeze(-1)  # each [documents, 1]
+        places = starts + torch.arange(length)
+        scores[rows, places] = logits(weights, batch.tokens[rows, places], epsilon)
+    return scores
 
 
 def _norm(weights: Mapping[str, Tensor], name: str, x: Tensor, epsilon: float) -> Tensor:

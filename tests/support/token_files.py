@@ -42,6 +42,23 @@ def write_corpus(prefix: Path, documents: Documents, code: int = 8, *, modes: bo
     return str(prefix)
 
 
+def write_sparse_corpus(prefix: Path, num_documents: int, num_tokens: int) -> str:
+    """A valid corpus of many documents that takes next to no disk: all are empty but the last, whose tokens are 0.
+
+    Every document has a sequence, all of length 0 but the last; document indices are 0 up to the last, which counts
+    every sequence: of numbers that are not 0 there are three.
+    """
+    with open(f"{prefix}.idx", "wb") as stream:
+        stream.write(b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, num_documents, num_documents + 1))
+        stream.seek(34 + 4 * (num_documents - 1))
+        stream.write(struct.pack("<i", num_tokens))
+        stream.seek(34 + 20 * num_documents)
+        stream.write(struct.pack("<q", num_documents))
+    with open(f"{prefix}.bin", "wb") as stream:
+        stream.truncate(2 * num_tokens)
+    return str(prefix)
+
+
 def count_up(num_tokens: int, num_documents: int = 1) -> list[list[list[int]]]:
     """Documents of one sequence whose tokens, in a row, are 0, 1, 2, ...; lengths as even as can be."""
     cuts = [num_tokens * number // num_documents for number in range(num_documents + 1)]

@@ -169,7 +169,7 @@ def run_steps(config: RunConfig, core: Core, steps: int) -> tuple[list[tuple[flo
     scale, done = scaler.start(), 0
     rate = LearningRate.from_config(config.optimizer, train_iters=config.training.train_iters or 0)
     figures = []
-    with BatchLoader(inputs.train, batch_layout(config, core.mesh, None), prefetch=0) as loader:
+    with BatchLoader(inputs.train, batch_layout(config, core.mesh, inputs.eod), prefetch=0) as loader:
         for _ in range(steps):
             core.mesh.meter.reset()
             report = training_step(parts, next(loader), StepControls(rate.at(done), scale.scale))
@@ -222,7 +222,10 @@ def reference_history(prefix: str, steps: int = STEPS, **settings: Any) -> Histo
     for step in range(steps):
         rows = [torch.from_numpy(inputs.train.sample(step * size + row)) for row in range(size)]
         batch = torch.stack(rows)
-        batches.append(Batch(batch[:, :-1], batch[:, 1:]))
+        tokens, data = batch[:, :-1], config.data
+        mask = (tokens != inputs.eod).double() if data.eod_mask_loss else None
+        assert data.reset_position_ids == data.reset_attention_mask, "the twin knows documents, or none"
+        batches.append(Batch(tokens, batch[:, 1:], mask, inputs.eod if data.reset_attention_mask else None))
     recipe = Recipe(
         lambda step: scheduled_rate(step, peak=LR, final=LR / 10, warmup=4, decay_steps=STEPS, style="cosine"),
         weight_decay=0.1,

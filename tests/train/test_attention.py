@@ -49,6 +49,14 @@ def test_auto_is_the_fastest_that_can(seconds: dict[str, float | None], chosen: 
     assert choose_kernel("auto", on(GPU), lambda name, _: seconds[name]) == chosen
 
 
+def test_flash_is_no_candidate_where_there_is_a_mask() -> None:
+    masked = on(GPU)._replace(is_masked=True)
+    seconds = {"flash": 1.0, "fused": 3.0, "efficient": 2.0}
+    assert choose_kernel("auto", masked, lambda name, _: seconds[name]) == "efficient"
+    assert not attention_of(tiny_run(), GPU).is_masked
+    assert attention_of(tiny_run(reset_attention_mask=True), GPU).is_masked
+
+
 @pytest.mark.parametrize(("kernel", "is_flash"), [(None, True), ("flash", True), ("fused", True), ("unfused", False)])
 def test_what_is_preferred_computes(kernel: str | None, is_flash: bool) -> None:
     """A CPU has the flash kernel and plain products; what it doesn't have is passed over."""
@@ -69,7 +77,8 @@ def test_the_shape_is_that_of_one_rank() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu() -> None:
-    call = Attention((2, 4, 256, 64), torch.bfloat16, GPU, 0.0)
-    assert measure("flash", call) is not None
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_on_a_gpu(is_masked: bool) -> None:
+    call = Attention((2, 4, 256, 64), torch.bfloat16, GPU, 0.0, is_masked)
+    assert (measure("flash", call) is None) == is_masked
     assert choose_kernel("auto", call) in KERNELS

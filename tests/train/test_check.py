@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 from support.small_runs import TINY, VOCAB, tiny_run
+from support.token_files import count_up, write_corpus
 
+from megazero.data.sidecar import Sidecar, sidecar_path, write_sidecar
 from megazero.errors import UserError
 from megazero.parallel.launch import Launch
 from megazero.parallel.topology import Topology
@@ -50,8 +52,22 @@ def test_layout_and_corpora_are_told_together(tmp_path: Path) -> None:
 
 
 def test_masking_needs_to_know_the_token() -> None:
-    assert "--eod-mask-loss" in refused(eod_mask_loss=True)
-    assert check(tiny_run(eod_mask_loss=True, vocab_size=257, tokenizer_type="ByteTokenizer"), ALONE).eod == 256
+    for asked in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
+        assert "--" + asked.replace("_", "-") in refused(**{asked: True})
+        assert check(tiny_run(**{asked: True}, vocab_size=257, tokenizer_type="ByteTokenizer"), ALONE).eod == 256
+    told = refused(reset_position_ids=True, reset_attention_mask=True)
+    assert told.startswith("2 configuration errors") and told.count("a tokenizer or the corpus's .json") == 2
+
+
+def test_a_corpus_tells_the_token_or_does_not(tmp_path: Path) -> None:
+    """The .json beside a corpus is enough; without it the flags are refused."""
+    prefix = write_corpus(tmp_path / "c", count_up(90, 9))
+    sidecar = Sidecar(9, 9, 90, 81, "ByteTokenizer", 257, 256, True, {}, [1] * 256 + [0])
+    write_sidecar(prefix, sidecar)
+    settings = {"mock_data": False, "data_path": [prefix], "split": "1", "reset_attention_mask": True}
+    assert check(tiny_run(**settings, vocab_size=257), ALONE).eod == 256
+    sidecar_path(prefix).unlink()
+    assert "--reset-attention-mask" in refused(**settings, vocab_size=257)
 
 
 @pytest.mark.parametrize(
@@ -60,3 +76,19 @@ def test_masking_needs_to_know_the_token() -> None:
 )
 def test_data_parallel_is_what_is_left(size: int, tp: int, expected: Topology) -> None:
     assert topology(tiny_run(tensor_model_parallel_size=tp), size) == expected
+
+
+def test_documents_without_ends_are_not_told_apart(tmp_path: Path) -> None:
+    """Loss masks are as they were: without such a token there is nothing to leave out."""
+    prefix = write_corpus(tmp_path / "c", count_up(200, 20))
+    counts = dict.fromkeys(("documents", "sequences"), 20) | dict.fromkeys(("tokens", "text_bytes"), 200)
+    facts: dict[str, Any] = {**counts, "tokenizer_type": "ByteTokenizer", "tokenizer_files": {}, "eod": 256}
+    for append_eod in (False, True):
+        write_sidecar(prefix, Sidecar(vocab_size=257, append_eod=append_eod, token_bytes=[1] * 257, **facts))
+        corpus = {"mock_data": False, "data_path": [prefix], "split": "1", "eval_iters": 0, "vocab_size": 257}
+        assert check(tiny_run(**corpus, eod_mask_loss=True), ALONE).eod == 256
+        if append_eod:
+            assert check(tiny_run(**corpus, reset_attention_mask=True, reset_position_ids=True), ALONE).eod == 256
+        else:
+            told = refused(**corpus, reset_attention_mask=True, reset_position_ids=True)
+            assert told.count(f"with {prefix}, made without --append-eod") == 2

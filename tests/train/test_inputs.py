@@ -168,6 +168,60 @@ def test_bytes_per_token_of_held_out_splits(plain: str, described: str) -> None:
     assert opened(300, data_path=(plain,), split="10,5,5", evaluates=True).bytes_per_token == {}
 
 
+# --- corpora of the splits' own ---------------------------------------------------------------------------------------
+
+
+def test_own_corpora_are_opened_whole_and_read_where_asked(described: str, plain: str, tmp_path: Path) -> None:
+    other = write_corpus(tmp_path / "other", [[[150 + token for token in range(40)]]])
+    inputs = opened(train_data_path=(described,), valid_data_path=(plain,), test_data_path=(other,), evaluates=True)
+    assert inputs.valid is not None and inputs.test is not None
+    assert (inputs.vocab_size, inputs.eod, inputs.bytes_per_token) == (257, 256, {})
+    row = np.concatenate([np.array(document[0]) for document in DOCUMENTS])
+    pieces = sorted(tuple(row[start : start + 11]) for start in range(0, 590, 10))
+    for samples in (inputs.train, inputs.valid):
+        assert sorted(tuple(samples.sample(k)) for k in range(59)) == pieces
+    assert sorted(int(inputs.test.sample(k)[0]) for k in range(3)) == [150, 160, 170]
+    assert opened(train_data_path=(described,), valid_data_path=(described,), evaluates=True).test is None
+
+
+def test_own_corpora_tell_bits_per_byte(described: str) -> None:
+    inputs = opened(train_data_path=(described,), valid_data_path=(described,), evaluates=True)
+    assert inputs.bytes_per_token == {"valid": 1.0}
+
+
+def test_own_corpora_are_checked_even_where_they_are_not_read(described: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"none\.idx"):
+        opened(train_data_path=(described,), valid_data_path=(str(tmp_path / "none"),))
+    with pytest.raises(DataError, match=r"--train-data-path .*plain"):
+        opened(train_data_path=(write_corpus(tmp_path / "plain", DOCUMENTS),))
+
+
+# --- how and what is read ---------------------------------------------------------------------------------------------
+
+
+def test_skipped_samples_are_those_of_training(described: str) -> None:
+    whole = opened(data_path=(described,), split="1,1,1", evaluates=True)
+    rest = opened(data_path=(described,), split="1,1,1", evaluates=True, data_skip_samples=("1-2", "5-5"))
+    for k, number in enumerate((0, 3, 4, 6, 7)):
+        assert rest.train.sample(k).tolist() == whole.train.sample(number).tolist()
+    assert whole.valid is not None and rest.valid is not None
+    assert [rest.valid.sample(k).tolist() for k in range(9)] == [whole.valid.sample(k).tolist() for k in range(9)]
+    made_up, less = opened(50, mock_data=True).train, opened(50, mock_data=True, data_skip_samples=("0-9",)).train
+    assert less.sample(0).tolist() == made_up.sample(10).tolist()
+
+
+def test_maps_and_stores_give_the_same(described: str, tmp_path: Path) -> None:
+    def tokens(**data: Any) -> list[list[int]]:
+        inputs = opened(split="1", **data)
+        assert (inputs.vocab_size, inputs.eod) == (257, 256)
+        return [inputs.train.sample(k).tolist() for k in range(70)]
+
+    mapped = tokens(data_path=(described,))
+    assert tokens(data_path=(described,), mmap_bin_files=False) == mapped
+    assert tokens(data_path=(f"file://{described}",), data_cache_path=tmp_path / "cache") == mapped
+    assert [*(tmp_path / "cache").glob("described-*.idx")]
+
+
 # --- made-up samples --------------------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ import math
 import os
 import signal
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from support.training import first_weights, max_relative
 
 from megazero.checkpoint.folders import list_steps
 from megazero.checkpoint.reader import open_checkpoint
+from megazero.data.loader import BatchLoader
 from megazero.data.mock import MockSamples
 from megazero.data.samples import Samples
 from megazero.errors import DataError, Problem, TrainingError
@@ -266,13 +268,15 @@ def test_figures_that_are_read_a_step_late_all_arrive(settings: dict[str, Any], 
     if settings.get("save"):
         settings = {**settings, "save": str(tmp_path / "save")}
     config, launch = tiny_run(**settings, metrics_file=str(tmp_path / "m.jsonl")), Launch(0, 1, 0)
-    late = assemble(config, launch, CPU, check(config, launch))
+    late = assemble(config, launch, CPU, inputs := check(config, launch))
+    loader = BatchLoader(inputs.train, late.loader._layout, prefetch=0, clock=count().__next__)  # 1 from look to look
     with StopRequest() as stop:
-        loop = _Loop(late, stop)
+        loop = _Loop(replace(late, loader=loader), stop)
         loop._may_lag = 1
         loop.run_to_end()
     late.parts.engine.close()
     assert places(tmp_path) == ("1 2 3" if settings else "1 2 3 4 5")
+    assert [line["data_wait_seconds"] for line in steps(tmp_path)] == [1] * len(steps(tmp_path))
 
 
 # --- signals ----------------------------------------------------------------------------------------------------------
@@ -340,6 +344,7 @@ STEP_FIELDS = {
     "step_seconds",
     "tokens_per_second",
     "tflops_per_device",
+    "data_wait_seconds",
     "ranks",
 }
 
@@ -376,6 +381,7 @@ def test_a_line_a_step_with_these_fields(written: Path) -> None:
     assert places(written) == "1 2 2v 3 4 4v 4t"
     for number, line in enumerate(steps(written), start=1):
         assert set(line) == STEP_FIELDS
+        assert 0 < line["data_wait_seconds"] < line["step_seconds"], "nothing is read ahead: reading is waiting"
         assert (line["iteration"], line["consumed_samples"]) == (number, 8 * number)
         assert (line["loss_scale"], line["skipped"], line["lr"]) == (
             1.0,
@@ -415,7 +421,8 @@ def test_every_ranks_memory_and_traffic(written: Path) -> None:
     for line in steps(written):
         assert [rank["rank"] for rank in line["ranks"]] == [0, 1, 2, 3]
         for rank in line["ranks"]:
-            assert set(rank) == {"rank", "peak_memory_bytes", "model_state_bytes", "comm_bytes"}
+            assert set(rank) == {"rank", "peak_memory_bytes", "model_state_bytes", "comm_bytes", "data_wait_seconds"}
+            assert rank["data_wait_seconds"] > 0
             assert rank["peak_memory_bytes"] > 10 * 2**20
             states = rank["model_state_bytes"]
             assert set(states) == {"parameters", "gradients", "master", "moments"}

@@ -34,6 +34,14 @@ def test_the_choice_is_said_first(settings: dict[str, Any], expected: str) -> No
 
 
 @pytest.mark.gloo
+def test_a_mask_is_said_with_its_size() -> None:
+    """2 samples x 8 x 8 elements of 8 bytes."""
+    settings = {"reset_attention_mask": True, "vocab_size": 257, "tokenizer_type": "ByteTokenizer"}
+    text = run_ranks(1, train_run, 1, settings)[0].text
+    assert "kept until backward | an attention mask of 1.0 KiB for every micro-batch in flight | logits" in text
+
+
+@pytest.mark.gloo
 def test_arenas_and_the_host_are_told_of_at_the_end() -> None:
     settings = {**FULL, "zero_stage": 2, "checkpoint_in_cpu": True, "contiguous_checkpointing": True}
     lines = said(run_ranks(2, train_run, 2, settings)[0])

@@ -121,6 +121,10 @@ def test_interval_rates_are_total_work_over_total_time() -> None:
     assert interval.eta_seconds(1) == 0.0
 
 
+def test_interval_waits_add_up() -> None:
+    assert interval_metrics([step(1, data_wait_seconds=0.5), step(2, data_wait_seconds=0.25)]).data_wait_seconds == 0.75
+
+
 def test_interval_hides_no_nan_and_invents_no_loss() -> None:
     assert math.isnan(interval_metrics([step(1), step(2, loss=math.nan)]).loss or 0.0)
     nothing = interval_metrics([step(1, skipped=True)])

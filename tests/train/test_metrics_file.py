@@ -12,7 +12,9 @@ from megazero.train.metrics import Evaluation, RankMetrics, StepMetrics
 from megazero.train.metrics_file import MetricsFile
 
 RANKS = [
-    RankMetrics(1000, {"parameters": 4, "gradients": 4, "master": 8, "moments": 16}, {"tp": {"all_reduce": 12}}),
+    RankMetrics(
+        1000, {"parameters": 4, "gradients": 4, "master": 8, "moments": 16}, {"tp": {"all_reduce": 12}}, {}, 0.125
+    ),
     RankMetrics(2000, {"parameters": 4, "gradients": 4, "master": 8, "moments": 16}, {}),
 ]
 
@@ -30,6 +32,7 @@ def step(iteration: int, **changes: Any) -> StepMetrics:
         "step_seconds": 0.5,
         "tokens_per_second": 100.0,
         "tflops_per_device": 0.25,
+        "data_wait_seconds": 0.125,
     }
     return StepMetrics(**{**fields, **changes})
 
@@ -68,18 +71,21 @@ def test_a_step_line_has_these_names_and_every_digit(tmp_path: Path) -> None:
         "step_seconds": 0.5,
         "tokens_per_second": 100.0,
         "tflops_per_device": 0.25,
+        "data_wait_seconds": 0.125,
         "ranks": [
             {
                 "rank": 0,
                 "peak_memory_bytes": 1000,
                 "model_state_bytes": {"parameters": 4, "gradients": 4, "master": 8, "moments": 16},
                 "comm_bytes": {"tp": {"all_reduce": 12}},
+                "data_wait_seconds": 0.125,
             },
             {
                 "rank": 1,
                 "peak_memory_bytes": 2000,
                 "model_state_bytes": {"parameters": 4, "gradients": 4, "master": 8, "moments": 16},
                 "comm_bytes": {},
+                "data_wait_seconds": 0.0,
             },
         ],
     }

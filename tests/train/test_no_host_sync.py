@@ -127,6 +127,7 @@ def test_a_step_of_two_processes_waits_for_nothing(stage: int, precision: str) -
         ({"tensor_model_parallel_size": 2, "sequence_parallel": True, "recompute_granularity": "full"}, {"tp": 2}),
         ({"pipeline_model_parallel_size": 2}, {"pp": 2}),
         ({"pipeline_model_parallel_size": 2, "pipeline_schedule": "zero-bubble"}, {"pp": 2}),
+        ({"pipeline_model_parallel_size": 2, "reset_position_ids": True, "reset_attention_mask": True}, {"pp": 2}),
         ({"hidden_dropout": 0.1, "attention_dropout": 0.1, "recompute_granularity": "full"}, {"dp": 2}),
     ],
     ids=str,

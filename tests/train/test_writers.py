@@ -58,6 +58,7 @@ def test_console_line(capsys: pytest.CaptureFixture[str]) -> None:
         "grad norm: 1.250",
         "number of skipped iterations: 0",
         "number of nan iterations: 0",
+        "data wait (ms): 0.0",
         "ETA: 49.5s",
     ]
 
@@ -72,6 +73,15 @@ def test_console_prints_the_first_step_every_interval_and_the_last(capsys: pytes
     assert [fields[0].split("iteration ")[1] for fields in lines] == [" 1/25", "10/25", "20/25", "25/25"]
     # Means over steps 1, 2-10, 11-20 and 21-25.
     assert [float(fields[8].split(": ")[1]) for fields in lines] == [1.0, 6.0, 15.5, 23.0]
+
+
+def test_console_adds_up_what_an_interval_has_waited(capsys: pytest.CaptureFixture[str]) -> None:
+    writer = console_writer(log_interval=3)
+    for iteration in range(1, 5):
+        writer.step(step(iteration, data_wait_seconds=iteration / 1000), RANKS)
+    writer.close()
+    waits = [line.split("data wait (ms): ")[1].split(" |")[0] for line in capsys.readouterr().out.splitlines()]
+    assert waits == ["1.0", "5.0", "4.0"]
 
 
 def test_console_close_shows_what_was_held_back(capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,6 +159,14 @@ def test_tensorboard_options(tmp_path: Path) -> None:
     assert scalars["mem-moments-bytes"] == [(2, 16.0)]
     assert scalars["mem-max-allocated-bytes"] == [(2, 1000.0)]
     assert scalars["lm loss validation ppl"] == [(2, pytest.approx(8.0))]
+
+
+def test_tensorboard_adds_up_what_was_waited_between_points(tmp_path: Path) -> None:
+    writer = TensorBoardWriter(LoggingConfig(tensorboard_dir=tmp_path, tensorboard_log_interval=2), world_size=1)
+    for iteration in range(1, 5):
+        writer.step(step(iteration, data_wait_seconds=float(iteration)), RANKS)
+    writer.close()
+    assert events(tmp_path)["data-wait-seconds"] == [(2, 3.0), (4, 7.0)]
 
 
 def test_a_skipped_step_draws_no_loss(tmp_path: Path) -> None:
