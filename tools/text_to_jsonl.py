@@ -1,4 +1,7 @@
-"""Make a jsonl corpus of source files, one document a file: a folder's, or the Python standard library's."""
+"""Make a jsonl corpus of text files: a folder's, or the sources of the Python standard library.
+
+Every file is a document, or with --separator every piece of it.
+"""
 
 import argparse
 import sys
@@ -6,6 +9,7 @@ import time
 from pathlib import Path
 
 from megazero.console import Console, run_program
+from megazero.data.arguments import separator_text
 from megazero.data.source_text import find_sources, find_stdlib, write_jsonl
 from megazero.units import format_bytes, format_duration
 
@@ -20,16 +24,23 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--exclude", nargs="+", default=[], metavar="PATTERN", help="file, folder or relative names to leave out"
     )
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE.jsonl", help="the file to write")
+    parser.add_argument(
+        "--separator", type=separator_text, metavar="TEXT",
+        help=r"what stands between two documents of a file; \n is a line end",
+    )  # fmt: skip
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="FILE", help="the file to write: .jsonl, .jsonl.gz or .jsonl.zst"
+    )
     return parser.parse_args()
 
 
 def main() -> None:
     """Find, write, tell."""
-    arguments, started = parse_arguments(), time.monotonic()
+    arguments, console, started = parse_arguments(), Console(), time.monotonic()
     sources = find_stdlib() if arguments.stdlib else find_sources(arguments.input, arguments.glob, arguments.exclude)
-    summary = write_jsonl(sources, arguments.output)
-    Console().line(
+    tracked = console.track(sources, total=len(sources), description="files")
+    summary = write_jsonl(tracked, arguments.output, arguments.separator)
+    console.line(
         f"{arguments.output}: {summary.documents} documents, {format_bytes(summary.text_bytes)} of text, "
         f"{summary.skipped} files skipped (empty or not UTF-8), {format_duration(time.monotonic() - started)}"
     )

@@ -1,4 +1,4 @@
-"""Folders of source files as a corpus of text: one JSON object a line, one file each.
+"""Folders of text files as a corpus: one JSON object a line, for a file each, or for every piece between separators.
 
 Files come in the order of a hash of their names, so any contiguous part of the corpus (a held-out split, say) is a fair
 sample of the whole, on every machine.
@@ -13,8 +13,13 @@ from hashlib import blake2b
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from megazero.data.files import cannot_read, written_aside
-from megazero.errors import DataError, Problem
+from megazero.data.bad_lines import BadLines
+from megazero.data.chunks import DocumentRules, find_chunks
+from megazero.data.documents import read_objects
+from megazero.data.files import cannot_read
+from megazero.data.inputs import TEXT, InputFile, file_format
+from megazero.data.jsonl_output import ending_problems, written_lines
+from megazero.errors import DataError, Problem, raise_problems
 
 # Installed packages are not the standard library; its tests are tables of cases more than text, and its code pages
 # tables of hexadecimal digits, an eighth of all bytes, which a small model would rather write than anything else.
@@ -29,7 +34,7 @@ class SourceFile(NamedTuple):
 
 
 class SourceSummary(NamedTuple):
-    """What was written.  skipped: files that are not UTF-8, or hold white space alone."""
+    """What was written.  skipped: files (or pieces) that are not UTF-8, and files that hold white space alone."""
 
     documents: int
     text_bytes: int
@@ -57,23 +62,38 @@ def find_stdlib() -> list[SourceFile]:
     return find_sources([Path(sysconfig.get_paths()["stdlib"])], ["*.py"], STDLIB_EXCLUDED)
 
 
-def write_jsonl(sources: Iterable[SourceFile], output: Path) -> SourceSummary:
-    """Write {"text": ..., "name": ...} lines, atomically."""
+def write_jsonl(sources: Iterable[SourceFile], output: Path, separator: str | None = None) -> SourceSummary:
+    """Write {"text": ..., "name": ...} lines, atomically, packed as the ending of `output` says.
+
+    separator: cuts a file into documents called NAME#1, NAME#2, ...; such files may be larger than memory, and .gz or
+    .zst.
+    """
+    raise_problems(DataError, ending_problems("--output", output))
     documents = text_bytes = skipped = 0
-    with written_aside(output) as stream:
+    with written_lines(output) as stream:
         for source in sources:
-            text = _text(source.path)
-            if text is None:
-                skipped += 1
-                continue
-            line = json.dumps({"text": text, "name": source.name}, ensure_ascii=False)
-            # Only a file's name can hold what is no Unicode; it becomes a question mark.
-            stream.write(line.encode(errors="replace") + b"\n")
-            documents += 1
-            text_bytes += len(text.encode())
+            for name, text in _pieces(source, separator) if separator else [(source.name, _text(source.path))]:
+                if text is None:
+                    skipped += 1
+                    continue
+                line = json.dumps({"text": text, "name": name}, ensure_ascii=False)
+                # Only a file's name can hold what is no Unicode; it becomes a question mark.
+                stream.write(line.encode(errors="replace") + b"\n")
+                documents += 1
+                text_bytes += len(text.encode())
         if not documents:
             raise DataError(Problem(f"--output {output}: {skipped} files, none of them text", "some file is UTF-8"))
     return SourceSummary(documents, text_bytes, skipped)
+
+
+def _pieces(source: SourceFile, separator: str) -> Iterator[tuple[str, str | None]]:
+    """Name and text of what lies between separators, unless that is white space alone; None where it is not UTF-8."""
+    path, bad = str(source.path), BadLines()
+    rules = DocumentRules(text_rule="separator", separator=separator)
+    file = InputFile(path, TEXT, file_format(path)[1])
+    pieces = (content["text"] for chunk in find_chunks([file], rules) for content in read_objects(chunk, rules, bad))
+    yield from ((f"{source.name}#{number}", text) for number, text in enumerate(pieces, start=1))
+    yield from [(source.name, None)] * bad.count
 
 
 def _walk(root: Path, patterns: Sequence[str], excluded: Sequence[str]) -> Iterator[SourceFile]:

@@ -1,24 +1,27 @@
-"""Training a SentencePiece tokenizer that loses nothing: decode(encode(text)) == text for source code as for prose.
+"""Training a tokenizer that loses nothing: decode(encode(text)) == text for source code as for prose.
 
-Normalisation is the identity, white space is kept and may form pieces of its own (indentation), no space is added in
-front, pieces may span punctuation but not a space, and characters without a piece fall back to bytes.  One character
-is an exception by the library's format: U+2581 is its sign for a space and reads back as one.
+bpe, unigram     SentencePiece models.  Normalisation is the identity, white space is kept and may form pieces of its
+                 own (indentation), no space is added in front, pieces may span punctuation but not a space, and
+                 characters without a piece fall back to bytes.  One character is an exception by the library's
+                 format: U+2581 is its sign for a space and reads back as one.
+byte-level-bpe   GPT-2's kind and files (megazero/data/byte_level_training.py)
 """
 
 import io
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from sentencepiece import SentencePieceTrainer
 
-from megazero.data.documents import Chunk, DocumentRules, find_chunks, read_documents
+from megazero.data.byte_level_training import MIN_VOCAB_SIZE, learn_byte_level, write_byte_level
 from megazero.data.files import written_aside
 from megazero.data.tokenizers import END_OF_TEXT
-from megazero.errors import DataError, Problem
+from megazero.data.training_text import TrainingText
+from megazero.errors import DataError, Problem, raise_problems
 
-MODEL_TYPES = ("bpe", "unigram")
+BYTE_LEVEL = "byte-level-bpe"
+MODEL_TYPES = ("bpe", "unigram", BYTE_LEVEL)
 # Bytes every piece vocabulary starts with: the unknown piece, the end-of-document piece and 256 byte pieces.
 NUM_RESERVED_PIECES = 258
 # Characters handed to the trainer at a time; it forgets what is longer than its own limit in bytes.
@@ -30,49 +33,48 @@ SEPARATOR = "\x00"
 
 @dataclass(frozen=True)
 class TokenizerRequest:
-    """What to train: files, --vocab-size (all pieces, special ones included), --model-type, --seed-limit.
-
-    max_bytes: text to learn from, taken evenly from all over the input.
+    """What to train: --output (a file, or a folder for byte-level-bpe), --vocab-size (all pieces, special ones
+    included), --model-type.
     """
 
-    inputs: tuple[Path, ...]
     output: Path
     vocab_size: int
-    rules: DocumentRules = field(default_factory=DocumentRules)
     model_type: str = "bpe"
-    max_bytes: int = 4 << 20
 
-
-class TrainingText(NamedTuple):
-    """What a tokenizer learns from: runs of whole lines, and their size."""
-
-    runs: list[str]
-    num_bytes: int
-
-
-def sample_text(paths: Sequence[Path], rules: DocumentRules, max_bytes: int) -> TrainingText:
-    """About `max_bytes` bytes of text, the same share of every chunk of the input."""
-    chunks = find_chunks(paths, rules)
-    share = max_bytes / max(1, sum(chunk.stop - chunk.start for chunk in chunks))
-    runs = [run for chunk in chunks for run in _runs(chunk, rules, min(1.0, share))]
-    if not runs:
-        raise DataError(Problem(f"--input {', '.join(map(str, paths))}", "holds some text to learn from"))
-    return TrainingText(runs, sum(len(run.encode()) for run in runs))
+    def problems(self) -> list[Problem]:
+        """What can be told before any text is read."""
+        found = []
+        least = MIN_VOCAB_SIZE if self.model_type == BYTE_LEVEL else NUM_RESERVED_PIECES + 1
+        if self.vocab_size < least:
+            rule = "holds 256 bytes, the special pieces and what is learnt"
+            found.append(Problem(f"--vocab-size {self.vocab_size}", rule, f"{least} or more"))
+        if self.model_type == BYTE_LEVEL and self.output.exists() and not self.output.is_dir():
+            found.append(Problem(f"--output {self.output}", "is a folder, for vocab.json and merges.txt"))
+        if self.model_type != BYTE_LEVEL and self.output.is_dir():
+            found.append(Problem(f"--output {self.output}", "is the model's file", f"{self.output / 'text.model'}"))
+        return found
 
 
 def train_tokenizer(request: TokenizerRequest, text: TrainingText) -> None:
-    """Learn a model from `text` and write it to `request.output`, atomically; deterministic.
+    """Learn a model from `text` and write it to `request.output`; deterministic; there whole or not at all.
 
     Raises DataError when the vocabulary does not fit the text.
     """
-    if request.vocab_size <= NUM_RESERVED_PIECES:
-        raise DataError(
-            Problem(f"--vocab-size {request.vocab_size}", "holds 256 bytes, 2 special pieces and what is learnt", "512")
-        )
+    raise_problems(DataError, request.problems())
+    if request.model_type == BYTE_LEVEL:
+        write_byte_level(request.output, learn_byte_level(text, request.vocab_size))
+        return
+    model = _learn_pieces(request, text)
+    with written_aside(request.output) as stream:
+        stream.write(model)
+
+
+def _learn_pieces(request: TokenizerRequest, text: TrainingText) -> bytes:
+    """A SentencePiece model as its file has it."""
     model = io.BytesIO()
     try:
         SentencePieceTrainer.train(
-            sentence_iterator=iter(text.runs),
+            sentence_iterator=(run for part in text.texts for run in cut_runs(part)),
             model_writer=model,
             vocab_size=request.vocab_size,
             model_type=request.model_type,
@@ -98,22 +100,10 @@ def train_tokenizer(request: TokenizerRequest, text: TrainingText) -> None:
         reason = str(error).rsplit("] ", 1)[-1]
         given = f"--vocab-size {request.vocab_size} from {text.num_bytes} bytes of text"
         raise DataError(Problem(given, f"SentencePiece can learn it: {reason}")) from error
-    with written_aside(request.output) as stream:
-        stream.write(model.getvalue())
+    return model.getvalue()
 
 
-def _runs(chunk: Chunk, rules: DocumentRules, share: float) -> Iterator[str]:
-    left = share * (chunk.stop - chunk.start)
-    for document in read_documents(chunk, rules):
-        for text in document.texts:
-            if left <= 0:
-                return
-            text = text[: int(left) + 1]
-            left -= len(text.encode())
-            yield from _cut(text)
-
-
-def _cut(text: str) -> Iterator[str]:
+def cut_runs(text: str) -> Iterator[str]:
     """Runs of whole lines of at most PIECE_CHARACTERS characters, without what the trainer cannot take."""
     for part in text.translate(UNTRAINABLE).split(SEPARATOR):
         start = 0

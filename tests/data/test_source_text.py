@@ -1,10 +1,12 @@
 """Folders of sources as one jsonl."""
 
+import gzip
 import json
 import os
 from pathlib import Path
 
 import pytest
+import zstandard
 
 from megazero.data.source_text import find_sources, find_stdlib, write_jsonl
 from megazero.errors import DataError
@@ -88,3 +90,30 @@ def test_a_name_that_is_not_unicode_stops_nothing(tmp_path: Path) -> None:
         pytest.skip("this file system's names are Unicode")
     write_jsonl(find_sources([root], ["*.py"], []), tmp_path / "out.jsonl")
     assert json.loads((tmp_path / "out.jsonl").read_text(encoding="utf-8")) == {"text": "x = 1\n", "name": "?.py"}
+
+
+def test_separators_make_documents(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_bytes("one\n---\n\n---\nzwei é\n---\nthree\n".encode())
+    (tmp_path / "in" / "b.json").write_bytes(b"not JSON\n---\n\xff\n---\nlast")
+    (tmp_path / "in" / "c.txt.gz").write_bytes(gzip.compress(b"packed\n---\ntoo"))
+    sources = find_sources([tmp_path / "in"], ["*"], [])
+    summary = write_jsonl(sources, tmp_path / "out.jsonl.gz", "\n---\n")
+    lines = [json.loads(line) for line in gzip.decompress((tmp_path / "out.jsonl.gz").read_bytes()).splitlines()]
+    assert {line["name"]: line["text"] for line in lines} == {
+        "a.txt#1": "one", "a.txt#2": "zwei é", "a.txt#3": "three\n", "b.json#1": "not JSON", "b.json#2": "last",
+        "c.txt.gz#1": "packed", "c.txt.gz#2": "too",
+    }  # fmt: skip
+    assert (summary.documents, summary.skipped) == (7, 1)
+    assert summary.text_bytes == sum(len(line["text"].encode()) for line in lines)
+
+
+def test_the_output_is_packed_by_its_ending(tree: Path, tmp_path: Path) -> None:
+    sources = find_sources([tree], ["*.py"], [])
+    for name in ("out.jsonl", "out.jsonl.gz", "out.jsonl.zst"):
+        write_jsonl(sources, tmp_path / name)
+    plain = (tmp_path / "out.jsonl").read_bytes()
+    assert gzip.decompress((tmp_path / "out.jsonl.gz").read_bytes()) == plain
+    assert zstandard.ZstdDecompressor().decompressobj().decompress((tmp_path / "out.jsonl.zst").read_bytes()) == plain
+    with pytest.raises(DataError, match="the ending tells how it is written"):
+        write_jsonl(sources, tmp_path / "out.csv")

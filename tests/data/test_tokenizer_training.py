@@ -8,19 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megazero.data import documents, tokenizer_training
-from megazero.data.documents import DocumentRules
-from megazero.data.tokenizer_training import TokenizerRequest, TrainingText, sample_text, train_tokenizer
+from megazero.data.tokenizer_training import MODEL_TYPES, TokenizerRequest, cut_runs, train_tokenizer
 from megazero.data.tokenizers import Tokenizer, TokenizerSpec, load_tokenizer
+from megazero.data.training_text import TrainingText
 from megazero.errors import DataError
 
 SOURCES = [inspect.getsource(module) for module in (documents, tokenizer_training, inspect, pytest.TempPathFactory)]
 
 
 def learn(folder: Path, vocab_size: int = 600, model_type: str = "bpe", sources: list[str] = SOURCES) -> Path:
-    path = folder / "code.txt"
-    path.write_text("".join(sources), encoding="utf-8")
-    request = TokenizerRequest((path,), folder / "t.model", vocab_size, model_type=model_type)
-    train_tokenizer(request, sample_text(request.inputs, request.rules, request.max_bytes))
+    request = TokenizerRequest(folder / "t.model", vocab_size, model_type)
+    train_tokenizer(request, TrainingText(sources, sum(len(text.encode()) for text in sources)))
     return request.output
 
 
@@ -68,35 +66,40 @@ def test_training_is_deterministic(tmp_path: Path) -> None:
     assert learn(tmp_path, sources=SOURCES[:1]).read_bytes() == learn(tmp_path, sources=SOURCES[:1]).read_bytes()
 
 
-def test_the_sample_is_taken_from_all_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents, "CHUNK_BYTES", 1000)
-    path = tmp_path / "a.txt"
-    path.write_text("".join(f"line {number:04d}\n" for number in range(2000)))
-    whole = sample_text([path], DocumentRules(), 10**9)
-    assert "".join(whole.runs) == path.read_text()
-    tenth = sample_text([path], DocumentRules(), 2000)
-    assert 2000 <= tenth.num_bytes <= 2100
-    thousands = {run[5] for run in tenth.runs}
-    assert thousands == {"0", "1"}
-
-
-def test_runs_are_whole_lines_without_tabs(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_text("\ta line of text\n" * 1000 + "x" * 5000)
-    runs = sample_text([path], DocumentRules(), 10**9).runs
-    assert "".join(runs) == path.read_text().replace("\t", "")
+def test_runs_are_whole_lines_without_tabs() -> None:
+    text = "\ta line of text\n" * 1000 + "x" * 5000
+    runs = list(cut_runs(text))
+    assert "".join(runs) == text.replace("\t", "")
     assert max(map(len, runs)) <= 2000
 
 
-@pytest.mark.parametrize("vocab_size", [100, 258, 5000])
-def test_a_vocabulary_that_does_not_fit_is_refused(tmp_path: Path, vocab_size: int) -> None:
-    request = TokenizerRequest((), tmp_path / "t.model", vocab_size)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("vocab_size", [100, 257, 5000])
+def test_a_vocabulary_that_does_not_fit_is_refused(tmp_path: Path, vocab_size: int, model_type: str) -> None:
+    request = TokenizerRequest(tmp_path / "t.model", vocab_size, model_type)
     with pytest.raises(DataError, match=f"--vocab-size {vocab_size}"):
         train_tokenizer(request, TrainingText(["a few words and no more\n"], 24))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_text_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"")
-    with pytest.raises(DataError, match="holds some text"):
-        sample_text([tmp_path / "a.txt"], DocumentRules(), 1000)
+def test_the_least_vocabularies() -> None:
+    for model_type, least in (("bpe", 259), ("unigram", 259), ("byte-level-bpe", 258)):
+        assert TokenizerRequest(Path("nowhere"), least, model_type).problems() == []
+        (problem,) = TokenizerRequest(Path("nowhere"), least - 1, model_type).problems()
+        assert problem.legal == f"{least} or more"
+
+
+def test_an_output_of_the_wrong_kind_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    text = TrainingText(SOURCES, 1)
+    with pytest.raises(DataError, match="is a folder, for vocab"):
+        train_tokenizer(TokenizerRequest(tmp_path / "file", 300, "byte-level-bpe"), text)
+    with pytest.raises(DataError, match="is the model's file"):
+        train_tokenizer(TokenizerRequest(tmp_path, 300), text)
+
+
+def test_a_byte_level_tokenizer_is_a_folder_that_loads(tmp_path: Path) -> None:
+    train_tokenizer(TokenizerRequest(tmp_path / "new" / "t", 300, "byte-level-bpe"), TrainingText(SOURCES, 1))
+    files = {"vocab_file": str(tmp_path / "new/t/vocab.json"), "merge_file": str(tmp_path / "new/t/merges.txt")}
+    tokenizer = load_tokenizer(TokenizerSpec("GPT2BPETokenizer", **files))
+    assert (tokenizer.vocab_size, tokenizer.eod) == (300, 299)

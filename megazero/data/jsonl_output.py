@@ -1,0 +1,61 @@
+"""Writing a jsonl corpus: a JSON object a line, packed as the file's ending says, there whole or not at all.
+
+.jsonl .json   plain
+.gz            gzip; the same objects give the same bytes, as no time is noted in the file
+.zst           Zstandard
+"""
+
+import gzip
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import orjson
+import zstandard
+
+from megazero.data.files import written_aside
+from megazero.errors import DataError, Problem
+
+ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json")
+_GZIP_LEVEL = 6
+_ZSTANDARD_LEVEL = 3
+
+
+def ending_problems(flag: str, path: Path) -> list[Problem]:
+    """A name whose ending tells no format."""
+    if path.name.lower().endswith(ENDINGS):
+        return []
+    return [Problem(f"{flag} {path}", "the ending tells how it is written", ", ".join(ENDINGS))]
+
+
+@contextmanager
+def written_lines(path: Path) -> Iterator[IO[bytes]]:
+    """A stream of lines that becomes `path`, packed by its ending; what fails leaves no trace.
+
+    Raises DataError when the file cannot be written.
+    """
+    with written_aside(path) as stream, ExitStack() as stack:
+        packed: IO[bytes] = stream
+        if path.suffix.lower() == ".gz":
+            packed = stack.enter_context(
+                gzip.GzipFile(filename="", mode="wb", compresslevel=_GZIP_LEVEL, fileobj=stream, mtime=0)  # type: ignore[arg-type]
+            )
+        elif path.suffix.lower() == ".zst":
+            compressor = zstandard.ZstdCompressor(level=_ZSTANDARD_LEVEL, write_checksum=True)
+            packed = stack.enter_context(compressor.stream_writer(stream, closefd=False))
+        yield packed
+
+
+def json_line(content: Mapping[str, Any]) -> bytes:
+    """An object as a line.  Raises DataError for what JSON cannot say."""
+    try:
+        return orjson.dumps(content, option=orjson.OPT_APPEND_NEWLINE)
+    except TypeError:
+        # The stricter and faster of two writers; the other one takes large integers and halves of surrogate pairs.
+        try:
+            return json.dumps(content).encode() + b"\n"
+        except TypeError as error:
+            shown = ", ".join(content)
+            raise DataError(Problem(f"an object of the keys {shown}", f"holds what JSON can say: {error}")) from error

@@ -1,0 +1,112 @@
+"""Clean a corpus: mend texts; drop what is short, long, unreadable, in other languages, or there twice; write jsonl.
+
+The steps asked for are applied in the order in which they stand below, and a document goes at the first that drops it.
+Without any step the input becomes jsonl.  What else an object holds is kept.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from megazero.console import Console, HelpFormatter, run_program
+from megazero.data.arguments import add_input_arguments, input_rules
+from megazero.data.bad_lines import BadLines
+from megazero.data.cleaning import CleaningRequest, StepChoice, clean_corpus, summary_lines
+from megazero.data.cleaning_steps import LANGUAGE_CHARACTERS
+from megazero.data.deduplication import DEFAULT_NEAR_THRESHOLD, DUPLICATES, EXACT_BYTES, NEAR_BYTES
+from megazero.units import format_bytes, format_duration
+
+SHOWN_BAD_LINES = 10
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=HelpFormatter)
+    text = parser.add_argument_group("text")
+    add_input_arguments(text)
+    text.add_argument(
+        "--json-key", dest="json_keys", nargs=1, default=argparse.SUPPRESS, metavar="KEY", help="the same"
+    )
+    text.add_argument(
+        "--skip-bad-lines", action="store_true", help="pass over lines that cannot be used, and tell them"
+    )
+    add_step_arguments(parser.add_argument_group("steps"))
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--output", type=Path, required=True, metavar="FILE", help="what is kept: .jsonl, .jsonl.gz or .jsonl.zst"
+    )
+    output.add_argument(
+        "--dropped", type=Path, metavar="FILE", help='what is not, with reasons: {"reason": ..., "document": {...}}'
+    )
+    return parser.parse_args()
+
+
+def add_step_arguments(group: argparse._ArgumentGroup) -> None:
+    """The steps, in their order."""
+    group.add_argument(
+        "--fix-text", action="store_true",
+        help="mend wrong encodings, HTML's names of characters, control characters, quotes, line ends (ftfy)",
+    )  # fmt: skip
+    group.add_argument("--min-characters", type=int, metavar="N", help="shortest text")
+    group.add_argument("--max-characters", type=int, metavar="N", help="longest text")
+    group.add_argument(
+        "--min-printable", type=float, metavar="FRACTION", help="least share of printable characters and white space"
+    )
+    group.add_argument(
+        "--languages", nargs="+", metavar="CODE",
+        help=f"languages to keep, en de ..., told from the first {LANGUAGE_CHARACTERS} characters (py3langid)",
+    )  # fmt: skip
+    group.add_argument(
+        "--min-language-probability", type=float, metavar="P",
+        help="how probable the language has to be; without it, the most probable one counts",
+    )  # fmt: skip
+    group.add_argument(
+        "--deduplicate", nargs="+", choices=DUPLICATES,
+        help=f"drop what came before: exact, the same text ({EXACT_BYTES} bytes of memory a document), near, about the "
+        f"same five-word runs ({NEAR_BYTES} bytes; datasketch), or both",
+    )  # fmt: skip
+    group.add_argument(
+        "--near-threshold", type=float, metavar="S",
+        help=f"similarity from which two texts are near (default: {DEFAULT_NEAR_THRESHOLD})",
+    )  # fmt: skip
+
+
+def step_choice(arguments: argparse.Namespace) -> StepChoice:
+    """What they said."""
+    return StepChoice(
+        fix_text=arguments.fix_text,
+        min_characters=arguments.min_characters,
+        max_characters=arguments.max_characters,
+        min_printable=arguments.min_printable,
+        languages=tuple(arguments.languages or ()),
+        min_language_probability=arguments.min_language_probability,
+        deduplicate=tuple(arguments.deduplicate or ()),
+        near_threshold=arguments.near_threshold,
+    )
+
+
+def main() -> None:
+    """Clean, tell."""
+    arguments, console, started = parse_arguments(), Console(), time.monotonic()
+    request = CleaningRequest(
+        inputs=tuple(arguments.input),
+        output=arguments.output,
+        rules=input_rules(arguments),
+        choice=step_choice(arguments),
+        dropped=arguments.dropped,
+    )
+    bad = BadLines() if arguments.skip_bad_lines else None
+    counts = clean_corpus(request, console, bad)
+    for line in summary_lines(counts):
+        console.line(line)
+    if bad and bad.count:
+        console.line(f"{bad.count} bad lines passed over, such as")
+        for line in bad.lines()[:SHOWN_BAD_LINES]:
+            console.line(f"  {line}")
+    size = format_bytes(request.output.stat().st_size)
+    console.line(f"{request.output}: {size}, {format_duration(time.monotonic() - started)}")
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(main))
