@@ -1,56 +1,99 @@
-"""Show what a corpus holds: its counts, its first documents, and (--verify) the ids in it."""
+"""Show what a corpus holds: counts, documents, lengths, samples as a run reads them; check it, compare it."""
 
 import argparse
 import sys
+from pathlib import Path
 
+from megazero.config.file_rules import DEFAULT_SPLIT
 from megazero.console import Console, HelpFormatter, run_program
+from megazero.data.arguments import add_tokenizer_arguments, tokenizer_spec
+from megazero.data.compare import difference_lines, find_difference
 from megazero.data.indexed_dataset import IndexedDataset
-from megazero.data.inspect import find_id_range, header_lines, shown_document
+from megazero.data.inspect import SampleRequest, header_lines, shown_document, whole_document, whole_sample
+from megazero.data.length_picture import length_lines, write_length_picture
+from megazero.data.lengths import count_lengths, document_lengths, num_blocks
+from megazero.data.samples import SPLIT_NAMES
 from megazero.data.sidecar import read_sidecar
-from megazero.data.tokenizers import FILES, TokenizerSpec, load_tokenizer
-from megazero.errors import DataError, Problem
+from megazero.data.storage import Access
+from megazero.data.tokenizers import Tokenizer, load_tokenizer
+from megazero.data.verify import verify
+from megazero.errors import ConfigError, Problem
+
+DIFFERENT = 1
+# A disk that fails while all of a file is read is then an error, not a signal that ends the process.
+BY_READING = Access(maps=False)
 
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=HelpFormatter)
     parser.add_argument("prefix", metavar="PREFIX", help="the corpus: PREFIX.bin and PREFIX.idx")
-    parser.add_argument("--documents", type=int, default=3, metavar="N", help="documents to show")
+    parser.add_argument("--documents", type=int, metavar="N", help="documents to show the beginnings of (default: 3)")
     parser.add_argument("--tokens", type=int, default=64, metavar="N", help="tokens to show of each")
-    parser.add_argument("--verify", action="store_true", help="read every token and compare with the vocabulary")
-    parser.add_argument("--tokenizer-type", choices=tuple(FILES), help="to show text instead of ids")
-    parser.add_argument("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
-    parser.add_argument("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
-    parser.add_argument("--tokenizer-model", metavar="FILE", help="model of SentencePieceTokenizer")
-    return parser.parse_args()
+    parser.add_argument("--document", type=int, metavar="N", help="show all of document N, counted from 0")
+    parser.add_argument("--lengths", action="store_true", help="how long the documents are, in tokens")
+    parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="the lengths as a picture too")
+    parser.add_argument(
+        "--verify", action="store_true", help="read everything: is the index sound, are the files as written, ids legal"
+    )
+    parser.add_argument("--compare", metavar="PREFIX", help="another corpus: first difference (exit status 1), or none")
+    sample = parser.add_argument_group("samples", "as a run over this corpus alone reads them")
+    sample.add_argument("--sample", type=int, metavar="K", help="show sample K, counted from 0")
+    sample.add_argument("--data-part", choices=SPLIT_NAMES, default="train", help="which samples")
+    sample.add_argument("--split", default=DEFAULT_SPLIT, help="the run's --split")
+    sample.add_argument("--seq-length", type=int, default=1024, metavar="N", help="the run's --seq-length")
+    sample.add_argument("--seed", type=int, default=1234, metavar="N", help="the run's --seed")
+    add_tokenizer_arguments(parser.add_argument_group("tokenizer", "to show text instead of ids"), required=False)
+    arguments = parser.parse_args()
+    if arguments.picture is not None and arguments.picture.suffix != ".svg":
+        legal = f"--picture {arguments.picture.with_suffix('.svg')}"
+        raise ConfigError(Problem(f"--picture {arguments.picture}", "the picture is drawn as SVG", legal))
+    return arguments
 
 
-def verify(dataset: IndexedDataset, vocab_size: int | None, console: Console) -> None:
-    """Print the range of ids; raise DataError if it leaves the vocabulary."""
-    lowest, highest = find_id_range(dataset)
-    console.line(f"ids            {lowest} to {highest}")
-    if lowest < 0 or (vocab_size is not None and highest >= vocab_size):
-        rule = f"ids are at least 0 and below the vocabulary size {vocab_size}"
-        raise DataError(Problem(f"{dataset.prefix}: ids from {lowest} to {highest}", rule))
+def tell_lengths(dataset: IndexedDataset, picture: Path | None, console: Console) -> None:
+    """Count; print bars; draw."""
+    blocks = console.track(document_lengths(dataset), total=num_blocks(dataset), description="blocks of documents")
+    lengths = count_lengths(blocks)
+    console.line("\n".join(length_lines(lengths)))
+    if picture is not None:
+        write_length_picture(picture, lengths, title=dataset.name)
+        console.line(f"picture        {picture}")
 
 
-def main() -> None:
-    """Open (which checks the index), show, verify."""
+def compare(dataset: IndexedDataset, other: IndexedDataset, tokenizer: Tokenizer | None, console: Console) -> int:
+    """Print the first difference; the exit status."""
+    with console.progress() as progress:
+        task = progress.add_task("tokens", total=min(dataset.num_tokens, other.num_tokens))
+        difference = find_difference(dataset, other, lambda tokens: progress.advance(task, tokens))
+    console.line("\n".join(difference_lines(dataset, other, difference, tokenizer)))
+    return 0 if difference is None else DIFFERENT
+
+
+def main() -> int:
+    """Open (which checks the index, or parts of a large one), then show what is asked for."""
     arguments, console = parse_arguments(), Console()
-    dataset = IndexedDataset(arguments.prefix)
+    tokenizer = load_tokenizer(tokenizer_spec(arguments)) if arguments.tokenizer_type else None
+    dataset = IndexedDataset(arguments.prefix, BY_READING)
     sidecar = read_sidecar(dataset)
-    tokenizer = None
-    if arguments.tokenizer_type:
-        spec = TokenizerSpec(
-            arguments.tokenizer_type, arguments.vocab_file, arguments.merge_file, arguments.tokenizer_model
-        )
-        tokenizer = load_tokenizer(spec)
     console.line("\n".join(header_lines(dataset, sidecar)))
-    for number in range(min(arguments.documents, dataset.num_documents)):
+    asked = (arguments.document, arguments.sample, arguments.compare)
+    beginnings = arguments.documents if arguments.documents is not None else 3 * (asked == (None, None, None))
+    for number in range(min(beginnings, dataset.num_documents)):
         console.line(f"document {number}     {shown_document(dataset, number, arguments.tokens, tokenizer)}")
+    if arguments.lengths or arguments.picture is not None:
+        tell_lengths(dataset, arguments.picture, console)
+    if arguments.document is not None:
+        print(*whole_document(dataset, arguments.document, tokenizer), sep="\n")
+    if arguments.sample is not None:
+        words = (arguments.data_part, arguments.split, arguments.seq_length, arguments.seed)
+        print(*whole_sample(dataset, SampleRequest(arguments.sample, *words), tokenizer), sep="\n")
     if arguments.verify:
         known = tokenizer or sidecar
-        verify(dataset, known.vocab_size if known else None, console)
+        console.line("\n".join(verify(dataset, sidecar, known.vocab_size if known else None, console)))
+    if arguments.compare is not None:
+        return compare(dataset, IndexedDataset(arguments.compare, BY_READING), tokenizer, console)
+    return 0
 
 
 if __name__ == "__main__":

@@ -2,24 +2,29 @@
 
 from typing import NamedTuple
 
-from megazero.data.indexed_dataset import CHECK_BLOCK, IndexedDataset
+from megazero.data.corpora import Corpora
+from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.sidecar import Sidecar
 from megazero.data.tokenizers import Tokenizer
+from megazero.errors import DataError, Problem
 from megazero.units import format_bytes
 
 
-class IdRange(NamedTuple):
-    """The smallest and the largest id; (0, -1) for a corpus without tokens."""
+class SampleRequest(NamedTuple):
+    """Which sample of a run: its number from 0, and what the run says with --split, --seq-length and --seed."""
 
-    lowest: int
-    highest: int
+    number: int
+    part: str
+    split: str
+    seq_length: int
+    seed: int
 
 
 def header_lines(dataset: IndexedDataset, sidecar: Sidecar | None) -> list[str]:
     """Counts and types, one fact a line."""
     size = dataset.num_tokens * dataset.dtype.itemsize
     lines = [
-        f"corpus         {dataset.prefix}",
+        f"corpus         {dataset.name}",
         f"documents      {dataset.num_documents}",
         f"sequences      {dataset.num_sequences}{' with modes' if dataset.has_modes else ''}",
         f"tokens         {dataset.num_tokens} of {dataset.dtype.name}, {format_bytes(size)}",
@@ -45,11 +50,45 @@ def shown_document(dataset: IndexedDataset, number: int, limit: int, tokenizer: 
     return (repr(tokenizer.decode(ids)) if tokenizer else str(ids)) + rest
 
 
-def find_id_range(dataset: IndexedDataset) -> IdRange:
-    """Read every token, a block at a time."""
-    found = IdRange(0, -1)
-    for start in range(0, dataset.num_tokens, CHECK_BLOCK):
-        block = dataset.tokens(start, min(start + CHECK_BLOCK, dataset.num_tokens))
-        lowest, highest = int(block.min()), int(block.max())
-        found = IdRange(min(found.lowest, lowest) if start else lowest, max(found.highest, highest))
-    return found
+def whole_document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | None) -> list[str]:
+    """A line that says which document it is, then all of it: the text itself, or its ids.
+
+    Raises DataError when there is no such document.
+    """
+    if not 0 <= number < dataset.num_documents:
+        raise DataError(Problem(f"--document {number}", *_from_zero(dataset.num_documents)))
+    ids = dataset.document(number).tolist()
+    return [f"document {number}     {len(ids)} tokens", tokenizer.decode(ids) if tokenizer else _listed(ids)]
+
+
+def whole_sample(dataset: IndexedDataset, request: SampleRequest, tokenizer: Tokenizer | None) -> list[str]:
+    """A line that says which sample it is, then all of it, as a run over this corpus alone reads it.
+
+    The last of its seq_length + 1 tokens is a label only.  Raises DataError when the part has no sample.
+    """
+    if request.number < 0:
+        raise DataError(Problem(f"--sample {request.number}", "samples count from 0, without end"))
+    corpora = Corpora([dataset.name], split=request.split)
+    known = tokenizer.vocab_size if tokenizer else corpora.vocab_size
+    samples = corpora.samples(
+        request.part,
+        seq_length=request.seq_length,
+        seed=request.seed,
+        vocab_size=known or _any_id(dataset),
+    )
+    ids = samples.sample(request.number).tolist()
+    head = f"sample {request.number}       {len(ids)} tokens of {request.part}, seed {request.seed}"
+    return [head, tokenizer.decode(ids) if tokenizer else _listed(ids)]
+
+
+def _from_zero(count: int) -> tuple[str, str]:
+    return f"the corpus has {count} documents", f"0 to {count - 1}" if count else "a corpus with documents"
+
+
+def _listed(ids: list[int]) -> str:
+    return " ".join(map(str, ids))
+
+
+def _any_id(dataset: IndexedDataset) -> int:
+    """A vocabulary that holds whatever the integer type can."""
+    return 1 << (8 * dataset.dtype.itemsize)

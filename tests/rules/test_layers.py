@@ -27,7 +27,7 @@ DEPTH = {package: depth for depth, layer in enumerate(LAYERS) for package in lay
 PUBLIC_FACES = ("megazero/zero/__init__.py",)
 
 # What a run can do without; only these may be imported inside a function.
-OPTIONAL = ("torch.utils.tensorboard", "transformers")
+OPTIONAL = ("torch.utils.tensorboard", "transformers", "gigatoken", "pyarrow", "ftfy", "datasketch", "py3langid")
 
 # What users start.  torch takes most of a second to load, so programs read their command line without it: at the top
 # stands nothing that loads torch, and what does is imported by the function that needs it.

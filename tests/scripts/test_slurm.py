@@ -3,6 +3,8 @@
 Skipped where there is no root or no Slurm.  Its two nodes are this machine twice, so a rank has its own "node".
 """
 
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -130,3 +132,24 @@ def test_nodes_that_fall_short_are_named_and_nothing_is_tried_again(slurm: Clust
     last = job.wait()
     assert (last["JobState"], last["ExitCode"], last["Restarts"]) == ("FAILED", "2:0", "0"), job.text()
     assert "no two nodes are fast together: dgx1 - dgx2:" in job.text()
+
+
+def test_an_array_makes_shards_and_a_job_after_it_joins_them(slurm: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("".join(f"line {number} of a book\n" for number in range(180_000)))
+    own = {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    words = ("--input", str(tmp_path / "book.txt"), "--append-eod", "--tokenizer-type", "ByteTokenizer")
+    options = ("--array=3-5", "--cpus-per-task=1", f"--output={tmp_path}/%a.log")
+    script = ROOT / "scripts" / "slurm" / "preprocess.sbatch"
+    array = slurm.submit(*options, script, *words, "--output-prefix", str(tmp_path / "book"), cwd=ROOT, **own)
+    merging = f"tools/merge_datasets.py --input {tmp_path} --output-prefix {tmp_path}/all"
+    after = (f"--dependency=afterok:{array}", f"--output={tmp_path}/merge.log", "--wrap", f"{sys.executable} {merging}")
+    job = slurm.submit(*after, cwd=ROOT, **own)
+    last = slurm.wait_for_end(job, log=tmp_path / "merge.log", seconds=ENOUGH_SECONDS)
+    logs = "".join(path.read_text() for path in sorted(tmp_path.glob("*.log")))
+    assert last["JobState"] == "COMPLETED", logs
+    assert "3 corpora with" in logs and "book_shard_00002_of_00003_text_document" in logs
+    program = [sys.executable, "tools/preprocess_data.py", *words, "--output-prefix", str(tmp_path / "whole")]
+    subprocess.run(program, cwd=ROOT, env={**os.environ, **own}, check=True, capture_output=True)
+    for ending in ("bin", "idx", "json"):
+        whole = tmp_path / f"whole_text_document.{ending}"
+        assert (tmp_path / f"all.{ending}").read_bytes() == whole.read_bytes(), ending
