@@ -2,13 +2,18 @@
 
 from collections.abc import Iterable
 
+from megazero.data.line_numbers import LineCounter
 from megazero.errors import DataError
 
 
 class BadLines:
-    """Where a line, row or document was passed over, and why; in the order of the input."""
+    """Where a line, row or document was passed over, and why; in the order of the input.
+
+    counter: tells their numbers.
+    """
 
     def __init__(self) -> None:
+        self.counter = LineCounter()
         self._lines: list[str] = []
 
     @property
@@ -32,3 +37,8 @@ class BadLines:
     def lines(self) -> list[str]:
         """Each as FILE:LINE: REASON."""
         return list(self._lines)
+
+    def take(self) -> list[str]:
+        """The same, and forget them."""
+        lines, self._lines = self._lines, []
+        return lines

@@ -23,6 +23,7 @@ from megazero.errors import Problem
 
 CHUNK_BYTES = 1 << 20
 TEXT_RULES = ("blocks", "lines", "file", "separator")
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 INVALID_UTF8 = ("refuse", "replace")
 
 
@@ -85,8 +86,8 @@ class Shard:
     count: int
 
     def owns(self, place: int, total: int) -> bool:
-        """Whether what begins at byte `place` of `total` belongs to it."""
-        return place * self.count // max(1, total) == self.index
+        """Whether what begins at byte `place` of `total` belongs to it; what begins at the end is the last one's."""
+        return min(place, max(0, total - 1)) * self.count // max(1, total) == self.index
 
 
 WHOLE = Shard(0, 1)
@@ -166,16 +167,32 @@ def _line_blocks(file: InputFile) -> Iterator[LineBlock]:
 
 
 def _separated(file: InputFile, key: str, separator: bytes) -> Iterator[Records]:
-    """What lies between separators; where that is white space alone, there is no document."""
-    rest, rows, size, first, told, position = b"", [], 0, 1, 0, 0
+    """What lies between separators, about CHUNK_BYTES together."""
+    rows: list[dict[str, Any]] = []
+    size, first, told, position = 0, 1, 0, 0
+    for text, position in _between(file, separator):
+        rows.append({key: text})
+        size += len(text) + len(separator)
+        if size >= CHUNK_BYTES:
+            yield Records(file, first, tuple(rows), position - told, "document")
+            first, rows, size, told = first + len(rows), [], 0, position
+    if rows:
+        yield Records(file, first, tuple(rows), position - told, "document")
+
+
+def _between(file: InputFile, separator: bytes) -> Iterator[tuple[bytes, int]]:
+    """What lies between separators, and how far the file has been read then."""
+    held, position, mark = bytearray(), 0, BYTE_ORDER_MARK
     for block in read_blocks(file):
-        *whole, rest = (rest + block.data).split(separator)
+        # What is held has been searched; a separator that ends in the block begins in its last bytes at the earliest.
+        unsearched = max(0, len(held) - len(separator) + 1)
+        held += block.data
         position = block.position
+        if held.find(separator, unsearched) < 0:
+            continue
+        *whole, rest = bytes(held).split(separator)
+        held = bytearray(rest)
         for text in whole:
-            rows.append({key: text})
-            size += len(text)
-            if size >= CHUNK_BYTES:
-                yield Records(file, first, tuple(rows), position - told, "document")
-                first, rows, size, told = first + len(rows), [], 0, position
-    rows.append({key: rest})
-    yield Records(file, first, tuple(rows), position - told, "document")
+            yield text.removeprefix(mark), position
+            mark = b""
+    yield bytes(held).removeprefix(mark), position

@@ -21,7 +21,7 @@ import orjson
 
 from megazero.data.bad_lines import BadLines
 from megazero.data.chunks import (
-    CHUNK_BYTES,
+    BYTE_ORDER_MARK,
     Chunk,
     DocumentRules,
     LineBlock,
@@ -31,12 +31,12 @@ from megazero.data.chunks import (
     rule_problems,
 )
 from megazero.data.files import cannot_read
-from megazero.data.inputs import JSON, InputFile, find_inputs
+from megazero.data.inputs import JSON, find_inputs
+from megazero.data.line_numbers import LineCounter, line_numbers
 from megazero.errors import DataError, Problem, raise_problems
 
 BLOCK_BYTES = 4 << 10
 BLOCK_LIMIT_BYTES = 4 * BLOCK_BYTES
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class Document(NamedTuple):
@@ -58,14 +58,14 @@ class _Unusable(Exception):
 
 
 class _Opened(NamedTuple):
-    """The records of a chunk as they lie there, how to read one, and where the one at an offset is.
+    """The records of a chunk as they lie there, how to read one, and where a byte of the one at an offset is.
 
-    Telling is asked for errors only: counting lines takes a look at everything before.
+    Telling is asked for errors only, and in order: counting lines takes a look at everything before.
     """
 
     records: Iterator["_Record"]
     read: Callable[[Any], dict[str, Any]]
-    tell: Callable[[int], str]
+    tell: Callable[[int, int], str]
 
 
 class _Record(NamedTuple):
@@ -91,26 +91,26 @@ def read_documents(chunk: Chunk, rules: DocumentRules, bad: BadLines | None = No
 
     bad: notes it instead.
     """
-    return _usable(chunk, rules, bad, lambda content: _document(content, rules))
+    yield from _usable(_open(chunk, rules, bad), bad, lambda content: _document(content, rules))
 
 
 def read_objects(chunk: Chunk, rules: DocumentRules, bad: BadLines | None = None) -> Iterator[dict[str, Any]]:
-    """The same with all keys; those of `rules` hold text."""
+    """The same with all keys and integers of any size; the keys of `rules` hold text."""
 
     def checked(content: dict[str, Any]) -> dict[str, Any]:
         return {**content, **dict(zip(rules.json_keys, _document(content, rules).texts, strict=True))}
 
-    return _usable(chunk, rules, bad, checked)
+    yield from _usable(_open(chunk, rules, bad, is_exact=True), bad, checked)
 
 
-def _usable(chunk: Chunk, rules: DocumentRules, bad: BadLines | None, take: Callable[[Any], Any]) -> Iterator[Any]:
+def _usable(opened: _Opened, bad: BadLines | None, take: Callable[[Any], Any]) -> Iterator[Any]:
     """What `take` makes of each record's object."""
-    records, read, tell = _open(chunk, rules)
+    records, read, tell = opened
     for offset, content in records:
         try:
             taken = take(read(content))
         except _Unusable as error:
-            problem = Problem(tell(offset + error.offset), f"every line {error.rule}", error.legal)
+            problem = Problem(tell(offset, error.offset), f"every line {error.rule}", error.legal)
             if bad is None:
                 raise DataError(problem) from error
             bad.note(problem.given, error.rule)
@@ -118,19 +118,24 @@ def _usable(chunk: Chunk, rules: DocumentRules, bad: BadLines | None, take: Call
             yield taken
 
 
-def _open(chunk: Chunk, rules: DocumentRules) -> _Opened:
+def _open(chunk: Chunk, rules: DocumentRules, bad: BadLines | None, *, is_exact: bool = False) -> _Opened:
+    """is_exact: integers of any size are kept."""
     if isinstance(chunk, Records):
-        rows = (_Record(number, row) for number, row in enumerate(chunk.rows) if not _is_blank(row, chunk.unit))
-        return _Opened(rows, _as_it_is, lambda at: f"{chunk.file.path}: {chunk.unit} {chunk.first + at}")
+        return _open_records(chunk)
     start, data = _read_lines(chunk)
     is_first = start == 0 if isinstance(chunk, LineRange) else chunk.first_line == 1
     mark = len(BYTE_ORDER_MARK) if is_first and data.startswith(BYTE_ORDER_MARK) else 0
-    tell = _teller(chunk, start, data)
+    tell = _teller(chunk, start, data, bad.counter if bad else LineCounter())
     if chunk.file.format != JSON:
         key = rules.json_keys[0]
         return _Opened(_text_documents(data, mark, rules.text_rule), lambda text: {key: text}, tell)
     lines = (line for line in _lines(data, mark) if not line.content.isspace())
-    return _Opened(lines, partial(_object, replaces=rules.invalid_utf8 == "replace"), tell)
+    return _Opened(lines, partial(_object, replaces=rules.invalid_utf8 == "replace", is_exact=is_exact), tell)
+
+
+def _open_records(chunk: Records) -> _Opened:
+    rows = (_Record(number, row) for number, row in enumerate(chunk.rows) if not _is_blank(row, chunk.unit))
+    return _Opened(rows, _as_it_is, lambda number, _: f"{chunk.file.path}: {chunk.unit} {chunk.first + number}")
 
 
 def _is_blank(row: dict[str, Any], unit: str) -> bool:
@@ -179,7 +184,8 @@ def _lines(data: bytes, start: int = 0) -> Iterator[_Record]:
 
 def _text_documents(data: bytes, start: int, rule: str) -> Iterator[_Record]:
     if rule == "file":
-        yield _Record(start, data[start:])
+        if start < len(data):
+            yield _Record(start, data[start:])
     elif rule == "lines":
         yield from (_Record(offset, line.rstrip(b"\r\n")) for offset, line in _lines(data, start) if line.strip())
     else:
@@ -197,10 +203,12 @@ def _blocks(data: bytes, start: int) -> Iterator[_Record]:
         yield _Record(start, data[start:])
 
 
-def _object(line: bytes, *, replaces: bool) -> dict[str, Any]:
-    """The object of a line of JSON."""
+def _object(line: bytes, *, replaces: bool, is_exact: bool) -> dict[str, Any]:
+    """The object of a line of JSON; the fast reader makes floats of long integers."""
     try:
         content = orjson.loads(line)
+        if is_exact and _may_be_rounded(content):
+            content = _lenient_object(line, replaces=replaces)
     except orjson.JSONDecodeError:
         # The stricter and faster of two readers; what it refuses the other one may take, or tell better.
         content = _lenient_object(line, replaces=replaces)
@@ -209,12 +217,23 @@ def _object(line: bytes, *, replaces: bool) -> dict[str, Any]:
     return content
 
 
+def _may_be_rounded(value: Any) -> bool:
+    """Whether there is a float in it that may have been an integer of more than 64 bits."""
+    if isinstance(value, float):
+        return abs(value) >= 1 << 63
+    if isinstance(value, dict):
+        return any(map(_may_be_rounded, value.values()))
+    return isinstance(value, list) and any(map(_may_be_rounded, value))
+
+
 def _lenient_object(line: bytes, *, replaces: bool) -> Any:
     try:
-        return json.loads(line.decode(errors="replace" if replaces else "strict"))
+        return json.loads(line.decode(errors="replace" if replaces else "strict").rstrip("\r\n"))
     except UnicodeDecodeError as error:
         raise _not_utf8(line, error) from error
-    except (json.JSONDecodeError, RecursionError) as error:
+    except json.JSONDecodeError as error:
+        raise _Unusable(f"is JSON: {error.msg} at character {error.colno}") from error
+    except (ValueError, RecursionError) as error:
         raise _Unusable(f"is JSON: {error}") from error
 
 
@@ -245,7 +264,7 @@ def _text(content: dict[str, Any], key: str, rules: DocumentRules) -> tuple[str,
         return value, len(value.encode())
     except UnicodeEncodeError as error:
         if rules.invalid_utf8 == "replace":
-            value = value.encode(errors="surrogatepass").decode(errors="replace")
+            value = value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             return value, len(value.encode())
         raise _Unusable(f"holds Unicode text: {error.reason} at character {error.start}") from error
 
@@ -255,24 +274,11 @@ def _not_utf8(data: bytes, error: UnicodeDecodeError) -> _Unusable:
     return _Unusable(f"is UTF-8: {error.reason} (0x{data[error.start]:02x})", legal, offset=error.start)
 
 
-def _teller(chunk: LineRange | LineBlock, start: int, data: bytes) -> Callable[[int], str]:
-    """A function from an offset in the chunk to FILE:LINE."""
+def _teller(chunk: LineRange | LineBlock, start: int, data: bytes, counter: LineCounter) -> Callable[[int, int], str]:
+    """A function from an offset in the chunk, and one in what lies there, to FILE:LINE."""
 
-    def tell(offset: int) -> str:
-        before = _lines_before(chunk.file, start) if isinstance(chunk, LineRange) else chunk.first_line - 1
-        line = before + 1 + data.count(b"\n", 0, offset)
-        return f"{chunk.file.path}:{line}"
+    def first() -> int:
+        return 1 + counter.before(chunk.file, start) if isinstance(chunk, LineRange) else chunk.first_line
 
-    return tell
-
-
-def _lines_before(file: InputFile, stop: int) -> int:
-    """Line ends in the first `stop` bytes of a file; in pieces, because they may be more than memory holds."""
-    count = 0
-    try:
-        with open(file.path, "rb") as stream:
-            for start in range(0, stop, CHUNK_BYTES):
-                count += stream.read(min(CHUNK_BYTES, stop - start)).count(b"\n")
-    except OSError as error:
-        raise cannot_read(file.path, error) from error
-    return count
+    number = line_numbers(data, first)
+    return lambda offset, inner: f"{chunk.file.path}:{number(offset + inner)}"

@@ -6,10 +6,11 @@
     -                      standard input: JSON lines unless --input-format says otherwise
 
 A folder stands for all files below it with such an ending, a pattern (`*`, `?`, `[...]`, `**`) for all files it
-matches; both in the order of their names.
+matches; both in the order of their names, and without names that begin with a dot.
 """
 
 import glob
+import os
 import stat
 import sys
 from collections.abc import Iterator, Sequence
@@ -56,8 +57,10 @@ def find_inputs(words: Sequence[str], input_format: str | None = None) -> list[I
     for word in words:
         for item in _expand(word, input_format):
             (problems if isinstance(item, Problem) else found).append(item)  # type: ignore[arg-type]
-    if [file.path for file in found].count(STANDARD_INPUT) > 1:
-        problems.append(Problem("--input - -", "standard input can be read once", "--input -"))
+    pipes = [file.path for file in found if file.is_pipe]
+    for path in dict.fromkeys(pipes):
+        if pipes.count(path) > 1:
+            problems.append(Problem(f"--input {path} {path}", "a pipe can be read once", f"--input {path}"))
     raise_problems(DataError, problems)
     return found
 
@@ -75,17 +78,20 @@ def _expand(word: str, input_format: str | None) -> Iterator[InputFile | Problem
     if word == STANDARD_INPUT:
         if input_format == PARQUET:
             yield Problem("--input - --input-format parquet", "a table is read from its end", "a file")
+        elif sys.stdin is None or sys.stdin.isatty():
+            yield Problem("--input - at a terminal", "standard input is a pipe or a file", "zcat FILE | ...")
         else:
             yield InputFile(STANDARD_INPUT, input_format or JSON, is_pipe=True)
         return
-    path = Path(word)
-    if path.is_dir():
-        names = sorted(str(below) for below in path.rglob("*") if below.is_file() and file_format(str(below))[0])
+    if os.path.isdir(word):
+        problems: list[Problem] = []
+        names = sorted(name for name in _below(word, problems) if file_format(name)[0])
+        yield from problems
         yield from (_opened(name, None) for name in names)
-        if not names:
+        if not names and not problems:
             yield Problem(f"--input {word}", "some file in the folder has a known ending", _endings())
-    elif not path.exists() and glob.has_magic(word):
-        names = sorted(name for name in glob.glob(word, recursive=True) if Path(name).is_file())
+    elif not os.path.exists(word) and glob.has_magic(word):
+        names = sorted({name for name in glob.glob(word, recursive=True) if not os.path.isdir(name)})
         yield from (_opened(name, input_format) for name in names)
         if not names:
             yield Problem(f"--input {word}", "the pattern matches some file")
@@ -93,17 +99,37 @@ def _expand(word: str, input_format: str | None) -> Iterator[InputFile | Problem
         yield _opened(word, input_format)
 
 
+def _below(top: str, problems: list[Problem]) -> Iterator[str]:
+    """All that lies below a folder and is none; links are followed, but no folder is entered twice."""
+
+    def refuse(error: OSError) -> None:
+        problems.append(Problem(f"--input {error.filename}", f"must be a readable folder: {error.strerror}"))
+
+    entered: set[str] = set()
+    for folder, below, names in os.walk(top, onerror=refuse, followlinks=True):
+        # Assigned in place: os.walk goes down into what is left.
+        below[:] = sorted(name for name in below if not name.startswith("."))
+        if (real := os.path.realpath(folder)) in entered:
+            below.clear()
+            continue
+        entered.add(real)
+        yield from (os.path.join(folder, name) for name in names if not name.startswith("."))
+
+
 def _opened(name: str, input_format: str | None) -> InputFile | Problem:
     """Looked at, not read."""
-    path = Path(name)
+    if not name:
+        return Problem("--input ''", "must be a file")
     try:
-        status = path.stat()
+        status = os.stat(name)
     except OSError as error:
         return Problem(f"--input {name}", f"must be a file: {error.strerror or error}")
     told, compression = file_format(name)
     chosen = told or input_format
     if not (stat.S_ISREG(status.st_mode) or stat.S_ISFIFO(status.st_mode)):
         return Problem(f"--input {name}", "must be a file")
+    if not os.access(name, os.R_OK):
+        return Problem(f"--input {name}", "must be a readable file")
     if chosen is None:
         return Problem(f"--input {name}", "the ending tells the format", f"{_endings()}, or --input-format")
     if compression and chosen == PARQUET:
@@ -125,8 +151,6 @@ def pipe_problems(files: Sequence[InputFile], *, resumes: bool, num_shards: int)
     if pipe is None:
         return []
     problems = []
-    if pipe == STANDARD_INPUT and (sys.stdin is None or sys.stdin.isatty()):
-        problems.append(Problem("--input - at a terminal", "standard input is a pipe or a file", "zcat FILE | ..."))
     if resumes:
         problems.append(Problem(f"--input {pipe} with --resume", "what was read from a pipe is gone", "files"))
     if num_shards > 1:

@@ -6,7 +6,7 @@ usable; one whose counts disagree with the index belongs to other data and is re
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,7 @@ def load_sidecar(path: Path) -> Sidecar:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise cannot_read(path, error) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(Problem(str(path), f"is a JSON object: {error}", "preprocess again, or remove it")) from error
     problems = _field_problems(path, content)
     if problems:
@@ -132,7 +132,16 @@ def _field_problems(path: Path, content: Any) -> list[Problem]:
         for field in fields(Sidecar)
         if type(content.get(field.name)) is not (kind := kinds.get(field.name, int))
     ]
-    if not problems and len(content["token_bytes"]) != content["vocab_size"]:
+    if problems:
+        return problems
+    inner: list[tuple[str, Iterable[Any], type]] = [("token_bytes", content["token_bytes"], int)]
+    inner += [(name, content[name].values(), str) for name in ("tokenizer_files", "digests")]
+    problems += [
+        Problem(f"{path}: {name}", f"holds nothing but {kind.__name__}", "preprocess again")
+        for name, values, kind in inner
+        if any(type(value) is not kind for value in values)
+    ]
+    if len(content["token_bytes"]) != content["vocab_size"]:
         given = f"{path}: token_bytes has {len(content['token_bytes'])} entries"
         problems.append(Problem(given, f"one for every id of the vocabulary: {content['vocab_size']}"))
     return problems

@@ -14,6 +14,8 @@ from megazero.data.inputs import STANDARD_INPUT, InputFile
 from megazero.errors import DataError, Problem
 
 READ_BYTES = 1 << 20
+# So few, because a byte of a compressed file may stand for ten thousands.
+PACKED_BYTES = 512
 _GZIP = 16 + zlib.MAX_WBITS
 
 
@@ -39,35 +41,37 @@ def read_blocks(file: InputFile) -> Iterator[Block]:
 
 
 def _content(stream: BinaryIO, file: InputFile) -> Iterator[Block]:
+    if file.compression:
+        yield from _unpacked(stream, file)
+        return
+    position = 0
+    while data := stream.read(READ_BYTES):
+        position += len(data)
+        yield Block(data, position)
+
+
+def _unpacked(stream: BinaryIO, file: InputFile) -> Iterator[Block]:
     openers: dict[str, Callable[[], Any]] = {
         "gzip": lambda: zlib.decompressobj(_GZIP),
         "zstd": lambda: zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj(),
     }
-    opener = openers.get(file.compression)
-    member, position = None, 0
-    while data := stream.read(READ_BYTES):
+    opener = openers[file.compression]
+    # A file may be several compressed ones put together, and what follows one of gzip be filled up with zeros.
+    member, filling, position = None, b"", 0
+    while data := stream.read(PACKED_BYTES):
         position += len(data)
-        if opener is None:
-            yield Block(data, position)
-            continue
-        # A file may be several compressed ones put together.
-        while data:
+        while data := (data if member else data.lstrip(filling)):
             member = member or opener()
             content = member.decompress(data)
             if content:
                 yield Block(content, position)
             if not member.eof:
                 break
-            data, member = _after_member(member.unused_data, file), None
+            data, member, filling = member.unused_data, None, b"\0" if file.compression == "gzip" else b""
     if member is not None:
         raise _damaged(file, "it ends in the middle of a compressed member")
-    if opener is not None and not position:
+    if not position:
         raise _damaged(file, "it is empty")
-
-
-def _after_member(data: bytes, file: InputFile) -> bytes:
-    """What follows a whole member; gzip files may be filled up with zeros."""
-    return data.lstrip(b"\0") if file.compression == "gzip" else data
 
 
 def _damaged(file: InputFile, reason: str) -> DataError:

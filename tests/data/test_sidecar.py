@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 from support.token_files import write_corpus
 
+from megazero.data import sidecar as module
 from megazero.data.indexed_dataset import IndexedDataset
-from megazero.data.sidecar import Sidecar, read_sidecar, sidecar_path, write_sidecar
+from megazero.data.sidecar import Sidecar, digest_of, load_sidecar, read_sidecar, sidecar_path, write_sidecar
 from megazero.errors import DataError
 
 SIDECAR = Sidecar(
@@ -57,9 +59,9 @@ def test_one_of_other_data_is_refused(dataset: IndexedDataset, field: str) -> No
         read_sidecar(dataset)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "[" * 100_000, "\udcff"])
 def test_one_that_is_no_object_is_refused(dataset: IndexedDataset, text: str) -> None:
-    sidecar_path(dataset.prefix).write_text(text)
+    sidecar_path(dataset.prefix).write_text(text, errors="surrogateescape")
     with pytest.raises(DataError, match="is a JSON object"):
         read_sidecar(dataset)
 
@@ -74,3 +76,45 @@ def test_every_bad_field_is_named(dataset: IndexedDataset) -> None:
     with pytest.raises(DataError) as caught:
         read_sidecar(dataset)
     assert len(caught.value.problems) == 4
+
+
+def test_digests_are_kept_and_older_files_have_none(dataset: IndexedDataset) -> None:
+    digests = {"bin": "0" * 32, "idx": "f" * 32}
+    write_sidecar(dataset.prefix, replace(SIDECAR, digests=digests))
+    found = read_sidecar(dataset)
+    assert found is not None and found.digests == digests
+    path = sidecar_path(dataset.prefix)
+    content = json.loads(path.read_text())
+    del content["digests"]
+    path.write_text(json.dumps(content | {"of a later version": 1}))
+    assert load_sidecar(path) == SIDECAR
+
+
+def test_every_bad_entry_is_named(dataset: IndexedDataset) -> None:
+    changed: dict[str, Any] = {"digests": {"bin": 3}, "tokenizer_files": {"vocab_file": None}, "token_bytes": [True]}
+    write_sidecar(dataset.prefix, replace(SIDECAR, **changed))
+    with pytest.raises(DataError) as caught:
+        load_sidecar(sidecar_path(dataset.prefix))
+    told = [f"{problem.given.rsplit(': ')[-1]}: {problem.rule}" for problem in caught.value.problems]
+    assert told == [
+        "token_bytes: holds nothing but int",
+        "tokenizer_files: holds nothing but str",
+        "digests: holds nothing but str",
+        "token_bytes has 1 entries: one for every id of the vocabulary: 257",
+    ]
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 100])
+def test_a_digest_is_that_of_the_whole_file(tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "DIGEST_BLOCK_BYTES", 8)
+    content = bytes(range(size))
+    path = tmp_path / "a"
+    path.write_bytes(content)
+    told: list[int] = []
+    assert digest_of(path) == digest_of(path, told.append) == xxhash.xxh3_128_hexdigest(content)
+    assert sum(told) == size and max(told, default=0) <= 8
+
+
+def test_a_digest_of_no_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="must be a readable file"):
+        digest_of(tmp_path / "none")
