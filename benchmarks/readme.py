@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import corpora
 import kernels
 import records
 from ceilings import from_json
@@ -162,13 +163,14 @@ def page(found: Sequence[Kept], pages: Mapping[str, str]) -> str:
         "# Benchmarks",
         paragraph(
             "`python benchmarks/readme.py` makes this page of the records in `results/`, and the programs beside it"
-            " make the records; `python benchmarks/run_all.py` runs all of it in at most nine minutes. Seconds are"
-            " medians, quartiles beside them. Systems of one table took turns in one run, so ratios are worth more than"
-            " milliseconds."
+            " make the records; `python benchmarks/run_all.py` runs all of it but `corpora.py` in at most nine"
+            " minutes. Seconds are medians, quartiles beside them. Systems of one table took turns in one run, so"
+            " ratios are worth more than milliseconds."
         ),
         *_comparisons([kept for kept in found if kept.record["program"] == "compare"]),
         *_throughputs([kept for kept in found if kept.record["program"] == "throughput"]),
         *_kernels([kept for kept in found if kept.record["program"] == "kernels"]),
+        *_corpora([kept for kept in found if kept.record["program"] == "corpora"]),
     ]
     if pages:
         parts += ["## Other pages", "\n".join(f"- [{title}](results/{name})" for name, title in sorted(pages.items()))]
@@ -218,6 +220,20 @@ def _kernels(runs: Sequence[Kept]) -> Iterator[str]:
     for kept in runs:
         yield f"### {kept.title}"
         yield kernels.rows_of(kept.record)
+        yield made(kept)
+
+
+def _corpora(runs: Sequence[Kept]) -> Iterator[str]:
+    if not runs:
+        return
+    yield "## Preprocessing"
+    yield paragraph(
+        "From jsonl to token files; the rates beyond start-up leave out what the whole command takes on one short"
+        " document. What encodes alone writes nothing, and has its start-up, without `read` also its reading, for free."
+    )
+    for kept in runs:
+        yield corpora.words_of(kept.record)
+        yield corpora.rows_of(kept.record)
         yield made(kept)
 
 

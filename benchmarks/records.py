@@ -35,10 +35,12 @@ REQUIRED: Mapping[str, tuple[type, ...]] = {
     "world_size": (int,),
     "systems": (Mapping,),
 }
-# What a system that trains has; of others, such as kernels, one figure is asked for.
+# What a system that trains has; of a kernel, one figure is asked for.
 TRAINING = ("tokens_per_second", "median_step_seconds", "step_seconds", "losses", "peak_bytes", "settings")
 TIMED = ("median_step_seconds",)
-_OF_A_SYSTEM: Mapping[str, tuple[str, ...]] = {"kernels": TIMED}
+# What one that turns text into tokens has.
+ENCODING = ("text_bytes", "cpu_seconds", "bytes_per_cpu_second", "bytes_per_second", "peak_bytes", "tokens", "verdict")
+_OF_A_SYSTEM: Mapping[str, tuple[str, ...]] = {"kernels": TIMED, "corpora": ENCODING}
 
 
 def write(record: Mapping[str, Any], path: Path) -> None:
