@@ -1,7 +1,7 @@
 """Turn text into token files: PREFIX_KEY_document.bin, .idx and .json (counts, tokenizer) for every JSON key."""
 
 import argparse
-import os
+import signal
 import sys
 import time
 
@@ -9,12 +9,13 @@ from megazero.config.compat import PREPROCESSING_ACCEPTED, PREPROCESSING_FIXED, 
 from megazero.console import Console, HelpFormatter, run_program
 from megazero.data.arguments import (
     add_input_arguments,
+    add_shard_arguments,
     add_tokenizer_arguments,
+    chosen_shard,
     input_rules,
     positive,
     tokenizer_spec,
 )
-from megazero.data.chunks import WHOLE, Shard
 from megazero.data.preprocess import PreprocessRequest, preprocess
 from megazero.errors import ConfigError, Problem, raise_problems
 from megazero.units import format_bytes, format_count, format_duration
@@ -41,12 +42,7 @@ def parse_arguments() -> argparse.Namespace:
     interrupted.add_argument(
         "--partitions", type=positive, metavar="N", help="parts of the input to finish one by one (default: of 256 MiB)"
     )
-    shards = parser.add_argument_group("several machines, each with a shard of one corpus")
-    shards.add_argument("--num-shards", type=positive, metavar="N", help="how many; tools/merge_datasets.py joins them")
-    shards.add_argument("--shard-index", type=int, metavar="I", help="which of them, from 0")
-    shards.add_argument(
-        "--shards-from-slurm", action="store_true", help="both as SLURM_ARRAY_TASK_ID, _MIN and _COUNT say"
-    )
+    add_shard_arguments(parser.add_argument_group("several machines, each with a shard of one corpus"))
     for name in (*PREPROCESSING_ACCEPTED, *PREPROCESSING_FIXED, *PREPROCESSING_REFUSED):
         parser.add_argument(f"--{name}", nargs="*", help=argparse.SUPPRESS)
     return parser.parse_args([dashed(word) for word in sys.argv[1:]])
@@ -75,28 +71,9 @@ def take_foreign_flags(arguments: argparse.Namespace, console: Console) -> None:
         console.line(f"--{name}: accepted, without effect: {effects[name]}")
 
 
-def chosen_shard(arguments: argparse.Namespace) -> Shard:
-    """The shard of this process; raises ConfigError when half of it is told."""
-    index, count = arguments.shard_index, arguments.num_shards
-    if arguments.shards_from_slurm:
-        names = [f"SLURM_ARRAY_TASK_{name}" for name in ("ID", "MIN", "COUNT")]
-        told = [os.environ.get(name, "") for name in names]
-        if not all(text.isdecimal() for text in told) or index is not None or count is not None:
-            found = ", ".join(f"{name} {text!r}" for name, text in zip(names, told, strict=True))
-            rule = "an array job of Slurm says which shard this is, and nobody else"
-            legal = "sbatch --array=0-7, or --shard-index and --num-shards alone"
-            raise ConfigError(Problem(f"--shards-from-slurm with {found}", rule, legal))
-        number, first, size = map(int, told)
-        return Shard(number - first, size)
-    if (index is None) != (count is None):
-        raise ConfigError(
-            Problem("one of --shard-index and --num-shards", "they go together", "--shard-index 0 --num-shards 8")
-        )
-    return WHOLE if index is None else Shard(index, count)
-
-
 def main() -> None:
     """Encode, write, tell."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was finished is kept as after Ctrl-C
     arguments, console, started = parse_arguments(), Console(), time.monotonic()
     take_foreign_flags(arguments, console)
     request = PreprocessRequest(

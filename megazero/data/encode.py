@@ -60,13 +60,19 @@ def chunk_encoder(spec: TokenizerSpec, rules: EncodeRules) -> Callable[[Chunk], 
 def encode_with(tokenizer: Tokenizer, encode: Encode, rules: EncodeRules) -> Callable[[Chunk], Encoded]:
     """A function that encodes chunks; `encode` gives the ids that `tokenizer` would."""
     end = np.array([tokenizer.eod], np.uint32) if rules.append_eod else None
-    return partial(_encode_chunk, encode, token_dtype(tokenizer.vocab_size), end, rules)
+    # One for all chunks: it remembers how many lines stand before the last one.
+    bad = BadLines() if rules.skip_bad_lines else None
+    return partial(_encode_chunk, encode, token_dtype(tokenizer.vocab_size), end, rules, bad)
 
 
 def _encode_chunk(
-    encode: Encode, dtype: "np.dtype[Any]", end: NDArray[Any] | None, rules: EncodeRules, chunk: Chunk
+    encode: Encode,
+    dtype: "np.dtype[Any]",
+    end: NDArray[Any] | None,
+    rules: EncodeRules,
+    bad: BadLines | None,
+    chunk: Chunk,
 ) -> Encoded:
-    bad = BadLines() if rules.skip_bad_lines else None
     num_keys = len(rules.documents.json_keys)
     ids: list[list[Ids]] = [[] for _ in range(num_keys)]
     sizes = [0] * num_keys
@@ -75,7 +81,7 @@ def _encode_chunk(
             ids[index].append(encode(text))
             sizes[index] += document.text_bytes[index]
     texts = (_joined(texts, end, dtype, rules, size) for texts, size in zip(ids, sizes, strict=True))
-    return Encoded(tuple(texts), bad.lines() if bad else [], chunk.input_bytes)
+    return Encoded(tuple(texts), bad.take() if bad else [], chunk.input_bytes)
 
 
 def _joined(

@@ -7,12 +7,14 @@ implementation, so it is trusted only where both agree:
   the work, where they differ on other text it does all documents that are not ASCII;
 * byte-level BPE tells letters from other characters by tables of Unicode, and the libraries' tables are of different
   years: documents with a character that one of them may not know go to the tokenizer's own library;
-* so do documents that hold, as text, what gigatoken would read as a sign of a SentencePiece model.
+* so do documents that hold, as text, what gigatoken would read as a sign of a SentencePiece model;
+* a SentencePiece model that normalises text is trusted with ASCII alone, and one whose user-defined symbols hold a
+  space not at all.
 """
 
 import sys
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -32,6 +34,16 @@ NEW_LETTERS = (
     " \U0001e6e4-\U0001e6e5 \U0001e6e7-\U0001e6ed \U0001e6f0-\U0001e6f4 \U0001e6fe-\U0001e6ff \U0002b73a-\U0002b73f"
     " \U0002cea2-\U0002cead \U000323b0-\U00033479"
 )
+# Blocks of pictures, where Unicode keeps every place for more of them: no letter or digit will ever be here.
+PICTURES = range(0x1F300, 0x1FB00)
+# Planes with characters of their own, and those that are for private use; the others are empty.
+ASSIGNED = (range(0x40000), range(0xE0000, 0xF0000))
+PRIVATE = range(0xF0000, 0x110000)
+ASCII = bytes(range(128))
+SPACE_PIECE = "\u2581"
+USER_DEFINED = 4  # a piece's type in SentencePiece's own format
+# What SentencePiece itself brings along; of ASCII they change nothing but single characters, which the probes hold.
+NORMALISERS = ("nfkc", "nmt_nfkc", "nfkc_cf", "nmt_nfkc_cf")
 ASCII_PROBES = (
     "",
     " ",
@@ -79,10 +91,14 @@ def fastest_encoder(tokenizer: Tokenizer) -> Encoder:
 
 
 class _Fast(NamedTuple):
-    """gigatoken's encoder of a tokenizer, and the texts it is to be trusted with."""
+    """gigatoken's encoder of a tokenizer, and the texts it is to be trusted with.
+
+    caution: why it is to be trusted with ASCII alone, whatever the probes say; "" when they decide.
+    """
 
     encode: Encode
     trusts: Callable[[str], bool]
+    caution: str = ""
 
 
 def _checked(tokenizer: Tokenizer, library: str, make: Callable[[Any, Any], _Fast]) -> Encoder:
@@ -93,7 +109,7 @@ def _checked(tokenizer: Tokenizer, library: str, make: Callable[[Any, Any], _Fas
         fast = make(gigatoken.Tokenizer, tokenizer)
     except ImportError:
         return Encoder(tokenizer.encode, library, f"gigatoken is not installed: {library} encodes, much slower")
-    except ValueError as error:
+    except (AttributeError, ValueError) as error:  # another version's interface, a model it does not know
         return Encoder(tokenizer.encode, library, f"{library} encodes, slower: {error}")
     odd = next((probe for probe in ASCII_PROBES if _differs(fast, tokenizer, probe)), None)
     if odd is not None:
@@ -101,9 +117,10 @@ def _checked(tokenizer: Tokenizer, library: str, make: Callable[[Any, Any], _Fas
             tokenizer.encode, library, f"gigatoken differs from {library} on {odd[:40]!r}: {library} encodes"
         )
     odd = next((probe for probe in OTHER_PROBES if _differs(fast, tokenizer, probe)), None)
-    if odd is None:
+    if odd is None and not fast.caution:
         return Encoder(_either(fast.encode, tokenizer.encode, fast.trusts), "gigatoken")
-    notice = f"gigatoken differs from {library} on {odd[:20]!a}: {library} encodes documents that are not ASCII"
+    reason = fast.caution or f"gigatoken differs from {library} on {(odd or '')[:20]!a}"
+    notice = f"{reason}: {library} encodes documents that are not ASCII"
     trusts_ascii = fast.trusts
     return Encoder(
         _either(fast.encode, tokenizer.encode, lambda text: text.isascii() and trusts_ascii(text)), "gigatoken", notice
@@ -120,14 +137,65 @@ def _either(fast: Encode, slow: Encode, trusts: Callable[[str], bool]) -> Encode
 
 def _byte_level(library: Any, tokenizer: Gpt2BpeTokenizer) -> _Fast:
     known = _KnownCharacters()
-    return _Fast(library.from_json(tokenizer.description()).encode, lambda text: text.isascii() or known.hold(text))
+    return _Fast(
+        library.from_json(tokenizer.description()).backend.encode, lambda text: text.isascii() or known.hold(text)
+    )
 
 
 def _sentence_pieces(library: Any, tokenizer: SentencePieceTokenizer) -> _Fast:
+    symbols, normaliser = _facts(tokenizer.content)
+    spaced = [symbol for symbol in symbols if " " in symbol.replace(SPACE_PIECE, " ")]
+    if spaced:
+        raise ValueError(f"the model has the user-defined symbol {spaced[0]!r}")
+    if normaliser not in ("", *NORMALISERS):
+        raise ValueError(f"the model normalises text by rules of its own, called {normaliser!r}")
     signs = tokenizer.signs()
     return _Fast(
-        library.from_sentencepiece(tokenizer.content).encode, lambda text: not any(sign in text for sign in signs)
+        library.from_sentencepiece(tokenizer.content).backend.encode,
+        lambda text: not any(sign in text for sign in signs),
+        normaliser and f"the model normalises text ({normaliser})",
     )
+
+
+def _facts(model: bytes) -> tuple[list[str], str]:
+    """A SentencePiece model's user-defined symbols, and the name of its normaliser ("" when it leaves text as it is).
+
+    Its fields 1 are pieces, with a text (1) and a type (3); its field 3 is the normaliser: name (1), table (2).
+    """
+    symbols, normaliser = [], ""
+    for number, content in _fields(model):
+        if number in (1, 3):
+            parts = dict(_fields(content))
+            if number == 1 and parts.get(3) == USER_DEFINED:
+                symbols.append(parts[1].decode())
+            if number == 3 and parts.get(2):
+                normaliser = parts.get(1, b"?").decode()
+    return symbols, normaliser
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
+    """Number and content of every field of a message in Protocol Buffers' encoding."""
+    place = 0
+    while place < len(message):
+        key, place = _integer(message, place)
+        number, kind = key >> 3, key & 7
+        if kind == 0:
+            content, place = _integer(message, place)
+            yield number, content
+        else:
+            size, place = _integer(message, place) if kind == 2 else ({1: 8, 5: 4}[kind], place)
+            yield number, message[place : place + size]
+            place += size
+
+
+def _integer(message: bytes, place: int) -> tuple[int, int]:
+    """The integer at `place`, seven bits a byte from the lowest, and where the next thing is."""
+    value = shift = 0
+    while True:
+        value |= (message[place] & 0x7F) << shift
+        place, shift = place + 1, shift + 7
+        if message[place - 1] < 0x80:
+            return value, place
 
 
 class _KnownCharacters:
@@ -135,12 +203,19 @@ class _KnownCharacters:
 
     def hold(self, text: str) -> bool:
         """Whether all of a text's are."""
+        content = text.encode()
+        if len(content) < 1.2 * len(text):  # most are ASCII, and go quickly
+            text = content.translate(None, ASCII).decode()
         return not self._unknown[np.frombuffer(text.encode("utf-32-le"), np.uint32)].any()
 
     @cached_property
     def _unknown(self) -> NDArray[np.bool_]:
-        category = unicodedata.category
-        unknown = np.fromiter((category(chr(code)) == "Cn" for code in range(sys.maxunicode + 1)), bool)
+        unknown = np.ones(sys.maxunicode + 1, bool)
+        for plane in ASSIGNED:
+            kinds = map(unicodedata.category, map(chr, plane))
+            unknown[plane.start : plane.stop] = np.fromiter((kind == "Cn" for kind in kinds), bool, len(plane))
+        unknown[PRIVATE.start : PRIVATE.stop] = False
+        unknown[PICTURES.start : PICTURES.stop] = False
         for part in NEW_LETTERS.split():
             unknown[ord(part[0]) : ord(part[-1]) + 1] = True
         return unknown

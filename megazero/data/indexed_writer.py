@@ -36,6 +36,7 @@ from megazero.errors import DataError, Problem
 BLOCK_BYTES = 8 << 20
 # What a corpus consists of besides its tokens and its index: the sidecar, which only some writers make.
 ENDINGS = ("bin", "idx", "json")
+SPOOLED = ("lengths", "documents")
 
 
 class Position(NamedTuple):
@@ -113,7 +114,7 @@ class IndexedDatasetWriter:
         name = Path(prefix).name
         self._scratch = scratch or Path(prefix).with_name(f".{name}.{os.getpid()}.tmp")
         sizes = (done.tokens * self.dtype.itemsize, 4 * done.sequences, 8 * done.documents)
-        paths = [self._scratch / f"{name}.{ending}" for ending in ("bin", "lengths", "documents")]
+        paths = [self._scratch / f"{name}.{ending}" for ending in ("bin", *SPOOLED)]
         self._tokens, self._lengths, self._documents = map(Spool, paths, sizes)
 
     @property
@@ -212,8 +213,6 @@ class IndexedDatasetWriter:
             index.close()
         for spool in (self._lengths, self._documents, self._tokens):
             spool.close()
-        for spool in (self._lengths, self._documents):
-            remove_file(spool.path)
         self.digests = {ending: digest_of(self._tokens.path.with_suffix(f".{ending}")) for ending in ("bin", "idx")}
 
     def _write_index(self, index: Spool) -> None:
@@ -270,6 +269,8 @@ def publish_corpus(scratch: Path, prefix: str | Path) -> None:
         remove_file(Path(f"{prefix}.json"))
     for ending, path in sealed.items():
         move_into_place(path, Path(f"{prefix}.{ending}"))
+    for ending in SPOOLED:  # what the index was made of
+        remove_file(scratch / f"{Path(prefix).name}.{ending}")
 
 
 def _blocks(path: Path) -> Iterable[bytes]:

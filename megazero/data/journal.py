@@ -10,8 +10,9 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,6 +23,8 @@ from megazero.errors import DataError, Problem
 JOURNAL = "journal.jsonl"
 # A disk, a quota or a limit on file sizes that is used up.
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+# File systems of clusters may know no locks; work goes on there, and nobody is kept from doing it twice.
+LOCKLESS = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK})
 
 
 class Journal:
@@ -50,6 +53,7 @@ class Journal:
             if self.last is None:
                 self._begin(work)
         except OSError as error:
+            self._stream.close()
             raise cannot_write(path, error) from error
         except DataError:
             self._stream.close()
@@ -66,27 +70,36 @@ class Journal:
         except BlockingIOError as error:
             rule = "one process at a time makes a corpus; another one is at it"
             raise DataError(Problem(str(self.folder), rule, "another --output-prefix, or wait")) from error
+        except OSError as error:
+            if error.errno not in LOCKLESS:
+                raise
 
     def _read(self, work: dict[str, Any]) -> None:
         self._stream.seek(0)
-        lines = self._stream.read().split(b"\n")[:-1]  # what has no line end was cut off in the middle
-        if not lines:
+        whole = list(_whole_lines(self._stream.read()))
+        if not whole:
             return
-        earlier = json.loads(lines[0])
+        earlier, *states = (json.loads(line) for line in whole)
         differing = [key for key in work if earlier.get(key) != work[key]]
         if differing:
             raise DataError(*(_other_work(self.folder, key, earlier.get(key), work[key]) for key in differing))
-        if len(lines) > 1:
-            self.last = json.loads(lines[-1])
-            self._stream.truncate(sum(len(line) + 1 for line in lines))
+        if states:
+            self.last = states[-1]
+            self._stream.truncate(sum(map(len, whole)))
 
     def _begin(self, work: Mapping[str, Any]) -> None:
-        for path in self.folder.iterdir():
-            if path.name != JOURNAL:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        self._stream.truncate(0)
-        self._append(work)
-        sync_path(self.folder)
+        try:
+            # First, or a journal could tell of what has been removed.
+            self._stream.truncate(0)
+            os.fsync(self._stream.fileno())
+            for path in self.folder.iterdir():
+                if path.name != JOURNAL:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            self._append(work)
+            sync_path(self.folder)
+        except OSError:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise
 
     def finish(self, state: Mapping[str, Any]) -> None:
         """A partition is on the disk, and `state` tells how to go on after it."""
@@ -108,13 +121,25 @@ class Journal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         is_full = isinstance(error, DataError) and getattr(error.__cause__, "errno", None) in FULL
-        if kind is None or is_full or not self.has_finished_some:
-            shutil.rmtree(self.folder, ignore_errors=True)
-        with suppress(OSError):
-            self._stream.close()
+        try:
+            if kind is None or is_full or not self.has_finished_some:
+                shutil.rmtree(self.folder, ignore_errors=True)
+        finally:
+            with suppress(OSError):
+                self._stream.close()
+
+
+def _whole_lines(content: bytes) -> Iterator[bytes]:
+    """Up to the first that was cut off, or never reached the disk when the machine stopped."""
+    for line in content.splitlines(keepends=True):
+        if not line.endswith(b"}\n"):
+            return
+        yield line
 
 
 def _other_work(folder: Path, key: str, earlier: Any, now: Any) -> Problem:
+    if isinstance(earlier, list) and isinstance(now, list):  # of many, the first that differs
+        earlier, now = next(pair for pair in zip_longest(earlier, now) if pair[0] != pair[1])
     return Problem(
         f"--resume: {key} was {json.dumps(earlier)[:200]} when {folder} was made, and is {json.dumps(now)[:200]}",
         "a run goes on with the same work",

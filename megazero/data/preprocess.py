@@ -5,6 +5,7 @@ so the files are the same for any number of workers.  Every *partition* of the i
 disk and noted in a journal, where a later run goes on.  Nothing gets its final name before everything is written.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megazero.console import Console
-from megazero.data.chunks import WHOLE, DocumentRules, Shard, find_chunks, rule_problems
+from megazero.data.chunks import CHUNK_BYTES, WHOLE, DocumentRules, Shard, find_chunks, rule_problems
 from megazero.data.encode import Encoded, EncodeRules, chunk_encoder, encode_with
 from megazero.data.encoders import Encoder, fastest_encoder
 from megazero.data.files import move_into_place, remove_file
@@ -22,11 +23,12 @@ from megazero.data.indexed_dataset import token_dtype
 from megazero.data.indexed_writer import IndexedDatasetWriter, Position, Spool, publish_corpus
 from megazero.data.inputs import InputFile, find_inputs, pipe_problems
 from megazero.data.journal import Journal
-from megazero.data.progress import TextProgress
+from megazero.data.progress import Done, TextProgress
 from megazero.data.sidecar import Sidecar, load_sidecar, sidecar_bytes, sidecar_path
 from megazero.data.tokenizers import Tokenizer, TokenizerSpec, load_tokenizer
 from megazero.data.workers import ordered_map
 from megazero.errors import DataError, Problem, raise_problems
+from megazero.units import format_bytes
 
 # Input between two entries in the journal: what an interruption costs at most.
 PARTITION_BYTES = 256 << 20
@@ -93,15 +95,20 @@ def preprocess(request: PreprocessRequest, console: Console) -> Preprocessed:
     encoder = fastest_encoder(tokenizer)
     if encoder.notice:
         console.line(f"note: {encoder.notice}")
-    folder = Path(request.prefix).with_name(f".{Path(request.prefix).name}.partial")
-    with Journal(folder, _work(request, files), resume=request.resume) as journal:
-        if journal.last is None or not journal.last["is_sealed"]:
-            _Run(request, files, tokenizer, encoder, journal, console).write()
-        sealed = journal.last
-        assert sealed is not None, "a run that ended well has told so"
-        return Preprocessed(
-            _publish(request, folder, sealed), encoder.library, sealed["bad_lines"], _bad_lines(request)
-        )
+    scratch = Path(f"{request.prefix}.partial")
+    journal = Journal(scratch.with_name(f".{scratch.name}"), _work(request, files), resume=request.resume)
+    try:
+        with journal:
+            if journal.last is None or not journal.last["is_sealed"]:
+                _Run(request, files, tokenizer, encoder, journal, console).write()
+            sealed = journal.last
+            assert sealed is not None, "a run that ended well has told so"
+            corpora = _publish(request, journal.folder, sealed)
+    except BaseException:
+        if journal.folder.exists():
+            console.line(f"what was finished is kept in {journal.folder}: --resume goes on from there")
+        raise
+    return Preprocessed(corpora, encoder.library, sealed["bad_lines"], _bad_lines(request))
 
 
 def _checked_inputs(request: PreprocessRequest) -> list[InputFile]:
@@ -130,6 +137,7 @@ def _work(request: PreprocessRequest, files: Sequence[InputFile]) -> dict[str, A
         "append_eod": request.append_eod,
         "split_documents": request.split_documents,
         "shard": asdict(request.shard),
+        "chunk_bytes": CHUNK_BYTES,
     }
 
 
@@ -175,7 +183,7 @@ class _Run:
             start = partial(encode_with, self._tokenizer, self._encoder.encode, rules)
         partition = self._partition_bytes()
         if self._chunks:
-            self._console.line(f"going on after {self._chunks} chunks")
+            self._console.line(f"going on after {format_bytes(self._input_bytes)} of input")
         with ExitStack() as stack:
             writers = [
                 IndexedDatasetWriter(prefix, dtype, scratch=self._journal.folder, position=position)
@@ -185,24 +193,33 @@ class _Run:
                 stack.callback(writer.discard)
             bad = Spool(self._journal.folder / _bad_lines(request).name, self._bad_bytes)
             stack.callback(bad.close)
-            total = sum(file.size for file in self._files) // request.shard.count
-            progress = TextProgress(self._console, total, request.log_interval, done_bytes=self._input_bytes)
+            progress = self._progress()
             left = islice(chunks, self._chunks, None)
             results = stack.enter_context(ordered_map(start, left, request.workers))
             stack.enter_context(progress)
             for encoded in results:
                 self._take(encoded, writers, bad)
                 documents, tokens = len(encoded.texts[0].counts), sum(len(texts.tokens) for texts in encoded.texts)
-                progress.advance(documents, tokens, encoded.input_bytes)
+                progress.advance(Done(documents, tokens, encoded.input_bytes))
                 if self._input_bytes // partition > (self._input_bytes - encoded.input_bytes) // partition:
                     self._finish(writers, bad, is_sealed=False)
             _refuse_empty(request, writers)
             self._seal(writers)
             self._finish(writers, bad, is_sealed=True)
 
+    def _progress(self) -> TextProgress:
+        done = Done(self._positions[0].documents, sum(place.tokens for place in self._positions), self._input_bytes)
+        return TextProgress(self._console, self._total_bytes(), self._request.log_interval, done)
+
     def _partition_bytes(self) -> int:
-        total = sum(file.size for file in self._files)
+        if any(file.is_pipe for file in self._files):
+            return sys.maxsize  # nobody can go on in a pipe
+        total = self._total_bytes()
         return max(1, total // self._request.partitions) if total and self._request.partitions else PARTITION_BYTES
+
+    def _total_bytes(self) -> int:
+        """Of this shard's input, about; 0 where nobody knows."""
+        return sum(file.size for file in self._files) // self._request.shard.count
 
     def _take(self, encoded: Encoded, writers: Sequence[IndexedDatasetWriter], bad: Spool) -> None:
         for index, (writer, texts) in enumerate(zip(writers, encoded.texts, strict=True)):

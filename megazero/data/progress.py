@@ -2,53 +2,78 @@
 
 import time
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column
 
 from megazero.console import Console
 from megazero.units import format_bytes, format_count, format_duration
+
+
+class Done(NamedTuple):
+    """An amount of work; input_bytes: of the files as they lie on the disk."""
+
+    documents: int = 0
+    tokens: int = 0
+    input_bytes: int = 0
+
+
+NOTHING = Done()
+BAR_WIDTH = 16
 
 
 class TextProgress:
     """Counts documents, tokens and bytes of input, and shows their rates; as a context manager.
 
     total_bytes: of all input, 0 where nobody knows.  interval: documents between two lines where there is no terminal.
+    earlier: what an earlier process had done; it counts, but not for the rates.
     """
 
-    def __init__(self, console: Console, total_bytes: int, interval: int, *, done_bytes: int = 0) -> None:
+    def __init__(self, console: Console, total_bytes: int, interval: int, earlier: Done = NOTHING) -> None:
         self._console = console
         self._total = total_bytes
         self._interval = interval
         self._started = time.monotonic()
-        self._skipped = self._bytes = done_bytes
-        self._documents = self._tokens = 0
+        self._earlier = self._done = earlier
         self._bar: Progress | None = None
         if console.on_terminal:
-            columns = (BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TextColumn("{task.description}"))
-            self._bar = console.progress(*columns)
-            self._task = self._bar.add_task("", total=total_bytes or None, completed=done_bytes)
+            # In a narrow terminal the text loses its end, and nothing else its place.
+            share = TextColumn("{task.percentage:>3.0f}%", table_column=Column(min_width=4))
+            bar = BarColumn(BAR_WIDTH, table_column=Column(min_width=BAR_WIDTH))
+            self._bar = console.progress(share, bar, TextColumn("{task.description}"))
+            self._task = self._bar.add_task("", total=total_bytes or None, completed=earlier.input_bytes)
 
-    def advance(self, documents: int, tokens: int, input_bytes: int) -> None:
+    def advance(self, more: Done) -> None:
         """Count some more."""
-        before = self._documents
-        self._documents += documents
-        self._tokens += tokens
-        self._bytes += input_bytes
+        before = self._done.documents
+        self._done = Done(*map(sum, zip(self._done, more, strict=True)))
         if self._bar is not None:
-            self._bar.update(self._task, completed=self._bytes, description=self._text())
-        elif self._documents // self._interval > before // self._interval:
+            self._bar.update(self._task, completed=self._done.input_bytes, description=self._brief())
+        elif self._done.documents // self._interval > before // self._interval:
             self._console.line(self._text())
 
+    def _brief(self) -> str:
+        """What fits beside a bar."""
+        documents, tokens, _ = map(format_count, self._done)
+        return f"{documents} documents, {tokens} tokens{self._speed()}"
+
     def _text(self) -> str:
-        seconds = max(time.monotonic() - self._started, 1e-9)
-        rate = (self._bytes - self._skipped) / seconds
+        done = self._done
         of_all = f" of {format_bytes(self._total)}" if self._total else ""
-        left = f" | ETA {format_duration(max(0, self._total - self._bytes) / max(rate, 1e-9))}" if self._total else ""
+        documents = format_count((done.documents - self._earlier.documents) / self._seconds())
         return (
-            f"{self._documents} documents, {format_count(self._tokens)} tokens, {format_bytes(self._bytes)}{of_all}"
-            f" | {format_count(self._documents / seconds)} documents/s | {rate / 1e6:.1f} MB/s{left}"
+            f"{done.documents} documents, {format_count(done.tokens)} tokens, {format_bytes(done.input_bytes)}{of_all}"
+            f" | {documents} documents/s{self._speed()}"
         )
+
+    def _speed(self) -> str:
+        rate = (self._done.input_bytes - self._earlier.input_bytes) / self._seconds()
+        left = max(0, self._total - self._done.input_bytes) / max(rate, 1e-9)
+        return f" | {rate / 1e6:.1f} MB/s" + (f" | ETA {format_duration(left)}" if self._total else "")
+
+    def _seconds(self) -> float:
+        return max(time.monotonic() - self._started, 1e-9)
 
     def __enter__(self) -> Self:
         if self._bar is not None:

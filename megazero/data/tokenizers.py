@@ -141,6 +141,11 @@ class Gpt2BpeTokenizer:
         """Text of ids."""
         return _decode_runs(self, ids, self._tokenizer.decode)
 
+    def description(self) -> str:
+        """All of it as one JSON text, in the library's own form (tokenizer.json)."""
+        text: str = self._tokenizer.to_str()
+        return text
+
     def token_bytes(self) -> list[int]:
         """A token's characters stand for a byte each."""
         sizes = [0] * self.vocab_size
@@ -156,7 +161,8 @@ class SentencePieceTokenizer:
         self._model = SentencePieceProcessor()
         try:
             # From the bytes: the library prints to stderr when it opens a file it cannot read.
-            self._model.LoadFromSerializedProto(model_file.read_bytes())
+            self.content = model_file.read_bytes()
+            self._model.LoadFromSerializedProto(self.content)
         except (RuntimeError, OSError) as error:
             raise DataError(Problem(f"--tokenizer-model {model_file}", f"is a SentencePiece model: {error}")) from error
         pieces = self._model.get_piece_size()
@@ -171,6 +177,12 @@ class SentencePieceTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids."""
         return _decode_runs(self, ids, self._model.decode)
+
+    def signs(self) -> list[str]:
+        """Pieces that stand for no text: what is written like one of them is text like any other."""
+        model = self._model
+        numbers = range(model.get_piece_size())
+        return [model.id_to_piece(number) for number in numbers if model.is_control(number) or model.is_unknown(number)]
 
     def token_bytes(self) -> list[int]:
         """Bytes of every piece; U+2581 in a piece is a space."""

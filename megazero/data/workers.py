@@ -6,11 +6,13 @@ of it and takes them in with a thread of its own, so neither side can wait for t
 
 import multiprocessing
 import queue
+import signal
 import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, TypeVar
 
@@ -62,7 +64,8 @@ def _started(start: Callable[[], Callable[[Task], Result]], count: int) -> Itera
         for _ in range(count):
             (task_end, tasks), (results, result_end) = context.Pipe(duplex=False), context.Pipe(duplex=False)
             process = context.Process(target=_work, args=(start, task_end, result_end), daemon=True)
-            process.start()
+            with _uninterrupted():
+                process.start()
             # Only the worker has its ends now, so that a death on either side reads as the end of a pipe.
             task_end.close()
             result_end.close()
@@ -75,6 +78,17 @@ def _started(start: Callable[[], Callable[[Task], Result]], count: int) -> Itera
         for worker in pool:
             worker.process.terminate()
             worker.process.join()
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits, and never reaches processes that are started here: it is for this one, which ends them."""
+    resource_tracker.ensure_running()  # which the first start would do, and let Ctrl-C through afterwards
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _results(pool: list[_Worker], tasks: Iterator[Task]) -> Iterator[Result]:
@@ -93,7 +107,7 @@ def _results(pool: list[_Worker], tasks: Iterator[Task]) -> Iterator[Result]:
 def _receive(results: Connection) -> Any:
     try:
         item = results.recv()
-    except EOFError as error:
+    except (EOFError, OSError) as error:  # between two results, or within one
         raise DataError(
             Problem("a worker process died", "it was killed, most likely for want of memory", "fewer --workers")
         ) from error
@@ -108,8 +122,7 @@ def _work(start: Callable[[], Callable[[Task], Result]], tasks: Connection, resu
     """A worker's life: take in tasks, do them in order, send each result."""
     todo: queue.Queue[Task | None] = queue.Queue()
     threading.Thread(target=_take_in, args=(tasks, todo), daemon=True).start()
-    # Both mean that the parent is going, and has said why.
-    with suppress(KeyboardInterrupt, BrokenPipeError):
+    with suppress(BrokenPipeError):  # the parent is going, and has said why
         try:
             work = start()
             while (task := todo.get()) is not None:
@@ -123,7 +136,9 @@ def _work(start: Callable[[], Callable[[Task], Result]], tasks: Connection, resu
 
 
 def _take_in(tasks: Connection, todo: "queue.Queue[Task | None]") -> None:
-    with suppress(EOFError, OSError):
-        while True:
-            todo.put(tasks.recv())
-    todo.put(None)
+    try:
+        with suppress(EOFError, OSError):
+            while True:
+                todo.put(tasks.recv())
+    finally:
+        todo.put(None)

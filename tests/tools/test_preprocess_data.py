@@ -1,9 +1,21 @@
 """The way from source files to an inspected corpus, through the programs a user starts."""
 
+import argparse
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megazero.data.arguments import add_shard_arguments, chosen_shard
+from megazero.data.chunks import WHOLE, Shard
+from megazero.errors import ConfigError
 
 TOOLS = Path(__file__).parents[2] / "tools"
 
@@ -28,6 +40,9 @@ def test_sources_to_tokens(tmp_path: Path) -> None:
     done = run("preprocess_data.py", "--input", corpus, "--output-prefix", prefix, *tokenizer, "--append-eod")
     assert done.returncode == 0, done.stderr
     assert "29 documents" in done.stdout and "vocabulary 300" in done.stdout
+    found = re.search(r" (\d+) tokens.* (\S+) KiB of text, (\S+) bytes a token$", done.stdout, re.MULTILINE)
+    assert found and abs(float(found[2]) * 1024 / int(found[1]) - float(found[3])) < 0.06
+    assert done.stdout.splitlines()[-1].endswith("encoded by gigatoken")
     done = run("inspect_dataset.py", f"{prefix}_text_document", *tokenizer, "--verify", "--documents", 1)
     assert done.returncode == 0, done.stderr
     first = json.loads(corpus.read_text().splitlines()[0])["text"]
@@ -46,21 +61,104 @@ def test_a_user_error_has_no_traceback(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_full_disk_is_told_and_leaves_no_trace(tmp_path: Path) -> None:
-    """A limit on file sizes stands for the disk."""
-    (tmp_path / "a.txt").write_text("hello world\n" * 20_000)
-    command = [sys.executable, str(TOOLS / "preprocess_data.py"), "--input", str(tmp_path / "a.txt")]
-    command += ["--output-prefix", str(tmp_path / "out"), "--tokenizer-type", "ByteTokenizer"]
+def command(folder: Path, *flags: object) -> list[str]:
+    """Preprocessing of `folder`/a.txt in many parts."""
+    words: list[object] = [sys.executable, TOOLS / "preprocess_data.py", "--input", folder / "a.txt", "--append-eod"]
+    words += ["--output-prefix", folder / "out" / "c", "--tokenizer-type", "ByteTokenizer", "--partitions", 16]
+    return [str(word) for word in (*words, *flags)]
+
+
+def write_text(folder: Path, megabytes: int) -> None:
+    lines = "".join(f"line number {number} of a long text\n" for number in range(10_000))
+    (folder / "a.txt").write_text((lines + "\n") * (megabytes * 1_000_000 // len(lines)))
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def finished(folder: Path, number: int, process: "subprocess.Popen[str]") -> bool:
+    """Wait until so many partitions are in the journal, or the process has ended."""
+    journal = folder / "out" / ".c.partial" / "journal.jsonl"
+    while process.poll() is None:
+        if journal.exists() and journal.read_bytes().count(b"\n") > number:
+            return True
+        time.sleep(0.002)
+    return False
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_is_told_in_a_word_and_can_be_gone_on_from(tmp_path: Path, kind: signal.Signals) -> None:
+    """Ctrl-C reaches the workers too; a scheduler's signal may reach one process only."""
+    write_text(tmp_path, 24)
+    with subprocess.Popen(
+        command(tmp_path, "--workers", 2), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        assert finished(tmp_path, 2, process)
+        os.killpg(process.pid, kind) if kind == signal.SIGINT else process.send_signal(kind)
+        stdout, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stderr) == (130, "interrupted\n")
+    assert stdout.splitlines()[-1].startswith("what was finished is kept in")
+    assert contents(tmp_path / "out") == {}
+    done = subprocess.run(command(tmp_path, "--resume"), capture_output=True, text=True, check=True, timeout=120)
+    assert "going on after" in done.stdout
+    found = contents(tmp_path / "out")
+    subprocess.run(command(tmp_path), capture_output=True, check=True, timeout=120)
+    assert found == contents(tmp_path / "out") and len(found) == 3
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(found)
+
+
+@pytest.mark.parametrize("limit", [4096, 5_000_000])
+def test_a_full_disk_is_told_and_leaves_no_trace(tmp_path: Path, limit: int) -> None:
+    """A limit on file sizes stands for the disk, which is full before the first partition, or after some."""
+    write_text(tmp_path, 6)
     program = (
         "import os, resource, sys\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
         "os.execv(sys.argv[1], sys.argv[1:])"
     )
-    limited = [sys.executable, "-c", program, *command]
+    limited = [sys.executable, "-c", program, *command(tmp_path)]
     done = subprocess.run(limited, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2, done.stderr
-    assert "out_text_document.bin" in done.stderr and "must be writable" in done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+    assert "c_text_document.bin" in done.stderr and "must be writable: File too large" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def shard(*words: str) -> Shard:
+    parser = argparse.ArgumentParser()
+    add_shard_arguments(parser.add_argument_group("shards"))
+    return chosen_shard(parser.parse_args(words))
+
+
+def test_shards_are_told_by_numbers_or_by_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shard() == WHOLE
+    assert shard("--shard-index", "3", "--num-shards", "8") == Shard(3, 8)
+    for words in (["--shard-index", "3"], ["--num-shards", "8"]):
+        with pytest.raises(ConfigError, match="go together"):
+            shard(*words)
+    with pytest.raises(ConfigError, match="SLURM_ARRAY_TASK_ID ''"):
+        shard("--shards-from-slurm")
+    for name, value in {"ID": "12", "MIN": "10", "COUNT": "4"}.items():
+        monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
+    assert shard("--shards-from-slurm") == Shard(2, 4)
+    with pytest.raises(ConfigError, match="and nobody else"):
+        shard("--shards-from-slurm", "--num-shards", "4")
+
+
+def test_shards_by_slurm_have_their_own_names(tmp_path: Path) -> None:
+    write_text(tmp_path, 3)
+    told = {"SLURM_ARRAY_TASK_ID": "6", "SLURM_ARRAY_TASK_MIN": "5", "SLURM_ARRAY_TASK_COUNT": "2"}
+    subprocess.run(
+        command(tmp_path, "--shards-from-slurm"), env={**os.environ, **told}, check=True, capture_output=True
+    )
+    stem = "c_shard_00001_of_00002_text_document"
+    assert sorted(contents(tmp_path / "out")) == [f"{stem}.{ending}" for ending in ("bin", "idx", "json")]
+    done = subprocess.run(
+        command(tmp_path, "--shard-index", 2, "--num-shards", 2), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2 and "--shard-index 0 to 1" in done.stderr
 
 
 def test_flags_of_megatrons_tool_are_taken_or_refused_by_name(tmp_path: Path) -> None:
@@ -68,7 +166,7 @@ def test_flags_of_megatrons_tool_are_taken_or_refused_by_name(tmp_path: Path) ->
     flags = ["--input", tmp_path / "a.txt", "--output_prefix", tmp_path / "out", "--tokenizer-type", "ByteTokenizer"]
     done = run("preprocess_data.py", *flags, "--dataset-impl", "mmap", "--partitions", 1, "--keep-sequential-samples")
     assert done.returncode == 0, done.stderr
-    assert "--partitions: accepted, without effect" in done.stdout
+    assert "--keep-sequential-samples: accepted, without effect" in done.stdout
     done = run("preprocess_data.py", *flags, "--split-sentences", "--dataset-impl", "lazy", "--keep-newlines")
     assert done.returncode == 2
     assert "2 configuration errors" in done.stderr and "--split-sentences\n" in done.stderr

@@ -1,0 +1,180 @@
+"""Work shared out among processes: order, size, failures of every kind, and ends that nobody announces."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count
+from multiprocessing import Pipe
+from pathlib import Path
+
+import pytest
+
+from megazero.data import workers
+from megazero.data.workers import AHEAD, ordered_map
+from megazero.errors import DataError, Problem
+
+ROOT = Path(__file__).parents[2]
+
+
+def square(number: int) -> int:
+    time.sleep(0.01 * (number % 3 == 0))  # those given out first are not done first
+    return number * number
+
+
+def reverse(content: bytes) -> bytes:
+    return content[::-1]
+
+
+def fail_at(kind: str, place: int, number: int) -> int:
+    if number < place:
+        return number
+    if kind == "user":
+        raise DataError(Problem(f"task {number}", "is a good one"), Problem("another", "rule"))
+    if kind == "bug":
+        raise KeyError(f"planted {number}")
+    if kind == "unpicklable":
+        return lambda: number  # type: ignore[return-value]
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 0
+
+
+def start_square() -> Callable[[int], int]:
+    return square
+
+
+def start_reverse() -> Callable[[bytes], bytes]:
+    return reverse
+
+
+def start_failing(kind: str, place: int) -> Callable[[int], int]:
+    return partial(fail_at, kind, place)
+
+
+def fail_to_start() -> Callable[[int], int]:
+    raise DataError(Problem("the tokenizer", "can be loaded"))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("tasks", [0, 1, 50])
+def test_results_come_in_the_order_of_the_tasks(count: int, tasks: int) -> None:
+    with ordered_map(start_square, range(tasks), count) as results:
+        assert list(results) == [number * number for number in range(tasks)]
+
+
+def test_tasks_and_results_larger_than_a_pipe_holds() -> None:
+    """Both directions are full at once: nobody waits for somebody who waits for him."""
+    tasks = [bytes([number]) * 3 + b"x" * 2_000_000 for number in range(24)]
+    with ordered_map(start_reverse, tasks, 2) as results:
+        assert [result[-3:] for result in results] == [task[:3] for task in tasks]
+
+
+def test_few_tasks_are_taken_ahead() -> None:
+    """The tasks may hold text: only a few are in memory, however many there are."""
+    numbers = count()
+    with ordered_map(start_square, numbers, 2) as results:
+        assert [next(results) for _ in range(5)] == [0, 1, 4, 9, 16]
+    assert next(numbers) <= 5 + 2 * AHEAD + 1
+
+
+@pytest.mark.parametrize("kind", ["user", "bug", "unpicklable", "killed"])
+def test_a_failure_is_raised_at_its_turn(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Everything before it comes; everything after it fails too, in both workers, and is not told."""
+    seen: list[int] = []
+    error = RuntimeError if kind in ("bug", "unpicklable") else DataError
+    with (
+        pytest.raises(error) as caught,
+        ordered_map(partial(start_failing, kind, 10), range(20 * AHEAD), 2) as results,
+    ):
+        seen.extend(results)
+    assert seen == list(range(10))
+    text = str(caught.value)
+    told = {"user": "task 10", "bug": "planted 10", "unpicklable": "lambda", "killed": "a worker process died"}
+    assert told[kind] in text
+    assert "another" in text or kind != "user"
+    assert capfd.readouterr().err == ""
+
+
+def test_a_worker_that_cannot_start_is_told() -> None:
+    with pytest.raises(DataError, match="the tokenizer"), ordered_map(fail_to_start, range(50), 2) as results:
+        list(results)
+
+
+@pytest.mark.parametrize("sent", [b"", b"\0\0\1\0half of it"])
+def test_a_death_between_results_and_within_one_is_told(sent: bytes) -> None:
+    receiving, sending = Pipe(duplex=False)
+    os.write(sending.fileno(), sent)
+    sending.close()
+    with pytest.raises(DataError, match="a worker process died"):
+        workers._receive(receiving)
+
+
+def test_an_error_of_the_caller_ends_all_workers() -> None:
+    with pytest.raises(ZeroDivisionError), ordered_map(partial(time_ids, 0), range(100), 2) as results:
+        ids = {next(results) for _ in range(4)}
+        raise ZeroDivisionError
+    assert len(ids) == 2 and not any(map(is_alive, ids))
+
+
+def time_ids(_: int) -> Callable[[int], int]:
+    return own_id
+
+
+def own_id(_: int) -> int:
+    return os.getpid()
+
+
+def is_alive(process: int) -> bool:
+    """Running; one that nobody has taken note of the end of is not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+PARENT = """
+import sys, time
+from test_workers import ordered_map, partial, range_forever, time_ids
+
+if __name__ == "__main__":
+    with ordered_map(partial(time_ids, 0), range_forever(), 2) as results:
+        print(*{next(results) for _ in range(8)}, flush=True)
+        if len(sys.argv) > 1:
+            time.sleep(60)
+        for _ in results:
+            pass
+"""
+
+
+def range_forever() -> Iterator[int]:
+    return count()
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGINT])
+def test_workers_end_with_their_parent(tmp_path: Path, kind: signal.Signals, waits: bool) -> None:
+    """Killed without a word, or interrupted as by Ctrl-C, which reaches everybody; busy, or between two results."""
+    (tmp_path / "parent.py").write_text(PARENT)
+    command = [sys.executable, str(tmp_path / "parent.py"), *["wait"] * waits]
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests", Path(__file__).parent)))
+    with subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, start_new_session=True,
+    ) as parent:  # fmt: skip
+        assert parent.stdout is not None and parent.stderr is not None
+        ids = [int(word) for word in parent.stdout.readline().split()]
+        assert len(ids) == 2
+        if kind == signal.SIGKILL:
+            parent.kill()
+        else:
+            os.killpg(parent.pid, kind)
+        parent.wait(30)
+        stderr = parent.stderr.read()
+    deadline = time.monotonic() + 30
+    while any(map(is_alive, ids)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(map(is_alive, ids))
+    assert stderr.count("Traceback") == (kind == signal.SIGINT), stderr  # the parent's own
