@@ -33,6 +33,7 @@ setup(
         "gigatoken>=0.10; platform_machine in 'x86_64 aarch64 arm64'",
         "numpy>=1.26",
         "orjson>=3.10",
+        "protobuf>=4",
         "pydantic>=2.7,<3",
         "pyyaml>=6",
         "rich>=13",

@@ -36,7 +36,7 @@ def parse_arguments() -> argparse.Namespace:
     output = parser.add_argument_group("output")
     output.add_argument("--output-prefix", required=True, metavar="PREFIX", help="where the files go")
     output.add_argument("--workers", type=positive, default=1, metavar="N", help="processes")
-    output.add_argument("--log-interval", type=positive, default=1000, metavar="N", help="documents between two lines")
+    output.add_argument("--log-interval", type=positive, default=100_000, metavar="N", help="documents a line of log")
     interrupted = parser.add_argument_group("interruptions")
     interrupted.add_argument("--resume", action="store_true", help="go on after the last partition that was finished")
     interrupted.add_argument(

@@ -14,12 +14,13 @@ implementation, so it is trusted only where both agree:
 
 import sys
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]  # made when imported
 
 from megazero.data.tokenizers import END_OF_TEXT, Gpt2BpeTokenizer, SentencePieceTokenizer, Tokenizer
 
@@ -41,7 +42,6 @@ ASSIGNED = (range(0x40000), range(0xE0000, 0xF0000))
 PRIVATE = range(0xF0000, 0x110000)
 ASCII = bytes(range(128))
 SPACE_PIECE = "\u2581"
-USER_DEFINED = 4  # a piece's type in SentencePiece's own format
 # What SentencePiece itself brings along; of ASCII they change nothing but single characters, which the probes hold.
 NORMALISERS = ("nfkc", "nmt_nfkc", "nfkc_cf", "nmt_nfkc_cf")
 ASCII_PROBES = (
@@ -157,45 +157,12 @@ def _sentence_pieces(library: Any, tokenizer: SentencePieceTokenizer) -> _Fast:
     )
 
 
-def _facts(model: bytes) -> tuple[list[str], str]:
-    """A SentencePiece model's user-defined symbols, and the name of its normaliser ("" when it leaves text as it is).
-
-    Its fields 1 are pieces, with a text (1) and a type (3); its field 3 is the normaliser: name (1), table (2).
-    """
-    symbols, normaliser = [], ""
-    for number, content in _fields(model):
-        if number in (1, 3):
-            parts = dict(_fields(content))
-            if number == 1 and parts.get(3) == USER_DEFINED:
-                symbols.append(parts[1].decode())
-            if number == 3 and parts.get(2):
-                normaliser = parts.get(1, b"?").decode()
-    return symbols, normaliser
-
-
-def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """Number and content of every field of a message in Protocol Buffers' encoding."""
-    place = 0
-    while place < len(message):
-        key, place = _integer(message, place)
-        number, kind = key >> 3, key & 7
-        if kind == 0:
-            content, place = _integer(message, place)
-            yield number, content
-        else:
-            size, place = _integer(message, place) if kind == 2 else ({1: 8, 5: 4}[kind], place)
-            yield number, message[place : place + size]
-            place += size
-
-
-def _integer(message: bytes, place: int) -> tuple[int, int]:
-    """The integer at `place`, seven bits a byte from the lowest, and where the next thing is."""
-    value = shift = 0
-    while True:
-        value |= (message[place] & 0x7F) << shift
-        place, shift = place + 1, shift + 7
-        if message[place - 1] < 0x80:
-            return value, place
+def _facts(content: bytes) -> tuple[list[str], str]:
+    """A SentencePiece model's user-defined symbols, and the name of its normaliser; "" when it leaves text as it is."""
+    model = ModelProto.FromString(content)
+    symbols = [piece.piece for piece in model.pieces if piece.type == piece.USER_DEFINED]
+    normaliser = model.normalizer_spec
+    return symbols, (normaliser.name or "?") if normaliser.precompiled_charsmap else ""
 
 
 class _KnownCharacters:

@@ -7,7 +7,7 @@ usable; one whose counts disagree with the index belongs to other data and is re
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,7 @@ def sidecar_bytes(sidecar: Sidecar) -> bytes:
 
 def _to_json(sidecar: Sidecar) -> str:
     """One field a line, so that the long table stays out of the way."""
-    lines = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in asdict(sidecar).items()]
+    lines = [f"  {json.dumps(field.name)}: {json.dumps(getattr(sidecar, field.name))}" for field in fields(Sidecar)]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
