@@ -52,6 +52,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--vocab-size", type=int, default=32768, help="tokens of the BPE that is learned without these")
     parser.add_argument("--pieces", type=int, default=8000, help="of the SentencePiece models")
     parser.add_argument("--megatron", type=Path, metavar="FOLDER", help="a checkout of Megatron-LM")
+    parser.add_argument("--remark", default="", metavar="TEXT", help="what else a reader must know, kept with the record")
     parser.add_argument("--workers", type=int, default=2, help="megazero is measured with as many as well")
     parser.add_argument("--rounds", type=int, default=3, help="turns of every system")
     parser.add_argument("--systems", nargs="+", metavar="NAME", help="those whose names begin so; all without")
@@ -174,6 +175,7 @@ def record(field: Sequence[Contestant], files: Files, options: argparse.Namespac
         "part_bytes": files.part.nbytes,
         "cores": len(os.sched_getaffinity(0)),
         "versions": contestants.versions(),
+        "remark": options.remark,
         "systems": systems,
     }
 
@@ -182,7 +184,7 @@ def command(argv: Sequence[str]) -> str:
     """As others have it, with files by their last names, since where they lie is nobody else's matter."""
     words, before = [], ""
     for word in (part for given in argv[1:] for part in given.split("=", 1)):
-        if before != "--scratch" and word != "--scratch":
+        if not {before, word} & {"--scratch", "--remark"}:
             words.append(Path(word).name if before in _TOLD else word)
         before = word
     return report.command([argv[0], *words])
@@ -218,7 +220,7 @@ _HEADER = [
     "system",
     "text, MB",
     "MB a CPU second",
-    "megazero's, times",
+    "megazero beside it, x",
     "beyond start-up",
     "MB a second",
     "start-up, s",
@@ -241,7 +243,7 @@ def words_of(made: Mapping[str, Any]) -> str:
         f" {made['part_bytes'] / MB:.1f} MB of it; {made['precision']}, {made['cores']} cores. Seconds of CPU are those"
         " of all processes, start-up included, but of those that encode alone only of encoding. Peak is of the largest"
         " process, and the output is beside megazero's on one worker."
-        f" {', '.join(f'{name} {version}' for name, version in made['versions'].items())}."
+        f" {', '.join(f'{name} {version}' for name, version in made['versions'].items())}. {made['remark']}".rstrip()
     )
 
 

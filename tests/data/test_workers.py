@@ -171,7 +171,10 @@ def test_workers_end_with_their_parent(tmp_path: Path, kind: signal.Signals, wai
             parent.kill()
         else:
             os.killpg(parent.pid, kind)
-        parent.wait(30)
+        try:
+            parent.wait(30)
+        finally:
+            parent.kill()
         stderr = parent.stderr.read()
     deadline = time.monotonic() + 30
     while any(map(is_alive, ids)) and time.monotonic() < deadline:

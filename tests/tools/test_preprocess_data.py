@@ -97,7 +97,10 @@ def test_an_interruption_is_told_in_a_word_and_can_be_gone_on_from(tmp_path: Pat
     ) as process:  # fmt: skip
         assert finished(tmp_path, 2, process)
         os.killpg(process.pid, kind) if kind == signal.SIGINT else process.send_signal(kind)
-        stdout, stderr = process.communicate(timeout=60)
+        try:
+            stdout, stderr = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert (process.returncode, stderr) == (130, "interrupted\n")
     assert stdout.splitlines()[-1].startswith("what was finished is kept in")
     assert contents(tmp_path / "out") == {}
