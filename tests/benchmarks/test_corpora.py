@@ -50,7 +50,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     failed = contestant("failed")
     failed.refused = "failed: exit status 1: x"
     field = [contestant("ours", 2.0, first=0.4, is_base=True), contestant("theirs", 5.0, first=1.0), failed]
-    return record(field, FILES, Namespace(vocab_file=None, vocab_size=400, megabytes=100.0))
+    return record(field, FILES, Namespace(vocab_file=None, vocab_size=400, megabytes=100.0, remark="A remark."))
 
 
 def test_the_record_and_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +65,7 @@ def test_the_record_and_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert rows["theirs"][1:3] == ["16", "2.50"] and rows["failed"][0] == "failed: exit status 1: x"
     text = "\n".join(page(found))
     assert "10 documents in 80.0 MB of jsonl (100 MB were asked for)" in " ".join(text.split())
-    assert "a BPE of 400" in text
+    assert "a BPE of 400" in text and "A remark." in text
 
 
 def test_the_page_of_all_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_the_page_of_all_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_commands_name_no_folders() -> None:
-    words = "corpora.py --vocab-file /a/v.json --megatron=/x/Megatron-LM --rounds 2 --scratch /tmp/s --output o"
+    words = "corpora.py --vocab-file /a/v.json --megatron=/x/Megatron-LM --rounds 2 --scratch /tmp/s --remark r --output o"
     told = "python benchmarks/corpora.py --vocab-file v.json --megatron Megatron-LM --rounds 2"
     assert command(words.split()) == told
 
