@@ -52,7 +52,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--vocab-size", type=int, default=32768, help="tokens of the BPE that is learned without these")
     parser.add_argument("--pieces", type=int, default=8000, help="of the SentencePiece models")
     parser.add_argument("--megatron", type=Path, metavar="FOLDER", help="a checkout of Megatron-LM")
-    parser.add_argument("--remark", default="", metavar="TEXT", help="what else a reader must know, kept with the record")
+    parser.add_argument("--remark", default="", metavar="TEXT", help="what else a reader must know; it is kept")
     parser.add_argument("--workers", type=int, default=2, help="megazero is measured with as many as well")
     parser.add_argument("--rounds", type=int, default=3, help="turns of every system")
     parser.add_argument("--systems", nargs="+", metavar="NAME", help="those whose names begin so; all without")

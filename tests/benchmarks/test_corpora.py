@@ -76,7 +76,7 @@ def test_the_page_of_all_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_commands_name_no_folders() -> None:
-    words = "corpora.py --vocab-file /a/v.json --megatron=/x/Megatron-LM --rounds 2 --scratch /tmp --remark r --output o"
+    words = "corpora.py --vocab-file /a/v.json --megatron=/x/Megatron-LM --rounds 2 --scratch /s --remark r --output o"
     told = "python benchmarks/corpora.py --vocab-file v.json --megatron Megatron-LM --rounds 2"
     assert command(words.split()) == told
 
