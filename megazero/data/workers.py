@@ -4,6 +4,7 @@ Task number i goes to worker i modulo their number, so nobody needs to say who d
 of it and takes them in with a thread of its own, so neither side can wait for the other for ever.
 """
 
+import fcntl
 import multiprocessing
 import queue
 import signal
@@ -23,6 +24,7 @@ Result = TypeVar("Result")
 
 # Tasks that a worker has been given and whose results have not been taken.
 AHEAD = 3
+PIPE_BYTES = 1 << 20
 
 
 class _Failure(NamedTuple):
@@ -63,6 +65,7 @@ def _started(start: Callable[[], Callable[[Task], Result]], count: int) -> Itera
     try:
         for _ in range(count):
             (task_end, tasks), (results, result_end) = context.Pipe(duplex=False), context.Pipe(duplex=False)
+            _widen(results)
             process = context.Process(target=_work, args=(start, task_end, result_end), daemon=True)
             with _uninterrupted():
                 process.start()
@@ -78,6 +81,12 @@ def _started(start: Callable[[], Callable[[Task], Result]], count: int) -> Itera
         for worker in pool:
             worker.process.terminate()
             worker.process.join()
+
+
+def _widen(pipe: Connection) -> None:
+    """Let a whole result lie in a pipe, so that its sender goes on with the next task before anybody has read it."""
+    with suppress(OSError):  # more than the system allows a user
+        fcntl.fcntl(pipe.fileno(), fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
 
 @contextmanager
