@@ -89,7 +89,7 @@ def add_shard_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--num-shards", type=positive, metavar="N", help="how many; tools/merge_datasets.py joins them")
     group.add_argument("--shard-index", type=int, metavar="I", help="which of them, from 0")
     group.add_argument(
-        "--shards-from-slurm", action="store_true", help="both as SLURM_ARRAY_TASK_ID, _MIN and _COUNT say"
+        "--shards-from-slurm", action="store_true", help="both as SLURM_ARRAY_TASK_ID, _MIN, _MAX and _COUNT say"
     )
 
 
@@ -97,14 +97,17 @@ def chosen_shard(arguments: argparse.Namespace) -> Shard:
     """The shard of this process; raises ConfigError when half of it is told."""
     index, count = arguments.shard_index, arguments.num_shards
     if arguments.shards_from_slurm:
-        names = [f"SLURM_ARRAY_TASK_{name}" for name in ("ID", "MIN", "COUNT")]
+        names = [f"SLURM_ARRAY_TASK_{name}" for name in ("ID", "MIN", "MAX", "COUNT")]
         told = [os.environ.get(name, "") for name in names]
         if not all(text.isdecimal() for text in told) or index is not None or count is not None:
             found = ", ".join(f"{name} {text!r}" for name, text in zip(names, told, strict=True))
             rule = "an array job of Slurm says which shard this is, and nobody else"
             legal = "sbatch --array=0-7, or --shard-index and --num-shards alone"
             raise ConfigError(Problem(f"--shards-from-slurm with {found}", rule, legal))
-        number, first, size = map(int, told)
+        number, first, last, size = map(int, told)
+        if last - first + 1 != size:
+            given = f"--shards-from-slurm with {size} tasks from {first} to {last}"
+            raise ConfigError(Problem(given, "shards are numbered without a gap", f"sbatch --array=0-{size - 1}"))
         return Shard(number - first, size)
     if (index is None) != (count is None):
         raise ConfigError(

@@ -56,7 +56,10 @@ def find_inputs(words: Sequence[str], input_format: str | None = None) -> list[I
     problems: list[Problem] = []
     for word in words:
         for item in _expand(word, input_format):
-            (problems if isinstance(item, Problem) else found).append(item)  # type: ignore[arg-type]
+            if isinstance(item, Problem):
+                problems.append(item)
+            else:
+                found.append(item)
     pipes = [file.path for file in found if file.is_pipe]
     for path in dict.fromkeys(pipes):
         if pipes.count(path) > 1:

@@ -7,7 +7,7 @@
 
 import gzip
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -39,8 +39,9 @@ def written_lines(path: Path) -> Iterator[IO[bytes]]:
     with written_aside(path) as stream, ExitStack() as stack:
         packed: IO[bytes] = stream
         if path.suffix.lower() == ".gz":
+            opener: Callable[..., Any] = gzip.GzipFile
             packed = stack.enter_context(
-                gzip.GzipFile(filename="", mode="wb", compresslevel=_GZIP_LEVEL, fileobj=stream, mtime=0)  # type: ignore[arg-type]
+                opener(filename="", mode="wb", compresslevel=_GZIP_LEVEL, fileobj=stream, mtime=0)
             )
         elif path.suffix.lower() == ".zst":
             compressor = zstandard.ZstdCompressor(level=_ZSTANDARD_LEVEL, write_checksum=True)
@@ -51,11 +52,23 @@ def written_lines(path: Path) -> Iterator[IO[bytes]]:
 def json_line(content: Mapping[str, Any]) -> bytes:
     """An object as a line.  Raises DataError for what JSON cannot say."""
     try:
-        return orjson.dumps(content, option=orjson.OPT_APPEND_NEWLINE)
+        line = orjson.dumps(content, option=orjson.OPT_APPEND_NEWLINE)
+        # It writes NaN and Infinity, which readers of JSON take, as null.
+        if b"null" not in line or _is_finite(content):
+            return line
     except TypeError:
-        # The stricter and faster of two writers; the other one takes large integers and halves of surrogate pairs.
-        try:
-            return json.dumps(content).encode() + b"\n"
-        except TypeError as error:
-            shown = ", ".join(content)
-            raise DataError(Problem(f"an object of the keys {shown}", f"holds what JSON can say: {error}")) from error
+        pass
+    # The stricter and faster of two writers; this one takes large integers and halves of surrogate pairs as well.
+    try:
+        return json.dumps(content).encode() + b"\n"
+    except TypeError as error:
+        shown = ", ".join(content)
+        raise DataError(Problem(f"an object of the keys {shown}", f"holds what JSON can say: {error}")) from error
+
+
+def _is_finite(content: Mapping[str, Any]) -> bool:
+    try:
+        json.dumps(content, allow_nan=False)
+    except ValueError:
+        return False
+    return True

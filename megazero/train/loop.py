@@ -32,6 +32,8 @@ from megazero.train.step import StepControls, StepReport, training_step
 from megazero.train.writers import Writer
 from megazero.units import format_bytes, format_count, format_duration
 
+_event: Callable[[], torch.cuda.Event] = torch.cuda.Event
+
 
 @dataclass(frozen=True)
 class Timetable:
@@ -85,7 +87,7 @@ class _Readback:
     def __init__(self, report: StepReport) -> None:
         figures = torch.stack(report)
         self._host = figures.to("cpu", non_blocking=True)
-        self._arrived = torch.cuda.Event() if figures.is_cuda else None  # type: ignore[no-untyped-call]
+        self._arrived = _event() if figures.is_cuda else None
         if self._arrived is not None:
             self._arrived.record()
 

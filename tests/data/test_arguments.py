@@ -93,11 +93,14 @@ def test_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_ARRAY_TASK_ID", raising=False)
     with pytest.raises(ConfigError, match="SLURM_ARRAY_TASK_ID ''"):
         shard("--shards-from-slurm")
-    for name, number in (("ID", 5), ("MIN", 3), ("COUNT", 4)):
+    for name, number in (("ID", 5), ("MIN", 3), ("MAX", 6), ("COUNT", 4)):
         monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", str(number))
     assert shard("--shards-from-slurm") == Shard(2, 4)
     with pytest.raises(ConfigError, match="nobody else"):
         shard("--shards-from-slurm", "--num-shards", "4")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_MAX", "9")  # --array=3-9:2
+    with pytest.raises(ConfigError, match=r"4 tasks from 3 to 9(?s:.*)--array=0-3"):
+        shard("--shards-from-slurm")
 
 
 def test_positive() -> None:

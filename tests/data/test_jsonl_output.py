@@ -53,5 +53,8 @@ def test_lines_hold_all_that_json_can_say() -> None:
     for content in ({"a": 2**70}, {"a": "\ud800"}, {"a": "line\u2028\n", "b": [True, {}]}):
         line = json_line(content)
         assert json.loads(line) == content and line.count(b"\n") == 1 and line.endswith(b"\n")
+    unbounded = {"text": "null", "none": None, "deep": [{"n": float("inf")}, -float("inf")], "n": float("nan")}
+    assert repr(json.loads(json_line(unbounded))) == repr(unbounded)
+    assert json_line({"text": "null", "none": None}) == b'{"text":"null","none":null}\n'
     with pytest.raises(DataError, match="keys text, raw"):
         json_line({"text": "x", "raw": b"\0"})

@@ -28,7 +28,8 @@ while [[ "$1" == --* ]]; do
     shift
 done
 first="${range%-*}" last="${range#*-}"
-export SLURM_ARRAY_JOB_ID=99 SLURM_ARRAY_TASK_MIN="$first" SLURM_ARRAY_TASK_COUNT=$((last - first + 1))
+export SLURM_ARRAY_JOB_ID=99 SLURM_ARRAY_TASK_MIN="$first" SLURM_ARRAY_TASK_MAX="$last"
+export SLURM_ARRAY_TASK_COUNT=$((last - first + 1))
 for ((task = first; task <= last; task++)); do
     SLURM_JOB_ID=$((100 + task)) SLURM_ARRAY_TASK_ID="$task" bash "$@" >&2
 done

@@ -1,6 +1,5 @@
 """The way from source files to an inspected corpus, through the programs a user starts."""
 
-import argparse
 import json
 import os
 import re
@@ -12,10 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from megazero.data.arguments import add_shard_arguments, chosen_shard
-from megazero.data.chunks import WHOLE, Shard
-from megazero.errors import ConfigError
 
 TOOLS = Path(__file__).parents[2] / "tools"
 
@@ -129,30 +124,10 @@ def test_a_full_disk_is_told_and_leaves_no_trace(tmp_path: Path, limit: int) -> 
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def shard(*words: str) -> Shard:
-    parser = argparse.ArgumentParser()
-    add_shard_arguments(parser.add_argument_group("shards"))
-    return chosen_shard(parser.parse_args(words))
-
-
-def test_shards_are_told_by_numbers_or_by_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert shard() == WHOLE
-    assert shard("--shard-index", "3", "--num-shards", "8") == Shard(3, 8)
-    for words in (["--shard-index", "3"], ["--num-shards", "8"]):
-        with pytest.raises(ConfigError, match="go together"):
-            shard(*words)
-    with pytest.raises(ConfigError, match="SLURM_ARRAY_TASK_ID ''"):
-        shard("--shards-from-slurm")
-    for name, value in {"ID": "12", "MIN": "10", "COUNT": "4"}.items():
-        monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
-    assert shard("--shards-from-slurm") == Shard(2, 4)
-    with pytest.raises(ConfigError, match="and nobody else"):
-        shard("--shards-from-slurm", "--num-shards", "4")
-
-
 def test_shards_by_slurm_have_their_own_names(tmp_path: Path) -> None:
     write_text(tmp_path, 3)
-    told = {"SLURM_ARRAY_TASK_ID": "6", "SLURM_ARRAY_TASK_MIN": "5", "SLURM_ARRAY_TASK_COUNT": "2"}
+    told = {"SLURM_ARRAY_TASK_ID": "6", "SLURM_ARRAY_TASK_MIN": "5", "SLURM_ARRAY_TASK_MAX": "6"}
+    told["SLURM_ARRAY_TASK_COUNT"] = "2"
     subprocess.run(
         command(tmp_path, "--shards-from-slurm"), env={**os.environ, **told}, check=True, capture_output=True
     )
