@@ -99,7 +99,8 @@ def main() -> None:
         )
     if done.bad_lines:
         console.line(f"{format_count(done.bad_lines)} lines passed over, listed in {done.bad_lines_file}")
-    console.line(f"done in {format_duration(time.monotonic() - started)}, encoded by {done.library}")
+    library = f", encoded by {done.library}" if done.library else ""
+    console.line(f"done in {format_duration(time.monotonic() - started)}{library}")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ What cannot be read is an error that names file and line, or is noted and passed
 import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from io import BytesIO
+from typing import Any, BinaryIO, NamedTuple
 
 import orjson
 
@@ -40,13 +41,14 @@ BLOCK_LIMIT_BYTES = 4 * BLOCK_BYTES
 
 
 class Document(NamedTuple):
-    """One document: a text for every key asked for, and its size.
+    """One document: a text for every key asked for.
 
-    text_bytes: UTF-8 bytes of each text.
+    contents: the same in UTF-8; ASCII, which is nearly all there is, stays what it was, as nothing else would be made
+    of it.  The length of each is its size in bytes.
     """
 
     texts: tuple[str, ...]
-    text_bytes: tuple[int, ...]
+    contents: tuple[str | bytes, ...]
 
 
 class _Unusable(Exception):
@@ -57,20 +59,19 @@ class _Unusable(Exception):
         self.rule, self.legal, self.offset = rule, legal, offset
 
 
+# Bytes from the beginning of the chunk's lines, or the number of a row in its chunk; and what lies there.
+_Record = tuple[int, Any]
+
+
 class _Opened(NamedTuple):
     """The records of a chunk as they lie there, how to read one, and where a byte of the one at an offset is.
 
     Telling is asked for errors only, and in order: counting lines takes a look at everything before.
     """
 
-    records: Iterator["_Record"]
+    records: Iterator[_Record]
     read: Callable[[Any], dict[str, Any]]
     tell: Callable[[int, int], str]
-
-
-class _Record(NamedTuple):
-    offset: int  # bytes from the beginning of the chunk's lines, or the number of a row in its chunk
-    content: Any
 
 
 def iterate_objects(
@@ -129,12 +130,12 @@ def _open(chunk: Chunk, rules: DocumentRules, bad: BadLines | None, *, is_exact:
     if chunk.file.format != JSON:
         key = rules.json_keys[0]
         return _Opened(_text_documents(data, mark, rules.text_rule), lambda text: {key: text}, tell)
-    lines = (line for line in _lines(data, mark) if not line.content.isspace())
+    lines = ((offset, line) for offset, line in _lines(data, mark) if not line.isspace())
     return _Opened(lines, partial(_object, replaces=rules.invalid_utf8 == "replace", is_exact=is_exact), tell)
 
 
 def _open_records(chunk: Records) -> _Opened:
-    rows = (_Record(number, row) for number, row in enumerate(chunk.rows) if not _is_blank(row, chunk.unit))
+    rows = ((number, row) for number, row in enumerate(chunk.rows) if not _is_blank(row, chunk.unit))
     return _Opened(rows, _as_it_is, lambda number, _: f"{chunk.file.path}: {chunk.unit} {chunk.first + number}")
 
 
@@ -147,10 +148,10 @@ def _as_it_is(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def _read_lines(chunk: LineRange | LineBlock) -> _Record:
+def _read_lines(chunk: LineRange | LineBlock) -> tuple[int, bytes]:
     """Where in the file the first line begins, and all lines; of a block, as it is."""
     if isinstance(chunk, LineBlock):
-        return _Record(0, chunk.data)
+        return 0, chunk.data
     try:
         with open(chunk.file.path, "rb") as stream:
             return _range_lines(stream, chunk.start, chunk.stop)
@@ -158,36 +159,36 @@ def _read_lines(chunk: LineRange | LineBlock) -> _Record:
         raise cannot_read(chunk.file.path, error) from error
 
 
-def _range_lines(stream: Any, start: int, stop: int) -> _Record:
+def _range_lines(stream: BinaryIO, start: int, stop: int) -> tuple[int, bytes]:
     """The lines that begin in [start, stop)."""
     if start:
         # The line that holds the byte before is another chunk's; all of this range may lie in it.
         stream.seek(start - 1)
         head = stream.readline(stop - start + 1)
         if not head.endswith(b"\n"):
-            return _Record(stop, b"")
+            return stop, b""
         start += len(head) - 1
     data = stream.read(stop - start) if start < stop else b""
     if data and not data.endswith(b"\n"):
         data += stream.readline()
-    return _Record(start, data)
+    return start, data
 
 
 def _lines(data: bytes, start: int = 0) -> Iterator[_Record]:
     """Lines with their ends.  Only a line feed ends a line: JSON strings may hold other separators."""
-    offset = start
-    while offset < len(data):
-        stop = data.find(b"\n", offset) + 1 or len(data)
-        yield _Record(offset, data[offset:stop])
-        offset = stop
+    stream = BytesIO(data)
+    offset = stream.seek(start)
+    for line in stream:
+        yield offset, line
+        offset += len(line)
 
 
 def _text_documents(data: bytes, start: int, rule: str) -> Iterator[_Record]:
     if rule == "file":
         if start < len(data):
-            yield _Record(start, data[start:])
+            yield start, data[start:]
     elif rule == "lines":
-        yield from (_Record(offset, line.rstrip(b"\r\n")) for offset, line in _lines(data, start) if line.strip())
+        yield from ((offset, line.rstrip(b"\r\n")) for offset, line in _lines(data, start) if line.strip())
     else:
         yield from _blocks(data, start)
 
@@ -197,10 +198,10 @@ def _blocks(data: bytes, start: int) -> Iterator[_Record]:
         stop = offset + len(line)
         length = stop - start
         if length >= BLOCK_LIMIT_BYTES or (length >= BLOCK_BYTES and not line.strip()):
-            yield _Record(start, data[start:stop])
+            yield start, data[start:stop]
             start = stop
     if start < len(data):
-        yield _Record(start, data[start:])
+        yield start, data[start:]
 
 
 def _object(line: bytes, *, replaces: bool, is_exact: bool) -> dict[str, Any]:
@@ -238,15 +239,15 @@ def _lenient_object(line: bytes, *, replaces: bool) -> Any:
 
 
 def _document(content: dict[str, Any], rules: DocumentRules) -> Document:
+    if len(rules.json_keys) == 1:  # as nearly always
+        text, utf8 = _text(content, rules.json_keys[0], rules)
+        return Document((text,), (utf8,))
     texts = [_text(content, key, rules) for key in rules.json_keys]
-    if len(texts) == 1:  # as nearly always
-        ((text, size),) = texts
-        return Document((text,), (size,))
-    return Document(tuple(text for text, _ in texts), tuple(size for _, size in texts))
+    return Document(tuple(text for text, _ in texts), tuple(utf8 for _, utf8 in texts))
 
 
-def _text(content: dict[str, Any], key: str, rules: DocumentRules) -> tuple[str, int]:
-    """The text under a key, and its size in bytes."""
+def _text(content: dict[str, Any], key: str, rules: DocumentRules) -> tuple[str, str | bytes]:
+    """The text under a key, and its UTF-8 if it is not ASCII."""
     try:
         value = content[key]
     except KeyError:
@@ -259,13 +260,13 @@ def _text(content: dict[str, Any], key: str, rules: DocumentRules) -> tuple[str,
     if not isinstance(value, str):
         raise _Unusable(f"holds a string under {key!r}, not {type(value).__name__}")
     if value.isascii():
-        return value, len(value)
+        return value, value
     try:
-        return value, len(value.encode())
+        return value, value.encode()
     except UnicodeEncodeError as error:
         if rules.invalid_utf8 == "replace":
             value = value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            return value, len(value.encode())
+            return value, value.encode()
         raise _Unusable(f"holds Unicode text: {error.reason} at character {error.start}") from error
 
 

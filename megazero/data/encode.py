@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from megazero.data.bad_lines import BadLines
 from megazero.data.chunks import Chunk, DocumentRules
 from megazero.data.documents import read_documents
-from megazero.data.encoders import Encode, Ids, fastest_encoder
+from megazero.data.encoders import Encoder, Ids, fastest_encoder
 from megazero.data.indexed_dataset import token_dtype
 from megazero.data.tokenizers import Tokenizer, TokenizerSpec, load_tokenizer
 
@@ -44,44 +44,50 @@ class EncodedTexts(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """One chunk, encoded; `texts` has an entry for every key, `bad_lines` one for every line passed over."""
+    """One chunk, encoded; `texts` has an entry for every key, `bad_lines` one for every line passed over.
+
+    library: what encodes.  notice: why nothing faster does, or not for all documents; "" when there is no reason.
+    """
 
     texts: tuple[EncodedTexts, ...]
     bad_lines: list[str]
     input_bytes: int
+    library: str = ""
+    notice: str = ""
 
 
 def chunk_encoder(spec: TokenizerSpec, rules: EncodeRules) -> Callable[[Chunk], Encoded]:
     """A function that encodes chunks, with a tokenizer of its own."""
     tokenizer = load_tokenizer(spec)
-    return encode_with(tokenizer, fastest_encoder(tokenizer).encode, rules)
+    return encode_with(tokenizer, fastest_encoder(tokenizer), rules)
 
 
-def encode_with(tokenizer: Tokenizer, encode: Encode, rules: EncodeRules) -> Callable[[Chunk], Encoded]:
-    """A function that encodes chunks; `encode` gives the ids that `tokenizer` would."""
+def encode_with(tokenizer: Tokenizer, encoder: Encoder, rules: EncodeRules) -> Callable[[Chunk], Encoded]:
+    """A function that encodes chunks; `encoder` gives the ids that `tokenizer` would."""
     end = np.array([tokenizer.eod], np.uint32) if rules.append_eod else None
     # One for all chunks: it remembers how many lines stand before the last one.
     bad = BadLines() if rules.skip_bad_lines else None
-    return partial(_encode_chunk, encode, token_dtype(tokenizer.vocab_size), end, rules, bad)
+    return partial(_encode_chunk, encoder, token_dtype(tokenizer.vocab_size), end, rules, bad)
 
 
 def _encode_chunk(
-    encode: Encode,
+    encoder: Encoder,
     dtype: "np.dtype[Any]",
     end: NDArray[Any] | None,
     rules: EncodeRules,
     bad: BadLines | None,
     chunk: Chunk,
 ) -> Encoded:
-    num_keys = len(rules.documents.json_keys)
+    encode, num_keys = encoder.encode, len(rules.documents.json_keys)
     ids: list[list[Ids]] = [[] for _ in range(num_keys)]
     sizes = [0] * num_keys
     for document in read_documents(chunk, rules.documents, bad):
-        for index, text in enumerate(document.texts):
-            ids[index].append(encode(text))
-            sizes[index] += document.text_bytes[index]
+        for index, content in enumerate(document.contents):
+            ids[index].append(encode(content))
+            sizes[index] += len(content)
     texts = (_joined(texts, end, dtype, rules, size) for texts, size in zip(ids, sizes, strict=True))
-    return Encoded(tuple(texts), bad.take() if bad else [], chunk.input_bytes)
+    bad_lines = bad.take() if bad else []
+    return Encoded(tuple(texts), bad_lines, chunk.input_bytes, encoder.library, encoder.notice)
 
 
 def _joined(

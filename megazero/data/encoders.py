@@ -12,20 +12,23 @@ implementation, so it is trusted only where both agree:
   space not at all.
 """
 
+import re
 import sys
 import unicodedata
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]  # made when imported
 
 from megazero.data.tokenizers import END_OF_TEXT, Gpt2BpeTokenizer, SentencePieceTokenizer, Tokenizer
 
 Ids = Sequence[int] | NDArray[Any]
-Encode = Callable[[str], Ids]
+# A text, or its UTF-8, whichever is at hand: gigatoken reads either, and to make one of the other takes time.
+Content = str | bytes
+Encode = Callable[[Content], Ids]
 
 # Letters and digits of Unicode 17, which came after the tables of `tokenizers` 0.23 and before those of gigatoken 0.10.
 NEW_LETTERS = (
@@ -41,6 +44,8 @@ PICTURES = range(0x1F300, 0x1FB00)
 ASSIGNED = (range(0x40000), range(0xE0000, 0xF0000))
 PRIVATE = range(0xF0000, 0x110000)
 ASCII = bytes(range(128))
+# Where byte-level BPE always begins anew: what makes words of text never goes from a visible character to a line's end.
+BEFORE_LINE_END = re.compile(r"(?<=[!-~])(?=\n)")
 SPACE_PIECE = "\u2581"
 # What SentencePiece itself brings along; of ASCII they change nothing but single characters, which the probes hold.
 NORMALISERS = ("nfkc", "nmt_nfkc", "nfkc_cf", "nmt_nfkc_cf")
@@ -87,58 +92,71 @@ def fastest_encoder(tokenizer: Tokenizer) -> Encoder:
         return _checked(tokenizer, "tokenizers", _byte_level)
     if isinstance(tokenizer, SentencePieceTokenizer):
         return _checked(tokenizer, "sentencepiece", _sentence_pieces)
-    return Encoder(lambda text: np.frombuffer(text.encode(), np.uint8), "bytes")
+    return Encoder(lambda content: np.frombuffer(_utf8(content), np.uint8), "bytes")
 
 
 class _Fast(NamedTuple):
     """gigatoken's encoder of a tokenizer, and the texts it is to be trusted with.
 
     caution: why it is to be trusted with ASCII alone, whatever the probes say; "" when they decide.
+    cut: parts of a text that can be encoded one by one; the text itself where nobody knows how.
     """
 
     encode: Encode
-    trusts: Callable[[str], bool]
+    trusts: Callable[[Content], bool]
     caution: str = ""
+    cut: Callable[[str], list[str]] = lambda text: [text]
 
 
 def _checked(tokenizer: Tokenizer, library: str, make: Callable[[Any, Any], _Fast]) -> Encoder:
     """gigatoken where it agrees with `library`, of which the tokenizer is made."""
+
+    def slow(content: Content) -> Ids:
+        return tokenizer.encode(content if isinstance(content, str) else content.decode())
+
     try:
         import gigatoken
 
         fast = make(gigatoken.Tokenizer, tokenizer)
     except ImportError:
-        return Encoder(tokenizer.encode, library, f"gigatoken is not installed: {library} encodes, much slower")
+        return Encoder(slow, library, f"gigatoken is not installed: {library} encodes, much slower")
     except (AttributeError, ValueError) as error:  # another version's interface, a model it does not know
-        return Encoder(tokenizer.encode, library, f"{library} encodes, slower: {error}")
-    odd = next((probe for probe in ASCII_PROBES if _differs(fast, tokenizer, probe)), None)
+        return Encoder(slow, library, f"{library} encodes, slower: {error}")
+    odd = next((probe for probe in ASCII_PROBES if _differs(fast, slow, probe)), None)
     if odd is not None:
-        return Encoder(
-            tokenizer.encode, library, f"gigatoken differs from {library} on {odd[:40]!r}: {library} encodes"
-        )
-    odd = next((probe for probe in OTHER_PROBES if _differs(fast, tokenizer, probe)), None)
+        return Encoder(slow, library, f"gigatoken differs from {library} on {odd[:40]!r}: {library} encodes")
+    odd = next((probe for probe in OTHER_PROBES if _differs(fast, slow, probe)), None)
     if odd is None and not fast.caution:
-        return Encoder(_either(fast.encode, tokenizer.encode, fast.trusts), "gigatoken")
+        return Encoder(_either(fast, slow), "gigatoken")
     reason = fast.caution or f"gigatoken differs from {library} on {(odd or '')[:20]!a}"
     notice = f"{reason}: {library} encodes documents that are not ASCII"
     trusts_ascii = fast.trusts
-    return Encoder(
-        _either(fast.encode, tokenizer.encode, lambda text: text.isascii() and trusts_ascii(text)), "gigatoken", notice
-    )
+    ascii_alone = fast._replace(trusts=lambda content: content.isascii() and trusts_ascii(content))
+    return Encoder(_either(ascii_alone, slow), "gigatoken", notice)
 
 
-def _differs(fast: _Fast, tokenizer: Tokenizer, text: str) -> bool:
-    return fast.trusts(text) and list(fast.encode(text)) != tokenizer.encode(text)
+def _differs(fast: _Fast, slow: Encode, text: str) -> bool:
+    return fast.trusts(text) and list(fast.encode(text)) != list(slow(text))
 
 
-def _either(fast: Encode, slow: Encode, trusts: Callable[[str], bool]) -> Encode:
-    return lambda text: fast(text) if trusts(text) else slow(text)
+def _either(fast: _Fast, slow: Encode) -> Encode:
+    trusts, encode = fast.trusts, fast.encode
+    return lambda content: encode(content) if trusts(content) else _by_parts(fast, slow, content)
+
+
+def _by_parts(fast: _Fast, slow: Encode, content: Content) -> Ids:
+    """What is trusted of a text that as a whole is not goes fast as well."""
+    parts = fast.cut(content if isinstance(content, str) else content.decode())
+    runs = groupby(parts, fast.trusts)
+    return [token for trusted, run in runs for token in (fast.encode if trusted else slow)("".join(run))]
 
 
 def _byte_level(library: Any, tokenizer: Gpt2BpeTokenizer) -> _Fast:
     known = _KnownCharacters()
     return _Fast(
-        library.from_json(tokenizer.description()).backend.encode, lambda text: text.isascii() or known.hold(text)
+        library.from_json(tokenizer.description()).backend.encode,
+        lambda content: content.isascii() or known.hold(content),
+        cut=BEFORE_LINE_END.split,
     )
 
 
@@ -149,38 +167,47 @@ def _sentence_pieces(library: Any, tokenizer: SentencePieceTokenizer) -> _Fast:
         raise ValueError(f"the model has the user-defined symbol {spaced[0]!r}")
     if normaliser not in ("", *NORMALISERS):
         raise ValueError(f"the model normalises text by rules of its own, called {normaliser!r}")
-    signs = tokenizer.signs()
+    signs = [sign.encode() for sign in tokenizer.signs()]
+
+    def trusts(content: Content) -> bool:
+        utf8 = _utf8(content)
+        return not any(sign in utf8 for sign in signs)
+
     return _Fast(
         library.from_sentencepiece(tokenizer.content).backend.encode,
-        lambda text: not any(sign in text for sign in signs),
+        trusts,
         normaliser and f"the model normalises text ({normaliser})",
     )
 
 
 def _facts(content: bytes) -> tuple[list[str], str]:
     """A SentencePiece model's user-defined symbols, and the name of its normaliser; "" when it leaves text as it is."""
+    from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]  # made when imported
+
     model = ModelProto.FromString(content)
     symbols = [piece.piece for piece in model.pieces if piece.type == piece.USER_DEFINED]
     normaliser = model.normalizer_spec
     return symbols, (normaliser.name or "?") if normaliser.precompiled_charsmap else ""
 
 
+def _utf8(content: Content) -> bytes:
+    return content if isinstance(content, bytes) else content.encode()
+
+
 class _KnownCharacters:
     """Characters that every library knows the kind of: assigned as far as Python knows, and not NEW_LETTERS."""
 
-    def hold(self, text: str) -> bool:
+    def hold(self, content: Content) -> bool:
         """Whether all of a text's are."""
-        content = text.encode()
-        if len(content) < 1.2 * len(text):  # most are ASCII, and go quickly
-            text = content.translate(None, ASCII).decode()
-        return not self._unknown[np.frombuffer(text.encode("utf-32-le"), np.uint32)].any()
+        others = _utf8(content).translate(None, ASCII).decode()  # most are ASCII as a rule, and go quickly
+        return not self._unknown[np.frombuffer(others.encode("utf-32-le"), np.uint32)].any()
 
     @cached_property
     def _unknown(self) -> NDArray[np.bool_]:
         unknown = np.ones(sys.maxunicode + 1, bool)
         for plane in ASSIGNED:
-            kinds = map(unicodedata.category, map(chr, plane))
-            unknown[plane.start : plane.stop] = np.fromiter((kind == "Cn" for kind in kinds), bool, len(plane))
+            kinds = "".join(map(unicodedata.category, map(chr, plane)))  # two letters each
+            unknown[plane.start : plane.stop] = np.frombuffer(kinds.encode(), "S2") == b"Cn"
         unknown[PRIVATE.start : PRIVATE.stop] = False
         unknown[PICTURES.start : PICTURES.stop] = False
         for part in NEW_LETTERS.split():

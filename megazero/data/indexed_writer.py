@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple, Self
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from megazero.data.files import cannot_write, move_into_place, remove_file
@@ -29,7 +30,6 @@ from megazero.data.indexed_dataset import (
     Tokens,
     idx_path,
 )
-from megazero.data.sidecar import digest_of
 from megazero.errors import DataError, Problem
 
 # Bytes of a file that are read at a time.
@@ -55,12 +55,14 @@ class Spool:
 
     def __init__(self, path: Path, size: int = 0) -> None:
         self.path = path
+        self._digest = xxhash.xxh3_128()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._stream: BinaryIO = open(path, "r+b" if size else "w+b")  # noqa: SIM115 (lives until close)
             found = os.fstat(self._stream.fileno()).st_size
-            self._stream.truncate(size)
-            self._stream.seek(size)
+            self._stream.truncate(min(size, found))
+            while block := self._stream.read(BLOCK_BYTES):
+                self._digest.update(block)
         except OSError as error:
             raise cannot_write(path, error) from error
         if found < size:
@@ -68,12 +70,18 @@ class Spool:
             given = f"{path}: {found} bytes of the {size} that were written"
             raise DataError(Problem(given, "what an earlier run finished is still there", "start again, without it"))
 
+    @property
+    def digest(self) -> str:
+        """The xxh3_128 of all that has been written, in hexadecimal."""
+        return self._digest.hexdigest()
+
     def write(self, content: bytes | memoryview) -> None:
         """Append."""
         try:
             self._stream.write(content)
         except OSError as error:
             raise cannot_write(self.path, error) from error
+        self._digest.update(content)
 
     def sync(self) -> None:
         """Bring every byte to the disk."""
@@ -213,7 +221,7 @@ class IndexedDatasetWriter:
             index.close()
         for spool in (self._lengths, self._documents, self._tokens):
             spool.close()
-        self.digests = {ending: digest_of(self._tokens.path.with_suffix(f".{ending}")) for ending in ("bin", "idx")}
+        self.digests = {"bin": self._tokens.digest, "idx": index.digest}
 
     def _write_index(self, index: Spool) -> None:
         count, entries = self.num_sequences, self.num_documents + 1

@@ -6,8 +6,8 @@ disk and noted in a journal, where a later run goes on.  Nothing gets its final 
 """
 
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megazero.console import Console
-from megazero.data.chunks import CHUNK_BYTES, WHOLE, DocumentRules, Shard, find_chunks, rule_problems
+from megazero.data.chunks import CHUNK_BYTES, WHOLE, Chunk, DocumentRules, Shard, find_chunks, rule_problems
 from megazero.data.encode import Encoded, EncodeRules, chunk_encoder, encode_with
-from megazero.data.encoders import Encoder, fastest_encoder
+from megazero.data.encoders import fastest_encoder
 from megazero.data.files import move_into_place, remove_file
 from megazero.data.indexed_dataset import token_dtype
 from megazero.data.indexed_writer import IndexedDatasetWriter, Position, Spool, publish_corpus
@@ -26,7 +26,7 @@ from megazero.data.journal import Journal
 from megazero.data.progress import Done, TextProgress
 from megazero.data.sidecar import Sidecar, load_sidecar, sidecar_bytes, sidecar_path
 from megazero.data.tokenizers import Tokenizer, TokenizerSpec, load_tokenizer
-from megazero.data.workers import ordered_map
+from megazero.data.workers import worker_pool
 from megazero.errors import DataError, Problem, raise_problems
 from megazero.units import format_bytes
 
@@ -76,8 +76,14 @@ class Corpus(NamedTuple):
     sidecar: Sidecar
 
 
+Encode = Callable[[Iterable[Chunk]], Iterator[Encoded]]
+
+
 class Preprocessed(NamedTuple):
-    """What was written; library: what encoded.  bad_lines: how many were passed over, and where the list of them is."""
+    """What was written; library: what encoded, "" when an earlier run had encoded everything.
+
+    bad_lines: how many were passed over, and where the list of them is.
+    """
 
     corpora: list[Corpus]
     library: str
@@ -91,24 +97,35 @@ def preprocess(request: PreprocessRequest, console: Console) -> Preprocessed:
     Raises DataError for input that cannot be read (file and line), and leaves earlier files untouched then.
     """
     files = _checked_inputs(request)
-    tokenizer = load_tokenizer(request.tokenizer)
-    encoder = fastest_encoder(tokenizer)
-    if encoder.notice:
-        console.line(f"note: {encoder.notice}")
     scratch = Path(f"{request.prefix}.partial")
-    journal = Journal(scratch.with_name(f".{scratch.name}"), _work(request, files), resume=request.resume)
-    try:
-        with journal:
-            if journal.last is None or not journal.last["is_sealed"]:
-                _Run(request, files, tokenizer, encoder, journal, console).write()
-            sealed = journal.last
-            assert sealed is not None, "a run that ended well has told so"
-            corpora = _publish(request, journal.folder, sealed)
-    except BaseException:
-        if journal.folder.exists():
-            console.line(f"what was finished is kept in {journal.folder}: --resume goes on from there")
-        raise
-    return Preprocessed(corpora, encoder.library, sealed["bad_lines"], _bad_lines(request))
+    with _encoding(request) as (tokenizer, encode):
+        journal = Journal(scratch.with_name(f".{scratch.name}"), _work(request, files), resume=request.resume)
+        run = _Run(request, files, tokenizer, journal, console)
+        try:
+            with journal:
+                if journal.last is None or not journal.last["is_sealed"]:
+                    run.write(encode)
+                sealed = journal.last
+                assert sealed is not None, "a run that ended well has told so"
+                corpora = _publish(request, journal.folder, sealed)
+        except BaseException:
+            if journal.folder.exists():
+                console.line(f"what was finished is kept in {journal.folder}: --resume goes on from there")
+            raise
+    return Preprocessed(corpora, run.library, sealed["bad_lines"], _bad_lines(request))
+
+
+@contextmanager
+def _encoding(request: PreprocessRequest) -> Iterator[tuple[Tokenizer, Encode]]:
+    """The tokenizer, and what encodes chunks, in this process or in workers."""
+    rules = EncodeRules(request.rules, request.append_eod, request.split_documents, request.skip_bad_lines)
+    if request.workers == 1:
+        tokenizer = load_tokenizer(request.tokenizer)
+        yield tokenizer, partial(map, encode_with(tokenizer, fastest_encoder(tokenizer), rules))
+        return
+    # A tokenizer takes a while to load: workers load theirs while this process loads its own.
+    with worker_pool(partial(chunk_encoder, request.tokenizer, rules), request.workers) as encode:
+        yield load_tokenizer(request.tokenizer), encode
 
 
 def _checked_inputs(request: PreprocessRequest) -> list[InputFile]:
@@ -153,7 +170,6 @@ class _Run:
         request: PreprocessRequest,
         files: Sequence[InputFile],
         tokenizer: Tokenizer,
-        encoder: Encoder,
         journal: Journal,
         console: Console,
     ) -> None:
@@ -162,9 +178,9 @@ class _Run:
         self._request = request
         self._files = files
         self._tokenizer = tokenizer
-        self._encoder = encoder
         self._journal = journal
         self._console = console
+        self.library = ""
         self._chunks = last.get("chunks", 0)
         self._input_bytes = last.get("input_bytes", 0)
         self._num_bad = last.get("bad_lines", 0)
@@ -172,15 +188,10 @@ class _Run:
         self._positions = [Position(*position) for position in last.get("positions", [()] * len(keys))]
         self._bad_bytes = last.get("bad_bytes", 0)
 
-    def write(self) -> None:
+    def write(self, encode: Encode) -> None:
         """Encode and write what is left, partition by partition; seal."""
         request, dtype = self._request, token_dtype(self._tokenizer.vocab_size)
         chunks = find_chunks(self._files, request.rules, request.shard, request.rules.json_keys)
-        rules = EncodeRules(request.rules, request.append_eod, request.split_documents, request.skip_bad_lines)
-        if request.workers > 1:  # each with a tokenizer of its own
-            start = partial(chunk_encoder, request.tokenizer, rules)
-        else:
-            start = partial(encode_with, self._tokenizer, self._encoder.encode, rules)
         partition = self._partition_bytes()
         if self._chunks:
             self._console.line(f"going on after {format_bytes(self._input_bytes)} of input")
@@ -194,10 +205,9 @@ class _Run:
             bad = Spool(self._journal.folder / _bad_lines(request).name, self._bad_bytes)
             stack.callback(bad.close)
             progress = self._progress()
-            left = islice(chunks, self._chunks, None)
-            results = stack.enter_context(ordered_map(start, left, request.workers))
             stack.enter_context(progress)
-            for encoded in results:
+            for encoded in encode(islice(chunks, self._chunks, None)):
+                self._tell_library(encoded)
                 self._take(encoded, writers, bad)
                 documents, tokens = len(encoded.texts[0].counts), sum(len(texts.tokens) for texts in encoded.texts)
                 progress.advance(Done(documents, tokens, encoded.input_bytes))
@@ -220,6 +230,12 @@ class _Run:
     def _total_bytes(self) -> int:
         """Of this shard's input, about; 0 where nobody knows."""
         return sum(file.size for file in self._files) // self._request.shard.count
+
+    def _tell_library(self, encoded: Encoded) -> None:
+        """With the first chunk."""
+        if encoded.notice and not self.library:
+            self._console.line(f"note: {encoded.notice}")
+        self.library = encoded.library
 
     def _take(self, encoded: Encoded, writers: Sequence[IndexedDatasetWriter], bad: Spool) -> None:
         for index, (writer, texts) in enumerate(zip(writers, encoded.texts, strict=True)):

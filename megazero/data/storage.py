@@ -24,9 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol, TypeVar
 
-import fsspec
 import numpy as np
-from fsspec.registry import known_implementations
 from numpy.typing import NDArray
 
 from megazero.data.files import cannot_read, cannot_write, written_aside
@@ -192,6 +190,8 @@ class _Store:
     """The objects PREFIX.idx, PREFIX.bin and PREFIX.json; a request that fails is made again, a few times."""
 
     def __init__(self, prefix: str) -> None:
+        import fsspec
+
         self._prefix = prefix
         try:
             self._system, path = fsspec.url_to_fs(f"{prefix}.bin")
@@ -277,6 +277,8 @@ def _copy_index(store: _Store, found: _Identity, stream: IO[bytes]) -> None:
 
 def _no_driver(prefix: str, error: Exception) -> DataError:
     """Nothing that fsspec knows opens the prefix; `error` names what to install, if there is something."""
+    from fsspec.registry import known_implementations
+
     scheme = prefix.partition("://")[0].lower()
     package = known_implementations.get(scheme, {}).get("class", "fsspec").partition(".")[0]
     legal = "a folder on a disk" if package == "fsspec" else f"pip install {package}, or a folder on a disk"

@@ -14,9 +14,8 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from sentencepiece import SentencePieceProcessor
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -25,6 +24,9 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from megazero.data.files import cannot_read
 from megazero.errors import DataError, Problem, raise_problems
+
+if TYPE_CHECKING:
+    from sentencepiece import SentencePieceProcessor
 
 GPT2_BPE = "GPT2BPETokenizer"
 SENTENCE_PIECE = "SentencePieceTokenizer"
@@ -158,6 +160,8 @@ class SentencePieceTokenizer:
     """A SentencePiece model of either kind (BPE, unigram)."""
 
     def __init__(self, model_file: Path) -> None:
+        from sentencepiece import SentencePieceProcessor
+
         self._model = SentencePieceProcessor()
         try:
             # From the bytes: the library prints to stderr when it opens a file it cannot read.
@@ -208,7 +212,7 @@ def _decode_runs(tokenizer: Tokenizer, ids: Sequence[int], decode_run: Callable[
     return "".join([*texts, decode_run(run)])
 
 
-def _sentence_piece_eod(model: SentencePieceProcessor) -> int:
+def _sentence_piece_eod(model: "SentencePieceProcessor") -> int:
     if model.eos_id() >= 0:
         return int(model.eos_id())
     for piece in EOD_PIECES:
@@ -260,11 +264,11 @@ def _read_merges(path: Path, vocab: dict[str, int]) -> list[tuple[str, str]]:
     for number, line in enumerate(lines, start=1):
         if not line.strip() or (number == 1 and line.startswith("#version")):
             continue
-        parts = line.rstrip("\r").split(" ")
-        if len(parts) != 2 or not {*parts, "".join(parts)} <= vocab.keys():
+        left, _, right = line.rstrip("\r").partition(" ")
+        if " " in right or not (left in vocab and right in vocab and left + right in vocab):
             rule = "a line is two tokens of the vocabulary whose concatenation is one as well"
             raise DataError(
                 Problem(f"--merge-file {path}:{number}: {line[:80]}", rule, "the merges of this vocabulary")
             )
-        merges.append((parts[0], parts[1]))
+        merges.append((left, right))
     return merges

@@ -2,10 +2,16 @@
 
 Task number i goes to worker i modulo their number, so nobody needs to say who did what; a worker has a few tasks ahead
 of it and takes them in with a thread of its own, so neither side can wait for the other for ever.
+
+The arrays of a result lie in memory that a worker shares with this process, so they are copied once and never read out
+of a pipe.  A worker has as many slots there as tasks: the next result for a slot is of a task that was given out after
+the earlier one had been used.
 """
 
-import fcntl
+import mmap
 import multiprocessing
+import os
+import pickle
 import queue
 import signal
 import threading
@@ -13,7 +19,9 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing import resource_tracker
+from functools import partial
+from itertools import cycle
+from multiprocessing import reduction, resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,9 +30,12 @@ from megazero.errors import DataError, Problem, UserError
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
-# Tasks that a worker has been given and whose results have not been taken.
+# Tasks that a worker has been given and whose results have not been used.
 AHEAD = 3
-PIPE_BYTES = 1 << 20
+# Room for the arrays of a result; of a larger one they go through the pipe.  Memory is used as far as it is written to.
+SLOT_BYTES = 16 << 20
+# Bytes; every array begins at a multiple.
+ALIGNMENT = 64
 
 
 class _Failure(NamedTuple):
@@ -34,46 +45,75 @@ class _Failure(NamedTuple):
     trace: str
 
 
+class _Packed(NamedTuple):
+    """A result: its pickle, and the bytes of every buffer that is not in there but in the slot, one after the other."""
+
+    content: bytes
+    sizes: list[int]
+
+
+class _Slots:
+    """Memory for results, which goes to a worker when it is started."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self._memory = memoryview(mmap.mmap(file, AHEAD * SLOT_BYTES))
+
+    @classmethod
+    def new(cls) -> "_Slots":
+        file = os.memfd_create("results")
+        os.ftruncate(file, AHEAD * SLOT_BYTES)
+        return cls(file)
+
+    def __reduce__(self) -> tuple[Callable[[Any], "_Slots"], tuple[Any]]:
+        return _received, (reduction.DupFd(self._file),)
+
+    def in_turn(self) -> Iterator[memoryview]:
+        """Every slot, again and again."""
+        return cycle([self._memory[n * SLOT_BYTES : (n + 1) * SLOT_BYTES] for n in range(AHEAD)])
+
+    def close_file(self) -> None:
+        """The memory stays until its last user is gone."""
+        os.close(self._file)
+
+
+def _received(file: Any) -> _Slots:
+    return _Slots(file.detach())
+
+
 class _Worker(NamedTuple):
     process: multiprocessing.process.BaseProcess
     tasks: Connection
     results: Connection
+    slots: Iterator[memoryview]
 
 
 @contextmanager
-def ordered_map(
-    start: Callable[[], Callable[[Task], Result]], tasks: Iterable[Task], workers: int
-) -> Iterator[Iterator[Result]]:
-    """The results of all tasks, in order, while the `with` block lasts.
+def worker_pool(
+    start: Callable[[], Callable[[Task], Result]], count: int
+) -> Iterator[Callable[[Iterable[Task]], Iterator[Result]]]:
+    """While the `with` block lasts, a function that gives the results of tasks, in their order; call it once.
 
     start: makes the function that does one task; called once in each worker, so it must be picklable, as tasks and
-    results must.  One worker is this process.  Raises what a task raises, when its turn comes: a UserError with its
-    problems, anything else as a RuntimeError with the worker's traceback.
+    results must.  Arrays in a result are good until the next one is asked for.  Raises what a task raises, when its
+    turn comes: a UserError with its problems, anything else as a RuntimeError with the worker's traceback.
     """
-    if workers == 1:
-        yield map(start(), tasks)
-        return
-    with _started(start, workers) as pool:
-        yield _results(pool, iter(tasks))
-
-
-@contextmanager
-def _started(start: Callable[[], Callable[[Task], Result]], count: int) -> Iterator[list[_Worker]]:
     # spawn, not fork: the tokenizer libraries hold threads, which do not survive a fork.
     context = multiprocessing.get_context("spawn")
     pool: list[_Worker] = []
     try:
         for _ in range(count):
             (task_end, tasks), (results, result_end) = context.Pipe(duplex=False), context.Pipe(duplex=False)
-            _widen(results)
-            process = context.Process(target=_work, args=(start, task_end, result_end), daemon=True)
+            slots = _Slots.new()
+            process = context.Process(target=_work, args=(start, task_end, result_end, slots), daemon=True)
             with _uninterrupted():
                 process.start()
             # Only the worker has its ends now, so that a death on either side reads as the end of a pipe.
             task_end.close()
             result_end.close()
-            pool.append(_Worker(process, tasks, results))
-        yield pool
+            slots.close_file()
+            pool.append(_Worker(process, tasks, results, slots.in_turn()))
+        yield partial(_results, pool)
     finally:
         for worker in pool:
             worker.results.close()  # a worker still sending gets an error and ends
@@ -81,12 +121,6 @@ def _started(start: Callable[[], Callable[[Task], Result]], count: int) -> Itera
         for worker in pool:
             worker.process.terminate()
             worker.process.join()
-
-
-def _widen(pipe: Connection) -> None:
-    """Let a whole result lie in a pipe, so that its sender goes on with the next task before anybody has read it."""
-    with suppress(OSError):  # more than the system allows a user
-        fcntl.fcntl(pipe.fileno(), fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
 
 @contextmanager
@@ -100,22 +134,21 @@ def _uninterrupted() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _results(pool: list[_Worker], tasks: Iterator[Task]) -> Iterator[Result]:
+def _results(pool: list[_Worker], tasks: Iterable[Any]) -> Iterator[Any]:
     waiting: deque[_Worker] = deque()
-    for number, task in enumerate(tasks):
+    for worker, task in zip(cycle(pool), tasks, strict=False):
         if len(waiting) == AHEAD * len(pool):
-            yield _receive(waiting.popleft().results)
-        worker = pool[number % len(pool)]
+            yield _receive(waiting.popleft())
         with suppress(BrokenPipeError):  # it has died, and reading its result tells
             worker.tasks.send(task)
         waiting.append(worker)
     while waiting:
-        yield _receive(waiting.popleft().results)
+        yield _receive(waiting.popleft())
 
 
-def _receive(results: Connection) -> Any:
+def _receive(worker: _Worker) -> Any:
     try:
-        item = results.recv()
+        item = worker.results.recv()
     except (EOFError, OSError) as error:  # between two results, or within one
         raise DataError(
             Problem("a worker process died", "it was killed, most likely for want of memory", "fewer --workers")
@@ -124,18 +157,46 @@ def _receive(results: Connection) -> Any:
         if item.problems:
             raise DataError(*item.problems)
         raise RuntimeError(f"a worker process failed:\n{item.trace}")
-    return item
+    return _unpack(item, next(worker.slots))
 
 
-def _work(start: Callable[[], Callable[[Task], Result]], tasks: Connection, results: Connection) -> None:
+def _pack(result: Any, slot: memoryview) -> _Packed:
+    buffers: list[pickle.PickleBuffer] = []
+    content = pickle.dumps(result, protocol=5, buffer_callback=buffers.append)
+    parts = [buffer.raw() for buffer in buffers]
+    sizes = [part.nbytes for part in parts]
+    if sum(map(_aligned, sizes)) > len(slot):
+        return _Packed(pickle.dumps(result), [])
+    for part, place in zip(parts, _places(slot, sizes), strict=True):
+        place[:] = part
+    return _Packed(content, sizes)
+
+
+def _unpack(packed: _Packed, slot: memoryview) -> Any:
+    return pickle.loads(packed.content, buffers=_places(slot, packed.sizes))
+
+
+def _places(slot: memoryview, sizes: list[int]) -> Iterator[memoryview]:
+    """Where the buffers are, one after the other."""
+    offset = 0
+    for size in sizes:
+        yield slot[offset : offset + size]
+        offset += _aligned(size)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _work(start: Callable[[], Callable[[Task], Result]], tasks: Connection, results: Connection, slots: _Slots) -> None:
     """A worker's life: take in tasks, do them in order, send each result."""
     todo: queue.Queue[Task | None] = queue.Queue()
     threading.Thread(target=_take_in, args=(tasks, todo), daemon=True).start()
     with suppress(BrokenPipeError):  # the parent is going, and has said why
         try:
-            work = start()
+            work, free = start(), slots.in_turn()
             while (task := todo.get()) is not None:
-                results.send(work(task))
+                results.send(_pack(work(task), next(free)))
         except BrokenPipeError:
             raise
         except UserError as error:

@@ -47,13 +47,13 @@ def test_jsonl_documents_do_not_depend_on_chunks(
         assert texts_of(path) == [(text,) for text in texts]
 
 
-def test_several_keys_and_sizes_in_bytes(tmp_path: Path) -> None:
+def test_several_keys_and_their_utf8(tmp_path: Path) -> None:
     path = write(tmp_path / "a.json", '{"b": "é", "a": "xyz"}\n\n  \n{"a": "", "b": "q"}\n'.encode())
     rules = DocumentRules(("a", "b"))
     (chunk,) = chunks_of(path, rules=rules)
     assert [tuple(document) for document in read_documents(chunk, rules)] == [
-        (("xyz", "é"), (3, 2)),
-        (("", "q"), (0, 1)),
+        (("xyz", "é"), ("xyz", "é".encode())),
+        (("", "q"), ("", "q")),
     ]
 
 
@@ -197,7 +197,7 @@ def test_bytes_and_halves_of_characters_are_replaced_one_by_one(tmp_path: Path) 
     path = write(tmp_path / "a.jsonl", b"\n".join(lines))
     assert texts_of(path, rules=REPLACE) == [("a\ufffdb",), ("\ufffdx\ufffd",), ("\ufffd\ufffd",), ("\ufffd",)]
     (chunk,) = chunks_of(path, rules=REPLACE)
-    assert [sizes for _, (sizes,) in read_documents(chunk, REPLACE)] == [5, 7, 6, 3]
+    assert [len(utf8) for _, (utf8,) in read_documents(chunk, REPLACE)] == [5, 7, 6, 3]
 
 
 @pytest.mark.parametrize("rule", ["blocks", "lines", "file"])

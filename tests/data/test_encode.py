@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megazero.data.chunks import Chunk, DocumentRules, Records
 from megazero.data.encode import Encoded, EncodeRules, chunk_encoder, encode_with
-from megazero.data.encoders import Ids
+from megazero.data.encoders import Encoder, Ids
 from megazero.data.inputs import InputFile
 from megazero.data.tokenizers import ByteTokenizer, TokenizerSpec
 from megazero.errors import DataError
@@ -56,7 +56,7 @@ def test_lists_and_arrays_of_any_type_become_the_corpus_type(size: int) -> None:
         eod = size - 1
 
     answers: Iterator[Ids] = iter([[size - 2, 0], np.array([size - 2], np.uint32), [], np.array([], np.uint32)])
-    work = encode_with(Many(), lambda _: next(answers), EncodeRules(DocumentRules(), append_eod=True))
+    work = encode_with(Many(), Encoder(lambda _: next(answers), "mine"), EncodeRules(DocumentRules(), append_eod=True))
     ((tokens, lengths, counts, _),) = work(rows("a", "b", "c", "d")).texts
     assert tokens.tolist() == [size - 2, 0, size - 1, size - 2, size - 1]
     assert (lengths.tolist(), counts.tolist()) == ([3, 2], [1, 1, 0, 0])

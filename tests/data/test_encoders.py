@@ -79,8 +79,11 @@ LONG = ["a" * 200_000, " " * 100_000 + "x", "\n" * 50_000, "\u00e9" * 100_000, "
 
 
 def assert_equal(encoder: Encoder, tokenizer: Tokenizer, texts: Iterator[str] | Sequence[str]) -> None:
+    """Of texts and of their UTF-8."""
     for text in texts:
-        assert [int(token) for token in encoder.encode(text)] == tokenizer.encode(text), repr(text[:300])
+        expected = tokenizer.encode(text)
+        for content in (text, text.encode()):
+            assert [int(token) for token in encoder.encode(content)] == expected, repr(text[:300])
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +147,26 @@ def test_every_character_in_byte_level_bpe(tmp_path: Path) -> None:
     assert not known.hold("some text \U0002b73a and more"), "letters of Unicode 17"
     assert not known.hold("\u4f60\u597d\u0378" * 3) and not known.hold("ascii" * 9 + "\u0378"), "no character, so far"
     assert known.hold("\U0001faef\U0001fadf"), "a new picture is a picture"
+
+
+@pytest.mark.parametrize("end", ["\n", "\n\n", " \n", "\n  ", "\r\n"])
+def test_unknown_characters_take_no_other_lines_with_them(
+    byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """Only what lies between two cuts goes slowly, and the ids are those of the whole."""
+    known = _KnownCharacters()
+    lines = [text for text in documents(8, 300) if known.hold(text)]
+    rng = random.Random(9)
+    texts = [
+        end.join(rng.choice(lines) + rng.choice(["", " caf\u00e9 \U0002b73a x!", "\u0378"]) for _ in range(8))
+        for _ in range(60)
+    ]
+    assert_equal(fastest_encoder(byte_level), byte_level, texts)
+    asked = faked(monkeypatch, byte_level, lambda _: False)
+    encoder = fastest_encoder(byte_level)
+    asked.clear()
+    assert_equal(encoder, byte_level, [f"one{end}two \u0378 three.{end}four caf\u00e9{end}five"])
+    assert asked[:2] == (["one", f"{end}four caf\u00e9{end}five"] if end.startswith("\n") else [])
 
 
 def test_every_character_in_a_sentence_piece_model(tmp_path: Path) -> None:
@@ -225,7 +248,8 @@ def faked(monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer, is_wrong: Calla
     """A gigatoken that gives nothing for some texts; returns the texts that it is asked for."""
     asked: list[str] = []
 
-    def encode(text: str) -> list[int]:
+    def encode(content: str | bytes) -> list[int]:
+        text = content if isinstance(content, str) else content.decode()
         asked.append(text)
         return [] if is_wrong(text) else tokenizer.encode(text)
 
@@ -250,8 +274,8 @@ def test_a_gigatoken_that_is_wrong_on_other_text_is_used_for_ascii(
     encoder = fastest_encoder(byte_level)
     assert encoder.library == "gigatoken" and "tokenizers encodes documents that are not ASCII" in encoder.notice
     asked.clear()
-    assert_equal(encoder, byte_level, ["caf\u00e9", "\u4f60", "plain"])
-    assert asked == ["plain"]
+    assert_equal(encoder, byte_level, ["caf\u00e9", "\u4f60", "plain", "plain\n\u4f60"])
+    assert asked == ["plain"] * 4
 
 
 def test_without_gigatoken_the_library_encodes(byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

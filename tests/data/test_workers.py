@@ -1,5 +1,6 @@
 """Work shared out among processes: order, size, failures of every kind, and ends that nobody announces."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -8,13 +9,16 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
-from multiprocessing import Pipe
+from multiprocessing import Pipe, Process
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from megazero.data import workers
-from megazero.data.workers import AHEAD, ordered_map
+from megazero.data.workers import AHEAD, SLOT_BYTES, worker_pool
 from megazero.errors import DataError, Problem
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +46,24 @@ def fail_at(kind: str, place: int, number: int) -> int:
     return 0
 
 
+class Arrays(NamedTuple):
+    number: int
+    small: NDArray[np.uint16]
+    large: NDArray[np.float64]
+    empty: NDArray[np.int64]
+
+
+def arrays(number: int) -> Arrays:
+    """Of every seventh task more than a slot holds; odd sizes, so that the next array is not aligned by itself."""
+    size = SLOT_BYTES // 8 + number if number % 7 == 3 else number
+    large = np.full(size, number, np.float64)
+    return Arrays(number, np.full(2 * number + 1, number, np.uint16), large, np.empty(0, np.int64))
+
+
+def start_arrays() -> Callable[[int], Arrays]:
+    return arrays
+
+
 def start_square() -> Callable[[int], int]:
     return square
 
@@ -61,21 +83,57 @@ def fail_to_start() -> Callable[[int], int]:
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("tasks", [0, 1, 50])
 def test_results_come_in_the_order_of_the_tasks(count: int, tasks: int) -> None:
-    with ordered_map(start_square, range(tasks), count) as results:
-        assert list(results) == [number * number for number in range(tasks)]
+    with worker_pool(start_square, count) as run:
+        assert list(run(range(tasks))) == [number * number for number in range(tasks)]
 
 
 def test_tasks_and_results_larger_than_a_pipe_holds() -> None:
     """Both directions are full at once: nobody waits for somebody who waits for him."""
     tasks = [bytes([number]) * 3 + b"x" * 2_000_000 for number in range(24)]
-    with ordered_map(start_reverse, tasks, 2) as results:
-        assert [result[-3:] for result in results] == [task[:3] for task in tasks]
+    with worker_pool(start_reverse, 2) as run:
+        assert [result[-3:] for result in run(tasks)] == [task[:3] for task in tasks]
+
+
+def test_arrays_come_through_shared_memory_and_larger_ones_through_the_pipe() -> None:
+    """Each is whole when its turn comes, however far the workers are ahead; it is their memory, not a copy."""
+    with worker_pool(start_arrays, 2) as run:
+        for number, result in enumerate(run(range(10 * AHEAD))):
+            time.sleep(0.02 * (number < 2))  # everything that may be done ahead is
+            expected = arrays(number)
+            for found, wanted in zip(result[1:], expected[1:], strict=True):
+                assert found.dtype == wanted.dtype and np.array_equal(found, wanted), number
+                assert found.flags.aligned
+            assert result.number == number
+            assert isinstance(memory(result.small), memoryview) is (number % 7 != 3)
+
+
+def memory(array: object) -> object:
+    """Where an array, or the array it is a view of, is."""
+    while isinstance(array, np.ndarray):
+        array = array.base
+    return array
+
+
+def test_memory_is_gone_with_its_pool() -> None:
+    def shared() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:results")
+
+    before = shared()
+    with worker_pool(start_arrays, 2) as run:
+        assert [result.number for result in run(range(5))] == list(range(5))
+        assert shared() == before + 2
+    del run
+    gc.collect()
+    assert shared() == before
+    files = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    assert not [file for file in files if os.path.lexists(file) and "memfd:results" in os.readlink(file)]
 
 
 def test_few_tasks_are_taken_ahead() -> None:
     """The tasks may hold text: only a few are in memory, however many there are."""
     numbers = count()
-    with ordered_map(start_square, numbers, 2) as results:
+    with worker_pool(start_square, 2) as run:
+        results = run(numbers)
         assert [next(results) for _ in range(5)] == [0, 1, 4, 9, 16]
     assert next(numbers) <= 5 + 2 * AHEAD + 1
 
@@ -87,9 +145,9 @@ def test_a_failure_is_raised_at_its_turn(kind: str, capfd: pytest.CaptureFixture
     error = RuntimeError if kind in ("bug", "unpicklable") else DataError
     with (
         pytest.raises(error) as caught,
-        ordered_map(partial(start_failing, kind, 10), range(20 * AHEAD), 2) as results,
+        worker_pool(partial(start_failing, kind, 10), 2) as run,
     ):
-        seen.extend(results)
+        seen.extend(run(range(20 * AHEAD)))
     assert seen == list(range(10))
     text = str(caught.value)
     told = {"user": "task 10", "bug": "planted 10", "unpicklable": "lambda", "killed": "a worker process died"}
@@ -99,8 +157,8 @@ def test_a_failure_is_raised_at_its_turn(kind: str, capfd: pytest.CaptureFixture
 
 
 def test_a_worker_that_cannot_start_is_told() -> None:
-    with pytest.raises(DataError, match="the tokenizer"), ordered_map(fail_to_start, range(50), 2) as results:
-        list(results)
+    with pytest.raises(DataError, match="the tokenizer"), worker_pool(fail_to_start, 2) as run:
+        list(run(range(50)))
 
 
 @pytest.mark.parametrize("sent", [b"", b"\0\0\1\0half of it"])
@@ -109,11 +167,12 @@ def test_a_death_between_results_and_within_one_is_told(sent: bytes) -> None:
     os.write(sending.fileno(), sent)
     sending.close()
     with pytest.raises(DataError, match="a worker process died"):
-        workers._receive(receiving)
+        workers._receive(workers._Worker(Process(), Pipe()[0], receiving, iter(())))
 
 
 def test_an_error_of_the_caller_ends_all_workers() -> None:
-    with pytest.raises(ZeroDivisionError), ordered_map(partial(time_ids, 0), range(100), 2) as results:
+    with pytest.raises(ZeroDivisionError), worker_pool(partial(time_ids, 0), 2) as run:
+        results = run(range(100))
         ids = {next(results) for _ in range(4)}
         raise ZeroDivisionError
     assert len(ids) == 2 and not any(map(is_alive, ids))
@@ -137,10 +196,11 @@ def is_alive(process: int) -> bool:
 
 PARENT = """
 import sys, time
-from test_workers import ordered_map, partial, range_forever, time_ids
+from test_workers import partial, range_forever, time_ids, worker_pool
 
 if __name__ == "__main__":
-    with ordered_map(partial(time_ids, 0), range_forever(), 2) as results:
+    with worker_pool(partial(time_ids, 0), 2) as run:
+        results = run(range_forever())
         print(*{next(results) for _ in range(8)}, flush=True)
         if len(sys.argv) > 1:
             time.sleep(60)

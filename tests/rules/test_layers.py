@@ -26,7 +26,8 @@ DEPTH = {package: depth for depth, layer in enumerate(LAYERS) for package in lay
 # Packages whose names users write; their __init__ hands names out without importing anything itself.
 PUBLIC_FACES = ("megazero/zero/__init__.py",)
 
-# What a run can do without; only these may be imported inside a function.
+# What a run can do without, and what few runs need and all would wait for: only these may be imported by a function.
+SELDOM = ("fsspec", "sentencepiece")
 OPTIONAL = ("torch.utils.tensorboard", "transformers", "gigatoken", "pyarrow", "ftfy", "datasketch", "py3langid")
 
 # What users start.  torch takes most of a second to load, so programs read their command line without it: at the top
@@ -142,7 +143,7 @@ def test_imports_stand_at_the_top() -> None:
         f"{where} imports {module}"
         for source in sources("megazero", *PROGRAMS)
         for where, module in late(source)
-        if not (module.startswith(OPTIONAL) or (source in STARTED and loads_torch(module)))
+        if not (module.startswith((*OPTIONAL, *SELDOM)) or (source in STARTED and loads_torch(module)))
     ]
     assert wrong == []
 
