@@ -16,10 +16,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megazero.data.inputs import PARQUET, TEXT, InputFile
+from megazero.data.inputs import PARQUET, TEXT, InputFile, find_inputs
 from megazero.data.streams import read_blocks
 from megazero.data.tables import read_rows
-from megazero.errors import Problem
+from megazero.errors import DataError, Problem, raise_problems
 
 CHUNK_BYTES = 1 << 20
 TEXT_RULES = ("blocks", "lines", "file", "separator")
@@ -108,6 +108,13 @@ def rule_problems(files: Sequence[InputFile], rules: DocumentRules) -> list[Prob
         given = f"--text-rule {rules.text_rule} " + ("with" if rules.separator else "without") + " --separator"
         problems.append(Problem(given, "the two go together", "--text-rule separator --separator TEXT"))
     return problems
+
+
+def readable_files(words: Sequence[str], rules: DocumentRules) -> list[InputFile]:
+    """Every file that the words of --input name; raises DataError if there is none, or not for these rules."""
+    files = find_inputs(words, rules.input_format)
+    raise_problems(DataError, rule_problems(files, rules))
+    return files
 
 
 def find_chunks(

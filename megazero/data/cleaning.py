@@ -16,7 +16,7 @@ from typing import Any
 
 from megazero.console import Console
 from megazero.data.bad_lines import BadLines
-from megazero.data.chunks import DocumentRules, find_chunks, rule_problems
+from megazero.data.chunks import DocumentRules, find_chunks, readable_files
 from megazero.data.cleaning_steps import Characters, Dropped, FixText, Languages, Printable, Step
 from megazero.data.deduplication import (
     DEFAULT_NEAR_THRESHOLD,
@@ -183,8 +183,7 @@ def _through(text: str, steps: Sequence[Step], counts: Sequence[StepCount]) -> s
 
 def _objects(request: CleaningRequest, console: Console, bad: BadLines | None) -> Iterator[dict[str, Any]]:
     """Everything in the input, under a bar of mebibytes."""
-    files = find_inputs(request.inputs, request.rules.input_format)
-    raise_problems(DataError, rule_problems(files, request.rules))
+    files = readable_files(request.inputs, request.rules)
     with console.progress() as progress:
         size = sum(file.size for file in files)
         task = progress.add_task("cleaning, MiB", total=size / _MEBIBYTE or None)

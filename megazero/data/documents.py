@@ -13,7 +13,7 @@ What cannot be read is an error that names file and line, or is noted and passed
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from io import BytesIO
 from typing import Any, BinaryIO, NamedTuple
@@ -28,13 +28,11 @@ from megazero.data.chunks import (
     LineBlock,
     LineRange,
     Records,
-    find_chunks,
-    rule_problems,
 )
 from megazero.data.files import cannot_read
-from megazero.data.inputs import JSON, find_inputs
+from megazero.data.inputs import JSON
 from megazero.data.line_numbers import LineCounter, line_numbers
-from megazero.errors import DataError, Problem, raise_problems
+from megazero.errors import DataError, Problem
 
 BLOCK_BYTES = 4 << 10
 BLOCK_LIMIT_BYTES = 4 * BLOCK_BYTES
@@ -72,19 +70,6 @@ class _Opened(NamedTuple):
     records: Iterator[_Record]
     read: Callable[[Any], dict[str, Any]]
     tell: Callable[[int, int], str]
-
-
-def iterate_objects(
-    inputs: Sequence[str], rules: DocumentRules, bad: BadLines | None = None
-) -> Iterator[dict[str, Any]]:
-    """Every record of the input in order, with all its keys; plain text under the first of the keys.
-
-    Raises DataError for input that cannot be used, and for a bad line unless there is a `bad` to note it.
-    """
-    files = find_inputs(inputs, rules.input_format)
-    raise_problems(DataError, rule_problems(files, rules))
-    for chunk in find_chunks(files, rules):
-        yield from read_objects(chunk, rules, bad)
 
 
 def read_documents(chunk: Chunk, rules: DocumentRules, bad: BadLines | None = None) -> Iterator[Document]:

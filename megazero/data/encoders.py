@@ -6,8 +6,8 @@ implementation, so it is trusted only where both agree:
 * when a tokenizer is loaded both encode `PROBES`; where they differ on ASCII text the tokenizer's own library does all
   the work, where they differ on other text it does all documents that are not ASCII;
 * byte-level BPE tells letters from other characters by tables of Unicode, and the libraries' tables are of different
-  years: documents with a character that one of them may not know go to the tokenizer's own library;
-* so do documents that hold, as text, what gigatoken would read as a sign of a SentencePiece model;
+  years: lines with a character that one of them may not know go to the tokenizer's own library;
+* so do whole documents that hold, as text, what gigatoken would read as a sign of a SentencePiece model;
 * a SentencePiece model that normalises text is trusted with ASCII alone, and one whose user-defined symbols hold a
   space not at all.
 """

@@ -23,10 +23,11 @@ class SampleRequest(NamedTuple):
 def header_lines(dataset: IndexedDataset, sidecar: Sidecar | None) -> list[str]:
     """Counts and types, one fact a line."""
     size = dataset.num_tokens * dataset.dtype.itemsize
+    cut = f", of at most {sidecar.split_documents} tokens" if sidecar and sidecar.split_documents else ""
     lines = [
         f"corpus         {dataset.name}",
         f"documents      {dataset.num_documents}",
-        f"sequences      {dataset.num_sequences}{' with modes' if dataset.has_modes else ''}",
+        f"sequences      {dataset.num_sequences}{cut}{' with modes' if dataset.has_modes else ''}",
         f"tokens         {dataset.num_tokens} of {dataset.dtype.name}, {format_bytes(size)}",
     ]
     if sidecar is None:

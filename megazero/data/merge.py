@@ -19,7 +19,7 @@ from megazero.data.storage import Access
 from megazero.errors import DataError, Problem, raise_problems
 
 # Fields of the sidecar that corpora have in common when one tokenizer and one --append-eod made them.
-_ALIKE = ("tokenizer_type", "tokenizer_files", "vocab_size", "eod", "append_eod")
+_ALIKE = ("tokenizer_type", "tokenizer_files", "vocab_size", "eod", "append_eod", "split_documents")
 # A disk that fails while all of a file is read is then an error, not a signal that ends the process.
 _BY_READING = Access(maps=False)
 

@@ -306,6 +306,7 @@ def _sidecar(
         tokenizer_files=request.tokenizer.digests(),
         token_bytes=tokenizer.token_bytes(),
         digests=writer.digests,
+        split_documents=request.split_documents,
     )
 
 

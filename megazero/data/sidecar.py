@@ -28,6 +28,7 @@ class Sidecar:
     tokenizer_files: SHA-256 by the name of the flag's field ("tokenizer_model").
     token_bytes: UTF-8 bytes of text that every id stands for [vocab_size].
     digests: xxh3_128 of the files in hexadecimal, by ending ("bin", "idx"); none from writers that knew of none.
+    split_documents: tokens of the longest sequence that a document was cut into, 0 if documents are whole.
     """
 
     documents: int
@@ -41,6 +42,7 @@ class Sidecar:
     tokenizer_files: Mapping[str, str]
     token_bytes: Sequence[int]
     digests: Mapping[str, str] = field(default_factory=dict)
+    split_documents: int = 0
 
 
 def sidecar_path(prefix: str | Path) -> Path:
@@ -122,7 +124,7 @@ def _field_problems(path: Path, content: Any) -> list[Problem]:
         "token_bytes": list,
         "digests": dict,
     }
-    content = {"digests": {}, **content}
+    content = {"digests": {}, "split_documents": 0, **content}
     problems = [
         Problem(
             f"{path}: {field.name} {str(content.get(field.name))[:40]}",

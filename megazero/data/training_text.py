@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from megazero.console import Console
-from megazero.data.chunks import DocumentRules, find_chunks, rule_problems
+from megazero.data.chunks import DocumentRules, find_chunks, readable_files
 from megazero.data.documents import read_documents
-from megazero.data.inputs import InputFile, find_inputs
-from megazero.errors import DataError, Problem, raise_problems
+from megazero.data.inputs import InputFile
+from megazero.errors import DataError, Problem
 
 _MEBIBYTE = 1 << 20
 
@@ -25,8 +25,7 @@ def sample_text(inputs: Sequence[str], rules: DocumentRules, max_bytes: int, con
     Where the size of the input is known, every chunk gives its share, so little of it is decoded.  Where it is not
     (standard input), documents are thinned out as they come.
     """
-    files = find_inputs(inputs, rules.input_format)
-    raise_problems(DataError, rule_problems(files, rules))
+    files = readable_files(inputs, rules)
     parts = (
         _shares(files, rules, max_bytes, console)
         if all(file.size for file in files)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.input_files import chunks_of, packed, small_chunks, texts_of
+from support.input_files import chunks_of, objects_of, packed, small_chunks, texts_of
 
 from megazero.data import documents
 from megazero.data.bad_lines import BadLines
 from megazero.data.chunks import DocumentRules, LineRange
-from megazero.data.documents import iterate_objects, read_documents
+from megazero.data.documents import read_documents
 from megazero.errors import DataError
 
 MARK = b"\xef\xbb\xbf"
@@ -28,7 +28,7 @@ def write(path: Path, content: bytes) -> Path:
 
 
 def objects(path: Path, bad: BadLines | None = None) -> list[dict[str, Any]]:
-    return list(iterate_objects([str(path)], DocumentRules(), bad))
+    return list(objects_of(path, bad=bad))
 
 
 @settings(max_examples=60)
@@ -250,11 +250,11 @@ def test_objects_have_all_keys_and_are_of_all_formats(tmp_path: Path) -> None:
     a = write(tmp_path / "a.jsonl", b'{"id": 1, "text": "x"}\n{"id": 2}\n')
     b = write(tmp_path / "b.txt.gz", b"plain\n")
     bad = BadLines()
-    found = list(iterate_objects([str(a), str(b)], DocumentRules(), bad))
+    found = list(objects_of(a, b, bad=bad))
     assert found == [{"id": 1, "text": "x"}, {"text": "plain\n"}]
     assert bad.lines() == [f"{a}:2: has the key 'text'"]
     with pytest.raises(DataError, match="separator without --separator"):
-        list(iterate_objects([str(a)], DocumentRules(text_rule="separator")))
+        list(objects_of(a, rules=DocumentRules(text_rule="separator")))
 
 
 class Counting:

@@ -7,9 +7,9 @@ import threading
 from pathlib import Path
 
 import pytest
+from support.input_files import objects_of
 
 from megazero.data.chunks import DocumentRules
-from megazero.data.documents import iterate_objects
 from megazero.data.inputs import JSON, PARQUET, TEXT, InputFile, file_format, find_inputs, pipe_problems
 from megazero.errors import DataError
 
@@ -147,7 +147,7 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(LINE * 2)))
     assert find_inputs(["-"]) == [InputFile("-", JSON, is_pipe=True)]
     assert find_inputs(["-"], TEXT)[0].format == TEXT
-    assert [content["text"] for content in iterate_objects(["-"], DocumentRules())] == ["x", "x"]
+    assert [content["text"] for content in objects_of("-")] == ["x", "x"]
     assert "read from its end" in told("-", input_format=PARQUET)[0]
     assert "read once" in told("-", "-")[0]
 
@@ -173,7 +173,7 @@ def test_named_pipes(tmp_path: Path) -> None:
     writing = threading.Thread(target=pipe.write_bytes, args=(content,), daemon=True)
     writing.start()
     # After a file, where nothing of the whole size is left for it.
-    read = [content["text"] for content in iterate_objects([f"{tmp_path}/a.jsonl", str(pipe)], DocumentRules())]
+    read = [content["text"] for content in objects_of(f"{tmp_path}/a.jsonl", str(pipe))]
     assert read == ["x", "y", "y", "y"]
     writing.join()
     assert "read once" in told(pipe, pipe)[0]
@@ -188,7 +188,7 @@ def test_substituted_processes() -> None:
     word = f"/dev/fd/{reading}"
     assert "the ending tells the format" in told(word)[0]
     rules = DocumentRules(input_format=JSON)
-    assert [content["text"] for content in iterate_objects([word], rules)] == ["x", "x"]
+    assert [content["text"] for content in objects_of(word, rules=rules)] == ["x", "x"]
     os.close(reading)
 
 

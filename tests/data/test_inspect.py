@@ -1,5 +1,6 @@
 """What a corpus holds, told to a person."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,10 @@ def test_header_lines_tell_counts(dataset: IndexedDataset) -> None:
     text = "\n".join(header_lines(dataset, sidecar))
     assert "ByteTokenizer vocab_file abababababab" in text
     assert "257, end of document 256 (not appended)" in text and "4.00 bytes a token" in text
+    assert "sequences      3\n" in text
+    assert "sequences      3, of at most 64 tokens\n" in "\n".join(
+        header_lines(dataset, replace(sidecar, split_documents=64))
+    )
 
 
 def test_documents_are_shown_as_ids_or_text(dataset: IndexedDataset) -> None:

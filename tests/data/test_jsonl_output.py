@@ -4,9 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+from support.input_files import objects_of
 
-from megazero.data.chunks import DocumentRules
-from megazero.data.documents import iterate_objects
 from megazero.data.jsonl_output import ending_problems, json_line, written_lines
 from megazero.errors import DataError
 
@@ -23,7 +22,7 @@ def write(path: Path) -> None:
 def test_what_is_written_reads_back(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     write(path)
-    assert list(iterate_objects([str(path)], DocumentRules())) == OBJECTS
+    assert list(objects_of(path)) == OBJECTS
     packed = path.read_bytes()
     assert (len(packed) < 30_000) is (name != "a.jsonl")
     write(path)

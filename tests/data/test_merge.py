@@ -127,21 +127,23 @@ def test_progress_is_told_by_part(tmp_path: Path) -> None:
 def test_everything_that_speaks_against_it_is_told_at_once(tmp_path: Path) -> None:
     a = described(write_corpus(tmp_path / "a", PARTS[0]))
     b = described(write_corpus(tmp_path / "b", PARTS[0]), tokenizer_files={"vocab_file": "cd"}, append_eod=False, eod=5)
+    f = described(write_corpus(tmp_path / "f", PARTS[0]), split_documents=64)
     c = write_corpus(tmp_path / "c", PARTS[0], 4)
     d = described(write_corpus(tmp_path / "d", PARTS[0]), tokenizer_type="X", vocab_size=1, token_bytes=[1])
     e = write_corpus(tmp_path / "e", PARTS[0], modes=True)
-    found = problems([a, b, c, d, str(tmp_path / "none"), e], tmp_path / "b")
+    found = problems([a, b, c, d, str(tmp_path / "none"), e, f], tmp_path / "b")
     heads = [text.splitlines()[0] for text in found]
     assert heads[0] == f"--output-prefix {tmp_path / 'b'}: among the inputs"
     assert heads[1:3] == [str(tmp_path / "none.idx"), str(tmp_path / "none.bin")]
     assert heads[3] == f"multimodal: {e}"
-    assert heads[4] == f"token types: uint16 in {a}, {b}, {d}, {e}; int32 in {c}"
-    assert heads[5] == f"tokenizer_type: ByteTokenizer in {a}, {b}; X in {d}"
+    assert heads[4] == f"token types: uint16 in {a}, {b}, {d}, {e}, {f}; int32 in {c}"
+    assert heads[5] == f"tokenizer_type: ByteTokenizer in {a}, {b}, {f}; X in {d}"
     assert f'{{"vocab_file": "cd"}} in {b}' in heads[6]
     assert heads[7:] == [
-        f"vocab_size: 257 in {a}, {b}; 1 in {d}",
-        f"eod: 256 in {a}, {d}; 5 in {b}",
-        f"append_eod: true in {a}, {d}; false in {b}",
+        f"vocab_size: 257 in {a}, {b}, {f}; 1 in {d}",
+        f"eod: 256 in {a}, {d}, {f}; 5 in {b}",
+        f"append_eod: true in {a}, {d}, {f}; false in {b}",
+        f"split_documents: 0 in {a}, {b}, {d}; 64 in {f}",
     ]
 
 

@@ -188,7 +188,7 @@ def test_long_documents_are_split(tmp_path: Path, limit: int, append_eod: bool) 
     ids = [[*text.encode(), *[256] * (append_eod and bool(text))] for text in texts]
     expected = [reference_sequences(tokens, limit) for tokens in ids]
     assert written(tmp_path) == (token_bytes(expected), index_bytes(expected))
-    assert (sidecar.documents, sidecar.sequences) == (7, sum(map(len, expected)))
+    assert (sidecar.documents, sidecar.sequences, sidecar.split_documents) == (7, sum(map(len, expected)), limit)
     dataset = IndexedDataset(prefix)
     assert [dataset.num_documents, dataset.num_tokens] == [7, sum(map(len, ids))]
 

@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.input_files import chunks_of, small_chunks, texts_of
+from support.input_files import chunks_of, objects_of, small_chunks, texts_of
 
 from megazero.data.bad_lines import BadLines
 from megazero.data.chunks import DocumentRules, Records
-from megazero.data.documents import iterate_objects
 from megazero.data.inputs import PARQUET, InputFile, find_inputs
 from megazero.data.tables import Rows, read_rows
 from megazero.errors import DataError
@@ -75,7 +74,7 @@ def test_several_columns_in_the_order_asked_for(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", {"b": ["1", "2"], "c": ["x", "x"], "a": ["é", ""]})
     assert texts_of(path, rules=DocumentRules(("a", "b"))) == [("é", "1"), ("", "2")]
     assert [sorted(row) for group in rows(path, ("a", "b")) for row in group.rows] == [["a", "b"]] * 2
-    assert next(iterate_objects([str(path)], DocumentRules(("a",)))) == {"b": "1", "c": "x", "a": "é"}
+    assert next(objects_of(path, rules=DocumentRules(("a",)))) == {"b": "1", "c": "x", "a": "é"}
 
 
 def test_an_empty_text_is_a_document_and_a_null_is_none(tmp_path: Path) -> None:
@@ -107,7 +106,7 @@ def test_columns_that_are_no_text_in_other_places(tmp_path: Path) -> None:
     """Of a column that nobody asked for, what is text stays text; within a list it is told."""
     other = broken_texts(b"a", b"\xff", kind=pyarrow.string())
     path = write(tmp_path / "a.parquet", {"text": ["x", "y"], "n": [1, None], "other": other})
-    assert list(iterate_objects([str(path)], DocumentRules())) == [
+    assert list(objects_of(path)) == [
         {"text": "x", "n": 1, "other": "a"},
         {"text": "y", "n": None, "other": b"\xff"},
     ]

@@ -5,14 +5,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zstandard
 
 from megazero.data import chunks, streams
 from megazero.data.bad_lines import BadLines
-from megazero.data.chunks import WHOLE, Chunk, DocumentRules, Shard, find_chunks
-from megazero.data.documents import read_documents
+from megazero.data.chunks import WHOLE, Chunk, DocumentRules, Shard, find_chunks, readable_files
+from megazero.data.documents import read_documents, read_objects
 from megazero.data.inputs import find_inputs
 
 # A frame of Zstandard that stands for nothing.
@@ -51,6 +52,15 @@ def small_chunks(chunk_bytes: int, read_bytes: int = 1 << 20) -> Iterator[None]:
 def chunks_of(*paths: Path | str, rules: DocumentRules, shard: Shard = WHOLE) -> list[Chunk]:
     """All chunks of these inputs."""
     return list(find_chunks(find_inputs([str(path) for path in paths], rules.input_format), rules, shard))
+
+
+def objects_of(
+    *paths: Path | str, rules: DocumentRules | None = None, bad: BadLines | None = None
+) -> Iterator[dict[str, Any]]:
+    """Every record in order, with all its keys."""
+    rules = rules or DocumentRules()
+    for chunk in find_chunks(readable_files([str(path) for path in paths], rules), rules):
+        yield from read_objects(chunk, rules, bad)
 
 
 def texts_of(
