@@ -2,7 +2,6 @@
 
 from fractions import Fraction
 from itertools import pairwise
-from math import ceil, log2
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,16 @@ from megazero.data.loader import BatchLayout, BatchLoader
 from megazero.data.samples import RemainingSamples, Samples, SampleSource
 from megazero.errors import DataError
 
+
+def most_off(corpora: int) -> Fraction:
+    """Half of 1/1 + 1/1 + 1/2 + 1/3 + 1/5 + ..., as many as nodes there can be above a corpus."""
+    fibonacci, parts = (1, 1), Fraction()
+    for _ in range(corpora - 1):
+        parts += Fraction(1, fibonacci[0])
+        fibonacci = fibonacci[1], sum(fibonacci)
+    return parts / 2
+
+
 weights_strategy = st.lists(
     st.fractions(min_value=Fraction(1, 1000), max_value=1000, max_denominator=1000), min_size=1, max_size=9
 )
@@ -27,7 +36,7 @@ weights_strategy = st.lists(
 @given(weights=weights_strategy)
 def test_every_corpus_counts_its_samples_without_gap_and_keeps_its_share(weights: list[Fraction]) -> None:
     blend, counts, total = Blend(weights), [0] * len(weights), sum(weights)
-    bound = ceil(log2(len(weights))) / 2
+    bound = most_off(len(weights))
     for k in range(300):
         corpus, number = blend.choose(k)
         assert number == counts[corpus]
@@ -64,14 +73,17 @@ MIXTURES = [
     [Fraction(1, 1000), 1, Fraction(1, 3), Fraction(1, 7), 2],
     [1, 2, 3, 4, 5, 6],
     [Fraction(1, 3), 1, 1, 100, Fraction(1, 3), Fraction(22, 7), 1],
+    [1, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89],
+    [Fraction(1, 3) ** (number % 7) for number in range(24)],
 ]
 
 
 @pytest.mark.parametrize("weights", MIXTURES, ids=lambda weights: ",".join(map(str, weights)))
 def test_proportions_hold_after_every_single_sample(weights: list[Fraction]) -> None:
-    """Of 4000 samples, every beginning: no corpus is off its share by more than half the depth of the tree."""
+    """Of 4000 samples, every beginning: no corpus is off its share by more than the bound, however many there are."""
     blend, counts, total = Blend(weights), [0] * len(weights), sum(weights)
-    shares, bound = [Fraction(weight) / total for weight in weights], Fraction(ceil(log2(len(weights))), 2)
+    shares, bound = [Fraction(weight) / total for weight in weights], most_off(len(weights))
+    assert [most_off(2), most_off(3)] == [Fraction(1, 2), 1] and bound < Fraction(17, 10)
     for k in range(4000):
         corpus, number = blend.choose(k)
         assert number == counts[corpus], "every corpus gives its samples in their order"
