@@ -148,7 +148,8 @@ def _by_parts(fast: _Fast, slow: Encode, content: Content) -> Ids:
     """What is trusted of a text that as a whole is not goes fast as well."""
     parts = fast.cut(content if isinstance(content, str) else content.decode())
     runs = groupby(parts, fast.trusts)
-    return [token for trusted, run in runs for token in (fast.encode if trusted else slow)("".join(run))]
+    found = ((fast.encode if trusted else slow)("".join(run)) for trusted, run in runs)
+    return np.concatenate([np.asarray(ids, np.uint32) for ids in found])
 
 
 def _byte_level(library: Any, tokenizer: Gpt2BpeTokenizer) -> _Fast:

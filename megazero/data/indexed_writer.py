@@ -40,20 +40,21 @@ SPOOLED = ("lengths", "documents")
 
 
 class Position(NamedTuple):
-    """How far a corpus has been written."""
+    """How far a corpus has been written; digests: of what has been, by file, for whoever goes on there to compare."""
 
     tokens: int = 0
     sequences: int = 0
     documents: int = 0
+    digests: Sequence[str] = ()
 
 
 class Spool:
     """A file that grows; what is beyond `size` when it is opened is forgotten.
 
-    Raises DataError when the disk refuses, or holds less than `size` bytes.
+    Raises DataError when the disk refuses, or holds less than `size` bytes, or others than those of `digest` if told.
     """
 
-    def __init__(self, path: Path, size: int = 0) -> None:
+    def __init__(self, path: Path, size: int = 0, digest: str = "") -> None:
         self.path = path
         self._digest = xxhash.xxh3_128()
         try:
@@ -65,10 +66,13 @@ class Spool:
                 self._digest.update(block)
         except OSError as error:
             raise cannot_write(path, error) from error
-        if found < size:
+        lost = f"{found} bytes of the {size} that were written" if found < size else ""
+        if not lost and digest not in ("", self.digest):
+            lost = "other bytes than those that were written"
+        if lost:
             self._stream.close()
-            given = f"{path}: {found} bytes of the {size} that were written"
-            raise DataError(Problem(given, "what an earlier run finished is still there", "start again, without it"))
+            rule = "what an earlier run finished is still there"
+            raise DataError(Problem(f"{path}: {lost}", rule, "start again, without it"))
 
     @property
     def digest(self) -> str:
@@ -123,7 +127,7 @@ class IndexedDatasetWriter:
         self._scratch = scratch or Path(prefix).with_name(f".{name}.{os.getpid()}.tmp")
         sizes = (done.tokens * self.dtype.itemsize, 4 * done.sequences, 8 * done.documents)
         paths = [self._scratch / f"{name}.{ending}" for ending in ("bin", *SPOOLED)]
-        self._tokens, self._lengths, self._documents = map(Spool, paths, sizes)
+        self._tokens, self._lengths, self._documents = map(Spool, paths, sizes, done.digests or ("", "", ""))
 
     @property
     def position(self) -> Position:
@@ -208,7 +212,9 @@ class IndexedDatasetWriter:
         """Bring all of it to the disk, from where a later writer goes on at this position."""
         for spool in (self._tokens, self._lengths, self._documents):
             spool.sync()
-        return self._position
+        return self._position._replace(
+            digests=[spool.digest for spool in (self._tokens, self._lengths, self._documents)]
+        )
 
     def seal(self) -> None:
         """Bring the whole corpus to the disk, under its scratch names; nothing can be added any more."""

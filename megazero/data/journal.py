@@ -53,10 +53,10 @@ class Journal:
             if self.last is None:
                 self._begin(work)
         except OSError as error:
-            self._stream.close()
+            self._close()
             raise cannot_write(path, error) from error
         except DataError:
-            self._stream.close()
+            self._close()
             raise
 
     @property
@@ -125,8 +125,11 @@ class Journal:
             if kind is None or is_full or not self.has_finished_some:
                 shutil.rmtree(self.folder, ignore_errors=True)
         finally:
-            with suppress(OSError):
-                self._stream.close()
+            self._close()
+
+    def _close(self) -> None:
+        with suppress(OSError):  # what the disk has refused, it is offered once more
+            self._stream.close()
 
 
 def _whole_lines(content: bytes) -> Iterator[bytes]:

@@ -23,6 +23,7 @@ from functools import partial
 from itertools import cycle
 from multiprocessing import reduction, resource_tracker
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnContext
 from typing import Any, NamedTuple, TypeVar
 
 from megazero.errors import DataError, Problem, UserError
@@ -102,17 +103,13 @@ def worker_pool(
     context = multiprocessing.get_context("spawn")
     pool: list[_Worker] = []
     try:
-        for _ in range(count):
-            (task_end, tasks), (results, result_end) = context.Pipe(duplex=False), context.Pipe(duplex=False)
-            slots = _Slots.new()
-            process = context.Process(target=_work, args=(start, task_end, result_end, slots), daemon=True)
-            with _uninterrupted():
-                process.start()
-            # Only the worker has its ends now, so that a death on either side reads as the end of a pipe.
-            task_end.close()
-            result_end.close()
-            slots.close_file()
-            pool.append(_Worker(process, tasks, results, slots.in_turn()))
+        try:
+            for _ in range(count):
+                pool.append(_start_worker(context, start))
+        except OSError as error:
+            given = f"--workers {count}: number {len(pool) + 1} cannot be started: {error.strerror}"
+            rule = "the system's limits leave room for all of them"
+            raise DataError(Problem(given, rule, "fewer workers, or higher limits (ulimit -a)")) from error
         yield partial(_results, pool)
     finally:
         for worker in pool:
@@ -121,6 +118,19 @@ def worker_pool(
         for worker in pool:
             worker.process.terminate()
             worker.process.join()
+
+
+def _start_worker(context: SpawnContext, start: Callable[[], Callable[[Task], Result]]) -> _Worker:
+    (task_end, tasks), (results, result_end) = context.Pipe(duplex=False), context.Pipe(duplex=False)
+    slots = _Slots.new()
+    process = context.Process(target=_work, args=(start, task_end, result_end, slots), daemon=True)
+    with _uninterrupted():
+        process.start()
+    # Only the worker has its ends now, so that a death on either side reads as the end of a pipe.
+    task_end.close()
+    result_end.close()
+    slots.close_file()
+    return _Worker(process, tasks, results, slots.in_turn())
 
 
 @contextmanager

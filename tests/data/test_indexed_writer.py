@@ -130,6 +130,20 @@ def test_a_scratch_folder_that_lost_what_was_finished_is_refused(tmp_path: Path)
         write_from(position, tmp_path, tmp_path / "c")
 
 
+@pytest.mark.parametrize("ending", ["bin", "lengths", "documents"])
+def test_a_scratch_folder_whose_files_have_changed_is_refused(tmp_path: Path, ending: str) -> None:
+    """By a byte that would do no harm to the format."""
+    first = write_from(Position(), tmp_path, tmp_path / "c")
+    first.add_documents(np.array([1, 2, 3]), [2, 1])
+    position = first.sync()
+    first.discard()
+    write_from(position, tmp_path, tmp_path / "c").discard()
+    path = tmp_path / f"c.{ending}"
+    path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
+    with pytest.raises(DataError, match=rf"c\.{ending}: other bytes"):
+        write_from(position, tmp_path, tmp_path / "c")
+
+
 @pytest.mark.parametrize("moved", [0, 1, 2])
 def test_publishing_again_ends_what_was_interrupted(tmp_path: Path, moved: int) -> None:
     """After no file, the tokens, or both have got their names; an earlier corpus never pairs with new tokens."""

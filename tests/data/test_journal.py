@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -186,4 +187,16 @@ def test_a_line_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pyte
         monkeypatch.setattr(os, "fsync", refuse)
         journal.finish({"chunks": 1})
     assert JOURNAL in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_takes_nothing_from_the_start_is_told(tmp_path: Path) -> None:
+    """What it has refused lies in the stream, and closing offers it once more."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+        with pytest.raises(DataError, match="must be writable"):
+            Journal(tmp_path / "s", WORK, resume=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list(tmp_path.iterdir()) == []

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -168,6 +169,20 @@ def test_a_death_between_results_and_within_one_is_told(sent: bytes) -> None:
     sending.close()
     with pytest.raises(DataError, match="a worker process died"):
         workers._receive(workers._Worker(Process(), Pipe()[0], receiving, iter(())))
+
+
+@pytest.mark.parametrize(("limit", "given"), [(resource.RLIMIT_FSIZE, 1 << 20), (resource.RLIMIT_NOFILE, 40)])
+def test_limits_of_the_system_are_told(limit: int, given: int) -> None:
+    soft, hard = resource.getrlimit(limit)
+    try:
+        resource.setrlimit(limit, (given, hard))
+        with (
+            pytest.raises(DataError, match=r"--workers 20: number \d+ cannot be started"),
+            worker_pool(start_square, 20),
+        ):
+            pass
+    finally:
+        resource.setrlimit(limit, (soft, hard))
 
 
 def test_an_error_of_the_caller_ends_all_workers() -> None:
