@@ -18,6 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
+from megazero.data.storage import is_remote
 from megazero.errors import DataError, Problem, raise_problems
 
 JSON, TEXT, PARQUET = FORMATS = ("jsonl", "text", "parquet")
@@ -93,6 +94,10 @@ def _expand(word: str, input_format: str | None) -> Iterator[InputFile | Problem
         yield from (_opened(name, None) for name in names)
         if not names and not problems:
             yield Problem(f"--input {word}", "some file in the folder has a known ending", _endings())
+    elif not os.path.exists(word) and is_remote(word):
+        yield Problem(
+            f"--input {word}", "text is read from a disk, or from a pipe", "its driver's copy command | ... --input -"
+        )
     elif not os.path.exists(word) and glob.has_magic(word):
         names = sorted({name for name in glob.glob(word, recursive=True) if not os.path.isdir(name)})
         yield from (_opened(name, input_format) for name in names)

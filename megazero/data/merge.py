@@ -15,7 +15,7 @@ from megazero.data.indexed_dataset import IndexedDataset, bin_path, idx_path
 from megazero.data.indexed_writer import IndexedDatasetWriter
 from megazero.data.shards import names
 from megazero.data.sidecar import Sidecar, read_sidecar, sidecar_bytes
-from megazero.data.storage import Access
+from megazero.data.storage import Access, output_problems
 from megazero.errors import DataError, Problem, raise_problems
 
 # Fields of the sidecar that corpora have in common when one tokenizer and one --append-eod made them.
@@ -113,7 +113,8 @@ def _output_problems(prefixes: Sequence[str], output_prefix: str) -> list[Proble
     output = {os.path.realpath(path) for path in (bin_path(output_prefix), idx_path(output_prefix))}
     read = [p for p in prefixes if {os.path.realpath(path) for path in (bin_path(p), idx_path(p))} & output]
     rule = "the merged corpus gets files of its own"
-    return [Problem(f"--output-prefix {output_prefix}: among the inputs", rule, "another prefix")] if read else []
+    among = [Problem(f"--output-prefix {output_prefix}: among the inputs", rule, "another prefix")] if read else []
+    return [*among, *output_problems(output_prefix)]
 
 
 def _mode_problems(parts: Sequence[Part]) -> list[Problem]:

@@ -25,6 +25,7 @@ from megazero.data.inputs import InputFile, find_inputs, pipe_problems
 from megazero.data.journal import Journal
 from megazero.data.progress import Done, TextProgress
 from megazero.data.sidecar import Sidecar, load_sidecar, sidecar_bytes, sidecar_path
+from megazero.data.storage import output_problems
 from megazero.data.tokenizers import Tokenizer, TokenizerSpec, load_tokenizer
 from megazero.data.workers import worker_pool
 from megazero.errors import DataError, Problem, raise_problems
@@ -138,6 +139,7 @@ def _checked_inputs(request: PreprocessRequest) -> list[InputFile]:
         problems.extend(error.problems)
     problems += rule_problems(files, request.rules)
     problems += pipe_problems(files, resumes=request.resume, num_shards=request.shard.count)
+    problems += output_problems(request.output_prefix)
     if not 0 <= request.shard.index < request.shard.count:
         given = f"--shard-index {request.shard.index} --num-shards {request.shard.count}"
         problems.append(Problem(given, "shards count from 0", f"--shard-index 0 to {request.shard.count - 1}"))

@@ -7,6 +7,7 @@ its sidecar are copied once into a cache folder, and tokens are read from the .b
 A cached copy is named by what identifies the content: the store's own checksums and sizes of the three files, and the
 sidecar itself, which holds digests of the two others.  A corpus that was made anew under the same prefix gets another
 copy, so an index never meets tokens it does not belong to.  The folder may be removed whenever no run is starting.
+While a run reads, it looks now and then whether the .bin is still the one it began with.
 """
 
 import fcntl
@@ -15,9 +16,11 @@ import json
 import mmap
 import os
 import re
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -32,8 +35,15 @@ from megazero.errors import DataError, Problem, raise_problems
 
 # Two characters at least: a single one would be a drive.
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
-ATTEMPTS = 4
-FIRST_PAUSE_SECONDS = 0.25
+# A failed request is made again after pauses that grow threefold: 20 s in all, for a store that restarts.
+ATTEMPTS = 5
+FIRST_PAUSE_SECONDS = 0.5
+# What a request may take: this, and the time that its bytes take at this pace.
+REQUEST_SECONDS, SLOWEST_BYTES_A_SECOND = 15.0, 1 << 20
+# Between two looks whether a .bin is still the same.
+LOOK_SECONDS = 60.0
+# Web servers' way of saying that there is no such object.
+NO_OBJECT = (404, 410)
 # Files up to this size are left to the system's reading ahead; ranges from this length on are asked for as a whole.
 SMALL_FILE_BYTES, LONG_RANGE_BYTES = 1 << 30, 1 << 18
 # Bytes of an index that are asked for at a time.
@@ -76,6 +86,14 @@ class Stored(NamedTuple):
 def is_remote(prefix: str) -> bool:
     """Whether the prefix names an object store."""
     return SCHEME.match(prefix) is not None
+
+
+def output_problems(prefix: str) -> list[Problem]:
+    """What speaks against writing a corpus there."""
+    if not is_remote(prefix):
+        return []
+    given = f"--output-prefix {prefix}"
+    return [Problem(given, "corpora are written to a disk", "a folder; its files can be copied to the store")]
 
 
 def find(prefix: str, access: Access) -> Stored:
@@ -198,6 +216,8 @@ class _Store:
         except (ImportError, ValueError) as error:
             raise _no_driver(prefix, error) from error
         self.path = path.removesuffix(".bin")
+        self._is_web = prefix.lower().startswith(("http://", "https://"))
+        self._bin_marks, self._last_look = "", 0.0
 
     def identity(self) -> _Identity:
         """What is there now; raises DataError with all objects that are missing."""
@@ -205,12 +225,13 @@ class _Store:
         sizes, words, problems = {}, [self._prefix], []
         for ending in ("idx", "bin"):
             try:
-                sizes[ending] = int(self._ask(ending, self._system.size))
-                words.append(f"{ending} {sizes[ending]} {self._ask(ending, self._system.checksum)}")
+                sizes[ending], marks = self._marks(ending)
+                words.append(marks)
             except FileNotFoundError:
                 rule = "must be an object; a corpus is PREFIX.bin and PREFIX.idx"
                 problems.append(Problem(f"{self._prefix}.{ending}", rule))
         raise_problems(DataError, problems)
+        self._bin_marks, self._last_look = words[-1], time.monotonic()
         try:
             sidecar = self._ask("json", self._system.cat_file)
         except FileNotFoundError:
@@ -223,37 +244,98 @@ class _Store:
 
         def whole_range(path: str) -> bytes:
             found: bytes = self._system.cat_file(path, start=start, end=stop)
+            if len(found) > stop - start:
+                given = f"{self._prefix}.{ending}: {len(found)} bytes came for {stop - start}"
+                raise DataError(
+                    Problem(given, "the store answers requests for byte ranges", "another store, or a disk")
+                )
             if len(found) != stop - start:
                 raise OSError(f"{len(found)} bytes came for bytes {start} to {stop}")
             return found
 
         try:
-            return self._ask(ending, whole_range)
+            if ending == "bin" and time.monotonic() - self._last_look > LOOK_SECONDS:
+                self._look()
+            return self._ask(ending, whole_range, stop - start)
         except FileNotFoundError as error:
             given = f"{self._prefix}.{ending}: is gone"
             raise DataError(Problem(given, "a corpus stays where it is while it is read")) from error
 
-    def _ask(self, ending: str, request: Callable[[str], Answer]) -> Answer:
+    def _marks(self, ending: str) -> tuple[int, str]:
+        """The size of an object, and what tells it from another one."""
+        size = self._ask(ending, self._system.size)
+        if size is None:
+            given = f"{self._prefix}.{ending}: the store does not tell its size"
+            raise DataError(Problem(given, "the size of an object is known", "another store, or a disk"))
+        return int(size), f"{ending} {size} {self._ask(ending, self._system.checksum)}"
+
+    def _look(self) -> None:
+        """Raises DataError when the .bin is not the one that `identity` saw."""
+        self._last_look = time.monotonic()
+        self._system.invalidate_cache()
+        size, marks = self._marks("bin")
+        if marks != self._bin_marks:
+            given = f"{self._prefix}.bin: was replaced by another object, of {size} bytes"
+            raise DataError(Problem(given, "a corpus stays as it is while it is read", "a new prefix for a new corpus"))
+
+    def _ask(self, ending: str, request: Callable[[str], Answer], nbytes: int = 0) -> Answer:
         """What the request for an object returns; that there is no such object is an answer too, an exception.
 
         Drivers raise errors of their own making, so whatever else comes counts as a failure of the store.
         """
+        seconds = REQUEST_SECONDS + nbytes / SLOWEST_BYTES_A_SECOND
         for attempt in range(ATTEMPTS):
             try:
-                return request(f"{self.path}.{ending}")
-            except FileNotFoundError:
+                return _within(seconds, partial(request, f"{self.path}.{ending}"))
+            except DataError:
                 raise
+            except FileNotFoundError as error:
+                if not (self._is_web and _hides_failure(error)):
+                    raise
+                failure: BaseException = error.__cause__ or error
             except Exception as error:
                 failure = error
+            if isinstance(failure, PermissionError):
+                break  # asking again makes nobody welcome
             if attempt + 1 < ATTEMPTS:
-                time.sleep(FIRST_PAUSE_SECONDS * 2**attempt)
+                time.sleep(FIRST_PAUSE_SECONDS * 3**attempt)
         given = f"{self._prefix}.{ending}: {type(failure).__name__} {failure}".strip()
-        raise DataError(Problem(given, f"can be read within {ATTEMPTS} attempts")) from failure
+        legal = "a store that can be reached, by its address and with its credentials"
+        raise DataError(Problem(given, f"can be read; {attempt + 1} attempts have failed", legal)) from failure
+
+
+def _hides_failure(error: FileNotFoundError) -> bool:
+    """The driver of web servers says "not found" whatever went wrong; the cause tells."""
+    cause = error.__cause__
+    return cause is not None and getattr(cause, "status", None) not in NO_OBJECT
+
+
+def _within(seconds: float, call: Callable[[], Answer]) -> Answer:
+    """What a call returns or raises; TimeoutError when it takes longer, and its thread is left to itself.
+
+    Drivers have limits of their own, but some multiply them until nobody is waiting any more.
+    """
+    answer: Future[Answer] = Future()
+
+    def work() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    try:
+        return answer.result(seconds)
+    except TimeoutError as error:
+        if answer.done():  # the call's own
+            raise
+        raise TimeoutError(f"no answer within {seconds:.0f} s") from error
 
 
 def _fetched(prefix: str, folder: Path) -> Stored:
     store = _Store(prefix)
     found = store.identity()
+    store.read("idx", 0, 1)  # one that answers with all of it is found out by the smaller of two files
     local = folder / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', Path(store.path).name)}-{found.key}"
     index = local.with_name(f"{local.name}.idx")
     with _only_one_at(local):
@@ -279,8 +361,13 @@ def _no_driver(prefix: str, error: Exception) -> DataError:
     """Nothing that fsspec knows opens the prefix; `error` names what to install, if there is something."""
     from fsspec.registry import known_implementations
 
-    scheme = prefix.partition("://")[0].lower()
+    scheme = prefix.partition("://")[0]
+    if scheme != scheme.lower():
+        legal = f"{scheme.lower()}{prefix.removeprefix(scheme)}"
+        return DataError(Problem(prefix, "the name of a store's kind is in lower case", legal))
     package = known_implementations.get(scheme, {}).get("class", "fsspec").partition(".")[0]
+    if scheme in ("http", "https"):
+        package = "aiohttp"
     legal = "a folder on a disk" if package == "fsspec" else f"pip install {package}, or a folder on a disk"
     return DataError(Problem(prefix, f"{scheme}:// is read through a driver of fsspec: {error}", legal))
 

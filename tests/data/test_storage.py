@@ -1,6 +1,7 @@
 """Where corpora lie: every way of reading gives the same, stores may fail for a while, copies fit their tokens."""
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing import get_context
@@ -117,7 +118,8 @@ def test_the_index_is_copied_once(stored: str, tmp_path: Path, monkeypatch: pyte
     for _ in range(3):
         IndexedDataset(stored, Access(index_folder=tmp_path / "cache")).tokens(3, 7)
     size = 34 + 20 * 9 + 8
-    assert [bounds for ending, bounds in asked if ending == "idx"] == [(0, 100), (100, 200), (200, size)]
+    copied, tried = [(0, 100), (100, 200), (200, size)], (0, 1)
+    assert [bounds for ending, bounds in asked if ending == "idx"] == [tried, *copied, tried, tried]
     assert [bounds for ending, bounds in asked if ending == "bin"] == [(6, 14)] * 3
     assert sorted(path.suffix for path in (tmp_path / "cache").iterdir()) == [".idx", ".json", ".lock"]
 
@@ -170,7 +172,7 @@ def test_reads_that_fail_or_come_short_are_tried_again(
             raise RuntimeError("an error of the driver's own kind")
         if tries % 4 == 2:
             return read(start, end)[:-1]
-        return read(None, None) + b"the whole object" if tries % 4 == 3 else read(start, end)
+        return read(start, end)[:1] if tries % 4 == 3 else read(start, end)
 
     dataset = IndexedDataset(stored, Access(index_folder=tmp_path / "cache"))
     patch_reads(monkeypatch, change)
@@ -186,12 +188,93 @@ def test_a_store_that_stays_away_is_told(stored: str, tmp_path: Path, monkeypatc
     dataset = IndexedDataset(stored, Access(index_folder=tmp_path / "cache"))
     asked = patch_reads(monkeypatch, fail)
     with pytest.raises(
-        DataError, match=r"memory://bucket/folder/c\.bin: TimeoutError no answer\n.* can be read within 4"
+        DataError,
+        match=r"memory://bucket/folder/c\.bin: TimeoutError no answer\n.* can be read; 5 attempts have failed",
     ):
         dataset.tokens(8, 12)
-    assert len(asked) == 4
+    assert len(asked) == 5
     with pytest.raises(DataError, match=r"c\.json: TimeoutError"):
         IndexedDataset(stored, Access(index_folder=tmp_path / "cache"))
+
+
+def test_whoever_is_not_welcome_asks_once(stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(read: Callable[..., bytes], path: str, start: Any, end: Any) -> bytes:
+        raise PermissionError("Forbidden")
+
+    dataset = IndexedDataset(stored, Access(index_folder=tmp_path / "cache"))
+    asked = patch_reads(monkeypatch, refuse)
+    with pytest.raises(DataError, match=r"c\.bin: PermissionError Forbidden\n.*1 attempts have failed\n.*credentials"):
+        dataset.tokens(8, 12)
+    assert len(asked) == 1
+
+
+def test_a_store_that_says_nothing_is_not_waited_for(
+    stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answer comes when nobody waits for it any more; a long range is given more time."""
+    hangs = threading.Event()
+
+    def hang(read: Callable[..., bytes], path: str, start: Any, end: Any) -> bytes:
+        hangs.wait(30)
+        return read(start, end)
+
+    dataset = IndexedDataset(stored, Access(index_folder=tmp_path / "cache"))
+    asked = patch_reads(monkeypatch, hang)
+    monkeypatch.setattr(storage, "REQUEST_SECONDS", 0.05)
+    with pytest.raises(DataError, match=r"c\.bin: TimeoutError no answer within 0 s\n"):
+        dataset.tokens(8, 12)
+    assert len(asked) == 5
+    monkeypatch.setattr(storage, "SLOWEST_BYTES_A_SECOND", 1)
+    threading.Timer(0.5, hangs.set).start()
+    assert dataset.tokens(8, 12).tolist() == [8, 9, 10, 11]
+
+
+def test_a_store_without_ranges_is_refused(stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    patch_reads(monkeypatch, lambda read, path, start, end: read(None, None))
+    with pytest.raises(DataError, match=r"c\.idx: \d+ bytes came for 1\n.*byte ranges"):
+        IndexedDataset(stored, Access(index_folder=tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("size", [198, 200, 300])
+def test_tokens_that_are_replaced_while_they_are_read_are_noticed(
+    stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    dataset = IndexedDataset(stored, Access(index_folder=tmp_path / "cache"))
+    monkeypatch.setattr(storage, "LOOK_SECONDS", 0.0)
+    assert dataset.tokens(0, 2).tolist() == [0, 1]
+    fsspec.filesystem("memory").pipe_file("/bucket/folder/c.bin", b"\x01" * size)
+    with pytest.raises(DataError, match=rf"c\.bin: was replaced by another object, of {size} bytes"):
+        dataset.tokens(0, 2)
+
+
+def test_a_size_that_is_not_told_is_an_error(stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MemoryFileSystem, "size", lambda self, path: None)
+    with pytest.raises(DataError, match=r"c\.idx: the store does not tell its size"):
+        IndexedDataset(stored, Access(index_folder=tmp_path / "cache"))
+
+
+class WebFailure(Exception):
+    """As the driver of web servers has them."""
+
+    def __init__(self, status: int | None) -> None:
+        self.status = status
+
+
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [(404, r"c\.idx\n.*must be an object"), (410, r"must be an object"), (500, "WebFailure"), (None, "WebFailure")],
+)
+def test_not_found_means_something_else_on_the_web(
+    stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int | None, message: str
+) -> None:
+    def size(self: Any, path: str) -> int:
+        raise FileNotFoundError(path) from WebFailure(status)
+
+    real = fsspec.url_to_fs
+    monkeypatch.setattr(fsspec, "url_to_fs", lambda url: real(url.replace("http://", "memory://")))
+    monkeypatch.setattr(MemoryFileSystem, "size", size)
+    with pytest.raises(DataError, match=message):
+        IndexedDataset("http://bucket/folder/c", Access(index_folder=tmp_path / "cache"))
 
 
 def test_objects_that_are_not_there_are_named(stored: str, tmp_path: Path) -> None:
@@ -217,6 +300,11 @@ def test_a_missing_driver_is_named_with_its_package(tmp_path: Path, monkeypatch:
         IndexedDataset("s3://bucket/c", Access(index_folder=tmp_path))
     with pytest.raises(DataError, match=r"nowhere://bucket/c\n.*Protocol not known"):
         IndexedDataset("nowhere://bucket/c", Access(index_folder=tmp_path))
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    with pytest.raises(DataError, match=r"https://host/c\n.*\n.*pip install aiohttp"):
+        IndexedDataset("https://host/c", Access(index_folder=tmp_path))
+    with pytest.raises(DataError, match=r"S3://bucket/c\n.*lower case\n.*s3://bucket/c"):
+        IndexedDataset("S3://bucket/c", Access(index_folder=tmp_path))
 
 
 def test_what_names_an_object_store() -> None:
