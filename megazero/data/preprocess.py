@@ -77,7 +77,7 @@ class Corpus(NamedTuple):
     sidecar: Sidecar
 
 
-Encode = Callable[[Iterable[Chunk]], Iterator[Encoded]]
+EncodeChunks = Callable[[Iterable[Chunk]], Iterator[Encoded]]
 
 
 class Preprocessed(NamedTuple):
@@ -117,7 +117,7 @@ def preprocess(request: PreprocessRequest, console: Console) -> Preprocessed:
 
 
 @contextmanager
-def _encoding(request: PreprocessRequest) -> Iterator[tuple[Tokenizer, Encode]]:
+def _encoding(request: PreprocessRequest) -> Iterator[tuple[Tokenizer, EncodeChunks]]:
     """The tokenizer, and what encodes chunks, in this process or in workers."""
     rules = EncodeRules(request.rules, request.append_eod, request.split_documents, request.skip_bad_lines)
     if request.workers == 1:
@@ -190,7 +190,7 @@ class _Run:
         self._positions = [Position(*position) for position in last.get("positions", [()] * len(keys))]
         self._bad_bytes = last.get("bad_bytes", 0)
 
-    def write(self, encode: Encode) -> None:
+    def write(self, encode: EncodeChunks) -> None:
         """Encode and write what is left, partition by partition; seal."""
         request, dtype = self._request, token_dtype(self._tokenizer.vocab_size)
         chunks = find_chunks(self._files, request.rules, request.shard, request.rules.json_keys)
