@@ -183,6 +183,7 @@ def _pack(result: Any, slot: memoryview) -> _Packed:
 
 
 def _unpack(packed: _Packed, slot: memoryview) -> Any:
+    # From a worker that this process has started, by a pipe that nobody else holds: never from a file.
     return pickle.loads(packed.content, buffers=_places(slot, packed.sizes))
 
 
