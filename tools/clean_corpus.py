@@ -7,10 +7,9 @@ Without any step the input becomes jsonl.  What else an object holds is kept.
 import argparse
 import sys
 import time
-from pathlib import Path
 
 from megazero.console import Console, HelpFormatter, run_program
-from megazero.data.arguments import add_input_arguments, input_rules
+from megazero.data.arguments import add_input_arguments, input_rules, local_path
 from megazero.data.bad_lines import BadLines
 from megazero.data.cleaning import CleaningRequest, StepChoice, clean_corpus, summary_lines
 from megazero.data.cleaning_steps import LANGUAGE_CHARACTERS
@@ -34,10 +33,13 @@ def parse_arguments() -> argparse.Namespace:
     add_step_arguments(parser.add_argument_group("steps"))
     output = parser.add_argument_group("output")
     output.add_argument(
-        "--output", type=Path, required=True, metavar="FILE", help="what is kept: .jsonl, .jsonl.gz or .jsonl.zst"
+        "--output", type=local_path, required=True, metavar="FILE", help="what is kept: .jsonl, .jsonl.gz or .jsonl.zst"
     )
     output.add_argument(
-        "--dropped", type=Path, metavar="FILE", help='what is not, with reasons: {"reason": ..., "document": {...}}'
+        "--dropped",
+        type=local_path,
+        metavar="FILE",
+        help='what is not, with reasons: {"reason": ..., "document": {...}}',
     )
     return parser.parse_args()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megazero.config.file_rules import DEFAULT_SPLIT
 from megazero.console import Console, HelpFormatter, run_program
-from megazero.data.arguments import add_tokenizer_arguments, tokenizer_spec
+from megazero.data.arguments import add_tokenizer_arguments, local_path, tokenizer_spec
 from megazero.data.compare import difference_lines, find_difference
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.inspect import SampleRequest, header_lines, shown_document, whole_document, whole_sample
@@ -32,7 +32,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=64, metavar="N", help="tokens to show of each")
     parser.add_argument("--document", type=int, metavar="N", help="show all of document N, counted from 0")
     parser.add_argument("--lengths", action="store_true", help="how long the documents are, in tokens")
-    parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="the lengths as a picture too")
+    parser.add_argument("--picture", type=local_path, metavar="FILE.svg", help="the lengths as a picture too")
     parser.add_argument(
         "--verify", action="store_true", help="read everything: is the index sound, are the files as written, ids legal"
     )

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from megazero.console import Console, run_program
-from megazero.data.arguments import separator_text
+from megazero.data.arguments import local_path, separator_text
 from megazero.data.source_text import find_sources, find_stdlib, write_jsonl
 from megazero.units import format_bytes, format_duration
 
@@ -29,7 +29,11 @@ def parse_arguments() -> argparse.Namespace:
         help=r"what stands between two documents of a file; \n is a line end",
     )  # fmt: skip
     parser.add_argument(
-        "--output", type=Path, required=True, metavar="FILE", help="the file to write: .jsonl, .jsonl.gz or .jsonl.zst"
+        "--output",
+        type=local_path,
+        required=True,
+        metavar="FILE",
+        help="the file to write: .jsonl, .jsonl.gz or .jsonl.zst",
     )
     return parser.parse_args()
 

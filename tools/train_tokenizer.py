@@ -3,10 +3,9 @@
 import argparse
 import sys
 import time
-from pathlib import Path
 
 from megazero.console import Console, HelpFormatter, run_program
-from megazero.data.arguments import add_input_arguments, input_rules, positive
+from megazero.data.arguments import add_input_arguments, input_rules, local_path, positive
 from megazero.data.tokenizer_training import BYTE_LEVEL, MODEL_TYPES, TokenizerRequest, train_tokenizer
 from megazero.data.training_text import sample_text
 from megazero.errors import DataError, raise_problems
@@ -31,7 +30,11 @@ def parse_arguments() -> argparse.Namespace:
         help=f"bpe and unigram (slower): a SentencePiece model; {BYTE_LEVEL}: GPT-2's vocab.json and merges.txt",
     )  # fmt: skip
     model.add_argument(
-        "--output", type=Path, required=True, metavar="PATH", help=f"the .model to write, or a folder with {BYTE_LEVEL}"
+        "--output",
+        type=local_path,
+        required=True,
+        metavar="PATH",
+        help=f"the .model to write, or a folder with {BYTE_LEVEL}",
     )
     return parser.parse_args()
 

@@ -3,9 +3,11 @@
 import argparse
 import os
 import re
+from pathlib import Path
 
 from megazero.data.chunks import INVALID_UTF8, TEXT_RULES, WHOLE, DocumentRules, Shard
 from megazero.data.inputs import FORMATS
+from megazero.data.storage import is_remote
 from megazero.data.tokenizers import FILES, TokenizerSpec
 from megazero.errors import ConfigError, Problem
 
@@ -18,6 +20,13 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not at least 1")
     return number
+
+
+def local_path(word: str) -> Path:
+    """Where a file is written: on a disk."""
+    if is_remote(word):
+        raise argparse.ArgumentTypeError(f"{word} names an object store: give a path on a disk, and copy it there")
+    return Path(word)
 
 
 def separator_text(word: str) -> str:

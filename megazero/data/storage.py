@@ -216,7 +216,7 @@ class _Store:
         except (ImportError, ValueError) as error:
             raise _no_driver(prefix, error) from error
         self.path = path.removesuffix(".bin")
-        self._is_web = prefix.lower().startswith(("http://", "https://"))
+        self._is_web = prefix.startswith(("http://", "https://"))
         self._bin_marks, self._last_look = "", 0.0
 
     def identity(self) -> _Identity:

@@ -1,6 +1,7 @@
 """The flags that the tools which read text share, from words to rules."""
 
 import argparse
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from megazero.data.arguments import (
     add_tokenizer_arguments,
     chosen_shard,
     input_rules,
+    local_path,
     positive,
     tokenizer_spec,
 )
@@ -26,6 +28,12 @@ def parsed(*words: str) -> argparse.Namespace:
 
 def rules(*words: str) -> DocumentRules:
     return input_rules(parsed(*words))
+
+
+def test_files_are_written_to_a_disk() -> None:
+    assert local_path("a/b.jsonl") == Path("a/b.jsonl")
+    with pytest.raises(argparse.ArgumentTypeError, match="s3://b/x names an object store"):
+        local_path("s3://b/x")
 
 
 def test_nothing_said_is_jsonl_of_one_key() -> None:

@@ -3,7 +3,10 @@
 import io
 import os
 import sys
+import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -133,14 +136,33 @@ def test_all_problems_are_told_together(tmp_path: Path) -> None:
     assert names(tmp_path, "a.csv", "b", input_format=JSON) == ["a.csv", "b"]
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may read everything")
-def test_what_may_not_be_read_is_told(tmp_path: Path) -> None:
-    make(tmp_path, "a.jsonl", "closed/b.jsonl")
-    (tmp_path / "a.jsonl").chmod(0)
-    (tmp_path / "closed").chmod(0)
-    found = told(tmp_path)
-    (tmp_path / "closed").chmod(0o700)
+@contextmanager
+def as_nobody() -> Iterator[None]:
+    """The superuser may read everything, so another user looks in its place."""
+    real, effective, saved = os.getresuid()
+    if effective == 0:
+        os.setresuid(65534, 65534, 0)
+    try:
+        yield
+    finally:
+        os.setresuid(real, effective, saved)
+
+
+def test_what_may_not_be_read_is_told() -> None:
+    with tempfile.TemporaryDirectory() as name:  # where everybody may go, unlike tmp_path
+        folder = Path(name)
+        folder.chmod(0o755)
+        make(folder, "a.jsonl", "closed/b.jsonl")
+        (folder / "a.jsonl").chmod(0)
+        (folder / "closed").chmod(0)
+        with as_nobody():
+            found = told(folder)
+        (folder / "closed").chmod(0o700)
     assert [text.split(": ")[1] for text in found] == ["must be a readable folder", "must be a readable file"]
+
+
+def test_text_in_an_object_store_is_fetched_first() -> None:
+    assert told("s3://bucket/a.jsonl") == ["--input s3://bucket/a.jsonl: text is read from a disk, or from a pipe"]
 
 
 def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,6 +147,12 @@ def test_everything_that_speaks_against_it_is_told_at_once(tmp_path: Path) -> No
     ]
 
 
+def test_a_store_is_no_output(tmp_path: Path) -> None:
+    a = write_corpus(tmp_path / "a", PARTS[0])
+    with pytest.raises(DataError, match=r"--output-prefix s3://b/c\n.*written to a disk"):
+        look_at_parts([a], "s3://b/c")
+
+
 def test_the_output_is_none_of_the_inputs_by_any_name(tmp_path: Path) -> None:
     a = write_corpus(tmp_path / "a", PARTS[0])
     for ending in ("bin", "idx"):

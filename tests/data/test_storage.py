@@ -17,7 +17,7 @@ from support.token_files import count_up, write_corpus
 from megazero.data import storage
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.sidecar import Sidecar, read_sidecar, write_sidecar
-from megazero.data.storage import Access, is_remote
+from megazero.data.storage import Access, is_remote, output_problems
 from megazero.errors import DataError
 
 SIDECAR = Sidecar(
@@ -305,6 +305,11 @@ def test_a_missing_driver_is_named_with_its_package(tmp_path: Path, monkeypatch:
         IndexedDataset("https://host/c", Access(index_folder=tmp_path))
     with pytest.raises(DataError, match=r"S3://bucket/c\n.*lower case\n.*s3://bucket/c"):
         IndexedDataset("S3://bucket/c", Access(index_folder=tmp_path))
+
+
+def test_corpora_are_not_written_to_stores() -> None:
+    assert [problem.given for problem in output_problems("s3://b/c")] == ["--output-prefix s3://b/c"]
+    assert output_problems("/data/c") == output_problems("data:c") == []
 
 
 def test_what_names_an_object_store() -> None:

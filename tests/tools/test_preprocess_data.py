@@ -56,6 +56,16 @@ def test_a_user_error_has_no_traceback(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_text_and_corpora_in_object_stores_are_refused_at_once() -> None:
+    done = run(
+        "preprocess_data.py", "--input", "s3://b/a.jsonl", "--output-prefix", "s3://b/c",
+        "--tokenizer-type", "ByteTokenizer",
+    )  # fmt: skip
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("2 data errors:\n--input s3://b/a.jsonl\n")
+    assert "--output-prefix s3://b/c\n" in done.stderr and not Path("s3:").exists()
+
+
 def command(folder: Path, *flags: object) -> list[str]:
     """Preprocessing of `folder`/a.txt in many parts."""
     words: list[object] = [sys.executable, TOOLS / "preprocess_data.py", "--input", folder / "a.txt", "--append-eod"]
