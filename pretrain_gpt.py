@@ -2,7 +2,7 @@
 
 import sys
 
-from megazero.config.cli import parse
+from megazero.command_line.parse import parse
 from megazero.console import Console, run_program
 from megazero.parallel.launch import Launch
 from megazero.train.check import check

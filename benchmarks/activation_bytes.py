@@ -41,7 +41,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megazero.activations.places import OnHost
-from megazero.comm.build import make_mesh
+from megazero.comm.startup import make_mesh
 from megazero.config.run import RunConfig
 from megazero.config.validate import Said, validate
 from megazero.data.loader import MicroBatch, StepBatch

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import orjson
 import xxhash
 
-from megazero.data.files import written_aside
-from megazero.data.source_text import SourceFile, find_sources
+from megazero.files import written_aside
+from megazero.prepare.text.source_text import SourceFile, find_sources
 
 _ENDINGS = "c cc cmake cpp css cu cuh el h hh hpp html java js md pl pm py pyi rb rst sh tcl tex texi txt vim"
 PATTERNS = (*(f"*.{ending}" for ending in _ENDINGS.split()), "README*", "changelog", "copyright")

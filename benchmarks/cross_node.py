@@ -49,7 +49,7 @@ from nodes import Cluster, Run, Step, ends_on_signals, obstacle
 from report import HelpFormat, command, heading, paragraph, publish, table, tell
 
 from megazero.config.model import ModelConfig
-from megazero.train.metrics import flops_per_token
+from megazero.report.metrics import flops_per_token
 
 PAPER = (5.7, 10.2)  # the smallest and the largest speed-up of figure 2
 # The paper's nodes have 800 Gbit/s for 16 GPUs, which do about 38 TFLOP/s each with ZeRO: bytes per FLOP.

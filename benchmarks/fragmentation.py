@@ -42,9 +42,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from megazero.comm.build import make_mesh
-from megazero.config.precision import PrecisionConfig
-from megazero.config.zero import ZeroConfig
+from megazero.comm.startup import make_mesh
+from megazero.config.engine_sections import PrecisionConfig, ZeroConfig
 from megazero.memory.address_book import AddressBook, Block
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.model.gpt import GPT

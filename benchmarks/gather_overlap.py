@@ -21,12 +21,11 @@ import torch
 from small_gpt import SETTINGS, VOCABULARY, add_work, batch_of, make_model, meet, model_config
 from torch import Tensor
 
-from megazero.comm.build import leave, make_mesh
 from megazero.comm.interface import Work
 from megazero.comm.mesh import GATHERING, Mesh
+from megazero.comm.startup import leave, make_mesh
+from megazero.config.engine_sections import PrecisionConfig, ZeroConfig
 from megazero.config.model import ModelConfig
-from megazero.config.precision import PrecisionConfig
-from megazero.config.zero import ZeroConfig
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.optim.inner import FusedAdamW
 from megazero.tensor_parallel.random import RandomRegions

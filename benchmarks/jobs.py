@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed import TCPStore
 
-from megazero.comm.build import choose_device, join
+from megazero.comm.startup import choose_device, join
 from megazero.errors import UserError
 from megazero.parallel.launch import Launch
 

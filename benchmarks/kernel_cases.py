@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megazero.activations.plan import LOGITS_CHUNK_BYTES
+from megazero.activations.recompute_plan import LOGITS_CHUNK_BYTES
 from megazero.comm.local import LocalCommunicator
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.optim.grad_norm import fragment_norms, sum_dtype

@@ -26,7 +26,7 @@ from jobs import Place, run_job
 from report import argument_parser, heading, mib, paragraph, publish, table, tell
 from steps import LR, configuration
 
-from megazero.comm.build import make_mesh
+from megazero.comm.startup import make_mesh
 from megazero.config import derived
 from megazero.config.run import RunConfig
 from megazero.data.loader import MicroBatch, StepBatch
@@ -34,7 +34,7 @@ from megazero.data.mock import MockSamples
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.memory.ledger import Ledger
 from megazero.memory.ledger_interface import AnyLedger
-from megazero.parallel.stages import balanced_split, model_costs
+from megazero.parallel.layer_split import balanced_split, model_costs
 from megazero.pipeline.passes import most_in_flight_total
 from megazero.pipeline.picture import picture
 from megazero.pipeline.schedule import Kind, Shape, schedule

@@ -18,7 +18,7 @@ from torch.optim import AdamW, Optimizer
 from megazero.comm.local import LocalCommunicator
 from megazero.config.model import ModelConfig
 from megazero.model.gpt import GPT
-from megazero.model.initialize import initial_value
+from megazero.model.initial_values import initial_value
 from megazero.optim.inner import AdamWSettings
 from megazero.parallel.param_spec import named_specs
 from megazero.tensor_parallel.layers import TensorParallel

@@ -19,8 +19,8 @@ from report import device_name, today
 from megazero.config import derived
 from megazero.config.model import ModelConfig
 from megazero.config.presets import PRESETS
-from megazero.data.files import written_aside
-from megazero.train.metrics import matmul_parameters
+from megazero.files import written_aside
+from megazero.report.metrics import matmul_parameters
 
 __all__ = ["command", "described", "device_name", "place", "publish", "quartiles", "read", "today", "write"]
 

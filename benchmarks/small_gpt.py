@@ -4,15 +4,15 @@ import argparse
 
 import torch
 
-from megazero.comm.build import choose_device, join, make_mesh
 from megazero.comm.local import LocalCommunicator
 from megazero.comm.mesh import Mesh
+from megazero.comm.startup import choose_device, join, make_mesh
 from megazero.config.model import ModelConfig
 from megazero.data.loader import BatchLayout, StepBatch, build_step_batch
 from megazero.data.mock import MockSamples
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.model.gpt import GPT
-from megazero.model.initialize import initialize_
+from megazero.model.initial_values import initialize_
 from megazero.optim.inner import AdamWSettings
 from megazero.parallel.launch import Launch
 from megazero.parallel.topology import Topology

@@ -11,9 +11,8 @@ from typing import Any
 
 from jobs import Place, run_job
 
-from megazero.comm.build import make_mesh
-from megazero.config import rules
-from megazero.config.cli import parse
+from megazero.comm.startup import make_mesh
+from megazero.command_line.parse import parse
 from megazero.config.run import RunConfig
 from megazero.data.loader import StepBatch, build_step_batch
 from megazero.data.mock import MockSamples
@@ -22,6 +21,7 @@ from megazero.memory.fused_buffers import FusedBuffers
 from megazero.memory.ledger import Ledger
 from megazero.memory.ledger_interface import AnyLedger
 from megazero.optim.loss_scaler import LossScaler
+from megazero.rules import run as rules
 from megazero.train.build import batch_layout, build_core, step_parts
 from megazero.train.check import topology
 from megazero.train.step import StepControls, training_step

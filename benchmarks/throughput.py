@@ -36,7 +36,7 @@ from steps import Held, Steps, configuration_of, hold
 from megazero.config import derived
 from megazero.config.run import RunConfig
 from megazero.memory.ledger_figures import CATEGORIES
-from megazero.train.metrics import Rates, flops_per_token, peak_tflops
+from megazero.report.metrics import Rates, flops_per_token, peak_tflops
 
 SYSTEM = "megazero"
 

@@ -18,7 +18,7 @@ def __getattr__(name: str) -> Any:
     if name == "initialize":
         return import_module("megazero.library.initialize").initialize
     if name == "recompute":
-        return import_module("megazero.activations.current").recompute
+        return import_module("megazero.activations.context").recompute
     if name == "zero":
         return import_module("megazero.zero")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

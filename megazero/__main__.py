@@ -4,14 +4,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from megazero.config.cli import ParsedRun, parse
-from megazero.config.rules import advice
-from megazero.config.verification import OwnWords, in_float64, overridden, starting_anew, take_steps
+from megazero.command_line.parse import ParsedRun, parse
 from megazero.console import Console, run_program
 from megazero.errors import ConfigError, Problem, raise_problems
 from megazero.parallel.launch import Launch
+from megazero.rules.run import advice
 from megazero.train.check import check
-from megazero.train.verify_report import BOUNDS
+from megazero.verify.configuration import OwnWords, in_float64, overridden, starting_anew, take_steps
+from megazero.verify.verdict import BOUNDS
 
 VERIFY_LAYOUT = f"""usage: torchrun --nproc-per-node N -m megazero verify-layout [--verify-steps N] FLAGS
 

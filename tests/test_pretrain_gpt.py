@@ -11,7 +11,7 @@ from support import broken_files
 from support.launch import SMALL_RUN, command_line, read_steps, run_here, set_launcher
 
 from megazero.checkpoint.reader import open_checkpoint
-from megazero.config.cli import from_yaml
+from megazero.command_line.parse import from_yaml
 
 Capture = pytest.CaptureFixture[str]
 

@@ -9,11 +9,11 @@ import sys
 import time
 
 from megazero.console import Console, HelpFormatter, run_program
-from megazero.data.arguments import add_input_arguments, input_rules, local_path
-from megazero.data.bad_lines import BadLines
-from megazero.data.cleaning import CleaningRequest, StepChoice, clean_corpus, summary_lines
-from megazero.data.cleaning_steps import LANGUAGE_CHARACTERS
-from megazero.data.deduplication import DEFAULT_NEAR_THRESHOLD, DUPLICATES, EXACT_BYTES, NEAR_BYTES
+from megazero.prepare.arguments import add_input_arguments, input_rules, local_path
+from megazero.prepare.clean.cleaning import CleaningRequest, StepChoice, clean_corpus, summary_lines
+from megazero.prepare.clean.cleaning_steps import LANGUAGE_CHARACTERS
+from megazero.prepare.clean.deduplication import DEFAULT_NEAR_THRESHOLD, DUPLICATES, EXACT_BYTES, NEAR_BYTES
+from megazero.prepare.text.bad_lines import BadLines
 from megazero.units import format_bytes, format_duration
 
 SHOWN_BAD_LINES = 10

@@ -10,11 +10,9 @@ import sys
 from pathlib import Path
 
 from megazero.checkpoint.folders import list_steps
-from megazero.config.cli import from_yaml
-from megazero.config.data import DataConfig
-from megazero.config.optimizer import OptimizerConfig
-from megazero.config.run import RunConfig
-from megazero.config.training import TrainingConfig
+from megazero.command_line.parse import from_yaml
+from megazero.config.engine_sections import OptimizerConfig
+from megazero.config.run import DataConfig, RunConfig, TrainingConfig
 from megazero.config.yaml_file import to_yaml
 from megazero.console import Console, run_program
 from megazero.data.tokenizers import load_tokenizer

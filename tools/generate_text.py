@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from megazero.config.cli import from_yaml
-from megazero.config.data import DataConfig
+from megazero.command_line.parse import from_yaml
+from megazero.config.run import DataConfig
 from megazero.console import Console, Flags, HelpFormatter, run_program
 from megazero.data.tokenizers import FILES, Tokenizer, load_tokenizer
 from megazero.errors import CheckpointError, ConfigError, Problem, raise_problems
-from megazero.generate.layout import ACROSS, choose_layout
+from megazero.generate.model_layout import ACROSS, choose_layout
 from megazero.parallel.launch import Launch
 from megazero.train.inputs import tokenizer_spec
 
@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> None:
     raise_problems(ConfigError, wrong_flags(options))
     # torch comes with these; the flags are read without it.
     from megazero.checkpoint.reader import open_checkpoint
-    from megazero.comm.build import choose_device
+    from megazero.comm.startup import choose_device
     from megazero.generate.job import joined
     from megazero.generate.sampling import Sampling
     from megazero.generate.session import load_session, saved_vocab_size

@@ -4,20 +4,25 @@ import argparse
 import sys
 from pathlib import Path
 
-from megazero.config.file_rules import DEFAULT_SPLIT
 from megazero.console import Console, HelpFormatter, run_program
-from megazero.data.arguments import add_tokenizer_arguments, local_path, tokenizer_spec
-from megazero.data.compare import difference_lines, find_difference
 from megazero.data.indexed_dataset import IndexedDataset
-from megazero.data.inspect import SampleRequest, header_lines, shown_document, whole_document, whole_sample
-from megazero.data.length_picture import length_lines, write_length_picture
-from megazero.data.lengths import count_lengths, document_lengths, num_blocks
 from megazero.data.samples import SPLIT_NAMES
 from megazero.data.sidecar import read_sidecar
 from megazero.data.storage import Access
 from megazero.data.tokenizers import Tokenizer, load_tokenizer
-from megazero.data.verify import verify
 from megazero.errors import ConfigError, Problem
+from megazero.prepare.arguments import add_tokenizer_arguments, local_path, tokenizer_spec
+from megazero.prepare.inspect.compare import difference_lines, find_difference
+from megazero.prepare.inspect.inspect import SampleRequest, header_lines, shown_document, whole_document, whole_sample
+from megazero.prepare.inspect.lengths import (
+    count_lengths,
+    document_lengths,
+    length_lines,
+    num_blocks,
+    write_length_picture,
+)
+from megazero.prepare.inspect.verify import verify
+from megazero.rules.files import DEFAULT_SPLIT
 
 DIFFERENT = 1
 # A disk that fails while all of a file is read is then an error, not a signal that ends the process.

@@ -6,9 +6,9 @@ import sys
 import time
 
 from megazero.console import Console, HelpFormatter, run_program
-from megazero.data.merge import look_at_parts, merge
-from megazero.data.shards import find_prefixes
 from megazero.errors import ConfigError, Problem
+from megazero.prepare.tokens.array_shards import find_prefixes
+from megazero.prepare.tokens.merge import look_at_parts, merge
 from megazero.units import format_bytes, format_duration
 
 

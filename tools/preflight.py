@@ -15,7 +15,7 @@ from megazero.errors import ConfigError, Problem, TopologyError, raise_problems
 from megazero.parallel.launch import Launch
 
 if TYPE_CHECKING:
-    from megazero.comm.preflight import Board
+    from megazero.cluster.preflight import Board
 
 DAY = 24 * 60 * 60
 # Flag -> the least value and the most; those in POSITIVE are above the least one.
@@ -59,8 +59,7 @@ def wrong_numbers(arguments: argparse.Namespace) -> Iterator[Problem]:
 
 def inspect(arguments: argparse.Namespace, board: "Board", launch: Launch) -> None:
     """Call the roll, measure, print the table; raise TopologyError with all that is wrong, on all ranks."""
-    from megazero.comm.build import choose_device
-    from megazero.comm.preflight import (
+    from megazero.cluster.preflight import (
         Demands,
         node_problems,
         own_facts,
@@ -69,6 +68,7 @@ def inspect(arguments: argparse.Namespace, board: "Board", launch: Launch) -> No
         survey_problems,
         table,
     )
+    from megazero.comm.startup import choose_device
 
     console = Console(launch.rank)
     demands = Demands(
@@ -92,7 +92,7 @@ def main() -> int:
     arguments, launch = parse_arguments(), Launch.from_environment()
     raise_problems(ConfigError, wrong_numbers(arguments))
     # torch comes with this; the flags are read without it.
-    from megazero.comm.preflight import Board, open_store
+    from megazero.cluster.preflight import Board, open_store
 
     board = Board(open_store(launch, arguments.timeout), launch.rank, arguments.timeout)
     try:

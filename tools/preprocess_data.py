@@ -5,9 +5,10 @@ import signal
 import sys
 import time
 
-from megazero.config.compat import PREPROCESSING_ACCEPTED, PREPROCESSING_FIXED, PREPROCESSING_REFUSED
 from megazero.console import Console, HelpFormatter, run_program
-from megazero.data.arguments import (
+from megazero.dialects.megatron import PREPROCESSING_ACCEPTED, PREPROCESSING_FIXED, PREPROCESSING_REFUSED
+from megazero.errors import ConfigError, Problem, raise_problems
+from megazero.prepare.arguments import (
     add_input_arguments,
     add_shard_arguments,
     add_tokenizer_arguments,
@@ -16,8 +17,7 @@ from megazero.data.arguments import (
     positive,
     tokenizer_spec,
 )
-from megazero.data.preprocess import PreprocessRequest, preprocess
-from megazero.errors import ConfigError, Problem, raise_problems
+from megazero.prepare.tokens.preprocess import PreprocessRequest, preprocess
 from megazero.units import format_bytes, format_count, format_duration
 
 

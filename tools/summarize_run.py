@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megazero.checkpoint.folders import newest
 from megazero.console import Console, run_program
-from megazero.train.summary import summarize
+from megazero.report.summary import summarize
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 from megazero.console import Console, run_program
-from megazero.data.arguments import local_path, separator_text
-from megazero.data.source_text import find_sources, find_stdlib, write_jsonl
+from megazero.prepare.arguments import local_path, separator_text
+from megazero.prepare.text.source_text import find_sources, find_stdlib, write_jsonl
 from megazero.units import format_bytes, format_duration
 
 

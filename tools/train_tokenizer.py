@@ -5,10 +5,10 @@ import sys
 import time
 
 from megazero.console import Console, HelpFormatter, run_program
-from megazero.data.arguments import add_input_arguments, input_rules, local_path, positive
-from megazero.data.tokenizer_training import BYTE_LEVEL, MODEL_TYPES, TokenizerRequest, train_tokenizer
-from megazero.data.training_text import sample_text
 from megazero.errors import DataError, raise_problems
+from megazero.prepare.arguments import add_input_arguments, input_rules, local_path, positive
+from megazero.prepare.tokenizer.tokenizer_training import BYTE_LEVEL, MODEL_TYPES, TokenizerRequest, train_tokenizer
+from megazero.prepare.tokenizer.training_text import sample_text
 from megazero.units import format_bytes, format_duration
 
 

@@ -23,8 +23,8 @@ from megazero.checkpoint.reader import Checkpoint
 from megazero.comm.local import LocalCommunicator
 from megazero.config.derived import ffn_hidden_size, max_position_embeddings
 from megazero.config.model import ModelConfig
-from megazero.data.files import sync_path
 from megazero.errors import CheckpointError, Problem, raise_problems
+from megazero.files import sync_path
 from megazero.model.gpt import GPT
 from megazero.parallel.param_spec import named_specs
 from megazero.tensor_parallel.layers import TensorParallel

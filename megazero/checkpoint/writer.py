@@ -44,8 +44,8 @@ from megazero.checkpoint.manifest import (
 )
 from megazero.checkpoint.slices import Piece, format_box, fragment_pieces, piece_view
 from megazero.comm.interface import Communicator
-from megazero.data.files import sync_path
 from megazero.errors import CheckpointError, raise_problems
+from megazero.files import sync_path
 from megazero.parallel.param_spec import StateFragment
 
 BOX_BYTES = 64 << 20

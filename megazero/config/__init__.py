@@ -1,1 +1,1 @@
-"""What the user said: frozen dataclasses, the command line made from them, and the rules between them."""
+"""What the user chose: frozen dataclasses that hold every setting, and the grammar of their values."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from megazero.config.near import neighbours
+from megazero.config.nearest import neighbours
 from megazero.errors import Problem
 
 # What DeepSpeed calls the three.

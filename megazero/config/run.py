@@ -4,20 +4,227 @@ A builder gets the section it needs, never this whole; only the programs, the ru
 """
 
 from dataclasses import field
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
+from pydantic import BeforeValidator
 from pydantic.dataclasses import dataclass
 
-from megazero.config.activations import ActivationConfig
-from megazero.config.checkpoint import CheckpointConfig
-from megazero.config.data import DataConfig
-from megazero.config.fields import STRICT, FieldInfo, describe
-from megazero.config.logging import LoggingConfig
+from megazero.config.engine_sections import ActivationConfig, OptimizerConfig, PrecisionConfig, ZeroConfig
+from megazero.config.fields import STRICT, FieldInfo, describe, setting
 from megazero.config.model import ModelConfig
-from megazero.config.optimizer import OptimizerConfig
-from megazero.config.parallel import ParallelConfig
-from megazero.config.precision import PrecisionConfig
-from megazero.config.training import TrainingConfig
-from megazero.config.zero import ZeroConfig
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TrainingConfig:
+    """A step takes one global batch: each data-parallel process runs its share as micro-batches."""
+
+    micro_batch_size: int = setting(
+        help="samples of one forward pass on one data-parallel process",
+        unit="samples",
+        aliases=("batch-size",),
+        ge=1,
+    )
+    global_batch_size: int | None = setting(
+        None, help="samples of one step; without it, micro_batch_size x data-parallel size", unit="samples", ge=1
+    )
+    train_iters: int | None = setting(None, help="length of the run; or give train_samples", unit="steps", ge=1)
+    train_samples: int | None = setting(None, help="length of the run; or give train_iters", unit="samples", ge=1)
+    seed: int = setting(1234, help="fixes initial weights, order of the samples and dropout", ge=0, lt=2**32)
+    eval_iters: int = setting(100, help="global batches of one evaluation; 0 evaluates nothing", unit="steps", ge=0)
+    eval_interval: int = setting(1000, help="steps between evaluations", unit="steps", ge=1)
+    eval_at_start: bool = setting(False, help="evaluate before the first step as well")
+    exit_interval: int | None = setting(
+        None, help="save and exit at the next step that this divides", unit="steps", ge=1
+    )
+    exit_duration_in_mins: float | None = setting(
+        None, help="save and exit once the run has taken this long", unit="minutes", gt=0
+    )
+    compile: Literal["auto", "on", "off"] = setting(
+        "auto",
+        help="compile transformer blocks with torch.compile, which takes some seconds before the first step; auto is on"
+        " for GPUs, off on CPUs",
+    )
+    attention_backend: Literal["auto", "flash", "fused", "efficient", "unfused"] = setting(
+        "auto",
+        help="kernel that computes attention: FlashAttention, cuDNN's (fused), the memory-efficient one, or plain"
+        " products; auto is the fastest on the GPU, measured at the start, and torch's choice on CPUs",
+    )
+    exit_status_when_stopped: int | None = setting(
+        None,
+        help="exit status of a run that has saved and stopped before its last step: by a signal, at exit_interval or"
+        " after exit_duration_in_mins; without it 0, as of a run that has finished",
+        beyond="0 to 3 tell of finished runs and of errors, those above 125 of signals",
+        ge=4,
+        le=125,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ParallelConfig:
+    """Degrees of parallelism; the data-parallel degree is what is left of the world size."""
+
+    tensor_model_parallel_size: int = setting(
+        1, help="processes that share every layer", unit="processes", aliases=("model-parallel-size",), ge=1
+    )
+    pipeline_model_parallel_size: int = setting(
+        1, help="pipeline stages: processes that have consecutive layers each", unit="processes", ge=1
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = setting(
+        None,
+        help="layers of a chunk, on average, which gives a pipeline stage several chunks, taken in turns (the"
+        " interleaved schedule); without it, one chunk a pipeline stage",
+        unit="layers",
+        ge=1,
+    )
+    pipeline_schedule: Literal["auto", "gpipe", "1f1b", "interleaved", "zero-bubble"] = setting(
+        "auto",
+        help="order of forwards and backwards; auto is interleaved where a pipeline stage has several chunks, else"
+        " 1f1b",
+    )
+    pipeline_split: str | None = setting(
+        None,
+        help="layers of every chunk, in the order of the model, such as 5,6,5,2; without it, as evenly as the"
+        " embedding's and the vocabulary head's own costs allow",
+    )
+    sequence_parallel: bool = setting(
+        False,
+        help="split what lies between tensor-parallel regions over the processes of the group, by tokens: norms,"
+        " dropout, residuals and checkpoints",
+    )
+    rank_order: Literal["pp-dp-tp", "dp-pp-tp", "pp-tp-dp", "tp-pp-dp", "dp-tp-pp", "tp-dp-pp"] = setting(
+        "pp-dp-tp",
+        help="how ranks are dealt out to pipeline stages, data-parallel copies and tensor-parallel slices: ranks along"
+        " the axis named last are neighbours",
+    )
+    allow_tensor_parallel_across_nodes: bool = setting(
+        False, help="let a tensor-parallel group lie on several nodes, over the slower links between them"
+    )
+    distributed_backend: Literal["auto", "nccl", "gloo"] = setting(
+        "auto", help="what carries the collectives; auto is nccl on GPUs, gloo on CPUs"
+    )
+    distributed_timeout_minutes: float = setting(
+        10.0, help="a collective that waits longer than this ends the run", unit="minutes", gt=0
+    )
+    device: Literal["auto", "cpu", "cuda"] = setting(
+        "auto", help="where tensors live; auto is one GPU a process if the machine has GPUs, else the CPU"
+    )
+    cpu_threads: int | None = setting(
+        None,
+        help="threads that a process computes with on the CPU; without it, what OMP_NUM_THREADS says (torchrun's own 1"
+        " for several processes doesn't count), else cores of the node / processes on it, at least 1; a process alone"
+        " on its node: as torch chooses",
+        unit="threads",
+        ge=1,
+    )
+
+
+def _one_is_a_list(value: Any) -> Any:
+    """In YAML a single corpus may stand without brackets."""
+    return (value,) if isinstance(value, str) else value
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class DataConfig:
+    """Where tokens come from; which sample is the k-th depends on the seed and k alone."""
+
+    data_path: Annotated[tuple[str, ...], BeforeValidator(_one_is_a_list)] = setting(
+        (), help="prefix of a .bin/.idx pair, or a mixture: WEIGHT PREFIX WEIGHT PREFIX ..."
+    )
+    split: str | None = setting(
+        None,
+        help="shares of training, validation and test documents of --data-path; 969,30,1 where it is left out",
+        unit="any common unit",
+    )
+    train_data_path: Annotated[tuple[str, ...], BeforeValidator(_one_is_a_list)] = setting(
+        (), help="a corpus for training alone, used whole, instead of --data-path; takes what --data-path takes"
+    )
+    valid_data_path: Annotated[tuple[str, ...], BeforeValidator(_one_is_a_list)] = setting(
+        (), help="the same for evaluation, beside --train-data-path"
+    )
+    test_data_path: Annotated[tuple[str, ...], BeforeValidator(_one_is_a_list)] = setting(
+        (), help="the same for the evaluation on test data, beside --train-data-path"
+    )
+    data_skip_samples: Annotated[tuple[str, ...], BeforeValidator(_one_is_a_list)] = setting(
+        (), help="spans A-B of training samples that are passed over, A and B included, counted from 0"
+    )
+    mmap_bin_files: bool = setting(True, help="map token files into memory; off: read them by system calls")
+    data_cache_path: Path | None = setting(
+        None, help="folder for the indexes of corpora in object stores (s3://...); without it the user's cache folder"
+    )
+    mock_data: bool = setting(False, help="train on made-up tokens instead of a corpus; for timings")
+    tokenizer_type: Literal["GPT2BPETokenizer", "SentencePieceTokenizer", "ByteTokenizer"] | None = setting(
+        None, help="tokenizer that made the corpus; without it, what the corpus's own description says"
+    )
+    tokenizer_model: Path | None = setting(None, help="SentencePieceTokenizer: model file")
+    vocab_file: Path | None = setting(None, help="GPT2BPETokenizer: vocab.json")
+    merge_file: Path | None = setting(None, help="GPT2BPETokenizer: merges.txt")
+    num_workers: int = setting(
+        2, help="steps whose batches are read ahead in the background; 0 reads them when needed", unit="steps", ge=0
+    )
+    eod_mask_loss: bool = setting(False, help="leave positions that hold the end-of-document token out of the loss")
+    reset_position_ids: bool = setting(
+        False, help="count positions from 0 in every document of a sample, not from the sample's first token"
+    )
+    reset_attention_mask: bool = setting(
+        False,
+        help="attend within documents only; costs a mask of micro_batch_size x seq_length^2 elements of --precision for"
+        " every micro-batch in flight, and the kernels that take none (--attention-backend flash)",
+    )
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class CheckpointConfig:
+    """Checkpoints fit every layout; they are folders below `save`, the newest named by its file `latest`."""
+
+    save: Path | None = setting(None, help="folder for checkpoints; without it, nothing is saved")
+    load: Path | None = setting(
+        None, help="folder to resume from; a folder without a checkpoint starts from the beginning"
+    )
+    save_interval: int | None = setting(
+        None, help="steps between checkpoints; without it, only at the end of the run", unit="steps", ge=1
+    )
+    no_save_optim: bool = setting(False, help="save parameters only; such a checkpoint can't be resumed bitwise")
+    no_load_optim: bool = setting(False, help="take no optimizer state, start it anew")
+    finetune: bool = setting(
+        False, help="take parameters only and start at step 0: no optimizer state, no position in the data"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class LoggingConfig:
+    """Console, TensorBoard and a file of one JSON object a step."""
+
+    log_interval: int = setting(100, help="steps between lines on the console", unit="steps", ge=1)
+    metrics_file: Path | None = setting(
+        None, help="file that gets one JSON object a step, and one an evaluation, at full precision"
+    )
+    tensorboard_dir: Path | None = setting(None, help="folder for TensorBoard; without it, none is written")
+    tensorboard_queue_size: int = setting(
+        1000, help="TensorBoard: points kept before they are written", unit="points", ge=1
+    )
+    tensorboard_log_interval: int = setting(1, help="TensorBoard: steps between points", unit="steps", ge=1)
+    log_timers_to_tensorboard: bool = setting(False, help="TensorBoard: seconds spent in each part of a step")
+    log_validation_ppl_to_tensorboard: bool = setting(False, help="TensorBoard: perplexity beside the validation loss")
+    ledger: bool = setting(
+        False, help="keep the ledger: live memory by category and traffic by axis, of every step; slows the step down"
+    )
+    ledger_limit: float | None = setting(
+        None,
+        help="stop the run as soon as more than this is alive on a process's device, as the ledger counts it,"
+        " which this keeps",
+        unit="MiB",
+        gt=0,
+    )
+    ledger_dir: Path | None = setting(
+        None, help="folder for the ledger's pictures, one page a process: of the second step, then every log_interval"
+    )
+    pipeline_trace_dir: Path | None = setting(
+        None,
+        help="folder for traces of steps, when each pipeline stage computed what, as pictures (.svg) and figures"
+        " (.json): of the second step, every log_interval-th and the last",
+    )
+    log_memory_to_tensorboard: bool = setting(False, help="TensorBoard: bytes of each kind of model state, and peak")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -11,9 +11,9 @@ from typing import Any, cast
 
 from pydantic import TypeAdapter, ValidationError
 
-from megazero.config.conform import is_number, nearest
 from megazero.config.fields import FieldInfo
 from megazero.config.run import FIELDS, SECTIONS, RunConfig
+from megazero.config.values import is_number, nearest
 from megazero.errors import Problem
 
 

@@ -1,1 +1,1 @@
-"""Data: text becomes token files, token files become samples, samples become batches."""
+"""What a run reads: token files become samples, samples become batches."""

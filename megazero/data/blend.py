@@ -21,9 +21,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megazero.config.file_rules import DATA_PATH
 from megazero.data.samples import Samples
 from megazero.errors import DataError, Problem
+from megazero.rules.files import DATA_PATH
 
 
 class Choice(NamedTuple):

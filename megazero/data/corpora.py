@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megazero.config.file_rules import DATA_PATH, DEFAULT_SPLIT
 from megazero.data.blend import BlendedSamples, WeightedPrefix, parse_data_path
 from megazero.data.indexed_dataset import CHECK_BLOCK, IndexedDataset
 from megazero.data.samples import SPLIT_NAMES, Samples, SampleSource, Split, SplitRanges, parse_split, split_sequences
@@ -21,6 +20,7 @@ from megazero.data.sidecar import Sidecar, read_sidecar
 from megazero.data.storage import PLAIN_ACCESS, Access
 from megazero.data.tokenizers import TokenizerSpec
 from megazero.errors import DataError, Problem, raise_problems
+from megazero.rules.files import DATA_PATH, DEFAULT_SPLIT
 
 MEASURED_TOKENS = 1 << 24
 

@@ -27,10 +27,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megazero.config.file_rules import split_shares
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.permutation import Epochs
 from megazero.errors import DataError, Problem
+from megazero.rules.files import split_shares
 
 SPLIT_NAMES = ("train", "valid", "test")
 

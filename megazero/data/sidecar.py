@@ -13,9 +13,9 @@ from typing import Any
 
 import xxhash
 
-from megazero.data.files import cannot_read, written_aside
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.errors import DataError, Problem
+from megazero.files import cannot_read, written_aside
 
 DIGEST_BLOCK_BYTES = 8 << 20
 

@@ -30,8 +30,8 @@ from typing import IO, Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from megazero.data.files import cannot_read, cannot_write, written_aside
 from megazero.errors import DataError, Problem, raise_problems
+from megazero.files import cannot_read, cannot_write, written_aside
 
 # Two characters at least: a single one would be a drive.
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")

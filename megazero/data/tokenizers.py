@@ -22,8 +22,8 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from megazero.data.files import cannot_read
 from megazero.errors import DataError, Problem, raise_problems
+from megazero.files import cannot_read
 
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor

@@ -5,9 +5,9 @@ from contextlib import contextmanager
 
 import torch
 
-from megazero.comm.build import join, leave, make_mesh
-from megazero.comm.last_word import last_word
 from megazero.comm.mesh import Mesh
+from megazero.comm.shutdown import last_word
+from megazero.comm.startup import join, leave, make_mesh
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.launch import Launch
 from megazero.parallel.topology import Topology
@@ -17,7 +17,7 @@ from megazero.parallel.topology import Topology
 def joined(launch: Launch, layout: Topology, device: torch.device, *, timeout_minutes: float) -> Iterator[Mesh]:
     """The mesh of `layout`, within the block; a process alone makes no process group.
 
-    A UserError that only some ranks meet within the block ends all of them, told once (`comm/last_word.py`).
+    A UserError that only some ranks meet within the block ends all of them, told once (`comm/shutdown.py`).
     """
     store = join(launch, backend="auto", device=device, timeout_minutes=timeout_minutes)
     try:

@@ -19,7 +19,7 @@ from torch import Tensor
 from megazero.comm.mesh import ACTIVATIONS, Mesh, gather_json
 from megazero.config.run import RunConfig
 from megazero.errors import CheckpointError, Problem
-from megazero.generate.layout import padded_rows, stage_chunks
+from megazero.generate.model_layout import padded_rows, stage_chunks
 from megazero.generate.sampling import Sampling, next_tokens
 from megazero.model.gpt import GPT
 from megazero.model.sequences import Sequences

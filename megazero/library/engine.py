@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from megazero.activations.current import recomputing
+from megazero.activations.context import recomputing
 from megazero.activations.recompute import Recomputation
 from megazero.comm.mesh import Mesh
 from megazero.config.batch import BatchSizes
-from megazero.config.engine import EngineConfig
 from megazero.errors import Problem, UsageError
+from megazero.library.config import EngineConfig
 from megazero.library.module_buffers import ModuleBuffers
 from megazero.library.passes import BackwardPasses
 from megazero.library.save import save_model

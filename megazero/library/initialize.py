@@ -8,25 +8,25 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from megazero.activations.build import RankParts, recomputation
-from megazero.comm.dtensors import unwrap_dtensors
+from megazero.activations.assemble import RankParts, recomputation
 from megazero.comm.mesh import Mesh
-from megazero.config.engine import EngineConfig, load_engine_config, resolve_batch
 from megazero.generators import DefaultGenerators
+from megazero.library.config import EngineConfig, load_engine_config, resolve_batch
+from megazero.library.dtensors import unwrap_dtensors
 from megazero.library.engine import DataParallelEngine, EngineParts
 from megazero.library.join import mesh_and_buffers
+from megazero.library.module_units import choose_units
 from megazero.library.optimizers import MakeOptimizer, choose
 from megazero.library.passes import BackwardPasses
 from megazero.library.prepare import prepare
 from megazero.library.stepping import LearningRates, Stepper
+from megazero.library.zero_init import first_value
 from megazero.memory.ledger_interface import NullLedger
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.warmup import make_schedule
 from megazero.timers import Timers
 from megazero.zero.engine import Engine, EngineSettings
-from megazero.zero.init import first_value
 from megazero.zero.plan import resolve
-from megazero.zero.units import choose_units
 
 
 def initialize(
@@ -39,10 +39,10 @@ def initialize(
 
     model: moved to this process's device and into the configuration's precision, with rank 0's values everywhere; from
     then on it belongs to the engine.  What requires a gradient now is trained, what doesn't is frozen.
-    config: megazero's own configuration or DeepSpeed's, as a mapping or a file (`megazero/config/engine.py`).
+    config: megazero's own configuration or DeepSpeed's, as a mapping or a file (`megazero/library/config.py`).
     mesh: which processes train together: None for all (of torch's default group, or that the launcher has started), a
-    megazero Mesh, torch's DeviceMesh, or an object like Megatron-LM's mpu (`megazero/comm/adopt_groups.py`).
-    Parameters that are DTensors over its tensor-parallel axis become local tensors (`megazero/comm/dtensors.py`).
+    megazero Mesh, torch's DeviceMesh, or an object like Megatron-LM's mpu (`megazero/library/adopted_mesh.py`).
+    Parameters that are DTensors over its tensor-parallel axis become local tensors (`megazero/library/dtensors.py`).
     optimizer: a torch optimizer over parameters of the model, or a function that makes one of them; its param groups
     hold, and learning-rate schedulers on it act.  None: the configuration's, over all parameters.
 

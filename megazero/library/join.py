@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from megazero.comm.adopt_groups import adopt, adopt_default, is_joined, joined_device
-from megazero.comm.build import choose_device, join, make_mesh
 from megazero.comm.mesh import Mesh
-from megazero.config.parallel import ParallelConfig
+from megazero.comm.startup import choose_device, join, make_mesh
+from megazero.config.run import ParallelConfig
+from megazero.library.adopted_mesh import adopt, adopt_default, is_joined, joined_device
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.launch import Launch
 from megazero.parallel.topology import Topology
@@ -14,7 +14,7 @@ from megazero.parallel.topology import Topology
 def mesh_and_buffers(given: Any) -> tuple[Mesh, FusedBuffers]:
     """The mesh, and the buffers that its collectives borrow (nothing yet: the engine knows the size).
 
-    given: a Mesh, whose collectives have buffers of their own; somebody else's groups (`comm/adopt_groups.py`); or
+    given: a Mesh, whose collectives have buffers of their own; somebody else's groups (`library/adopted_mesh.py`); or
     None: all processes of torch's default group or, if there is none, all that the launcher has started.
     """
     if isinstance(given, Mesh):

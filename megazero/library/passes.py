@@ -22,9 +22,8 @@ from torch.autograd import Variable
 
 from megazero.errors import Problem, UsageError
 from megazero.zero.engine import Engine
-from megazero.zero.frames import tensors_in
+from megazero.zero.frames import on_gradient, tensors_in
 from megazero.zero.gather import in_backward
-from megazero.zero.hooks import on_gradient
 
 _STEP = "a step is gradient_accumulation_steps backward passes, then engine.step()"
 

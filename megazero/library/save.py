@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from megazero.checkpoint.agreement import together
 from megazero.checkpoint.manifest import dtype_name
 from megazero.comm.mesh import Mesh
-from megazero.data.files import AsideFile
 from megazero.errors import CheckpointError, UserError
+from megazero.files import AsideFile
 from megazero.zero.engine import ModelUnit
 from megazero.zero.gathered import GatheredParameters
 

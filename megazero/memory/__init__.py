@@ -1,1 +1,1 @@
-"""Where bytes sit: constant-size buffers."""
+"""Where bytes sit: constant-size buffers, arenas, host memory, and the ledger that counts them."""

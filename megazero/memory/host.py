@@ -13,6 +13,7 @@ again while a copy is using it.  On a CPU the same calls make the same copies at
 has never been run on a GPU.
 """
 
+import ctypes
 import statistics
 import time
 from collections import defaultdict
@@ -224,3 +225,11 @@ def _round_trip(memory: HostMemory, tensor: Tensor) -> float:
 def _finish(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def return_freed_memory(device: torch.device) -> bool:
+    """Give what lies free to the system, on a CPU whose C library can (glibc); whether there was any."""
+    if device.type != "cpu":
+        return False
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return trim is not None and bool(trim(0))

@@ -19,13 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megazero.activations.plan import KEEP_ALL, ActivationPlan
 from megazero.activations.recompute import Recomputation
+from megazero.activations.recompute_plan import KEEP_ALL, ActivationPlan
 from megazero.config.derived import ffn_hidden_size, max_position_embeddings
 from megazero.config.model import ModelConfig
 from megazero.model.sequences import Sequences
+from megazero.parallel.layer_split import Chunk, whole_model
 from megazero.parallel.param_spec import Init, share_between_ends
-from megazero.parallel.stages import Chunk, whole_model
 from megazero.tensor_parallel.head_loss import Targets
 from megazero.tensor_parallel.layers import (
     ColumnParallelLinear,

@@ -1,1 +1,1 @@
-"""The inner optimizer and what surrounds it: parameter groups, gradient norm, loss scale, learning rate."""
+"""The optimizer and what surrounds it: gradient norm, loss scale, learning rate."""

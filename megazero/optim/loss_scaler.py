@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from megazero.config.precision import PrecisionConfig
+from megazero.config.engine_sections import PrecisionConfig
 from megazero.errors import CheckpointError, Problem, TrainingError
 
 GROWTH = 2.0

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
 
-from megazero.config.optimizer import OptimizerConfig
+from megazero.config.engine_sections import OptimizerConfig
 from megazero.errors import CheckpointError, ConfigError, Problem, raise_problems
 
 STYLES = ("constant", "linear", "cosine")

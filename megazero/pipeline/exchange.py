@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megazero.comm.interface import Communicator, Work
 from megazero.comm.mesh import ACTIVATIONS, GRADIENTS, Mesh
-from megazero.pipeline.plan import Taken
 from megazero.pipeline.schedule import Action, Kind
+from megazero.pipeline.stage_plan import Taken
 
 
 class Cut(NamedTuple):

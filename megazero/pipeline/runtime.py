@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Protocol
 
-from megazero.pipeline.plan import StepActions
 from megazero.pipeline.schedule import Action, Kind
+from megazero.pipeline.stage_plan import StepActions
 
 
 class Callbacks(Protocol):

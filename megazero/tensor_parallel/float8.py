@@ -25,10 +25,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megazero.config.float8_rules import has_8bit_products
-from megazero.config.precision import Fp8Format
+from megazero.config.engine_sections import Fp8Format
 from megazero.errors import ConfigError, Problem
 from megazero.parallel.gradient_place import add_to
+from megazero.rules.float8 import has_8bit_products
 from megazero.tensor_parallel.products import TORCH, Products
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -14,7 +14,7 @@ keeps its own tokens only, which backward gathers again (Korthikanti et al., arX
 Weight gradients are made beside backward's collectives, or *deferred* (`deferred.py`): then two slices are kept, of the
 input and of the output's gradient, and what was whole is gathered when its time comes.
 
-Weights are created uninitialised: first values come from `model/initialize.py` or a checkpoint.
+Weights are created uninitialised: first values come from `model/initial_values.py` or a checkpoint.
 """
 
 import math

@@ -1,1 +1,1 @@
-"""The training run as a story: build, step, loop, evaluate, report."""
+"""The training run as a story: build, step, loop, evaluate, save."""

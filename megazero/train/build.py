@@ -8,50 +8,50 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megazero.activations.build import RankParts, activation_plan, describe
-from megazero.activations.plan import ActivationPlan
-from megazero.comm.build import make_mesh
+from megazero.activations.assemble import RankParts, activation_plan, describe
+from megazero.activations.recompute_plan import ActivationPlan
 from megazero.comm.local import LocalCommunicator
 from megazero.comm.mesh import Mesh
+from megazero.comm.startup import make_mesh
 from megazero.config import derived
-from megazero.config.optimizer import OptimizerConfig
+from megazero.config.engine_sections import OptimizerConfig
 from megazero.config.run import RunConfig
 from megazero.config.yaml_file import to_yaml
 from megazero.console import Console
 from megazero.data.loader import BatchLayout, BatchLoader
-from megazero.memory.freed import return_freed_memory
 from megazero.memory.fused_buffers import FusedBuffers
+from megazero.memory.host import return_freed_memory
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
 from megazero.model.compiled import compile_blocks, is_compiled
 from megazero.model.gpt import GPT
-from megazero.model.initialize import initial_value
+from megazero.model.initial_values import initial_value
 from megazero.optim.inner import AdamWSettings, FusedAdamW
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.lr_schedule import LearningRate, reconcile
 from megazero.parallel.drawing import draw_layout
 from megazero.parallel.launch import Launch
-from megazero.pipeline.plan import StagePlan
+from megazero.pipeline.stage_plan import StagePlan
 from megazero.pipeline.trace import NO_TRACE, AnyTrace, Trace
+from megazero.report.ledger_report import LedgerReport
+from megazero.report.memory_report import closing_lines, opening_line
+from megazero.report.metrics import Rates, flops_per_token, peak_tflops
+from megazero.report.pipeline_report import PipelineReport
+from megazero.report.writers import open_writers
 from megazero.tensor_parallel.deferred import DeferredGradients
 from megazero.tensor_parallel.float8 import float8_products
 from megazero.tensor_parallel.layers import TensorParallel
 from megazero.tensor_parallel.onednn import fastest_products
 from megazero.tensor_parallel.random import RandomRegions
 from megazero.timers import Timers
-from megazero.train.activations import settle_activations
 from megazero.train.check import topology
+from megazero.train.context import StepParts
 from megazero.train.evaluate import EvaluationSet
 from megazero.train.inputs import RunInputs
-from megazero.train.ledger_report import LedgerReport
 from megazero.train.loop import Reporting, Run, Timetable
-from megazero.train.memory_lines import closing_lines, opening_line
-from megazero.train.metrics import Rates, flops_per_token, peak_tflops
-from megazero.train.parts import StepParts
-from megazero.train.pipeline_report import PipelineReport
+from megazero.train.pipeline_stages import activation_config, describe_stages, num_checkpoints, stage_chunks, stage_plan
+from megazero.train.resolve_activations import settle_activations
 from megazero.train.saving import Saver, check_compatible, check_model, check_shapes, find_checkpoint, restore_engine
-from megazero.train.stages import activation_config, describe_stages, num_checkpoints, stage_chunks, stage_plan
 from megazero.train.state import TrainState
-from megazero.train.writers import open_writers
 from megazero.zero.engine import Engine, EngineSettings, ModelUnit
 from megazero.zero.plan import DTYPES, resolve
 

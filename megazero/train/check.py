@@ -3,12 +3,13 @@
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from megazero.config import derived, rules
+from megazero.config import derived
 from megazero.config.run import RunConfig
 from megazero.errors import ConfigError, Problem, TopologyError, UserError, raise_problems
 from megazero.parallel.launch import Launch
 from megazero.parallel.nodes import problems_of_placement
 from megazero.parallel.topology import Topology, parse_order
+from megazero.rules import run as rules
 from megazero.train.inputs import RunInputs, open_inputs
 
 

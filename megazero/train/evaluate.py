@@ -7,7 +7,7 @@ import torch
 from megazero.data.loader import BatchLayout, build_step_batch
 from megazero.data.samples import Samples
 from megazero.pipeline.runtime import execute
-from megazero.train.parts import StepParts
+from megazero.train.context import StepParts
 from megazero.train.stage_passes import StagePasses
 
 

@@ -4,15 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megazero.config.data import DataConfig
-from megazero.config.file_rules import DATA_PATH, DEFAULT_SPLIT, span_of_samples
 from megazero.config.model import ModelConfig
+from megazero.config.run import DataConfig
 from megazero.data.corpora import Corpora, own_flag
 from megazero.data.mock import MockSamples
 from megazero.data.samples import RemainingSamples, Samples
 from megazero.data.storage import Access
 from megazero.data.tokenizers import TokenizerSpec, load_tokenizer
 from megazero.errors import DataError, Problem, raise_problems
+from megazero.rules.files import DATA_PATH, DEFAULT_SPLIT, span_of_samples
 
 
 @dataclass(frozen=True)

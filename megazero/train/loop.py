@@ -20,16 +20,16 @@ from megazero.errors import Problem, TrainingError
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.lr_schedule import LearningRate
 from megazero.pipeline.trace import Row
+from megazero.report.ledger_report import LedgerReport
+from megazero.report.metrics import Evaluation, RankMetrics, Rates, StepMetrics
+from megazero.report.pipeline_report import PipelineReport
+from megazero.report.writers import Writer
+from megazero.train.context import StepParts
 from megazero.train.evaluate import EvaluationSet, evaluate
-from megazero.train.ledger_report import LedgerReport
-from megazero.train.metrics import Evaluation, RankMetrics, Rates, StepMetrics
-from megazero.train.parts import StepParts
-from megazero.train.pipeline_report import PipelineReport
 from megazero.train.saving import Saver
 from megazero.train.signals import StopRequest
 from megazero.train.state import TrainState
 from megazero.train.step import StepControls, StepReport, training_step
-from megazero.train.writers import Writer
 from megazero.units import format_bytes, format_count, format_duration
 
 _event: Callable[[], torch.cuda.Event] = torch.cuda.Event

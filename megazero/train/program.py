@@ -3,8 +3,8 @@
 They import this module by then only: with it comes torch, which takes longer to load than all else together.
 """
 
-from megazero.comm.build import choose_device, join, leave, make_mesh
-from megazero.comm.last_word import last_word
+from megazero.comm.shutdown import last_word
+from megazero.comm.startup import choose_device, join, leave, make_mesh
 from megazero.config.run import RunConfig
 from megazero.console import Console
 from megazero.memory.fused_buffers import FusedBuffers
@@ -13,13 +13,13 @@ from megazero.model.compiled import check_compiler
 from megazero.parallel.launch import Launch
 from megazero.parallel.threads import use_cpu_threads
 from megazero.tensor_parallel.float8 import check_device
-from megazero.train.attention import attention_of, choose_kernel, preferring
+from megazero.train.attention_kernel import attention_of, choose_kernel, preferring
 from megazero.train.build import assemble, check_checkpoint
 from megazero.train.check import topology
 from megazero.train.inputs import RunInputs
 from megazero.train.loop import train
-from megazero.train.verify import verify
-from megazero.train.verify_report import Report
+from megazero.verify.side_by_side import verify
+from megazero.verify.verdict import Report
 
 
 def pretrain(config: RunConfig, launch: Launch, inputs: RunInputs) -> int:

@@ -12,12 +12,12 @@ from megazero.checkpoint.reader import Checkpoint, open_checkpoint
 from megazero.checkpoint.restore import restore
 from megazero.checkpoint.writer import Draft, save
 from megazero.comm.mesh import Mesh
-from megazero.config.checkpoint import CheckpointConfig
-from megazero.config.cli import from_yaml
+from megazero.command_line.parse import from_yaml
 from megazero.config.derived import ffn_hidden_size, max_position_embeddings
 from megazero.config.model import ModelConfig
-from megazero.data.files import written_aside
+from megazero.config.run import CheckpointConfig
 from megazero.errors import CheckpointError, ConfigError, Problem, raise_problems
+from megazero.files import written_aside
 from megazero.parallel.param_spec import StateFragment, StateKind, named_specs
 from megazero.train.state import TrainState
 from megazero.zero.engine import Engine

@@ -13,10 +13,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megazero.data.loader import MicroBatch
 from megazero.model.sequences import Sequences
 from megazero.pipeline.exchange import Cut, Exchange, ReceivedInput
-from megazero.pipeline.plan import StepActions
 from megazero.pipeline.schedule import Action, Kind
+from megazero.pipeline.stage_plan import StepActions
 from megazero.tensor_parallel.deferred import Held
-from megazero.train.parts import StepParts
+from megazero.train.context import StepParts
 
 _Key = tuple[int, int]  # micro-batch and chunk
 

@@ -14,7 +14,7 @@ from megazero.data.loader import StepBatch
 from megazero.optim.grad_norm import clip_coefficient
 from megazero.optim.inner import StepInputs
 from megazero.pipeline.runtime import execute
-from megazero.train.parts import StepParts
+from megazero.train.context import StepParts
 from megazero.train.stage_passes import StagePasses
 
 

@@ -10,22 +10,22 @@ from typing import Any
 
 _MODULES = MappingProxyType(
     {
-        "GatheredParameters": "gathered",
-        "Init": "init",
-        "TiledLinear": "tiled_linear",
-        "register_external_parameter": "gathered",
-        "safe_get_full_fp32_param": "access",
-        "safe_get_full_grad": "access",
-        "safe_get_full_optimizer_state": "access",
-        "safe_get_local_fp32_param": "access",
-        "safe_get_local_grad": "access",
-        "safe_get_local_optimizer_state": "access",
-        "safe_set_full_fp32_param": "access",
-        "safe_set_full_grad": "access",
-        "safe_set_full_optimizer_state": "access",
-        "safe_set_local_fp32_param": "access",
-        "safe_set_local_grad": "access",
-        "safe_set_local_optimizer_state": "access",
+        "GatheredParameters": "megazero.zero.gathered",
+        "Init": "megazero.library.zero_init",
+        "TiledLinear": "megazero.library.tiled_linear",
+        "register_external_parameter": "megazero.zero.gathered",
+        "safe_get_full_fp32_param": "megazero.library.access",
+        "safe_get_full_grad": "megazero.library.access",
+        "safe_get_full_optimizer_state": "megazero.library.access",
+        "safe_get_local_fp32_param": "megazero.library.access",
+        "safe_get_local_grad": "megazero.library.access",
+        "safe_get_local_optimizer_state": "megazero.library.access",
+        "safe_set_full_fp32_param": "megazero.library.access",
+        "safe_set_full_grad": "megazero.library.access",
+        "safe_set_full_optimizer_state": "megazero.library.access",
+        "safe_set_local_fp32_param": "megazero.library.access",
+        "safe_set_local_grad": "megazero.library.access",
+        "safe_set_local_optimizer_state": "megazero.library.access",
     }
 )
 
@@ -33,7 +33,7 @@ _MODULES = MappingProxyType(
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

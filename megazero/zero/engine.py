@@ -14,17 +14,16 @@ from torch import Tensor, nn
 
 from megazero.comm.interface import Communicator, Scratch
 from megazero.comm.mesh import Mesh
-from megazero.config.zero import ZeroConfig
+from megazero.config.engine_sections import ZeroConfig
 from megazero.memory.address_book import ArenaStatistics
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
 from megazero.optim.inner import InnerOptimizer, StepInputs
 from megazero.parallel.gradient_place import Taken, attach_place, detach_place
 from megazero.parallel.param_spec import StateFragment, named_specs
 from megazero.parallel.topology import ENDS
-from megazero.zero.frames import Frames
+from megazero.zero.frames import Frames, on_gradient
 from megazero.zero.gather import ParameterGather
 from megazero.zero.guard import give_handle, take_handle
-from megazero.zero.hooks import on_gradient
 from megazero.zero.layout import (
     FlatLayout,
     LayoutRules,
@@ -37,8 +36,7 @@ from megazero.zero.module_apply import gather_around_apply, leave_apply
 from megazero.zero.plan import ModelStateBytes, Placement, ZeroPlan
 from megazero.zero.publish import ParameterPublisher
 from megazero.zero.reduce import GradientReducer
-from megazero.zero.shards import Contents, FirstValue, Shards, value_of_parameter
-from megazero.zero.state import owned_state, wanted_state
+from megazero.zero.shards import Contents, FirstValue, Shards, owned_state, value_of_parameter, wanted_state
 from megazero.zero.sums import GradientSums
 from megazero.zero.update import LocalNorms, Piece, ShardUpdate
 

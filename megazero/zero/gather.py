@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from megazero.comm.interface import Communicator
-from megazero.config.zero import ZeroConfig
+from megazero.config.engine_sections import ZeroConfig
 from megazero.errors import Problem, UsageError
 from megazero.zero.guard import guard, unguard
-from megazero.zero.lookahead import UseOrder
 from megazero.zero.shards import Shards
 from megazero.zero.unit_memory import GatheredUnit, UnitMemory, UnitState, each, partitioned_units
+from megazero.zero.use_order import UseOrder
 
 
 class ParameterGather:

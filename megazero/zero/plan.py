@@ -21,8 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from megazero.config.precision import PrecisionConfig
-from megazero.config.zero import ZeroConfig
+from megazero.config.engine_sections import PrecisionConfig, ZeroConfig
 
 
 class Placement(Enum):

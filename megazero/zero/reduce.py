@@ -16,7 +16,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from megazero.comm.interface import Communicator, Scratch, Work
-from megazero.config.zero import ZeroConfig
+from megazero.config.engine_sections import ZeroConfig
 from megazero.errors import Problem, UsageError
 from megazero.memory.address_book import ArenaStatistics
 from megazero.memory.arena_scratch import ArenaScratch

@@ -16,8 +16,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megazero.activations.places import InArena, OnHost
 from megazero.activations.recompute import Recomputation
-from megazero.comm.build import make_mesh
 from megazero.comm.interface import Communicator
+from megazero.comm.startup import make_mesh
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.memory.ledger import Ledger
 from megazero.parallel.topology import Topology

@@ -8,8 +8,8 @@ import torch
 from support.processes import mesh_in_worker, run_ranks
 
 from megazero.comm.bandwidth import agree, axis_bandwidth
-from megazero.comm.build import make_mesh
 from megazero.comm.mesh import Mesh
+from megazero.comm.startup import make_mesh
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.topology import Topology
 

@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from megazero.config.activations import ActivationConfig
+from megazero.config.engine_sections import ActivationConfig
 from megazero.config.fields import describe
 
 

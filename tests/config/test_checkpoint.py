@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from megazero.config.checkpoint import CheckpointConfig
+from megazero.config.run import CheckpointConfig
 
 
 def test_nothing_is_saved_or_loaded_by_default() -> None:

@@ -5,9 +5,15 @@ from typing import Any
 import pytest
 import torch
 
-from megazero.config.choices import OPTIMIZERS, SCHEDULERS, OptimizerChoice, SchedulerChoice
-from megazero.config.choose import choose_optimizer, choose_scheduler
-from megazero.config.conform import Findings, Place
+from megazero.config.choices import (
+    OPTIMIZERS,
+    SCHEDULERS,
+    OptimizerChoice,
+    SchedulerChoice,
+    choose_optimizer,
+    choose_scheduler,
+)
+from megazero.config.values import Findings, Place
 from megazero.errors import Problem
 from megazero.optim import warmup
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from megazero.config.data import DataConfig
+from megazero.config.run import DataConfig
 
 
 def test_defaults_are_megatrons() -> None:

@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from megazero.config.logging import LoggingConfig
+from megazero.config.run import LoggingConfig
 
 
 def test_defaults_are_megatrons() -> None:

@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from megazero.config.optimizer import OptimizerConfig
+from megazero.config.engine_sections import OptimizerConfig
 
 
 def test_defaults_are_megatrons() -> None:

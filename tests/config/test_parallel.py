@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from megazero.config.fields import describe
-from megazero.config.parallel import ParallelConfig
+from megazero.config.run import ParallelConfig
 from megazero.parallel.topology import Topology, parse_order
 
 

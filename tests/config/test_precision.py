@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from megazero.config.precision import PrecisionConfig
+from megazero.config.engine_sections import PrecisionConfig
 
 
 def test_defaults_are_megatrons() -> None:

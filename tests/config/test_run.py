@@ -2,8 +2,8 @@
 
 from support.configs import make_run
 
-from megazero.config.compat import ACCEPTED, FIXED, REFUSED, SHORTHANDS
 from megazero.config.run import FIELDS, SECTIONS
+from megazero.dialects.megatron import ACCEPTED, FIXED, REFUSED, SHORTHANDS
 
 
 def test_sections_are_the_attributes() -> None:

@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from megazero.config.training import TrainingConfig
+from megazero.config.run import TrainingConfig
 
 
 def test_defaults_are_megatrons() -> None:

@@ -5,8 +5,8 @@ import sys
 import pytest
 from pydantic import ValidationError
 
+from megazero.config.engine_sections import ZeroConfig
 from megazero.config.fields import describe
-from megazero.config.zero import ZeroConfig
 
 
 def test_stages_0_to_3_are_legal() -> None:

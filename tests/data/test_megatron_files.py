@@ -21,9 +21,9 @@ from tokenizers.trainers import BpeTrainer
 
 from megazero.console import Console
 from megazero.data.indexed_dataset import IndexedDataset
-from megazero.data.indexed_writer import IndexedDatasetWriter
-from megazero.data.preprocess import PreprocessRequest, preprocess
 from megazero.data.tokenizers import TokenizerSpec
+from megazero.prepare.tokens.indexed_writer import IndexedDatasetWriter
+from megazero.prepare.tokens.preprocess import PreprocessRequest, preprocess
 
 END = "<|endoftext|>"
 # Of every plane of Unicode its first and last characters, some letters, and what no character stands for.

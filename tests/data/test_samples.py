@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support.token_files import count_up, write_corpus
 
-from megazero.config.file_rules import split_shares
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.samples import RemainingSamples, SampleSource, Split, parse_split, split_sequences
 from megazero.errors import DataError
+from megazero.rules.files import split_shares
 
 
 def megatron_ranges(text: str, count: int) -> list[tuple[int, int]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from megazero.checkpoint.reader import open_checkpoint
 from megazero.checkpoint.writer import Draft, save
 from megazero.comm.local import LocalCommunicator
-from megazero.config.cli import from_yaml
+from megazero.command_line.parse import from_yaml
 from megazero.config.yaml_file import to_yaml
 from megazero.errors import CheckpointError
 from megazero.generate.sampling import Sampling

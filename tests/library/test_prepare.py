@@ -6,8 +6,8 @@ from support.processes import mesh_in_worker, run_ranks
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from megazero.comm.build import make_mesh
 from megazero.comm.mesh import Mesh
+from megazero.comm.startup import make_mesh
 from megazero.errors import UsageError
 from megazero.library.prepare import describe, prepare
 from megazero.memory.fused_buffers import FusedBuffers

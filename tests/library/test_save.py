@@ -14,8 +14,8 @@ from torch import nn
 
 import megazero
 from megazero.errors import CheckpointError, UsageError
+from megazero.library.module_units import choose_units
 from megazero.library.save import contents
-from megazero.zero.units import choose_units
 
 
 class Mixed(nn.Module):

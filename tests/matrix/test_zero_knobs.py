@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from megazero.comm.interface import Collective
 from megazero.comm.metered import Count
-from megazero.config.zero import ZeroConfig
+from megazero.config.engine_sections import ZeroConfig
 from megazero.errors import UsageError
 from megazero.optim.inner import StepInputs
 from megazero.zero.gathered import GatheredParameters

@@ -6,7 +6,7 @@ import platform
 import pytest
 import torch
 
-from megazero.memory.freed import return_freed_memory
+from megazero.memory.host import return_freed_memory
 
 PIECE, PIECES = 100_000, 400  # bytes; below what the C library would map, and unmap, by itself
 

@@ -15,10 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import megazero.model.gpt as gpt
 from megazero.config.model import ModelConfig
-from megazero.model.initialize import initialize_
+from megazero.model.initial_values import initialize_
 from megazero.model.sequences import Sequences
+from megazero.parallel.layer_split import chunks_of, cut
 from megazero.parallel.param_spec import named_specs
-from megazero.parallel.stages import chunks_of, cut
 
 VOCAB, DIVISIBLE_BY = 101, 8
 CONV1D = {  # transformers' name of a block's layer: ours; their matrices are [in, out]

@@ -9,11 +9,11 @@ from support.reference import Batch, gradients, mean_loss
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megazero.activations.plan import KEEP_ALL, ActivationPlan
 from megazero.activations.recompute import Recomputation
+from megazero.activations.recompute_plan import KEEP_ALL, ActivationPlan
 from megazero.data.loader import BatchLayout, MicroBatch, build_step_batch
 from megazero.model.gpt import GPT
-from megazero.model.initialize import initial_value
+from megazero.model.initial_values import initial_value
 from megazero.model.sequences import Sequences, document_mask
 from megazero.parallel.param_spec import named_specs
 from megazero.tensor_parallel.random import RandomRegions

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megazero.config.precision import PrecisionConfig
+from megazero.config.engine_sections import PrecisionConfig
 from megazero.errors import CheckpointError, TrainingError
 from megazero.optim.loss_scaler import LossScale, LossScaler
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megazero.config.optimizer import OptimizerConfig
+from megazero.config.engine_sections import OptimizerConfig
 from megazero.errors import CheckpointError, ConfigError
 from megazero.optim.lr_schedule import LearningRate, reconcile
 

@@ -8,8 +8,8 @@ from support.processes import mesh_in_worker, run_ranks
 from torch import Tensor
 
 from megazero.pipeline.exchange import Cut, Exchange, ReceivedInput
-from megazero.pipeline.plan import StagePlan
 from megazero.pipeline.schedule import Action, Kind, Shape
+from megazero.pipeline.stage_plan import StagePlan
 
 CUT = Cut((3, 2), torch.float64)
 

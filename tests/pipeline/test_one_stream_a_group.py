@@ -12,8 +12,8 @@ import pytest
 
 from megazero.comm.mesh import channel_key
 from megazero.pipeline.exchange import Route, routes
-from megazero.pipeline.plan import StagePlan
 from megazero.pipeline.schedule import Action, Kind
+from megazero.pipeline.stage_plan import StagePlan
 
 _INPUT = {
     Kind.FORWARD: Kind.RECEIVE_ACTIVATION,

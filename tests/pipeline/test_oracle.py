@@ -11,7 +11,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from megazero.config.run import RunConfig
 from megazero.data.loader import MicroBatch, build_step_batch
 from megazero.model.gpt import GPT
-from megazero.model.initialize import initialize_
+from megazero.model.initial_values import initialize_
 from megazero.model.sequences import Sequences
 from megazero.pipeline.runtime import execute
 from megazero.train.build import batch_layout, step_parts

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from support.drawings import parse
 
 from megazero.pipeline.passes import final_backwards
-from megazero.pipeline.plan import StepActions
 from megazero.pipeline.runtime import execute
 from megazero.pipeline.schedule import Action, Kind
+from megazero.pipeline.stage_plan import StepActions
 
 
 class Drawing:

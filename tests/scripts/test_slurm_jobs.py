@@ -11,8 +11,8 @@ from typing import NamedTuple
 import pytest
 from support.source_tree import ROOT
 
-from megazero.config.cli import parse
-from megazero.config.rules import check
+from megazero.command_line.parse import parse
+from megazero.rules.run import check
 
 FOLDER = ROOT / "scripts" / "slurm"
 JOBS = sorted(FOLDER.glob("*.sbatch"))

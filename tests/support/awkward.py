@@ -10,17 +10,16 @@ from support.processes import mesh_in_worker
 from support.training import Saved, assemble, boxes
 from torch import Tensor, nn
 
-from megazero.comm.build import make_mesh
 from megazero.comm.mesh import Mesh
-from megazero.config.precision import PrecisionConfig
-from megazero.config.zero import ZeroConfig
+from megazero.comm.startup import make_mesh
+from megazero.config.engine_sections import PrecisionConfig, ZeroConfig
+from megazero.library.module_units import choose_units
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.optim.inner import AdamWSettings, FusedAdamW, StepInputs
 from megazero.parallel.topology import Topology
 from megazero.zero.engine import Engine, EngineSettings, ModelUnit
 from megazero.zero.gathered import GatheredParameters
 from megazero.zero.plan import resolve
-from megazero.zero.units import choose_units
 
 SETTINGS = AdamWSettings(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 LR = 1e-2

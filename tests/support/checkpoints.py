@@ -8,14 +8,11 @@ from torch import Tensor
 
 from megazero.checkpoint.writer import Draft, save
 from megazero.comm.local import LocalCommunicator
-from megazero.config.data import DataConfig
+from megazero.config.engine_sections import OptimizerConfig, PrecisionConfig
 from megazero.config.model import ModelConfig
-from megazero.config.optimizer import OptimizerConfig
-from megazero.config.precision import PrecisionConfig
-from megazero.config.run import RunConfig
-from megazero.config.training import TrainingConfig
+from megazero.config.run import DataConfig, RunConfig, TrainingConfig
 from megazero.config.yaml_file import to_yaml
-from megazero.model.initialize import initialize_
+from megazero.model.initial_values import initialize_
 from megazero.parallel.param_spec import StateFragment, named_specs
 
 

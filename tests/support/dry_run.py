@@ -16,7 +16,7 @@ from support.configs import make_run
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megazero.comm.build import make_mesh
+from megazero.comm.startup import make_mesh
 from megazero.data.loader import MicroBatch, StepBatch
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.topology import Topology

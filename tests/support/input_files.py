@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import zstandard
 
-from megazero.data import chunks, streams
-from megazero.data.bad_lines import BadLines
-from megazero.data.chunks import WHOLE, Chunk, DocumentRules, Shard, find_chunks, readable_files
-from megazero.data.documents import read_documents, read_objects
-from megazero.data.inputs import find_inputs
+from megazero.prepare.text import chunks, streams
+from megazero.prepare.text.bad_lines import BadLines
+from megazero.prepare.text.chunks import WHOLE, Chunk, DocumentRules, Shard, find_chunks, readable_files
+from megazero.prepare.text.documents import read_documents, read_objects
+from megazero.prepare.text.inputs import find_inputs
 
 # A frame of Zstandard that stands for nothing.
 SKIPPABLE = b"\x52\x2a\x4d\x18" + (7).to_bytes(4, "little") + b"nothing"

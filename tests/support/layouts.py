@@ -19,8 +19,9 @@ from typing import Any
 from support.configs import make_run
 from support.training import SETTINGS, Cell
 
-from megazero.config import derived, rules
+from megazero.config import derived
 from megazero.config.run import FIELDS, RunConfig
+from megazero.rules import run as rules
 
 MOST_PROCESSES = 8
 GLOBAL_BATCH = 24  # divides by every number of copies and micro-batches here

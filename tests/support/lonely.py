@@ -18,7 +18,7 @@ import torch.distributed as dist
 from support.awkward import Awkward, engine_around, make_model
 from torch import Tensor
 
-from megazero.comm.build import join, make_mesh
+from megazero.comm.startup import join, make_mesh
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.launch import Launch
 from megazero.parallel.topology import Topology

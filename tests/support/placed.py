@@ -4,8 +4,8 @@ import os
 import time
 from typing import Any
 
-from megazero.comm.build import make_mesh
 from megazero.comm.mesh import gather_json
+from megazero.comm.startup import make_mesh
 from megazero.errors import ConfigError, Problem
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.topology import Topology

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megazero.comm import preflight
-from megazero.comm.preflight import Board, Demands, Node, Survey
+from megazero.cluster import preflight
+from megazero.cluster.preflight import Board, Demands, Node, Survey
 
 MESSAGE_BYTES = 2**16
 # A slow rank needs 50 ms for what takes others a few.

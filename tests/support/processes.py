@@ -35,8 +35,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megazero.comm.build import make_mesh
 from megazero.comm.mesh import Mesh
+from megazero.comm.startup import make_mesh
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.topology import Topology
 

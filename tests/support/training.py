@@ -25,7 +25,7 @@ from megazero.comm.mesh import ACTIVATIONS, GRADIENTS, Mesh
 from megazero.config.run import RunConfig
 from megazero.data.loader import BatchLoader
 from megazero.memory.fused_buffers import FusedBuffers
-from megazero.model.initialize import initial_value
+from megazero.model.initial_values import initial_value
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.lr_schedule import LearningRate
 from megazero.parallel.param_spec import ParamSpec, StateFragment, named_specs

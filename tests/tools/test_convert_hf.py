@@ -13,8 +13,8 @@ from support.checkpoints import run_config, save_checkpoint
 from support.models import small_config
 
 from megazero.checkpoint.reader import open_checkpoint
-from megazero.config.cli import from_yaml
-from megazero.config.data import DataConfig
+from megazero.command_line.parse import from_yaml
+from megazero.config.run import DataConfig
 from megazero.errors import CheckpointError
 from megazero.train.state import TrainState
 

@@ -15,7 +15,7 @@ from support.launch import PATIENCE_SECONDS, set_launcher
 from support.models import small_config
 
 from megazero.checkpoint.reader import open_checkpoint
-from megazero.config.data import DataConfig
+from megazero.config.run import DataConfig
 from megazero.errors import CheckpointError, ConfigError, DataError, TopologyError, UserError
 
 TOOL = Path(__file__).parents[2] / "tools" / "generate_text.py"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from support.token_files import write_corpus
 
-from megazero.config.training import TrainingConfig
+from megazero.config.run import TrainingConfig
 from megazero.data.corpora import Corpora
 
 TOOL = Path(__file__).parents[2] / "tools" / "inspect_dataset.py"

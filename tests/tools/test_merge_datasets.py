@@ -1,4 +1,4 @@
-"""The merging tool, as a user starts it; what it makes is tested with megazero/data/merge.py."""
+"""The merging tool, as a user starts it; what it makes is tested with megazero/prepare/tokens/merge.py."""
 
 import subprocess
 import sys

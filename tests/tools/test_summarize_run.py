@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megazero.train.metrics import Evaluation
-from megazero.train.metrics_file import MetricsFile
+from megazero.report.metrics import Evaluation
+from megazero.report.metrics_file import MetricsFile
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from support.token_files import write_corpus, write_gpt2_files
 
-from megazero.config.data import DataConfig
 from megazero.config.model import ModelConfig
+from megazero.config.run import DataConfig
 from megazero.data.sidecar import Sidecar, write_sidecar
 from megazero.data.tokenizers import TokenizerSpec
 from megazero.errors import DataError

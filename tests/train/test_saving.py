@@ -12,8 +12,7 @@ from support.training import Saved, assemble
 from torch import Tensor
 
 from megazero.checkpoint.reader import Checkpoint, open_checkpoint
-from megazero.config.checkpoint import CheckpointConfig
-from megazero.config.run import RunConfig
+from megazero.config.run import CheckpointConfig, RunConfig
 from megazero.config.yaml_file import to_yaml
 from megazero.data.loader import build_step_batch
 from megazero.errors import CheckpointError

@@ -13,7 +13,7 @@ from megazero.data.loader import build_step_batch
 from megazero.generators import default_generator
 from megazero.pipeline.runtime import execute
 from megazero.train.build import batch_layout, step_parts
-from megazero.train.parts import StepParts
+from megazero.train.context import StepParts
 from megazero.train.stage_passes import StagePasses
 
 

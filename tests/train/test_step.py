@@ -14,7 +14,7 @@ from torch import Tensor
 from megazero.config.run import RunConfig
 from megazero.data.loader import BatchLoader, MicroBatch, StepBatch, build_step_batch
 from megazero.train.build import Core, batch_layout, step_parts
-from megazero.train.parts import StepParts
+from megazero.train.context import StepParts
 from megazero.train.step import StepControls, StepReport, training_step
 
 GLOBAL_BATCH = 8

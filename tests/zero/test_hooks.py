@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from megazero.zero.hooks import on_gradient
+from megazero.zero.frames import on_gradient
 
 
 def test_every_trainable_parameter_reports_once_a_backward() -> None:

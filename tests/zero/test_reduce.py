@@ -7,8 +7,7 @@ from support.processes import mesh_in_worker, run_ranks
 from torch import Tensor, nn
 
 from megazero.comm.interface import Work
-from megazero.config.precision import PrecisionConfig
-from megazero.config.zero import ZeroConfig
+from megazero.config.engine_sections import PrecisionConfig, ZeroConfig
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.optim.inner import AdamWSettings, FusedAdamW
 from megazero.parallel.param_spec import ParamSpec

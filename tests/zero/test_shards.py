@@ -9,8 +9,7 @@ from support.awkward import Options, make_engine, make_model
 from support.processes import run_ranks
 from torch import nn
 
-from megazero.config.precision import PrecisionConfig
-from megazero.config.zero import ZeroConfig
+from megazero.config.engine_sections import PrecisionConfig, ZeroConfig
 from megazero.memory.ledger import Ledger
 from megazero.parallel.param_spec import spec_of
 from megazero.zero.layout import Bucket, LayoutRules, Placed, Range, Unit, build_layout

@@ -7,7 +7,7 @@ import torch
 from support.awkward import Options, make_engine
 from support.processes import run_ranks
 
-from megazero.zero.state import owned_state, wanted_state
+from megazero.zero.shards import owned_state, wanted_state
 
 
 def state(rank: int, options: Options) -> tuple[list[tuple[str, str, int, int]], list[tuple[str, str, int, int]], bool]:

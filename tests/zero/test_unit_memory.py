@@ -5,8 +5,7 @@ import torch
 from support.processes import mesh_in_worker, run_ranks
 from torch import nn
 
-from megazero.config.precision import PrecisionConfig
-from megazero.config.zero import ZeroConfig
+from megazero.config.engine_sections import PrecisionConfig, ZeroConfig
 from megazero.parallel.param_spec import spec_of
 from megazero.zero.guard import PartitionedParameter, give_handle
 from megazero.zero.layout import LayoutRules, Placed, Unit, build_layout

@@ -8,10 +8,9 @@ from support.awkward import Options, batch, loss_of, make_engine, make_model
 from support.models import build_gpt, context, small_config
 from support.processes import mesh_in_worker, run_ranks
 
-from megazero.config.precision import PrecisionConfig
-from megazero.config.zero import ZeroConfig
+from megazero.config.engine_sections import PrecisionConfig, ZeroConfig
 from megazero.memory.fused_buffers import FusedBuffers
-from megazero.model.initialize import initialize_
+from megazero.model.initial_values import initialize_
 from megazero.optim.inner import AdamWSettings, FusedAdamW
 from megazero.zero.engine import Engine, EngineSettings, ModelUnit
 from megazero.zero.plan import resolve

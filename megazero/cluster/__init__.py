@@ -1,0 +1,1 @@
+"""Acceptance of the nodes of a job before it trains."""

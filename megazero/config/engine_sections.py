@@ -1,0 +1,248 @@
+"""The sections that a run and the library share: ZeRO, number formats, activations, the optimizer."""
+
+from typing import Literal
+
+from pydantic.dataclasses import dataclass
+
+from megazero.config.fields import STRICT, setting
+
+# The largest size that says "no limit", the same as in a DeepSpeed configuration that leaves the limit out.
+UNLIMITED = 2**63 - 1
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ZeroConfig:
+    """Stage, buckets, and how long gathered parameters stay (Rajbhandari et al., arXiv 1910.02054, section 5)."""
+
+    zero_stage: int = setting(
+        1,
+        help="0: every process holds all model states; 1: optimizer states are partitioned; 2: gradients too;"
+        " 3: parameters too",
+        beyond="there is nothing left to partition after stage 3",
+        ge=0,
+        le=3,
+    )
+    reduce_bucket_size: int = setting(
+        16_777_216,
+        help="most gradient elements that one reduction moves; a bucket respects this and allgather_bucket_size,"
+        " and is never smaller than data-parallel size x 16 elements",
+        unit="elements",
+        ge=0,
+    )
+    allgather_bucket_size: int = setting(
+        16_777_216, help="most parameter elements that one gather moves; a bucket respects both", unit="elements", ge=0
+    )
+    overlap_comm: bool = setting(True, help="let reductions and gathers run while the model computes")
+    contiguous_gradients: bool = setting(
+        True,
+        help="copy a gradient into its bucket as soon as autograd has made it; false: when the bucket is complete",
+    )
+    reduce_scatter: bool = setting(
+        True, help="reduce gradients so that a process gets its partition only; false reduces by all-reduce"
+    )
+    allgather_partitions: bool = setting(
+        True, help="publish updated parameters by all-gather; false publishes them by one broadcast per owner"
+    )
+    load_from_fp32_weights: bool = setting(
+        True,
+        help="without optimizer states, take master weights from a checkpoint's fp32 weights;"
+        " false: from its working parameters, rounded",
+    )
+    ignore_unused_parameters: bool = setting(
+        True, help="parameters without a gradient count as zero gradients; false: they stop the run with their names"
+    )
+    sub_group_size: int = setting(
+        1_000_000_000, help="most elements that the optimizer updates at once", unit="elements", ge=1
+    )
+    prefetch_bucket_size: int | None = setting(
+        None,
+        help="stage 3: most parameter elements gathered ahead of use; 0 gathers each unit when it is needed;"
+        " without it, as many as the largest unit has",
+        unit="elements",
+        aliases=("stage3-prefetch-bucket-size",),
+        ge=0,
+    )
+    param_persistence_threshold: int = setting(
+        0,
+        help="stage 3: parameters smaller than this stay whole on every process",
+        unit="elements",
+        aliases=("stage3-param-persistence-threshold",),
+        ge=0,
+    )
+    model_persistence_threshold: int = setting(
+        UNLIMITED,
+        help="stage 3: most elements that stay whole on every process, all parameters together",
+        unit="elements",
+        aliases=("stage3-model-persistence-threshold",),
+        ge=0,
+    )
+    max_live_parameters: int = setting(
+        1_000_000_000,
+        help="stage 3: most gathered elements on a process; a unit in use may exceed it",
+        unit="elements",
+        aliases=("stage3-max-live-parameters",),
+        ge=0,
+    )
+    max_reuse_distance: int = setting(
+        0,
+        help="stage 3: keep a unit gathered when it is needed again within this many elements of parameters;"
+        " 0 releases what is not needed next",
+        unit="elements",
+        aliases=("stage3-max-reuse-distance",),
+        ge=0,
+    )
+    zero3_reshard_after: Literal["microbatch", "window"] = setting(
+        "microbatch",
+        help="stage 3: when a unit's parameters go again: after every forward and backward that reads them, or after a"
+        " window of the schedule, in which they stay gathered as far as max_live_parameters allows",
+    )
+    gather_16bit_weights_on_model_save: bool = setting(
+        False,
+        help="stage 3: let a model be saved in working precision as one file, gathering it unit by unit",
+        aliases=("stage3-gather-16bit-weights-on-model-save",),
+    )
+    override_module_apply: bool = setting(
+        True, help="stage 3: Module.apply sees whole parameters; false: what this process keeps"
+    )
+    memory_efficient_linear: bool = setting(
+        True,
+        help="stage 3: false: what autograd has saved of a gathered unit stays in memory until its backward",
+    )
+    communication_data_type: Literal["auto", "fp64", "fp32", "bf16", "fp16"] = setting(
+        "auto", help="number format in which gradients are reduced; auto is the gradients' own"
+    )
+    prescale_gradients: bool = setting(
+        False, help="divide gradients by the data-parallel size before they are reduced, not after"
+    )
+    gradient_predivide_factor: float = setting(
+        1.0, help="divide gradients by this before they are reduced, and by the rest of the average after", gt=0
+    )
+
+
+Fp8Format = Literal["e4m3", "hybrid"]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class PrecisionConfig:
+    """Working precision; fp16 and bf16 keep fp32 master weights and moments."""
+
+    precision: Literal["fp64", "fp32", "bf16", "fp16"] = setting(
+        "fp32", help="number format of parameters and computation; --fp64 --fp32 --bf16 --fp16 for short"
+    )
+    accumulate_allreduce_grads_in_fp32: bool = setting(
+        False, help="with bf16 or fp16, add up and reduce gradients in fp32; 2 more bytes a gradient element"
+    )
+    fp8_format: Fp8Format | None = setting(
+        None,
+        help="with bf16, make the matrix products of the blocks' linear layers of 8-bit numbers; hybrid: e4m3, but e5m2"
+        " for gradients of outputs; --fp8 for hybrid",
+    )
+    loss_scale: float | None = setting(None, help="fp16: constant loss scale; without it, the scale is dynamic", gt=0)
+    initial_loss_scale: float = setting(2.0**32, help="fp16: first dynamic loss scale", gt=0)
+    min_loss_scale: float = setting(1.0, help="fp16: the dynamic loss scale never gets smaller", gt=0)
+    loss_scale_window: int = setting(
+        1000, help="fp16: steps without an overflow before the scale doubles", unit="steps", ge=1
+    )
+    hysteresis: int = setting(2, help="fp16: overflows before the scale is halved", unit="steps", ge=1)
+    consecutive_hysteresis: bool = setting(
+        False, help="fp16: a step without an overflow refills the hysteresis; false: only a growing scale does"
+    )
+    max_skipped_steps_at_min_loss_scale: int = setting(
+        20,
+        help="fp16: after this many skipped steps in a row at the minimum scale the run saves and stops",
+        unit="steps",
+        ge=1,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ActivationConfig:
+    """Recomputation of activations, and where its checkpoints lie (arXiv 1910.02054, sections 4.2 and 6)."""
+
+    recompute_granularity: Literal["none", "selective", "full"] = setting(
+        "none", help="what backward computes again; selective: the attention core; full: whole layers"
+    )
+    recompute_method: Literal["uniform", "block"] | None = setting(
+        None,
+        help="full recomputation: uniform: all layers, in segments of recompute_num_layers; block: the first"
+        " recompute_num_layers layers, each on its own; without it, uniform",
+        aliases=("activations-checkpoint-method",),
+    )
+    recompute_num_layers: int | None = setting(
+        None,
+        help="full recomputation: layers of a segment, or recomputed layers of each pipeline chunk; without it, 1",
+        unit="layers",
+        aliases=("checkpoint-num-layers", "activations-checkpoint-num-layers"),
+        ge=1,
+    )
+    partition_activations: bool | Literal["auto"] = setting(
+        False,
+        help="full recomputation: keep every checkpoint in slices, one on each tensor-parallel process;"
+        " auto: where that pays",
+        aliases=("distribute-saved-activations", "distribute-checkpointed-activations"),
+    )
+    checkpoint_in_cpu: bool | Literal["auto"] = setting(
+        False,
+        help="full recomputation: keep checkpoints, or this process's slices of them, in host memory;"
+        " auto: where that pays",
+    )
+    contiguous_checkpointing: bool = setting(
+        False,
+        help="full recomputation: keep checkpoints in one arena, allocated beforehand",
+        aliases=("contigious-checkpointing",),
+    )
+    number_checkpoints: int | None = setting(
+        None,
+        help="checkpoints that the arena has room for; without it, as many as one micro-batch makes",
+        unit="checkpoints",
+        ge=1,
+    )
+    synchronize_each_layer: bool = setting(
+        False,
+        help="full recomputation: wait for the device before and after each segment",
+        aliases=("synchronize-checkpoint-boundary",),
+    )
+    profile_backward: bool = setting(
+        False, help="full recomputation: time the forward and the recomputation of each segment"
+    )
+    logits_chunk_bytes: int | None = setting(
+        None,
+        help="the largest piece of the logits that exists at once; without it, 64 MiB on CPUs, 1 GiB on GPUs",
+        unit="bytes",
+        ge=1,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class OptimizerConfig:
+    """AdamW: weight decay is decoupled, and not applied to biases and layer norms."""
+
+    optimizer: Literal["adam"] = setting("adam", help="update rule: Adam with decoupled weight decay")
+    lr: float = setting(help="learning rate after warm-up", gt=0)
+    min_lr: float = setting(0.0, help="learning rate at the end of the decay", ge=0)
+    lr_decay_style: Literal["constant", "linear", "cosine"] = setting(
+        "linear", help="how the learning rate goes from lr to min_lr"
+    )
+    lr_decay_iters: int | None = setting(
+        None, help="step at which min_lr is reached; without it, the run's last", unit="steps", ge=1
+    )
+    lr_warmup_iters: int = setting(0, help="steps in which the learning rate rises from 0 to lr", unit="steps", ge=0)
+    lr_warmup_fraction: float | None = setting(
+        None,
+        help="the same as a part of lr_decay_iters",
+        unit="fraction",
+        aliases=("warmup",),
+        ge=0,
+        lt=1,
+    )
+    weight_decay: float = setting(0.01, help="decoupled weight decay, times the learning rate each step", ge=0)
+    adam_beta1: float = setting(0.9, help="decay of the first moment", ge=0, lt=1)
+    adam_beta2: float = setting(0.999, help="decay of the second moment", ge=0, lt=1)
+    adam_eps: float = setting(1e-8, help="added to the root of the second moment", gt=0)
+    clip_grad: float = setting(1.0, help="largest global gradient norm; 0 clips nothing", ge=0)
+    override_opt_param_scheduler: bool = setting(
+        False, help="on resuming take the learning-rate schedule from here, whatever the checkpoint says"
+    )
+    use_checkpoint_opt_param_scheduler: bool = setting(
+        False, help="on resuming take the learning-rate schedule from the checkpoint, whatever is said here"
+    )

@@ -1,0 +1,1 @@
+"""What other projects' flags and configuration files mean here."""

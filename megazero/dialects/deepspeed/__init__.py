@@ -1,0 +1,1 @@
+"""DeepSpeed's JSON configurations: their keys, read strictly, as sections of a configuration."""

@@ -1,0 +1,341 @@
+"""What becomes of each key of a DeepSpeed configuration: frozen tables, in the manner of compat.py.
+
+A key is a dotted path, `zero_optimization.stage`.  An *honoured* key has a value that megazero uses; what it may be,
+and DeepSpeed's default, stand here.  An *accepted* key changes nothing that megazero could do otherwise, and earns a
+one-line notice.  A *refused* key asks for an effect megazero doesn't have, unless its value turns the effect off.  A
+*switched* key is a section with an `enabled` of its own, refused where one is true.  Keys of `optimizer.params` and
+`scheduler.params` depend on the type beside them and stand in choices.py.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from megazero.config.engine_sections import ActivationConfig, ZeroConfig
+from megazero.config.fields import FieldInfo, describe
+
+
+def key(path: str, kind: str, default: Any, *, choices: tuple[str, ...] = (), **bounds: float) -> FieldInfo:
+    """A description of a key that is no setting of megazero under the same name; default None: without a value."""
+    section, _, name = path.rpartition(".")
+    return FieldInfo(section, name, kind, choices, default, False, "", "", (), "", tuple(bounds.items()))
+
+
+# --- honoured --------------------------------------------------------------------------------------------------------
+
+# Key of `zero_optimization` -> DeepSpeed's default; the settings of the same name say what a value may be.
+_ZERO_DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {
+        "stage": 0,
+        "contiguous_gradients": True,
+        "reduce_scatter": True,
+        "reduce_bucket_size": 500_000_000,
+        "allgather_partitions": True,
+        "allgather_bucket_size": 500_000_000,
+        "overlap_comm": None,  # true in stage 3, false below
+        "load_from_fp32_weights": True,
+        "sub_group_size": 1_000_000_000,
+        "prefetch_bucket_size": 50_000_000,
+        "param_persistence_threshold": 100_000,
+        "model_persistence_threshold": 2**63 - 1,
+        "max_live_parameters": 1_000_000_000,
+        "max_reuse_distance": 1_000_000_000,
+        "gather_16bit_weights_on_model_save": False,
+        "ignore_unused_parameters": True,
+        "memory_efficient_linear": True,
+        "override_module_apply": True,
+    }
+)
+_FORMATS = ("fp64", "fp32", "bf16", "fp16")
+
+# Field of ZeroConfig -> the key it comes from.
+ZERO_KEYS: Mapping[str, str] = MappingProxyType(
+    {
+        **{("zero_stage" if name == "stage" else name): f"zero_optimization.{name}" for name in _ZERO_DEFAULTS},
+        "communication_data_type": "communication_data_type",
+        "prescale_gradients": "prescale_gradients",
+        "gradient_predivide_factor": "gradient_predivide_factor",
+    }
+)
+
+
+def _zero_keys() -> dict[str, FieldInfo]:
+    fields = {info.name: info for info in describe("zero", ZeroConfig)}
+    return {
+        path: replace(fields[field], section="zero_optimization", default=_ZERO_DEFAULTS[path.rpartition(".")[2]])
+        for field, path in ZERO_KEYS.items()
+        if path.startswith("zero_optimization.")
+    }
+
+
+# Field of ActivationConfig -> the key it comes from; the defaults are the same.
+ACTIVATION_KEYS: Mapping[str, str] = MappingProxyType(
+    {
+        "partition_activations": "activation_checkpointing.partition_activations",
+        "checkpoint_in_cpu": "activation_checkpointing.cpu_checkpointing",
+        "contiguous_checkpointing": "activation_checkpointing.contiguous_memory_optimization",
+        "number_checkpoints": "activation_checkpointing.number_checkpoints",
+        "synchronize_each_layer": "activation_checkpointing.synchronize_checkpoint_boundary",
+        "profile_backward": "activation_checkpointing.profile",
+    }
+)
+
+
+def _activation_keys() -> dict[str, FieldInfo]:
+    fields = {info.name: info for info in describe("activation_checkpointing", ActivationConfig)}
+    return {path: fields[field] for field, path in ACTIVATION_KEYS.items()}
+
+
+HONOURED: Mapping[str, FieldInfo] = MappingProxyType(
+    _zero_keys()
+    | _activation_keys()
+    | {
+        f"{info.section}.{info.name}" if info.section else info.name: info
+        for info in (
+            key("train_batch_size", "int", None, ge=1),
+            key("train_micro_batch_size_per_gpu", "int", None, ge=1),
+            key("gradient_accumulation_steps", "int", None, ge=1),
+            key("gradient_clipping", "float", 0.0, ge=0),
+            key("communication_data_type", "str", None, choices=_FORMATS),
+            key("prescale_gradients", "bool", False),
+            key("gradient_predivide_factor", "float", 1.0, gt=0),
+            key("optimizer.type", "str", None),
+            key("scheduler.type", "str", None),
+            key("data_types.grad_accum_dtype", "str", None, choices=_FORMATS),
+            key("bf16.enabled", "bool", False),
+            key("fp16.enabled", "bool", False),
+            key("fp16.loss_scale", "float", 0.0, ge=0),
+            key("fp16.initial_scale_power", "int", 16, ge=0, le=127),
+            key("fp16.loss_scale_window", "int", 1000, ge=1),
+            key("fp16.hysteresis", "int", 2, ge=1),
+            key("fp16.consecutive_hysteresis", "bool", False),
+            key("fp16.min_loss_scale", "float", 1.0, gt=0),
+        )
+    }
+)
+
+# Mappings whose keys depend on the type beside them.
+PARAMS = ("optimizer.params", "scheduler.params")
+
+_STAGE3 = (
+    "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters"
+    " max_reuse_distance gather_16bit_weights_on_model_save module_granularity_threshold"
+    " use_all_reduce_for_fetch_params allgather_sequential partition_stream_chunk_size"
+)
+# Another spelling -> the key.
+ALIASES: Mapping[str, str] = MappingProxyType(
+    {f"zero_optimization.stage3_{name}": f"zero_optimization.{name}" for name in _STAGE3.split()}
+    | {
+        f"zero_optimization.{prefix}gather_fp16_weights_on_model_save": (
+            "zero_optimization.gather_16bit_weights_on_model_save"
+        )
+        for prefix in ("stage3_", "")
+    }
+    | {"bfloat16": "bf16", "fp16.fp16_master_weights_and_gradients": "fp16.fp16_master_weights_and_grads"}
+)
+
+
+# --- accepted --------------------------------------------------------------------------------------------------------
+
+
+def _paths(rows: Iterable[tuple[str, str, str]]) -> Mapping[str, str]:
+    """(text, section, names separated by blanks) -> path -> text."""
+    return MappingProxyType(
+        {f"{section}.{name}" if section else name: text for text, section, names in rows for name in names.split()}
+    )
+
+
+_NO_CUT = "a configuration does not cut a model into pipeline stages"
+_WHOLE_SEQUENCES = "attention sees whole sequences"
+_STREAMS = "it chooses how a gather moves its bytes, and here every gather is one all-gather into place"
+
+ACCEPTED: Mapping[str, str] = _paths(
+    (
+        ("reports are the program's own", "", "steps_per_print log_level dump_state"),
+        ("nothing is timed beside the program's own timers", "", "wall_clock_breakdown memory_breakdown timers"),
+        ("any optimizer that works element by element runs under ZeRO", "", "zero_allow_untested_optimizer"),
+        ("nothing is offloaded, so no optimizer runs on the CPU", "", "zero_force_ds_cpu_optimizer aio"),
+        ("the caller's data loader decides", "", "dataloader_drop_last"),
+        ("the model knows its vocabulary", "", "vocabulary_size"),
+        ("Python's garbage collector is left as it is", "", "disable_python_gc"),
+        (_WHOLE_SEQUENCES, "", "seq_parallel_comm_data_type"),
+        ("there are no experts", "", "use_data_before_expert_parallelism"),
+        ("there is one implementation of each optimizer", "optimizer", "legacy_fusion"),
+        ("it chooses a kernel", "fp16", "fused_mode"),
+        ("a bucket is reduced as soon as it is complete", "bf16", "immediate_grad_update"),
+        (
+            "every bucket is already cut into equal slices for all ranks",
+            "zero_optimization",
+            "round_robin_gradients use_multi_rank_bucket_allreduce",
+        ),
+        (
+            "every checkpoint fits every layout, and a process reads its own part of it",
+            "zero_optimization",
+            "elastic_checkpoint pipeline_loading_checkpoint",
+        ),
+        ("every checkpoint fits every layout", "checkpoint", "load_universal"),
+        ("all processes agree on a checkpoint's name before it is published", "checkpoint", "tag_validation"),
+        ("every process writes its own part", "checkpoint", "parallel_write"),
+        ("the global gradient norm is always computed", "zero_optimization", "compute_grad_norm"),
+        ("a unit of gathering is a whole module already", "zero_optimization", "module_granularity_threshold"),
+        (_STREAMS, "zero_optimization", "use_all_reduce_for_fetch_params allgather_sequential"),
+        ("nothing is cached that could warn", "zero_optimization", "log_trace_cache_warnings"),
+        ("invariants are always checked", "zero_optimization", "enable_sanity_checks"),
+        ("nothing is offloaded", "zero_optimization", "cpu_offload_use_pin_memory save_muon_momentum_buffer_in_memory"),
+        (_NO_CUT, "pipeline", "partition seed_layers pipe_partitioned grad_partitioned use_reentrant"),
+        (
+            "a configuration does not split a model",
+            "tensor_parallel",
+            "preset_model partition_config tp_overlap_comm vocab_parallel_lm_head",
+        ),
+    )
+)
+
+
+# --- refused ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A key whose effect is not there: the values that turn it off, why, and what to write instead."""
+
+    reason: str
+    off: tuple[Any, ...] = (False, None)
+    legal: str = ""
+
+
+_OFFLOAD = "model states stay on the device"
+_QUANTIZED = "collectives move whole numbers of the working precision; communication_data_type narrows gradients only"
+_HIERARCHY = "parameters are partitioned over all data-parallel processes alike"
+_RECOMPUTE = (
+    "what is recomputed is the model's choice: pretrain_gpt.py has --recompute-granularity, a model of one's own calls"
+    " megazero.recompute"
+)
+
+REFUSED: Mapping[str, Refused] = MappingProxyType(
+    {
+        "zero_optimization.cpu_offload": Refused(_OFFLOAD),
+        "zero_optimization.cpu_offload_param": Refused(_OFFLOAD),
+        "zero_optimization.offload_param.device": Refused(_OFFLOAD, ("none", None), 'device: "none"'),
+        "zero_optimization.offload_optimizer.device": Refused(_OFFLOAD, ("none", None), 'device: "none"'),
+        "zero_optimization.zenflow": Refused(_OFFLOAD),
+        "zero_optimization.zero_quantized_weights": Refused(_QUANTIZED),
+        "zero_optimization.zero_quantized_nontrainable_weights": Refused(_QUANTIZED),
+        "zero_optimization.zero_quantized_gradients": Refused(_QUANTIZED),
+        "zero_optimization.zeropp_loco_param": Refused(_QUANTIZED),
+        "zero_optimization.zero_hpz_partition_size": Refused(_HIERARCHY, (0, 1), "zero_hpz_partition_size: 1"),
+        "zero_optimization.mics_shard_size": Refused(_HIERARCHY, (-1, 0), "mics_shard_size: -1"),
+        "zero_optimization.mics_hierarchical_params_gather": Refused(_HIERARCHY),
+        "zero_optimization.legacy_stage1": Refused("there is one implementation of every ZeRO stage"),
+        "zero_optimization.parameter_alignment": Refused("parameters lie in their bucket without gaps"),
+        "zero_optimization.partition_stream_chunk_size": Refused(
+            "a parameter is made whole before it is partitioned", (0, None), "partition_stream_chunk_size: 0"
+        ),
+        "zero_optimization.leaf_module": Refused("units of gathering follow from the model's modules", (None, {})),
+        "fp16.auto_cast": Refused("the model's inputs keep their number format", legal="cast them in the program"),
+        "fp16.fp16_master_weights_and_grads": Refused("master weights are fp32"),
+        "bf16.bf16_master_weights_and_grads": Refused("master weights are fp32"),
+        "bf16.bf16_optimizer_states": Refused("optimizer states have the master weights' format, fp32"),
+        "bf16.check_grad_overflow": Refused("only fp16 gradients are checked for overflow"),
+        "data_types.param_dtype": Refused("parameters have the format of fp16.enabled and bf16.enabled", (None,)),
+        "data_types.buffer_dtype": Refused("buffers keep their format", (None,)),
+        "checkpoint.use_node_local_storage": Refused("a checkpoint is one folder that all processes see"),
+        "pipeline.stages": Refused(
+            f"{_NO_CUT}; pretrain_gpt.py has --pipeline-model-parallel-size", (1, None), "stages: 1"
+        ),
+        "pipeline.activation_checkpoint_interval": Refused(_RECOMPUTE, (0,), "activation_checkpoint_interval: 0"),
+        "tensor_parallel.autotp_size": Refused(
+            "a configuration does not split a model; pretrain_gpt.py has --tensor-model-parallel-size",
+            (0, 1),
+            "autotp_size: 0",
+        ),
+        "sequence_parallel_size": Refused(_WHOLE_SEQUENCES, (1, None)),
+        "managed_gradient_accumulation": Refused(
+            "the engine counts micro-batches itself", (True,), "managed_gradient_accumulation: true"
+        ),
+        "gradient_allreduce_op": Refused(
+            "gradients are averaged over the data-parallel processes", ("mean",), 'gradient_allreduce_op: "mean"'
+        ),
+        "disable_allgather": Refused("updated parameters are always published"),
+        "sparse_gradients": Refused("gradients are dense"),
+        "sparse_attention": Refused("attention is the model's own", (None, {})),
+        "graph_harvesting": Refused("kernels are not captured in graphs"),
+        "weight_quantization": Refused("there is no quantization", (None, {})),
+    }
+)
+
+
+SWITCHES = ("enabled", "deepcompile")
+
+
+@dataclass(frozen=True)
+class Switched:
+    """A section that is refused where a switch in it is true; `names` are its keys, () when they are free."""
+
+    reason: str
+    names: tuple[str, ...] = ()
+    legal: str = ""
+
+
+def _switched(reason: str, names: str = "", legal: str = "") -> Switched:
+    return Switched(reason, ("enabled", *names.split()) if names else (), legal)
+
+
+_CURRICULUM = "samples keep their length and order"
+_TRACKER = "reports go to the program's own writers"
+_COMPRESSION = "weights keep their values and number format"
+
+SWITCHED: Mapping[str, Switched] = MappingProxyType(
+    {
+        "tensorboard": _switched(_TRACKER, "output_path job_name", "pretrain_gpt.py has --tensorboard-dir"),
+        "wandb": _switched(_TRACKER, "group team project"),
+        "comet": _switched(
+            _TRACKER, "workspace project samples_log_interval experiment_name api_key experiment_key online mode"
+        ),
+        "csv_monitor": _switched(_TRACKER, "output_path job_name", "pretrain_gpt.py has --metrics-file"),
+        "comms_logger": _switched(
+            "bytes of every collective are counted anyway, and nothing more",
+            "verbose prof_all debug prof_ops",
+            "pretrain_gpt.py has --metrics-file",
+        ),
+        "flops_profiler": _switched(
+            "there is no profiler hook; run the program under torch.profiler or nsys",
+            "recompute_fwd_factor profile_step module_depth top_modules detailed output_file",
+        ),
+        "autotuning": _switched("nothing is tuned; every size is given"),
+        "elasticity": _switched("the batch does not change with the number of processes"),
+        "amp": _switched("apex is not used; fp16.enabled and bf16.enabled set the precision"),
+        "torch_autocast": _switched(
+            "the model computes in the format of its parameters; fp16.enabled and bf16.enabled set it",
+            "dtype lower_precision_safe_modules",
+        ),
+        "curriculum_learning": _switched(_CURRICULUM),
+        "data_efficiency": _switched(_CURRICULUM),
+        "progressive_layer_drop": _switched("every layer runs in every step", "theta gamma"),
+        "compression_training": _switched(_COMPRESSION),
+        "quantize_training": _switched(_COMPRESSION),
+        "eigenvalue": _switched(_COMPRESSION),
+        "hybrid_engine": _switched("the engine trains; generation is a program of its own"),
+        "expert_parallel": _switched("there are no experts"),
+        "nebula": _switched("checkpoints have one format, written by the processes themselves"),
+        "compile": _switched("the program compiles its model; compile block by block"),
+    }
+)
+
+# Keys that only say more about a refused neighbour; while that is off they mean nothing.
+DETAILS: frozenset[str] = frozenset(
+    f"zero_optimization.{section}.{name}"
+    for section, names in (
+        ("offload_param", "nvme_path buffer_count buffer_size max_in_cpu pin_memory"),
+        ("offload_optimizer", "nvme_path buffer_count pin_memory pipeline_read pipeline_write fast_init ratio"),
+    )
+    for name in names.split()
+)
+
+# Everything that may stand in a file; the sections are the beginnings of the paths.
+KNOWN: frozenset[str] = frozenset((*HONOURED, *PARAMS, *ALIASES, *ACCEPTED, *REFUSED, *SWITCHED, *DETAILS))
+SECTIONS: frozenset[str] = frozenset(
+    path[:end] for path in KNOWN for end, character in enumerate(path) if character == "."
+)
+TOP_LEVEL: frozenset[str] = frozenset(path.partition(".")[0] for path in KNOWN)

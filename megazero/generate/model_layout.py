@@ -1,0 +1,107 @@
+"""Layouts to generate with: one copy of the model, over tensor-parallel ranks and pipeline stages.  Pure.
+
+There is no data parallelism: tensor size times pipeline size is the number of processes.  Stages are cut by what they
+hold, not by what they compute: for one text they take turns, so the sum of their times is the same however it is cut,
+while memory is what a single process may be short of.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megazero.config.derived import ffn_hidden_size, max_position_embeddings, padded_vocab_size
+from megazero.config.model import ModelConfig
+from megazero.config.nearest import flags, near_divisors
+from megazero.errors import Problem, TopologyError, raise_problems
+from megazero.parallel.layer_split import Chunk, balanced_split, chunks_of, cut
+from megazero.parallel.nodes import Nodes, problems_of_placement
+from megazero.parallel.topology import Topology
+
+_TENSOR, _STAGES = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+ACROSS = "--allow-tensor-parallel-across-nodes"
+
+
+def choose_layout(model: ModelConfig, *, tp: int, pp: int, nodes: Nodes, across_nodes: bool = False) -> Topology:
+    """tp x pp processes for `model` on `nodes`; `across_nodes`: those that share a layer may be on several.
+
+    Raises TopologyError with everything that speaks against it.
+    """
+    world_size = sum(nodes.ranks_per_node)
+    raise_problems(TopologyError, _problems(model, tp, pp, world_size))
+    layout = Topology(tp=tp, pp=pp)
+    inside = [each for each in _fitting(model, world_size) if not any(problems_of_placement(each, nodes, False))]
+    # Sizes that training could have leave processes over here, and there is one rank order.
+    problems = [
+        replace(
+            problem, given=f"{_spelt(layout)} on {nodes.describe()}", legal="; ".join([*map(_spelt, inside), ACROSS])
+        )
+        for problem in problems_of_placement(layout, nodes, across_nodes)
+    ]
+    raise_problems(TopologyError, problems)
+    return layout
+
+
+def stage_chunks(model: ModelConfig, vocab_size: int, *, stage: int, layout: Topology) -> tuple[Chunk, ...]:
+    """What a pipeline stage holds: one chunk, the largest of them (by matrices) as small as can be."""
+    hidden, rows = model.hidden_size, padded_rows(vocab_size, layout)
+    split = balanced_split(
+        model.num_layers,
+        layout.pp,
+        layer_cost=hidden * (4 * hidden + 2 * ffn_hidden_size(model)),
+        embedding_cost=hidden * (rows + max_position_embeddings(model)),
+        head_cost=hidden * rows,
+    )
+    return chunks_of(cut(split), stage=stage, num_stages=layout.pp)
+
+
+def padded_rows(vocab_size: int, layout: Topology) -> int:
+    """Rows of matrices as wide as the vocabulary, no more of them than an even cut needs."""
+    return padded_vocab_size(vocab_size, divisible_by=1, tensor_parallel_size=layout.tp)
+
+
+def _problems(model: ModelConfig, tp: int, pp: int, world_size: int) -> Iterator[Problem]:
+    heads, inner, most_stages = model.num_attention_heads, ffn_hidden_size(model), _most_stages(model)
+    cuttable = math.gcd(heads, inner)
+    if tp < 1 or cuttable % tp:
+        yield Problem(
+            f"{_TENSOR} {tp}",
+            f"every process has as many of the {heads} heads, and of the {inner} inner elements of a feed-forward"
+            " layer, as any other: the size divides both",
+            flags(_TENSOR, near_divisors(cuttable, tp)),
+        )
+    if not 1 <= pp <= most_stages:
+        yield Problem(
+            f"{_STAGES} {pp}",
+            f"every pipeline stage has one of the {model.num_layers} layers; only the first, with the embedding, and"
+            " the last, with the head, may have none",
+            f"{_STAGES} 1 to {most_stages}",
+        )
+    if tp * pp != world_size:
+        yield Problem(
+            f"{_spelt(Topology(tp=tp, pp=pp))} on {_processes(world_size)}",
+            "the processes hold one copy of the model: tensor size x pipeline size is their number",
+            "; ".join([_processes(tp * pp)] * (tp * pp > 0) + [*map(_spelt, _fitting(model, world_size))]),
+        )
+
+
+def _fitting(model: ModelConfig, world_size: int) -> list[Topology]:
+    """The layouts of so many processes that suit the model."""
+    cuttable = math.gcd(model.num_attention_heads, ffn_hidden_size(model))
+    return [
+        Topology(tp=size, pp=world_size // size)
+        for size in range(1, world_size + 1)
+        if world_size % size == 0 and cuttable % size == 0 and world_size // size <= _most_stages(model)
+    ]
+
+
+def _most_stages(model: ModelConfig) -> int:
+    """Every layer alone, and the embedding and the head."""
+    return model.num_layers + 2
+
+
+def _spelt(layout: Topology) -> str:
+    return f"{_TENSOR} {layout.tp} {_STAGES} {layout.pp}"
+
+
+def _processes(number: int) -> str:
+    return f"{number} process{'' if number == 1 else 'es'}"

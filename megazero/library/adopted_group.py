@@ -1,0 +1,64 @@
+"""One communicator over process groups that somebody else has made, for whoever needs no mesh of them.
+
+Where no group is given all processes of the job are meant.  They join here, as the launcher says, if nobody has had
+them join yet.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megazero.comm.interface import Communicator
+from megazero.comm.local import LocalCommunicator
+from megazero.comm.process_group import ProcessGroupCommunicator
+from megazero.comm.startup import choose_device, join
+from megazero.config.run import ParallelConfig
+from megazero.errors import Problem, TopologyError
+from megazero.library.adopted_mesh import is_joined, joined_device
+from megazero.parallel.launch import Launch
+
+
+def adopt_group(group: Any = None) -> Communicator:
+    """Collectives over a torch process group; None: over all processes of the job, and one alone needs no group.
+
+    Raises TopologyError when this process is not in the group.
+    """
+    if group is None and not is_joined():
+        _join_others()
+    if not is_joined():
+        return LocalCommunicator()
+    if dist.get_rank(group) < 0:
+        given = f"a group of ranks {dist.get_process_group_ranks(group)} on rank {dist.get_rank()}"
+        raise TopologyError(Problem(given, "a process talks in groups that it belongs to", "this process's own group"))
+    chosen = dist.group.WORLD if group is None else group
+    assert chosen is not None, "there is a default group"
+    return LocalCommunicator() if dist.get_world_size(chosen) == 1 else ProcessGroupCommunicator(chosen, _NewMemory())
+
+
+def own_device() -> torch.device:
+    """Where this process computes: where its default group does or, alone, on the GPU that is there, or the CPU."""
+    return joined_device() if is_joined() else choose_device("auto", Launch.from_environment().local_rank)
+
+
+def _join_others() -> None:
+    launch = Launch.from_environment()
+    if launch.world_size > 1:
+        device = choose_device("auto", launch.local_rank)
+        minutes = ParallelConfig().distributed_timeout_minutes
+        join(launch, backend="auto", device=device, timeout_minutes=minutes)
+
+
+class _NewMemory:
+    """Scratch that is made for each lease, and gone after it: for collectives that are few."""
+
+    def lease(self, numel: int, dtype: torch.dtype) -> "_Lent":
+        return _Lent(torch.empty(numel, dtype=dtype, device=own_device()))
+
+
+class _Lent:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def release(self) -> None:
+        """Its memory goes with it."""

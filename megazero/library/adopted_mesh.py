@@ -1,0 +1,196 @@
+"""A mesh over process groups that somebody else has made.
+
+Whoever brings a model to the library may have joined the job already, and may run tensor parallelism of its own.  What
+it hands over says who belongs together; three forms are understood:
+
+    nothing       all processes of the default group are one data-parallel axis
+    DeviceMesh    torch's: its only dim, or the dims called "dp" and (if there is one) "tp"
+    mpu           an object or module with `get_data_parallel_group()` and, with model parallelism, one of
+                  `get_model_parallel_group()` and `get_tensor_model_parallel_group()`, as Megatron-LM has it
+
+Ranks need not be numbered as a `Topology` numbers them: this rank's number is made of its places in the two groups, and
+collectives over "world" go first over one group, then over the other.  The second data-parallel group, over which
+parameters travel, is made here, and that takes every process of the job.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from megazero.comm.interface import Communicator, Done, ReduceKind, Scratch, Work
+from megazero.comm.local import LocalCommunicator
+from megazero.comm.mesh import GATHERING, Mesh
+from megazero.comm.metered import Meter, MeteredCommunicator
+from megazero.comm.process_group import ProcessGroupCommunicator
+from megazero.comm.startup import make_mesh
+from megazero.errors import Problem, TopologyError
+from megazero.parallel.topology import AXES, ENDS, WORLD, Topology
+
+_LEGAL = 'a megazero Mesh, a DeviceMesh with dims "dp" and "tp", or an object with get_data_parallel_group()'
+
+
+class ForeignGroups(NamedTuple):
+    """The data-parallel group of this process and, if there is one, its tensor-parallel group."""
+
+    data: dist.ProcessGroup
+    tensor: dist.ProcessGroup | None = None
+
+
+def is_joined() -> bool:
+    """Whether this process has a default process group already."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def joined_device() -> torch.device:
+    """Where the default process group computes: this process's current GPU, or the CPU."""
+    uses_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config(_default_group())
+    return torch.device("cuda", torch.cuda.current_device()) if uses_gpu else torch.device("cpu")
+
+
+def adopt_default(device: torch.device, scratch: Scratch) -> Mesh:
+    """A mesh in which all processes of the default group are data parallel; every one of them calls this."""
+    group = _default_group()
+    return make_mesh(Topology(dp=dist.get_world_size(group)), dist.get_rank(group), device, scratch)
+
+
+def adopt(foreign: Any, device: torch.device, scratch: Scratch) -> Mesh:
+    """A mesh over somebody else's groups; every process of the job calls this.  Raises TopologyError."""
+    groups = find_groups(foreign)
+    data = dist.get_process_group_ranks(groups.data)
+    tensor = [dist.get_rank()] if groups.tensor is None else dist.get_process_group_ranks(groups.tensor)
+    _check_ranks(data, tensor)
+    over_data = _communicator(groups.data, scratch)
+    over_tensor = LocalCommunicator() if groups.tensor is None else _communicator(groups.tensor, scratch)
+    inner: dict[str, Communicator] = {
+        "pp": LocalCommunicator(),
+        "dp": over_data,
+        "tp": over_tensor,
+        WORLD: over_data if over_tensor.size == 1 else TwoAxes(over_data, over_tensor),
+        ENDS: LocalCommunicator(),
+        GATHERING: _communicator(_second_group(data, device), scratch),
+    }
+    meter = Meter()
+    names = {axis: axis for axis in (*AXES, ENDS, WORLD)} | {GATHERING: "dp"}
+    communicators = {key: MeteredCommunicator(axis, names[key], meter) for key, axis in inner.items()}
+    topology = Topology(tp=over_tensor.size, dp=over_data.size)
+    return Mesh(topology, topology.rank_of(dp=over_data.rank, tp=over_tensor.rank), device, communicators, meter)
+
+
+def find_groups(foreign: Any) -> ForeignGroups:
+    """The groups in what the user has handed over; raises TopologyError when they are not to be found."""
+    if isinstance(foreign, DeviceMesh):
+        return _of_device_mesh(foreign)
+    data = _call(foreign, "get_data_parallel_group")
+    if data is None:
+        given = f"mesh of type {type(foreign).__name__}"
+        raise TopologyError(Problem(given, "a mesh tells the data-parallel group of this process", _LEGAL))
+    tensor = _call(foreign, "get_tensor_model_parallel_group")
+    model = _call(foreign, "get_model_parallel_group")
+    if tensor is not None and model is not None and dist.get_world_size(tensor) != dist.get_world_size(model):
+        sizes = f"{dist.get_world_size(model)} ranks share a model, {dist.get_world_size(tensor)} of them its tensors"
+        rule = "a model is divided by tensor parallelism alone: a pipeline's stages hold different layers"
+        raise TopologyError(Problem(sizes, rule, "a pipeline of one stage"))
+    return ForeignGroups(data, model if tensor is None else tensor)
+
+
+class TwoAxes:
+    """Collectives over the product of two axes: rank = outer rank * inner size + inner rank."""
+
+    def __init__(self, outer: Communicator, inner: Communicator) -> None:
+        self._outer, self._inner = outer, inner
+        self.size = outer.size * inner.size
+        self.rank = outer.rank * inner.size + inner.rank
+
+    def all_gather_into(self, output: Tensor, input: Tensor) -> Work:
+        row = input.new_empty(self._inner.size * input.numel())
+        self._inner.all_gather_into(row, input).wait()
+        return self._outer.all_gather_into(output, row)
+
+    def reduce_scatter_into(self, output: Tensor, input: Tensor) -> Work:
+        row = input.new_empty(self._inner.size * output.numel())
+        self._outer.reduce_scatter_into(row, input).wait()
+        return self._inner.reduce_scatter_into(output, row)
+
+    def all_reduce(self, tensor: Tensor, kind: ReduceKind = "sum") -> Work:
+        self._inner.all_reduce(tensor, kind).wait()
+        return self._outer.all_reduce(tensor, kind)
+
+    def all_reduce_scalars(self, tensor: Tensor, kind: ReduceKind = "sum") -> Work:
+        return self.all_reduce(tensor, kind)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Work:
+        row, column = divmod(source, self._inner.size)
+        # Every row gets its own member's tensor first; then the row of the source overrules the others.
+        self._inner.broadcast(tensor, column).wait()
+        self._outer.broadcast(tensor, row).wait()
+        return Done()
+
+    def send(self, tensor: Tensor, to: int) -> Work:
+        raise AssertionError("what crosses both axes is a sum")
+
+    def receive_into(self, tensor: Tensor, source: int) -> Work:
+        raise AssertionError("what crosses both axes is a sum")
+
+    def barrier(self) -> None:
+        self._inner.barrier()
+        self._outer.barrier()
+
+
+def _default_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None, "nobody has joined yet"
+    return group
+
+
+def _call(foreign: Any, name: str) -> Any:
+    function: Callable[[], Any] | None = getattr(foreign, name, None)
+    return None if function is None else function()
+
+
+def _of_device_mesh(mesh: DeviceMesh) -> ForeignGroups:
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim == 1:
+        return ForeignGroups(mesh.get_group(0))
+    if set(names) == {"dp", "tp"}:
+        return ForeignGroups(mesh.get_group("dp"), mesh.get_group("tp"))
+    given = f"DeviceMesh of shape {tuple(mesh.shape)} with dims {', '.join(names) or 'without names'}"
+    raise TopologyError(Problem(given, "its dims are known by their names", 'mesh_dim_names=("dp", "tp"), or one dim'))
+
+
+def _check_ranks(data: list[int], tensor: list[int]) -> None:
+    """That the two groups cross in this process, and that their order is torch's."""
+    me = dist.get_rank()
+    given = f"data-parallel ranks {data}, tensor-parallel ranks {tensor} on rank {me}"
+    if set(data) & set(tensor) != {me}:
+        raise TopologyError(Problem(given, "both groups hold this process, and have no other in common"))
+    if data != sorted(data):
+        raise TopologyError(Problem(given, "ranks of a group stand in rising order", "a group made by new_group"))
+
+
+def _communicator(group: dist.ProcessGroup, scratch: Scratch) -> Communicator:
+    return LocalCommunicator() if dist.get_world_size(group) == 1 else ProcessGroupCommunicator(group, scratch)
+
+
+def _second_group(ranks: list[int], device: torch.device) -> dist.ProcessGroup:
+    """Another group of the same ranks; all processes make those of all data-parallel axes, in the same order."""
+    world = _default_group()
+    first_ranks = torch.empty(dist.get_world_size(world), dtype=torch.int64, device=device)
+    whole = ProcessGroupCommunicator(world, _NoScratch())
+    whole.all_gather_into(first_ranks, torch.tensor([ranks[0]], device=device)).wait()
+    axis_of = first_ranks.tolist()
+    groups: dict[int, dist.ProcessGroup] = {
+        first: dist.new_group([rank for rank, other in enumerate(axis_of) if other == first])
+        for first in sorted(set(axis_of))
+    }
+    return groups[ranks[0]]
+
+
+class _NoScratch:
+    """For communicators that only gather."""
+
+    def lease(self, numel: int, dtype: torch.dtype) -> Any:
+        raise AssertionError("gathering borrows no memory")

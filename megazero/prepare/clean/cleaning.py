@@ -1,0 +1,223 @@
+"""Cleaning a corpus: documents in, those worth learning from out, and a count of what every step has dropped.
+
+The steps asked for are applied to every document in this order, and a document goes at the first that drops it:
+
+    fix text -> characters -> printable -> languages -> exact duplicates -> near duplicates
+
+so that lengths, languages and duplicates are those of mended texts, and the dear steps see the fewest documents.
+Documents stay in order; everything else an object holds besides its text is kept as it is.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megazero.console import Console
+from megazero.errors import DataError, Problem, UserError, raise_problems
+from megazero.prepare.clean.cleaning_steps import Characters, Dropped, FixText, Languages, Printable, Step
+from megazero.prepare.clean.deduplication import (
+    DEFAULT_NEAR_THRESHOLD,
+    EXACT,
+    NEAR,
+    NEAR_THRESHOLDS,
+    ExactDuplicates,
+    NearDuplicates,
+)
+from megazero.prepare.text.bad_lines import BadLines
+from megazero.prepare.text.chunks import DocumentRules, find_chunks, readable_files
+from megazero.prepare.text.documents import read_objects
+from megazero.prepare.text.inputs import find_inputs
+from megazero.prepare.text.jsonl_output import ending_problems, json_line, written_lines
+from megazero.units import format_bytes
+
+_MEBIBYTE = 1 << 20
+
+
+@dataclass(frozen=True)
+class StepChoice:
+    """Which steps, and what each allows; every field is the flag of its name, and None or empty leaves a step out."""
+
+    fix_text: bool = False
+    min_characters: int | None = None
+    max_characters: int | None = None
+    min_printable: float | None = None
+    languages: tuple[str, ...] = ()
+    min_language_probability: float | None = None
+    deduplicate: tuple[str, ...] = ()
+    near_threshold: float | None = None
+
+    def problems(self) -> list[Problem]:
+        """Everything that is wrong with it."""
+        found = []
+        least, most = self.min_characters, self.max_characters
+        if least is not None and most is not None and least > most:
+            found.append(Problem(f"--min-characters {least} --max-characters {most}", "some length lies between them"))
+        for flag, count in (("--min-characters", least), ("--max-characters", most)):
+            if count is not None and count < 0:
+                found.append(Problem(f"{flag} {count}", "is a number of characters", "0 or more"))
+        for name in ("min_printable", "min_language_probability"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
+                found.append(Problem(f"--{name.replace('_', '-')} {value}", "is a fraction", "0 to 1"))
+        if self.min_language_probability is not None and not self.languages:
+            given = f"--min-language-probability {self.min_language_probability}"
+            found.append(Problem(given, "goes with languages", "--languages en"))
+        low, high = NEAR_THRESHOLDS
+        if self.near_threshold is not None and not low <= self.near_threshold <= high:
+            found.append(Problem(f"--near-threshold {self.near_threshold}", "is a similarity", f"{low} to {high}"))
+        if self.near_threshold is not None and NEAR not in self.deduplicate:
+            found.append(Problem(f"--near-threshold {self.near_threshold}", "goes with near", "--deduplicate near"))
+        return found
+
+    def steps(self) -> list[Step]:
+        """The steps in their order; raises DataError with all that lack a library, or a language."""
+        lengths = self.min_characters, self.max_characters
+        printable, threshold = self.min_printable, _told(self.near_threshold, DEFAULT_NEAR_THRESHOLD)
+        probability = _told(self.min_language_probability, 0.0)
+        makers: list[tuple[bool, Callable[[], Step]]] = [
+            (self.fix_text, FixText),
+            (lengths != (None, None), lambda: Characters(*lengths)),
+            (printable is not None, lambda: Printable(_told(printable, 0.0))),
+            (bool(self.languages), lambda: Languages(self.languages, probability)),
+            (EXACT in self.deduplicate, ExactDuplicates),
+            (NEAR in self.deduplicate, lambda: NearDuplicates(threshold)),
+        ]
+        steps: list[Step] = []
+        problems: list[Problem] = []
+        for wanted, make in makers:
+            if wanted:
+                try:
+                    steps.append(make())
+                except UserError as error:
+                    problems += error.problems
+        raise_problems(DataError, problems)
+        return steps
+
+
+@dataclass(frozen=True)
+class CleaningRequest:
+    """What to do: --input, --output, --json-key (the first of the rules' keys), the steps.
+
+    dropped: where what is dropped goes, if anywhere.
+    """
+
+    inputs: tuple[str, ...]
+    output: Path
+    rules: DocumentRules = field(default_factory=DocumentRules)
+    choice: StepChoice = field(default_factory=StepChoice)
+    dropped: Path | None = None
+
+    @property
+    def key(self) -> str:
+        """The key whose text is cleaned."""
+        return self.rules.json_keys[0]
+
+
+@dataclass
+class StepCount:
+    """What went through a step; text_bytes are those it kept, as it left them, in UTF-8."""
+
+    name: str
+    documents: int = 0
+    dropped: int = 0
+    changed: int = 0
+    text_bytes: int = 0
+
+
+def clean_corpus(request: CleaningRequest, console: Console, bad: BadLines | None = None) -> list[StepCount]:
+    """Write the output, and what was dropped where asked for; returns a count for the reading and for every step.
+
+    bad: lines that cannot be used are noted in it instead of refused.  Raises DataError for what cannot be read, and
+    when no document is left; nothing is written then.
+    """
+    raise_problems(DataError, [*request.choice.problems(), *_path_problems(request)])
+    steps = request.choice.steps()
+    counts = [StepCount("read"), *(StepCount(step.name) for step in steps)]
+    with ExitStack() as stack:
+        output = stack.enter_context(written_lines(request.output))
+        dropped = stack.enter_context(written_lines(request.dropped)) if request.dropped else None
+        for content in _objects(request, console, bad):
+            result = _through(content[request.key], steps, counts)
+            if not isinstance(result, Dropped):
+                output.write(json_line({**content, request.key: result}))
+            elif dropped:
+                dropped.write(json_line({"reason": result.reason, "document": content}))
+        _refuse_nothing(request, counts)
+    return counts
+
+
+def summary_lines(counts: Sequence[StepCount]) -> list[str]:
+    """A table: what came into every step, what it dropped, what it kept."""
+    read, *steps = counts
+    rows = [("", "documents", "dropped", "kept", "bytes kept")]
+    rows += [(read.name, str(read.documents), "", str(read.documents), format_bytes(read.text_bytes))]
+    for step in steps:
+        kept = str(step.documents - step.dropped)
+        changed = f"   ({step.changed} mended)" if step.changed else ""
+        rows.append((step.name, str(step.documents), str(step.dropped), kept, format_bytes(step.text_bytes) + changed))
+    first = max(len(row[0]) for row in rows)
+    return [
+        f"{name:<{first}}" + "".join(f"{cell:>12}" for cell in cells[:3]) + "  " + cells[3] for name, *cells in rows
+    ]
+
+
+def _through(text: str, steps: Sequence[Step], counts: Sequence[StepCount]) -> str | Dropped:
+    """One document through the steps, counted; the last of them, or the one that dropped it, decides."""
+    size = len(text.encode())
+    counts[0].documents += 1
+    counts[0].text_bytes += size
+    for step, count in zip(steps, counts[1:], strict=True):
+        count.documents += 1
+        result = step.apply(text)
+        if isinstance(result, Dropped):
+            count.dropped += 1
+            return Dropped(f"{step.name}: {result.reason}")
+        if result != text:
+            text, size = result, len(result.encode())
+            count.changed += 1
+        count.text_bytes += size
+    return text
+
+
+def _objects(request: CleaningRequest, console: Console, bad: BadLines | None) -> Iterator[dict[str, Any]]:
+    """Everything in the input, under a bar of mebibytes."""
+    files = readable_files(request.inputs, request.rules)
+    with console.progress() as progress:
+        size = sum(file.size for file in files)
+        task = progress.add_task("cleaning, MiB", total=size / _MEBIBYTE or None)
+        for chunk in find_chunks(files, request.rules):
+            yield from read_objects(chunk, request.rules, bad)
+            progress.advance(task, chunk.input_bytes / _MEBIBYTE)
+
+
+def _path_problems(request: CleaningRequest) -> Iterator[Problem]:
+    named = [("--output", request.output)] + ([("--dropped", request.dropped)] if request.dropped else [])
+    keys = request.rules.json_keys
+    if len(keys) > 1:
+        yield Problem(f"--json-keys {' '.join(keys)}", "one text of an object is cleaned", f"--json-key {keys[0]}")
+    for flag, path in named:
+        yield from ending_problems(flag, path)
+    if request.dropped and request.dropped.resolve() == request.output.resolve():
+        yield Problem(f"--dropped {request.dropped}", "is another file than --output")
+    try:
+        inputs = {Path(file.path).resolve() for file in find_inputs(request.inputs, request.rules.input_format)}
+    except UserError as error:
+        yield from error.problems
+        return
+    for flag, path in named:
+        if path.resolve() in inputs:
+            yield Problem(f"{flag} {path}", "is none of the files that are read", "a name outside of --input")
+
+
+def _refuse_nothing(request: CleaningRequest, counts: Sequence[StepCount]) -> None:
+    if not counts[0].documents:
+        raise DataError(Problem(f"--input {' '.join(request.inputs)}", "holds some document"))
+    if counts[-1].documents == counts[-1].dropped:
+        given = f"--output {request.output}: of {counts[0].documents} documents none is left"
+        raise DataError(Problem(given, "some document passes all steps", "\n".join(["", *summary_lines(counts)])))
+
+
+def _told(value: float | None, default: float) -> float:
+    return default if value is None else value

@@ -1,0 +1,1 @@
+"""What a corpus holds, whether it is whole, and where two corpora differ."""

@@ -1,0 +1,153 @@
+"""Whether two corpora are the same, and if not, where they part; both are read in blocks, side by side.
+
+Equal corpora have the same documents of the same sequences of the same ids, in the same integer type: their files are
+the same byte for byte.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from megazero.data.indexed_dataset import CHECK_BLOCK, IndexedDataset, Tokens
+from megazero.data.tokenizers import Tokenizer
+from megazero.prepare.inspect.lengths import document_lengths
+
+# Tokens shown on either side of the first that differs.
+_AROUND = 8
+
+Pair = tuple[IndexedDataset, IndexedDataset]
+
+
+class Difference(NamedTuple):
+    """Where two corpora part, in the order of documents; None for what the one corpus or the other does not have.
+
+    position: in the document, or None when the documents hold the same ids.
+    tokens: the ids there.  what: what differs, for a person.
+    """
+
+    document: int | None
+    position: int | None
+    tokens: tuple[int | None, int | None]
+    what: str
+
+
+def find_difference(one: IndexedDataset, other: IndexedDataset, advance: Callable[[int], None]) -> Difference | None:
+    """The first difference, or None; `advance` is told the number of tokens whenever a block has been compared."""
+    pair = (one, other)
+    token = _first_token(pair, advance)
+    return _in_documents(pair, token) or _in_sequences(pair) or _in_types(pair)
+
+
+def _first_token(pair: Pair, advance: Callable[[int], None]) -> int | None:
+    """Number of the first token that differs in the two rows of all tokens, as far as both go."""
+    both = min(dataset.num_tokens for dataset in pair)
+    for start in range(0, both, CHECK_BLOCK):
+        stop = min(start + CHECK_BLOCK, both)
+        mine, theirs = (dataset.tokens(start, stop) for dataset in pair)
+        found = _first(mine, theirs)
+        if found is not None:
+            return start + found
+        advance(stop - start)
+    return None
+
+
+def _in_documents(pair: Pair, token: int | None) -> Difference | None:
+    """A difference in ids: before the first document whose length differs, or in it."""
+    document = start = 0
+    for blocks in zip(*map(document_lengths, pair), strict=False):
+        count = min(map(len, blocks))
+        mine, theirs = (block[:count] for block in blocks)
+        found = _first(mine, theirs)
+        if found is not None:
+            start += int(mine[:found].sum())
+            return _here(pair, document + found, start, token)
+        start += int(mine.sum())
+        document += count
+    if token is not None and token < start:
+        return _at(pair, token)
+    if pair[0].num_documents == pair[1].num_documents:
+        return None
+    return Difference(document, None, (None, None), "one corpus ends here")
+
+
+def _here(pair: Pair, document: int, start: int, token: int | None) -> Difference:
+    """In document number `document`, which starts at token `start` in both, or before it."""
+    if token is not None and token < start:
+        return _at(pair, token)
+    mine, theirs = (dataset.document(document) for dataset in pair)
+    position = min(len(mine), len(theirs))
+    if token is not None:
+        position = min(position, token - start)
+    ids = tuple(int(tokens[position]) if position < len(tokens) else None for tokens in (mine, theirs))
+    what = "one document ends here" if None in ids else "another id"
+    return Difference(document, position, (ids[0], ids[1]), what)
+
+
+def _at(pair: Pair, token: int) -> Difference:
+    """In a document that starts at the same token in both."""
+    document, position = pair[0].place(token)
+    mine, theirs = (int(dataset.tokens(token, token + 1)[0]) for dataset in pair)
+    return Difference(document, position, (mine, theirs), "another id")
+
+
+def _in_sequences(pair: Pair) -> Difference | None:
+    """The first document that is cut into sequences in another way, all ids being the same."""
+    for first in range(0, pair[0].num_documents, CHECK_BLOCK):
+        stop = min(first + CHECK_BLOCK, pair[0].num_documents)
+        found = _first(*(dataset.document_ends(first, stop) for dataset in pair))
+        if found is not None:
+            return Difference(first + found, None, (None, None), "another number of sequences")
+    for first in range(0, pair[0].num_sequences, CHECK_BLOCK):
+        stop = min(first + CHECK_BLOCK, pair[0].num_sequences)
+        mine, theirs = (dataset.sequence_lengths(first, stop) for dataset in pair)
+        found = _first(mine, theirs)
+        if found is not None:
+            document = pair[0].place(pair[0].sequence_start(first + found)).document
+            return Difference(document, None, (None, None), f"sequence {first + found} has another length")
+    return None
+
+
+def _in_types(pair: Pair) -> Difference | None:
+    one, other = pair
+    if one.dtype != other.dtype:
+        return Difference(None, None, (None, None), f"the ids are {one.dtype.name} here and {other.dtype.name} there")
+    if one.has_modes != other.has_modes:
+        return Difference(None, None, (None, None), "one corpus has modes")
+    return None
+
+
+def _first(mine: Tokens, theirs: Tokens) -> int | None:
+    """The first place at which two arrays of one length differ."""
+    differs = mine != theirs
+    place = int(np.argmax(differs)) if len(differs) else 0
+    return place if len(differs) and bool(differs[place]) else None
+
+
+def difference_lines(
+    one: IndexedDataset, other: IndexedDataset, difference: Difference | None, tokenizer: Tokenizer | None
+) -> list[str]:
+    """What is found, for a person: the verdict, the place in both, the counts."""
+    if difference is None:
+        return [f"equal          {one.name} and {other.name}: every document, sequence and id"]
+    place = "" if difference.document is None else f"document {difference.document}"
+    place += "" if difference.position is None else f", position {difference.position}"
+    lines = [f"different      {place + ': ' if place else ''}{difference.what}"]
+    for name, dataset, token in zip(("here", "there"), (one, other), difference.tokens, strict=True):
+        counts = f"{dataset.num_documents} documents, {dataset.num_sequences} sequences, {dataset.num_tokens} tokens"
+        lines.append(f"{name:<15}{dataset.name}: {counts}")
+        if difference.position is not None:
+            lines.append(" " * 15 + _shown(dataset, difference, token, tokenizer))
+    return lines
+
+
+def _shown(dataset: IndexedDataset, difference: Difference, token: int | None, tokenizer: Tokenizer | None) -> str:
+    """The id that differs, with its neighbours: ids, or text before and after."""
+    assert difference.document is not None and difference.position is not None
+    tokens, position = dataset.document(difference.document), difference.position
+    before = [int(each) for each in tokens[max(0, position - _AROUND) : position]]
+    after = [int(each) for each in tokens[position + 1 : position + 1 + _AROUND]]
+    if tokenizer is None:
+        return f"{before} then {'the end' if token is None else token}, {after}"
+    found = "the end" if token is None else f"{token} {tokenizer.decode([token])!r}"
+    return f"{tokenizer.decode(before)!r} then {found}, {tokenizer.decode(after)!r}"

@@ -1,0 +1,198 @@
+"""How long the documents of a corpus are: read block by block, counted exactly.
+
+*Ranges* of lengths double: 1, 2-3, 4-7, ... tokens; documents without a token have a range of their own.  The q-th
+percentile is the shortest length that q percent of the documents do not exceed, the median the 50th.
+"""
+
+import io
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.bar import Bar
+from rich.console import Console
+from rich.table import Table
+
+from megazero.data.indexed_dataset import CHECK_BLOCK, IndexedDataset
+from megazero.errors import DataError, Problem
+from megazero.files import written_aside
+from megazero.units import format_count
+
+# Lengths below are counted one by one in a table; a longer document, at most one in a million tokens, is listed.
+TABLE_SIZE = 1 << 20
+
+
+class LengthRange(NamedTuple):
+    """Documents of `shortest` to `longest` tokens."""
+
+    shortest: int
+    longest: int
+    documents: int
+
+    @property
+    def name(self) -> str:
+        """`0`, `1`, `2-3`, ..."""
+        return str(self.shortest) if self.shortest == self.longest else f"{self.shortest}-{self.longest}"
+
+
+class Lengths(NamedTuple):
+    """Lengths of a corpus's documents in tokens; every figure is 0 where there is no document."""
+
+    documents: int
+    empty: int
+    tokens: int
+    shortest: int
+    median: int
+    percentile_95: int
+    longest: int
+    ranges: tuple[LengthRange, ...]
+
+    @property
+    def mean(self) -> float:
+        """Tokens a document."""
+        return self.tokens / max(1, self.documents)
+
+
+def num_blocks(dataset: IndexedDataset) -> int:
+    """Blocks that `document_lengths` gives."""
+    return math.ceil(dataset.num_documents / CHECK_BLOCK)
+
+
+def document_lengths(dataset: IndexedDataset) -> Iterator[NDArray[np.int64]]:
+    """The length of every document in tokens, up to CHECK_BLOCK documents at a time.
+
+    Raises DataError at the end if the index tells of more or fewer tokens than there are.
+    """
+    sequences = tokens = 0
+    for first in range(0, dataset.num_documents, CHECK_BLOCK):
+        ends = dataset.document_ends(first, min(first + CHECK_BLOCK, dataset.num_documents))
+        last = min(int(ends[-1]), dataset.num_sequences)
+        token_ends = np.full(len(ends), tokens, np.int64)
+        before = tokens
+        for start in range(sequences, last, CHECK_BLOCK):
+            lengths = dataset.sequence_lengths(start, min(start + CHECK_BLOCK, last))
+            sums = tokens + np.cumsum(lengths, dtype=np.int64)
+            ending = slice(*np.searchsorted(ends, [start, start + len(lengths)], side="right").tolist())
+            token_ends[ending] = sums[ends[ending] - start - 1]
+            tokens = int(sums[-1])
+        sequences = last
+        yield np.diff(token_ends, prepend=before)
+    if tokens != dataset.num_tokens:
+        given = f"{dataset.name}: the lengths in the index add up to {tokens} tokens of {dataset.num_tokens}"
+        raise DataError(Problem(given, "the .idx lists what the .bin holds", "--verify, to find the place"))
+
+
+def count_lengths(blocks: Iterable[NDArray[np.int64]]) -> Lengths:
+    """Sum up what `document_lengths` gives."""
+    table = np.zeros(TABLE_SIZE, np.int64)
+    long = [np.empty(0, np.int64)]
+    tokens = 0
+    for lengths in blocks:
+        table += np.bincount(lengths[lengths < TABLE_SIZE], minlength=TABLE_SIZE)
+        long.append(lengths[lengths >= TABLE_SIZE])
+        tokens += int(lengths.sum())
+    longer, times = np.unique(np.concatenate(long), return_counts=True)
+    short = np.flatnonzero(table)
+    values, counts = np.concatenate([short, longer]), np.concatenate([table[short], times])
+    if not len(values):
+        return Lengths(0, 0, 0, 0, 0, 0, 0, ())
+    seen = counts.cumsum()
+    documents = int(seen[-1])
+    # The number of documents that a share of all makes, in whole numbers: floats would be off from 2**53 / 20 on.
+    median, percentile_95 = (int(values[np.searchsorted(seen, -(-documents * q // 100))]) for q in (50, 95))
+    shortest, longest = int(values[0]), int(values[-1])
+    empty = int(table[0])
+    return Lengths(documents, empty, tokens, shortest, median, percentile_95, longest, _ranges(values, counts))
+
+
+def _ranges(values: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[LengthRange, ...]:
+    """From the shortest document to the longest, without gap."""
+    first, last = int(values[0]).bit_length(), int(values[-1]).bit_length()
+    found = []
+    for bits in range(first, last + 1):
+        shortest, longest = (1 << bits) >> 1, (1 << bits) - 1
+        low, high = np.searchsorted(values, [shortest, longest + 1]).tolist()
+        found.append(LengthRange(shortest, longest, int(counts[low:high].sum())))
+    return tuple(found)
+
+
+_BAR_WIDTH = 40
+_LEFT, _RIGHT, _TOP, _BOTTOM = 24, 24, 64, 64
+_COLUMN, _GAP, _HEIGHT = 52, 8, 260
+
+
+def length_lines(lengths: Lengths) -> list[str]:
+    """Figures, then a line with a bar for every range."""
+    lines = [
+        f"lengths        shortest {lengths.shortest}, median {lengths.median}, mean {lengths.mean:.1f}, "
+        f"95th percentile {lengths.percentile_95}, longest {lengths.longest} tokens",
+        f"empty          {lengths.empty} of {lengths.documents} documents",
+    ]
+    table = Table.grid(padding=(0, 2))
+    heads = ("tokens", "documents", "share")
+    for _ in heads:
+        table.add_column(justify="right", no_wrap=True)
+    table.add_row(*heads)
+    most = max((found.documents for found in lengths.ranges), default=0)
+    for found in lengths.ranges:
+        share = f"{100 * found.documents / lengths.documents:.1f} %"
+        table.add_row(found.name, str(found.documents), share, Bar(most, 0, found.documents, width=_BAR_WIDTH))
+    text = io.StringIO()
+    Console(file=text, width=10_000, color_system=None).print(table)
+    return [*lines, *(line.rstrip() for line in text.getvalue().splitlines())]
+
+
+def write_length_picture(path: Path, lengths: Lengths, *, title: str) -> None:
+    """Write the histogram as SVG; it appears whole or not at all.  Raises DataError when it can't be written."""
+    with written_aside(path) as stream:
+        stream.write(length_picture(lengths, title=title).encode())
+
+
+def length_picture(lengths: Lengths, *, title: str) -> str:
+    """The SVG file: a column for every range, on a linear scale, with its count above."""
+    width = max(_LEFT + len(lengths.ranges) * (_COLUMN + _GAP) + _RIGHT, 640)
+    height = _TOP + _HEIGHT + _BOTTOM
+    figures = (
+        f"{format_count(lengths.documents)} documents, {format_count(lengths.tokens)} tokens; "
+        f"median {lengths.median}, mean {lengths.mean:.1f}, 95th percentile {lengths.percentile_95}, "
+        f"longest {lengths.longest}"
+    )
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+        ' role="img">',
+        "<style>text { font: 12px system-ui, sans-serif; fill: #4b5866; } .middle { text-anchor: middle; }"
+        " .title { font-size: 15px; font-weight: 600; fill: #1c2530; }</style>",
+        f'<rect width="{width}" height="{height}" fill="#fff"/>',
+        f'<text class="title" x="{_LEFT}" y="24">Documents by length: {escape(title)}</text>',
+        f'<text x="{_LEFT}" y="42">{figures}</text>',
+        *_columns(lengths.ranges),
+        f'<text x="{_LEFT}" y="{height - 14}">tokens in a document, from each figure up to the next</text>',
+        "</svg>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _columns(ranges: Sequence[LengthRange]) -> Iterator[str]:
+    most = max((found.documents for found in ranges), default=0)
+    foot = _TOP + _HEIGHT
+    for number, found in enumerate(ranges):
+        x = _LEFT + number * (_COLUMN + _GAP)
+        tall = (_HEIGHT - 20) * found.documents / most
+        top, middle = foot - tall, x + _COLUMN / 2
+        hint = f"<title>{found.name} tokens: {found.documents} documents</title>"
+        place = f'x="{x}" y="{top:.1f}" width="{_COLUMN}" height="{tall:.1f}"'
+        yield f'<rect class="bar" {place} fill="#1b998b">{hint}</rect>'
+        yield f'<text class="middle" x="{middle:g}" y="{top - 5:.1f}">{format_count(found.documents)}</text>'
+        yield f'<text class="middle" x="{middle:g}" y="{foot + 16}">{_binary(found.shortest)}</text>'
+
+
+def _binary(length: int) -> str:
+    """1024 reads 1Ki; smaller ones, all of them powers of two, as they are."""
+    for shift, unit in ((30, "Gi"), (20, "Mi"), (10, "Ki")):
+        if length >> shift:
+            return f"{length >> shift}{unit}"
+    return str(length)

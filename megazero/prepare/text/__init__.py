@@ -1,0 +1,1 @@
+"""Texts of any input: files of many kinds, cut into chunks and documents."""

@@ -1,0 +1,205 @@
+"""Chunks: the input cut into pieces that workers can share out, and machines.
+
+A chunk is made of about a mebibyte of whole documents.  Where it begins depends on the files alone, never on how many
+read them: a file that can be read from its middle is cut at multiples of CHUNK_BYTES, and a line belongs to the chunk
+in which it begins; what can only be read from its beginning is cut by whoever reads it, at the same lines.
+
+    LineRange   the lines that begin in bytes [start, stop) of a file; whoever has the chunk reads them
+    LineBlock   whole lines that have been read already, out of a compressed file or standard input
+    Records     rows of a table, or what lies between separators, that have been read already
+
+A *shard* is what one of several machines takes: the chunks that begin in its share of all bytes, and whole files where
+a file cannot be cut.  The shards one after the other are the whole.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from megazero.errors import DataError, Problem, raise_problems
+from megazero.prepare.text.inputs import PARQUET, TEXT, InputFile, find_inputs
+from megazero.prepare.text.parquet import read_rows
+from megazero.prepare.text.streams import read_blocks
+
+CHUNK_BYTES = 1 << 20
+TEXT_RULES = ("blocks", "lines", "file", "separator")
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+INVALID_UTF8 = ("refuse", "replace")
+
+
+@dataclass(frozen=True)
+class DocumentRules:
+    """What a document is.
+
+    json_keys: the keys (or columns) whose texts are taken.  text_rule: one of TEXT_RULES, for plain text.
+    separator: what stands between documents of plain text under the rule "separator".
+    invalid_utf8: bytes that are no UTF-8 are refused, or replaced by U+FFFD.
+    input_format: of files whose ending tells none, and of standard input.
+    """
+
+    json_keys: tuple[str, ...] = ("text",)
+    text_rule: str = "blocks"
+    separator: str | None = None
+    invalid_utf8: str = "refuse"
+    input_format: str | None = None
+
+
+class LineRange(NamedTuple):
+    """The lines that begin in [start, stop); input_bytes: of the file, as in every chunk."""
+
+    file: InputFile
+    start: int
+    stop: int
+
+    @property
+    def input_bytes(self) -> int:
+        return self.stop - self.start
+
+
+class LineBlock(NamedTuple):
+    """Whole lines; first_line counts from 1."""
+
+    file: InputFile
+    first_line: int
+    data: bytes
+    input_bytes: int
+
+
+class Records(NamedTuple):
+    """Objects with texts as str, or as bytes that are still to be decoded; first counts from 1, in `unit`s."""
+
+    file: InputFile
+    first: int
+    rows: tuple[dict[str, Any], ...]
+    input_bytes: int
+    unit: str
+
+
+Chunk = LineRange | LineBlock | Records
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Number `index`, from 0, of `count`."""
+
+    index: int
+    count: int
+
+    def owns(self, place: int, total: int) -> bool:
+        """Whether what begins at byte `place` of `total` belongs to it; what begins at the end is the last one's."""
+        return min(place, max(0, total - 1)) * self.count // max(1, total) == self.index
+
+
+WHOLE = Shard(0, 1)
+
+
+def rule_problems(files: Sequence[InputFile], rules: DocumentRules) -> list[Problem]:
+    """What speaks against reading these files by these rules."""
+    problems = []
+    keys = " ".join(rules.json_keys)
+    once = " ".join(dict.fromkeys(rules.json_keys))
+    if keys != once:
+        rule = "every key has a corpus of its own, so it is given once"
+        problems.append(Problem(f"--json-keys {keys}", rule, f"--json-keys {once}"))
+    texts = [file.path for file in files if file.format == TEXT]
+    if texts and len(rules.json_keys) > 1:
+        problems.append(Problem(f"--input {texts[0]} with --json-keys {keys}", "plain text has one key only"))
+    if (rules.text_rule == "separator") != bool(rules.separator):
+        given = f"--text-rule {rules.text_rule} " + ("with" if rules.separator else "without") + " --separator"
+        problems.append(Problem(given, "the two go together", "--text-rule separator --separator TEXT"))
+    return problems
+
+
+def readable_files(words: Sequence[str], rules: DocumentRules) -> list[InputFile]:
+    """Every file that the words of --input name; raises DataError if there is none, or not for these rules."""
+    files = find_inputs(words, rules.input_format)
+    raise_problems(DataError, rule_problems(files, rules))
+    return files
+
+
+def find_chunks(
+    files: Sequence[InputFile], rules: DocumentRules, shard: Shard = WHOLE, columns: Sequence[str] | None = None
+) -> Iterator[Chunk]:
+    """The chunks of a shard in order; files that can be cut are not looked into.
+
+    columns: of tables; all, unless told.  Raises DataError for a file that cannot be read.
+    """
+    total, before = sum(file.size for file in files), 0
+    for file in files:
+        if file.is_seekable and rules.text_rule not in ("file", "separator"):
+            for start in range(0, file.size, CHUNK_BYTES):
+                if shard.owns(before + start, total):
+                    yield LineRange(file, start, min(start + CHUNK_BYTES, file.size))
+        elif shard.owns(before, total):
+            yield from _whole_file(file, rules, columns)
+        before += file.size
+
+
+def _whole_file(file: InputFile, rules: DocumentRules, columns: Sequence[str] | None) -> Iterator[Chunk]:
+    if file.format == PARQUET:
+        for table in read_rows(file, columns, CHUNK_BYTES):
+            yield Records(file, table.first, table.rows, table.input_bytes, "row")
+    elif file.format == TEXT and rules.text_rule == "separator":
+        yield from _separated(file, rules.json_keys[0], (rules.separator or "").encode())
+    elif file.format == TEXT and rules.text_rule == "file":
+        data = b"".join(block.data for block in read_blocks(file))
+        if data:
+            yield LineBlock(file, 1, data, file.size)
+    elif file.is_seekable:
+        yield from (
+            LineRange(file, start, min(start + CHUNK_BYTES, file.size)) for start in range(0, file.size, CHUNK_BYTES)
+        )
+    else:
+        yield from _line_blocks(file)
+
+
+def _line_blocks(file: InputFile) -> Iterator[LineBlock]:
+    """Cut where a file that can be cut would be: a chunk holds the lines that begin between two multiples."""
+    held, offset, searched, line, told, position = bytearray(), 0, 0, 1, 0, 0
+    for block in read_blocks(file):
+        held += block.data
+        position = block.position
+        while True:
+            limit = (offset // CHUNK_BYTES + 1) * CHUNK_BYTES - offset
+            cut = held.find(b"\n", max(limit - 1, searched)) + 1
+            if not cut:
+                searched = max(limit - 1, len(held))
+                break
+            data = bytes(held[:cut])
+            del held[:cut]
+            yield LineBlock(file, line, data, position - told)
+            offset, searched, line, told = offset + cut, 0, line + data.count(b"\n"), position
+    if held:
+        yield LineBlock(file, line, bytes(held), position - told)
+
+
+def _separated(file: InputFile, key: str, separator: bytes) -> Iterator[Records]:
+    """What lies between separators, about CHUNK_BYTES together."""
+    rows: list[dict[str, Any]] = []
+    size, first, told, position = 0, 1, 0, 0
+    for text, position in _between(file, separator):
+        rows.append({key: text})
+        size += len(text) + len(separator)
+        if size >= CHUNK_BYTES:
+            yield Records(file, first, tuple(rows), position - told, "document")
+            first, rows, size, told = first + len(rows), [], 0, position
+    if rows:
+        yield Records(file, first, tuple(rows), position - told, "document")
+
+
+def _between(file: InputFile, separator: bytes) -> Iterator[tuple[bytes, int]]:
+    """What lies between separators, and how far the file has been read then."""
+    held, position, mark = bytearray(), 0, BYTE_ORDER_MARK
+    for block in read_blocks(file):
+        # What is held has been searched; a separator that ends in the block begins in its last bytes at the earliest.
+        unsearched = max(0, len(held) - len(separator) + 1)
+        held += block.data
+        position = block.position
+        if held.find(separator, unsearched) < 0:
+            continue
+        *whole, rest = bytes(held).split(separator)
+        held = bytearray(rest)
+        for text in whole:
+            yield text.removeprefix(mark), position
+            mark = b""
+    yield bytes(held).removeprefix(mark), position

@@ -1,0 +1,269 @@
+"""Documents: the texts of a chunk, or its objects with all their keys.
+
+    JSON lines   one object a line, one document each; lines of white space alone are passed over
+    plain text   has no documents of its own, so a rule makes them:
+                 blocks      cut at the first blank line after 4 KiB, or the first line's end after 16 KiB; nothing is
+                             lost, the documents put together are the file
+                 lines       every line that is not blank is a document, without its line end
+                 file        the whole file is one document
+                 separator   what lies between two separators, where it is not white space alone
+    tables       a document a row
+
+What cannot be read is an error that names file and line, or is noted and passed over.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from io import BytesIO
+from typing import Any, BinaryIO, NamedTuple
+
+import orjson
+
+from megazero.errors import DataError, Problem
+from megazero.files import cannot_read
+from megazero.prepare.text.bad_lines import BadLines, LineCounter, line_numbers
+from megazero.prepare.text.chunks import (
+    BYTE_ORDER_MARK,
+    Chunk,
+    DocumentRules,
+    LineBlock,
+    LineRange,
+    Records,
+)
+from megazero.prepare.text.inputs import JSON
+
+BLOCK_BYTES = 4 << 10
+BLOCK_LIMIT_BYTES = 4 * BLOCK_BYTES
+
+
+class Document(NamedTuple):
+    """One document: a text for every key asked for.
+
+    contents: the same in UTF-8; ASCII, which is nearly all there is, stays what it was, as nothing else would be made
+    of it.  The length of each is its size in bytes.
+    """
+
+    texts: tuple[str, ...]
+    contents: tuple[str | bytes, ...]
+
+
+class _Unusable(Exception):
+    """A rule that a record breaks, what would be legal, and, of a line of text, where in it."""
+
+    def __init__(self, rule: str, legal: str = "", offset: int = 0) -> None:
+        super().__init__(rule)
+        self.rule, self.legal, self.offset = rule, legal, offset
+
+
+# Bytes from the beginning of the chunk's lines, or the number of a row in its chunk; and what lies there.
+_Record = tuple[int, Any]
+
+
+class _Opened(NamedTuple):
+    """The records of a chunk as they lie there, how to read one, and where a byte of the one at an offset is.
+
+    Telling is asked for errors only, and in order: counting lines takes a look at everything before.
+    """
+
+    records: Iterator[_Record]
+    read: Callable[[Any], dict[str, Any]]
+    tell: Callable[[int, int], str]
+
+
+def read_documents(chunk: Chunk, rules: DocumentRules, bad: BadLines | None = None) -> Iterator[Document]:
+    """The documents of a chunk in order; raises DataError with file and line for one that cannot be read.
+
+    bad: notes it instead.
+    """
+    yield from _usable(_open(chunk, rules, bad), bad, lambda content: _document(content, rules))
+
+
+def read_objects(chunk: Chunk, rules: DocumentRules, bad: BadLines | None = None) -> Iterator[dict[str, Any]]:
+    """The same with all keys and integers of any size; the keys of `rules` hold text."""
+
+    def checked(content: dict[str, Any]) -> dict[str, Any]:
+        return {**content, **dict(zip(rules.json_keys, _document(content, rules).texts, strict=True))}
+
+    yield from _usable(_open(chunk, rules, bad, is_exact=True), bad, checked)
+
+
+def _usable(opened: _Opened, bad: BadLines | None, take: Callable[[Any], Any]) -> Iterator[Any]:
+    """What `take` makes of each record's object."""
+    records, read, tell = opened
+    for offset, content in records:
+        try:
+            taken = take(read(content))
+        except _Unusable as error:
+            problem = Problem(tell(offset, error.offset), f"every line {error.rule}", error.legal)
+            if bad is None:
+                raise DataError(problem) from error
+            bad.note(problem.given, error.rule)
+        else:
+            yield taken
+
+
+def _open(chunk: Chunk, rules: DocumentRules, bad: BadLines | None, *, is_exact: bool = False) -> _Opened:
+    """is_exact: integers of any size are kept."""
+    if isinstance(chunk, Records):
+        return _open_records(chunk)
+    start, data = _read_lines(chunk)
+    is_first = start == 0 if isinstance(chunk, LineRange) else chunk.first_line == 1
+    mark = len(BYTE_ORDER_MARK) if is_first and data.startswith(BYTE_ORDER_MARK) else 0
+    tell = _teller(chunk, start, data, bad.counter if bad else LineCounter())
+    if chunk.file.format != JSON:
+        key = rules.json_keys[0]
+        return _Opened(_text_documents(data, mark, rules.text_rule), lambda text: {key: text}, tell)
+    lines = ((offset, line) for offset, line in _lines(data, mark) if not line.isspace())
+    return _Opened(lines, partial(_object, replaces=rules.invalid_utf8 == "replace", is_exact=is_exact), tell)
+
+
+def _open_records(chunk: Records) -> _Opened:
+    rows = ((number, row) for number, row in enumerate(chunk.rows) if not _is_blank(row, chunk.unit))
+    return _Opened(rows, _as_it_is, lambda number, _: f"{chunk.file.path}: {chunk.unit} {chunk.first + number}")
+
+
+def _is_blank(row: dict[str, Any], unit: str) -> bool:
+    """Between two separators there may be nothing; a row is a document whatever is in it."""
+    return unit == "document" and not any(text.strip() for text in row.values())
+
+
+def _as_it_is(row: dict[str, Any]) -> dict[str, Any]:
+    return row
+
+
+def _read_lines(chunk: LineRange | LineBlock) -> tuple[int, bytes]:
+    """Where in the file the first line begins, and all lines; of a block, as it is."""
+    if isinstance(chunk, LineBlock):
+        return 0, chunk.data
+    try:
+        with open(chunk.file.path, "rb") as stream:
+            return _range_lines(stream, chunk.start, chunk.stop)
+    except OSError as error:
+        raise cannot_read(chunk.file.path, error) from error
+
+
+def _range_lines(stream: BinaryIO, start: int, stop: int) -> tuple[int, bytes]:
+    """The lines that begin in [start, stop)."""
+    if start:
+        # The line that holds the byte before is another chunk's; all of this range may lie in it.
+        stream.seek(start - 1)
+        head = stream.readline(stop - start + 1)
+        if not head.endswith(b"\n"):
+            return stop, b""
+        start += len(head) - 1
+    data = stream.read(stop - start) if start < stop else b""
+    if data and not data.endswith(b"\n"):
+        data += stream.readline()
+    return start, data
+
+
+def _lines(data: bytes, start: int = 0) -> Iterator[_Record]:
+    """Lines with their ends.  Only a line feed ends a line: JSON strings may hold other separators."""
+    stream = BytesIO(data)
+    offset = stream.seek(start)
+    for line in stream:
+        yield offset, line
+        offset += len(line)
+
+
+def _text_documents(data: bytes, start: int, rule: str) -> Iterator[_Record]:
+    if rule == "file":
+        if start < len(data):
+            yield start, data[start:]
+    elif rule == "lines":
+        yield from ((offset, line.rstrip(b"\r\n")) for offset, line in _lines(data, start) if line.strip())
+    else:
+        yield from _blocks(data, start)
+
+
+def _blocks(data: bytes, start: int) -> Iterator[_Record]:
+    for offset, line in _lines(data, start):
+        stop = offset + len(line)
+        length = stop - start
+        if length >= BLOCK_LIMIT_BYTES or (length >= BLOCK_BYTES and not line.strip()):
+            yield start, data[start:stop]
+            start = stop
+    if start < len(data):
+        yield start, data[start:]
+
+
+def _object(line: bytes, *, replaces: bool, is_exact: bool) -> dict[str, Any]:
+    """The object of a line of JSON; the fast reader makes floats of long integers."""
+    try:
+        content = orjson.loads(line)
+        if is_exact and _may_be_rounded(content):
+            content = _lenient_object(line, replaces=replaces)
+    except orjson.JSONDecodeError:
+        # The stricter and faster of two readers; what it refuses the other one may take, or tell better.
+        content = _lenient_object(line, replaces=replaces)
+    if not isinstance(content, dict):
+        raise _Unusable(f"is a JSON object, not {type(content).__name__}")
+    return content
+
+
+def _may_be_rounded(value: Any) -> bool:
+    """Whether there is a float in it that may have been an integer of more than 64 bits."""
+    if isinstance(value, float):
+        return abs(value) >= 1 << 63
+    if isinstance(value, dict):
+        return any(map(_may_be_rounded, value.values()))
+    return isinstance(value, list) and any(map(_may_be_rounded, value))
+
+
+def _lenient_object(line: bytes, *, replaces: bool) -> Any:
+    try:
+        return json.loads(line.decode(errors="replace" if replaces else "strict").rstrip("\r\n"))
+    except UnicodeDecodeError as error:
+        raise _not_utf8(line, error) from error
+    except json.JSONDecodeError as error:
+        raise _Unusable(f"is JSON: {error.msg} at character {error.colno}") from error
+    except (ValueError, RecursionError) as error:
+        raise _Unusable(f"is JSON: {error}") from error
+
+
+def _document(content: dict[str, Any], rules: DocumentRules) -> Document:
+    if len(rules.json_keys) == 1:  # as nearly always
+        text, utf8 = _text(content, rules.json_keys[0], rules)
+        return Document((text,), (utf8,))
+    texts = [_text(content, key, rules) for key in rules.json_keys]
+    return Document(tuple(text for text, _ in texts), tuple(utf8 for _, utf8 in texts))
+
+
+def _text(content: dict[str, Any], key: str, rules: DocumentRules) -> tuple[str, str | bytes]:
+    """The text under a key, and its UTF-8 if it is not ASCII."""
+    try:
+        value = content[key]
+    except KeyError:
+        raise _Unusable(f"has the key {key!r}", f"--json-keys {' '.join(sorted(content))}") from None
+    if isinstance(value, bytes):
+        try:
+            value = value.decode(errors="replace" if rules.invalid_utf8 == "replace" else "strict")
+        except UnicodeDecodeError as error:
+            raise _not_utf8(value, error) from error
+    if not isinstance(value, str):
+        raise _Unusable(f"holds a string under {key!r}, not {type(value).__name__}")
+    if value.isascii():
+        return value, value
+    try:
+        return value, value.encode()
+    except UnicodeEncodeError as error:
+        if rules.invalid_utf8 == "replace":
+            value = value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            return value, value.encode()
+        raise _Unusable(f"holds Unicode text: {error.reason} at character {error.start}") from error
+
+
+def _not_utf8(data: bytes, error: UnicodeDecodeError) -> _Unusable:
+    legal = "--invalid-utf8 replace"
+    return _Unusable(f"is UTF-8: {error.reason} (0x{data[error.start]:02x})", legal, offset=error.start)
+
+
+def _teller(chunk: LineRange | LineBlock, start: int, data: bytes, counter: LineCounter) -> Callable[[int, int], str]:
+    """A function from an offset in the chunk, and one in what lies there, to FILE:LINE."""
+
+    def first() -> int:
+        return 1 + counter.before(chunk.file, start) if isinstance(chunk, LineRange) else chunk.first_line
+
+    number = line_numbers(data, first)
+    return lambda offset, inner: f"{chunk.file.path}:{number(offset + inner)}"

@@ -1,0 +1,129 @@
+"""Folders of text files as a corpus: one JSON object a line, for a file each, or for every piece between separators.
+
+Files come in the order of a hash of their names, so any contiguous part of the corpus (a held-out split, say) is a fair
+sample of the whole, on every machine.
+"""
+
+import json
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatch
+from hashlib import blake2b
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from megazero.errors import DataError, Problem, raise_problems
+from megazero.files import cannot_read
+from megazero.prepare.text.bad_lines import BadLines
+from megazero.prepare.text.chunks import DocumentRules, find_chunks
+from megazero.prepare.text.documents import read_objects
+from megazero.prepare.text.inputs import TEXT, InputFile, file_format
+from megazero.prepare.text.jsonl_output import ending_problems, written_lines
+
+# Installed packages are not the standard library; its tests are tables of cases more than text, and its code pages
+# tables of hexadecimal digits, an eighth of all bytes, which a small model would rather write than anything else.
+STDLIB_EXCLUDED = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings")
+
+
+class SourceFile(NamedTuple):
+    """A file and the name it gets in the corpus: relative, with / between folders."""
+
+    name: str
+    path: Path
+
+
+class SourceSummary(NamedTuple):
+    """What was written.  skipped: files (or pieces) that are not UTF-8, and files that hold white space alone."""
+
+    documents: int
+    text_bytes: int
+    skipped: int
+
+
+def find_sources(roots: Sequence[Path], patterns: Sequence[str], excluded: Sequence[str]) -> list[SourceFile]:
+    """Files below `roots` whose name matches one of `patterns`, in hashed order.
+
+    excluded: patterns too; a file is left out when one matches its relative name or any folder or file name in it.
+    A root that is a file is taken whatever its name.  Raises DataError for missing roots, or when nothing is found.
+    """
+    missing = [Problem(f"--input {root}", "must be a folder or a file") for root in roots if not root.exists()]
+    if missing:
+        raise DataError(*missing)
+    found = [source for root in roots for source in _walk(root, patterns, excluded)]
+    if not found:
+        where = ", ".join(map(str, roots))
+        raise DataError(Problem(f"--input {where} --glob {' '.join(patterns)}", "some file matches"))
+    return sorted(found, key=_hashed)
+
+
+def find_stdlib() -> list[SourceFile]:
+    """The sources of the running interpreter's standard library, without tests and installed packages."""
+    return find_sources([Path(sysconfig.get_paths()["stdlib"])], ["*.py"], STDLIB_EXCLUDED)
+
+
+def write_jsonl(sources: Iterable[SourceFile], output: Path, separator: str | None = None) -> SourceSummary:
+    """Write {"text": ..., "name": ...} lines, atomically, packed as the ending of `output` says.
+
+    separator: cuts a file into documents called NAME#1, NAME#2, ...; such files may be larger than memory, and .gz or
+    .zst.
+    """
+    raise_problems(DataError, ending_problems("--output", output))
+    documents = text_bytes = skipped = 0
+    with written_lines(output) as stream:
+        for source in sources:
+            for name, text in _pieces(source, separator) if separator else [(source.name, _text(source.path))]:
+                if text is None:
+                    skipped += 1
+                    continue
+                line = json.dumps({"text": text, "name": name}, ensure_ascii=False)
+                # Only a file's name can hold what is no Unicode; it becomes a question mark.
+                stream.write(line.encode(errors="replace") + b"\n")
+                documents += 1
+                text_bytes += len(text.encode())
+        if not documents:
+            raise DataError(Problem(f"--output {output}: {skipped} files, none of them text", "some file is UTF-8"))
+    return SourceSummary(documents, text_bytes, skipped)
+
+
+def _pieces(source: SourceFile, separator: str) -> Iterator[tuple[str, str | None]]:
+    """Name and text of what lies between separators, unless that is white space alone; None where it is not UTF-8."""
+    path, bad = str(source.path), BadLines()
+    rules = DocumentRules(text_rule="separator", separator=separator)
+    file = InputFile(path, TEXT, file_format(path)[1])
+    pieces = (content["text"] for chunk in find_chunks([file], rules) for content in read_objects(chunk, rules, bad))
+    yield from ((f"{source.name}#{number}", text) for number, text in enumerate(pieces, start=1))
+    yield from [(source.name, None)] * bad.count
+
+
+def _walk(root: Path, patterns: Sequence[str], excluded: Sequence[str]) -> Iterator[SourceFile]:
+    if root.is_file():
+        yield SourceFile(root.name, root)
+        return
+    for folder, below, files in os.walk(root):
+        # Assigned in place: os.walk goes down into what is left, so nothing excluded is even listed.
+        below[:] = [name for name in below if not _matches(name, excluded)]
+        for file in files:
+            path = Path(folder, file)
+            name = path.relative_to(root).as_posix()
+            wanted = any(fnmatch(file, pattern) for pattern in patterns) and not _matches(name, excluded)
+            if wanted and path.is_file():  # no dangling link, and no pipe, which would be waited on for ever
+                yield SourceFile(name, path)
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch(part, pattern) for pattern in patterns for part in (name, *PurePosixPath(name).parts))
+
+
+def _hashed(source: SourceFile) -> tuple[bytes, str]:
+    return blake2b(source.name.encode(errors="surrogateescape"), digest_size=16).digest(), str(source.path)
+
+
+def _text(path: Path) -> str | None:
+    try:
+        text = path.read_bytes().decode()
+    except UnicodeDecodeError:
+        return None
+    except OSError as error:
+        raise cannot_read(path, error) from error
+    return text if text.strip() else None

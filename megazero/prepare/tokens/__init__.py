@@ -1,0 +1,1 @@
+"""Token files: texts encoded by workers, written, resumed, merged."""

@@ -1,0 +1,116 @@
+"""Encoding a chunk: its documents become one row of tokens for every key, ready to be written."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megazero.data.indexed_dataset import token_dtype
+from megazero.data.tokenizers import Tokenizer, TokenizerSpec, load_tokenizer
+from megazero.prepare.text.bad_lines import BadLines
+from megazero.prepare.text.chunks import Chunk, DocumentRules
+from megazero.prepare.text.documents import read_documents
+from megazero.prepare.tokens.encoders import Encoder, Ids, fastest_encoder
+
+
+@dataclass(frozen=True)
+class EncodeRules:
+    """What becomes of a document.
+
+    append_eod: it ends with the end-of-document id, unless it gave no token.  split_documents: longest sequence in
+    tokens, 0 for any; a longer document is several sequences.  skip_bad_lines: note them instead of refusing.
+    """
+
+    documents: DocumentRules
+    append_eod: bool = False
+    split_documents: int = 0
+    skip_bad_lines: bool = False
+
+
+class EncodedTexts(NamedTuple):
+    """The documents of a chunk under one key.
+
+    tokens [sum of lengths]; lengths int64 [sequences], none of them 0; counts int64 [documents]: sequences of each;
+    text_bytes: UTF-8 bytes of all texts.
+    """
+
+    tokens: NDArray[Any]
+    lengths: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    text_bytes: int
+
+
+class Encoded(NamedTuple):
+    """One chunk, encoded; `texts` has an entry for every key, `bad_lines` one for every line passed over.
+
+    library: what encodes.  notice: why nothing faster does, or not for all documents; "" when there is no reason.
+    """
+
+    texts: tuple[EncodedTexts, ...]
+    bad_lines: list[str]
+    input_bytes: int
+    library: str = ""
+    notice: str = ""
+
+
+def chunk_encoder(spec: TokenizerSpec, rules: EncodeRules) -> Callable[[Chunk], Encoded]:
+    """A function that encodes chunks, with a tokenizer of its own."""
+    tokenizer = load_tokenizer(spec)
+    return encode_with(tokenizer, fastest_encoder(tokenizer), rules)
+
+
+def encode_with(tokenizer: Tokenizer, encoder: Encoder, rules: EncodeRules) -> Callable[[Chunk], Encoded]:
+    """A function that encodes chunks; `encoder` gives the ids that `tokenizer` would."""
+    end = np.array([tokenizer.eod], np.uint32) if rules.append_eod else None
+    # One for all chunks: it remembers how many lines stand before the last one.
+    bad = BadLines() if rules.skip_bad_lines else None
+    return partial(_encode_chunk, encoder, token_dtype(tokenizer.vocab_size), end, rules, bad)
+
+
+def _encode_chunk(
+    encoder: Encoder,
+    dtype: "np.dtype[Any]",
+    end: NDArray[Any] | None,
+    rules: EncodeRules,
+    bad: BadLines | None,
+    chunk: Chunk,
+) -> Encoded:
+    encode, num_keys = encoder.encode, len(rules.documents.json_keys)
+    ids: list[list[Ids]] = [[] for _ in range(num_keys)]
+    sizes = [0] * num_keys
+    for document in read_documents(chunk, rules.documents, bad):
+        for index, content in enumerate(document.contents):
+            ids[index].append(encode(content))
+            sizes[index] += len(content)
+    texts = (_joined(texts, end, dtype, rules, size) for texts, size in zip(ids, sizes, strict=True))
+    bad_lines = bad.take() if bad else []
+    return Encoded(tuple(texts), bad_lines, chunk.input_bytes, encoder.library, encoder.notice)
+
+
+def _joined(
+    texts: Sequence[Ids], end: NDArray[Any] | None, dtype: "np.dtype[Any]", rules: EncodeRules, text_bytes: int
+) -> EncodedTexts:
+    lengths = np.array([len(ids) for ids in texts], np.int64)
+    if end is None:
+        parts: list[Ids] = list(texts)
+    else:
+        parts = [part for ids in texts if len(ids) for part in (ids, end)]
+        lengths[lengths > 0] += 1
+    tokens = np.concatenate(parts, dtype=dtype, casting="unsafe") if parts else np.empty(0, dtype)
+    counts = (lengths > 0).astype(np.int64)
+    sequences = lengths[lengths > 0]
+    if rules.split_documents:
+        counts = -(-lengths // rules.split_documents)
+        sequences = _cut(sequences, rules.split_documents)
+    return EncodedTexts(tokens, sequences, counts, text_bytes)
+
+
+def _cut(lengths: NDArray[np.int64], limit: int) -> NDArray[np.int64]:
+    """Every length as a row of lengths of at most `limit`; only the last of a row is shorter."""
+    counts = -(-lengths // limit)
+    cut = np.full(int(counts.sum()), limit, np.int64)
+    cut[np.cumsum(counts) - 1] = lengths - (counts - 1) * limit
+    return cut

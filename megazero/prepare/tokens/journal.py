@@ -1,0 +1,150 @@
+"""What has been finished of a long piece of work, so that it can be gone on with after any interruption.
+
+A scratch folder beside the destination holds what has been made so far and a *journal*: a first line that tells what
+the work is, then a line for every *partition* that was finished and brought to the disk.  A line counts when it is
+whole; the last one is where the work goes on.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from itertools import zip_longest
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from megazero.errors import DataError, Problem
+from megazero.files import cannot_write, sync_path
+
+JOURNAL = "journal.jsonl"
+# A disk, a quota or a limit on file sizes that is used up.
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+# File systems of clusters may know no locks; work goes on there, and nobody is kept from doing it twice.
+LOCKLESS = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK})
+
+
+class Journal:
+    """The scratch folder of one piece of work, locked while it is open; as a context manager.
+
+    work: what is done, as plain JSON values.  resume: go on after the last partition; else what is there is removed.
+    Raises DataError when somebody else is at it, or when what is there belongs to other work.
+
+    A `with` block that ends well removes the folder.  One that is interrupted leaves it if a partition was finished;
+    a full disk leaves nothing.
+    """
+
+    def __init__(self, folder: Path, work: Mapping[str, Any], *, resume: bool) -> None:
+        self.folder = folder
+        self.last: dict[str, Any] | None = None
+        path = folder / JOURNAL
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._stream = open(path, "a+b")  # noqa: SIM115 (lives until close)
+        except OSError as error:
+            raise cannot_write(path, error) from error
+        try:
+            self._lock()
+            if resume:
+                self._read(json.loads(json.dumps(work)))
+            if self.last is None:
+                self._begin(work)
+        except OSError as error:
+            self._close()
+            raise cannot_write(path, error) from error
+        except DataError:
+            self._close()
+            raise
+
+    @property
+    def has_finished_some(self) -> bool:
+        """Whether a later run can go on from here."""
+        return self.last is not None
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            rule = "one process at a time makes a corpus; another one is at it"
+            raise DataError(Problem(str(self.folder), rule, "another --output-prefix, or wait")) from error
+        except OSError as error:
+            if error.errno not in LOCKLESS:
+                raise
+
+    def _read(self, work: dict[str, Any]) -> None:
+        self._stream.seek(0)
+        whole = list(_whole_lines(self._stream.read()))
+        if not whole:
+            return
+        earlier, *states = (json.loads(line) for line in whole)
+        differing = [key for key in work if earlier.get(key) != work[key]]
+        if differing:
+            raise DataError(*(_other_work(self.folder, key, earlier.get(key), work[key]) for key in differing))
+        if states:
+            self.last = states[-1]
+            self._stream.truncate(sum(map(len, whole)))
+
+    def _begin(self, work: Mapping[str, Any]) -> None:
+        try:
+            # First, or a journal could tell of what has been removed.
+            self._stream.truncate(0)
+            os.fsync(self._stream.fileno())
+            for path in self.folder.iterdir():
+                if path.name != JOURNAL:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            self._append(work)
+            sync_path(self.folder)
+        except OSError:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise
+
+    def finish(self, state: Mapping[str, Any]) -> None:
+        """A partition is on the disk, and `state` tells how to go on after it."""
+        try:
+            self._append(state)
+        except OSError as error:
+            raise cannot_write(self.folder / JOURNAL, error) from error
+        self.last = dict(state)
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        self._stream.write(json.dumps(line).encode() + b"\n")
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        is_full = isinstance(error, DataError) and getattr(error.__cause__, "errno", None) in FULL
+        try:
+            if kind is None or is_full or not self.has_finished_some:
+                shutil.rmtree(self.folder, ignore_errors=True)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        with suppress(OSError):  # what the disk has refused, it is offered once more
+            self._stream.close()
+
+
+def _whole_lines(content: bytes) -> Iterator[bytes]:
+    """Up to the first that was cut off, or never reached the disk when the machine stopped."""
+    for line in content.splitlines(keepends=True):
+        if not line.endswith(b"}\n"):
+            return
+        yield line
+
+
+def _other_work(folder: Path, key: str, earlier: Any, now: Any) -> Problem:
+    if isinstance(earlier, list) and isinstance(now, list):  # of many, the first that differs
+        earlier, now = next(pair for pair in zip_longest(earlier, now) if pair[0] != pair[1])
+    return Problem(
+        f"--resume: {key} was {json.dumps(earlier)[:200]} when {folder} was made, and is {json.dumps(now)[:200]}",
+        "a run goes on with the same work",
+        "the same flags and files, or start again without --resume",
+    )

@@ -1,0 +1,325 @@
+"""Preprocessing: texts become token files.
+
+The input is cut into chunks, any number of workers encode them, and this process writes them down in the input's order,
+so the files are the same for any number of workers.  Every *partition* of the input that is finished is brought to the
+disk and noted in a journal, where a later run goes on.  Nothing gets its final name before everything is written.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megazero.console import Console
+from megazero.data.indexed_dataset import token_dtype
+from megazero.data.sidecar import Sidecar, load_sidecar, sidecar_bytes, sidecar_path
+from megazero.data.storage import output_problems
+from megazero.data.tokenizers import Tokenizer, TokenizerSpec, load_tokenizer
+from megazero.errors import DataError, Problem, raise_problems
+from megazero.files import move_into_place, remove_file
+from megazero.prepare.text.chunks import CHUNK_BYTES, WHOLE, Chunk, DocumentRules, Shard, find_chunks, rule_problems
+from megazero.prepare.text.inputs import InputFile, find_inputs, pipe_problems
+from megazero.prepare.tokens.encode import Encoded, EncodeRules, chunk_encoder, encode_with
+from megazero.prepare.tokens.encoders import fastest_encoder
+from megazero.prepare.tokens.indexed_writer import IndexedDatasetWriter, Position, Spool, publish_corpus
+from megazero.prepare.tokens.journal import Journal
+from megazero.prepare.tokens.progress import Done, TextProgress
+from megazero.prepare.tokens.workers import worker_pool
+from megazero.units import format_bytes
+
+# Input between two entries in the journal: what an interruption costs at most.
+PARTITION_BYTES = 256 << 20
+# Bad lines that are shown one by one.
+SHOWN_BAD_LINES = 20
+
+
+@dataclass(frozen=True)
+class PreprocessRequest:
+    """What to do: --input, --output-prefix, tokenizer flags, and so on.
+
+    workers: processes; 1 does the work in this one.  log_interval: documents between two lines of progress.
+    split_documents: longest sequence in tokens, 0 for any.  partitions: parts of the input after each of which a run
+    can go on, 0 for one every PARTITION_BYTES.
+    """
+
+    inputs: tuple[str, ...]
+    output_prefix: str
+    tokenizer: TokenizerSpec
+    rules: DocumentRules = field(default_factory=DocumentRules)
+    append_eod: bool = False
+    split_documents: int = 0
+    workers: int = 1
+    log_interval: int = 1000
+    shard: Shard = WHOLE
+    partitions: int = 0
+    resume: bool = False
+    skip_bad_lines: bool = False
+
+    @property
+    def prefix(self) -> str:
+        """Of all files that are written, which tell of a shard."""
+        shard = self.shard
+        return self.output_prefix + (f"_shard_{shard.index:05d}_of_{shard.count:05d}" if shard.count > 1 else "")
+
+    def corpus_prefixes(self) -> list[str]:
+        """A corpus for every key."""
+        return [f"{self.prefix}_{key}_document" for key in self.rules.json_keys]
+
+
+class Corpus(NamedTuple):
+    """A corpus that was written."""
+
+    prefix: str
+    sidecar: Sidecar
+
+
+EncodeChunks = Callable[[Iterable[Chunk]], Iterator[Encoded]]
+
+
+class Preprocessed(NamedTuple):
+    """What was written; library: what encoded, "" when an earlier run had encoded everything.
+
+    bad_lines: how many were passed over, and where the list of them is.
+    """
+
+    corpora: list[Corpus]
+    library: str
+    bad_lines: int
+    bad_lines_file: Path
+
+
+def preprocess(request: PreprocessRequest, console: Console) -> Preprocessed:
+    """Write {bin,idx,json} of a corpus for every key; returns what was written.
+
+    Raises DataError for input that cannot be read (file and line), and leaves earlier files untouched then.
+    """
+    files = _checked_inputs(request)
+    scratch = Path(f"{request.prefix}.partial")
+    with _encoding(request) as (tokenizer, encode):
+        journal = Journal(scratch.with_name(f".{scratch.name}"), _work(request, files), resume=request.resume)
+        run = _Run(request, files, tokenizer, journal, console)
+        try:
+            with journal:
+                if journal.last is None or not journal.last["is_sealed"]:
+                    run.write(encode)
+                sealed = journal.last
+                assert sealed is not None, "a run that ended well has told so"
+                corpora = _publish(request, journal.folder, sealed)
+        except BaseException:
+            if journal.folder.exists():
+                console.line(f"what was finished is kept in {journal.folder}: --resume goes on from there")
+            raise
+    return Preprocessed(corpora, run.library, sealed["bad_lines"], _bad_lines(request))
+
+
+@contextmanager
+def _encoding(request: PreprocessRequest) -> Iterator[tuple[Tokenizer, EncodeChunks]]:
+    """The tokenizer, and what encodes chunks, in this process or in workers."""
+    rules = EncodeRules(request.rules, request.append_eod, request.split_documents, request.skip_bad_lines)
+    if request.workers == 1:
+        tokenizer = load_tokenizer(request.tokenizer)
+        yield tokenizer, partial(map, encode_with(tokenizer, fastest_encoder(tokenizer), rules))
+        return
+    # A tokenizer takes a while to load: workers load theirs while this process loads its own.
+    with worker_pool(partial(chunk_encoder, request.tokenizer, rules), request.workers) as encode:
+        yield load_tokenizer(request.tokenizer), encode
+
+
+def _checked_inputs(request: PreprocessRequest) -> list[InputFile]:
+    """Every file to read; raises DataError with all that is wrong with files, rules and tokenizer."""
+    problems: list[Problem] = []
+    files: list[InputFile] = []
+    try:
+        files = find_inputs(request.inputs, request.rules.input_format)
+    except DataError as error:
+        problems.extend(error.problems)
+    problems += rule_problems(files, request.rules)
+    problems += pipe_problems(files, resumes=request.resume, num_shards=request.shard.count)
+    problems += output_problems(request.output_prefix)
+    if not 0 <= request.shard.index < request.shard.count:
+        given = f"--shard-index {request.shard.index} --num-shards {request.shard.count}"
+        problems.append(Problem(given, "shards count from 0", f"--shard-index 0 to {request.shard.count - 1}"))
+    raise_problems(DataError, [*problems, *request.tokenizer.problems()])
+    return files
+
+
+def _work(request: PreprocessRequest, files: Sequence[InputFile]) -> dict[str, Any]:
+    """All that decides what is written, for the journal."""
+    return {
+        "input": [[file.path, file.size, file.modified] for file in files],
+        "rules": asdict(request.rules),
+        "tokenizer": [request.tokenizer.type, request.tokenizer.digests()],
+        "append_eod": request.append_eod,
+        "split_documents": request.split_documents,
+        "shard": asdict(request.shard),
+        "chunk_bytes": CHUNK_BYTES,
+    }
+
+
+def _bad_lines(request: PreprocessRequest) -> Path:
+    return Path(f"{request.prefix}_bad_lines.txt")
+
+
+class _Run:
+    """From where the journal says to the sealed corpora."""
+
+    def __init__(
+        self,
+        request: PreprocessRequest,
+        files: Sequence[InputFile],
+        tokenizer: Tokenizer,
+        journal: Journal,
+        console: Console,
+    ) -> None:
+        last: Mapping[str, Any] = journal.last or {}
+        keys = request.rules.json_keys
+        self._request = request
+        self._files = files
+        self._tokenizer = tokenizer
+        self._journal = journal
+        self._console = console
+        self.library = ""
+        self._chunks = last.get("chunks", 0)
+        self._input_bytes = last.get("input_bytes", 0)
+        self._num_bad = last.get("bad_lines", 0)
+        self._text_bytes = list(last.get("text_bytes", [0] * len(keys)))
+        self._positions = [Position(*position) for position in last.get("positions", [()] * len(keys))]
+        self._bad_bytes = last.get("bad_bytes", 0)
+
+    def write(self, encode: EncodeChunks) -> None:
+        """Encode and write what is left, partition by partition; seal."""
+        request, dtype = self._request, token_dtype(self._tokenizer.vocab_size)
+        chunks = find_chunks(self._files, request.rules, request.shard, request.rules.json_keys)
+        partition = self._partition_bytes()
+        if self._chunks:
+            self._console.line(f"going on after {format_bytes(self._input_bytes)} of input")
+        with ExitStack() as stack:
+            writers = [
+                IndexedDatasetWriter(prefix, dtype, scratch=self._journal.folder, position=position)
+                for prefix, position in zip(request.corpus_prefixes(), self._positions, strict=True)
+            ]
+            for writer in writers:
+                stack.callback(writer.discard)
+            bad = Spool(self._journal.folder / _bad_lines(request).name, self._bad_bytes)
+            stack.callback(bad.close)
+            progress = self._progress()
+            stack.enter_context(progress)
+            for encoded in encode(islice(chunks, self._chunks, None)):
+                self._tell_library(encoded)
+                self._take(encoded, writers, bad)
+                documents, tokens = len(encoded.texts[0].counts), sum(len(texts.tokens) for texts in encoded.texts)
+                progress.advance(Done(documents, tokens, encoded.input_bytes))
+                if self._input_bytes // partition > (self._input_bytes - encoded.input_bytes) // partition:
+                    self._finish(writers, bad, is_sealed=False)
+            _refuse_empty(request, writers)
+            self._seal(writers)
+            self._finish(writers, bad, is_sealed=True)
+
+    def _progress(self) -> TextProgress:
+        done = Done(self._positions[0].documents, sum(place.tokens for place in self._positions), self._input_bytes)
+        return TextProgress(self._console, self._total_bytes(), self._request.log_interval, done)
+
+    def _partition_bytes(self) -> int:
+        if any(file.is_pipe for file in self._files):
+            return sys.maxsize  # nobody can go on in a pipe
+        total = self._total_bytes()
+        return max(1, total // self._request.partitions) if total and self._request.partitions else PARTITION_BYTES
+
+    def _total_bytes(self) -> int:
+        """Of this shard's input, about; 0 where nobody knows."""
+        return sum(file.size for file in self._files) // self._request.shard.count
+
+    def _tell_library(self, encoded: Encoded) -> None:
+        """With the first chunk."""
+        if encoded.notice and not self.library:
+            self._console.line(f"note: {encoded.notice}")
+        self.library = encoded.library
+
+    def _take(self, encoded: Encoded, writers: Sequence[IndexedDatasetWriter], bad: Spool) -> None:
+        for index, (writer, texts) in enumerate(zip(writers, encoded.texts, strict=True)):
+            writer.add(texts.tokens, texts.lengths, texts.counts)
+            self._text_bytes[index] += texts.text_bytes
+        for line in encoded.bad_lines:
+            if self._num_bad < SHOWN_BAD_LINES:
+                self._console.line(f"passed over {line}")
+            content = line.encode(errors="replace") + b"\n"
+            bad.write(content)
+            self._num_bad += 1
+            self._bad_bytes += len(content)
+        self._chunks += 1
+        self._input_bytes += encoded.input_bytes
+
+    def _finish(self, writers: Sequence[IndexedDatasetWriter], bad: Spool, *, is_sealed: bool) -> None:
+        """Bring what has been made to the disk, and say so."""
+        bad.sync()
+        positions = [writer.position if is_sealed else writer.sync() for writer in writers]
+        self._journal.finish(
+            {
+                "chunks": self._chunks,
+                "input_bytes": self._input_bytes,
+                "positions": positions,
+                "text_bytes": self._text_bytes,
+                "bad_lines": self._num_bad,
+                "bad_bytes": self._bad_bytes,
+                "is_sealed": is_sealed,
+            }
+        )
+
+    def _seal(self, writers: Sequence[IndexedDatasetWriter]) -> None:
+        """Everything that will have a name lies ready in the scratch folder."""
+        for writer, text_bytes in zip(writers, self._text_bytes, strict=True):
+            writer.seal()
+            sidecar = _sidecar(self._request, self._tokenizer, writer, text_bytes)
+            path = Spool(self._journal.folder / f"{Path(writer.prefix).name}.json")
+            path.write(sidecar_bytes(sidecar))
+            path.sync()
+            path.close()
+
+
+def _publish(request: PreprocessRequest, folder: Path, sealed: Mapping[str, Any]) -> list[Corpus]:
+    """Give everything its name; what an interrupted run has named stays."""
+    bad, corpora = _bad_lines(request), []
+    for prefix in request.corpus_prefixes():
+        publish_corpus(folder, prefix)
+        corpora.append(Corpus(prefix, load_sidecar(sidecar_path(prefix))))
+    if sealed["bad_lines"]:
+        move_into_place(folder / bad.name, bad)
+    else:
+        remove_file(bad)
+    return corpora
+
+
+def _sidecar(
+    request: PreprocessRequest, tokenizer: Tokenizer, writer: IndexedDatasetWriter, text_bytes: int
+) -> Sidecar:
+    return Sidecar(
+        documents=writer.num_documents,
+        sequences=writer.num_sequences,
+        tokens=writer.num_tokens,
+        text_bytes=text_bytes,
+        tokenizer_type=request.tokenizer.type,
+        vocab_size=tokenizer.vocab_size,
+        eod=tokenizer.eod,
+        append_eod=request.append_eod,
+        tokenizer_files=request.tokenizer.digests(),
+        token_bytes=tokenizer.token_bytes(),
+        digests=writer.digests,
+        split_documents=request.split_documents,
+    )
+
+
+def _refuse_empty(request: PreprocessRequest, writers: Sequence[IndexedDatasetWriter]) -> None:
+    """A corpus has some text; a shard of one need not."""
+    if request.shard.count > 1:
+        return
+    names = ", ".join(request.inputs)
+    problems = [
+        Problem(f"--input {names}: {writer.num_documents} documents without any token under {key!r}", "has some text")
+        for key, writer in zip(request.rules.json_keys, writers, strict=True)
+        if not writer.num_tokens
+    ]
+    raise_problems(DataError, problems)

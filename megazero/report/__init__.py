@@ -1,0 +1,1 @@
+"""What a run tells its user: metrics, writers, the ledger's report, pictures, summaries."""

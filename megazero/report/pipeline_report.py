@@ -1,0 +1,116 @@
+"""From a trace to a figure and a picture: when a step's stages computed, and how long they idled.
+
+A *traced step* is the run's second (the first makes what later ones find), every log_interval-th, and the last; in all
+others nothing is kept and nothing is waited for.  Of all pipelines, the data-parallel and tensor-parallel copies of one
+another, rank 0's is traced.  What ZeRO and tensor parallelism wait for inside a computation counts as computing.
+"""
+
+import json
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megazero.comm.mesh import Mesh, gather_json
+from megazero.files import written_aside
+from megazero.pipeline.picture import caption, picture
+from megazero.pipeline.schedule import Shape
+from megazero.pipeline.stage_plan import StagePlan
+from megazero.pipeline.timeline import EQUAL_PARTS, Timeline, predicted_idle_share
+from megazero.pipeline.trace import AnyTrace, Row, mean_durations, rows, timeline
+
+_FIRST_TRACED = 2
+
+
+class PipelineReport:
+    """Traces steps into `folder`; None: no step.
+
+    `begin_step` and `publish` are collectives of the pipeline's ranks.  Raises DataError when a file can't be written.
+    """
+
+    def __init__(self, mesh: Mesh, plan: StagePlan, trace: AnyTrace, *, folder: Path | None, interval: int) -> None:
+        self._mesh = mesh
+        self._plan = plan
+        self._trace = trace
+        self._folder = folder if mesh.coordinate("dp") == mesh.coordinate("tp") == 0 else None
+        self._interval = interval
+        self._num_steps = 0
+        self._together = 0.0
+        self._closing: list[str] = []
+
+    def begin_step(self, iteration: int, *, is_last: bool) -> None:
+        """Trace the step that comes, if it is one to be traced."""
+        self._num_steps += 1
+        due = self._num_steps == _FIRST_TRACED or iteration % self._interval == 0 or is_last
+        if self._folder is not None and due:
+            self._mesh.axis("pp").barrier()
+            self._together = time.monotonic()
+            self._trace.begin()
+
+    def end_step(self) -> Sequence[Row]:
+        """This rank's spans of the step that ends; empty unless it was traced."""
+        return rows(self._trace.take())
+
+    def publish(self, iteration: int, spans: Sequence[Row]) -> float | None:
+        """Gather what `end_step` gave of a step; the idle share, and rank 0 writes files; None of a step not traced."""
+        if self._folder is None or not spans:
+            return None
+        mine = {"machine": platform.node(), "together": self._together, "spans": spans}
+        measured = timeline(on_one_clock(gather_json(self._mesh.axis("pp"), mine, self._mesh.device)))
+        if self._mesh.rank == 0:
+            self._write(self._folder, iteration, measured)
+        return measured.idle_share
+
+    def closing_lines(self) -> list[str]:
+        """The last traced step, for the end of a run."""
+        return self._closing
+
+    def _write(self, folder: Path, iteration: int, measured: Timeline) -> None:
+        record = summary(measured, self._plan)
+        predicted = record["predicted_idle_share"]
+        drawing = folder / f"step_{iteration}.svg"
+        title = f"Step {iteration}: {self._plan.schedule}, {record['num_micro_batches']} micro-batches"
+        with written_aside(drawing) as stream:
+            stream.write(picture(measured, title=title, predicted=predicted).encode())
+        with written_aside(drawing.with_suffix(".json")) as stream:
+            stream.write((json.dumps({"iteration": iteration, **record}) + "\n").encode())
+        self._closing = [f"pipeline, step {iteration}: {caption(measured, predicted)}; {drawing}"]
+
+
+def on_one_clock(ranks: Sequence[Mapping[str, Any]]) -> list[list[Row]]:
+    """Every rank's spans on one clock.
+
+    Processes of a machine share theirs.  Clocks of several machines have nothing in common but `together`, when the
+    ranks left a barrier: true to within the barrier's own spread.
+    """
+    alike = len({rank["machine"] for rank in ranks}) == 1
+    return [
+        [
+            (kind, micro_batch, chunk, start - shift, end - shift)
+            for shift in (0.0 if alike else rank["together"],)
+            for kind, micro_batch, chunk, start, end in rank["spans"]
+        ]
+        for rank in ranks
+    ]
+
+
+def summary(measured: Timeline, plan: StagePlan) -> dict[str, Any]:
+    """What the file says; `stages` has every stage's spans: kind, micro-batch, chunk, start, end in seconds.
+
+    The formula takes the measured mean durations, as far as it depends on durations.
+    """
+    last = max(span.action.micro_batch for spans in measured.stages for span in spans)
+    shape = Shape(plan.num_stages, last + 1, plan.num_chunks)
+    means = mean_durations(measured)
+    return {
+        "schedule": plan.schedule,
+        "num_stages": shape.num_stages,
+        "num_micro_batches": shape.num_micro_batches,
+        "num_chunks": shape.num_chunks,
+        "seconds": measured.makespan,
+        "idle_share": measured.idle_share,
+        "predicted_idle_share": predicted_idle_share(plan.schedule, shape, {**EQUAL_PARTS, **means}),
+        "mean_seconds": {kind.value: seconds for kind, seconds in means.items()},
+        "stages": [rows(spans) for spans in measured.stages],
+    }

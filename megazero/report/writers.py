@@ -1,0 +1,200 @@
+"""Where a run's figures go: the console, a file of JSON lines (`metrics_file.py`), TensorBoard.
+
+A *writer* takes every step and every evaluation and keeps what it wants.  Writers exist on rank 0 only and never ask
+another rank or the device for anything: what they are given are host figures.
+"""
+
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from typing import Protocol
+
+from megazero.config.run import LoggingConfig
+from megazero.console import Console
+from megazero.errors import ConfigError, Problem
+from megazero.report.ledger_report import ledger_scalars
+from megazero.report.metrics import Evaluation, IntervalMetrics, RankMetrics, StepMetrics, interval_metrics
+from megazero.report.metrics_file import MetricsFile
+from megazero.units import format_duration
+
+
+class Writer(Protocol):
+    """Something that keeps figures."""
+
+    def step(self, metrics: StepMetrics, ranks: Sequence[RankMetrics]) -> None:
+        """Take one step; `ranks` has an entry for every rank, in rank order."""
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """Take one evaluation."""
+
+    def close(self) -> None:
+        """Write what is still held back; nothing comes after it."""
+
+
+# Timers that somebody has asked for by name (--profile-backward), of the last step.
+_PROFILED = ("checkpoint-forward", "checkpoint-recompute")
+
+
+class ConsoleWriter:
+    """One line per log interval, one for the very first step and one for the last."""
+
+    def __init__(
+        self,
+        console: Console,
+        *,
+        log_interval: int,
+        train_iters: int,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        self._console = console
+        self._log_interval = log_interval
+        self._train_iters = train_iters
+        self._now = now
+        self._steps: list[StepMetrics] = []
+        self._first = True
+
+    def step(self, metrics: StepMetrics, ranks: Sequence[RankMetrics]) -> None:
+        self._steps.append(metrics)
+        if metrics.skipped and metrics.overflow_parameter:
+            self._console.line(f"iteration {metrics.iteration} skipped: {metrics.overflow_parameter} overflowed first")
+        due = metrics.iteration % self._log_interval == 0 or metrics.iteration == self._train_iters
+        if due or self._first:
+            self._flush()
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        self._console.line(f"{evaluation.split} loss at iteration {evaluation.iteration} | " + _evaluation(evaluation))
+
+    def close(self) -> None:
+        if self._steps:
+            self._flush()
+
+    def _flush(self) -> None:
+        interval = interval_metrics(self._steps)
+        fields = _interval_fields(interval, self._train_iters)
+        self._console.line(f"[{self._now():%Y-%m-%d %H:%M:%S}] " + " | ".join(fields))
+        self._steps.clear()
+        self._first = False
+
+
+def _interval_fields(interval: IntervalMetrics, train_iters: int) -> list[str]:
+    """The console line's fields under Megatron-LM's names, then those megazero adds; waits are the interval's sum."""
+    last = interval.last
+    width = len(str(train_iters))
+    return [
+        f"iteration {last.iteration:{width}d}/{train_iters}",
+        f"consumed samples: {last.consumed_samples}",
+        f"elapsed time per iteration (ms): {1000 * interval.step_seconds:.1f}",
+        f"throughput per device (TFLOP/s): {interval.tflops_per_device:.3g}",
+        f"MFU: {'-' if interval.mfu is None else f'{100 * interval.mfu:.1f}%'}",
+        f"tokens/s: {interval.tokens_per_second:.0f}",
+        f"learning rate: {last.lr:.6E}",
+        f"global batch size: {last.global_batch_size}",
+        f"lm loss: {'-' if interval.loss is None else f'{interval.loss:.6E}'}",
+        f"loss scale: {last.loss_scale:.1f}",
+        f"grad norm: {last.grad_norm:.3f}",
+        f"number of skipped iterations: {interval.num_skipped}",
+        f"number of nan iterations: {interval.num_nan}",
+        f"data wait (ms): {1000 * interval.data_wait_seconds:.1f}",
+        *(f"{name} (ms): {1000 * last.timers[name]:.1f}" for name in _PROFILED if name in last.timers),
+        f"ETA: {format_duration(interval.eta_seconds(train_iters))}",
+    ]
+
+
+def _evaluation(evaluation: Evaluation) -> str:
+    text = f"lm loss value: {evaluation.loss:.6E} | lm loss PPL: {evaluation.perplexity:.6E}"
+    bits = evaluation.bits_per_byte
+    return text if bits is None else f"{text} | bits per byte: {bits:.4f}"
+
+
+class TensorBoardWriter:
+    """Scalars under Megatron-LM's names, by iteration and, as "NAME vs samples", by consumed samples.
+
+    data-wait-seconds is the sum since the point before: a single step that waited shows, whichever it was.
+
+    A run resumed from before its last point draws the steps in between twice: TensorBoard can only forget them for
+    both kinds of axis at once.
+    """
+
+    def __init__(self, config: LoggingConfig, *, world_size: int) -> None:
+        try:
+            from torch.utils.tensorboard.writer import SummaryWriter
+        except ImportError as error:
+            rule = "writing for TensorBoard needs the package tensorboard"
+            problem = Problem(f"--tensorboard-dir {config.tensorboard_dir}", rule, "pip install tensorboard")
+            raise ConfigError(problem) from error
+        self._config = config
+        self._world_size = world_size
+        self._events = SummaryWriter(str(config.tensorboard_dir), max_queue=config.tensorboard_queue_size)
+        self._waited = 0.0
+
+    def step(self, metrics: StepMetrics, ranks: Sequence[RankMetrics]) -> None:
+        self._waited += metrics.data_wait_seconds
+        if metrics.iteration % self._config.tensorboard_log_interval:
+            return
+        for name, value in _training_scalars(metrics, self._world_size).items():
+            self._add(name, value, metrics)
+        for name, value in self._step_only_scalars(metrics, ranks).items():
+            self._events.add_scalar(name, value, metrics.iteration)
+        self._waited = 0.0
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        self._add(f"lm loss {evaluation.split}", evaluation.loss, evaluation)
+        if self._config.log_validation_ppl_to_tensorboard:
+            self._add(f"lm loss {evaluation.split} ppl", evaluation.perplexity, evaluation)
+        if evaluation.bits_per_byte is not None:
+            self._add(f"bits per byte {evaluation.split}", evaluation.bits_per_byte, evaluation)
+
+    def close(self) -> None:
+        self._events.close()
+
+    def _add(self, name: str, value: float, at: StepMetrics | Evaluation) -> None:
+        self._events.add_scalar(name, value, at.iteration)
+        self._events.add_scalar(f"{name} vs samples", value, at.consumed_samples)
+
+    def _step_only_scalars(self, metrics: StepMetrics, ranks: Sequence[RankMetrics]) -> dict[str, float]:
+        """Scalars about the machine, which nobody looks at by samples."""
+        scalars = {"iteration-time": metrics.step_seconds, "throughput": metrics.tflops_per_device}
+        scalars |= {"tokens-per-second": metrics.tokens_per_second, "data-wait-seconds": self._waited}
+        if metrics.mfu is not None:
+            scalars["mfu"] = metrics.mfu
+        if metrics.pipeline_idle_share is not None:
+            scalars["pipeline-idle-share"] = metrics.pipeline_idle_share
+        if self._config.log_timers_to_tensorboard:
+            scalars.update({f"{name}-time": seconds for name, seconds in metrics.timers.items()})
+        if self._config.log_memory_to_tensorboard and ranks:
+            scalars.update(_memory_scalars(ranks))
+        scalars.update(ledger_scalars([figures.ledger for figures in ranks]))
+        return scalars
+
+
+def _training_scalars(metrics: StepMetrics, world_size: int) -> dict[str, float]:
+    scalars = {
+        "learning-rate": metrics.lr,
+        "batch-size": metrics.global_batch_size,
+        "loss-scale": metrics.loss_scale,
+        "world-size": world_size,
+        "grad-norm": metrics.grad_norm,
+    }
+    return scalars if metrics.skipped else scalars | {"lm loss": metrics.loss}
+
+
+def _memory_scalars(ranks: Sequence[RankMetrics]) -> dict[str, float]:
+    """Bytes of the rank that has most of each: it is the one that runs out first."""
+    categories = sorted({name for rank in ranks for name in rank.model_state_bytes})
+    scalars: dict[str, float] = {
+        f"mem-{name}-bytes": max(rank.model_state_bytes.get(name, 0) for rank in ranks) for name in categories
+    }
+    return scalars | {"mem-max-allocated-bytes": max(rank.peak_memory_bytes for rank in ranks)}
+
+
+def open_writers(
+    config: LoggingConfig, *, console: Console, train_iters: int, world_size: int, resumed_iteration: int = 0
+) -> tuple[Writer, ...]:
+    """The writers a run asks for; none on a rank that does not speak."""
+    if not console.speaks:
+        return ()
+    writers: list[Writer] = [ConsoleWriter(console, log_interval=config.log_interval, train_iters=train_iters)]
+    if config.metrics_file is not None:
+        writers.append(MetricsFile(config.metrics_file, resumed_iteration=resumed_iteration))
+    if config.tensorboard_dir is not None:
+        writers.append(TensorBoardWriter(config, world_size=world_size))
+    return tuple(writers)

@@ -1,0 +1,1 @@
+"""Rules between settings: each gives the problems it finds, and the nearest legal values."""

@@ -1,0 +1,246 @@
+"""Rules between settings that name data, tokenizers, checkpoints and reports; `rules.check` tries them.
+
+Of the file system only the existence of named files is asked; what is in them is the readers' matter.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from megazero.config.run import DataConfig, RunConfig
+from megazero.errors import Problem
+
+DATA_PATH = "--data-path"
+DEFAULT_SPLIT = "969,30,1"
+
+
+def corpus_is_given_once(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    given = [(flag, words) for flag, words in _paths(config.data).items() if words]
+    own = [flag for flag, _ in given if flag != DATA_PATH]
+    if config.data.mock_data and given:
+        corpora = " ".join(" ".join((flag, *words)) for flag, words in given)
+        yield Problem(f"--mock-data and {corpora}", "there is one corpus", "one of the two")
+    if own and config.data.data_path:
+        yield Problem(
+            f"{DATA_PATH} {' '.join(config.data.data_path)} and {', '.join(own)}",
+            "one corpus is cut by --split, or every split has one of its own",
+            f"{DATA_PATH} alone, or no {DATA_PATH}",
+        )
+    if not config.data.mock_data and not given:
+        yield Problem(
+            "neither --data-path nor --mock-data",
+            "a run has a corpus",
+            "--data-path PREFIX, --mock-data",
+        )
+
+
+def own_corpora_are_whole(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    own = [flag for flag, words in _paths(config.data).items() if words and flag != DATA_PATH]
+    if own and config.data.split is not None:
+        yield Problem(
+            f"--split {config.data.split} with {', '.join(own)}", "a split's own corpus is used whole", "no --split"
+        )
+    if own and not config.data.train_data_path:
+        yield Problem(
+            f"{', '.join(own)} without --train-data-path", "training has a corpus too", "--train-data-path PREFIX"
+        )
+    if config.data.train_data_path and not config.data.valid_data_path and config.training.eval_iters:
+        yield Problem(
+            f"--train-data-path with --eval-iters {config.training.eval_iters}",
+            "evaluation needs a corpus of its own where training has one",
+            "--valid-data-path PREFIX, --eval-iters 0",
+        )
+
+
+def mixture_has_weights(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    for flag, paths in _paths(config.data).items():
+        weights = [_number(word) for word in paths[::2]]
+        if all(weight is None for weight in weights):  # prefixes alone count by their sizes
+            continue
+        if len(paths) % 2 or any(weight is None or weight <= 0 for weight in weights):
+            yield Problem(
+                f"{flag} {' '.join(paths)}",
+                "a mixture is prefixes, or pairs of a positive weight and a prefix",
+                f"{flag} PREFIX PREFIX, {flag} 0.7 PREFIX 0.3 PREFIX",
+            )
+
+
+def _paths(data: DataConfig) -> dict[str, tuple[str, ...]]:
+    """Flag -> what it was given."""
+    return {
+        DATA_PATH: data.data_path,
+        "--train-data-path": data.train_data_path,
+        "--valid-data-path": data.valid_data_path,
+        "--test-data-path": data.test_data_path,
+    }
+
+
+def _number(text: str) -> float | None:
+    """A weight such as 0.3 or 1/3; 0 for one that is none (nan, inf, 1/0); None for a word."""
+    numerator, slash, denominator = text.partition("/")
+    try:
+        value = float(numerator) / float(denominator if slash else 1)
+    except ValueError:
+        return None
+    except ZeroDivisionError:
+        return 0.0
+    return value if math.isfinite(value) else 0.0
+
+
+def split_shares(split: str) -> tuple[float, float, float] | None:
+    """Shares of (training, validation, test) that add up to 1; None when `split` doesn't say any."""
+    try:
+        weights = [float(part) for part in split.replace("/", ",").split(",")]
+    except ValueError:
+        return None
+    if len(weights) > 3 or not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not sum(weights):
+        return None
+    train, valid, test = (*weights, 0.0, 0.0)[:3]
+    total = sum(weights)
+    return train / total, valid / total, test / total
+
+
+def split_is_shares(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    split = config.data.split
+    if split is not None and split_shares(split) is None:
+        yield Problem(
+            f"--split {split}",
+            "the split is up to three numbers, not negative and not all 0: training, validation, test",
+            f"--split {DEFAULT_SPLIT}",
+        )
+
+
+def split_has_what_is_read(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    split = config.data.split or DEFAULT_SPLIT
+    shares = split_shares(split)
+    if shares is None or config.data.mock_data:
+        return
+    if not shares[0]:
+        yield Problem(f"--split {split}", "training has a share of the corpus", f"--split {DEFAULT_SPLIT}")
+    if not shares[1] and config.training.eval_iters:
+        yield Problem(
+            f"--split {split} with --eval-iters {config.training.eval_iters}",
+            "evaluation needs a share of the corpus, the split's second number",
+            f"--split {DEFAULT_SPLIT}, --eval-iters 0",
+        )
+
+
+def span_of_samples(word: str) -> range | None:
+    """The samples of "A-B", both included; None when `word` doesn't say any."""
+    found = re.fullmatch(r"([0-9]+)-([0-9]+)", word)
+    span = range(int(found[1]), int(found[2]) + 1) if found else range(0)
+    return span if span else None
+
+
+def skipped_spans_ascend(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    before = -1
+    for word in config.data.data_skip_samples:
+        span = span_of_samples(word)
+        if span is None:
+            rule = "a span of samples is A-B, the first and the last one that are passed over, counted from 0"
+            yield Problem(f"--data-skip-samples {word}", rule, "--data-skip-samples 1200-1327")
+        elif span.start <= before:
+            yield Problem(
+                f"--data-skip-samples {word} after sample {before}",
+                "spans ascend, and no sample is in two of them",
+                f"spans from {before + 1} on, or this one before the others",
+            )
+        before = max(before, span.stop - 1 if span else before)
+
+
+def mock_data_has_a_vocabulary(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    if config.data.mock_data and config.model.vocab_size is None and config.data.tokenizer_type is None:
+        yield Problem(
+            "--mock-data without --vocab-size", "made-up tokens are drawn from a vocabulary", "--vocab-size 50257"
+        )
+
+
+TOKENIZER_FILES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("GPT2BPETokenizer", ("vocab_file", "merge_file")),
+    ("SentencePieceTokenizer", ("tokenizer_model",)),
+    ("ByteTokenizer", ()),
+)
+
+
+def tokenizer_has_its_files(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    files: dict[str, Path | None] = {
+        "vocab_file": config.data.vocab_file,
+        "merge_file": config.data.merge_file,
+        "tokenizer_model": config.data.tokenizer_model,
+    }
+    needed = dict(TOKENIZER_FILES).get(config.data.tokenizer_type or "", ())
+    for name in needed:
+        if files[name] is None:
+            flag = "--" + name.replace("_", "-")
+            yield Problem(
+                f"--tokenizer-type {config.data.tokenizer_type} without {flag}",
+                "it is read from a file",
+                f"{flag} FILE",
+            )
+    for name, path in files.items():
+        if path is not None and not path.is_file():
+            yield Problem(f"--{name.replace('_', '-')} {path}", "the file exists", "")
+
+
+CORPUS_RULES = (
+    corpus_is_given_once,
+    own_corpora_are_whole,
+    mixture_has_weights,
+    split_is_shares,
+    split_has_what_is_read,
+    skipped_spans_ascend,
+    mock_data_has_a_vocabulary,
+    tokenizer_has_its_files,
+)
+
+
+def folders_are_folders(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    folders = {
+        "--save": config.checkpoint.save,
+        "--load": config.checkpoint.load,
+        "--tensorboard-dir": config.logging.tensorboard_dir,
+        "--ledger-dir": config.logging.ledger_dir,
+        "--pipeline-trace-dir": config.logging.pipeline_trace_dir,
+    }
+    for flag, path in folders.items():
+        if path is not None and path.exists() and not path.is_dir():
+            yield Problem(f"{flag} {path}", "this names a folder, but a file is there", f"{flag} {path}-folder")
+    metrics = config.logging.metrics_file
+    if metrics is not None and metrics.is_dir():
+        yield Problem(
+            f"--metrics-file {metrics}",
+            "this names a file, but a folder is there",
+            f"--metrics-file {metrics}/run.jsonl",
+        )
+
+
+def saving_has_a_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    if config.checkpoint.save is None:
+        rule = "checkpoints need a folder"
+        if config.checkpoint.save_interval is not None:
+            yield Problem(f"--save-interval {config.checkpoint.save_interval} without --save", rule, "--save DIR")
+        if config.checkpoint.no_save_optim:
+            yield Problem("--no-save-optim without --save", rule, "--save DIR")
+
+
+def loading_has_a_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    if config.checkpoint.load is None:
+        asked = {
+            "--finetune": config.checkpoint.finetune,
+            "--no-load-optim": config.checkpoint.no_load_optim,
+            "--use-checkpoint-opt-param-scheduler": config.optimizer.use_checkpoint_opt_param_scheduler,
+        }
+        for flag in (flag for flag, given in asked.items() if given):
+            yield Problem(f"{flag} without --load", "there must be a checkpoint to take from", "--load DIR")
+
+
+def tensorboard_has_a_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    if config.logging.tensorboard_dir is None:
+        asked = {
+            "--log-timers-to-tensorboard": config.logging.log_timers_to_tensorboard,
+            "--log-validation-ppl-to-tensorboard": config.logging.log_validation_ppl_to_tensorboard,
+            "--log-memory-to-tensorboard": config.logging.log_memory_to_tensorboard,
+        }
+        for flag in (flag for flag, given in asked.items() if given):
+            yield Problem(f"{flag} without --tensorboard-dir", "TensorBoard needs a folder", "--tensorboard-dir DIR")

@@ -1,0 +1,111 @@
+"""Rules about 8-bit matrix products, which come in multiples of 16; `rules.check` tries them.
+
+A linear layer of a block has 8-bit products if the tokens of a micro-batch and this rank's inputs and outputs of the
+layer are all multiples of 16, and otherwise those of the working precision.  `advice` names the layers that don't have
+them; where none has, nothing would be as asked for, and that is a problem.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from megazero.config import derived
+from megazero.config.nearest import flags, neighbours
+from megazero.config.run import RunConfig
+from megazero.errors import Problem
+
+MULTIPLE = 16  # what the libraries' 8-bit products need of every dim
+
+
+def has_8bit_products(*dims: int) -> bool:
+    """Whether a product of these dims can be made of 8-bit numbers."""
+    return all(dim > 0 and dim % MULTIPLE == 0 for dim in dims)
+
+
+class _Layer(NamedTuple):
+    """A linear layer of a block and its sizes on one tensor-parallel rank."""
+
+    name: str
+    inputs: int
+    outputs: int
+
+    @property
+    def fits(self) -> bool:
+        return has_8bit_products(self.inputs, self.outputs)
+
+
+def advice(config: RunConfig) -> Iterator[str]:
+    """A notice of the layers that keep the working precision."""
+    if config.precision.fp8_format is None:
+        return
+    left_out = [layer for layer in _layers(config) if not layer.fits]
+    if left_out:
+        named = ", ".join(f"{layer.name} ({layer.inputs} to {layer.outputs})" for layer in left_out)
+        yield (
+            f"{_said(config)}: {config.precision.precision} products remain in {named} of every block: 8-bit products"
+            f" need multiples of {MULTIPLE}"
+        )
+
+
+def products_are_beside_bf16(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    precision = config.precision.precision
+    if config.precision.fp8_format is not None and precision != "bf16":
+        yield Problem(
+            f"{_said(config)} with --precision {precision}",
+            "what is made of 8-bit products is kept in bf16",
+            "--precision bf16, or leave out --fp8-format",
+        )
+
+
+def micro_batch_fits_products(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    tokens = _tokens(config)
+    if config.precision.fp8_format is None or has_8bit_products(tokens):
+        return
+    micro, length = config.training.micro_batch_size, config.model.seq_length
+    yield Problem(
+        f"{_said(config)} with --micro-batch-size {micro} --seq-length {length}",
+        f"8-bit products are of multiples of {MULTIPLE} tokens, and a micro-batch has {tokens}",
+        flags("--micro-batch-size", neighbours(micro, MULTIPLE // math.gcd(MULTIPLE, length)))
+        + ", "
+        + flags("--seq-length", neighbours(length, MULTIPLE // math.gcd(MULTIPLE, micro))),
+    )
+
+
+def a_layer_fits_products(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    hidden, degree = config.model.hidden_size, config.parallel.tensor_model_parallel_size
+    is_cut = hidden % degree == 0 and derived.ffn_hidden_size(config.model) % degree == 0
+    if config.precision.fp8_format is None or not is_cut:
+        return
+    layers = _layers(config)
+    if not any(layer.fits for layer in layers):
+        sizes = ", ".join(f"{layer.name} has {layer.inputs} to {layer.outputs}" for layer in layers)
+        step = math.lcm(MULTIPLE * degree, config.model.num_attention_heads)
+        yield Problem(
+            f"{_said(config)} with --hidden-size {hidden} --tensor-model-parallel-size {degree}",
+            f"8-bit products are of multiples of {MULTIPLE} inputs and outputs, and on a process {sizes}",
+            flags("--hidden-size", neighbours(hidden, step)),
+        )
+
+
+def _said(config: RunConfig) -> str:
+    return f"--fp8-format {config.precision.fp8_format}"
+
+
+def _tokens(config: RunConfig) -> int:
+    """Tokens of a micro-batch, all of which a layer's products see, split sequence or not."""
+    return config.training.micro_batch_size * config.model.seq_length
+
+
+def _layers(config: RunConfig) -> tuple[_Layer, ...]:
+    """The linear layers of a block, by the names they have in `model/gpt.py`."""
+    degree, hidden = config.parallel.tensor_model_parallel_size, config.model.hidden_size
+    width, inner = hidden // degree, derived.ffn_hidden_size(config.model) // degree
+    return (
+        _Layer("qkv", hidden, 3 * width),
+        _Layer("projection", width, hidden),
+        _Layer("up", hidden, inner),
+        _Layer("down", inner, hidden),
+    )
+
+
+RULES = (products_are_beside_bf16, micro_batch_fits_products, a_layer_fits_products)

@@ -1,0 +1,232 @@
+"""Rules about pipelines and about splitting activations along the sequence; `rules.check` tries them.
+
+A *chunk* is a run of layers on one pipeline stage.  `advice` are notices about settings of these kinds that are legal
+and do nothing.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+
+from megazero.config import derived
+from megazero.config.nearest import counted, flags, near_divisors, neighbours
+from megazero.config.run import RunConfig
+from megazero.config.validate import Unknown
+from megazero.errors import Problem
+
+_STAGES = "--pipeline-model-parallel-size"
+_VIRTUAL = "--num-layers-per-virtual-pipeline-stage"
+
+
+def pipeline_settings_need_a_pipeline(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    parallel = config.parallel
+    if parallel.pipeline_model_parallel_size > 1:
+        return
+    said = []
+    if parallel.num_layers_per_virtual_pipeline_stage is not None:
+        said.append((_VIRTUAL, str(parallel.num_layers_per_virtual_pipeline_stage)))
+    if parallel.pipeline_schedule in ("interleaved", "zero-bubble"):
+        said.append(("--pipeline-schedule", parallel.pipeline_schedule))
+    if parallel.pipeline_split is not None:
+        said.append(("--pipeline-split", parallel.pipeline_split))
+    if said:
+        yield Problem(
+            f"{' '.join(f'{flag} {value}' for flag, value in said)} with {_STAGES} 1",
+            "chunks and their order are of a pipeline of at least 2 pipeline stages",
+            f"{_STAGES} 2, or leave out {', '.join(flag for flag, _ in said)}",
+        )
+
+
+def chunks_are_whole(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    length, stages = config.parallel.num_layers_per_virtual_pipeline_stage, _stages(config)
+    if length is None or stages == 1 or _has_whole_chunks(config):
+        return
+    layers = config.model.num_layers
+    remedies = (
+        flags(_VIRTUAL, _lengths(config, length)),
+        flags("--num-layers", neighbours(max(layers, 2 * stages * length), stages * length)),
+        f"or leave out {_VIRTUAL}",
+    )
+    yield Problem(
+        f"{_VIRTUAL} {length} with --num-layers {layers} {_STAGES} {stages}",
+        f"a pipeline stage has a whole number of chunks, at least 2: num_layers is {stages} pipeline stages x 2 or more"
+        " chunks x their layers (one chunk a pipeline stage is what there is without the setting)",
+        ", ".join(filter(None, remedies)),
+    )
+
+
+def schedule_fits_chunks(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    schedule, stages = config.parallel.pipeline_schedule, _stages(config)
+    if stages == 1 or not _has_whole_chunks(config):
+        return
+    chunks = derived.num_virtual_chunks(config)
+    if schedule == "interleaved" and chunks == 1:
+        lengths = flags(_VIRTUAL, _lengths(config, config.model.num_layers // stages))
+        yield Problem(
+            f"--pipeline-schedule interleaved without {_VIRTUAL}",
+            "pipeline stages take turns when each has several chunks",
+            ", ".join(filter(None, (lengths, "--pipeline-schedule 1f1b"))),
+        )
+    if schedule not in ("auto", "interleaved") and chunks > 1:
+        yield Problem(
+            f"--pipeline-schedule {schedule} with {_VIRTUAL} {config.parallel.num_layers_per_virtual_pipeline_stage}",
+            f"with several chunks a pipeline stage, here {chunks}, the schedule is the interleaved one",
+            f"--pipeline-schedule interleaved, or leave out {_VIRTUAL}",
+        )
+
+
+def micro_batches_fill_turns(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    stages = turns(config)
+    if stages == 1 or world_size % derived.model_parallel_size(config):
+        return
+    per_micro_step = derived.samples_per_micro_step(config, world_size)
+    batch = derived.global_batch_size(config, world_size)
+    if batch % per_micro_step == 0 and batch % (per_micro_step * stages):
+        count = counted(batch // per_micro_step, "micro-batch")
+        yield Problem(
+            f"--global-batch-size {batch}, which is {count}, with {_STAGES} {stages}",
+            f"the interleaved schedule takes micro-batches in turns of {stages}: their number is a multiple of the"
+            " pipeline size",
+            flags("--global-batch-size", neighbours(batch, per_micro_step * stages)),
+        )
+
+
+def turns(config: RunConfig) -> int:
+    """Micro-batches that the schedule asked for takes at once: as many as stages where it is the interleaved one.
+
+    It is asked for by a length of chunks, too, even one that leaves a rest: mended, it would be there.
+    """
+    parallel = config.parallel
+    asked = parallel.num_layers_per_virtual_pipeline_stage is not None or parallel.pipeline_schedule == "interleaved"
+    return parallel.pipeline_model_parallel_size if asked else 1
+
+
+def known(read: Callable[[], int | None], otherwise: int | None) -> int | None:
+    """What `read` finds in a configuration; `otherwise` where it reads an invalid setting."""
+    try:
+        return read()
+    except Unknown:
+        return otherwise
+
+
+def inner_stages_have_layers(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    layers, stages, tensor = config.model.num_layers, _stages(config), config.parallel.tensor_model_parallel_size
+    if layers < stages - 2:
+        fitting = [size for size in range(1, layers + 3) if world_size % (size * tensor) == 0]
+        fills_job, more_layers = world_size % (stages * tensor) == 0, f"--num-layers {stages - 2}"
+        yield Problem(
+            f"{_STAGES} {stages} --num-layers {layers}",
+            "every pipeline stage has a layer; only the first, with the embedding, and the last, with the head, may"
+            " have none",
+            ", ".join([f"{_STAGES} {size}" for size in fitting[-1:]] + [more_layers] * (fills_job or not fitting)),
+        )
+
+
+def split_has_all_layers(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    text, layers, stages = config.parallel.pipeline_split, config.model.num_layers, _stages(config)
+    if text is None or stages == 1 or not _has_whole_chunks(config) or layers < stages - 2:
+        return
+    words = [word.strip() for word in text.split(",")]
+    split = [int(word) for word in words if word.isdecimal()]
+    count = stages * derived.num_virtual_chunks(config)
+    if len(split) == len(words) == count and sum(split) == layers and all(split[1:-1]):
+        return
+    found = f" ({counted(len(split), 'chunk')}, {counted(sum(split), 'layer')})" if len(split) == len(words) else ""
+    yield Problem(
+        f"--pipeline-split {text}{found}",
+        f"a split is {count} whole numbers with commas between them, one for every chunk, which add up to"
+        f" {counted(layers, 'layer')}; only the first and the last may be 0",
+        f"--pipeline-split {_even(layers, count)}, or leave out --pipeline-split",
+    )
+
+
+def _even(layers: int, count: int) -> str:
+    """So many layers in so many chunks, as evenly as can be; where they don't suffice, the ends go without."""
+    if layers < count:
+        return ",".join(["1" if layers == count - 1 else "0", *["1"] * (count - 2), "0"])
+    return ",".join(str(layers // count + (chunk < layers % count)) for chunk in range(count))
+
+
+def sequence_is_split_evenly(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    tensor, micro = config.parallel.tensor_model_parallel_size, config.training.micro_batch_size
+    length = config.model.seq_length
+    if config.parallel.sequence_parallel and micro * length % tensor:
+        yield Problem(
+            f"--sequence-parallel with --tensor-model-parallel-size {tensor}, --micro-batch-size {micro} and"
+            f" --seq-length {length}",
+            f"the {micro} x {length} tokens of a micro-batch are split evenly: tensor_model_parallel_size divides"
+            " their number",
+            ", ".join(_even_sizes(config, world_size)),
+        )
+
+
+def _even_sizes(config: RunConfig, world_size: int) -> list[str]:
+    """Sizes of micro-batches and samples that split evenly: those that also fit batch and positions, if there are."""
+    tensor, micro = config.parallel.tensor_model_parallel_size, config.training.micro_batch_size
+    length, rows = config.model.seq_length, known(lambda: config.model.max_position_embeddings, None)
+    step = tensor // math.gcd(tensor, length)
+    lengths = neighbours(length, tensor // math.gcd(tensor, micro))
+    micros = neighbours(micro, step)
+    per_copy = known(lambda: _samples_per_turn(config, world_size), None)
+    fitting = micros if per_copy is None else near_divisors(per_copy, micro, multiple_of=step)
+    covered = [size for size in lengths if rows is None or size <= rows]
+    both = [("--micro-batch-size", fitting), ("--seq-length", covered)]
+    if not any(sizes for _, sizes in both):
+        both = [("--micro-batch-size", micros), ("--seq-length", lengths)]
+    return [flags(flag, sizes) for flag, sizes in both if sizes]
+
+
+def _samples_per_turn(config: RunConfig, world_size: int) -> int | None:
+    """What a micro-batch must divide: samples of a step on one copy, of one turn's worth; None where nothing says."""
+    batch, processes = config.training.global_batch_size, derived.model_parallel_size(config)
+    if batch is None or world_size % processes:
+        return None
+    samples, rest = divmod(batch, derived.data_parallel_size(config, world_size) * turns(config))
+    return None if rest else samples
+
+
+def advice(config: RunConfig) -> Iterator[str]:
+    """Notices of one line each."""
+    parallel, is_split = config.parallel, config.parallel.sequence_parallel
+    if is_split and parallel.tensor_model_parallel_size == 1:
+        yield "--sequence-parallel: with --tensor-model-parallel-size 1 there is nothing to split over"
+    if is_split and parallel.tensor_model_parallel_size > 1 and config.activations.partition_activations is True:
+        yield (
+            "--partition-activations: with --sequence-parallel checkpoints are slices already, and are not cut again"
+        )
+    if config.activations.recompute_granularity == "full" and derived.pipeline_schedule(config) == "zero-bubble":
+        yield (
+            "--pipeline-schedule zero-bubble with --recompute-granularity full: later pipeline stages keep what weight"
+            " gradients are made from until their turn comes, so recomputation saves little there"
+        )
+    if config.zero.zero3_reshard_after != "microbatch" and config.zero.zero_stage != 3:
+        yield (
+            f"--zero3-reshard-after {config.zero.zero3_reshard_after}: parameters are gathered, and go again, with"
+            f" --zero-stage 3 only; this is --zero-stage {config.zero.zero_stage}"
+        )
+
+
+def _stages(config: RunConfig) -> int:
+    return config.parallel.pipeline_model_parallel_size
+
+
+def _has_whole_chunks(config: RunConfig) -> bool:
+    """Whether a number of layers for chunks, if there is one, makes at least two chunks a stage and leaves no rest."""
+    length, layers = config.parallel.num_layers_per_virtual_pipeline_stage, config.model.num_layers
+    return length is None or (layers % (_stages(config) * length) == 0 and layers > _stages(config) * length)
+
+
+def _lengths(config: RunConfig, length: int) -> list[int]:
+    """The layers a chunk could have near `length`, so that every pipeline stage has two chunks or more."""
+    whole, rest = divmod(config.model.num_layers, _stages(config))
+    return [] if rest else [near for near in near_divisors(whole, min(length, whole - 1)) if near < whole]
+
+
+RULES = (
+    pipeline_settings_need_a_pipeline,
+    chunks_are_whole,
+    schedule_fits_chunks,
+    micro_batches_fill_turns,
+    inner_stages_have_layers,
+    split_has_all_layers,
+    sequence_is_split_evenly,
+)

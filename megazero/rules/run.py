@@ -1,0 +1,292 @@
+"""Rules between settings, one small function each, and `check`, which tries them all.
+
+A rule takes the configuration and the world size (processes of the job) and yields a Problem for everything that breaks
+it: what was given, the rule, and the nearest legal values.  Ranges of single settings stand with the settings.
+Nothing here needs a process group or a device; of the file system only the existence of named files is asked.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator
+
+from megazero.config import derived
+from megazero.config.nearest import counted, flags, near_divisors, neighbours
+from megazero.config.run import RunConfig
+from megazero.config.validate import Unknown
+from megazero.errors import Problem
+from megazero.rules import activations as activation_rules
+from megazero.rules import files as file_rules
+from megazero.rules import float8 as float8_rules
+from megazero.rules import pipeline as pipeline_rules
+from megazero.rules.states import STATE_RULES, StateRule
+
+_TENSOR, _PIPELINE = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+
+Rule = Callable[[RunConfig, int], Iterable[Problem]]
+
+
+def check(config: RunConfig, world_size: int) -> tuple[Problem, ...]:
+    """Every problem between the settings.  A rule that needs a setting `config` doesn't know is passed over."""
+    return tuple(problem for rule in RULES for problem in _try(rule, config, world_size))
+
+
+def corpus_is_named(config: RunConfig, world_size: int) -> bool:
+    """Whether the settings of the corpus break no rule, so that opening it tells something new."""
+    return not any(_try(rule, config, world_size) for rule in file_rules.CORPUS_RULES)
+
+
+def advice(config: RunConfig, world_size: int) -> tuple[str, ...]:
+    """Notices about legal settings that cost something or do nothing, one line each; none while there are problems."""
+    if check(config, world_size):
+        return ()
+    return (
+        *_on_narrow_sums(config, world_size),
+        *_on_slices(config),
+        *pipeline_rules.advice(config),
+        *float8_rules.advice(config),
+    )
+
+
+def _on_narrow_sums(config: RunConfig, world_size: int) -> Iterator[str]:
+    precision, count = config.precision, derived.num_micro_batches(config, world_size)
+    narrow = precision.precision == "bf16" and not precision.accumulate_allreduce_grads_in_fp32
+    if narrow and count > 1:
+        yield (
+            f"--bf16: the gradients of {count} micro-batches are added up in bf16;"
+            " --accumulate-allreduce-grads-in-fp32 keeps them in fp32, for 2 more bytes a gradient element"
+        )
+
+
+def _on_slices(config: RunConfig) -> Iterator[str]:
+    if config.activations.partition_activations is True and config.parallel.tensor_model_parallel_size == 1:
+        yield "--partition-activations: with --tensor-model-parallel-size 1 there is nothing to partition over"
+
+
+def _try(rule: Rule, config: RunConfig, world_size: int) -> tuple[Problem, ...]:
+    try:
+        return tuple(rule(config, world_size))
+    except Unknown:
+        return ()
+
+
+# --- model and layout ------------------------------------------------------------------------------------------------
+
+
+def heads_divide_hidden_size(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    hidden, heads = config.model.hidden_size, config.model.num_attention_heads
+    if hidden % heads:
+        yield Problem(
+            f"--hidden-size {hidden} --num-attention-heads {heads}",
+            "every head has the same width: num_attention_heads divides hidden_size",
+            flags("--num-attention-heads", near_divisors(hidden, heads))
+            + ", "
+            + flags("--hidden-size", neighbours(hidden, heads)),
+        )
+
+
+def tensor_parallel_divides_heads(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    heads, degree = config.model.num_attention_heads, config.parallel.tensor_model_parallel_size
+    if heads % degree:
+        yield Problem(
+            f"--tensor-model-parallel-size {degree} --num-attention-heads {heads}",
+            "a head lives on one process: tensor_model_parallel_size divides num_attention_heads",
+            flags(_TENSOR, near_divisors(_tensor_degrees(config, world_size, heads), degree)),
+        )
+
+
+def _tensor_degrees(config: RunConfig, world_size: int, heads: int) -> int:
+    """What a degree divides that fits the heads, and the job too unless the pipeline size alone keeps it from that."""
+    stages = pipeline_rules.known(lambda: config.parallel.pipeline_model_parallel_size, 1) or 1
+    return heads if world_size % stages else math.gcd(heads, world_size // stages)
+
+
+def tensor_parallel_divides_ffn(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    inner, degree = derived.ffn_hidden_size(config.model), config.parallel.tensor_model_parallel_size
+    if inner % degree:
+        yield Problem(
+            f"--tensor-model-parallel-size {degree} with feed-forward width {inner}",
+            "every process has an equal part of the feed-forward layer: tensor_model_parallel_size divides its width",
+            flags("--ffn-hidden-size", neighbours(inner, degree)),
+        )
+
+
+def positions_cover_sequence(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    rows, length = config.model.max_position_embeddings, config.model.seq_length
+    if rows is not None and length > rows:
+        yield Problem(
+            f"--seq-length {length} --max-position-embeddings {rows}",
+            "every token of a sample has a position: seq_length is at most max_position_embeddings",
+            f"--seq-length {rows}, --max-position-embeddings {length}",
+        )
+
+
+def layout_divides_world(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    tensor, pipeline = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
+    if world_size % (tensor * pipeline):
+        heads = pipeline_rules.known(lambda: config.model.num_attention_heads, None)
+        layers = pipeline_rules.known(lambda: config.model.num_layers, None)
+        legal = [*_mending_layouts(tensor, pipeline, world_size, heads=heads, layers=layers)]
+        yield Problem(
+            f"{counted(world_size, 'process')} with {_TENSOR} {tensor} {_PIPELINE} {pipeline}",
+            "copies of the model fill the job: tensor size x pipeline size divides the number of processes",
+            ", ".join(legal or _mending_layouts(tensor, pipeline, world_size)),
+        )
+
+
+def _mending_layouts(
+    tensor: int, pipeline: int, world_size: int, *, heads: int | None = None, layers: int | None = None
+) -> Iterator[str]:
+    """Another number of processes, or another of the two sizes where that alone is enough.
+
+    What the numbers of heads and layers would not let through either is left out, as far as they are known.
+    """
+    most_stages = max(world_size, pipeline) if layers is None else layers + 2
+    heads_fit, layers_fit = heads is None or heads % tensor == 0, pipeline <= most_stages
+    if heads_fit and layers_fit:
+        yield from (counted(count, "process") for count in neighbours(world_size, tensor * pipeline))
+    if layers_fit and world_size % pipeline == 0:
+        yield flags(_TENSOR, near_divisors(math.gcd(world_size // pipeline, heads or 0), tensor))
+    if heads_fit and world_size % tensor == 0:
+        sizes = near_divisors(world_size // tensor, min(pipeline, most_stages))
+        yield from (f"{_PIPELINE} {size}" for size in sizes if size <= most_stages)
+
+
+def backend_fits_device(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    legal = {"nccl": "cuda", "gloo": "cpu"}
+    backend, device = config.parallel.distributed_backend, config.parallel.device
+    if device != "auto" and legal.get(backend, device) != device:
+        other = next(name for name, kind in legal.items() if kind == device)
+        yield Problem(
+            f"--distributed-backend {backend} --device {device}",
+            "nccl moves GPU memory, gloo moves CPU memory",
+            f"--distributed-backend {other}, --device {legal[backend]}",
+        )
+
+
+def flash_takes_no_mask(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    if config.data.reset_attention_mask and config.training.attention_backend == "flash":
+        yield Problem(
+            "--reset-attention-mask --attention-backend flash",
+            "FlashAttention takes no mask: documents are kept apart by other kernels",
+            ", ".join(f"--attention-backend {name}" for name in ("auto", "fused", "efficient", "unfused")),
+        )
+
+
+# --- batch and length ------------------------------------------------------------------------------------------------
+
+
+def micro_batches_fill_global_batch(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    given = config.training.global_batch_size
+    if given is None or world_size % derived.model_parallel_size(config):
+        return
+    micro, copies = config.training.micro_batch_size, derived.data_parallel_size(config, world_size)
+    if given % (micro * copies):
+        turns = pipeline_rules.known(lambda: pipeline_rules.turns(config), 1) or 1
+        yield Problem(
+            f"--global-batch-size {given} with --micro-batch-size {micro} on"
+            f" {counted(copies, 'data-parallel process')}",
+            f"a step is a whole number of micro-batches everywhere: {micro} x {copies} divides global_batch_size",
+            flags("--global-batch-size", neighbours(given, micro * copies * turns)),
+        )
+
+
+def length_is_given_once(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    steps, samples = config.training.train_iters, config.training.train_samples
+    if steps is None and samples is None:
+        yield Problem("neither --train-iters nor --train-samples", "a run has a length", "--train-iters N")
+    if steps is not None and samples is not None:
+        yield Problem(f"--train-iters {steps} and --train-samples {samples}", "a run has one length", "one of the two")
+
+
+def length_is_a_step(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    samples = config.training.train_samples
+    if samples is None or world_size % derived.model_parallel_size(config):
+        return
+    batch = derived.global_batch_size(config, world_size)
+    if samples < batch:
+        yield Problem(
+            f"--train-samples {samples}",
+            f"a run has at least one step, and a step has {batch} samples",
+            f"--train-samples {batch}",
+        )
+
+
+# --- learning rate ---------------------------------------------------------------------------------------------------
+
+
+def lr_is_above_its_end(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    lr, low = config.optimizer.lr, config.optimizer.min_lr
+    if low > lr:
+        yield Problem(f"--lr {lr:g} --min-lr {low:g}", "min_lr is at most lr", f"--min-lr {lr:g}, --lr {low:g}")
+
+
+def warmup_is_given_once(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    steps, fraction = config.optimizer.lr_warmup_iters, config.optimizer.lr_warmup_fraction
+    if steps and fraction is not None:
+        yield Problem(
+            f"--lr-warmup-iters {steps} and --lr-warmup-fraction {fraction:g}",
+            "warm-up has one length",
+            "one of the two",
+        )
+
+
+def warmup_ends_before_decay(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    has_length = config.training.train_iters is not None or config.training.train_samples is not None
+    if not has_length or world_size % derived.model_parallel_size(config):
+        return
+    warmup, decay = config.optimizer.lr_warmup_iters, derived.lr_decay_iters(config, world_size)
+    if warmup and decay and warmup >= decay:
+        yield Problem(
+            f"--lr-warmup-iters {warmup}",
+            f"warm-up ends before the decay does, at step {decay}",
+            f"--lr-warmup-iters {decay - 1}, --lr-decay-iters {warmup + 1}",
+        )
+
+
+def schedule_has_one_source(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    if config.optimizer.override_opt_param_scheduler and config.optimizer.use_checkpoint_opt_param_scheduler:
+        yield Problem(
+            "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler",
+            "the schedule is taken from here or from the checkpoint",
+            "one of the two",
+        )
+
+
+# --- ZeRO and precision ----------------------------------------------------------------------------------------------
+
+
+def _with_flags(rule: StateRule) -> Rule:
+    """A rule between two sections as a rule of the run, settings spelt as flags."""
+
+    @functools.wraps(rule)
+    def of_the_run(config: RunConfig, world_size: int) -> Iterable[Problem]:
+        return rule(config.zero, config.precision, lambda name: "--" + name.replace("_", "-"))
+
+    return of_the_run
+
+
+RULES: tuple[Rule, ...] = (
+    heads_divide_hidden_size,
+    tensor_parallel_divides_heads,
+    tensor_parallel_divides_ffn,
+    positions_cover_sequence,
+    layout_divides_world,
+    backend_fits_device,
+    flash_takes_no_mask,
+    micro_batches_fill_global_batch,
+    length_is_given_once,
+    length_is_a_step,
+    lr_is_above_its_end,
+    warmup_is_given_once,
+    warmup_ends_before_decay,
+    schedule_has_one_source,
+    *map(_with_flags, STATE_RULES),
+    *pipeline_rules.RULES,
+    *activation_rules.RULES,
+    *float8_rules.RULES,
+    *file_rules.CORPUS_RULES,
+    file_rules.folders_are_folders,
+    file_rules.saving_has_a_folder,
+    file_rules.loading_has_a_folder,
+    file_rules.tensorboard_has_a_folder,
+)

@@ -1,0 +1,60 @@
+"""Rules between the settings of ZeRO and of precision, which a run and a library's configuration have in common.
+
+A rule takes the two sections and a `Spell`, which names a setting the way the user knows it: "--loss-scale" on a
+command line, "fp16.loss_scale" in a DeepSpeed configuration.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+
+from megazero.config.engine_sections import PrecisionConfig, ZeroConfig
+from megazero.errors import Problem
+
+Spell = Callable[[str], str]
+StateRule = Callable[[ZeroConfig, PrecisionConfig, Spell], Iterable[Problem]]
+
+
+def loss_scale_is_for_fp16(zero: ZeroConfig, precision: PrecisionConfig, spell: Spell) -> Iterator[Problem]:
+    scale = precision.loss_scale
+    if precision.precision != "fp16" and scale is not None:
+        yield Problem(
+            f"{spell('loss_scale')} {scale:g} with {spell('precision')} {precision.precision}",
+            "only fp16 gradients are so small that the loss is scaled",
+            f"{spell('precision')} fp16, or leave out {spell('loss_scale')}",
+        )
+
+
+def loss_scales_are_ordered(zero: ZeroConfig, precision: PrecisionConfig, spell: Spell) -> Iterator[Problem]:
+    first, least = precision.initial_loss_scale, precision.min_loss_scale
+    if first < least:
+        yield Problem(
+            f"{spell('initial_loss_scale')} {first:g} {spell('min_loss_scale')} {least:g}",
+            "the loss scale starts at or above its minimum",
+            f"{spell('initial_loss_scale')} {least:g}, {spell('min_loss_scale')} {first:g}",
+        )
+
+
+def fp32_gradients_are_wider(zero: ZeroConfig, precision: PrecisionConfig, spell: Spell) -> Iterator[Problem]:
+    if precision.accumulate_allreduce_grads_in_fp32 and precision.precision == "fp64":
+        yield Problem(
+            f"{spell('accumulate_allreduce_grads_in_fp32')} with {spell('precision')} fp64",
+            "gradients are not accumulated in a narrower format than the model computes in",
+            ", ".join(f"{spell('precision')} {name}" for name in ("fp32", "bf16", "fp16")),
+        )
+
+
+def gradients_are_divided_once(zero: ZeroConfig, precision: PrecisionConfig, spell: Spell) -> Iterator[Problem]:
+    factor = zero.gradient_predivide_factor
+    if zero.prescale_gradients and factor != 1.0:
+        yield Problem(
+            f"{spell('prescale_gradients')} and {spell('gradient_predivide_factor')} {factor:g}",
+            "before the reduction gradients are divided by the data-parallel size or by a factor, not by both",
+            f"{spell('gradient_predivide_factor')} 1, or leave out {spell('prescale_gradients')}",
+        )
+
+
+STATE_RULES: tuple[StateRule, ...] = (
+    loss_scale_is_for_fp16,
+    loss_scales_are_ordered,
+    fp32_gradients_are_wider,
+    gradients_are_divided_once,
+)

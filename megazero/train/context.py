@@ -1,0 +1,76 @@
+"""What every step of a run is given, whether it trains or evaluates."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megazero.comm.mesh import Mesh
+from megazero.memory.ledger_interface import AnyLedger, NullLedger
+from megazero.model.sequences import Sequences
+from megazero.parallel.layer_split import Chunk
+from megazero.pipeline.stage_plan import StagePlan
+from megazero.pipeline.trace import NO_TRACE, AnyTrace
+from megazero.tensor_parallel.deferred import DeferredGradients
+from megazero.timers import Timers
+from megazero.zero.engine import Engine
+
+
+class LanguageModel(Protocol):
+    """The chunks of a model that one rank holds; between chunks activations are rows of h elements."""
+
+    @property
+    def chunks(self) -> Sequence[Chunk]: ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations."""
+
+    def activation_shape(self, num_tokens: int) -> tuple[int, int]:
+        """Of the activations of so many tokens, as this rank has them between layers."""
+
+    def embed(self, tokens: Tensor, sequences: Sequences) -> Tensor:
+        """Tokens, int64 [b, s], to activations; of the model's first chunk."""
+
+    def through(self, index: int, x: Tensor, sequences: Sequences) -> Tensor:
+        """Activations through the layers of this rank's chunk `index`."""
+
+    def loss(self, x: Tensor, labels: Tensor, loss_mask: Tensor | None) -> Tensor:
+        """Negative log-likelihood of all labels, summed with the mask's weights (1 without a mask); no dimensions.
+
+        x: of the model's last chunk.  labels int64 [b, s], loss_mask float [b, s].
+        """
+
+    def train(self, mode: bool = True) -> nn.Module:
+        """Whether dropout drops."""
+
+
+class DropoutSource(Protocol):
+    """Random states that are a function of the sample and the part of the model."""
+
+    def begin_micro_batch(self, first_sample: int, part: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """What stays the same from step to step.
+
+    num_positions: token positions of a global batch.  clip_grad: largest gradient norm, 0 for none.
+    checks_overflow: whether a gradient that is not finite skips the step (fp16).  plan: this rank's pipeline stage.
+    deferred: where gradients are set aside that the schedule asks for later, if it does.
+    """
+
+    engine: Engine
+    model: LanguageModel
+    mesh: Mesh
+    dropout: DropoutSource
+    timers: Timers
+    num_positions: int
+    clip_grad: float
+    checks_overflow: bool
+    ledger: AnyLedger = field(default_factory=NullLedger)
+    plan: StagePlan = field(default_factory=StagePlan)
+    deferred: DeferredGradients | None = None
+    trace: AnyTrace = NO_TRACE

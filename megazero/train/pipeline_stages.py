@@ -1,0 +1,89 @@
+"""How a run's model is cut into pipeline stages, and what a stage's schedule is."""
+
+from dataclasses import replace
+
+from megazero.activations.assemble import choices
+from megazero.config import derived
+from megazero.config.engine_sections import ActivationConfig
+from megazero.config.run import RunConfig
+from megazero.parallel.layer_split import Chunk, balanced_split, chunks_of, cut, model_costs
+from megazero.pipeline.passes import most_in_flight
+from megazero.pipeline.stage_plan import StagePlan
+
+
+def pipeline_split(config: RunConfig, padded_vocab_size: int) -> tuple[int, ...]:
+    """Layers of every chunk in the order of the model: as given, or balanced with the embedding and the head."""
+    given = derived.given_split(config)
+    if given is not None:
+        return given
+    model = config.model
+    costs = model_costs(
+        hidden=model.hidden_size,
+        ffn=derived.ffn_hidden_size(model),
+        seq=model.seq_length,
+        padded_vocab=padded_vocab_size,
+    )
+    num_chunks = config.parallel.pipeline_model_parallel_size * derived.num_virtual_chunks(config)
+    return balanced_split(
+        model.num_layers,
+        num_chunks,
+        layer_cost=costs.layer,
+        embedding_cost=costs.embedding,
+        head_cost=costs.head,
+    )
+
+
+def stage_chunks(config: RunConfig, stage: int, padded_vocab_size: int) -> tuple[Chunk, ...]:
+    """What a pipeline stage holds of the model."""
+    chunks = cut(pipeline_split(config, padded_vocab_size))
+    return chunks_of(chunks, stage=stage, num_stages=config.parallel.pipeline_model_parallel_size)
+
+
+def stage_plan(config: RunConfig, stage: int) -> StagePlan:
+    """The schedule of a pipeline stage."""
+    return StagePlan(
+        schedule=derived.pipeline_schedule(config),
+        num_stages=config.parallel.pipeline_model_parallel_size,
+        num_chunks=derived.num_virtual_chunks(config),
+        stage=stage,
+        keeps_gathered=config.zero.zero3_reshard_after == "window",
+    )
+
+
+def activation_config(config: RunConfig) -> ActivationConfig:
+    """The section as it takes effect: with a sequence that is split, checkpoints are slices already."""
+    section = config.activations
+    is_split = config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size > 1
+    return replace(section, partition_activations=False) if is_split else section
+
+
+def num_checkpoints(config: RunConfig, stage: int, padded_vocab_size: int, num_micro_batches: int) -> int:
+    """Checkpoints that a stage holds at once, at the most: those of every micro-batch in flight."""
+    plan = choices(config.activations)
+    in_flight = most_in_flight(stage_plan(config, stage).step(num_micro_batches).actions)
+    chunks = stage_chunks(config, stage, padded_vocab_size)
+    return sum(plan.num_checkpoints(len(chunk.layers)) * in_flight[index] for index, chunk in enumerate(chunks))
+
+
+def describe_stages(config: RunConfig, padded_vocab_size: int) -> list[str]:
+    """What each pipeline stage holds, for the start of a run; nothing where there is only one."""
+    num_stages = config.parallel.pipeline_model_parallel_size
+    if num_stages == 1:
+        return []
+    lines = [
+        f"  stage {stage}: " + " and ".join(map(_describe, stage_chunks(config, stage, padded_vocab_size)))
+        for stage in range(num_stages)
+    ]
+    most = _MOST_STAGES_SHOWN
+    shown = lines if len(lines) <= most else [*lines[: most - 2], "  ...", lines[-1]]
+    return [f"pipeline stages, schedule {derived.pipeline_schedule(config)}", *shown]
+
+
+_MOST_STAGES_SHOWN = 16
+
+
+def _describe(chunk: Chunk) -> str:
+    """`embedding, layers 0-5`."""
+    first, last = chunk.layers.start, chunk.layers.stop - 1
+    layers = [f"layer {first}" if first == last else f"layers {first}-{last}"] if chunk.layers else []
+    return ", ".join([*["embedding"] * chunk.is_first, *layers, *["final norm and head"] * chunk.is_last])

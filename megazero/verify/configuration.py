@@ -1,0 +1,102 @@
+"""A configuration whose layout is verified: the same in float64, and the same run on one process.
+
+In float64 and without dropout a layout differs from one process by the order of additions only, so that what differs by
+more is wrong.  How many steps are compared is no setting of a run: it is taken from the words before they are read.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from megazero.config import derived
+from megazero.config.engine_sections import ActivationConfig, PrecisionConfig, ZeroConfig
+from megazero.config.fields import FieldInfo
+from megazero.config.run import FIELDS, CheckpointConfig, ParallelConfig, RunConfig
+from megazero.errors import Problem
+
+STEPS_FLAG = "--verify-steps"
+DEFAULT_STEPS = 3
+
+
+class OwnWords(NamedTuple):
+    """What a command line says of the verification, and the words that are the run's."""
+
+    steps: int
+    rest: list[str]
+    problems: tuple[Problem, ...]
+
+
+def take_steps(argv: Sequence[str]) -> OwnWords:
+    """Take `--verify-steps N` out of the words; the last one counts."""
+    rest: list[str] = []
+    steps, problems = DEFAULT_STEPS, []
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") != STEPS_FLAG:
+            rest.append(word)
+            continue
+        if not equals and words and not words[0].startswith("--"):
+            value = words.pop(0)
+        if value.isdecimal() and int(value) > 0:
+            steps = int(value)
+        else:
+            rule = "the number of steps that are compared is a whole number, at least 1"
+            problems.append(Problem(f"{STEPS_FLAG} {value}".rstrip(), rule, f"{STEPS_FLAG} {DEFAULT_STEPS}"))
+    return OwnWords(steps, rest, tuple(problems))
+
+
+def starting_anew(config: RunConfig) -> RunConfig:
+    """The same without checkpoints and evaluation, which a verification has no use for."""
+    return replace(config, checkpoint=CheckpointConfig(), training=replace(config.training, eval_iters=0))
+
+
+def in_float64(config: RunConfig) -> RunConfig:
+    """The same layout in float64, without dropout, checkpoints and evaluation."""
+    return replace(
+        starting_anew(config),
+        model=replace(config.model, hidden_dropout=0.0, attention_dropout=0.0),
+        precision=PrecisionConfig(precision="fp64"),
+        zero=replace(config.zero, communication_data_type="auto"),
+    )
+
+
+def on_one_process(config: RunConfig, world_size: int) -> RunConfig:
+    """The plain run that a layout on `world_size` processes has to equal: the same steps, nothing partitioned."""
+    parallel = config.parallel
+    return replace(
+        config,
+        parallel=ParallelConfig(device=parallel.device, distributed_backend=parallel.distributed_backend),
+        zero=ZeroConfig(zero_stage=0),
+        activations=ActivationConfig(),
+        training=replace(config.training, global_batch_size=derived.global_batch_size(config, world_size)),
+    )
+
+
+def overridden(config: RunConfig) -> str:
+    """The settings that float64 takes the place of, given or not, as flags parted by blanks; "" if there are none."""
+    return " ".join(_flags(config, in_float64(config)))
+
+
+def _flags(before: RunConfig, after: RunConfig) -> Iterator[str]:
+    for info in FIELDS:
+        mine, other = (getattr(getattr(config, info.section), info.name) for config in (before, after))
+        if mine != other and info.name != "eval_iters":
+            yield _spelt(info, mine)
+
+
+def _spelt(info: FieldInfo, value: object) -> str:
+    return info.flag if value is True else f"{info.flag} {value}"
+
+
+def describe_layout(config: RunConfig) -> str:
+    """What the degrees alone don't say: `ZeRO stage 2, sequence parallel, 1f1b schedule, full recomputation`."""
+    words = [f"ZeRO stage {config.zero.zero_stage}"]
+    if config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size > 1:
+        words.append("sequence parallel")
+    if config.parallel.pipeline_model_parallel_size > 1:
+        words.append(f"{derived.pipeline_schedule(config)} schedule")
+    if config.activations.recompute_granularity != "none":
+        words.append(f"{config.activations.recompute_granularity} recomputation")
+    return ", ".join(words)

@@ -1,0 +1,362 @@
+"""`--deepspeed-config` beside flags: the whole command line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megazero.command_line.parse import ParsedRun, parse
+from megazero.config.engine_sections import ActivationConfig, ZeroConfig
+from megazero.config.validate import Said
+from megazero.config.yaml_file import to_yaml
+from megazero.dialects.deepspeed.reading import read
+from megazero.dialects.deepspeed.run import adopt, complete
+from megazero.errors import ConfigError, Problem
+from megazero.rules.run import check
+
+BASE = "--preset gpt2-124m --train-iters 100 --mock-data"
+SIZED = f"{BASE} --micro-batch-size 2 --lr 1e-3"
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def run(content: dict[str, Any], line: str, *, world_size: int = 8) -> ParsedRun:
+    Path("ds.json").write_text(json.dumps(content))
+    return parse(f"--deepspeed --deepspeed_config ds.json {line}".split(), world_size=world_size)
+
+
+def problems(content: dict[str, Any], line: str, *, world_size: int = 8) -> tuple[Problem, ...]:
+    with pytest.raises(ConfigError) as caught:
+        run(content, line, world_size=world_size)
+    return caught.value.problems
+
+
+def only(content: dict[str, Any], line: str, *, world_size: int = 8) -> Problem:
+    found = problems(content, line, world_size=world_size)
+    assert len(found) == 1, found
+    return found[0]
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_launch_scripts_file_sets_the_run() -> None:
+    content = {
+        "train_micro_batch_size_per_gpu": 2,
+        "train_batch_size": 64,
+        "gradient_clipping": 0.5,
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "prescale_gradients": True,
+        "communication_data_type": "fp32",
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": 5e7, "stage3_max_live_parameters": 7},
+        "optimizer": {"type": "AdamW", "params": {"lr": 6e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "steps_per_print": 2000,
+    }
+    parsed = run(content, BASE)
+    config = parsed.config
+    assert (config.training.micro_batch_size, config.training.global_batch_size) == (2, 64)
+    assert (config.optimizer.clip_grad, config.optimizer.lr, config.optimizer.adam_beta2) == (0.5, 6e-4, 0.95)
+    assert (config.optimizer.weight_decay, config.optimizer.adam_eps) == (0.1, 1e-8)
+    assert config.precision.precision == "bf16" and config.precision.accumulate_allreduce_grads_in_fp32
+    assert (config.zero.zero_stage, config.zero.reduce_bucket_size, config.zero.max_live_parameters) == (
+        3,
+        50_000_000,
+        7,
+    )
+    assert config.zero.prescale_gradients and config.zero.communication_data_type == "fp32"
+    assert "ds.json: steps_per_print: accepted, without effect: reports are the program's own" in parsed.notices
+
+
+def test_what_the_section_leaves_out_has_deepspeeds_defaults() -> None:
+    zero = run({"zero_optimization": {"stage": 2}}, SIZED).config.zero
+    assert zero == ZeroConfig(
+        zero_stage=2,
+        reduce_bucket_size=500_000_000,
+        allgather_bucket_size=500_000_000,
+        overlap_comm=False,
+        prefetch_bucket_size=50_000_000,
+        param_persistence_threshold=100_000,
+        max_reuse_distance=10**9,
+    )
+    assert run({"zero_optimization": {"stage": 3}}, SIZED).config.zero.overlap_comm is True
+    assert run({"zero_optimization": {}}, SIZED).config.zero.zero_stage == 0
+
+
+def test_a_section_that_is_absent_leaves_megazeros_defaults() -> None:
+    config = run({}, SIZED).config
+    assert config == parse(SIZED.split()).config
+    assert config.zero == ZeroConfig() and config.optimizer.clip_grad == 1.0
+
+
+def test_auto_leaves_the_settings_alone() -> None:
+    content = {
+        "train_batch_size": "auto",
+        "gradient_clipping": "auto",
+        "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 12},
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "overlap_comm": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+    }
+    config = run(content, f"{SIZED} --clip-grad 3 --weight-decay 0.3").config
+    assert (config.optimizer.clip_grad, config.optimizer.weight_decay, config.optimizer.lr) == (3.0, 0.3, 1e-3)
+    assert config.zero.reduce_bucket_size == ZeroConfig().reduce_bucket_size and config.zero.overlap_comm
+    assert config.precision.precision == "fp32"
+    # An automatic format is on where a flag asks for it, and then the rest of the section counts.
+    assert run(content, f"{SIZED} --fp16").config.precision.initial_loss_scale == 4096.0
+    assert run(content, f"{SIZED} --precision fp16").config.precision.initial_loss_scale == 4096.0
+    assert run(content, f"{SIZED} --bf16").config.precision.precision == "bf16"
+
+
+def test_fp16_and_its_loss_scale() -> None:
+    fixed = run({"fp16": {"enabled": True, "loss_scale": 128}}, SIZED).config.precision
+    assert (fixed.precision, fixed.loss_scale) == ("fp16", 128.0)
+    section = {"enabled": True, "initial_scale_power": 11, "hysteresis": 4, "consecutive_hysteresis": True}
+    moving = run({"fp16": section}, f"{SIZED} --fp16 --hysteresis 4").config.precision
+    assert (moving.loss_scale, moving.initial_loss_scale, moving.hysteresis) == (None, 2048.0, 4)
+    assert moving.consecutive_hysteresis
+    assert run({"fp16": {"enabled": True}}, SIZED).config.precision.initial_loss_scale == 65536.0
+    unused = run({"fp16": {"enabled": False, "loss_scale": 128}}, SIZED).config.precision
+    assert (unused.precision, unused.loss_scale) == ("fp32", None)
+
+
+def test_a_schedule_with_a_straight_warm_up() -> None:
+    warmup = {"warmup_type": "linear", "warmup_num_steps": 10}
+    cosine = {"type": "WarmupCosineLR", "params": {**warmup, "total_num_steps": "auto", "cos_min_ratio": 0.1}}
+    optimizer = run({"scheduler": cosine}, f"{SIZED} --min-lr 1e-4").config.optimizer
+    assert (optimizer.lr_decay_style, optimizer.lr_warmup_iters, optimizer.lr_decay_iters) == ("cosine", 10, None)
+    assert run({"scheduler": cosine}, SIZED).config.optimizer.min_lr == pytest.approx(1e-4)
+    assert run({"scheduler": cosine}, SIZED).config.optimizer.lr == 1e-3
+    found = only({"scheduler": cosine}, f"{SIZED} --min-lr 1e-5")
+    assert found.given == "--min-lr 1e-5 and ds.json: scheduler.params.cos_min_ratio: 0.1 x --lr 1e-3"
+    decay = {"type": "WarmupDecayLR", "params": {**warmup, "total_num_steps": 50, "warmup_max_lr": 1e-3}}
+    linear = run({"scheduler": decay}, SIZED).config.optimizer
+    assert (linear.lr_decay_style, linear.lr_decay_iters, linear.lr, linear.min_lr) == ("linear", 50, 1e-3, 0.0)
+
+
+KEPT = {"partition_activations": True, "contiguous_memory_optimization": True, "number_checkpoints": 4}
+
+
+def test_how_checkpoints_are_kept() -> None:
+    section = {**KEPT, "cpu_checkpointing": "auto", "synchronize_checkpoint_boundary": True, "profile": False}
+    flags = f"{SIZED} --checkpoint-activations --number-checkpoints 4 --tensor-model-parallel-size 2"
+    parsed = run({"activation_checkpointing": section}, flags)
+    assert parsed.config.activations == ActivationConfig(
+        recompute_granularity="full",
+        partition_activations=True,
+        checkpoint_in_cpu="auto",
+        contiguous_checkpointing=True,
+        number_checkpoints=4,
+        synchronize_each_layer=True,
+    )
+    assert [notice.split(":")[0] for notice in parsed.notices] == ["--deepspeed"]
+    off = dict.fromkeys(section, False) | {"number_checkpoints": None}
+    assert run({"activation_checkpointing": off}, SIZED).config.activations == ActivationConfig()
+
+
+def test_checkpoints_need_recomputation_which_flags_ask_for() -> None:
+    config = run({"activation_checkpointing": KEPT}, SIZED).config
+    (found,) = check(config, 8)
+    assert found.given.startswith("--partition-activations --contiguous-checkpointing --number-checkpoints 4 with")
+    assert found.legal.startswith("--recompute-granularity full")
+
+
+def test_a_count_is_idle_unless_file_or_flags_ask_for_an_arena() -> None:
+    content = {"activation_checkpointing": {"number_checkpoints": 4, "contiguous_memory_optimization": False}}
+    parsed = run(content, SIZED)
+    assert parsed.config.activations == ActivationConfig()
+    assert any("number_checkpoints: accepted, without effect" in notice for notice in parsed.notices)
+    bare = {"activation_checkpointing": {"number_checkpoints": 4}}
+    flags = f"{SIZED} --recompute-granularity full --contiguous-checkpointing"
+    assert run(bare, flags).config.activations.number_checkpoints == 4
+    assert run(bare, f"{SIZED} --zero-config C1").config.activations.number_checkpoints == 4
+    found = only(bare, f"{flags} --number-checkpoints 5")
+    assert found.given == "ds.json: activation_checkpointing.number_checkpoints: 4 and --number-checkpoints 5"
+
+
+# --- file and flags --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "flags"),
+    [
+        ({"zero_optimization": {"stage": 2}}, "--zero-stage 2"),
+        ({"zero_optimization": {"stage": 2}}, "--use-distributed-optimizer"),
+        ({"zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8}}, "--reduce-bucket-size 500_000_000"),
+        ({"zero_optimization": {"stage": 3, "overlap_comm": False}}, "--no-overlap-comm --zero-stage=3"),
+        ({"bf16": {"enabled": True}}, "--bf16"),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": False}}, "--precision bf16"),
+        ({"fp16": {"enabled": False}}, "--bf16"),
+        ({"gradient_clipping": 1.0}, "--clip-grad 1"),
+        ({"train_micro_batch_size_per_gpu": 2}, ""),
+        ({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2}, "--global-batch-size 32"),
+        ({"gradient_accumulation_steps": 2}, "--global-batch-size 32"),
+        ({"communication_data_type": "bf16"}, "--communication-data-type bf16"),
+        ({"optimizer": {"type": "Adam", "params": {"lr": 0.001, "eps": 1e-8}}}, "--adam-eps 1e-8"),
+    ],
+)
+def test_the_same_said_twice_is_fine(content: dict[str, Any], flags: str) -> None:
+    run(content, f"{SIZED} {flags}")
+
+
+@pytest.mark.parametrize(
+    ("content", "flags", "given"),
+    [
+        (
+            {"zero_optimization": {"stage": 2}},
+            "--zero-stage 3",
+            "ds.json: zero_optimization.stage: 2 and --zero-stage 3",
+        ),
+        (
+            {"zero_optimization": {"stage": 0}},
+            "--use-distributed-optimizer",
+            "ds.json: zero_optimization.stage: 0 and --use-distributed-optimizer",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 5}},
+            "--stage3-prefetch-bucket-size 6",
+            "ds.json: zero_optimization.stage3_prefetch_bucket_size: 5 and --stage3-prefetch-bucket-size 6",
+        ),
+        (
+            {"zero_optimization": {"overlap_comm": False}},
+            "--overlap-comm",
+            "ds.json: zero_optimization.overlap_comm: false and --overlap-comm",
+        ),
+        ({"bf16": {"enabled": True}}, "--fp16", "ds.json: bf16.enabled: true and --fp16"),
+        ({"bf16": {"enabled": False}}, "--bf16", "--bf16 and ds.json: bf16.enabled: false"),
+        (
+            {"activation_checkpointing": {"partition_activations": False}},
+            "--checkpoint-activations --partition-activations auto",
+            "ds.json: activation_checkpointing.partition_activations: false and --partition-activations auto",
+        ),
+        ({"gradient_clipping": 0.0}, "--clip-grad 1.0", "ds.json: gradient_clipping: 0.0 and --clip-grad 1.0"),
+        (
+            {"train_micro_batch_size_per_gpu": 4},
+            "",
+            "ds.json: train_micro_batch_size_per_gpu: 4 and --micro-batch-size 2",
+        ),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"lr": 2e-3}}},
+            "",
+            "ds.json: optimizer.params.lr: 0.002 and --lr 1e-3",
+        ),
+        (
+            {"data_types": {"grad_accum_dtype": "bf16"}},
+            "--fp16",
+            'ds.json: data_types.grad_accum_dtype: "bf16"',
+        ),
+    ],
+)
+def test_another_value_is_an_error_that_names_both(content: dict[str, Any], flags: str, given: str) -> None:
+    assert only(content, f"{SIZED} {flags}").given == given
+
+
+def test_absent_keys_do_not_override_what_was_said() -> None:
+    Path("run.yaml").write_text("reduce_bucket_size: 123\nadam_beta1: 0.7\nfp16: true\n")
+    content = {
+        "zero_optimization": {},
+        "optimizer": {"type": "AdamW"},
+        "fp16": {"enabled": "auto"},
+    }
+    config = run(content, f"{SIZED} --config run.yaml --zero-stage 3 --weight-decay 0.2 --max-reuse-distance 5").config
+    assert (config.zero.zero_stage, config.zero.max_reuse_distance, config.zero.reduce_bucket_size) == (3, 5, 123)
+    assert config.zero.overlap_comm is True and config.zero.allgather_bucket_size == 500_000_000
+    assert (config.optimizer.weight_decay, config.optimizer.lr, config.optimizer.adam_beta1) == (0.2, 1e-3, 0.7)
+    assert (config.precision.precision, config.precision.initial_loss_scale) == ("fp16", 65536.0)
+
+
+def test_a_warm_up_given_as_a_fraction_wins_over_the_documented_length() -> None:
+    content = {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "linear", "warmup_max_lr": 1e-3}}}
+    optimizer = run(content, f"{SIZED} --lr-warmup-fraction 0.1").config.optimizer
+    assert (optimizer.lr_warmup_fraction, optimizer.lr_warmup_iters) == (0.1, 0)
+
+
+def test_what_the_file_says_wins_over_yaml() -> None:
+    Path("run.yaml").write_text("zero_stage: 1\nclip_grad: 7\n")
+    config = run({"zero_optimization": {"stage": 3}, "gradient_clipping": 2}, f"{SIZED} --config run.yaml").config
+    assert (config.zero.zero_stage, config.optimizer.clip_grad) == (3, 2.0)
+
+
+def test_a_resolved_configuration_says_it_all() -> None:
+    first = run({"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_batch_size": 32}, SIZED).config
+    Path("resolved.yaml").write_text(to_yaml(first))
+    assert parse(["--config", "resolved.yaml"], world_size=8).config == first
+
+
+# --- batch -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "flags", "world_size", "micro", "train"),
+    [
+        ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}, "", 8, 2, 48),
+        ({"train_batch_size": 48, "gradient_accumulation_steps": 3}, "", 8, 2, 48),
+        ({"train_batch_size": 48}, "", 8, 6, 48),
+        ({"train_batch_size": 48}, "--micro-batch-size 2", 8, 2, 48),
+        ({"gradient_accumulation_steps": 3}, "--micro-batch-size 2", 8, 2, 48),
+        ({"gradient_accumulation_steps": 3}, "--global-batch-size 48", 8, 2, 48),
+        ({"gradient_accumulation_steps": 3}, "--micro-batch-size 2 --tensor-model-parallel-size 2", 8, 2, 24),
+        ({"train_batch_size": 48, "gradient_accumulation_steps": "auto"}, "--micro-batch-size 3", 8, 3, 48),
+        ({"train_micro_batch_size_per_gpu": 5}, "", 8, 5, None),
+        ({"train_batch_size": 6, "gradient_accumulation_steps": 3}, "", 1, 2, 6),
+    ],
+)
+def test_the_sizes_of_the_batch_follow(
+    content: dict[str, Any], flags: str, world_size: int, micro: int, train: int | None
+) -> None:
+    training = run(content, f"{BASE} --lr 1e-3 {flags}", world_size=world_size).config.training
+    assert (training.micro_batch_size, training.global_batch_size) == (micro, train)
+
+
+def test_sizes_that_contradict_each_other_name_their_sources() -> None:
+    content = {"train_batch_size": 64, "gradient_accumulation_steps": 3}
+    found = only(content, SIZED)
+    assert found.given == (
+        "ds.json: train_batch_size 64, --micro-batch-size 2, ds.json: gradient_accumulation_steps 3"
+        " on 8 data-parallel processes"
+    )
+    assert found.legal == "ds.json: train_batch_size 48, ds.json: gradient_accumulation_steps 4"
+    alone = problems({"train_batch_size": 14}, f"{BASE} --lr 1e-3")
+    assert alone[0].legal == "ds.json: train_batch_size 16, ds.json: train_batch_size 8"
+
+
+def test_a_broken_size_is_reported_once() -> None:
+    content = {"gradient_accumulation_steps": 3}
+    assert only(content, f"{BASE} --lr 1e-3 --micro-batch-size two").given == "--micro-batch-size two"
+
+
+# --- everything at once ----------------------------------------------------------------------------------------------
+
+
+def test_all_findings_come_together() -> None:
+    content = {
+        "zero_optimization": {"stage": 5, "offload_optimizer": {"device": "cpu"}},
+        "optimizer": {"type": "Lamb"},
+        "bf16": {"enabled": True},
+        "tensorboard": {"enabled": True},
+    }
+    given = {
+        item.given.split(": ")[1] if "ds.json" in item.given else item.given for item in problems(content, "--lr x")
+    }
+    assert {"zero_optimization.stage", "zero_optimization.offload_optimizer.device", "optimizer.type"} <= given
+    assert {"tensorboard", "--lr x", "--num-layers is missing"} <= given
+
+
+def test_the_pieces_need_no_file() -> None:
+    reading = read({"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": 2}, "ds")
+    adopted = adopt(reading, wants_fp16=False)
+    settings = {item.name.replace("-", "_"): item for item in adopted.said}
+    settings["micro_batch_size"] = Said("micro_batch_size", "4", "--micro-batch-size 4")
+    assert complete(adopted, settings, data_parallel_size=3) == []
+    assert settings["global_batch_size"].value == 24 and settings["overlap_comm"].value is True
+    assert settings["global_batch_size"].source == "ds: train_batch_size 24, which follows on 3 processes"
+
+
+def test_help_names_the_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    assert "--deepspeed-config FILE.json" in capsys.readouterr().out

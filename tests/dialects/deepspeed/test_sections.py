@@ -1,0 +1,248 @@
+"""From the reading of a DeepSpeed configuration to the parts of the library's, published configurations among them."""
+
+import json
+from typing import Any
+
+import pytest
+
+from megazero.config.choices import OptimizerChoice, SchedulerChoice
+from megazero.config.engine_sections import ActivationConfig, PrecisionConfig, ZeroConfig
+from megazero.dialects.deepspeed.reading import Reading, read
+from megazero.dialects.deepspeed.sections import EngineParts, engine_parts
+from megazero.errors import Problem
+
+# The shapes of configurations as tutorials and integrations publish them.
+ZERO_2_FP16 = """{
+  "train_batch_size": 8, "gradient_accumulation_steps": 1, "steps_per_print": 2000,
+  "optimizer": {"type": "Adam", "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}},
+  "scheduler": {"type": "WarmupLR",
+                "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000}},
+  "gradient_clipping": 1.0, "prescale_gradients": false, "wall_clock_breakdown": false,
+  "fp16": {"enabled": true, "fp16_master_weights_and_grads": false, "loss_scale": 0, "loss_scale_window": 500,
+           "hysteresis": 2, "min_loss_scale": 1, "initial_scale_power": 15},
+  "zero_optimization": {"stage": 2, "allgather_partitions": true, "reduce_scatter": true,
+    "allgather_bucket_size": 50000000, "reduce_bucket_size": 50000000, "overlap_comm": true,
+    "contiguous_gradients": true, "cpu_offload": false}
+}"""
+AUTO_ZERO_3 = """{
+  "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2,
+           "min_loss_scale": 1},
+  "bf16": {"enabled": "auto"},
+  "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+  "scheduler": {"type": "WarmupLR",
+                "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
+  "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "none", "pin_memory": true},
+    "offload_param": {"device": "none", "pin_memory": true}, "overlap_comm": true, "contiguous_gradients": true,
+    "sub_group_size": 1e9, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
+    "stage3_param_persistence_threshold": "auto", "stage3_max_live_parameters": 1e9,
+    "stage3_max_reuse_distance": 1e9, "stage3_gather_16bit_weights_on_model_save": true},
+  "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "steps_per_print": 2000,
+  "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "wall_clock_breakdown": false
+}"""
+LAUNCH_SCRIPT_BF16 = """{
+  "train_micro_batch_size_per_gpu": 2, "train_batch_size": 2048, "gradient_clipping": 1.0,
+  "zero_optimization": {"stage": 0}, "bf16": {"enabled": true}, "steps_per_print": 2000,
+  "wall_clock_breakdown": false, "data_types": {"grad_accum_dtype": "fp32"}
+}"""
+LAUNCH_SCRIPT_FP16 = """{
+  "train_batch_size": 256, "train_micro_batch_size_per_gpu": 4, "steps_per_print": 10,
+  "zero_optimization": {"stage": 1, "elastic_checkpoint": true}, "gradient_clipping": 1.0,
+  "prescale_gradients": true, "fp16": {"enabled": true, "loss_scale": 0, "loss_scale_window": 500, "hysteresis": 2,
+  "min_loss_scale": 1, "initial_scale_power": 11}, "curriculum_learning": {"enabled": false},
+  "wall_clock_breakdown": true, "zero_allow_untested_optimizer": true, "sparse_gradients": false,
+  "communication_data_type": "fp32", "activation_checkpointing": {"partition_activations": false, "profile": false},
+  "flops_profiler": {"enabled": false, "profile_step": 1, "module_depth": -1, "top_modules": 1, "detailed": true}
+}"""
+PUBLISHED = {
+    "zero 2, fp16": ZERO_2_FP16,
+    "zero 3, auto": AUTO_ZERO_3,
+    "launch script, bf16": LAUNCH_SCRIPT_BF16,
+    "launch script, fp16": LAUNCH_SCRIPT_FP16,
+}
+
+
+def parts(content: dict[str, Any] | str) -> tuple[EngineParts, Reading]:
+    reading = read(json.loads(content) if isinstance(content, str) else content, "ds.json")
+    return engine_parts(reading), reading
+
+
+def problems(content: dict[str, Any]) -> list[Problem]:
+    return parts(content)[1].findings.problems
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configurations_load(name: str) -> None:
+    assert parts(PUBLISHED[name])[1].findings.problems == []
+
+
+def test_a_zero_2_configuration_with_a_schedule() -> None:
+    made, reading = parts(ZERO_2_FP16)
+    assert made.precision == PrecisionConfig(precision="fp16", initial_loss_scale=2.0**15, loss_scale_window=500)
+    assert made.optimizer == OptimizerChoice(
+        type="AdamW",
+        lr=0.001,
+        params={"betas": (0.8, 0.999), "eps": 1e-8, "weight_decay": 3e-7, "amsgrad": False, "maximize": False},
+    )
+    assert made.scheduler == SchedulerChoice(
+        type="WarmupLR",
+        params={"warmup_min_lr": 0.0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000, "warmup_type": "log"},
+    )
+    assert (made.zero.zero_stage, made.zero.reduce_bucket_size, made.zero.overlap_comm) == (2, 50_000_000, True)
+    assert made.zero.max_reuse_distance == 10**9
+    assert [line.split(": ")[1] for line in reading.findings.notices] == ["steps_per_print", "wall_clock_breakdown"]
+
+
+def test_auto_is_megazeros_default_and_absence_deepspeeds() -> None:
+    made, own = parts(AUTO_ZERO_3)[0], ZeroConfig()
+    assert made.zero.zero_stage == 3 and made.zero.gather_16bit_weights_on_model_save
+    assert made.zero.reduce_bucket_size == own.reduce_bucket_size
+    assert made.zero.prefetch_bucket_size is own.prefetch_bucket_size is None
+    assert made.zero.param_persistence_threshold == own.param_persistence_threshold == 0
+    assert made.zero.allgather_bucket_size == 500_000_000
+    assert made.precision == PrecisionConfig()
+    assert made.optimizer.lr == 1e-3 and made.optimizer.params["weight_decay"] == 0.01
+    assert made.scheduler is not None and made.scheduler.params["warmup_max_lr"] == made.optimizer.lr
+    absent = parts({"zero_optimization": {"stage": 3}})[0].zero
+    assert (absent.param_persistence_threshold, absent.max_reuse_distance) == (100_000, 10**9)
+    assert (absent.reduce_bucket_size, absent.prefetch_bucket_size) == (500_000_000, 50_000_000)
+
+
+def test_launch_scripts() -> None:
+    bf16 = parts(LAUNCH_SCRIPT_BF16)[0]
+    assert bf16.zero.zero_stage == 0
+    assert bf16.precision == PrecisionConfig(precision="bf16", accumulate_allreduce_grads_in_fp32=True)
+    fp16 = parts(LAUNCH_SCRIPT_FP16)[0]
+    assert fp16.precision.initial_loss_scale == 2048.0 and fp16.zero.prescale_gradients
+    assert fp16.zero.communication_data_type == "fp32"
+
+
+def test_nothing_said_is_stage_0_in_fp32() -> None:
+    made = parts({})[0]
+    assert (made.zero.zero_stage, made.precision.precision, made.scheduler) == (0, "fp32", None)
+    assert (made.optimizer.type, made.optimizer.params["weight_decay"]) == ("AdamW", 0.0)
+    assert made.zero.communication_data_type == "auto"
+
+
+@pytest.mark.parametrize(("stage", "overlaps"), [(0, False), (1, False), (2, False), (3, True)])
+def test_without_a_word_communication_overlaps_in_stage_3(stage: int, overlaps: bool) -> None:
+    assert parts({"zero_optimization": {"stage": stage}})[0].zero.overlap_comm is overlaps
+    assert parts({"zero_optimization": {"stage": stage, "overlap_comm": None}})[0].zero.overlap_comm is overlaps
+    for said in (True, False):
+        assert parts({"zero_optimization": {"stage": stage, "overlap_comm": said}})[0].zero.overlap_comm is said
+    assert parts({"zero_optimization": {"stage": stage, "overlap_comm": "auto"}})[0].zero.overlap_comm is True
+
+
+def test_how_checkpoints_are_kept() -> None:
+    section = {
+        "partition_activations": True,
+        "cpu_checkpointing": "auto",
+        "contiguous_memory_optimization": True,
+        "number_checkpoints": 4,
+        "synchronize_checkpoint_boundary": True,
+        "profile": True,
+    }
+    made, reading = parts({"activation_checkpointing": section})
+    assert made.activations == ActivationConfig(
+        partition_activations=True,
+        checkpoint_in_cpu="auto",
+        contiguous_checkpointing=True,
+        number_checkpoints=4,
+        synchronize_each_layer=True,
+        profile_backward=True,
+    )
+    assert reading.findings.problems == [] and reading.findings.notices == []
+    assert parts({})[0].activations == ActivationConfig()
+    automatic = parts({"activation_checkpointing": dict.fromkeys(section, "auto")})[0].activations
+    assert automatic == ActivationConfig(partition_activations="auto", checkpoint_in_cpu="auto")
+
+
+def test_a_count_without_an_arena_means_nothing() -> None:
+    made, reading = parts(
+        {"activation_checkpointing": {"contiguous_memory_optimization": False, "number_checkpoints": 4}}
+    )
+    assert made.activations == ActivationConfig() and reading.findings.problems == []
+    (notice,) = reading.findings.notices
+    assert notice.startswith("ds.json: activation_checkpointing.number_checkpoints: accepted, without effect: ")
+
+
+def test_the_loss_scale() -> None:
+    fixed = parts({"fp16": {"enabled": True, "loss_scale": 128, "consecutive_hysteresis": True}})[0].precision
+    assert (fixed.precision, fixed.loss_scale, fixed.consecutive_hysteresis) == ("fp16", 128.0, True)
+    moving = parts({"fp16": {"enabled": True, "min_loss_scale": 1e-5, "hysteresis": 4}})[0].precision
+    assert (moving.loss_scale, moving.initial_loss_scale) == (None, 65536.0)
+    assert (moving.min_loss_scale, moving.hysteresis) == (1e-5, 4)
+    own = parts({"fp16": {"enabled": True, "initial_scale_power": "auto", "loss_scale": "auto"}})[0].precision
+    assert own.initial_loss_scale == PrecisionConfig().initial_loss_scale and own.loss_scale is None
+    # Without fp16 the section says nothing.
+    assert parts({"fp16": {"enabled": False, "loss_scale": 128}})[0].precision == PrecisionConfig()
+
+
+@pytest.mark.parametrize(
+    ("params", "kind", "chosen"),
+    [
+        ({}, "Adam", "AdamW"),
+        ({"adam_w_mode": True}, "adam", "AdamW"),
+        ({"adam_w_mode": "auto"}, "Adam", "AdamW"),
+        ({"adam_w_mode": False}, "Adam", "Adam"),
+        ({"adam_w_mode": False}, "AdamW", "AdamW"),
+        ({"torch_adam": True, "bias_correction": True}, "AdamW", "AdamW"),
+        ({"momentum": 0.9}, "SGD", "SGD"),
+        ({}, "Adagrad", "Adagrad"),
+    ],
+)
+def test_adam_is_adamw_unless_told_otherwise(params: dict[str, Any], kind: str, chosen: str) -> None:
+    made, reading = parts({"optimizer": {"type": kind, "params": params}})
+    assert made.optimizer.type == chosen and reading.findings.problems == []
+    assert made.optimizer.params["weight_decay"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("content", "given", "legal"),
+    [
+        (
+            {"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}},
+            "optimizer.params.max_grad_norm: 1.0",
+            "gradient_clipping: 1.0",
+        ),
+        (
+            {"optimizer": {"type": "Adam", "params": {"bias_correction": False}}},
+            "optimizer.params.bias_correction: false",
+            "bias_correction: true",
+        ),
+        (
+            {"optimizer": {"type": "Adam", "params": {"adam_w_mode": 1}}},
+            "optimizer.params.adam_w_mode: 1",
+            "true, false",
+        ),
+        ({"optimizer": {"params": {"lr": 1}}}, "optimizer.type is missing", 'type: "AdamW"'),
+        ({"scheduler": {"params": {"warmup_num_steps": 1}}}, "scheduler.type is missing", 'type: "WarmupLR"'),
+        ({"optimizer": {"type": "Lamb"}}, 'optimizer.type: "Lamb"', "AdamW"),
+        ({"optimizer": {"type": "Adam", "adam_w_mode": True}}, "optimizer.adam_w_mode: true", "type"),
+        ({"scheduler": {"type": "OneCycle"}}, 'scheduler.type: "OneCycle"', "WarmupLR"),
+        (
+            {"prescale_gradients": True, "gradient_predivide_factor": 8},
+            "prescale_gradients and gradient_predivide_factor 8",
+            "gradient_predivide_factor 1",
+        ),
+        (
+            {"fp16": {"enabled": True, "initial_scale_power": 1, "min_loss_scale": 4}},
+            "2 to the fp16.initial_scale_power, 2 fp16.min_loss_scale 4",
+            "2 to the fp16.initial_scale_power, 4, fp16.min_loss_scale 2",
+        ),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, 'data_types.grad_accum_dtype: "bf16"', '"fp32"'),
+        (
+            {"data_types": {"grad_accum_dtype": "fp16"}, "bf16": {"enabled": True}},
+            'data_types.grad_accum_dtype: "fp16"',
+            'grad_accum_dtype: "bf16", grad_accum_dtype: "fp32"',
+        ),
+    ],
+)
+def test_what_is_wrong_between_keys(content: dict[str, Any], given: str, legal: str) -> None:
+    (problem,) = problems(content)
+    assert problem.given == f"ds.json: {given}" and legal in problem.legal and problem.rule
+
+
+def test_gradients_in_the_models_own_format_are_no_wider() -> None:
+    content = {"data_types": {"grad_accum_dtype": "bf16"}, "bf16": {"enabled": True}}
+    assert parts(content)[0].precision == PrecisionConfig(precision="bf16")
+    assert parts({"data_types": {"grad_accum_dtype": "fp32"}})[0].precision == PrecisionConfig()

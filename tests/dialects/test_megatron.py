@@ -1,0 +1,222 @@
+"""The tables of foreign flags."""
+
+import pytest
+from support.configs import SMALL
+
+from megazero.command_line.flags import spellings
+from megazero.command_line.parse import parse
+from megazero.config.run import FIELDS
+from megazero.dialects.megatron import ACCEPTED, FIXED, INSTEAD, REFUSED, SHORTHANDS
+from megazero.errors import ConfigError
+
+# Flags of published launch scripts (Megatron-LM, Megatron-DeepSpeed, BLOOM): all must be known, whatever the answer.
+PUBLISHED = """
+num-layers hidden-size num-attention-heads seq-length max-position-embeddings ffn-hidden-size kv-channels
+init-method-std make-vocab-size-divisible-by hidden-dropout attention-dropout untie-embeddings-and-output-weights
+disable-bias-linear normalization swiglu squared-relu position-embedding-type use-rotary-position-embeddings
+rotary-percent apply-layernorm-1p openai-gelu layernorm-epsilon norm-epsilon apply-query-key-layer-scaling
+no-query-key-layer-scaling attention-softmax-in-fp32 micro-batch-size global-batch-size rampup-batch-size
+step-batch-size-schedule train-iters train-samples train-tokens exit-interval exit-duration-in-mins seed num-workers
+lr min-lr lr-decay-style lr-decay-iters lr-decay-samples lr-decay-tokens lr-warmup-fraction lr-warmup-iters
+lr-warmup-samples lr-warmup-tokens weight-decay start-weight-decay end-weight-decay weight-decay-incr-style optimizer
+adam-beta1 adam-beta2 adam-eps clip-grad override-opt-param-scheduler use-checkpoint-opt-param-scheduler fp16 bf16
+loss-scale initial-loss-scale min-loss-scale loss-scale-window hysteresis accumulate-allreduce-grads-in-fp32
+tensor-model-parallel-size pipeline-model-parallel-size sequence-parallel num-layers-per-virtual-pipeline-stage
+no-pipeline-parallel use-distributed-optimizer overlap-grad-reduce overlap-param-gather distributed-backend
+distributed-timeout-minutes zero-stage deepspeed deepspeed-config cpu-optimizer ds-sequence-parallel-size
+use-megatron-fsdp data-parallel-sharding-strategy recompute-activations recompute-granularity recompute-method
+recompute-num-layers recompute-modules checkpoint-activations deepspeed-activation-checkpointing partition-activations
+checkpoint-in-cpu checkpoint-num-layers distribute-saved-activations distribute-checkpointed-activations
+contigious-checkpointing synchronize-each-layer profile-backward activations-checkpoint-num-layers
+cpu-offloading-num-layers data-path split vocab-file merge-file tokenizer-type tokenizer-model vocab-size data-impl
+data-cache-path mock-data train-data-path valid-data-path test-data-path dataloader-type reset-position-ids
+reset-attention-mask eod-mask-loss no-mmap-bin-files no-create-attention-mask-in-dataloader save load save-interval
+no-load-optim no-load-rng no-save-optim no-save-rng finetune use-checkpoint-args ckpt-format async-save
+universal-checkpoint reset-iteration no-load-lr-state eval-iters eval-interval log-interval tensorboard-dir
+tensorboard-queue-size log-timers-to-tensorboard log-batch-size-to-tensorboard log-validation-ppl-to-tensorboard
+log-memory-to-tensorboard log-optimizer-states-to-tensorboard log-params-norm log-num-zeros-in-grad log-throughput
+timing-log-level timing-log-option wandb-project wandb-exp-name wandb-save-dir no-masked-softmax-fusion
+no-bias-gelu-fusion no-bias-dropout-fusion no-gradient-accumulation-fusion no-async-tensor-model-parallel-allreduce
+use-flash-attn use-flash-attn-v2 transformer-impl attention-backend use-mcore-models pp-partition-method
+train-weighted-split-paths-path valid-weighted-split-paths-path tokenizer-name-or-path embed-layernorm
+pad-vocab-size-to kill-switch-path valid-num-workers abort-on-unmet-fused-kernel-constraints batch-size warmup
+model-parallel-size activations-checkpoint-method no-position-embedding ckpt-fully-parallel-save use-dist-ckpt
+dist-ckpt-format use-custom-fsdp enable-cuda-graph cuda-graph-impl rotary-position-embeddings-theta
+num-key-value-heads num-query-groups profile local-rank num-virtual-stages-per-pipeline-rank use-tp-pp-dp-mapping
+decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers account-for-embedding-in-pipeline-split
+account-for-loss-in-pipeline-split pipeline-model-parallel-layout no-overlap-p2p-communication
+microbatch-group-size-per-virtual-pipeline-stage standalone-embedding-stage
+"""
+
+# Flags about how another implementation works, with words as scripts give them: none changes what is computed here.
+INNER = """
+--tp-comm-overlap --tp-comm-overlap-cfg buffers.yaml --tp-comm-bootstrap-backend nccl --disable-tp-comm-overlap-ag
+--disable-tp-comm-overlap-rs --disable-tp-comm-overlap-bulk-dgrad --disable-tp-comm-overlap-bulk-wgrad
+--tp-comm-overlap-rs-dgrad --tp-comm-split-ag --tp-comm-split-rs --tp-comm-atomic-ag --defer-embedding-wgrad-compute
+--wgrad-deferral-limit 22 --delay-wgrad-compute --deallocate-pipeline-outputs --batch-p2p-communication
+--use-ring-exchange-p2p --align-grad-reduce --no-align-grad-reduce --align-param-gather --no-align-param-gather
+--overlap-param-gather-with-optimizer-step --ddp-average-in-collective --ddp-pad-buckets-for-high-nccl-busbw
+--use-sharp --high-priority-stream-groups dp tp --nccl-communicator-config-path nccl.yaml
+--enable-gloo-process-groups --disable-gloo-process-groups --manual-gc --manual-gc-interval 100 --no-manual-gc-eval
+--empty-unused-memory-level 2 --use-cpu-initialization --no-initialization --init-model-with-meta-device
+--cross-entropy-fusion-impl te --check-for-nan-in-loss-and-grad --no-check-for-nan-in-loss-and-grad
+--barrier-with-level-1-timing --no-barrier-with-level-1-timing --log-progress --log-loss-scale-to-tensorboard
+--log-learning-rate-to-tensorboard --expert-tensor-parallel-size 1 --num-distributed-optimizer-instances 1
+--encoder-tensor-model-parallel-size 0
+"""
+GOOD = [
+    word
+    for name, value in SMALL.items()
+    for word in (f"--{name.replace('_', '-')}", "true" if value is True else str(value))
+]
+
+
+def test_every_published_flag_is_known() -> None:
+    settings = {name for info in FIELDS for name in (info.flag.removeprefix("--"), *info.aliases)}
+    known = settings | set(SHORTHANDS) | set(ACCEPTED) | set(FIXED) | set(REFUSED) | {"deepspeed-config"}
+    known |= {spelling.removeprefix("--") for info in FIELDS for spelling in spellings(info)}
+    assert [flag for flag in PUBLISHED.split() if flag not in known] == []
+
+
+def test_shorthands_set_real_settings() -> None:
+    names = {info.name for info in FIELDS}
+    assert [short.field for short in SHORTHANDS.values() if short.field not in names] == []
+
+
+def test_what_counted_as_a_refusal_before_stage_3() -> None:
+    """The launcher's file is read, and flags of other engines point to the stage that does what they ask for."""
+    assert "deepspeed-config" not in REFUSED
+    assert "--zero-stage 3" in REFUSED["use-megatron-fsdp"] and "--zero-stage 3" in REFUSED["use-torch-fsdp2"]
+    assert SHORTHANDS["use-distributed-optimizer"].gives_way_to == ("2", "3")
+
+
+def test_every_flag_of_pipelines_and_sequences_has_its_answer() -> None:
+    settings = {info.flag.removeprefix("--") for info in FIELDS}
+    now_real = "sequence-parallel num-layers-per-virtual-pipeline-stage pipeline-model-parallel-size"
+    assert set(now_real.split()) <= settings and not set(now_real.split()) & {*REFUSED, *FIXED, *ACCEPTED}
+    assert SHORTHANDS["no-pipeline-parallel"].value == "1"
+    assert SHORTHANDS["use-tp-pp-dp-mapping"].value == "dp-pp-tp"
+    for name in ("virtual-pipeline-model-parallel-size", "num-virtual-stages-per-pipeline-rank"):
+        assert "--num-layers-per-virtual-pipeline-stage" in FIXED[name].rule
+    for name in ("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers", "pp-partition-method"):
+        assert "--pipeline-split" in REFUSED[name]
+    answers = [*REFUSED.values(), *ACCEPTED.values(), *(fixed.rule for fixed in FIXED.values())]
+    assert [answer for answer in answers if "not there yet" in answer] == []
+
+
+def test_a_refusal_gives_a_reason_and_names_only_flags_that_exist() -> None:
+    flags = {info.flag for info in FIELDS} | {"--config"}
+    for name, reason in REFUSED.items():
+        assert reason, name
+        named = {word.strip(",;.") for word in reason.split() if word.startswith("--")}
+        assert named <= flags, name
+
+
+def test_every_flag_of_recomputation_has_its_answer() -> None:
+    """What was refused before there was recomputation sets something, says what is the case anyway, or is refused."""
+    settings = {name for info in FIELDS for name in (info.flag.removeprefix("--"), *info.aliases)}
+    known = """recompute-granularity recompute-method recompute-num-layers checkpoint-num-layers partition-activations
+    activations-checkpoint-method checkpoint-in-cpu distribute-saved-activations"""
+    assert set(known.split()) <= settings
+    assert {name for name, short in SHORTHANDS.items() if short.field == "recompute_granularity"} == {
+        "recompute-activations",
+        "checkpoint-activations",
+    }
+    assert "recompute-modules" in FIXED and "deepspeed-activation-checkpointing" in ACCEPTED
+    assert "--checkpoint-in-cpu" in REFUSED["cpu-offloading-num-layers"]
+
+
+def test_flags_of_inner_workings_earn_a_notice_each() -> None:
+    alone, parsed = parse(GOOD), parse([*GOOD, *INNER.split()])
+    assert parsed.config == alone.config
+    told = [notice.split(":")[0].split()[0] for notice in parsed.notices]
+    assert told == [word for word in INNER.split() if word.startswith("--")]
+    (notice,) = parse([*GOOD, "--wgrad-deferral-limit", "22"]).notices
+    assert "--pipeline-schedule zero-bubble" in notice
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--expert-tensor-parallel-size 2", "legal: --expert-tensor-parallel-size 1"),
+        ("--num-distributed-optimizer-instances 2", "legal: --num-distributed-optimizer-instances 1"),
+        ("--encoder-tensor-model-parallel-size 1", "legal: --encoder-tensor-model-parallel-size 0"),
+        ("--pipeline-model-parallel-comm-backend ucc", "give --distributed-backend"),
+        ("--ddp-bucket-size 40000000", "given by --reduce-bucket-size"),
+        ("--distributed-timeout-seconds-after-init 60", "give --distributed-timeout-minutes"),
+        ("--skip-train", "a finished run, started again with --load, only evaluates"),
+        ("--variable-seq-lengths", "every sample has --seq-length tokens"),
+        ("--cp-comm-type p2p", "attention sees whole sequences"),
+        ("--hierarchical-context-parallel-sizes 2 4", "attention sees whole sequences"),
+        ("--fp32-residual-connection", "number format of --precision"),
+        ("--data-parallel-random-init", "start with the same weights"),
+        ("--lazy-mpu-init", "set up at the start"),
+        ("--non-persistent-save-interval 10", "give --save-interval"),
+        ("--pretrained-checkpoint dir", "--load with --finetune"),
+    ],
+)
+def test_effects_that_are_not_there_are_refused(words: str, told: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse([*GOOD, *words.split()])
+    (problem,) = error.value.problems
+    assert problem.given == words and problem.rule.startswith("refused: ") and told in str(problem)
+
+
+def test_what_is_legal_instead_is_a_setting() -> None:
+    """Every row answers a flag that is refused, and names flags that exist."""
+    flags = {info.flag for info in FIELDS}
+    assert set(INSTEAD) <= {*FIXED, *REFUSED}
+    for name, legal in INSTEAD.items():
+        assert {word for word in legal.split() if word.startswith("--")} <= flags, name
+    for name in ("virtual-pipeline-model-parallel-size", "num-virtual-stages-per-pipeline-rank"):
+        assert INSTEAD[name].startswith("--num-layers-per-virtual-pipeline-stage")
+    for name in ("decoder-first-pipeline-num-layers", "pipeline-model-parallel-layout"):
+        assert INSTEAD[name].startswith("--pipeline-split")
+
+
+@pytest.mark.parametrize(
+    ("words", "format"),
+    [
+        ("--fp8-format hybrid", "hybrid"),
+        ("--fp8-format e4m3", "e4m3"),
+        ("--fp8", "hybrid"),
+        ("--fp8 --fp8-format e4m3", "e4m3"),
+        ("--fp8-hybrid", "hybrid"),
+        ("--fp8-e4m3", "e4m3"),
+        ("--fp8-format hybrid --fp8-recipe tensorwise --fp8-margin 0 --fp8-interval 1", "hybrid"),
+        ("--fp8-format hybrid --fp8-amax-history-len 1 --fp8-amax-compute-algo most_recent", "hybrid"),
+        ("--fp8 false", None),
+    ],
+)
+def test_flags_of_8bit_products(words: str, format: str | None) -> None:
+    config = parse([*GOOD, "--bf16", *words.split()]).config
+    assert (config.precision.fp8_format, config.precision.precision) == (format, "bf16")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--fp8-recipe delayed", "legal: --fp8-recipe tensorwise"),
+        ("--fp8-recipe mxfp8", "legal: --fp8-recipe tensorwise"),
+        ("--fp8-margin 1", "legal: --fp8-margin 0"),
+        ("--fp8-amax-history-len 1024", "legal: --fp8-amax-history-len 1"),
+        ("--fp8-amax-compute-algo max", "legal: --fp8-amax-compute-algo most_recent"),
+        ("--no-fp8-wgrad", "all three products are of 8-bit numbers"),
+        ("--fp8-param-gather", "gathered in --precision"),
+        ("--first-last-layers-bf16", "the linear layers of all blocks have one number format"),
+        ("--num-layers-at-start-in-bf16 2", "the linear layers of all blocks have one number format"),
+        ("--num-layers-at-end-in-bf16 2", "the linear layers of all blocks have one number format"),
+        ("--fp8-dot-product-attention", "of the blocks' linear layers only"),
+        ("--fp8-multi-head-attention", "of the blocks' linear layers only"),
+    ],
+)
+def test_8bit_effects_that_are_not_there_are_refused(words: str, told: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse([*GOOD, "--bf16", "--fp8-format", "hybrid", *words.split()])
+    (problem,) = error.value.problems
+    assert problem.given == words and problem.rule.startswith("refused: ") and told in str(problem)
+
+
+def test_two_formats_of_8bit_products_clash() -> None:
+    with pytest.raises(ConfigError, match="both set --fp8-format"):
+        parse([*GOOD, "--bf16", "--fp8-hybrid", "--fp8-e4m3"])

@@ -1,0 +1,105 @@
+"""Which constructors are running, and where calls of torch functions begin and end."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from megazero.library.constructors import CallsOfConstructors, in_the_making, innermost, is_running
+from megazero.zero.guard import give_handle, guard, take_handle
+
+
+class Telling(nn.Module):
+    """Asks, at several places of its constructor, who is in the making."""
+
+    def __init__(self, ask: Callable[[], set[int]]) -> None:
+        super().__init__()
+        self.during = ask()
+        self.inner = next(ask() for _ in range(1))
+        later = lambda: self  # noqa: E731  # makes `self` a cell, as `super()` without arguments does
+        self.after = ask() if later() is self else set()
+
+
+def test_constructors_that_are_running() -> None:
+    made = Telling(in_the_making)
+    assert all(id(made) in asked for asked in (made.during, made.inner, made.after))
+    assert id(made) not in in_the_making()
+    outer: list[set[int]] = []
+    inner = Telling(lambda: outer.append(in_the_making()) or in_the_making())  # type: ignore[func-returns-value]
+    assert all(id(inner) in asked for asked in outer)
+
+
+def test_functions_that_are_running() -> None:
+    asked: list[bool] = []
+    nn.Linear(1, 1).apply(lambda module: asked.append(is_running(nn.Module.apply)))
+    assert asked == [True] and not is_running(nn.Module.apply)
+
+
+class Diary:
+    """A keeper that writes down what it is told, and owns parameters that are whole in fact."""
+
+    def __init__(self) -> None:
+        self.entries: list[str] = []
+        self.parameters: dict[str, nn.Parameter] = {}
+
+    def settle(self) -> None:
+        self.entries.append("settle")
+
+    def call_ended(self) -> None:
+        self.entries.append("ended")
+
+    def touched(self, name: str, call: str) -> None:
+        self.entries.append(f"{call} of {name}")
+        self.parameters[name].__class__ = nn.Parameter  # type: ignore[assignment]
+
+    def guarded(self, name: str) -> nn.Parameter:
+        self.parameters[name] = parameter = nn.Parameter(torch.ones(2))
+        give_handle(parameter, name, self)  # type: ignore[arg-type]
+        guard(parameter)
+        return parameter
+
+
+def test_calls_are_told() -> None:
+    diary = Diary()
+    first, second = diary.guarded("first"), diary.guarded("second")
+    with torch.no_grad(), CallsOfConstructors(diary):
+        first.copy_(second)
+        assert diary.entries == ["settle", "copy_ of first", "copy_ of second", "ended"]
+        diary.entries.clear()
+        first.add_(1)
+        torch.arange(3).sum()
+        assert diary.entries == [], "nothing guarded, and no memory for parameters"
+        torch.empty(3)
+        assert diary.entries == ["settle"]
+    diary.entries.clear()
+    torch.empty(3)
+    assert diary.entries == []
+
+
+def test_a_call_that_fails_is_no_end() -> None:
+    diary = Diary()
+    parameter = diary.guarded("p")
+    with CallsOfConstructors(diary), pytest.raises(RuntimeError):
+        parameter.add_(1)  # a leaf that requires a gradient
+    assert diary.entries == ["settle", "add_ of p"]
+
+
+def test_a_parameter_made_of_a_guarded_one() -> None:
+    """As torch.nn.utils.parametrize makes them."""
+    diary = Diary()
+    parameter = diary.guarded("p")
+    with CallsOfConstructors(diary):
+        other = nn.Parameter(parameter, requires_grad=False)
+    assert type(other) is nn.Parameter and not other.requires_grad and other.data_ptr() == parameter.data_ptr()
+    take_handle(parameter)
+
+
+def test_the_innermost_keeper() -> None:
+    outer, inner = Diary(), Diary()
+    assert innermost() is None
+    with CallsOfConstructors(outer):
+        assert innermost() is outer
+        with CallsOfConstructors(inner), torch.device("cpu"):
+            assert innermost() is inner
+        assert innermost() is outer

@@ -1,0 +1,109 @@
+"""Slices: what ranks keep of a parameter, and that it comes back."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from support.processes import mesh_in_worker, run_ranks
+from torch import nn
+
+from megazero.comm.local import LocalCommunicator
+from megazero.library import init_parameters as kept_module
+from megazero.library.init_parameters import Kept, address, has_alias
+from megazero.zero.guard import Owner, PartitionedParameter, give_handle
+
+CPU = torch.device("cpu")
+
+
+def parameter_of(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
+    """Other values on every rank."""
+    values = torch.arange(torch.Size(shape).numel()).view(shape) + 1000 * rank
+    return nn.Parameter(values.to(dtype), requires_grad=dtype.is_floating_point)
+
+
+SHAPES = [(), (1,), (2,), (7,), (3, 4), (5, 1, 7)]
+
+
+def through_slices(rank: int, source: int, gathered_numel: int) -> list[tuple[int, bool]]:
+    """For each shape: bytes that the rank keeps, and whether everything came back as it was on the source rank."""
+    found, communicator = [], mesh_in_worker(rank, dp=3).gathering
+    with patch.object(kept_module, "_GATHERED_NUMEL", gathered_numel):
+        for dtype in (torch.float64, torch.bfloat16, torch.int64):
+            for shape in SHAPES:
+                parameter = parameter_of(rank, shape, dtype)
+                kept = Kept("p", parameter, communicator, CPU)
+                give_handle(parameter, "p", _Nobody())
+                kept.take(source)
+                kept.empty()
+                assert isinstance(parameter, PartitionedParameter) and parameter.shape == shape
+                assert parameter.untyped_storage().nbytes() == 0 and parameter.dtype == dtype
+                kept.fill()
+                assert type(parameter) is nn.Parameter
+                same = torch.equal(parameter, parameter_of(source, shape, dtype))
+                assert kept._slice is not None
+                found.append((kept._slice.numel(), same and kept.values().shape == (parameter.numel(),)))
+    return found
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("source", "gathered_numel"), [(0, 1 << 22), (2, 4), (1, 1)])
+def test_what_is_kept_comes_back(source: int, gathered_numel: int) -> None:
+    sizes = [-(-torch.Size(shape).numel() // 3) for shape in SHAPES] * 3
+    for found in run_ranks(3, through_slices, source, gathered_numel):
+        assert found == [(size, True) for size in sizes]
+
+
+def alone(parameter: nn.Parameter) -> Kept:
+    give_handle(parameter, "p", _Nobody())
+    return Kept("p", parameter, LocalCommunicator(), CPU)
+
+
+def test_memory_that_others_use_is_theirs() -> None:
+    values = torch.ones(3, 4)
+    parameter = nn.Parameter(values[1:])
+    kept = alone(parameter)
+    kept.take(0)
+    kept.empty()
+    values.zero_()
+    kept.fill()
+    assert bool((parameter == 1).all()) and address(parameter) != address(values)
+    before = parameter.data
+    kept.empty()
+    before.add_(1)  # memory that was filled is not taken from whoever refers to it
+    assert bool((before == 2).all())
+
+
+def test_odd_memory() -> None:
+    """Transposed, and in another number format afterwards."""
+    parameter = nn.Parameter(torch.arange(6.0).view(2, 3).t())
+    kept = alone(parameter)
+    kept.take(0)
+    kept.empty()
+    kept.convert(torch.float64)
+    assert parameter.dtype == torch.float64 and parameter.untyped_storage().nbytes() == 0
+    kept.fill()
+    assert torch.equal(parameter, torch.tensor([[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]], dtype=torch.float64))
+
+
+def test_a_parameter_is_not_kept_alive() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    kept = Kept("p", parameter, LocalCommunicator(), CPU)
+    assert kept.is_alive
+    del parameter
+    assert not kept.is_alive
+
+
+def test_aliases() -> None:
+    parameter = nn.Parameter(torch.ones(4))
+    assert not has_alias(parameter)
+    view = parameter.data
+    assert has_alias(parameter) and not has_alias(parameter, names=2) and address(view) == address(parameter)
+    array = view.numpy()
+    del view
+    assert has_alias(parameter)
+    del array
+    assert not has_alias(parameter)
+
+
+class _Nobody(Owner):
+    """An owner that is never asked."""

@@ -1,0 +1,318 @@
+"""zero.Init: models made under it are the models made whole; what a rank holds meanwhile; training them."""
+
+import importlib.util
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from support.any_models import CASES
+from support.awkward import LR, SETTINGS, Awkward, EngineRun, batch, full_state, loss_of, train_plain, units_of
+from support.processes import mesh_in_worker, run_ranks
+from support.training import boxes
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megazero.config.engine_sections import PrecisionConfig, ZeroConfig
+from megazero.library import init_parameters as kept
+from megazero.library.zero_init import Init, first_value
+from megazero.memory.fused_buffers import FusedBuffers
+from megazero.optim.inner import FusedAdamW, StepInputs
+from megazero.parallel.param_spec import spec_of
+from megazero.zero.engine import Engine, EngineSettings
+from megazero.zero.gathered import GatheredParameters
+from megazero.zero.guard import PartitionedParameter, handle_of
+from megazero.zero.plan import resolve
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    with GatheredParameters(model):
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    assert found.keys() == expected.keys()
+    unequal = [name for name, value in expected.items() if not torch.equal(found[name], value)]
+    assert unequal == []
+    return True
+
+
+def live_bytes(model: nn.Module) -> int:
+    return sum(parameter.untyped_storage().nbytes() for parameter in model.parameters())
+
+
+# --- the same model as without -----------------------------------------------------------------------------------
+
+
+class NanoGpt(nn.Module):
+    """Draws its values three times: in its layers, by apply from within its constructor, and by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(17, 6), nn.Embedding(5, 6)
+        self.h = nn.ModuleList([NanoBlock() for _ in range(3)])
+        self.ln_f = nn.LayerNorm(6)
+        self.lm_head = nn.Linear(6, 17, bias=False)
+        self.wte.weight = self.lm_head.weight
+        self.gain = nn.Parameter(torch.randn(1))
+        self.apply(self._init_weights)
+        for name, parameter in self.named_parameters():
+            if name.endswith("c_proj.weight"):
+                nn.init.normal_(parameter, mean=0.0, std=0.02 / math.sqrt(6))
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, mean=0.0, std=0.02)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            module.weight.data.normal_(mean=0.0, std=0.02)
+
+
+class NanoBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.c_attn, self.c_proj = nn.Linear(6, 18), nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.rand(6, 1))
+
+
+class Redrawing(nn.Module):
+    """Does to the parameters of finished modules whatever constructors do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 5), nn.Linear(5, 5, bias=False)
+        self.conv, self.lstm = nn.Conv1d(4, 4, 3), nn.LSTM(3, 4, num_layers=2)
+        self.embed = nn.Embedding(7, 3, padding_idx=2)
+        self.list = nn.Sequential(*[nn.Linear(3, 3) for _ in range(3)])
+        nn.init.orthogonal_(self.a.weight)
+        nn.init.eye_(self.b.weight)
+        nn.init.dirac_(self.conv.weight)
+        nn.init.trunc_normal_(self.conv.bias)
+        nn.init.kaiming_uniform_(self.list[0].weight, a=math.sqrt(5))
+        nn.init.sparse_(self.list[1].weight, sparsity=0.4)
+        self.embed.reset_parameters()  # writes through a view
+        self.a.bias.data.normal_().mul_(2)
+        self.list[2].weight.data = torch.randn(3, 3)
+        for row in self.lstm.weight_hh_l0.data:
+            row.fill_(float(row.sum()))
+        with torch.no_grad():
+            self.b.weight[1:3, ::2] += self.a.weight[:2, ::2].t().contiguous().view(-1)[:6].view(2, 3)
+            self.b.weight.copy_(self.b.weight @ self.a.weight)
+            self.lstm.bias_ih_l1.uniform_()
+        self.spread = self.lstm.weight_ih_l0.std().item()
+        self.register_buffer("start", self.a.weight.detach().clone())
+        self.list[0].weight.requires_grad_(False)
+        self.half = nn.Linear(4, 2).half()
+
+
+class Growing(nn.Module):
+    """Parameters that are replaced, dropped, assigned late, empty, of one element, integers; buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.first.weight = nn.Parameter(self.second.weight.t())
+        self.second.weight = nn.Parameter(torch.randn(3, 3), requires_grad=False)
+        self.first.bias = None
+        table = torch.randn(9, 2)
+        self.top, self.bottom = nn.Parameter(table[:4]), nn.Parameter(table[4:])
+        self.one, self.none = nn.Parameter(torch.randn(())), nn.Parameter(torch.empty(0, 3))
+        self.ids = nn.Parameter(torch.randint(9, (5,)), requires_grad=False)
+        self.register_buffer("ones", torch.ones(2))
+        self.list = nn.ParameterList([torch.randn(2) for _ in range(3)])
+        self.late = self.list[1]
+        self.lazy = nn.LazyLinear(3)
+        self.dropped = nn.Linear(2, 2)
+        del self.dropped
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "nano": NanoGpt,
+    "redrawing": Redrawing,
+    "growing": Growing,
+    "awkward": Awkward,
+    "function": lambda: nn.Sequential(*[nn.Linear(3, 3) for _ in range(4)]),
+    "lone": lambda: nn.Linear(3, 2),
+    **{name: case.make for name, case in CASES.items()},
+}
+SEED = 3
+
+
+def made_whole(name: str) -> nn.Module:
+    torch.manual_seed(SEED)
+    return MODELS[name]()
+
+
+def made_under_init(rank: int, dp: int) -> list[bool]:
+    outcomes = []
+    for name in MODELS:
+        mesh = mesh_in_worker(rank, dp=dp)
+        torch.manual_seed(SEED + 10 * rank)
+        with Init(mesh=mesh):
+            model = MODELS[name]()
+        drawn = torch.rand(1)
+        whole = made_whole(name)
+        assert rank or torch.equal(drawn, torch.rand(1)), f"{name}: rank 0 has drawn as many numbers"
+        assert getattr(model, "spread", 0) == getattr(whole, "spread", 0)
+        for made in (model, whole):
+            if hasattr(made, "lazy"):
+                del made.lazy  # no values to compare
+        partitioned = [parameter for parameter in model.parameters() if parameter.numel()]
+        assert all(isinstance(parameter, PartitionedParameter) for parameter in partitioned), name
+        assert live_bytes(model) == 0
+        assert [id(p) for p in model.parameters()] == [id(p) for p in dict(model.named_parameters()).values()]
+        traits = [
+            [(n, p.shape, p.dtype, p.requires_grad) for n, p in m.named_parameters(remove_duplicate=False)]
+            for m in (model, whole)
+        ]
+        assert traits[0] == traits[1], name
+        assert rank or same(dict(model.named_buffers()), dict(whole.named_buffers())), "buffers are each rank's own"
+        outcomes.append(same(values(model), dict(whole.named_parameters())))
+    return outcomes
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("dp", [1, 3])
+def test_made_as_if_whole(dp: int) -> None:
+    for rank in run_ranks(dp, made_under_init, dp):
+        assert rank == [True] * len(MODELS)
+
+
+def huggingface_model(rank: int, kind: str) -> bool:
+    import transformers
+
+    sizes: dict[str, dict[str, int]] = {
+        "gpt2": {"n_layer": 2, "n_head": 2, "n_embd": 12, "vocab_size": 31, "n_positions": 8},
+        "bert": {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 12, "intermediate_size": 20},
+    }
+    made = []
+    for under in (True, False):
+        torch.manual_seed(SEED + (10 * rank if under else 0))
+        config = transformers.AutoConfig.for_model(kind, **sizes[kind])
+        with Init(mesh=mesh_in_worker(rank, dp=2), enabled=under):
+            made.append(transformers.AutoModelForCausalLM.from_config(config))
+    assert live_bytes(made[0]) == 0 and live_bytes(made[1]) > 0
+    assert made[0].get_output_embeddings().weight is made[0].get_input_embeddings().weight
+    return same(values(made[0]), dict(made[1].named_parameters()))
+
+
+@pytest.mark.gloo
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+@pytest.mark.parametrize("kind", ["gpt2", "bert"])
+def test_models_of_huggingface(kind: str) -> None:
+    assert run_ranks(2, huggingface_model, kind) == [True, True]
+
+
+# --- memory ------------------------------------------------------------------------------------------------------
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes that storages made inside have held together, looked at after every operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self.storages.add(tensor.untyped_storage())
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in self.storages))
+        return result
+
+
+WIDTH = 64
+SQUARE = 4 * WIDTH * WIDTH  # bytes
+
+
+class Wide(nn.Module):
+    """16 squares of float32, at most 3 of them in one module; all made in lists, drawn again at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([WideBlock() for _ in range(4)])
+        self.list = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)])
+        with torch.no_grad():
+            for parameter in self.parameters():
+                nn.init.normal_(parameter)
+        self.apply(lambda module: None)
+
+
+class WideBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.randn(2 * WIDTH, WIDTH))
+        self.lower = nn.Linear(WIDTH, WIDTH, bias=False)
+
+
+def memory_of_making(rank: int, dp: int) -> tuple[int, int]:
+    """Bytes at the most while a model is made, and while its values are taken over one by one."""
+    with patch.object(kept, "_GATHERED_NUMEL", 512):
+        with LiveBytes() as making, Init(mesh=mesh_in_worker(rank, dp=dp)):
+            model = Wide()
+        with LiveBytes() as giving:
+            for name, parameter in model.named_parameters():
+                first_value(spec_of(name, parameter), parameter)
+    assert live_bytes(model) == 0
+    return making.peak, giving.peak
+
+
+@pytest.mark.gloo
+def test_a_rank_holds_slices_and_one_module() -> None:
+    slices = 16 * SQUARE // 4
+    for making, giving in run_ranks(4, memory_of_making, 4):
+        assert making <= slices + 3 * SQUARE  # a block's own 2 squares and the one in it
+        # 2 squares whole, their slice, a buffer; and what the backend has not let go yet of those before.
+        assert giving < 4 * SQUARE
+    ((alone, _),) = run_ranks(1, memory_of_making, 1)
+    assert alone >= 16 * SQUARE, "the count sees what is there"
+
+
+# --- training ----------------------------------------------------------------------------------------------------
+
+
+def train(rank: int, stage: int, dp: int) -> EngineRun:
+    """As support.awkward does it, with a model made under Init."""
+    mesh = mesh_in_worker(rank, dp=dp)
+    torch.manual_seed(7 + 10 * rank)
+    with Init(mesh=mesh, dtype=torch.float64):
+        model = Awkward()
+    model.register_parameter("ordinary", nn.Parameter(torch.ones(3, dtype=torch.float64), requires_grad=False))
+    zero = ZeroConfig(zero_stage=stage, reduce_bucket_size=100)
+    plan, buffers = resolve(zero, PrecisionConfig(precision="fp64")), FusedBuffers(0, mesh.device)
+    settings = EngineSettings(zero, FusedAdamW(SETTINGS), first_value)
+    engine = Engine(model, units_of(model, split=True), plan, mesh=mesh, buffers=buffers, settings=settings)
+    buffers.resize(engine.largest_buffer_bytes)
+    assert all(handle_of(parameter).owner is engine for parameter in model.parameters())  # type: ignore[union-attr]
+    for step in range(STEPS):
+        engine.begin_step()
+        x, y = batch(step)
+        engine.backward(loss_of(model, x.chunk(dp)[rank], y.chunk(dp)[rank]), is_last=True)
+        engine.finish_reductions()
+        engine.update(StepInputs(LR, torch.ones((), dtype=torch.float64), None))
+    working = values(model)
+    engine.close()
+    return EngineRun([], [box for fragment in engine.owned_state() for box in boxes(fragment)], {}, 0, working)
+
+
+STEPS = 3
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_engine_takes_over(stage: int) -> None:
+    _, parameters = train_plain(STEPS)
+    runs = run_ranks(3, train, stage, 3)
+    weights = full_state(runs)
+    assert torch.equal(weights.pop("ordinary"), torch.ones(3, dtype=torch.float64))
+    assert weights.keys() == parameters.keys()
+    for name, value in parameters.items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-10, atol=1e-12)
+        for run in runs:
+            torch.testing.assert_close(run.working[name], value, rtol=1e-10, atol=1e-12)

@@ -1,0 +1,258 @@
+"""Work shared out among processes: order, size, failures of every kind, and ends that nobody announces."""
+
+import gc
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count
+from multiprocessing import Pipe, Process
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from megazero.errors import DataError, Problem
+from megazero.prepare.tokens import workers
+from megazero.prepare.tokens.workers import AHEAD, SLOT_BYTES, worker_pool
+
+ROOT = Path(__file__).parents[2]
+
+
+def square(number: int) -> int:
+    time.sleep(0.01 * (number % 3 == 0))  # those given out first are not done first
+    return number * number
+
+
+def reverse(content: bytes) -> bytes:
+    return content[::-1]
+
+
+def fail_at(kind: str, place: int, number: int) -> Any:
+    if number < place:
+        return number
+    if kind == "user":
+        raise DataError(Problem(f"task {number}", "is a good one"), Problem("another", "rule"))
+    if kind == "bug":
+        raise KeyError(f"planted {number}")
+    if kind == "unpicklable":
+        return lambda: number
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 0
+
+
+class Arrays(NamedTuple):
+    number: int
+    small: NDArray[np.uint16]
+    large: NDArray[np.float64]
+    empty: NDArray[np.int64]
+
+
+def arrays(number: int) -> Arrays:
+    """Of every seventh task more than a slot holds; odd sizes, so that the next array is not aligned by itself."""
+    size = SLOT_BYTES // 8 + number if number % 7 == 3 else number
+    large = np.full(size, number, np.float64)
+    return Arrays(number, np.full(2 * number + 1, number, np.uint16), large, np.empty(0, np.int64))
+
+
+def start_arrays() -> Callable[[int], Arrays]:
+    return arrays
+
+
+def start_square() -> Callable[[int], int]:
+    return square
+
+
+def start_reverse() -> Callable[[bytes], bytes]:
+    return reverse
+
+
+def start_failing(kind: str, place: int) -> Callable[[int], int]:
+    return partial(fail_at, kind, place)
+
+
+def fail_to_start() -> Callable[[int], int]:
+    raise DataError(Problem("the tokenizer", "can be loaded"))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("tasks", [0, 1, 50])
+def test_results_come_in_the_order_of_the_tasks(count: int, tasks: int) -> None:
+    with worker_pool(start_square, count) as run:
+        assert list(run(range(tasks))) == [number * number for number in range(tasks)]
+
+
+def test_tasks_and_results_larger_than_a_pipe_holds() -> None:
+    """Both directions are full at once: nobody waits for somebody who waits for him."""
+    tasks = [bytes([number]) * 3 + b"x" * 2_000_000 for number in range(24)]
+    with worker_pool(start_reverse, 2) as run:
+        assert [result[-3:] for result in run(tasks)] == [task[:3] for task in tasks]
+
+
+def test_arrays_come_through_shared_memory_and_larger_ones_through_the_pipe() -> None:
+    """Each is whole when its turn comes, however far the workers are ahead; it is their memory, not a copy."""
+    with worker_pool(start_arrays, 2) as run:
+        for number, result in enumerate(run(range(10 * AHEAD))):
+            time.sleep(0.02 * (number < 2))  # everything that may be done ahead is
+            expected = arrays(number)
+            for found, wanted in zip(result[1:], expected[1:], strict=True):
+                assert found.dtype == wanted.dtype and np.array_equal(found, wanted), number
+                assert found.flags.aligned
+            assert result.number == number
+            assert isinstance(memory(result.small), memoryview) is (number % 7 != 3)
+
+
+def memory(array: object) -> object:
+    """Where an array, or the array it is a view of, is."""
+    while isinstance(array, np.ndarray):
+        array = array.base
+    return array
+
+
+def test_memory_is_gone_with_its_pool() -> None:
+    def shared() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:results")
+
+    before = shared()
+    with worker_pool(start_arrays, 2) as run:
+        assert [result.number for result in run(range(5))] == list(range(5))
+        assert shared() == before + 2
+    del run
+    gc.collect()
+    assert shared() == before
+    files = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    assert not [file for file in files if os.path.lexists(file) and "memfd:results" in os.readlink(file)]
+
+
+def test_few_tasks_are_taken_ahead() -> None:
+    """The tasks may hold text: only a few are in memory, however many there are."""
+    numbers = count()
+    with worker_pool(start_square, 2) as run:
+        results = run(numbers)
+        assert [next(results) for _ in range(5)] == [0, 1, 4, 9, 16]
+    assert next(numbers) <= 5 + 2 * AHEAD + 1
+
+
+@pytest.mark.parametrize("kind", ["user", "bug", "unpicklable", "killed"])
+def test_a_failure_is_raised_at_its_turn(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Everything before it comes; everything after it fails too, in both workers, and is not told."""
+    seen: list[int] = []
+    error = RuntimeError if kind in ("bug", "unpicklable") else DataError
+    with (
+        pytest.raises(error) as caught,
+        worker_pool(partial(start_failing, kind, 10), 2) as run,
+    ):
+        seen.extend(run(range(20 * AHEAD)))
+    assert seen == list(range(10))
+    text = str(caught.value)
+    told = {"user": "task 10", "bug": "planted 10", "unpicklable": "lambda", "killed": "a worker process died"}
+    assert told[kind] in text
+    assert "another" in text or kind != "user"
+    assert capfd.readouterr().err == ""
+
+
+def test_a_worker_that_cannot_start_is_told() -> None:
+    with pytest.raises(DataError, match="the tokenizer"), worker_pool(fail_to_start, 2) as run:
+        list(run(range(50)))
+
+
+@pytest.mark.parametrize("sent", [b"", b"\0\0\1\0half of it"])
+def test_a_death_between_results_and_within_one_is_told(sent: bytes) -> None:
+    receiving, sending = Pipe(duplex=False)
+    os.write(sending.fileno(), sent)
+    sending.close()
+    with pytest.raises(DataError, match="a worker process died"):
+        workers._receive(workers._Worker(Process(), Pipe()[0], receiving, iter(())))
+
+
+@pytest.mark.parametrize(("limit", "given"), [(resource.RLIMIT_FSIZE, 1 << 20), (resource.RLIMIT_NOFILE, 40)])
+def test_limits_of_the_system_are_told(limit: int, given: int) -> None:
+    soft, hard = resource.getrlimit(limit)
+    try:
+        resource.setrlimit(limit, (given, hard))
+        with (
+            pytest.raises(DataError, match=r"--workers 20: number \d+ cannot be started"),
+            worker_pool(start_square, 20),
+        ):
+            pass
+    finally:
+        resource.setrlimit(limit, (soft, hard))
+
+
+def test_an_error_of_the_caller_ends_all_workers() -> None:
+    with pytest.raises(ZeroDivisionError), worker_pool(partial(time_ids, 0), 2) as run:
+        results = run(range(100))
+        ids = {next(results) for _ in range(4)}
+        raise ZeroDivisionError
+    assert len(ids) == 2 and not any(map(is_alive, ids))
+
+
+def time_ids(_: int) -> Callable[[int], int]:
+    return own_id
+
+
+def own_id(_: int) -> int:
+    return os.getpid()
+
+
+def is_alive(process: int) -> bool:
+    """Running; one that nobody has taken note of the end of is not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+PARENT = """
+import sys, time
+from test_workers import partial, range_forever, time_ids, worker_pool
+
+if __name__ == "__main__":
+    with worker_pool(partial(time_ids, 0), 2) as run:
+        results = run(range_forever())
+        print(*{next(results) for _ in range(8)}, flush=True)
+        if len(sys.argv) > 1:
+            time.sleep(60)
+        for _ in results:
+            pass
+"""
+
+
+def range_forever() -> Iterator[int]:
+    return count()
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGINT])
+def test_workers_end_with_their_parent(tmp_path: Path, kind: signal.Signals, waits: bool) -> None:
+    """Killed without a word, or interrupted as by Ctrl-C, which reaches everybody; busy, or between two results."""
+    (tmp_path / "parent.py").write_text(PARENT)
+    command = [sys.executable, str(tmp_path / "parent.py"), *["wait"] * waits]
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests", Path(__file__).parent)))
+    with subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, start_new_session=True,
+    ) as parent:  # fmt: skip
+        assert parent.stdout is not None and parent.stderr is not None
+        ids = [int(word) for word in parent.stdout.readline().split()]
+        assert len(ids) == 2
+        if kind == signal.SIGKILL:
+            parent.kill()
+        else:
+            os.killpg(parent.pid, kind)
+        try:
+            parent.wait(30)
+        finally:
+            parent.kill()
+        stderr = parent.stderr.read()
+    deadline = time.monotonic() + 30
+    while any(map(is_alive, ids)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(map(is_alive, ids))
+    assert stderr.count("Traceback") == (kind == signal.SIGINT), stderr  # the parent's own

@@ -1,0 +1,165 @@
+"""The metrics file as another program reads it, and what happens to it when a run resumes."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megazero.errors import ConfigError
+from megazero.report.metrics import Evaluation, RankMetrics, StepMetrics
+from megazero.report.metrics_file import MetricsFile
+
+RANKS = [
+    RankMetrics(
+        1000, {"parameters": 4, "gradients": 4, "master": 8, "moments": 16}, {"tp": {"all_reduce": 12}}, {}, 0.125
+    ),
+    RankMetrics(2000, {"parameters": 4, "gradients": 4, "master": 8, "moments": 16}, {}),
+]
+
+
+def step(iteration: int, **changes: Any) -> StepMetrics:
+    fields: dict[str, Any] = {
+        "iteration": iteration,
+        "consumed_samples": 8 * iteration,
+        "global_batch_size": 8,
+        "loss": 1 / 3,
+        "grad_norm": 0.1,
+        "lr": 1e-3 / 7,
+        "loss_scale": 1.0,
+        "skipped": False,
+        "step_seconds": 0.5,
+        "tokens_per_second": 100.0,
+        "tflops_per_device": 0.25,
+        "data_wait_seconds": 0.125,
+    }
+    return StepMetrics(**{**fields, **changes})
+
+
+def write(path: Path, iterations: range, *, resumed: int = 0) -> None:
+    file = MetricsFile(path, resumed_iteration=resumed)
+    for iteration in iterations:
+        file.step(step(iteration), RANKS)
+        if iteration % 2 == 0:
+            file.evaluation(Evaluation(iteration, 8 * iteration, "validation", loss=2.5, bytes_per_token=3.0))
+    file.close()
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def places(path: Path) -> list[str]:
+    """ "1 2 2e ...": steps and evaluations in the order of the file."""
+    return [
+        f"{line['evaluation']['iteration']}e" if "evaluation" in line else str(line["iteration"]) for line in read(path)
+    ]
+
+
+def test_a_step_line_has_these_names_and_every_digit(tmp_path: Path) -> None:
+    write(tmp_path / "m.jsonl", range(1, 2))
+    (line,) = read(tmp_path / "m.jsonl")
+    assert line == {
+        "iteration": 1,
+        "consumed_samples": 8,
+        "loss": 1 / 3,
+        "grad_norm": 0.1,
+        "lr": 1e-3 / 7,
+        "loss_scale": 1.0,
+        "skipped": False,
+        "step_seconds": 0.5,
+        "tokens_per_second": 100.0,
+        "tflops_per_device": 0.25,
+        "data_wait_seconds": 0.125,
+        "ranks": [
+            {
+                "rank": 0,
+                "peak_memory_bytes": 1000,
+                "model_state_bytes": {"parameters": 4, "gradients": 4, "master": 8, "moments": 16},
+                "comm_bytes": {"tp": {"all_reduce": 12}},
+                "data_wait_seconds": 0.125,
+            },
+            {
+                "rank": 1,
+                "peak_memory_bytes": 2000,
+                "model_state_bytes": {"parameters": 4, "gradients": 4, "master": 8, "moments": 16},
+                "comm_bytes": {},
+                "data_wait_seconds": 0.0,
+            },
+        ],
+    }
+
+
+def test_an_evaluation_line(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "new" / "m.jsonl")
+    file.evaluation(Evaluation(0, 0, "validation", loss=3 * math.log(2), bytes_per_token=3.0))
+    file.close()
+    (line,) = read(tmp_path / "new" / "m.jsonl")
+    assert line["evaluation"] == {
+        "iteration": 0,
+        "consumed_samples": 0,
+        "split": "validation",
+        "loss": 3 * math.log(2),
+        "perplexity": pytest.approx(8.0),
+        "bits_per_byte": 1.0,
+    }
+
+
+def test_infinities_are_null_and_the_parameter_is_named(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "m.jsonl")
+    file.step(step(1, grad_norm=math.inf, loss=math.nan, skipped=True, overflow_parameter="final_norm.bias"), [])
+    file.close()
+    (line,) = read(tmp_path / "m.jsonl")
+    assert (line["grad_norm"], line["loss"], line["skipped"]) == (None, None, True)
+    assert line["overflow_parameter"] == "final_norm.bias"
+
+
+def test_a_line_can_be_read_at_once(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "m.jsonl")
+    file.step(step(1), [])
+    assert places(tmp_path / "m.jsonl") == ["1"]
+    file.close()
+    file.close()
+
+
+def test_resuming_repeats_no_line(tmp_path: Path) -> None:
+    write(tmp_path / "m.jsonl", range(1, 6))
+    write(tmp_path / "m.jsonl", range(4, 7), resumed=3)
+    assert places(tmp_path / "m.jsonl") == ["1", "2", "2e", "3", "4", "4e", "5", "6", "6e"]
+    assert [path.name for path in tmp_path.iterdir()] == ["m.jsonl"]
+
+
+def test_an_evaluation_at_the_resumed_step_is_kept(tmp_path: Path) -> None:
+    write(tmp_path / "m.jsonl", range(1, 6))
+    write(tmp_path / "m.jsonl", range(5, 6), resumed=4)
+    assert places(tmp_path / "m.jsonl") == ["1", "2", "2e", "3", "4", "4e", "5"]
+
+
+def test_a_run_from_the_beginning_starts_the_file_over(tmp_path: Path) -> None:
+    write(tmp_path / "m.jsonl", range(5))
+    write(tmp_path / "m.jsonl", range(2))
+    assert places(tmp_path / "m.jsonl") == ["0", "0e", "1"]
+
+
+def test_a_torn_last_line_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    write(path, range(1, 4))
+    path.write_bytes(path.read_bytes()[:-20])
+    write(path, range(3, 4), resumed=3)
+    assert places(path) == ["1", "2", "2e", "3"]
+
+
+@pytest.mark.parametrize("foreign", [b"dear diary\n", b"[1, 2]\n", b'{"steps": 3}\n', b"\xff\xfe\x00\n"])
+def test_a_file_of_something_else_is_not_overwritten(tmp_path: Path, foreign: bytes) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(foreign)
+    with pytest.raises(ConfigError, match="line 1"):
+        MetricsFile(path)
+    assert path.read_bytes() == foreign
+    assert [entry.name for entry in tmp_path.iterdir()] == ["m.jsonl"]
+
+
+def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--metrics-file"):
+        MetricsFile(tmp_path)

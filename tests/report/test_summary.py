@@ -1,0 +1,92 @@
+"""The summary of metrics files written by the writer a run uses."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megazero.errors import DataError
+from megazero.report.metrics import Evaluation, StepMetrics
+from megazero.report.metrics_file import MetricsFile
+from megazero.report.summary import summarize
+
+
+def step(iteration: int, **changes: Any) -> StepMetrics:
+    fields: dict[str, Any] = {
+        "iteration": iteration,
+        "consumed_samples": 8 * iteration,
+        "global_batch_size": 8,
+        "loss": 2.0,
+        "grad_norm": 1.0,
+        "lr": 1e-3,
+        "loss_scale": 1.0,
+        "skipped": False,
+        "step_seconds": 1.0,
+        "tokens_per_second": 100.0,
+        "tflops_per_device": 10.0,
+    }
+    return StepMetrics(**{**fields, **changes})
+
+
+def evaluation(iteration: int, loss: float, *, split: str = "validation") -> Evaluation:
+    return Evaluation(iteration, 8 * iteration, split, loss=loss, bytes_per_token=3.0)
+
+
+def write(path: Path, *entries: StepMetrics | Evaluation) -> Path:
+    file = MetricsFile(path)
+    for entry in entries:
+        if isinstance(entry, Evaluation):
+            file.evaluation(entry)
+        else:
+            file.step(entry, [])
+    file.close()
+    return path
+
+
+def test_before_and_after(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "m.jsonl",
+        evaluation(0, 7.5),
+        step(1, step_seconds=10.0, tokens_per_second=10.0),
+        step(2, step_seconds=1.0, tokens_per_second=300.0, skipped=True),
+        evaluation(2, 5.0),
+        step(3, step_seconds=2.0, tokens_per_second=150.0),
+        evaluation(3, 3.0),
+        evaluation(3, 9.0, split="test"),
+    )
+    summary = summarize(path)
+    assert summary.before is not None and summary.after is not None
+    assert (summary.before["iteration"], summary.before["loss"]) == (0, 7.5)
+    assert (summary.after["iteration"], summary.after["loss"]) == (3, 3.0)
+    assert (summary.num_steps, summary.num_skipped, summary.train_seconds) == (3, 1, 13.0)
+    # 300 and 300 tokens in 1 and 2 seconds; the first step is not in the pace.
+    assert summary.tokens_per_second == 200.0
+    assert summary.lines() == [
+        "                       step 0       step 3",
+        "validation loss        7.5000       3.0000",
+        "perplexity          1808.0424      20.0855",
+        "bits per byte          3.6067       1.4427",
+        "steps            3, 1 skipped (13.0s in steps, 200 tokens/s)",
+    ]
+
+
+def test_a_run_without_evaluation(tmp_path: Path) -> None:
+    assert summarize(write(tmp_path / "m.jsonl", step(1))).lines()[-1] == "no evaluation"
+
+
+def test_an_unfinished_last_line_is_left_out(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.jsonl", step(1), step(2))
+    path.write_text(path.read_text()[:-5])
+    assert summarize(path).num_steps == 1
+
+
+@pytest.mark.parametrize("content", ["dear diary\n", "[]\n", '{"iteration": 3}\n', '{"evaluation": 3}\n'])
+def test_another_file_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "m.jsonl").write_text(content)
+    with pytest.raises(DataError, match="line 1"):
+        summarize(tmp_path / "m.jsonl")
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="No such file"):
+        summarize(tmp_path / "m.jsonl")

@@ -1,0 +1,191 @@
+"""What people see: console lines field by field, TensorBoard's event files read back by TensorBoard."""
+
+import math
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megazero.config.run import LoggingConfig
+from megazero.console import Console
+from megazero.report.metrics import Evaluation, RankMetrics, StepMetrics
+from megazero.report.metrics_file import MetricsFile
+from megazero.report.writers import ConsoleWriter, TensorBoardWriter, open_writers
+
+RANKS = [
+    RankMetrics(1000, {"parameters": 4, "moments": 16}, {}),
+    RankMetrics(900, {"parameters": 5, "moments": 15}, {}),
+]
+
+
+def step(iteration: int, **changes: Any) -> StepMetrics:
+    fields: dict[str, Any] = {
+        "iteration": iteration,
+        "consumed_samples": 8 * iteration,
+        "global_batch_size": 8,
+        "loss": 2.0,
+        "grad_norm": 1.25,
+        "lr": 1e-3,
+        "loss_scale": 1.0,
+        "skipped": False,
+        "step_seconds": 0.5,
+        "tokens_per_second": 100.0,
+        "tflops_per_device": 12.5,
+    }
+    return StepMetrics(**{**fields, **changes})
+
+
+def console_writer(**changes: int) -> ConsoleWriter:
+    settings = {"log_interval": 10, "train_iters": 100, **changes}
+    return ConsoleWriter(Console(0), **settings, now=lambda: datetime(2026, 3, 4, 5, 6, 7))  # type: ignore[arg-type]
+
+
+def test_console_line(capsys: pytest.CaptureFixture[str]) -> None:
+    console_writer().step(step(1, mfu=0.415), RANKS)
+    assert capsys.readouterr().out.rstrip("\n").split(" | ") == [
+        "[2026-03-04 05:06:07] iteration   1/100",
+        "consumed samples: 8",
+        "elapsed time per iteration (ms): 500.0",
+        "throughput per device (TFLOP/s): 12.5",
+        "MFU: 41.5%",
+        "tokens/s: 100",
+        "learning rate: 1.000000E-03",
+        "global batch size: 8",
+        "lm loss: 2.000000E+00",
+        "loss scale: 1.0",
+        "grad norm: 1.250",
+        "number of skipped iterations: 0",
+        "number of nan iterations: 0",
+        "data wait (ms): 0.0",
+        "ETA: 49.5s",
+    ]
+
+
+def test_console_prints_the_first_step_every_interval_and_the_last(capsys: pytest.CaptureFixture[str]) -> None:
+    writer = console_writer(train_iters=25)
+    for iteration in range(1, 26):
+        writer.step(step(iteration, loss=float(iteration)), RANKS)
+    lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
+    writer.close()
+    assert capsys.readouterr().out == ""
+    assert [fields[0].split("iteration ")[1] for fields in lines] == [" 1/25", "10/25", "20/25", "25/25"]
+    # Means over steps 1, 2-10, 11-20 and 21-25.
+    assert [float(fields[8].split(": ")[1]) for fields in lines] == [1.0, 6.0, 15.5, 23.0]
+
+
+def test_console_adds_up_what_an_interval_has_waited(capsys: pytest.CaptureFixture[str]) -> None:
+    writer = console_writer(log_interval=3)
+    for iteration in range(1, 5):
+        writer.step(step(iteration, data_wait_seconds=iteration / 1000), RANKS)
+    writer.close()
+    waits = [line.split("data wait (ms): ")[1].split(" |")[0] for line in capsys.readouterr().out.splitlines()]
+    assert waits == ["1.0", "5.0", "4.0"]
+
+
+def test_console_close_shows_what_was_held_back(capsys: pytest.CaptureFixture[str]) -> None:
+    writer = console_writer()
+    for iteration in (41, 42, 43):
+        writer.step(step(iteration), RANKS)
+    writer.close()
+    writer.close()
+    iterations = [line.split("iteration ")[1].split("/")[0].strip() for line in capsys.readouterr().out.splitlines()]
+    assert iterations == ["41", "43"]
+
+
+def test_console_names_what_overflowed(capsys: pytest.CaptureFixture[str]) -> None:
+    console_writer().step(step(1, skipped=True, grad_norm=math.inf, overflow_parameter="final_norm.bias"), RANKS)
+    first, line = capsys.readouterr().out.splitlines()
+    assert first == "iteration 1 skipped: final_norm.bias overflowed first"
+    assert "lm loss: - | " in line and "number of skipped iterations: 1" in line and "MFU: - | " in line
+
+
+def test_console_evaluation(capsys: pytest.CaptureFixture[str]) -> None:
+    console_writer().evaluation(Evaluation(20, 160, "validation", loss=math.log(8), bytes_per_token=3.0))
+    console_writer().evaluation(Evaluation(20, 160, "test", loss=50.0))
+    validation, test = (line.split(" | ") for line in capsys.readouterr().out.splitlines())
+    assert validation == [
+        "validation loss at iteration 20",
+        "lm loss value: 2.079442E+00",
+        "lm loss PPL: 8.000000E+00",
+        "bits per byte: 1.0000",
+    ]
+    assert test == ["test loss at iteration 20", "lm loss value: 5.000000E+01", "lm loss PPL: 4.851652E+08"]
+
+
+def events(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    accumulator = EventAccumulator(str(folder)).Reload()
+    return {
+        tag: [(event.step, event.value) for event in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]
+    }
+
+
+def write_tensorboard(folder: Path, **settings: Any) -> dict[str, list[tuple[int, float]]]:
+    writer = TensorBoardWriter(LoggingConfig(tensorboard_dir=folder, **settings), world_size=2)
+    for iteration in (1, 2):
+        writer.step(step(iteration, timers={"forward-backward": 0.25}), RANKS)
+    writer.evaluation(Evaluation(2, 16, "validation", loss=math.log(8), bytes_per_token=3.0))
+    writer.close()
+    return events(folder)
+
+
+def test_tensorboard_has_megatrons_names(tmp_path: Path) -> None:
+    scalars = write_tensorboard(tmp_path)
+    both = ["learning-rate", "batch-size", "lm loss", "loss-scale", "world-size", "grad-norm"]
+    for name in both:
+        assert [at for at, _ in scalars[name]] == [1, 2]
+        assert [at for at, _ in scalars[f"{name} vs samples"]] == [8, 16]
+    assert scalars["iteration-time"] == [(1, 0.5), (2, 0.5)]
+    assert scalars["throughput"] == [(1, 12.5), (2, 12.5)]
+    assert scalars["lm loss validation"] == [(2, pytest.approx(math.log(8)))]
+    assert scalars["lm loss validation vs samples"] == [(16, pytest.approx(math.log(8)))]
+    assert scalars["bits per byte validation"] == [(2, pytest.approx(1.0))]
+    assert not [name for name in scalars if name.startswith("mem-") or name.endswith(("ppl", "backward-time"))]
+
+
+def test_tensorboard_options(tmp_path: Path) -> None:
+    scalars = write_tensorboard(
+        tmp_path,
+        log_memory_to_tensorboard=True,
+        log_timers_to_tensorboard=True,
+        log_validation_ppl_to_tensorboard=True,
+        tensorboard_log_interval=2,
+    )
+    assert scalars["lm loss"] == [(2, 2.0)]
+    assert scalars["forward-backward-time"] == [(2, 0.25)]
+    # The fullest rank of each kind.
+    assert scalars["mem-parameters-bytes"] == [(2, 5.0)]
+    assert scalars["mem-moments-bytes"] == [(2, 16.0)]
+    assert scalars["mem-max-allocated-bytes"] == [(2, 1000.0)]
+    assert scalars["lm loss validation ppl"] == [(2, pytest.approx(8.0))]
+
+
+def test_tensorboard_adds_up_what_was_waited_between_points(tmp_path: Path) -> None:
+    writer = TensorBoardWriter(LoggingConfig(tensorboard_dir=tmp_path, tensorboard_log_interval=2), world_size=1)
+    for iteration in range(1, 5):
+        writer.step(step(iteration, data_wait_seconds=float(iteration)), RANKS)
+    writer.close()
+    assert events(tmp_path)["data-wait-seconds"] == [(2, 3.0), (4, 7.0)]
+
+
+def test_a_skipped_step_draws_no_loss(tmp_path: Path) -> None:
+    writer = TensorBoardWriter(LoggingConfig(tensorboard_dir=tmp_path), world_size=1)
+    writer.step(step(1, skipped=True), RANKS)
+    writer.close()
+    assert "lm loss" not in events(tmp_path) and "loss-scale" in events(tmp_path)
+
+
+def test_only_the_speaking_rank_writes(tmp_path: Path) -> None:
+    config = LoggingConfig(metrics_file=tmp_path / "m.jsonl", tensorboard_dir=tmp_path / "tb")
+    assert open_writers(config, console=Console(1), train_iters=10, world_size=2) == ()
+    assert list(tmp_path.iterdir()) == []
+    writers = open_writers(config, console=Console(0), train_iters=10, world_size=2)
+    assert [type(writer) for writer in writers] == [ConsoleWriter, MetricsFile, TensorBoardWriter]
+    for writer in writers:
+        writer.close()
+
+
+def test_the_console_alone_by_default() -> None:
+    (writer,) = open_writers(LoggingConfig(), console=Console(0), train_iters=10, world_size=1)
+    assert isinstance(writer, ConsoleWriter)

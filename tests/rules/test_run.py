@@ -1,0 +1,232 @@
+"""Rules between settings: each breaks on its own row, names the nearest legal values, and those are legal."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.configs import SMALL, make_run
+
+from megazero.command_line.parse import parse
+from megazero.config.validate import Said, validate
+from megazero.errors import Problem
+from megazero.rules.run import RULES, advice, check
+
+
+def only(world_size: int = 1, **settings: Any) -> Problem:
+    found = check(make_run(**settings), world_size)
+    assert len(found) == 1, found
+    return found[0]
+
+
+def test_a_valid_run_has_no_problem() -> None:
+    assert check(make_run(), 1) == ()
+    big = make_run(
+        tensor_model_parallel_size=4, global_batch_size=64, precision="fp16", loss_scale=64, lr_warmup_fraction=0.1
+    )
+    assert check(big, 32) == ()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "settings", "given", "legal"),
+    [
+        (
+            1,
+            {"hidden_size": 60, "num_attention_heads": 8},
+            "--hidden-size 60 --num-attention-heads 8",
+            "--num-attention-heads 6, --num-attention-heads 10, --hidden-size 56, --hidden-size 64",
+        ),
+        (
+            3,
+            {"tensor_model_parallel_size": 3, "ffn_hidden_size": 33},
+            "--tensor-model-parallel-size 3 --num-attention-heads 4",
+            "--tensor-model-parallel-size 1",
+        ),
+        (
+            2,
+            {"tensor_model_parallel_size": 2, "ffn_hidden_size": 33},
+            "--tensor-model-parallel-size 2 with feed-forward width 33",
+            "--ffn-hidden-size 32, --ffn-hidden-size 34",
+        ),
+        (
+            1,
+            {"max_position_embeddings": 8},
+            "--seq-length 16 --max-position-embeddings 8",
+            "--seq-length 8, --max-position-embeddings 16",
+        ),
+        (
+            6,
+            {"tensor_model_parallel_size": 4},
+            "6 processes with --tensor-model-parallel-size 4 --pipeline-model-parallel-size 1",
+            "4 processes, 8 processes, --tensor-model-parallel-size 2",
+        ),
+        (
+            6,
+            {"pipeline_model_parallel_size": 4},
+            "6 processes with --tensor-model-parallel-size 1 --pipeline-model-parallel-size 4",
+            "4 processes, 8 processes, --pipeline-model-parallel-size 3",
+        ),
+        (
+            8,
+            {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 4},
+            "8 processes with --tensor-model-parallel-size 4 --pipeline-model-parallel-size 4",
+            "16 processes, --tensor-model-parallel-size 2, --pipeline-model-parallel-size 2",
+        ),
+        (
+            1,
+            {"distributed_backend": "nccl", "device": "cpu"},
+            "--distributed-backend nccl --device cpu",
+            "--distributed-backend gloo, --device cuda",
+        ),
+        (
+            1,
+            {"reset_attention_mask": True, "attention_backend": "flash"},
+            "--reset-attention-mask --attention-backend flash",
+            "--attention-backend auto, --attention-backend fused",
+        ),
+        (
+            4,
+            {"global_batch_size": 21},
+            "--global-batch-size 21 with --micro-batch-size 2 on 4 data-parallel processes",
+            "--global-batch-size 24, --global-batch-size 16",
+        ),
+        (4, {"global_batch_size": 3}, "--global-batch-size 3 with --micro-batch-size 2", "--global-batch-size 8"),
+        (1, {"train_iters": None}, "neither --train-iters nor --train-samples", "--train-iters N"),
+        (1, {"train_samples": 100}, "--train-iters 10 and --train-samples 100", "one of the two"),
+        (4, {"train_iters": None, "train_samples": 7}, "--train-samples 7", "--train-samples 8"),
+        (1, {"min_lr": 0.1}, "--lr 0.001 --min-lr 0.1", "--min-lr 0.001, --lr 0.1"),
+        (
+            1,
+            {"lr_warmup_iters": 2, "lr_warmup_fraction": 0.1},
+            "--lr-warmup-iters 2 and --lr-warmup-fraction 0.1",
+            "one of the two",
+        ),
+        (1, {"lr_warmup_iters": 10}, "--lr-warmup-iters 10", "--lr-warmup-iters 9, --lr-decay-iters 11"),
+        (
+            1,
+            {"override_opt_param_scheduler": True, "use_checkpoint_opt_param_scheduler": True, "load": "x"},
+            "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler",
+            "one of the two",
+        ),
+        (1, {"loss_scale": 64}, "--loss-scale 64 with --precision fp32", "--precision fp16"),
+        (
+            1,
+            {"initial_loss_scale": 0.5},
+            "--initial-loss-scale 0.5 --min-loss-scale 1",
+            "--initial-loss-scale 1, --min-loss-scale 0.5",
+        ),
+        (
+            1,
+            {"precision": "fp64", "accumulate_allreduce_grads_in_fp32": True},
+            "--accumulate-allreduce-grads-in-fp32 with --precision fp64",
+            "--precision fp32",
+        ),
+        (
+            1,
+            {"prescale_gradients": True, "gradient_predivide_factor": 2},
+            "--prescale-gradients and --gradient-predivide-factor 2",
+            "--gradient-predivide-factor 1, or leave out --prescale-gradients",
+        ),
+    ],
+)
+def test_a_broken_rule(world_size: int, settings: dict[str, Any], given: str, legal: str) -> None:
+    found = only(world_size, **settings)
+    assert found.given.startswith(given)
+    assert found.rule and found.legal.startswith(legal)
+
+
+@given(
+    hidden=st.integers(1, 300),
+    heads=st.integers(1, 40),
+    degree=st.integers(1, 8),
+    stages=st.integers(1, 4),
+    world_size=st.integers(1, 12),
+    batch=st.integers(1, 60),
+)
+def test_what_a_rule_calls_legal_mends_it(
+    hidden: int, heads: int, degree: int, stages: int, world_size: int, batch: int
+) -> None:
+    settings = {
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "tensor_model_parallel_size": degree,
+        "pipeline_model_parallel_size": stages,
+        "global_batch_size": batch,
+    }
+    for problem in check(make_run(**settings), world_size):
+        for remedy in problem.legal.split(", "):
+            if remedy.endswith((" process", " processes")):
+                again = check(make_run(**settings), int(remedy.split()[0]))
+            else:
+                flag, value = remedy.split()
+                changed = {**settings, flag.removeprefix("--").replace("-", "_"): int(value)}
+                again = check(make_run(**changed), world_size)
+            assert problem.rule not in [other.rule for other in again], remedy
+
+
+def test_a_suggested_degree_fits_the_heads_and_the_job() -> None:
+    layout = {"num_attention_heads": 8, "pipeline_model_parallel_size": 2}
+    assert only(6, **layout, tensor_model_parallel_size=3, ffn_hidden_size=96).legal == "--tensor-model-parallel-size 1"
+    assert only(12, **layout, tensor_model_parallel_size=3, ffn_hidden_size=96).legal == (
+        "--tensor-model-parallel-size 2"
+    )
+    unfit = check(make_run(**layout, tensor_model_parallel_size=3, ffn_hidden_size=96), 5)
+    assert [problem.legal for problem in unfit] == [  # the pipeline size is wrong by itself
+        "--tensor-model-parallel-size 2, --tensor-model-parallel-size 4",
+        "6 processes",
+    ]
+
+
+def test_a_layout_is_mended_without_knowing_heads_and_layers() -> None:
+    settings = {**SMALL, "tensor_model_parallel_size": 4, "num_attention_heads": "x", "num_layers": "y"}
+    outcome = validate({name: Said(name, value, name) for name, value in settings.items()})
+    (problem,) = check(outcome.partial, 6)
+    assert problem.legal == "4 processes, 8 processes, --tensor-model-parallel-size 3, --tensor-model-parallel-size 6"
+
+
+def test_one_is_no_plural() -> None:
+    (problem,) = check(make_run(pipeline_model_parallel_size=2), 1)
+    assert problem.given.startswith("1 process with ")
+    assert only(1, global_batch_size=3).given.endswith("on 1 data-parallel process")
+
+
+def test_a_suggested_batch_fills_the_turns() -> None:
+    chunks = {"num_layers": 4, "pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}
+    assert only(2, **chunks, global_batch_size=21).legal == "--global-batch-size 20, --global-batch-size 24"
+
+
+def test_all_problems_come_together() -> None:
+    found = check(make_run(num_attention_heads=7, tensor_model_parallel_size=2, train_iters=None, min_lr=1), 3)
+    assert len(found) == 5
+
+
+def test_advice_is_given_on_narrow_sums_only() -> None:
+    narrow = {"precision": "bf16", "global_batch_size": 8}
+    assert len(advice(make_run(**narrow), 1)) == 1
+    assert "4 micro-batches" in advice(make_run(**narrow), 1)[0]
+    assert advice(make_run(**narrow), 4) == ()
+    assert advice(make_run(**narrow, accumulate_allreduce_grads_in_fp32=True), 1) == ()
+    assert advice(make_run(precision="fp32", global_batch_size=8), 1) == ()
+    assert advice(make_run(**narrow, min_lr=1), 1) == ()
+
+
+def test_rules_that_need_an_unknown_setting_are_passed_over() -> None:
+    settings = {**SMALL, "num_attention_heads": "seven", "min_lr": 1}
+    outcome = validate({name: Said(name, value, name) for name, value in settings.items()})
+    assert [item.given for item in check(outcome.partial, 1)] == ["--lr 0.001 --min-lr 1"]
+
+
+def test_a_launch_script_passes() -> None:
+    """The flags of a published GPT-2 script, one machine of eight."""
+    script = """
+    --tensor-model-parallel-size 2 --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --micro-batch-size 4
+    --global-batch-size 64 --seq-length 1024 --max-position-embeddings 1024 --train-iters 500000 --lr-decay-iters 320000
+    --save checkpoints --load checkpoints --data-path corpus_text_document --data-impl mmap --split 949,50,1
+    --distributed-backend nccl --lr 0.00015 --min-lr 1.0e-5 --lr-decay-style cosine --weight-decay 1e-2 --clip-grad 1.0
+    --lr-warmup-fraction .01 --log-interval 100 --save-interval 10000 --eval-interval 1000 --eval-iters 10 --fp16
+    """
+    assert check(parse(script.split()).config, 8) == ()
+
+
+def test_every_rule_says_its_name_once() -> None:
+    assert len({rule.__name__ for rule in RULES}) == len(RULES)

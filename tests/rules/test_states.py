@@ -1,0 +1,65 @@
+"""Rules between the settings of ZeRO and of precision, in the words of whoever asks."""
+
+from typing import Any
+
+import pytest
+
+from megazero.config.engine_sections import PrecisionConfig, ZeroConfig
+from megazero.errors import Problem
+from megazero.rules.states import STATE_RULES
+
+
+def found(zero: dict[str, Any], precision: dict[str, Any]) -> list[Problem]:
+    sections = ZeroConfig(**zero), PrecisionConfig(**precision)
+    return [problem for rule in STATE_RULES for problem in rule(*sections, lambda name: f"<{name}>")]
+
+
+@pytest.mark.parametrize(
+    ("zero", "precision"),
+    [
+        ({}, {}),
+        ({"prescale_gradients": True}, {}),
+        ({"gradient_predivide_factor": 0.5}, {}),
+        ({"prescale_gradients": True, "gradient_predivide_factor": 1.0}, {}),
+        ({"communication_data_type": "fp16"}, {"precision": "fp64"}),
+        ({"communication_data_type": "fp64"}, {"precision": "fp16", "loss_scale": 8.0}),
+        ({"communication_data_type": "bf16"}, {"precision": "bf16", "accumulate_allreduce_grads_in_fp32": True}),
+        ({"zero_stage": 0, "gather_16bit_weights_on_model_save": True, "reduce_bucket_size": 0}, {}),
+    ],
+)
+def test_legal(zero: dict[str, Any], precision: dict[str, Any]) -> None:
+    assert found(zero, precision) == []
+
+
+@pytest.mark.parametrize(
+    ("zero", "precision", "given", "legal"),
+    [
+        (
+            {"prescale_gradients": True, "gradient_predivide_factor": 2.0},
+            {},
+            "<prescale_gradients> and <gradient_predivide_factor> 2",
+            "<gradient_predivide_factor> 1, or leave out <prescale_gradients>",
+        ),
+        (
+            {},
+            {"precision": "bf16", "loss_scale": 4.0},
+            "<loss_scale> 4 with <precision> bf16",
+            "<precision> fp16, or leave out <loss_scale>",
+        ),
+        (
+            {},
+            {"precision": "fp16", "initial_loss_scale": 1.0, "min_loss_scale": 2.0},
+            "<initial_loss_scale> 1 <min_loss_scale> 2",
+            "<initial_loss_scale> 2, <min_loss_scale> 1",
+        ),
+        (
+            {},
+            {"precision": "fp64", "accumulate_allreduce_grads_in_fp32": True},
+            "<accumulate_allreduce_grads_in_fp32> with <precision> fp64",
+            "<precision> fp32, <precision> bf16, <precision> fp16",
+        ),
+    ],
+)
+def test_illegal(zero: dict[str, Any], precision: dict[str, Any], given: str, legal: str) -> None:
+    (problem,) = found(zero, precision)
+    assert (problem.given, problem.legal) == (given, legal) and problem.rule
