@@ -48,7 +48,7 @@ def verify_layout(words: Sequence[str]) -> int:
     replaced = overridden(parsed.config)
     console.line(f"verify-layout computes in float64{f', in place of {replaced}' if replaced else ''}")
     # torch comes with this, after all that can be told without it.
-    from megazero.train import program
+    from megazero.verify import program
 
     report = program.verify_layout(parsed.config, launch, inputs, steps=own.steps)
     for line in report.lines():

@@ -13,7 +13,7 @@ from support.launch import PATIENCE_SECONDS, SMALL_RUN, command_line, set_launch
 
 from megazero import __main__ as program
 from megazero.console import run_program
-from megazero.train import program as work
+from megazero.verify import program as work
 
 Capture = pytest.CaptureFixture[str]
 

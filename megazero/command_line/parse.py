@@ -5,8 +5,8 @@ then `--zero-config C4`, then `--preset gpt2-124m`, then defaults.  argparse spl
 pydantic checks all values in one pass at the end.  The two libraries that would do both at once were tried first: tyro
 and jsonargparse list unknown flags together, but stop at the first value that doesn't fit its type, and don't report
 unknown flags beside it.  Neither has a place for flags that are known and refused, or known and without effect here
-(compat.py), and both would put a second type system beside pydantic's ranges.  So values stay raw words until
-everything is gathered, and the user sees all findings at once.
+(dialects/megatron.py), and both would put a second type system beside pydantic's ranges.  So values stay raw words
+until everything is gathered, and the user sees all findings at once.
 """
 
 import difflib

@@ -2,9 +2,9 @@
 
 It has two forms.  megazero's own has the sections `zero`, `precision`, `activations`, `optimizer` and `scheduler`,
 whose names and defaults are those of the dataclasses; DeepSpeed's is a published DeepSpeed configuration
-(deepspeed.py).  Both may be a mapping, a JSON file or a YAML file; `load_engine_config` takes any of them and gives an
-`EngineConfig` that has been checked.  What has only keys that both forms know (the optimizer's, the batch's) is read as
-DeepSpeed's.  The number of processes is still unknown then: `resolve_batch` makes the batch's sizes of it.
+(dialects/deepspeed).  Both may be a mapping, a JSON file or a YAML file; `load_engine_config` takes any of them and
+gives an `EngineConfig` that has been checked.  What has only keys that both forms know (the optimizer's, the batch's)
+is read as DeepSpeed's.  The number of processes is still unknown then: `resolve_batch` makes the batch's sizes of it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,6 +1,6 @@
 """What constructors of modules are doing: which are running, and which torch functions they call.
 
-A *keeper* looks after the parameters that are made while its mode is active in a thread (`init.py`).
+A *keeper* looks after the parameters that are made while its mode is active in a thread (`zero_init.py`).
 """
 
 import sys

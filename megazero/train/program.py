@@ -1,13 +1,12 @@
-"""What the programs do once nothing is wrong with their command line: join the other ranks, work, leave.
+"""The run once its command line has been checked: join the other ranks, build, train, leave.
 
-They import this module by then only: with it comes torch, which takes longer to load than all else together.
+Programs import this module only then: it loads torch, which takes longer than everything else together.
 """
 
 from megazero.comm.shutdown import last_word
-from megazero.comm.startup import choose_device, join, leave, make_mesh
+from megazero.comm.startup import choose_device, join, leave
 from megazero.config.run import RunConfig
 from megazero.console import Console
-from megazero.memory.fused_buffers import FusedBuffers
 from megazero.memory.ledger import open_ledger
 from megazero.model.compiled import check_compiler
 from megazero.parallel.launch import Launch
@@ -15,11 +14,8 @@ from megazero.parallel.threads import use_cpu_threads
 from megazero.tensor_parallel.float8 import check_device
 from megazero.train.attention_kernel import attention_of, choose_kernel, preferring
 from megazero.train.build import assemble, check_checkpoint
-from megazero.train.check import topology
 from megazero.train.inputs import RunInputs
 from megazero.train.loop import train
-from megazero.verify.side_by_side import verify
-from megazero.verify.verdict import Report
 
 
 def pretrain(config: RunConfig, launch: Launch, inputs: RunInputs) -> int:
@@ -50,21 +46,3 @@ def pretrain(config: RunConfig, launch: Launch, inputs: RunInputs) -> int:
         leave()
     stopped = run.state.iteration < run.timetable.train_iters
     return config.training.exit_status_when_stopped or 0 if stopped else 0
-
-
-def verify_layout(config: RunConfig, launch: Launch, inputs: RunInputs, *, steps: int) -> Report:
-    """Compare `steps` steps of the layout with those of one process."""
-    parallel, minutes = config.parallel, config.parallel.distributed_timeout_minutes
-    device = choose_device(parallel.device, launch.local_rank)
-    use_cpu_threads(parallel.cpu_threads, launch, device)
-    for notice in check_compiler(config.training.compile, device):
-        Console(launch.rank).line(notice)
-    store = join(launch, backend=parallel.distributed_backend, device=device, timeout_minutes=minutes)
-    try:
-        with last_word(store, launch.rank):
-            buffers = FusedBuffers(0, device)
-            layout = topology(config, launch.world_size)
-            mesh = make_mesh(layout, launch.rank, device, buffers, timeout_minutes=minutes)
-            return verify(config, mesh, buffers, inputs, steps=steps, tell=Console(launch.rank).line)
-    finally:
-        leave()

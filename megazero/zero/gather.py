@@ -2,7 +2,7 @@
 
 *Uses* come from outside (`frames.py`): a module's forward begins, a parameter is touched, backward asks for a saved
 tensor.  They are all there is to correctness.  What is gathered ahead of its use, and what is kept for the next one, is
-decided here, from the order that the last pass recorded (`lookahead.py`) and the limits of the configuration; every
+decided here, from the order that the last pass recorded (`use_order.py`) and the limits of the configuration; every
 rank comes to the same decisions, so collectives meet.  A unit is *pinned* while a module's forward, or the user, holds
 it.  How its memory comes and goes is `unit_memory.py`.
 """

@@ -1,4 +1,4 @@
-"""A setting that nothing reads is a promise that nothing keeps: every one is read outside megazero/config.
+"""A setting that nothing reads is a promise that nothing keeps: every one is read by the code that acts on it.
 
 Reading means `SECTION.name` or `config.name`, where the words before the dot end in a section's name, in "config", or
 in a parameter that is annotated with a section's class.  A figure of config/derived.py counts as read when somebody
@@ -79,7 +79,9 @@ def unread(outside: tuple[Source, ...], derived: Source) -> list[str]:
     return [f"{info.section}.{info.name}" for info in FIELDS if f"{info.section}.{info.name}" not in read]
 
 
-OUTSIDE = tuple(s for s in sources("megazero", *PROGRAMS) if s.package != "config")
+# What declares, parses and checks settings does not act on them.
+CONFIGURATION = ("config", "rules", "dialects", "command_line")
+OUTSIDE = tuple(s for s in sources("megazero", *PROGRAMS) if s.package not in CONFIGURATION)
 (DERIVED,) = sources("megazero/config/derived.py")
 
 

@@ -1,20 +1,11 @@
-"""Tests mirror the tree: tests/FOLDER/test_FILE.py for every megazero/FOLDER/FILE.py."""
+"""Tests mirror the tree: tests/FOLDER/ for every megazero/FOLDER/, a file for what belongs together."""
 
-from support.source_tree import ROOT, Source, sources
-
-
-def test_file(source: Source) -> str:
-    """Where the tests of a module stand."""
-    folder, _, file = source.name.removeprefix("megazero/").rpartition("/")
-    return f"tests/{folder}/test_{file}" if folder else f"tests/test_{file}"
+from support.source_tree import ROOT, sources
 
 
-test_file.__test__ = False  # type: ignore[attr-defined]
-
-
-def test_every_module_has_its_tests() -> None:
-    modules = [source for source in sources() if source.path.name != "__init__.py"]
-    assert [source.name for source in modules if not (ROOT / test_file(source)).is_file()] == []
+def test_every_package_has_its_tests() -> None:
+    folders = {source.path.parent.relative_to(ROOT / "megazero") for source in sources()}
+    assert [str(folder) for folder in sorted(folders) if not list((ROOT / "tests" / folder).rglob("test_*.py"))] == []
 
 
 def test_test_folders_are_no_packages() -> None:

@@ -8,7 +8,11 @@ import tokenize
 from support.source_tree import PROGRAMS, sources
 
 STAGE_NUMBER = "zero_stage"
-MAY_KNOW_THE_STAGE = ("megazero/config/", "megazero/zero/plan.py", "megazero/planner/")
+MAY_KNOW_THE_STAGE = (
+    *(f"megazero/{package}/" for package in ("config", "rules", "dialects", "command_line")),
+    "megazero/verify/configuration.py",
+    "megazero/zero/plan.py",
+)
 EMPTY_CLASS_NAMES = re.compile(r"(Manager|Handler|Helper|Util|Utils)$")
 EMPTY_FILE_NAMES = ("utils.py", "util.py", "helpers.py", "misc.py", "common.py")
 

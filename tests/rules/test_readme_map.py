@@ -1,4 +1,4 @@
-"""The README's map of the tree names every file, and no other.
+"""The README's map of the tree names every folder of the package and every program, and nothing that is not there.
 
 The map is the first fenced block that has a line `megazero/`.  Below a folder's line its files are indented: the first
 word of a line is the name (a folder's ends in "/"), the rest says what it is.
@@ -8,7 +8,8 @@ import re
 
 from support.source_tree import ROOT
 
-MAPPED_FOLDERS = ("megazero", "tools", "scripts", "benchmarks")
+# Folders whose files are programs, each with a line of its own.
+PROGRAM_FOLDERS = ("tools", "scripts")
 
 
 def map_lines(readme: str) -> list[str]:
@@ -33,23 +34,25 @@ def parse_map(lines: list[str]) -> dict[str, str]:
     return found
 
 
-def actual_files() -> set[str]:
-    files = [path for folder in MAPPED_FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()]
-    files += [path for path in ROOT.iterdir() if path.is_file() and not path.name.startswith(".")]
-    results = ROOT / "benchmarks" / "results"
-    unnamed = (".pyc", "py.typed", "__init__.py")
-    kept = [path for path in files if not path.name.endswith(unnamed) and results not in path.parents]
-    return {path.relative_to(ROOT).as_posix() for path in kept}
+def must_be_named() -> set[str]:
+    """Programs, the files at the top and of megazero itself, and the packages of megazero."""
+    files = [path for folder in PROGRAM_FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()]
+    files += [path for folder in (ROOT, ROOT / "megazero") for path in folder.iterdir() if path.is_file()]
+    kept = [path for path in files if not path.name.startswith((".", "__init__", "py.typed")) and path.suffix != ".pyc"]
+    packages = [path.parent for path in (ROOT / "megazero").glob("*/__init__.py")]
+    return {path.relative_to(ROOT).as_posix() for path in kept} | {
+        f"{path.relative_to(ROOT).as_posix()}/" for path in packages
+    }
 
 
 def test_the_map_is_the_tree() -> None:
     readme = ROOT / "README.md"
     assert readme.is_file(), "README.md is missing"
     mapped = parse_map(map_lines(readme.read_text(encoding="utf-8")))
-    files = {path for path in mapped if not path.endswith("/") and not path.startswith("tests/")}
-    listed = {path for path in files if not path.endswith("__init__.py")}
-    assert (sorted(actual_files() - listed), sorted(listed - actual_files())) == ([], [])
-    assert [path for path, what in mapped.items() if not path.endswith("/") and not what] == []
+    assert sorted(must_be_named() - set(mapped)) == []
+    assert [path for path in mapped if not (ROOT / path).exists()] == []
+    folders_of_files = {"megazero/", "scripts/", "scripts/slurm/", "tools/"}
+    assert [path for path, what in mapped.items() if not what and path not in folders_of_files] == []
 
 
 EXAMPLE = """

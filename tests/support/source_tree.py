@@ -70,7 +70,7 @@ def repository_files() -> Iterator[Path]:
                 hidden = path.name.startswith(".") and path.name != ".ci"
                 if not hidden and path.name not in MADE and not path.name.endswith(".egg-info"):
                     pending.append(path)
-            else:
+            elif path.name != ".git":  # A file where the checkout is a worktree.
                 yield path
 
 

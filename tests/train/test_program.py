@@ -9,7 +9,7 @@ from support.small_runs import tiny_run, train_run
 from megazero.errors import CheckpointError, TopologyError
 from megazero.parallel.launch import Launch
 from megazero.train.check import check
-from megazero.train.program import pretrain, verify_layout
+from megazero.train.program import pretrain
 
 ALONE = Launch(0, 1, 0)
 
@@ -30,9 +30,3 @@ def test_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
         config = tiny_run(train_iters=2, exit_status_when_stopped=75, **settings)
         assert pretrain(config, ALONE, check(config, ALONE)) == status
     assert "finished 2 iterations" in capsys.readouterr().out
-
-
-def test_a_layout_of_one_process_is_its_own_reference() -> None:
-    config = tiny_run()
-    report = verify_layout(config, ALONE, check(config, ALONE), steps=2)
-    assert report.agrees and len(report.steps) == 2

@@ -1,10 +1,10 @@
-"""What becomes of each key of a DeepSpeed configuration: frozen tables, in the manner of compat.py.
+"""What becomes of each key of a DeepSpeed configuration: frozen tables, as in dialects/megatron.py.
 
 A key is a dotted path, `zero_optimization.stage`.  An *honoured* key has a value that megazero uses; what it may be,
 and DeepSpeed's default, stand here.  An *accepted* key changes nothing that megazero could do otherwise, and earns a
 one-line notice.  A *refused* key asks for an effect megazero doesn't have, unless its value turns the effect off.  A
 *switched* key is a section with an `enabled` of its own, refused where one is true.  Keys of `optimizer.params` and
-`scheduler.params` depend on the type beside them and stand in choices.py.
+`scheduler.params` depend on the type beside them and stand in config/choices.py.
 """
 
 from collections.abc import Iterable, Mapping

@@ -2,9 +2,9 @@
 
 `read_file` gives a JSON file's mapping, `read` the *reading* of a mapping: what was said by key, in the key's type,
 with everything that is wrong.  "auto" stands for megazero's own default, except on a key that has a value of this
-name (partition_activations, cpu_checkpointing).  What becomes of each key is a table (deepspeed_keys.py); what the
-values become is decided by those who take a reading: deepspeed_engine.py makes a configuration of the library,
-deepspeed_run.py settings of a run.
+name (partition_activations, cpu_checkpointing).  What becomes of each key is a table (keys.py); what the
+values become is decided by those who take a reading: sections.py makes a configuration of the library,
+run.py settings of a run.
 """
 
 import json

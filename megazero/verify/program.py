@@ -1,0 +1,32 @@
+"""Layout verification once its command line has been checked: join the other ranks, compare, leave."""
+
+from megazero.comm.shutdown import last_word
+from megazero.comm.startup import choose_device, join, leave, make_mesh
+from megazero.config.run import RunConfig
+from megazero.console import Console
+from megazero.memory.fused_buffers import FusedBuffers
+from megazero.model.compiled import check_compiler
+from megazero.parallel.launch import Launch
+from megazero.parallel.threads import use_cpu_threads
+from megazero.train.check import topology
+from megazero.train.inputs import RunInputs
+from megazero.verify.side_by_side import verify
+from megazero.verify.verdict import Report
+
+
+def verify_layout(config: RunConfig, launch: Launch, inputs: RunInputs, *, steps: int) -> Report:
+    """Compare `steps` steps of the layout with those of one process."""
+    parallel, minutes = config.parallel, config.parallel.distributed_timeout_minutes
+    device = choose_device(parallel.device, launch.local_rank)
+    use_cpu_threads(parallel.cpu_threads, launch, device)
+    for notice in check_compiler(config.training.compile, device):
+        Console(launch.rank).line(notice)
+    store = join(launch, backend=parallel.distributed_backend, device=device, timeout_minutes=minutes)
+    try:
+        with last_word(store, launch.rank):
+            buffers = FusedBuffers(0, device)
+            layout = topology(config, launch.world_size)
+            mesh = make_mesh(layout, launch.rank, device, buffers, timeout_minutes=minutes)
+            return verify(config, mesh, buffers, inputs, steps=steps, tell=Console(launch.rank).line)
+    finally:
+        leave()

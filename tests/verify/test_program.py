@@ -1,0 +1,15 @@
+"""Layout verification after its command line; the whole of it is tested from there (test___main__)."""
+
+from support.small_runs import tiny_run
+
+from megazero.parallel.launch import Launch
+from megazero.train.check import check
+from megazero.verify.program import verify_layout
+
+ALONE = Launch(0, 1, 0)
+
+
+def test_a_layout_of_one_process_is_its_own_reference() -> None:
+    config = tiny_run()
+    report = verify_layout(config, ALONE, check(config, ALONE), steps=2)
+    assert report.agrees and len(report.steps) == 2
