@@ -16,7 +16,7 @@ from megazero.console import Console
 from megazero.prepare.tokens import progress as module
 from megazero.prepare.tokens.progress import NOTHING, Done, TextProgress
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from megazero.errors import DataError, Problem
 from megazero.prepare.tokens import workers
 from megazero.prepare.tokens.workers import AHEAD, SLOT_BYTES, worker_pool
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def square(number: int) -> int:
