@@ -12,7 +12,7 @@ other.  Each is a module of its own, so whatever gathers and releases parameters
            +-----+-----+-----+
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, cast
 
@@ -30,12 +30,11 @@ class TiledLinear(nn.Module):
     sizes do not divide, the first parts have one element more.
 
     input_is_already_split: forward takes the in_splits parts of x in a sequence, instead of x.
-    Further options, by name:
-    combine_out_splits (True): False makes forward return the list of the out_splits parts of y, and y is never whole.
-    linear_cls (nn.Linear): called for every tile with (inputs, outputs, bias=.., **kwargs); has a weight and a bias.
-    init_linear (None): a linear layer of the whole size, whose values the tiles take.  Without it each tile starts with
-    linear_cls's own values, which are wider than the whole layer's where that looks at the number of inputs.
-    Whatever else is given goes to linear_cls (device, dtype).
+    combine_out_splits: False makes forward return the list of the out_splits parts of y, and y is never whole.
+    linear_cls: the class of a tile, called with (inputs, outputs, bias=.., **kwargs); it has a weight and a bias.
+    init_linear: a linear layer of the whole size, whose values the tiles take.  Without it each tile starts with
+    linear_cls's own values, which are wider than the whole layer's where they depend on the number of inputs.
+    kwargs: further arguments of linear_cls (device, dtype).
 
     Raises ConfigError for splits below 1 or above the features, and for an init_linear of another size.
     """
@@ -48,7 +47,10 @@ class TiledLinear(nn.Module):
         in_splits: int = 1,
         out_splits: int = 1,
         input_is_already_split: bool = False,
-        **options: Any,
+        combine_out_splits: bool = True,
+        linear_cls: Callable[..., nn.Module] = nn.Linear,
+        init_linear: nn.Linear | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__()
         problems = [_check_splits("in", in_splits, in_features), _check_splits("out", out_splits, out_features)]
@@ -56,14 +58,12 @@ class TiledLinear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.in_splits, self.out_splits = in_splits, out_splits
         self.input_is_already_split = input_is_already_split
-        self.combine_out_splits: bool = options.pop("combine_out_splits", True)
-        linear_cls = options.pop("linear_cls", nn.Linear)
-        init_linear = options.pop("init_linear", None)
+        self.combine_out_splits = combine_out_splits
         self._in_sizes, self._out_sizes = _cut(in_features, in_splits), _cut(out_features, out_splits)
         last = in_splits - 1
         self.linears = nn.ModuleList(
             nn.ModuleList(
-                linear_cls(inputs, outputs, bias=bias and index == last, **options)
+                linear_cls(inputs, outputs, bias=bias and index == last, **kwargs)
                 for index, inputs in enumerate(self._in_sizes)
             )
             for outputs in self._out_sizes
