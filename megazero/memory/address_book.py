@@ -9,8 +9,9 @@ A block that was asked for as not movable, or that is pinned, is a *wall*: it st
 """
 
 from bisect import insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 from megazero.units import format_bytes
@@ -112,8 +113,9 @@ class AddressBook:
         nbytes = -(-nbytes // self._alignment) * self._alignment
         if not nbytes:
             return Grant(Block(0, 0, is_movable=movable), ())
-        gaps = list(self._gaps())
-        start = next((gap.start for gap in gaps if gap.nbytes >= nbytes), None)
+        gaps = self._gaps()
+        large_enough = [gap.start for gap in gaps if gap.nbytes >= nbytes]
+        start = large_enough[0] if large_enough else None
         moves: tuple[Move, ...] = ()
         if start is None and self._compacts:
             run = self._cheapest_run(gaps, nbytes)
@@ -124,7 +126,7 @@ class AddressBook:
             self._failed_requests += 1
             return None
         block = Block(start, nbytes, is_movable=movable)
-        insort(self._blocks, block, key=lambda block: block.start)
+        insort(self._blocks, block, key=attrgetter("start"))
         self._live_bytes += nbytes
         self._high_water = max(self._high_water, self._live_bytes)
         return Grant(block, moves)
@@ -156,15 +158,16 @@ class AddressBook:
             failed_requests=self._failed_requests,
         )
 
-    def _gaps(self) -> Iterator[_Gap]:
-        """By address, empty ones left out."""
-        start = 0
+    def _gaps(self) -> list[_Gap]:
+        """The gaps by address; none is empty."""
+        gaps, start = [], 0
         for place, block in enumerate(self._blocks):
             if block.start > start:
-                yield _Gap(start, block.start - start, place)
+                gaps.append(_Gap(start, block.start - start, place))
             start = block.stop
         if self.capacity > start:
-            yield _Gap(start, self.capacity - start, len(self._blocks))
+            gaps.append(_Gap(start, self.capacity - start, len(self._blocks)))
+        return gaps
 
     def _cheapest_run(self, gaps: Sequence[_Gap], nbytes: int) -> Sequence[_Gap]:
         """The neighbouring gaps, no wall between, of `nbytes` in all and with the fewest bytes between; else none."""

@@ -10,6 +10,7 @@ parameter carries no other attribute of ours.
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
@@ -70,7 +71,7 @@ class ParamSpec:
     trainable: bool = True
     init: Init = Init()
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of this rank's tensor, padding included."""
         return math.prod(self.local_shape)

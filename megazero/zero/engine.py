@@ -334,12 +334,12 @@ class Engine:
         self._mesh.gathering.broadcast(self._shards.flat(section)[slot.start : slot.stop], source).wait()
         self._shards.take_over(section, name)
 
-    def _gradient_ready(self, name: str) -> None:
-        gradient = self._parameters[name].grad
-        if gradient is not None:
-            self.settings.ledger.tag(gradient, "gradients")
+    def _gradient_ready(self, name: str, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self.settings.ledger.tag(parameter.grad, "gradients")
         self._reducer.gradient_ready(name)
-        self._gather.gradient_ready(name)
+        if self._gather.is_needed:
+            self._gather.gradient_ready(name)
 
 
 class _Place(NamedTuple):

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -223,15 +224,11 @@ def _as_it_is(value: Any) -> Any:
 _NO_HOOKS: _Hooks = (_as_it_is, _as_it_is)
 
 
-def on_gradient(parameters: Mapping[str, nn.Parameter], ready: Callable[[str], None]) -> list[RemovableHandle]:
-    """Call ready(name) whenever autograd has finished accumulating into a trainable parameter's `.grad`."""
-
-    def hook_for(name: str) -> Callable[[Tensor], None]:
-        return lambda _: ready(name)
-
+def on_gradient(parameters: Mapping[str, nn.Parameter], ready: Callable[[str, Tensor], None]) -> list[RemovableHandle]:
+    """Call ready(name, parameter) whenever autograd has finished accumulating into a trainable parameter's `.grad`."""
     handles = []
     for name, parameter in parameters.items():
         if parameter.requires_grad:
             when_accumulated: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
-            handles.append(when_accumulated(hook_for(name)))
+            handles.append(when_accumulated(partial(ready, name)))
     return handles

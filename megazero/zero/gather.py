@@ -30,6 +30,8 @@ class ParameterGather:
         self._zero = zero
         self.memory = UnitMemory(shards, communicator, leaves_to_autograd=not zero.memory_efficient_linear)
         self._units = {unit.name: unit for unit in partitioned_units(shards, parameters)}
+        self.is_needed = bool(self._units)
+        """Whether anything is partitioned."""
         self._unit_of = {name: unit for unit in self._units.values() for name in unit.names}
         for unit in self._units.values():
             self.memory.enter(unit)
@@ -41,11 +43,6 @@ class ParameterGather:
         self._node: object = None  # of autograd's graph: the one that backward was computing when it last asked
         self._used_by_node: set[str] = set()
         self._kept: set[str] = set()  # units that stay gathered between their uses, as far as the limit allows
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether anything is partitioned."""
-        return bool(self._units)
 
     def has(self, unit: str) -> bool:
         """Whether some parameters of the unit are partitioned."""

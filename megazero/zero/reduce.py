@@ -24,7 +24,7 @@ from megazero.parallel.gradient_place import Taken
 from megazero.zero.layout import Bucket, FlatLayout, Range
 from megazero.zero.plan import Lifetime, Placement
 from megazero.zero.shards import Shards
-from megazero.zero.unreduced import buckets_by_parameter, make_store, parameters_by_bucket
+from megazero.zero.unreduced import make_store
 
 _MAX_IN_FLIGHT = 2
 
@@ -53,8 +53,7 @@ class GradientReducer:
         self._max_in_flight = _MAX_IN_FLIGHT if zero.overlap_comm else 0
         self.predivisor = float(communicator.size) if zero.prescale_gradients else zero.gradient_predivide_factor
         self._buckets = shards.layout.trainable_buckets
-        self._buckets_of = buckets_by_parameter(shards.layout)
-        self._members = {index: set(names) for index, names in parameters_by_bucket(shards.layout).items()}
+        self._buckets_of = shards.layout.buckets_of
         self.bucket_arena = self._make_arena(list(parameters), buffers) if zero.contiguous_gradients else None
         self.scratch: Scratch = self.bucket_arena or buffers
         """Lends buckets on the wire; between backward and the next one it is free for others."""
@@ -82,7 +81,7 @@ class GradientReducer:
         """Expect the gradients of one backward pass, which fills these buckets; is_last: of those that do."""
         self._is_in_micro_batch = True
         if self._store.is_due(last_micro_batch=is_last):
-            self._missing = {bucket.index: set(self._members[bucket.index]) for bucket in buckets}
+            self._missing = {bucket.index: set(bucket.fragments) for bucket in buckets}
             self._came = set()
             self._due = buckets
             self._next = len(buckets) - 1
@@ -99,7 +98,8 @@ class GradientReducer:
         for bucket in reversed(self._buckets_of.get(name, ())):  # none if it has no elements
             self._store.deposit(bucket, name)
             self._missing[bucket.index].discard(name)
-            self._launch_complete()
+            if not self._missing[bucket.index]:
+                self._launch_complete()
         self._store.drop(name)
 
     def place(self, name: str) -> Taken | None:
@@ -195,13 +195,13 @@ def most_out_at_once(layout: FlatLayout, names: Sequence[str], max_in_flight: in
 
     max_in_flight: reductions that run beside backward; with 0 backward waits for each.
     """
-    buckets, buckets_of = layout.trainable_buckets, buckets_by_parameter(layout)
-    missing = {index: set(members) for index, members in parameters_by_bucket(layout).items()}
+    buckets = layout.trainable_buckets
+    missing = {bucket.index: set(bucket.fragments) for bucket in buckets}
     still_open: set[int] = set()
     in_flight, most = min(max_in_flight, len(buckets)), 0  # those of the micro-batch before
     last = len(buckets) - 1
     for name in reversed(names):
-        for bucket in reversed(buckets_of.get(name, ())):
+        for bucket in reversed(layout.buckets_of.get(name, ())):
             still_open.add(bucket.index)
             most = max(most, len(still_open) + in_flight)
             missing[bucket.index].discard(name)

@@ -20,7 +20,7 @@ from megazero.memory.arena import Arena
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
 from megazero.parallel.param_spec import ParamSpec, StateFragment, StateKind
 from megazero.zero.layout import Bucket, FlatLayout, Fragment, Range, Section, Slot
-from megazero.zero.plan import Lifetime, ModelStateBytes, Placement, Row, ZeroPlan
+from megazero.zero.plan import Lifetime, ModelStateBytes, Placement, ZeroPlan
 
 FirstValue = Callable[[ParamSpec, nn.Parameter], Tensor]
 
@@ -55,7 +55,11 @@ class Shards:
         self.ledger = contents.ledger
         self._parameters = contents.parameters
         self.device = next(iter(contents.parameters.values())).device
-        self._positions = self._positions_by_bucket(plan.optimizer)
+        buckets = [bucket for section in layout.sections for bucket in section.buckets]
+        self._partitions = [bucket.partition(rank) for bucket in buckets]
+        is_whole = plan.optimizer.placement is Placement.REPLICATED
+        self._owned = [bucket.range for bucket in buckets] if is_whole else self._partitions
+        self._offsets = self._offsets_by_bucket()
         self._working_shards: dict[int, Tensor] = {}
         self._flats = [self._adopt(section, contents.first_value) for section in layout.sections]
         owned = sum(self.owned(bucket).numel for bucket in layout.trainable_buckets)
@@ -71,7 +75,7 @@ class Shards:
 
     def owned(self, bucket: Bucket) -> Range:
         """The range of the section for which this rank keeps optimizer state."""
-        return self._kept(self.plan.optimizer, bucket)
+        return self._owned[bucket.index]
 
     def loaded(self, bucket: Bucket) -> Range:
         """The range of the section that this rank must be given to go on: what it owns, or else what it keeps."""
@@ -82,7 +86,7 @@ class Shards:
 
     def partition(self, bucket: Bucket) -> Range:
         """This rank's partition of a bucket, whatever is kept: norms are computed on it in every stage."""
-        return bucket.partition(self.rank)
+        return self._partitions[bucket.index]
 
     def flat(self, section: Section) -> Tensor:
         """The tensor that the section's parameters are views of, [section.numel]; without memory while released."""
@@ -193,14 +197,16 @@ class Shards:
             self._keep_working(section, name, value)
         if section.trainable and self._master is not None:
             for bucket in section.buckets:
-                for fragment in section.fragments_of(name, self.owned(bucket)):
+                fragment = bucket.fragment_of(name, self.owned(bucket))
+                if fragment is not None:
                     new, master = value[fragment.start : fragment.stop], self.master(bucket, fragment.within)
                     master.copy_(torch.where(master.to(new.dtype) == new, master, new.to(master.dtype)))
 
     def _keep_working(self, section: Section, name: str, value: Tensor) -> None:
         """Of a parameter's value, write what this rank's working shard keeps."""
         for bucket in section.buckets:
-            for fragment in section.fragments_of(name, self.partition(bucket)):
+            fragment = bucket.fragment_of(name, self.partition(bucket))
+            if fragment is not None:
                 self.working(bucket, fragment.within).copy_(value[fragment.start : fragment.stop])
 
     def _make_hollow_flat(self, section: Section) -> Tensor:
@@ -275,20 +281,18 @@ class Shards:
         assert block is not None, "the arena is as large as all of them"
         return block.tensor.zero_()
 
-    def _kept(self, row: Row, bucket: Bucket) -> Range:
-        return bucket.range if row.placement is Placement.REPLICATED else bucket.partition(self.rank)
-
-    def _positions_by_bucket(self, row: Row) -> dict[int, int]:
-        """Where each bucket's kept range begins in the flat tensors of partitioned state."""
-        positions, offset = {}, 0
+    def _offsets_by_bucket(self) -> dict[int, int]:
+        """What to add to a section's element to find it in the flat tensors of partitioned state."""
+        offsets, position = {}, 0
         for bucket in self.layout.trainable_buckets:
-            positions[bucket.index] = offset
-            offset += self._kept(row, bucket).numel
-        return positions
+            owned = self.owned(bucket)
+            offsets[bucket.index] = position - owned.start
+            position += owned.numel
+        return offsets
 
     def _place(self, bucket: Bucket, within: Range) -> slice:
-        start = self._positions[bucket.index] + within.start - self.owned(bucket).start
-        return slice(start, start + within.numel)
+        offset = self._offsets[bucket.index]
+        return slice(offset + within.start, offset + within.stop)
 
     def _empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(numel, dtype=dtype, device=self.device)
@@ -320,7 +324,7 @@ def owned_state(shards: Shards, coordinates: Mapping[str, int]) -> Iterator[Stat
     """Of the partitions of the rank at these coordinates, what no other rank counts."""
     for section in shards.layout.sections:
         for bucket in section.buckets:
-            for fragment in section.fragments(shards.partition(bucket)):
+            for fragment in bucket.fragments_in(shards.partition(bucket)):
                 if fragment.spec.is_counted_on(coordinates):
                     yield from _state_of(shards, bucket, fragment)
 
@@ -329,7 +333,7 @@ def wanted_state(shards: Shards) -> Iterator[StateFragment]:
     """Everything that is kept here and isn't made from the rest."""
     for section in shards.layout.sections:
         for bucket in section.buckets:
-            for fragment in section.fragments(shards.loaded(bucket)):
+            for fragment in bucket.fragments_in(shards.loaded(bucket)):
                 yield from _state_of(shards, bucket, fragment)
 
 

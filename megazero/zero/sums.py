@@ -49,9 +49,8 @@ class GradientSums:
 
     def _runs_over(self, axis: str) -> Iterator[_Run]:
         for bucket in self._shards.layout.trainable_buckets:
-            section = self._shards.layout.sections[bucket.section]
             begun: Range | None = None
-            for fragment in section.fragments(self._shards.owned(bucket)):
+            for fragment in bucket.fragments_in(self._shards.owned(bucket)):
                 if axis not in fragment.spec.summed_over:
                     continue
                 if begun is not None and begun.stop == fragment.within.start:

@@ -9,14 +9,14 @@ Layers that write gradients themselves (`parallel/gradient_place.py`) write them
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from torch import Tensor, nn
 
 from megazero.comm.interface import Lease, Scratch
 from megazero.parallel.gradient_place import Taken, add_to
-from megazero.zero.layout import Bucket, FlatLayout, Fragment, Range
+from megazero.zero.layout import Bucket, Range
 from megazero.zero.plan import Lifetime
 from megazero.zero.shards import Shards
 
@@ -83,7 +83,7 @@ class ResidentGradients:
 
     def close(self, bucket: Bucket, missing: set[str]) -> Tensor:
         whole = self._shards.resident_gradient(bucket, bucket.range)
-        for fragment in self._shards.layout.sections[bucket.section].fragments(bucket.range):
+        for fragment in bucket.fragments.values():
             if fragment.spec.writes_gradient:
                 self._complete(fragment.spec.name)
         if not self._converts:
@@ -133,8 +133,10 @@ class LeasedGradients:
         self._sent: deque[Lease] = deque()  # being reduced, oldest first: the next micro-batch may fill its bucket anew
         self._has_sum: set[int] = set()  # buckets whose shard already holds earlier micro-batches
         self._written: dict[int, set[str]] = {}  # parameters whose gradient is in the buffer already, by bucket
-        self._last_buckets = {name: found[0].index for name, found in buckets_by_parameter(shards.layout).items()}
-        self._places = self._parameters_within_buckets() if every_micro_batch and at_once else {}
+        buckets_of = shards.layout.buckets_of
+        self._last_buckets = {name: buckets[0].index for name, buckets in buckets_of.items()}
+        within_one = {name: buckets[0] for name, buckets in buckets_of.items() if len(buckets) == 1}
+        self._places = within_one if every_micro_batch and at_once else {}  # the bucket that a layer may write into
 
     def begin_step(self) -> None:
         self._has_sum.clear()
@@ -145,19 +147,19 @@ class LeasedGradients:
     def place(self, name: str) -> Taken | None:
         if name not in self._places:
             return None
-        bucket, fragment = self._places[name]
+        bucket = self._places[name]
         written = self._written.setdefault(bucket.index, set())
         is_first = name not in written
         written.add(name)
-        start = fragment.section_start - bucket.start
-        memory = self._buffer(bucket)[start : start + fragment.numel]
+        within = bucket.fragments[name].within
+        memory = self._buffer(bucket)[within.start - bucket.start : within.stop - bucket.start]
         return Taken(memory.view(self._parameters[name].shape), is_first)
 
     def deposit(self, bucket: Bucket, name: str) -> None:
         if not self._at_once:
             return
         if name not in self._written.get(bucket.index, ()):
-            self._fill(bucket, {name})
+            self._fill(bucket, (name,))
             return
         gradient, taken = self._parameters[name].grad, self.place(name)
         if gradient is not None and taken is not None:  # autograd has found something beside what the layer has written
@@ -168,14 +170,9 @@ class LeasedGradients:
             self._parameters[name].grad = None
 
     def close(self, bucket: Bucket, missing: set[str]) -> Tensor:
-        section = self._shards.layout.sections[bucket.section]
-        members = {fragment.spec.name for fragment in section.fragments(bucket.range)}
+        self._fill(bucket, missing if self._at_once else bucket.fragments)
         if not self._at_once:
-            self._fill(bucket, members - missing)
-        if missing:
-            self._fill(bucket, missing)
-        if not self._at_once:
-            for name in members:
+            for name in bucket.fragments:
                 if self._last_buckets[name] == bucket.index:  # buckets are closed from the last to the first
                     self._parameters[name].grad = None
         self._written.pop(bucket.index, None)
@@ -198,25 +195,13 @@ class LeasedGradients:
         for name in self._last_buckets:
             self._parameters[name].grad = None
 
-    def _parameters_within_buckets(self) -> dict[str, tuple[Bucket, Fragment]]:
-        """Where the gradient of every parameter goes that lies in one bucket and has elements."""
-        found = {}
-        for bucket in self._shards.layout.trainable_buckets:
-            for fragment in self._shards.layout.sections[bucket.section].fragments(bucket.range):
-                if fragment.numel == self._parameters[fragment.spec.name].numel():
-                    found[fragment.spec.name] = (bucket, fragment)
-        return found
-
-    def _fill(self, bucket: Bucket, names: set[str]) -> None:
+    def _fill(self, bucket: Bucket, names: Iterable[str]) -> None:
         """Copy parameters' gradients into the bucket, zeros for those that got none."""
         whole = self._buffer(bucket)
-        section = self._shards.layout.sections[bucket.section]
-        for fragment in section.fragments(bucket.range):
-            if fragment.spec.name not in names:
-                continue
-            start = fragment.section_start - bucket.start
-            target = whole[start : start + fragment.numel]
-            gradient = self._parameters[fragment.spec.name].grad
+        for name in names:
+            fragment = bucket.fragments[name]
+            target = whole[fragment.within.start - bucket.start : fragment.within.stop - bucket.start]
+            gradient = self._parameters[name].grad
             if gradient is None:
                 target.zero_()
             else:
@@ -239,20 +224,3 @@ def make_store(
         return ResidentGradients(shards, buffers, parameters)
     every = lifetime is Lifetime.LEASED
     return LeasedGradients(shards, buffers, parameters, every_micro_batch=every, at_once=contiguous)
-
-
-def parameters_by_bucket(layout: FlatLayout) -> dict[int, list[str]]:
-    """{bucket index: names of the parameters that overlap it}."""
-    return {
-        bucket.index: [f.spec.name for f in layout.sections[bucket.section].fragments(bucket.range)]
-        for bucket in layout.trainable_buckets
-    }
-
-
-def buckets_by_parameter(layout: FlatLayout) -> dict[str, list[Bucket]]:
-    """{parameter: the buckets it overlaps, in order}."""
-    found: dict[str, list[Bucket]] = {}
-    for bucket in layout.trainable_buckets:
-        for fragment in layout.sections[bucket.section].fragments(bucket.range):
-            found.setdefault(fragment.spec.name, []).append(bucket)
-    return found

@@ -5,7 +5,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megazero.parallel.param_spec import ParamSpec
-from megazero.zero.layout import FlatLayout, LayoutRules, Placed, Range, Unit, build_layout, choose_persistent
+from megazero.zero.layout import (
+    FlatLayout,
+    Fragment,
+    LayoutRules,
+    Placed,
+    Range,
+    Section,
+    Unit,
+    build_layout,
+    choose_persistent,
+)
 
 Shapes = dict[str, tuple[tuple[int, ...], bool, bool]]  # name -> shape, decay, trainable
 
@@ -18,6 +28,10 @@ def layout_of(units: dict[str, list[ParamSpec]], rules: LayoutRules) -> FlatLayo
     plain = [Unit(name, tuple(spec.name for spec in specs)) for name, specs in units.items()]
     parameters = [Placed(spec, torch.float32, False, int(spec.decay)) for specs in units.values() for spec in specs]
     return build_layout(plain, parameters, rules)
+
+
+def fragments_in(section: Section, within: Range) -> list[Fragment]:
+    return [fragment for bucket in section.buckets for fragment in bucket.fragments_in(within)]
 
 
 def test_a_unit_as_a_drawing() -> None:
@@ -34,12 +48,23 @@ def test_a_unit_as_a_drawing() -> None:
     assert (section.used_numel, section.numel) == (22, 24)
     assert [(bucket.start, bucket.stop) for bucket in section.buckets] == [(0, 12), (12, 24)]
     assert [section.buckets[0].partition(rank) for rank in (0, 1)] == [(0, 6), (6, 12)]
-    assert [(f.spec.name, f.start, f.stop, f.section_start) for f in section.fragments(Range(4, 20))] == [
-        ("b", 4, 5, 4),
-        ("one", 0, 1, 5),
-        ("w", 0, 12, 6),
-        ("v", 0, 2, 18),
+    assert [(f.spec.name, f.start, f.stop, f.within) for f in fragments_in(section, Range(4, 20))] == [
+        ("b", 4, 5, (4, 5)),
+        ("one", 0, 1, (5, 6)),
+        ("w", 0, 6, (6, 12)),
+        ("w", 6, 12, (12, 18)),
+        ("v", 0, 2, (18, 20)),
     ]
+    assert [list(bucket.fragments) for bucket in section.buckets] == [["b", "one", "w"], ["w", "v"]]
+    assert section.buckets[1].fragment_of("w", Range(14, 24)) == (specs[0], 8, 12, (14, 18))
+    assert section.buckets[1].fragment_of("w", Range(18, 24)) is None
+    assert section.buckets[1].fragment_of("b", Range(12, 24)) is None
+    assert {name: [bucket.index for bucket in buckets] for name, buckets in layout.buckets_of.items()} == {
+        "b": [0],
+        "one": [0],
+        "w": [0, 1],
+        "v": [1],
+    }
     assert list(section.group_runs(Range(0, 12))) == [(0, (0, 6)), (1, (6, 12))]
     assert list(section.group_runs(Range(20, 24))) == [(1, (20, 24))]
 
@@ -48,14 +73,14 @@ def test_padding_alone_belongs_to_no_parameter() -> None:
     layout = layout_of({"unit": [spec("one", (1,))]}, LayoutRules(partitions=4, bucket_numel=100, alignment=16))
     section = layout.sections[0]
     assert section.numel == 64
-    assert [list(section.fragments(section.buckets[0].partition(rank))) for rank in (1, 2, 3)] == [[], [], []]
+    assert [fragments_in(section, section.buckets[0].partition(rank)) for rank in (1, 2, 3)] == [[], [], []]
 
 
 def test_frozen_parameters_have_a_section_but_no_reduced_bucket() -> None:
     specs = [spec("w", (8,)), spec("frozen", (8,), trainable=False)]
     layout = layout_of({"unit": specs}, LayoutRules(partitions=1, bucket_numel=8, alignment=1))
     assert [(section.trainable, section.numel) for section in layout.sections] == [(True, 8), (False, 8)]
-    assert [bucket.section for bucket in layout.trainable_buckets] == [0]
+    assert [bucket.section for bucket in layout.trainable_buckets] == [0] and list(layout.buckets_of) == ["w"]
     assert (layout.padded_numel(trainable=True), layout.used_numel(trainable=False)) == (8, 8)
 
 
@@ -114,7 +139,7 @@ def test_every_element_has_one_place_and_one_owner(
             assert bucket.numel % rules.quantum == 0
             assert bucket.numel <= max(bucket_numel, rules.quantum)
             for rank in range(partitions):
-                for fragment in section.fragments(bucket.partition(rank)):
+                for fragment in bucket.fragments_in(bucket.partition(rank)):
                     for element in range(fragment.start, fragment.stop):
                         owned[fragment.spec.name][element] += 1
     assert all(count == 1 for counts in owned.values() for count in counts)
@@ -133,7 +158,7 @@ def test_group_runs_tile_a_range_and_agree_with_the_parameters(
         assert len(runs) <= 2
         assert sum(run.numel for _, run in runs) == within.numel
         for decay, run in runs:
-            assert all(fragment.spec.decay == decay for fragment in section.fragments(run))
+            assert all(fragment.spec.decay == decay for fragment in fragments_in(section, run))
 
 
 def test_buckets_are_numbered_through_the_model() -> None:
