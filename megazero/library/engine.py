@@ -29,8 +29,9 @@ from megazero.library.module_buffers import ModuleBuffers
 from megazero.library.passes import BackwardPasses
 from megazero.library.save import save_model
 from megazero.library.stepping import StepOutcome, Stepper
+from megazero.parallel.param_spec import Unit
 from megazero.timers import Timers
-from megazero.zero.engine import Engine, ModelUnit
+from megazero.zero.engine import Engine
 from megazero.zero.plan import Placement
 
 WEIGHTS_FILE = "model.safetensors"
@@ -43,7 +44,7 @@ class EngineParts:
     config: EngineConfig
     batch: BatchSizes
     mesh: Mesh
-    units: list[ModelUnit]
+    units: list[Unit]
     core: Engine
     passes: BackwardPasses
     stepper: Stepper

@@ -98,6 +98,18 @@ class ParamSpec:
         return axis in self.summed_over if axis == ENDS else axis not in self.sharded_axes
 
 
+class Unit(NamedTuple):
+    """Parameters, by name, that are laid out, gathered and released together, and the modules whose forwards read them.
+
+    part: which of several parts of the model, each with backwards of its own, it belongs to (a pipeline's chunks).
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    consumers: tuple[nn.Module, ...] = ()
+    part: int = 0
+
+
 class StateFragment(NamedTuple):
     """A contiguous run of one parameter's state on this rank.
 

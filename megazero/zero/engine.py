@@ -19,7 +19,7 @@ from megazero.memory.address_book import ArenaStatistics
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
 from megazero.optim.inner import InnerOptimizer, StepInputs
 from megazero.parallel.gradient_place import Taken, attach_place, detach_place
-from megazero.parallel.param_spec import StateFragment, named_specs
+from megazero.parallel.param_spec import StateFragment, Unit, named_specs
 from megazero.parallel.topology import ENDS
 from megazero.zero.frames import Frames, on_gradient
 from megazero.zero.gather import ParameterGather
@@ -27,8 +27,7 @@ from megazero.zero.guard import give_handle, take_handle
 from megazero.zero.layout import (
     FlatLayout,
     LayoutRules,
-    Placed,
-    Unit,
+    Slot,
     build_layout,
     choose_persistent,
 )
@@ -39,18 +38,6 @@ from megazero.zero.reduce import GradientReducer
 from megazero.zero.shards import Contents, FirstValue, Shards, owned_state, value_of_parameter, wanted_state
 from megazero.zero.sums import GradientSums
 from megazero.zero.update import LocalNorms, Piece, ShardUpdate
-
-
-class ModelUnit(NamedTuple):
-    """A unit of the model: its parameters by name, and the modules whose forwards read them.
-
-    part: which of several parts of the model, each with backwards of its own, it belongs to (a pipeline's chunks).
-    """
-
-    name: str
-    parameters: tuple[str, ...]
-    consumers: tuple[nn.Module, ...]
-    part: int = 0
 
 
 @dataclass(frozen=True)
@@ -73,7 +60,7 @@ class EngineSettings:
 
 
 def plan_layout(
-    model: nn.Module, units: Sequence[ModelUnit], partitions: int, plan: ZeroPlan, settings: EngineSettings
+    model: nn.Module, units: Sequence[Unit], partitions: int, plan: ZeroPlan, settings: EngineSettings
 ) -> FlatLayout:
     """The flat layout of a model's parameters over `partitions` ranks."""
     zero = settings.zero
@@ -83,13 +70,12 @@ def plan_layout(
         persistent = choose_persistent(
             specs, smaller_than=zero.param_persistence_threshold, total=zero.model_persistence_threshold
         )
-    placed = [
-        Placed(spec, parameter.dtype, spec.name not in persistent, settings.optimizer.group_of(spec, parameter))
+    slots = [
+        Slot(spec, parameter.dtype, spec.name not in persistent, settings.optimizer.group_of(spec, parameter))
         for spec, parameter in named_specs(model)
     ]
-    plain = [Unit(unit.name, unit.parameters) for unit in units]
     bucket_numel = min(zero.reduce_bucket_size, zero.allgather_bucket_size)
-    return build_layout(plain, placed, LayoutRules(partitions, bucket_numel))
+    return build_layout(units, slots, LayoutRules(partitions, bucket_numel))
 
 
 class Engine:
@@ -98,7 +84,7 @@ class Engine:
     def __init__(
         self,
         model: nn.Module,
-        units: Sequence[ModelUnit],
+        units: Sequence[Unit],
         plan: ZeroPlan,
         *,
         mesh: Mesh,
@@ -371,14 +357,14 @@ def _take_gradient(parameter: nn.Parameter) -> None:
         parameter.grad_dtype = parameter.dtype
 
 
-def _units_by_part(units: Sequence[ModelUnit]) -> dict[int, set[str]]:
+def _units_by_part(units: Sequence[Unit]) -> dict[int, set[str]]:
     parts: dict[int, set[str]] = {}
     for unit in units:
         parts.setdefault(unit.part, set()).add(unit.name)
     return parts
 
 
-def _units_by_consumer(units: Sequence[ModelUnit]) -> dict[nn.Module, list[str]]:
+def _units_by_consumer(units: Sequence[Unit]) -> dict[nn.Module, list[str]]:
     consumers: dict[nn.Module, list[str]] = {}
     for unit in units:
         for module in unit.consumers:

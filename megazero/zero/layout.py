@@ -18,22 +18,14 @@ between stages is who keeps which ranges (`plan.py`).  Flatness never shows outs
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
 
 import torch
 
-from megazero.parallel.param_spec import ParamSpec
-
-
-@dataclass(frozen=True)
-class Unit:
-    """Parameters that are gathered, published and waited for together, by logical name."""
-
-    name: str
-    parameters: tuple[str, ...]
+from megazero.parallel.param_spec import ParamSpec, Unit
 
 
 @dataclass(frozen=True)
@@ -61,25 +53,19 @@ class Range(NamedTuple):
         return self.stop - self.start
 
 
-class Placed(NamedTuple):
-    """A parameter to lay out.
+@dataclass(frozen=True)
+class Slot:
+    """A parameter, how it is treated, and its place in its section.
 
     partitioned: whether its working value is partitioned, or every rank keeps all of it.  group: its optimizer group.
+    start: its first element's position in the section, which `build_layout` sets.
     """
 
     spec: ParamSpec
     dtype: torch.dtype
     partitioned: bool
     group: int
-
-
-@dataclass(frozen=True)
-class Slot:
-    """A parameter's place in its section."""
-
-    spec: ParamSpec
-    start: int
-    group: int
+    start: int = 0
 
     @cached_property
     def stop(self) -> int:
@@ -208,18 +194,18 @@ class FlatLayout:
         return sum(section.used_numel for section in self.sections if section.trainable == trainable)
 
 
-def build_layout(units: Sequence[Unit], parameters: Iterable[Placed], rules: LayoutRules) -> FlatLayout:
-    """Lay out `parameters`; every one must be in exactly one unit."""
-    by_name = {placed.spec.name: placed for placed in parameters}
+def build_layout(units: Sequence[Unit], parameters: Iterable[Slot], rules: LayoutRules) -> FlatLayout:
+    """Lay out `parameters`, whose places are not chosen yet; every one must be in exactly one unit."""
+    by_name = {slot.spec.name: slot for slot in parameters}
     _check_units(units, by_name.keys())
     sections: list[Section] = []
     first_bucket = 0
     for unit in units:
-        keyed: dict[tuple[torch.dtype, bool, bool], list[Placed]] = {}
-        for placed in (by_name[name] for name in unit.parameters):
-            keyed.setdefault((placed.dtype, placed.spec.trainable, placed.partitioned), []).append(placed)
+        keyed: dict[tuple[torch.dtype, bool, bool], list[Slot]] = {}
+        for slot in (by_name[name] for name in unit.parameters):
+            keyed.setdefault((slot.dtype, slot.spec.trainable, slot.partitioned), []).append(slot)
         for key, members in keyed.items():
-            slots = _slots(members)
+            slots = _in_order(members)
             numel = -(-slots[-1].stop // rules.quantum) * rules.quantum
             buckets = tuple(_buckets(len(sections), first_bucket, slots, numel, rules))
             first_bucket += len(buckets)
@@ -241,11 +227,12 @@ def choose_persistent(specs: Iterable[ParamSpec], *, smaller_than: int, total: i
     return chosen
 
 
-def _slots(members: Sequence[Placed]) -> tuple[Slot, ...]:
-    slots, offset = [], 0
-    for placed in sorted(members, key=lambda placed: placed.group):  # stable: forward order within a group
-        slots.append(Slot(placed.spec, offset, placed.group))
-        offset += placed.spec.numel
+def _in_order(members: Sequence[Slot]) -> tuple[Slot, ...]:
+    """The slots of one section, one behind the other."""
+    slots, start = [], 0
+    for slot in sorted(members, key=lambda slot: slot.group):  # stable: forward order within a group
+        slots.append(replace(slot, start=start))
+        start = slots[-1].stop
     return tuple(slots)
 
 

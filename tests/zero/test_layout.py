@@ -4,15 +4,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megazero.parallel.param_spec import ParamSpec
+from megazero.parallel.param_spec import ParamSpec, Unit
 from megazero.zero.layout import (
     FlatLayout,
     Fragment,
     LayoutRules,
-    Placed,
     Range,
     Section,
-    Unit,
+    Slot,
     build_layout,
     choose_persistent,
 )
@@ -26,7 +25,7 @@ def spec(name: str, shape: tuple[int, ...], *, decay: bool = True, trainable: bo
 
 def layout_of(units: dict[str, list[ParamSpec]], rules: LayoutRules) -> FlatLayout:
     plain = [Unit(name, tuple(spec.name for spec in specs)) for name, specs in units.items()]
-    parameters = [Placed(spec, torch.float32, False, int(spec.decay)) for specs in units.values() for spec in specs]
+    parameters = [Slot(spec, torch.float32, False, int(spec.decay)) for specs in units.values() for spec in specs]
     return build_layout(plain, parameters, rules)
 
 
@@ -85,13 +84,13 @@ def test_frozen_parameters_have_a_section_but_no_reduced_bucket() -> None:
 
 
 def test_dtypes_do_not_share_a_section() -> None:
-    parameters = [Placed(spec("a", (3,)), torch.float32, False, 0), Placed(spec("b", (3,)), torch.bfloat16, False, 0)]
+    parameters = [Slot(spec("a", (3,)), torch.float32, False, 0), Slot(spec("b", (3,)), torch.bfloat16, False, 0)]
     layout = build_layout([Unit("unit", ("a", "b"))], parameters, LayoutRules(1, 100))
     assert [section.dtype for section in layout.sections] == [torch.float32, torch.bfloat16]
 
 
 def test_persistent_parameters_have_a_section_of_their_own() -> None:
-    placed = [Placed(spec(name, (3,)), torch.float32, name != "b", 0) for name in "abc"]
+    placed = [Slot(spec(name, (3,)), torch.float32, name != "b", 0) for name in "abc"]
     layout = build_layout([Unit("unit", ("a", "b", "c"))], placed, LayoutRules(1, 100))
     members = [(section.partitioned, [slot.spec.name for slot in section.slots]) for section in layout.sections]
     assert members == [(True, ["a", "c"]), (False, ["b"])]
@@ -107,7 +106,7 @@ def test_small_parameters_persist_as_long_as_they_fit() -> None:
 
 def test_groups_of_an_optimizer_lie_side_by_side() -> None:
     placed = [
-        Placed(spec(name, (2,)), torch.float32, False, group) for name, group in zip("abcd", (2, 0, 2, 1), strict=True)
+        Slot(spec(name, (2,)), torch.float32, False, group) for name, group in zip("abcd", (2, 0, 2, 1), strict=True)
     ]
     (section,) = build_layout([Unit("unit", tuple("abcd"))], placed, LayoutRules(1, 100, 3)).sections
     assert [slot.spec.name for slot in section.slots] == ["b", "d", "a", "c"]

@@ -11,8 +11,8 @@ from torch import nn
 
 from megazero.config.engine_sections import PrecisionConfig, ZeroConfig
 from megazero.memory.ledger import Ledger
-from megazero.parallel.param_spec import spec_of
-from megazero.zero.layout import Bucket, LayoutRules, Placed, Range, Unit, build_layout
+from megazero.parallel.param_spec import Unit, spec_of
+from megazero.zero.layout import Bucket, LayoutRules, Range, Slot, build_layout
 from megazero.zero.plan import Placement, resolve
 from megazero.zero.shards import Contents, Shards
 
@@ -28,7 +28,7 @@ def make_shards(
     parameters = dict(model.named_parameters())
     partitioned = plan.parameter.placement is Placement.PARTITIONED
     placed = [
-        Placed(spec, parameter.dtype, partitioned, int(spec.decay))
+        Slot(spec, parameter.dtype, partitioned, int(spec.decay))
         for spec, parameter in ((spec_of(name, parameter), parameter) for name, parameter in parameters.items())
     ]
     layout = build_layout([Unit("all", tuple(parameters))], placed, LayoutRules(ranks, 64, 2))
@@ -118,7 +118,7 @@ def test_the_ledger_counts_kept_gradients_once(stage: int) -> None:
     with Ledger(torch.device("cpu")) as ledger:
         model = make_model(torch.float32)
         parameters = dict(model.named_parameters())
-        placed = [Placed(spec_of(name, p), p.dtype, False, 0) for name, p in parameters.items()]
+        placed = [Slot(spec_of(name, p), p.dtype, False, 0) for name, p in parameters.items()]
         layout = build_layout([Unit(name, (name,)) for name in parameters], placed, LayoutRules(2, 64))
         plan = resolve(ZeroConfig(zero_stage=stage), PrecisionConfig())
         shards = Shards(plan, layout, 0, contents=Contents(parameters, ledger=ledger))
@@ -128,7 +128,7 @@ def test_the_ledger_counts_kept_gradients_once(stage: int) -> None:
 def test_gradients_accumulate_in_fp32_where_asked() -> None:
     plan = resolve(ZeroConfig(zero_stage=0), PrecisionConfig(precision="bf16", accumulate_allreduce_grads_in_fp32=True))
     parameter = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
-    placed = [Placed(spec_of("p", parameter), parameter.dtype, False, 0)]
+    placed = [Slot(spec_of("p", parameter), parameter.dtype, False, 0)]
     layout = build_layout([Unit("u", ("p",))], placed, LayoutRules(1, 64, 1))
     shards = Shards(plan, layout, 0, contents=Contents({"p": parameter}))
     for _ in range(1000):

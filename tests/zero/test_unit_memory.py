@@ -6,9 +6,9 @@ from support.processes import mesh_in_worker, run_ranks
 from torch import nn
 
 from megazero.config.engine_sections import PrecisionConfig, ZeroConfig
-from megazero.parallel.param_spec import spec_of
+from megazero.parallel.param_spec import Unit, spec_of
 from megazero.zero.guard import PartitionedParameter, give_handle
-from megazero.zero.layout import LayoutRules, Placed, Unit, build_layout
+from megazero.zero.layout import LayoutRules, Slot, build_layout
 from megazero.zero.plan import resolve
 from megazero.zero.shards import Contents, Shards
 from megazero.zero.unit_memory import UnitMemory, UnitState, partitioned_units
@@ -29,7 +29,7 @@ def make_memory(rank: int, *, leaves_to_autograd: bool = False) -> tuple[nn.Line
     for name, parameter in parameters.items():
         give_handle(parameter, name, Nobody())  # type: ignore[arg-type]
     plan = resolve(ZeroConfig(zero_stage=3), PrecisionConfig(precision="fp64"))
-    placed = [Placed(spec_of(name, p), p.dtype, True, 0) for name, p in parameters.items()]
+    placed = [Slot(spec_of(name, p), p.dtype, True, 0) for name, p in parameters.items()]
     layout = build_layout([Unit("layer", tuple(parameters))], placed, LayoutRules(2, 1000))
     shards = Shards(plan, layout, rank, contents=Contents(parameters))
     communicator = mesh_in_worker(rank, dp=2).gathering
