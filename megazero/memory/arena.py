@@ -91,7 +91,7 @@ class Arena:
 
 
 class ArenaBlock:
-    """A one-dimensional, dense tensor in an arena, until it is released; also a lease (`comm/interface.py`)."""
+    """A one-dimensional, dense tensor in an arena, until it is released; also a `Lease`."""
 
     def __init__(self, arena: Arena, block: Block, tensor: Tensor) -> None:
         self._arena = arena

@@ -4,29 +4,13 @@ The arena is made of equal *slots*, and a lease takes as many neighbouring ones 
 therefore never fragment it; they don't move either, because a collective may be under way in them.
 """
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
 from megazero.memory.address_book import ArenaStatistics
 from megazero.memory.arena import Arena
+from megazero.memory.lease import Lease, Scratch
 from megazero.memory.ledger_interface import AnyLedger
-
-
-class Lent(Protocol):
-    """A tensor on loan."""
-
-    @property
-    def tensor(self) -> Tensor: ...
-
-    def release(self) -> None: ...
-
-
-class Pool(Protocol):
-    """Whoever lends tensors: `FusedBuffers`, in the main."""
-
-    def lease(self, numel: int, dtype: torch.dtype) -> Lent: ...
 
 
 class ArenaScratch:
@@ -36,7 +20,7 @@ class ArenaScratch:
     """
 
     def __init__(
-        self, num_slots: int, slot_bytes: int, device: torch.device, *, fallback: Pool, ledger: AnyLedger
+        self, num_slots: int, slot_bytes: int, device: torch.device, *, fallback: Scratch, ledger: AnyLedger
     ) -> None:
         self._arena = Arena(
             num_slots * slot_bytes, device, category="communication_buffers", ledger=ledger, alignment=slot_bytes
@@ -51,6 +35,6 @@ class ArenaScratch:
         """Whether the tensor was lent from the arena."""
         return self._arena.holds(tensor)
 
-    def lease(self, numel: int, dtype: torch.dtype) -> Lent:
+    def lease(self, numel: int, dtype: torch.dtype) -> Lease:
         """A tensor of `numel` elements of `dtype`, contents undefined, until it is released."""
         return self._arena.allocate(numel, dtype, movable=False) or self._fallback.lease(numel, dtype)

@@ -12,10 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megazero.comm.interface import Communicator, Scratch
+from megazero.comm.interface import Communicator
 from megazero.comm.mesh import Mesh
 from megazero.config.engine_sections import ZeroConfig
 from megazero.memory.address_book import ArenaStatistics
+from megazero.memory.lease import Scratch
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
 from megazero.optim.inner import InnerOptimizer, StepInputs
 from megazero.parallel.gradient_place import Taken, attach_place, detach_place

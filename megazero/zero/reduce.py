@@ -15,11 +15,12 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from megazero.comm.interface import Communicator, Scratch, Work
+from megazero.comm.interface import Communicator, Work
 from megazero.config.engine_sections import ZeroConfig
 from megazero.errors import Problem, UsageError
 from megazero.memory.address_book import ArenaStatistics
 from megazero.memory.arena_scratch import ArenaScratch
+from megazero.memory.lease import Scratch
 from megazero.parallel.gradient_place import Taken
 from megazero.zero.layout import Bucket, FlatLayout, Range
 from megazero.zero.plan import Lifetime, Placement

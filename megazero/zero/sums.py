@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megazero.comm.interface import Communicator, Scratch
+from megazero.comm.interface import Communicator
+from megazero.memory.lease import Scratch
 from megazero.parallel.topology import ENDS
 from megazero.zero.layout import Bucket, Range
 from megazero.zero.shards import Shards

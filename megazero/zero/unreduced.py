@@ -14,7 +14,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from megazero.comm.interface import Lease, Scratch
+from megazero.memory.lease import Lease, Scratch
 from megazero.parallel.gradient_place import Taken, add_to
 from megazero.zero.layout import Bucket, Range
 from megazero.zero.plan import Lifetime

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megazero.comm.interface import Scratch
+from megazero.memory.lease import Scratch
 from megazero.optim.grad_norm import first_overflow, fragment_norms, sum_dtype
 from megazero.optim.inner import NOT_UPDATED, InnerOptimizer, Run, StepInputs, advance
 from megazero.zero.layout import Bucket, Range

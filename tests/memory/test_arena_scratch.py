@@ -5,8 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megazero.memory.arena_scratch import ArenaScratch, Lent
+from megazero.memory.arena_scratch import ArenaScratch
 from megazero.memory.fused_buffers import FusedBuffers
+from megazero.memory.lease import Lease
 from megazero.memory.ledger import Ledger
 from megazero.memory.ledger_interface import NullLedger
 
@@ -34,7 +35,7 @@ def test_a_lease_is_a_dense_tensor_in_the_arena(dtype: torch.dtype) -> None:
 def test_as_many_leases_as_slots_always_fit(history: list[tuple[bool, int, int]]) -> None:
     """Whatever their sizes and the order in which they go: no lease of up to a slot is in another's way."""
     scratch, pool = scratch_of(4)
-    out: list[Lent] = []
+    out: list[Lease] = []
     for takes, numel, which in history:
         if takes and len(out) < 4:
             out.append(scratch.lease(numel, torch.uint8))
