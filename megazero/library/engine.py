@@ -184,7 +184,7 @@ class DataParallelEngine:
 
     def empty_partition_cache(self) -> None:
         """Release gathered parameters that are kept for a next use."""
-        self.core.release()
+        self.core.release_all()
 
     def save_16bit_model(self, folder: str | Path, filename: str = WEIGHTS_FILE) -> bool:
         """Write the working parameters and buffers to folder/filename, a safetensors file; a collective call.

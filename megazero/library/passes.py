@@ -163,7 +163,7 @@ class BackwardPasses:
 
     def discard(self) -> None:
         """Throw away what the step has so far; its first pass comes next."""
-        self._core.abandon_step()
+        self._core.reset_step()
         for name, parameter in self._parameters.items():
             if name not in self._kept:
                 parameter.grad = None

@@ -1,11 +1,11 @@
-"""Who occupies which addresses of one piece of memory, without the memory: first fit, and defragmentation.  Pure.
+"""The address book: which block occupies which addresses of one piece of memory; first fit, and defragmentation.  Pure.
 
 A *block* is a live run of addresses, a *gap* a free run between two of them; neighbouring free runs are one gap.  A
 request takes the first gap that is large enough.  Where free memory would do in total but no gap does, blocks *slide*
-down over the gaps below them until one is large enough (MD, paper section 6.3).  As little slides as possible: of all
+down over the gaps below them until one is large enough (ZeRO, section 6.3).  As little slides as possible: of all
 runs of neighbouring gaps that together suffice, the one with the fewest bytes between its gaps.
 
-A block that was asked for as not movable, or that is pinned, is a *wall*: it stays, and nothing slides past it.
+A block that was allocated as not movable, or that is pinned, is a *wall*: it stays, and nothing slides past it.
 """
 
 from bisect import insort
@@ -77,7 +77,7 @@ class ArenaStatistics:
         return 1 - self.largest_free_bytes / self.free_bytes if self.free_bytes else 0.0
 
     def describe(self) -> str:
-        """The figures as people read them."""
+        """The figures as text for a report."""
         return (
             f"{format_bytes(self.capacity_bytes)}, high water {format_bytes(self.high_water_bytes)},"
             f" largest free block {format_bytes(self.largest_free_bytes)}, fragmentation {self.fragmentation:.2f},"
@@ -109,7 +109,7 @@ class AddressBook:
         self._num_compactions = self._moved_bytes = self._failed_requests = 0
 
     def allocate(self, nbytes: int, *, movable: bool = True) -> Grant | None:
-        """The first gap that takes `nbytes`, if need be after moves; None if there is none."""
+        """Allocate the first gap of at least `nbytes`, if need be after moves; None if there is none."""
         nbytes = -(-nbytes // self._alignment) * self._alignment
         if not nbytes:
             return Grant(Block(0, 0, is_movable=movable), ())
@@ -132,14 +132,14 @@ class AddressBook:
         return Grant(block, moves)
 
     def free(self, block: Block) -> None:
-        """The block's addresses are free again; each block once."""
+        """Free the block's addresses; each block once."""
         if block.nbytes:
             assert block in self._blocks, "a block is freed once"
             self._blocks.remove(block)
             self._live_bytes -= block.nbytes
 
     def pin(self, block: Block) -> None:
-        """The block stays where it is until it has been unpinned as often as pinned."""
+        """Keep the block from moving until it has been unpinned as often as pinned."""
         block.num_pins += 1
 
     def unpin(self, block: Block) -> None:
@@ -170,7 +170,7 @@ class AddressBook:
         return gaps
 
     def _cheapest_run(self, gaps: Sequence[_Gap], nbytes: int) -> Sequence[_Gap]:
-        """The neighbouring gaps, no wall between, of `nbytes` in all and with the fewest bytes between; else none."""
+        """The neighbouring gaps of `nbytes` in all, without a wall and with the fewest bytes between; empty if none."""
         best, best_cost = gaps[:0], 0
         first = free = 0
         for last, gap in enumerate(gaps):

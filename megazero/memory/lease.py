@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Lease(Protocol):
-    """A tensor on loan from a pool of buffers."""
+    """A tensor leased from a pool."""
 
     @property
     def tensor(self) -> Tensor: ...

@@ -14,7 +14,7 @@
 Inside a section parameters are sorted by optimizer group, those without weight decay first: backward produces gradients
 in reverse order, so buckets then complete one after the other from the end of the section, and only the first one
 (which holds all the small vectors) stays open until the unit is done.  Every stage shares this layout; what differs
-between stages is who keeps which ranges (`plan.py`).  Flatness never shows outside `zero/`.
+between stages is which rank stores which ranges (`plan.py`).  Flatness never shows outside `zero/`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -57,7 +57,7 @@ class Range(NamedTuple):
 class Slot:
     """A parameter, how it is treated, and its place in its section.
 
-    partitioned: whether its working value is partitioned, or every rank keeps all of it.  group: its optimizer group.
+    partitioned: whether its working value is partitioned or replicated.  group: its optimizer group.
     start: its first element's position in the section, which `build_layout` sets.
     """
 
@@ -182,15 +182,11 @@ class FlatLayout:
 
     @property
     def max_bucket_numel(self) -> int:
-        """The largest bucket, in elements: what a constant-size buffer must hold."""
+        """The largest bucket, in elements: the least size of a constant-size buffer."""
         return max((bucket.numel for bucket in self.trainable_buckets), default=self.rules.quantum)
 
-    def padded_numel(self, *, trainable: bool) -> int:
-        """Elements of all sections of that trainability, padding included."""
-        return sum(section.numel for section in self.sections if section.trainable == trainable)
-
     def used_numel(self, *, trainable: bool) -> int:
-        """The same without padding: Psi of this rank."""
+        """Elements of all sections of that trainability, without padding: Psi of this rank."""
         return sum(section.used_numel for section in self.sections if section.trainable == trainable)
 
 
@@ -216,7 +212,7 @@ def build_layout(units: Sequence[Unit], parameters: Iterable[Slot], rules: Layou
 def choose_persistent(specs: Iterable[ParamSpec], *, smaller_than: int, total: int) -> set[str]:
     """Names of the parameters that stay whole on every rank though others are partitioned.
 
-    smaller_than: elements that one of them stays below; total: most elements of all together.  They are taken in
+    smaller_than: elements that one of them stays below; total: most elements of all together.  They are chosen in
     registration order, and one that no longer fits is passed over.
     """
     chosen, left = set(), total

@@ -1,4 +1,4 @@
-"""From reduced gradients to new parameters: norms, the inner optimizer on what this rank owns, publishing."""
+"""The update: norms of reduced gradients, the inner optimizer on what this rank owns, and publishing."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -42,7 +42,7 @@ class Piece(NamedTuple):
 
 
 class ShardUpdate:
-    """Works on the ranges this rank owns, bucket by bucket in forward order."""
+    """Updates the ranges that this rank owns, bucket by bucket in forward order."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class ShardUpdate:
 
     @property
     def largest_buffer_bytes(self) -> int:
-        """What a buffer must hold: the gradients of one update, and of one fragment as its norm is summed."""
+        """Bytes that fit the gradients of one update, and one fragment's in the dtype of its norm's sum."""
         runs = (owned.within.numel * owned.run.master.element_size() for owned in self.runs)
         gradient = sum_dtype(self._shards.plan.gradient.dtype)
         fragments = (part.numel() * gradient.itemsize for part in self._partition_gradients)
@@ -115,14 +115,14 @@ class ShardUpdate:
     def pieces(self, name: str, kind: str) -> Iterator[Piece]:
         """What this rank owns of a trainable parameter: its "master", "gradient", or what the optimizer calls `kind`.
 
-        Pieces come in order; none where the optimizer keeps no such state (yet).
+        Pieces come in order; there are none where the optimizer has no such state (yet).
         """
         for index, (bucket, within, run) in enumerate(self.runs):
             fragment = bucket.fragment_of(name, within)
             if fragment is None:
                 continue
-            kept = {"master": run.master, "gradient": run.gradient}
-            found = kept[kind] if kind in kept else self._optimizer.state(index, run).get(kind)
+            ours = {"master": run.master, "gradient": run.gradient}
+            found = ours[kind] if kind in ours else self._optimizer.state(index, run).get(kind)
             if found is not None:
                 offset = fragment.within.start - within.start
                 yield Piece(fragment.start, fragment.stop, found[offset : offset + fragment.numel])

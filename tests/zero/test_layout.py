@@ -1,9 +1,19 @@
 """The flat layout: arithmetic that every other part trusts."""
 
+import sys
+from types import FrameType
+from typing import Any
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.awkward import alone, engine_around
+from support.flat_layout import padded_numel
+from torch import nn
 
+import megazero.zero.layout
+from megazero.optim.inner import StepInputs
 from megazero.parallel.param_spec import ParamSpec, Unit
 from megazero.zero.layout import (
     FlatLayout,
@@ -16,6 +26,7 @@ from megazero.zero.layout import (
     choose_persistent,
 )
 
+layout_file = megazero.zero.layout.__file__
 Shapes = dict[str, tuple[tuple[int, ...], bool, bool]]  # name -> shape, decay, trainable
 
 
@@ -80,7 +91,7 @@ def test_frozen_parameters_have_a_section_but_no_reduced_bucket() -> None:
     layout = layout_of({"unit": specs}, LayoutRules(partitions=1, bucket_numel=8, alignment=1))
     assert [(section.trainable, section.numel) for section in layout.sections] == [(True, 8), (False, 8)]
     assert [bucket.section for bucket in layout.trainable_buckets] == [0] and list(layout.buckets_of) == ["w"]
-    assert (layout.padded_numel(trainable=True), layout.used_numel(trainable=False)) == (8, 8)
+    assert (padded_numel(layout, trainable=True), layout.used_numel(trainable=False)) == (8, 8)
 
 
 def test_dtypes_do_not_share_a_section() -> None:
@@ -165,3 +176,29 @@ def test_buckets_are_numbered_through_the_model() -> None:
     layout = layout_of(units, LayoutRules(2, 16, 8))
     assert [bucket.index for bucket in layout.trainable_buckets] == list(range(12))
     assert layout.max_bucket_numel == 16
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_computes_nothing_of_the_layout_anew(stage: int) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(*(nn.Linear(5, 5, dtype=torch.float64) for _ in range(4)))
+    engine = engine_around(model, alone(), zero_stage=stage, reduce_bucket_size=16)
+    calls: list[str] = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename == layout_file:
+            calls.append(frame.f_code.co_qualname)
+
+    for profile in (None, note):  # in the first step what is computed at its first use may be
+        sys.setprofile(profile)
+        try:
+            engine.begin_step()
+            for is_last in (False, True):
+                engine.backward(model(torch.ones(2, 5, dtype=torch.float64)).sum(), is_last=is_last)
+            engine.finish_reductions()
+            assert engine.local_norms().square > 0
+            engine.update(StepInputs(0.1, torch.ones(()), None))
+        finally:
+            sys.setprofile(None)
+    assert len(engine.layout.trainable_buckets) == 8 and calls == []
+    engine.close()
