@@ -50,7 +50,7 @@ from megazero.model.gpt import GPT
 from megazero.optim.inner import FusedAdamW, StepInputs
 from megazero.parallel.topology import Topology
 from megazero.units import format_bytes
-from megazero.zero.engine import Engine, EngineSettings, ModelUnit
+from megazero.zero.engine import Engine, EngineSettings
 from megazero.zero.plan import resolve
 
 UNBOUNDED = 1 << 50
@@ -217,10 +217,11 @@ def engine_step(
     buffers = FusedBuffers(0, device)
     mesh = make_mesh(Topology(), 0, device, buffers)
     model = model_of(options, device)
-    units = [ModelUnit(unit.name, tuple(unit.parameters), unit.consumers) for unit in model.units()]
     zero = ZeroConfig(zero_stage=2, contiguous_gradients=contiguous)
     settings = EngineSettings(zero, FusedAdamW(SETTINGS))
-    engine = Engine(model, units, resolve(zero, PrecisionConfig()), mesh=mesh, buffers=buffers, settings=settings)
+    engine = Engine(
+        model, model.units(), resolve(zero, PrecisionConfig()), mesh=mesh, buffers=buffers, settings=settings
+    )
     buffers.resize(engine.largest_buffer_bytes)
 
     def step(samples: Tensor) -> None:

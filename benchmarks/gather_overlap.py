@@ -31,7 +31,7 @@ from megazero.optim.inner import FusedAdamW
 from megazero.tensor_parallel.random import RandomRegions
 from megazero.timers import Timers
 from megazero.train.step import StepControls, StepParts, training_step
-from megazero.zero.engine import Engine, EngineSettings, ModelUnit
+from megazero.zero.engine import Engine, EngineSettings
 from megazero.zero.plan import resolve
 
 
@@ -105,9 +105,10 @@ def make_side(name: str, zero: ZeroConfig, config: ModelConfig, shared: Mesh, nu
     traced = Traced(mesh.gathering)
     mesh = replace(mesh, communicators={**mesh.communicators, GATHERING: traced})
     model = make_model(config, mesh.device)
-    units = [ModelUnit(unit.name, tuple(unit.parameters), unit.consumers) for unit in model.units()]
     settings = EngineSettings(zero, FusedAdamW(SETTINGS))
-    engine = Engine(model, units, resolve(zero, PrecisionConfig()), mesh=mesh, buffers=buffers, settings=settings)
+    engine = Engine(
+        model, model.units(), resolve(zero, PrecisionConfig()), mesh=mesh, buffers=buffers, settings=settings
+    )
     buffers.resize(engine.largest_buffer_bytes)
     random, timers = RandomRegions(1, 0, mesh.device), Timers(mesh.device, waits=False)
     return Side(name, StepParts(engine, model, mesh, random, timers, num_positions, 1.0, False), traced, [])

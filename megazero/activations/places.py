@@ -271,7 +271,7 @@ class _InHost:
         return self._stored.load()
 
     def read(self) -> None:
-        self._stored.let_go()
+        self._stored.release_copy()
         self._give_room_back()
 
     def release(self) -> None:

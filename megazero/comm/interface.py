@@ -7,7 +7,6 @@ first numel places of a strided one, without an error), and equal in size on all
 
 from typing import Literal, Protocol
 
-import torch
 from torch import Tensor
 
 ReduceKind = Literal["sum", "max", "min"]
@@ -19,21 +18,6 @@ class Work(Protocol):
 
     def wait(self) -> None:
         """Return when the result may be read (on CUDA: by work queued on the current stream from here on)."""
-
-
-class Lease(Protocol):
-    """A tensor on loan from a pool of buffers."""
-
-    @property
-    def tensor(self) -> Tensor: ...
-
-    def release(self) -> None: ...
-
-
-class Scratch(Protocol):
-    """Where a communicator borrows temporary memory."""
-
-    def lease(self, numel: int, dtype: torch.dtype) -> Lease: ...
 
 
 class Communicator(Protocol):

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megazero.comm.interface import Lease, ReduceKind, Scratch, Work
+from megazero.comm.interface import ReduceKind, Work
+from megazero.memory.lease import Lease, Scratch
 
 _MOST_UNDER_WAY = 64  # exchanges of a group
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

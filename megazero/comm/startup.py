@@ -8,12 +8,13 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from megazero.comm.interface import Communicator, Scratch
+from megazero.comm.interface import Communicator
 from megazero.comm.local import LocalCommunicator
 from megazero.comm.mesh import ACTIVATIONS, GATHERING, GRADIENTS, Mesh, channel_keys
 from megazero.comm.metered import Meter, MeteredCommunicator
 from megazero.comm.process_group import ProcessGroupCommunicator
 from megazero.errors import Problem, TopologyError
+from megazero.memory.lease import Scratch
 from megazero.parallel.launch import Launch
 from megazero.parallel.topology import AXES, ENDS, WORLD, Topology
 

@@ -21,13 +21,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from megazero.comm.interface import Communicator, Done, ReduceKind, Scratch, Work
+from megazero.comm.interface import Communicator, Done, ReduceKind, Work
 from megazero.comm.local import LocalCommunicator
 from megazero.comm.mesh import GATHERING, Mesh
 from megazero.comm.metered import Meter, MeteredCommunicator
 from megazero.comm.process_group import ProcessGroupCommunicator
 from megazero.comm.startup import make_mesh
 from megazero.errors import Problem, TopologyError
+from megazero.memory.lease import Scratch
 from megazero.parallel.topology import AXES, ENDS, WORLD, Topology
 
 _LEGAL = 'a megazero Mesh, a DeviceMesh with dims "dp" and "tp", or an object with get_data_parallel_group()'

@@ -29,8 +29,9 @@ from megazero.library.module_buffers import ModuleBuffers
 from megazero.library.passes import BackwardPasses
 from megazero.library.save import save_model
 from megazero.library.stepping import StepOutcome, Stepper
+from megazero.parallel.param_spec import Unit
 from megazero.timers import Timers
-from megazero.zero.engine import Engine, ModelUnit
+from megazero.zero.engine import Engine
 from megazero.zero.plan import Placement
 
 WEIGHTS_FILE = "model.safetensors"
@@ -43,7 +44,7 @@ class EngineParts:
     config: EngineConfig
     batch: BatchSizes
     mesh: Mesh
-    units: list[ModelUnit]
+    units: list[Unit]
     core: Engine
     passes: BackwardPasses
     stepper: Stepper
@@ -183,7 +184,7 @@ class DataParallelEngine:
 
     def empty_partition_cache(self) -> None:
         """Release gathered parameters that are kept for a next use."""
-        self.core.release()
+        self.core.release_all()
 
     def save_16bit_model(self, folder: str | Path, filename: str = WEIGHTS_FILE) -> bool:
         """Write the working parameters and buffers to folder/filename, a safetensors file; a collective call.

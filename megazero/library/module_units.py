@@ -23,12 +23,12 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
-from megazero.zero.engine import ModelUnit
+from megazero.parallel.param_spec import Unit
 
 _WHOLE_MODEL = "the model"
 
 
-def choose_units(model: nn.Module) -> list[ModelUnit]:
+def choose_units(model: nn.Module) -> list[Unit]:
     """Units that hold every parameter of `model` once, under the name of its first registration."""
     owners = _owners(model)
     block_of = {part: block for block in _blocks(model) for part in block.modules()}
@@ -45,7 +45,7 @@ def choose_units(model: nn.Module) -> list[ModelUnit]:
             unit = module_names[modules[0]]
         members.setdefault(unit, []).append(name)
         consumers[unit] = modules
-    return [ModelUnit(unit, tuple(names), consumers[unit]) for unit, names in members.items()]
+    return [Unit(unit, tuple(names), consumers[unit]) for unit, names in members.items()]
 
 
 def _owners(model: nn.Module) -> Mapping[nn.Parameter, tuple[nn.Module, ...]]:

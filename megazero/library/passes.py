@@ -138,7 +138,7 @@ class BackwardPasses:
     def _scaled_pass_begins(self, _gradient: Tensor) -> None:
         self._is_scaled = True
 
-    def _gradient_came(self, name: str) -> None:
+    def _gradient_came(self, name: str, _parameter: Tensor) -> None:
         if not (self._is_explicit or self._is_begun):
             self._arm()
             self._begin_plain()
@@ -163,7 +163,7 @@ class BackwardPasses:
 
     def discard(self) -> None:
         """Throw away what the step has so far; its first pass comes next."""
-        self._core.abandon_step()
+        self._core.reset_step()
         for name, parameter in self._parameters.items():
             if name not in self._kept:
                 parameter.grad = None

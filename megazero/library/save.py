@@ -20,7 +20,7 @@ from megazero.checkpoint.manifest import dtype_name
 from megazero.comm.mesh import Mesh
 from megazero.errors import CheckpointError, UserError
 from megazero.files import AsideFile
-from megazero.zero.engine import ModelUnit
+from megazero.parallel.param_spec import Unit
 from megazero.zero.gathered import GatheredParameters
 
 _ALIGNMENT = 8
@@ -39,7 +39,7 @@ class StoredTensor(NamedTuple):
         return self.tensor.numel() * self.tensor.element_size()
 
 
-def save_model(model: nn.Module, units: Sequence[ModelUnit], path: Path, mesh: Mesh) -> None:
+def save_model(model: nn.Module, units: Sequence[Unit], path: Path, mesh: Mesh) -> None:
     """Write the file; a collective call.  It appears whole or not at all; raises CheckpointError on all ranks."""
     stored, aliases = contents(model, units)
     start = header(stored, aliases)
@@ -53,7 +53,7 @@ def save_model(model: nn.Module, units: Sequence[ModelUnit], path: Path, mesh: M
     together(mesh.world, mesh.device, lambda: None if writer is None else writer.publish(), doing=f"writing {path}")
 
 
-def contents(model: nn.Module, units: Sequence[ModelUnit]) -> tuple[list[StoredTensor], dict[str, str]]:
+def contents(model: nn.Module, units: Sequence[Unit]) -> tuple[list[StoredTensor], dict[str, str]]:
     """What is stored, in file order, and {further name: name it is stored under}.
 
     Wide elements come first, so that every tensor is aligned to its element size; within them units stay together.

@@ -45,8 +45,8 @@ from megazero.library.config import EngineConfig, load_engine_config
 from megazero.library.constructors import CallsOfConstructors, in_the_making, innermost, is_running
 from megazero.library.init_parameters import GATHERED, Kept, WholeParameters
 from megazero.parallel.param_spec import ParamSpec
-from megazero.zero.guard import give_handle, handle_of, take_handle
-from megazero.zero.module_apply import gather_around_apply, leave_apply
+from megazero.zero.guard import attach_handle, detach_handle, handle_of
+from megazero.zero.module_apply import gather_around_apply, restore_apply
 from megazero.zero.plan import resolve
 
 
@@ -154,15 +154,15 @@ class Init:
         with torch._C.DisableTorchFunction():
             self._whole.fill(self._kept[name], call)
 
-    def hold(self, names: Iterable[str], why: str) -> None:
-        """Make parameters whole on every rank until `hand_back`; a collective call."""
+    def gather(self, names: Iterable[str], why: str) -> None:
+        """Make parameters whole on every rank until `release`; a collective call."""
         with torch._C.DisableTorchFunction():
             for kept in (self._kept[name] for name in names):
                 if not kept.pins and kept not in self._whole:
                     kept.fill()
                 kept.pins += 1
 
-    def hand_back(self, names: Iterable[str], *, modifier_rank: int | None) -> None:
+    def release(self, names: Iterable[str], *, modifier_rank: int | None) -> None:
         """Let parameters go; with modifier_rank every rank keeps what they are on that rank."""
         with torch._C.DisableTorchFunction():
             for kept in (self._kept[name] for name in names):
@@ -183,9 +183,9 @@ class Init:
         with torch._C.DisableTorchFunction():
             kept = self._kept.pop(name)
             values = kept.values()
-            take_handle(kept.parameter)
+            detach_handle(kept.parameter)
             for module in kept.modules:
-                leave_apply(module)
+                restore_apply(module)
             return values
 
     # --- while modules are being made ---------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ class Init:
             number += 1
             name = f"{wish} ({number})"
         kept.name, self._kept[name] = name, kept
-        give_handle(kept.parameter, name, self)
+        attach_handle(kept.parameter, name, self)
 
     def settle(self) -> None:
         """Put away what is whole for no reason any more."""
@@ -300,7 +300,7 @@ class Init:
         """The block has failed: what was whole is an ordinary parameter again."""
         for name, parameter in self._whole.drop_new():
             del self._kept[name]
-            take_handle(parameter)
+            detach_handle(parameter)
 
     def _read_config(self) -> None:
         said = self.config if self.config_dict_or_path is None else self.config_dict_or_path

@@ -1,1 +1,1 @@
-"""Where bytes sit: constant-size buffers, arenas, host memory, and the ledger that counts them."""
+"""Memory: constant-size buffers, arenas, host memory, and the ledger that counts bytes."""

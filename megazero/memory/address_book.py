@@ -1,16 +1,17 @@
-"""Who occupies which addresses of one piece of memory, without the memory: first fit, and defragmentation.  Pure.
+"""The address book: which block occupies which addresses of one piece of memory; first fit, and defragmentation.  Pure.
 
 A *block* is a live run of addresses, a *gap* a free run between two of them; neighbouring free runs are one gap.  A
 request takes the first gap that is large enough.  Where free memory would do in total but no gap does, blocks *slide*
-down over the gaps below them until one is large enough (MD, paper section 6.3).  As little slides as possible: of all
+down over the gaps below them until one is large enough (ZeRO, section 6.3).  As little slides as possible: of all
 runs of neighbouring gaps that together suffice, the one with the fewest bytes between its gaps.
 
-A block that was asked for as not movable, or that is pinned, is a *wall*: it stays, and nothing slides past it.
+A block that was allocated as not movable, or that is pinned, is a *wall*: it stays, and nothing slides past it.
 """
 
 from bisect import insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 from megazero.units import format_bytes
@@ -76,7 +77,7 @@ class ArenaStatistics:
         return 1 - self.largest_free_bytes / self.free_bytes if self.free_bytes else 0.0
 
     def describe(self) -> str:
-        """The figures as people read them."""
+        """The figures as text for a report."""
         return (
             f"{format_bytes(self.capacity_bytes)}, high water {format_bytes(self.high_water_bytes)},"
             f" largest free block {format_bytes(self.largest_free_bytes)}, fragmentation {self.fragmentation:.2f},"
@@ -108,12 +109,13 @@ class AddressBook:
         self._num_compactions = self._moved_bytes = self._failed_requests = 0
 
     def allocate(self, nbytes: int, *, movable: bool = True) -> Grant | None:
-        """The first gap that takes `nbytes`, if need be after moves; None if there is none."""
+        """Allocate the first gap of at least `nbytes`, if need be after moves; None if there is none."""
         nbytes = -(-nbytes // self._alignment) * self._alignment
         if not nbytes:
             return Grant(Block(0, 0, is_movable=movable), ())
-        gaps = list(self._gaps())
-        start = next((gap.start for gap in gaps if gap.nbytes >= nbytes), None)
+        gaps = self._gaps()
+        large_enough = [gap.start for gap in gaps if gap.nbytes >= nbytes]
+        start = large_enough[0] if large_enough else None
         moves: tuple[Move, ...] = ()
         if start is None and self._compacts:
             run = self._cheapest_run(gaps, nbytes)
@@ -124,20 +126,20 @@ class AddressBook:
             self._failed_requests += 1
             return None
         block = Block(start, nbytes, is_movable=movable)
-        insort(self._blocks, block, key=lambda block: block.start)
+        insort(self._blocks, block, key=attrgetter("start"))
         self._live_bytes += nbytes
         self._high_water = max(self._high_water, self._live_bytes)
         return Grant(block, moves)
 
     def free(self, block: Block) -> None:
-        """The block's addresses are free again; each block once."""
+        """Free the block's addresses; each block once."""
         if block.nbytes:
             assert block in self._blocks, "a block is freed once"
             self._blocks.remove(block)
             self._live_bytes -= block.nbytes
 
     def pin(self, block: Block) -> None:
-        """The block stays where it is until it has been unpinned as often as pinned."""
+        """Keep the block from moving until it has been unpinned as often as pinned."""
         block.num_pins += 1
 
     def unpin(self, block: Block) -> None:
@@ -156,18 +158,19 @@ class AddressBook:
             failed_requests=self._failed_requests,
         )
 
-    def _gaps(self) -> Iterator[_Gap]:
-        """By address, empty ones left out."""
-        start = 0
+    def _gaps(self) -> list[_Gap]:
+        """The gaps by address; none is empty."""
+        gaps, start = [], 0
         for place, block in enumerate(self._blocks):
             if block.start > start:
-                yield _Gap(start, block.start - start, place)
+                gaps.append(_Gap(start, block.start - start, place))
             start = block.stop
         if self.capacity > start:
-            yield _Gap(start, self.capacity - start, len(self._blocks))
+            gaps.append(_Gap(start, self.capacity - start, len(self._blocks)))
+        return gaps
 
     def _cheapest_run(self, gaps: Sequence[_Gap], nbytes: int) -> Sequence[_Gap]:
-        """The neighbouring gaps, no wall between, of `nbytes` in all and with the fewest bytes between; else none."""
+        """The neighbouring gaps of `nbytes` in all, without a wall and with the fewest bytes between; empty if none."""
         best, best_cost = gaps[:0], 0
         first = free = 0
         for last, gap in enumerate(gaps):

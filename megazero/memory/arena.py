@@ -1,11 +1,11 @@
-"""Arenas: tensors that live in one piece of memory, allocated once, and are moved together when it is in pieces.
+"""Arenas: tensors in one piece of memory, allocated once, that are moved together when free memory is in pieces.
 
-Defragmentation (MD, paper section 6.3) keeps what lives long away from what comes and goes, which has the rest of the
-memory to itself.  Where the tensors are is an `AddressBook`'s business; here they are made, moved and pointed.
+Defragmentation (ZeRO, section 6.3) separates long-lived tensors from short-lived ones, which have the rest of memory to
+themselves.  An `AddressBook` chooses the tensors' addresses; here they are made and moved.
 
 A block's `tensor` is one object for the block's whole life: when the block moves, the object is pointed at the new
-place.  Views of it are not.  Who holds views of a tensor, gives it to autograd, or works on it in another stream than
-the current one, *pins* the block, or asks for it as not movable.
+place.  Views of it are not.  A block must be *pinned*, or allocated as not movable, while views of its tensor exist,
+autograd has saved it, or another stream than the current one works on it.
 """
 
 import torch
@@ -15,7 +15,7 @@ from megazero.memory.address_book import AddressBook, ArenaStatistics, Block
 from megazero.memory.ledger_figures import Category
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
 
-# What a move over a shorter distance than this takes on the side.
+# Bytes that a move over a shorter distance than this clones at a time.
 _STAGING_BYTES = 4 << 20
 
 
@@ -37,7 +37,7 @@ class Arena:
         self._book = AddressBook(capacity_bytes, alignment=alignment)
         self._alignment = alignment
         self._storage = torch.empty(self._book.capacity, dtype=torch.uint8, device=device)
-        self._tensors: dict[Block, Tensor] = {}  # not the blocks' owners: no circle keeps the memory alive
+        self._tensors: dict[Block, Tensor] = {}  # keys do not own tensors: no reference cycle keeps the memory alive
         (ledger or NullLedger()).tag(self._storage, category)
 
     @property
@@ -45,7 +45,7 @@ class Arena:
         return self._book.statistics
 
     def allocate(self, numel: int, dtype: torch.dtype, *, movable: bool = True) -> "ArenaBlock | None":
-        """Room for `numel` elements of `dtype`, contents undefined; None if there isn't enough that can be had."""
+        """A block of `numel` elements of `dtype`, contents undefined; None if there is no room for it."""
         assert self._alignment % dtype.itemsize == 0, f"{dtype} in an arena of alignment {self._alignment}"
         grant = self._book.allocate(numel * dtype.itemsize, movable=movable)
         if grant is None:
@@ -58,9 +58,9 @@ class Arena:
         self._tensors[grant.block] = tensor
         return ArenaBlock(self, grant.block, tensor)
 
-    def holds(self, tensor: Tensor) -> bool:
+    def contains(self, tensor: Tensor) -> bool:
         """Whether the tensor lies in the arena."""
-        # Asked of the storage, since a fake tensor has no address.
+        # Storages are compared, since a fake tensor has no address.
         return bool(tensor.untyped_storage()._cdata == self._storage.untyped_storage()._cdata)
 
     def pin(self, block: Block) -> None:
@@ -69,12 +69,12 @@ class Arena:
     def unpin(self, block: Block) -> None:
         self._book.unpin(block)
 
-    def take_back(self, block: Block) -> None:
+    def free(self, block: Block) -> None:
         self._book.free(block)
         del self._tensors[block]
 
     def _copy_down(self, source: int, target: int, nbytes: int) -> None:
-        """Copy to a lower address, in pieces that don't overlap where they go or that are cloned on the way."""
+        """Copy to a lower address, piece by piece; a piece that overlaps its target is cloned first."""
         distance = source - target
         step = max(distance, _STAGING_BYTES)
         for start in range(0, nbytes, step):
@@ -84,34 +84,30 @@ class Arena:
             self._storage[target + start : target + stop].copy_(staged)
 
     def _point(self, tensor: Tensor, block: Block) -> None:
-        """Without a trace for autograd: the values are the same."""
-        place = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        place.set_(self._storage.untyped_storage(), block.start // tensor.dtype.itemsize, tensor.shape, (1,))
-        tensor.data = place
+        """Point the tensor at the block's address.  Autograd does not record it: the values are the same."""
+        moved = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        moved.set_(self._storage.untyped_storage(), block.start // tensor.dtype.itemsize, tensor.shape, (1,))
+        tensor.data = moved
 
 
 class ArenaBlock:
-    """A one-dimensional, dense tensor in an arena, until it is released; also a lease (`comm/interface.py`)."""
+    """A one-dimensional, dense tensor in an arena, until it is released; also a `Lease`."""
 
     def __init__(self, arena: Arena, block: Block, tensor: Tensor) -> None:
         self._arena = arena
         self._block: Block | None = block
         self.tensor = tensor
 
-    @property
-    def is_live(self) -> bool:
-        return self._block is not None
-
     def pin(self) -> None:
-        """Stay where it is until unpinned as often."""
+        """Keep the block from moving until it is unpinned as often."""
         self._arena.pin(self._live())
 
     def unpin(self) -> None:
         self._arena.unpin(self._live())
 
     def release(self) -> None:
-        """Give the memory back, once; what the tensor shows from then on is undefined."""
-        self._arena.take_back(self._live())
+        """Free the memory, once; the tensor's contents are undefined from then on."""
+        self._arena.free(self._live())
         self._block = None
 
     def _live(self) -> Block:

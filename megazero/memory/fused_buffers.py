@@ -1,7 +1,7 @@
-"""Constant-size buffers (CB, paper section 6.2): temporaries that never grow with the model.
+"""Constant-size buffers (ZeRO, section 6.2): temporaries that never grow with the model.
 
-A pool holds buffers of one stated number of bytes.  Whoever needs a temporary *leases* one and *returns* it; the pool
-makes a new buffer only when all are out, and `num_buffers` is therefore the largest number that was ever out at once.
+A pool has buffers of one stated number of bytes.  A temporary is *leased* and *released*; the pool makes a new buffer
+only when all are leased, and `num_buffers` is therefore the largest number that was ever leased at once.
 """
 
 import torch
@@ -22,11 +22,11 @@ class FusedBuffers:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes the pool holds, leased or not."""
+        """Bytes of all the pool's buffers, leased or not."""
         return self.num_buffers * self.buffer_bytes
 
     def resize(self, buffer_bytes: int) -> None:
-        """Change the size of the pool's buffers while none is out."""
+        """Change the size of the pool's buffers while none is leased."""
         assert len(self._free) == self.num_buffers, "buffers are resized only while none is leased"
         self._free.clear()
         self.num_buffers = 0
@@ -35,7 +35,7 @@ class FusedBuffers:
     def lease(self, numel: int, dtype: torch.dtype) -> "BufferLease":
         """A tensor of `numel` elements of `dtype`, contents undefined, until it is released."""
         nbytes = numel * dtype.itemsize
-        assert nbytes <= self.buffer_bytes, f"{nbytes} bytes asked of buffers of {self.buffer_bytes}"
+        assert nbytes <= self.buffer_bytes, f"{nbytes} bytes leased from buffers of {self.buffer_bytes}"
         if not self._free:
             self._free.append(torch.empty(self.buffer_bytes, dtype=torch.uint8, device=self._device))
             self._ledger.tag(self._free[-1], "communication_buffers")
@@ -43,12 +43,13 @@ class FusedBuffers:
         storage = self._free.pop()
         return BufferLease(self, storage, storage[:nbytes].view(dtype))
 
-    def take_back(self, storage: Tensor) -> None:
+    def free(self, storage: Tensor) -> None:
+        """Make a released buffer available again."""
         self._free.append(storage)
 
 
 class BufferLease:
-    """One buffer on loan; also a context manager that gives it back."""
+    """One leased buffer; also a context manager that releases it."""
 
     def __init__(self, pool: FusedBuffers, storage: Tensor, tensor: Tensor) -> None:
         self._pool = pool
@@ -56,8 +57,8 @@ class BufferLease:
         self.tensor = tensor
 
     def release(self) -> None:
-        assert self._storage is not None, "a buffer is returned once"
-        self._pool.take_back(self._storage)
+        assert self._storage is not None, "a buffer is released once"
+        self._pool.free(self._storage)
         self._storage = None
 
     def __enter__(self) -> Tensor:

@@ -1,15 +1,15 @@
-"""Host memory for tensors that leave the device for a while (Pa+cpu, paper section 6.1).
+"""Host memory for tensors that leave the device for a while (ZeRO, section 6.1: Pa+cpu).
 
-A *host tensor* is a dense device tensor on its way to host memory, there, or on its way back.  Its *buffer* comes from
-a pool by byte size, because pinning memory is slow, and goes back there when the tensor is released.
+A *host tensor* is a dense device tensor that is being copied to host memory, is there, or is being copied back.  Its
+*buffer* comes from a pool by byte size, because pinning memory is slow, and returns there when the tensor is released.
 
 On CUDA all copies run on one stream of their own, beside the computation and one after the other; so a buffer is not
-written again before what it held has been read.  The current stream waits where the result matters:
+written again before its contents have been read.  The current stream waits where the result matters:
 
     store(x) ---- copy out ---->  sent()  : x may be overwritten      prefetch() ---- copy in ---->  load() : to be read
 
-Device memory belongs to the current stream on both ways, and a source is kept until `sent`, so nothing is given out
-again while a copy is using it.  On a CPU the same calls make the same copies at once.  The CUDA path is written and
+Device memory belongs to the current stream on both ways, and a source is retained until `sent`, so no memory is reused
+while a copy is using it.  On a CPU the same calls make the same copies at once.  The CUDA path is written and
 has never been run on a GPU.
 """
 
@@ -32,14 +32,14 @@ class _Arrival(Protocol):
     """A copy that may still be running."""
 
     def wait(self) -> None:
-        """Let what is queued from here on run after it."""
+        """Make the work that is queued from here on run after the copy."""
 
 
 class _CopyStream(Protocol):
-    """Where copies run."""
+    """The stream on which copies run."""
 
     def beside(self) -> AbstractContextManager[object]:
-        """What is queued inside runs after what has been queued so far, beside what follows."""
+        """Run the work queued inside after all work queued before, beside the work that follows."""
 
     def mark(self) -> _Arrival:
         """The end of what has been queued; to be called inside of `beside`."""
@@ -86,8 +86,8 @@ class _CudaArrival:
 class HostMemory:
     """Buffers in host memory for tensors of `device`, and copies there and back.
 
-    buffer_bytes: what the pool holds, in use or not.  live_bytes, peak_bytes: in use, now and at most.
-    sent_bytes, fetched_bytes: what has gone to the host and come back since the beginning.
+    buffer_bytes: size of all the pool's buffers, in use or not.  live_bytes, peak_bytes: in use, now and at most.
+    sent_bytes, fetched_bytes: bytes copied to the host and back since the beginning.
     """
 
     def __init__(self, device: torch.device, *, ledger: AnyLedger | None = None) -> None:
@@ -108,18 +108,18 @@ class HostMemory:
             f"a dense tensor on {self._device} is stored, not strides {tensor.stride()} on {tensor.device}"
         )
         tensor = tensor.detach()
-        buffer = self._take(tensor.nbytes)
+        buffer = self._lease(tensor.nbytes)
         with self._stream.beside():
             buffer.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
             arrival = self._stream.mark()
         self.sent_bytes += tensor.nbytes
         return HostTensor(self, buffer, tensor, arrival)
 
-    def room(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """New device memory to come back to."""
+    def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """New device memory to copy back into."""
         return torch.empty(shape, dtype=dtype, device=self._device)
 
-    def fetch(self, buffer: Tensor, copy: Tensor) -> tuple[Tensor, _Arrival]:
+    def prefetch(self, buffer: Tensor, copy: Tensor) -> tuple[Tensor, _Arrival]:
         """Begin to copy a buffer into `copy`, on the device."""
         assert copy.nbytes == buffer.nbytes, f"{buffer.nbytes} bytes don't come back into {copy.nbytes}"
         with self._stream.beside():
@@ -128,11 +128,12 @@ class HostMemory:
         self.fetched_bytes += copy.nbytes
         return copy, arrival
 
-    def take_back(self, buffer: Tensor) -> None:
+    def free(self, buffer: Tensor) -> None:
+        """Make a released buffer available again."""
         self._free[buffer.nbytes].append(buffer)
         self.live_bytes -= buffer.nbytes
 
-    def _take(self, nbytes: int) -> Tensor:
+    def _lease(self, nbytes: int) -> Tensor:
         free = self._free[nbytes]
         buffer = free.pop() if free else self._new_buffer(nbytes)
         self.live_bytes += nbytes
@@ -145,14 +146,14 @@ class HostMemory:
             buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
             self._ledger.elsewhere(buffer)
             return buffer
-        # On a CPU a ledger takes it for device memory until it is told, so it is told while there is nothing to count.
+        # On a CPU a ledger counts it as device memory until `elsewhere`, which comes while there are no bytes to count.
         buffer = torch.empty(0, dtype=torch.uint8)
         self._ledger.elsewhere(buffer)
         return buffer.resize_(nbytes)
 
 
 class HostTensor:
-    """One tensor on the host; made by `HostMemory.store`, given back once by `release`."""
+    """One tensor on the host; made by `HostMemory.store`, released once."""
 
     def __init__(self, memory: HostMemory, buffer: Tensor, source: Tensor, sent: _Arrival) -> None:
         self._memory = memory
@@ -166,69 +167,69 @@ class HostTensor:
         self.nbytes = buffer.nbytes
 
     def sent(self) -> None:
-        """From here on the source's memory may be overwritten or freed; until then it is kept."""
+        """Return when the source's memory may be overwritten or freed; until then it is retained."""
         if self._source is not None:
             self._sent.wait()
             self._source = None
 
     def prefetch(self, into: Tensor | None = None) -> None:
-        """Begin the way back, if it hasn't begun: into device memory that is given (as many elements), or new."""
-        assert self._buffer is not None, "a host tensor that was released doesn't come back"
+        """Begin to copy back, unless that has begun: into device memory of as many elements, or new memory."""
+        assert self._buffer is not None, "a released host tensor cannot be copied back"
         if self._fetched is None:
-            room = self._memory.room(self._shape, self.dtype) if into is None else into.view(self._shape)
-            self._fetched = self._memory.fetch(self._buffer, room)
+            target = self._memory.empty(self._shape, self.dtype) if into is None else into.view(self._shape)
+            self._fetched = self._memory.prefetch(self._buffer, target)
 
     def load(self) -> Tensor:
-        """The tensor on the device again, to be read by what is queued from here on; one tensor until `let_go`."""
+        """The tensor on the device, to be read by work queued from here on; the same tensor until `release_copy`."""
         self.prefetch()
         assert self._fetched is not None
         copy, arrival = self._fetched
         arrival.wait()
         return copy
 
-    def let_go(self) -> None:
-        """Let go of the device's copy, which lives on with whoever has loaded it; a later load brings another one."""
+    def release_copy(self) -> None:
+        """Release this reference to the device's copy; a later load makes another one."""
         if self._fetched is not None:
-            # Nobody may have waited for it, and its memory must not be given out while it is being written.
+            # It may not have been waited for, and its memory must not be reused while it is being written.
             self._fetched[1].wait()
             self._fetched = None
 
     def release(self) -> None:
-        """Give the buffer back and let go of the device's copy, once."""
+        """Return the buffer to the pool and release the device's copy, once."""
         assert self._buffer is not None, "a host tensor is released once"
         self.sent()
-        self.let_go()
-        self._memory.take_back(self._buffer)
+        self.release_copy()
+        self._memory.free(self._buffer)
         self._buffer = None
 
 
 def host_bandwidth(device: torch.device, nbytes: int) -> float:
-    """Bytes a second that go to the host and come back, each way counted: median of a few round trips of `nbytes`."""
+    """Bytes a second that are copied to the host and back, each way counted: median of a few trips of `nbytes`."""
     memory = HostMemory(device)
     tensor = torch.zeros(max(nbytes, 1), dtype=torch.uint8, device=device)
     seconds = [_round_trip(memory, tensor) for _ in range(1 + _REPETITIONS)]
-    return 2 * tensor.nbytes / statistics.median(seconds[1:])  # the first one pins
+    return 2 * tensor.nbytes / statistics.median(seconds[1:])  # the first trip pins
 
 
 def _round_trip(memory: HostMemory, tensor: Tensor) -> float:
-    _finish(tensor.device)
+    _synchronize(tensor.device)
     start = time.perf_counter()
     there = memory.store(tensor)
     there.sent()
     there.load()
-    _finish(tensor.device)
+    _synchronize(tensor.device)
     seconds = time.perf_counter() - start
     there.release()
     return seconds
 
 
-def _finish(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def return_freed_memory(device: torch.device) -> bool:
-    """Give what lies free to the system, on a CPU whose C library can (glibc); whether there was any."""
+    """Return freed memory to the system, on a CPU whose C library can (glibc); whether there was any."""
     if device.type != "cpu":
         return False
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -1,19 +1,19 @@
-"""The ledger: live bytes by category through a step, storage by storage, as the real run makes and frees them.
+"""The ledger: live bytes by category through a step, storage by storage, as the run allocates and frees them.
 
 A *storage* is what occupies memory, however many tensors are views of it; it is counted once, from its first use until
-the last tensor on it is gone.  A `TorchDispatchMode` shows the ledger what every operation returns, a weak reference
-tells it when a storage dies, and who allocates state says what it is.  The categories of a storage nobody has named:
+the last tensor on it is freed.  A `TorchDispatchMode` passes the ledger the result of every operation, a weak reference
+calls it when a storage dies, and code that allocates state tags it.  The categories of a storage without a tag:
 
     activations    made during a forward and still alive when that forward ends: what it leaves for backward
     temporary      everything else
 
-Both, and the first `tag` of a storage made in the same step, hold from the storage's birth, not from the moment they
-are known; a storage that had been named before changes sides at the tag.  So the categories add up to the total at
+Both, and the first `tag` of a storage made in the same step, count from the storage's birth, not from the moment they
+are known; a storage that had been tagged before changes category at the tag.  So the categories add up to the total at
 every moment.  A storage that is *elsewhere* (in host memory, which on a CPU looks like the device's) is in none.
 
 With a limit, the operation after which more is alive than that raises MemoryLimitError (`ledger_limit.py`).
 
-What no dispatch mode sees is not counted: scratch inside kernels (0 to 4 % of small steps on a CPU), the CUDA
+Memory that no dispatch mode sees is not counted: scratch inside kernels (0 to 4 % of small steps on a CPU), the CUDA
 context, NCCL's buffers, cuBLAS's workspace.  On CUDA the mode follows backward into the engine's own threads, because
 autograd takes thread-local state along.  While any mode watches, autograd adds two gradients of one tensor out of place
 instead of in place; the ledger counts that sum, which a run without a ledger does not make.
@@ -49,16 +49,16 @@ _DEVICE_READ = torch.ops.prim.device.default
 
 
 class _Label:
-    """The category of a storage, shared by all its changes; until somebody has said it, it may be corrected.
+    """The category of a storage, shared by all its changes; until it is fixed by a tag, it may be corrected.
 
     from_forward: made in the forward that is running; it becomes an activation if it outlives that.
     """
 
-    __slots__ = ("category", "from_forward", "is_said")
+    __slots__ = ("category", "from_forward", "is_fixed")
 
-    def __init__(self, category: Category, *, is_said: bool = False, from_forward: bool = False) -> None:
+    def __init__(self, category: Category, *, is_fixed: bool = False, from_forward: bool = False) -> None:
         self.category = category
-        self.is_said = is_said
+        self.is_fixed = is_fixed
         self.from_forward = from_forward
 
 
@@ -73,7 +73,7 @@ class _Entry(weakref.ref[torch.UntypedStorage]):
 
 
 class _Change(NamedTuple):
-    """Bytes that came or, if negative, went after so many operations."""
+    """Bytes that were allocated or, if negative, freed after so many operations."""
 
     nbytes: int
     label: _Label
@@ -81,7 +81,7 @@ class _Change(NamedTuple):
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Shows the results of every operation."""
+    """Passes the result of every operation to the ledger."""
 
     def __init__(self, show: Callable[[Any], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -99,8 +99,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class Ledger:
     """The ledger of this process's memory on `device` (named as its tensors name it), kept while entered as a context.
 
-    allocator: bytes the device's allocator has given out, asked at every phase; by default PyTorch's on CUDA, nothing
-    elsewhere.  On CUDA a storage counts as the multiple of 512 bytes that it occupies.
+    allocator: bytes that the device's allocator has allocated, called at every phase; by default PyTorch's on CUDA,
+    none elsewhere.  On CUDA a storage counts as the multiple of 512 bytes that it occupies.
     limit_bytes: the most that may be alive; beyond it operations and calls raise MemoryLimitError, once a step.
     """
 
@@ -113,7 +113,7 @@ class Ledger:
         self._allocator = allocator or ((lambda: torch.cuda.memory_allocated(device)) if on_cuda else None)
         self._limit = None if limit_bytes is None else MemoryLimit(limit_bytes)
         self._watch = _Watch(self._operation_done)
-        self._said: dict[Category, _Label] = {name: _Label(name, is_said=True) for name in CATEGORIES}
+        self._labels: dict[Category, _Label] = {name: _Label(name, is_fixed=True) for name in CATEGORIES}
         self._inside: list[Category] = []
         self._live: dict[int, _Entry] = {}
         self._start = np.zeros(len(CATEGORIES), np.int64)
@@ -131,14 +131,14 @@ class Ledger:
 
     def tag(self, tensor: Tensor, category: Category) -> None:
         storage = tensor.untyped_storage()
-        entry, label = self._live.get(storage._cdata), self._said[category]
+        entry, label = self._live.get(storage._cdata), self._labels[category]
         if entry is None:
             self._enter(tensor, storage, label)
             self._check_limit()
         elif entry.label is None:
             return
-        elif not entry.label.is_said:
-            entry.label.category, entry.label.is_said = category, True
+        elif not entry.label.is_fixed:
+            entry.label.category, entry.label.is_fixed = category, True
         elif entry.label.category != category:
             self._changed(-entry.nbytes, entry.label)
             self._changed(entry.nbytes, label)
@@ -176,11 +176,11 @@ class Ledger:
         self._end_phase()
         for entry in list(self._live.values()):
             if entry.label is not None:
-                entry.label.is_said = True  # what this step's figures say of it stays so
-        # Taken in one move: a storage may die at any moment, and its change belongs to this step or to the next.
+                entry.label.is_fixed = True  # this step's figures are final
+        # Swapped at once: a storage may die at any moment, and its change belongs to this step or to the next.
         changes, self._changes = self._changes, []
-        told = ((change.nbytes, change.label.category, change.operation) for change in changes)
-        timeline = Timeline.of_changes(self._start, told, self._phases, self._num_operations)
+        rows = ((change.nbytes, change.label.category, change.operation) for change in changes)
+        timeline = Timeline.of_changes(self._start, rows, self._phases, self._num_operations)
         totals = timeline.totals
         samples = tuple(AllocatorSample(int(totals[point]), nbytes) for point, nbytes in self._samples)
         self._start, self._phases, self._samples, self._num_operations = timeline.live[-1].copy(), [], [], 0
@@ -231,7 +231,7 @@ class Ledger:
 
     def _label_of_new(self) -> _Label:
         if self._inside:
-            return self._said[self._inside[-1]]
+            return self._labels[self._inside[-1]]
         return _Label("temporary", from_forward=bool(self._phases) and self._phases[-1].phase == "forward")
 
     def _enter(self, tensor: Tensor, storage: torch.UntypedStorage, label: _Label) -> None:
@@ -255,19 +255,19 @@ class Ledger:
         self._changes.append(_Change(nbytes, label, self._num_operations))
 
     def _end_phase(self) -> None:
-        """What a forward has left alive is there for backward; compare with the allocator."""
+        """Count what a forward has left alive as activations, and sample the allocator."""
         self._name_activations()
         if self._allocator is not None:
             self._samples.append((len(self._changes), self._allocator()))
 
     def _name_activations(self) -> None:
         for entry in list(self._live.values()):
-            if entry.label is not None and entry.label.from_forward and not entry.label.is_said:
+            if entry.label is not None and entry.label.from_forward and not entry.label.is_fixed:
                 entry.label.category = "activations"
 
     def _check_limit(self) -> None:
         if self._limit is not None and self._limit.is_newly_exceeded(self._changes):
-            self._name_activations()  # the forward that is running will not come to its end
+            self._name_activations()  # the forward that is running will not finish
             during = self._phases[-1].phase if self._phases else None
             raise limit_error(self._limit.nbytes, self.live_bytes(), during)
 
@@ -276,7 +276,7 @@ class Ledger:
 
 
 def open_ledger(device: torch.device, *, kept: bool, limit_mib: float | None = None) -> AnyLedger:
-    """The ledger of a run on `device`, or none; a limit (MiB) is a reason to keep one."""
+    """The ledger of a run on `device`, or a null ledger; one with a limit (MiB) is always kept."""
     if limit_mib is not None:
         return Ledger(device, limit_bytes=round(limit_mib * MIB))
     return Ledger(device) if kept else NullLedger()

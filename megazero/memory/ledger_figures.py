@@ -1,4 +1,4 @@
-"""What a ledger says of one step: live bytes by category through time, and at the peak.  Pure."""
+"""A ledger's figures of one step: live bytes by category through time, and at the peak.  Pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-# From what always is there to what comes and goes, which is also the order in which a picture stacks them.
+# From state that always exists to temporaries, which is also the order in which a picture stacks them.
 Category = Literal[
     "parameters",
     "master",
@@ -75,7 +75,7 @@ class Timeline:
 
 @dataclass(frozen=True, eq=False)
 class StepMemory:
-    """One step of one rank.  allocator: as the device's allocator saw it, where it was asked."""
+    """One step of one rank.  allocator: samples of the device's allocator, where there is one."""
 
     timeline: Timeline
     allocator: tuple[AllocatorSample, ...] = ()
@@ -102,7 +102,7 @@ class StepMemory:
 
     @property
     def allocator_gap(self) -> float | None:
-        """The largest difference to the allocator, as a part of what the allocator says."""
+        """The largest difference to the allocator, as a fraction of the allocator's figure."""
         gaps = [abs(ours - theirs) / theirs for ours, theirs in self.allocator if theirs]
         return max(gaps, default=None)
 

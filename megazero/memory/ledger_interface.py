@@ -1,4 +1,4 @@
-"""What those who allocate, resize and compute tell a ledger (`ledger.py`), and the ledger that is not kept."""
+"""The interface to a ledger (`ledger.py`) for code that allocates, resizes and computes, and the null ledger."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
@@ -9,36 +9,36 @@ from megazero.memory.ledger_figures import Category, Phase, StepMemory
 
 
 class AnyLedger(Protocol):
-    """What those who allocate tell, whether a ledger is kept or not; kept while entered as a context."""
+    """The calls of code that allocates, whether a ledger is kept or not; it is kept while entered as a context."""
 
     def __enter__(self) -> "AnyLedger": ...
 
     def __exit__(self, *exc: object) -> None: ...
 
     def tag(self, tensor: Tensor, category: Category) -> None:
-        """The tensor's storage is of this category; one that the ledger has not seen yet is entered."""
+        """Set the category of the tensor's storage; count one that is new to the ledger."""
 
     def category(self, category: Category) -> AbstractContextManager[None]:
-        """What is allocated inside is of this category; the innermost one counts."""
+        """Give storages allocated inside this category; the innermost one counts."""
 
     def resized(self, tensor: Tensor) -> None:
-        """The tensor's storage has been resized in place."""
+        """Measure the tensor's storage again, which has been resized in place."""
 
     def elsewhere(self, tensor: Tensor) -> None:
-        """The tensor's storage is not the device's: from now on it is not counted, whatever happens to it."""
+        """Do not count the tensor's storage from here on: it is not the device's."""
 
     def phase(self, phase: Phase) -> None:
-        """Another part of the step begins."""
+        """Begin another phase of the step."""
 
     def reset(self) -> None:
-        """A step begins: forget changes, not what is alive."""
+        """Begin a step: forget changes, not live storages."""
 
     def take(self) -> StepMemory | None:
-        """What happened since the last `reset` or `take`, and start over; None where no ledger is kept."""
+        """The figures since the last `reset` or `take`, and begin a step; None where no ledger is kept."""
 
 
 class NullLedger:
-    """No ledger is kept, at no cost."""
+    """A ledger that records nothing, at no cost."""
 
     def __enter__(self) -> "NullLedger":
         return self

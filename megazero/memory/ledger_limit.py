@@ -1,6 +1,6 @@
-"""A limit to what may be alive on a device, and what a user is told who exceeds it.  Pure.
+"""A limit to the bytes alive on a device, and the error that exceeding it raises.  Pure.
 
-The limit speaks once a step: what still runs while its error ends the step (hooks, what is put away) goes unhindered.
+The limit raises once a step: code that still runs while its error ends the step (hooks, clean-up) is not stopped.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,24 +24,24 @@ class MemoryLimit:
         self.nbytes = nbytes
         self._live = 0
         self._num_added = 0
-        self._has_spoken = False
+        self._is_reported = False
 
     def start(self, live: int) -> None:
-        """A step begins with so many bytes alive, and without changes."""
-        self._live, self._num_added, self._has_spoken = live, 0, False
+        """Begin a step with so many bytes alive, and without changes."""
+        self._live, self._num_added, self._is_reported = live, 0, False
 
     def is_newly_exceeded(self, changes: Sequence[tuple[int, object, int]]) -> bool:
-        """Whether the step's changes so far, bytes first, go beyond the limit, and it hasn't been said in this step."""
+        """Whether the step's changes so far, bytes first, exceed the limit, which was not reported in this step."""
         new = changes[self._num_added :]
         self._num_added += len(new)
         self._live += sum(change[0] for change in new)
-        exceeded = self._live > self.nbytes and not self._has_spoken
-        self._has_spoken = self._has_spoken or exceeded
+        exceeded = self._live > self.nbytes and not self._is_reported
+        self._is_reported = self._is_reported or exceeded
         return exceeded
 
 
 def limit_error(limit_bytes: int, live: Mapping[Category, int], during: Phase | None) -> MemoryLimitError:
-    """What to raise; live: bytes by category at this moment, during: the phase of the step, if it is in one."""
+    """The error; live: bytes by category at this moment, during: the phase of the step, if it is in one."""
     fullest = sorted(((nbytes, name) for name, nbytes in live.items() if nbytes), reverse=True)
     parts = ", ".join(f"{name.replace('_', ' ')} {format_bytes(nbytes)}" for nbytes, name in fullest)
     where = "" if during is None else f" in {during}"

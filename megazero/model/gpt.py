@@ -25,7 +25,7 @@ from megazero.config.derived import ffn_hidden_size, max_position_embeddings
 from megazero.config.model import ModelConfig
 from megazero.model.sequences import Sequences
 from megazero.parallel.layer_split import Chunk, whole_model
-from megazero.parallel.param_spec import Init, share_between_ends
+from megazero.parallel.param_spec import Init, Unit, share_between_ends
 from megazero.tensor_parallel.head_loss import Targets
 from megazero.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -36,15 +36,6 @@ from megazero.tensor_parallel.layers import (
 from megazero.tensor_parallel.vocab import TiedHead, VocabParallelEmbedding, VocabParallelHead
 
 M = TypeVar("M", bound=nn.Module)
-
-
-class Unit(NamedTuple):
-    """A group of parameters that is needed at once, and the modules whose forwards read it; `part` counts chunks."""
-
-    name: str
-    parameters: list[str]
-    consumers: tuple[nn.Module, ...]
-    part: int = 0
 
 
 class GPT(nn.Module):
@@ -176,7 +167,7 @@ class GPT(nn.Module):
         module = self.get_submodule(name)
         head = getattr(self, "head", None)
         also = (head,) if name == "embedding.word" and isinstance(head, TiedHead) else ()
-        return Unit(name, [f"{name}.{key}" for key, _ in module.named_parameters()], (module, *also), part)
+        return Unit(name, tuple(f"{name}.{key}" for key, _ in module.named_parameters()), (module, *also), part)
 
 
 def _through(layers: Iterable[nn.Module], x: Tensor, sequences: Sequences) -> Tensor:

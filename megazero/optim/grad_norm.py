@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megazero.comm.interface import Scratch
+from megazero.memory.lease import Scratch
 
 _NONE = torch.iinfo(torch.int32).max
 

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from megazero.comm.interface import Scratch
+from megazero.memory.lease import Scratch
 from megazero.optim.torch_optimizer import FlatRun, TorchOptimizer
 from megazero.parallel.param_spec import ParamSpec
 

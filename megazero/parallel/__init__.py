@@ -1,1 +1,1 @@
-"""Who is who: degrees, coordinates and ranks; which slice of which parameter sits where.  Pure: no process group."""
+"""Degrees, coordinates and ranks, and the slice of each parameter on each rank.  Pure: no process group."""

@@ -1,4 +1,4 @@
-"""The layout as text, for the start of a run: who is where, and who talks to whom.
+"""The layout as text, for the start of a run: which rank is where, and which ranks communicate.
 
     pipeline 2 x data 2 x tensor 2 = 8 ranks on 2 nodes of 4 ranks; every rank with its (pp, dp, tp)
       node 0    0 (0,0,0)   1 (0,0,1)   2 (0,1,0)   3 (0,1,1)
@@ -22,7 +22,7 @@ _MOST_NODES = 16  # lines
 
 
 def draw_layout(topology: Topology, nodes: Nodes) -> list[str]:
-    """The lines of the picture; at most 22 of them, and one for a single rank."""
+    """The lines of the picture: at most 22, and one for a single rank."""
     if topology.world_size == 1:
         return ["1 rank, which has the whole model and every sample"]
     return [

@@ -1,6 +1,6 @@
-"""What the launcher tells a process of its job: which rank it is, of how many, and who shares its node.
+"""The launch of a process, from the launcher's variables: its rank, the number of ranks, and the ranks of its node.
 
-Known before torch is loaded, so that what is wrong with a command line is told at once.
+It is read before torch is loaded, so that an error in a command line is reported at once.
 """
 
 import os
@@ -12,9 +12,9 @@ from megazero.parallel.nodes import Nodes, parse_tasks_per_node
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher (torchrun or srun) told this process.
+    """The figures that the launcher (torchrun or srun) gave this process.
 
-    ranks_per_node: processes of every node, ranks being counted node by node; () where the launcher doesn't say.
+    ranks_per_node: processes of every node, ranks being counted node by node; () where the launcher gives none.
     """
 
     rank: int
@@ -24,7 +24,7 @@ class Launch:
 
     @property
     def nodes(self) -> Nodes:
-        """Which rank is on which node; one node has them all where nothing is known."""
+        """The node of every rank; one node has them all if the launcher gives none."""
         return Nodes(self.ranks_per_node or (self.world_size,))
 
     @property
@@ -34,7 +34,7 @@ class Launch:
 
     @staticmethod
     def from_environment() -> "Launch":
-        """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; in a job step of Slurm without a RANK, Slurm's names.
+        """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, or Slurm's names in a job step without a RANK.
 
         A process that is started by hand, or by a batch script without srun, is alone.  Raises TopologyError.
         """
@@ -55,10 +55,10 @@ class Launch:
         return Launch(rank, world, local)._on_nodes(names[3], given, by_slurm=by_slurm)
 
     def _on_nodes(self, name: str, given: str, *, by_slurm: bool) -> "Launch":
-        """The same with the processes of every node, as far as the variable `name` tells them of all nodes."""
-        told = os.environ.get(name, "")
+        """The same with the processes of every node, if the variable `name` has those of all nodes."""
+        given_sizes = os.environ.get(name, "")
         try:
-            sizes = parse_tasks_per_node(told)
+            sizes = parse_tasks_per_node(given_sizes)
         except ValueError:
             return self
         if not by_slurm:
@@ -70,5 +70,5 @@ class Launch:
             return known
         if by_slurm:
             rule = "ranks are counted node by node, so that neighbours share one"
-            raise TopologyError(Problem(f"{given}, {name} {told}", rule, "srun --distribution=block"))
+            raise TopologyError(Problem(f"{given}, {name} {given_sizes}", rule, "srun --distribution=block"))
         return self

@@ -1,10 +1,10 @@
-"""Which layers a pipeline stage holds.
+"""The split of a model's layers into the chunks of pipeline stages.
 
 A *chunk* is a run of consecutive layers; the first also has the embedding, the last the final norm and the vocabulary
 head.  Chunk c lies on pipeline stage c mod p, so that a stage with v chunks has every p-th: activations go from stage
 to stage, and from the last back to the first.
 
-A *split* says how many layers each chunk has.  A slot of the schedule takes as long as the slowest chunk in it, so the
+A *split* is the number of layers of each chunk.  A slot of the schedule takes as long as its slowest chunk, so the
 balanced split makes the costliest chunk as cheap as it can be, then the second costliest, and so on; what is left open
 goes to earlier chunks.  Costs are multiply-adds, and the head's are those of several layers: the last chunk has fewer
 of them, or none.
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Chunk:
-    """Layers `layers` of the model, and whether the embedding comes before them and the head after."""
+    """Consecutive layers of the model, and whether the embedding comes before them and the head after."""
 
     layers: range
     is_first: bool = True
@@ -41,7 +41,7 @@ def cut(split: Sequence[int]) -> tuple[Chunk, ...]:
 
 
 def chunks_of(chunks: Sequence[Chunk], *, stage: int, num_stages: int) -> tuple[Chunk, ...]:
-    """Those that lie on a pipeline stage, in the order of the model."""
+    """The chunks that lie on a pipeline stage, in the order of the model."""
     return tuple(chunks[stage::num_stages])
 
 

@@ -1,4 +1,4 @@
-"""Which rank is on which node, and what that forbids.
+"""The nodes of ranks, and the layouts that they rule out.
 
 A *node* is a machine: ranks on one talk over links that are tens of times faster than those between two.  Launchers
 number ranks node by node, so that consecutive ranks share one.  A group *crosses* nodes when it lies on several.
@@ -47,7 +47,7 @@ class Nodes:
         return tuple(sorted({bisect.bisect_right(ends, rank) for rank in ranks}))
 
     def describe(self) -> str:
-        """`2 nodes of 8 ranks`, `3 nodes of 8(x2),4 ranks`."""
+        """The nodes as text: `2 nodes of 8 ranks`, `3 nodes of 8(x2),4 ranks`."""
         runs = [(size, len(list(run))) for size, run in itertools.groupby(self.ranks_per_node)]
         sizes = [str(size) if times == 1 or len(runs) == 1 else f"{size}(x{times})" for size, times in runs]
         noun = "rank" if self.ranks_per_node == (1,) * self.count else "ranks"
@@ -63,7 +63,7 @@ def parse_tasks_per_node(text: str) -> tuple[int, ...]:
 
 
 def shortened(numbers: Sequence[int]) -> str:
-    """`0 1 2 3`; where there are many, `0-7` of consecutive ones and `0 8 16 ... 120` of others."""
+    """Ranks as text: `0 1 2 3`; of many, `0-7` if consecutive and else `0 8 16 ... 120`."""
     first, last = numbers[0], numbers[-1]
     if len(numbers) <= 4:
         return " ".join(map(str, numbers))
@@ -78,7 +78,7 @@ def crossing_groups(topology: Topology, axis: str, nodes: Nodes) -> tuple[tuple[
 
 
 def problems_of_placement(topology: Topology, nodes: Nodes, allowed: bool) -> Iterator[Problem]:
-    """What is wrong with a layout on these nodes; `allowed`: tensor-parallel groups may cross them."""
+    """The problems of a layout on these nodes; `allowed`: tensor-parallel groups may cross them."""
     crossing = () if allowed else crossing_groups(topology, "tp", nodes)
     if not crossing:
         return

@@ -1,15 +1,16 @@
-"""What a parameter is, whatever the layout: logical name, full shape, and which box of it sits on this rank.
+"""Parameters in any layout: logical name, full shape, and which box of it is on this rank; units of parameters.
 
 The *logical tensor* is the parameter as one process would hold it, unpadded; a fused QKV weight is logically
 (3, heads, head_dim, hidden), so that tensor parallelism cuts it into one *box* (offsets and lengths per dim).  A rank's
 tensor may be larger than its box: vocabulary rows are padded to a multiple of the tensor-parallel degree, and padding
-lies past `full_shape`.  Initial values, gradient norm, weight decay, checkpoints and export all ask the spec; a
-parameter carries no other attribute of ours.
+lies past `full_shape`.  Initial values, gradient norm, weight decay, checkpoints and export all read the spec; a
+parameter has no other attribute of ours.
 """
 
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
@@ -36,7 +37,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Init:
-    """How a parameter's first value is drawn; `std` only counts for "normal"."""
+    """The distribution of a parameter's first value; `std` only counts for "normal"."""
 
     kind: InitKind = "zeros"
     std: float = 0.0
@@ -55,7 +56,7 @@ class ParamSpec:
     summed_over:  mesh axes along which ranks hold the same, but each has a part of its gradient: "tp" where activations
                   are split along the sequence, "ends" for what the first and the last pipeline stage share.
     decay:        whether weight decay applies (not to biases and norms).
-    writes_gradient: whether every use of it writes its gradient to the place it is given (`gradient_place.py`).
+    writes_gradient: whether every use of it writes its gradient into the slot that is attached (`gradient_slot.py`).
     trainable:    False for a frozen parameter.
     """
 
@@ -70,14 +71,14 @@ class ParamSpec:
     trainable: bool = True
     init: Init = Init()
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of this rank's tensor, padding included."""
         return math.prod(self.local_shape)
 
     @property
     def box(self) -> Box:
-        """The part of the logical tensor that this rank really holds (padding clipped off; may be empty)."""
+        """The part of the logical tensor that is on this rank (padding clipped off; may be empty)."""
         lengths = tuple(
             max(0, min(local, full - start))
             for local, full, start in zip(self.local_shape, self.full_shape, self.offset, strict=True)
@@ -87,14 +88,26 @@ class ParamSpec:
     def is_counted_on(self, coordinates: Mapping[str, int]) -> bool:
         """Whether the rank at these coordinates is the one that counts and saves this parameter.
 
-        Along an axis over which the parameter is replicated only coordinate 0 counts it; `dp` is not asked about, since
-        ZeRO's partitions already say who owns what there.
+        Along an axis over which the parameter is replicated only coordinate 0 counts it; `dp` is not among them, since
+        ZeRO's partitions already divide the parameter along it.
         """
         return all(index == 0 or not self.is_replicated_along(axis) for axis, index in coordinates.items())
 
     def is_replicated_along(self, axis: str) -> bool:
-        """Whether ranks that differ along "tp" or "ends" hold the same of it."""
+        """Whether ranks that differ along "tp" or "ends" have the same part of it."""
         return axis in self.summed_over if axis == ENDS else axis not in self.sharded_axes
+
+
+class Unit(NamedTuple):
+    """Parameters, by name, that are laid out, gathered and released together, and the modules whose forwards read them.
+
+    part: which of several parts of the model, each with backwards of its own, it belongs to (a pipeline's chunks).
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    consumers: tuple[nn.Module, ...] = ()
+    part: int = 0
 
 
 class StateFragment(NamedTuple):
@@ -112,13 +125,13 @@ class StateFragment(NamedTuple):
 
 
 def attach_spec(parameter: nn.Parameter, spec: ParamSpec) -> nn.Parameter:
-    """Give `parameter` its spec (the layer that makes it knows the slice, not yet the name)."""
+    """Attach a spec to `parameter` (the layer that makes it has the slice, but not yet the name)."""
     setattr(parameter, _ATTRIBUTE, spec)
     return parameter
 
 
 def share_between_ends(parameter: nn.Parameter) -> None:
-    """The first and the last pipeline stage hold this parameter, and each makes a part of its gradient."""
+    """Mark a parameter that the first and the last pipeline stage both have, each with a part of its gradient."""
     spec: ParamSpec = getattr(parameter, _ATTRIBUTE)
     attach_spec(parameter, replace(spec, summed_over=(*spec.summed_over, ENDS)))
 

@@ -1,4 +1,4 @@
-"""How many threads a process computes with on the CPU: its share of the node's cores.
+"""The number of threads with which a process computes on the CPU: its share of the node's cores.
 
 Several processes with all cores each would get in each other's way, which is why torchrun gives them one thread each
 (OMP_NUM_THREADS=1); that leaves cores idle wherever there are more of them than processes.
@@ -17,7 +17,7 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def use_cpu_threads(given: int | None, launch: Launch, device: torch.device) -> str:
-    """Set them; returns a line about them, "" on a GPU, where nothing is changed.  given: as `cpu_threads` takes it."""
+    """Set the number of threads; returns a line about it, "" on a GPU, where nothing changes.  given: the setting."""
     if device.type != "cpu":
         return ""
     count = cpu_threads(given, launch, os.environ)
@@ -28,7 +28,7 @@ def use_cpu_threads(given: int | None, launch: Launch, device: torch.device) -> 
 
 
 def cpu_threads(given: int | None, launch: Launch, environment: Mapping[str, str]) -> int | None:
-    """What to set; None where torch's own choice stands.
+    """The number of threads to set; None where torch's own choice stands.
 
     given: --cpu-threads.  Without it OMP_NUM_THREADS counts, which torch has read, unless torchrun has written it; else
     a process alone on its node has torch's choice, and several share the cores.
@@ -51,7 +51,7 @@ def _processes_here(launch: Launch) -> int:
 
 
 def _cores() -> int:
-    """Those that this process may run on, and no more than its container's share of time."""
+    """The cores that this process may run on, and no more than its container's share of time."""
     cores = len(os.sched_getaffinity(0))
     try:
         quota, period = map(int, _QUOTA.read_text().split())

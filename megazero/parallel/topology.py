@@ -1,4 +1,4 @@
-"""Who is who: parallel degrees to coordinates to ranks.
+"""The topology: parallel degrees, coordinates and ranks.
 
 An *axis* is a direction of the mesh of processes: `pp` (pipeline stages), `dp` (data parallel, the axis ZeRO
 partitions over) and `tp` (tensor parallel).  The *rank order* lists them, outermost first; ranks along the last one are
@@ -6,7 +6,7 @@ neighbours.  By default that is `tp`, so that the ranks that talk most are on on
 
     rank = (pp_index * dp + dp_index) * tp + tp_index        e.g. dp 2, tp 2:   dp 0: [0 1]   dp 1: [2 3]
 
-Nothing here knows a process group; 1,024 ranks cost the same as one.
+No process group is needed here; 1,024 ranks cost the same as one.
 """
 
 import itertools
@@ -41,7 +41,7 @@ class Topology:
         return sizes[axis]
 
     def coordinate(self, rank: int, axis: str) -> int:
-        """Where `rank` sits along `axis`; along "ends", 1 on the last of several pipeline stages and 0 before it."""
+        """The coordinate of `rank` along `axis`; along "ends", 1 on the last of several pipeline stages, else 0."""
         if axis == WORLD:
             return rank
         if axis == ENDS:
@@ -70,7 +70,7 @@ class Topology:
         return tuple(self._line(axis, dict(zip(others, place, strict=True))) for place in fixed)
 
     def group_of(self, rank: int, axis: str) -> tuple[int, ...]:
-        """The group along `axis` that `rank` belongs to; a rank that is in none is alone."""
+        """The group of `rank` along `axis`; a rank that is in none is alone."""
         if axis == WORLD:
             return tuple(range(self.world_size))
         if axis == ENDS:
@@ -79,7 +79,7 @@ class Topology:
         return self._line(axis, {name: self.coordinate(rank, name) for name in AXES})
 
     def describe(self) -> str:
-        """`pipeline 1 x data 2 x tensor 2 = 4 ranks`."""
+        """The degrees as text: `pipeline 1 x data 2 x tensor 2 = 4 ranks`."""
         return f"pipeline {self.pp} x data {self.dp} x tensor {self.tp} = {self.world_size} ranks"
 
     def _line(self, axis: str, place: Mapping[str, int]) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 Make = Callable[[], Tensor | None]
-"""Makes a gradient; None when it has been written to its place."""
+"""Makes a gradient; None when it has been written to its slot."""
 
 
 class Held:

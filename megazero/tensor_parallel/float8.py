@@ -27,7 +27,7 @@ from torch import Tensor
 
 from megazero.config.engine_sections import Fp8Format
 from megazero.errors import ConfigError, Problem
-from megazero.parallel.gradient_place import add_to
+from megazero.parallel.gradient_slot import add_to
 from megazero.rules.float8 import has_8bit_products
 from megazero.tensor_parallel.products import TORCH, Products
 

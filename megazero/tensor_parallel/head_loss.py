@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megazero.errors import Problem, UsageError
-from megazero.parallel.gradient_place import GradientPlace, Taken, add_to, place_of
+from megazero.parallel.gradient_slot import GetGradientSlot, GradientSlot, add_to, gradient_slot_of
 from megazero.tensor_parallel.products import TORCH, Products
 from megazero.tensor_parallel.regions import Arriving, Border
 from megazero.tensor_parallel.softmax import IN_PLACE, Labels, Softmax
@@ -45,13 +45,13 @@ class Targets(NamedTuple):
 
 
 class _Head(NamedTuple):
-    """What the head computes with, beside tensors; place: where the matrix's gradient is written, if there is one."""
+    """What the head computes with, beside tensors; get_slot: where the matrix's gradient is written."""
 
     targets: Targets
     border: Border
     products: Products
     softmax: Softmax
-    place: GradientPlace | None
+    get_slot: GetGradientSlot | None
 
     def num_rows(self, vocab_rows: int, dtype: torch.dtype) -> int:
         """Tokens of a chunk, of each part."""
@@ -75,7 +75,7 @@ def summed_cross_entropy(
     """
     rows = x.reshape(-1, x.shape[-1])
     assert targets.labels.numel() == len(rows) * border.num_parts, "every rank knows all labels"
-    head = _Head(targets, border, products, softmax, place_of(weight))
+    head = _Head(targets, border, products, softmax, gradient_slot_of(weight))
     return _summed_cross_entropy(rows, weight, head, torch.is_grad_enabled())
 
 
@@ -97,7 +97,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         weight_sum = _WeightGradient(weight, dtype, head.products) if wants_weight else None
         for tokens, rows in _chunks(x, head, num_rows):
             total += _loss_of_chunk(tokens, weight, head, None if x_sum is None else x_sum.at(rows), weight_sum)
-        ctx.place, ctx.num_rows = head.place, num_rows * head.border.num_parts
+        ctx.get_slot, ctx.num_rows = head.get_slot, num_rows * head.border.num_parts
         ctx.gradients = tuple(None if gradient is None else gradient.found() for gradient in (x_sum, weight_sum))
         return total
 
@@ -112,7 +112,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
             _multiply(grad_x, grad, ctx.num_rows)
         if grad_weight is not None:
             # It stays in the loss's dtype: who adds it up casts it to what the parameter's gradient is kept in.
-            grad_weight = _give(grad_weight, grad, None if ctx.place is None else ctx.place.take())
+            grad_weight = _give(grad_weight, grad, None if ctx.get_slot is None else ctx.get_slot())
         return grad_x, grad_weight, None, None
 
 
@@ -201,15 +201,15 @@ def _of_all_ranks(x: Tensor, border: Border, num_rows: int) -> Tensor | None:
     return x.new_empty((min(num_rows, len(x)) * border.num_parts, x.shape[1])) if border.splits_sequence else None
 
 
-def _give(gradient: Tensor, factor: Tensor, taken: Taken | None) -> Tensor | None:
-    """gradient times factor, written to its place if there is one."""
-    if taken is not None and taken.is_first and taken.tensor.dtype == gradient.dtype:
-        torch.mul(gradient, factor, out=taken.tensor)
+def _give(gradient: Tensor, factor: Tensor, slot: GradientSlot | None) -> Tensor | None:
+    """gradient times factor, written to its slot if there is one."""
+    if slot is not None and slot.is_first and slot.tensor.dtype == gradient.dtype:
+        torch.mul(gradient, factor, out=slot.tensor)
         return None
     gradient *= factor
-    if taken is None:
+    if slot is None:
         return gradient
-    add_to(taken.tensor, gradient, is_first=taken.is_first)
+    add_to(slot.tensor, gradient, is_first=slot.is_first)
     return None
 
 

@@ -31,7 +31,7 @@ from torch.autograd.function import once_differentiable
 
 from megazero.comm.interface import Communicator
 from megazero.comm.local import LocalCommunicator
-from megazero.parallel.gradient_place import GradientPlace, place_of
+from megazero.parallel.gradient_slot import GetGradientSlot, gradient_slot_of
 from megazero.parallel.param_spec import Init, ParamSpec, attach_spec
 from megazero.tensor_parallel.deferred import DeferredGradients, Make
 from megazero.tensor_parallel.products import TORCH, Products
@@ -45,20 +45,20 @@ _ALONE = Border(LocalCommunicator())
 class Linear(NamedTuple):
     """How a linear layer computes.
 
-    later: where to leave word of how to make the weight's gradient; place: where to write it, or else it is autograd's.
+    later: where to leave word of how to make the weight's gradient.  get_slot: where to write it; autograd's if None.
     """
 
     border: Border
     products: Products
     later: Later | None
-    place: GradientPlace | None
+    get_slot: GetGradientSlot | None
 
     def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor | None:
-        """grad [n, out], x [n, in]: the weight's gradient, or None when it has been written to its place."""
-        taken = None if self.place is None else self.place.take()
-        if taken is None:
+        """grad [n, out], x [n, in]: the weight's gradient, or None when it has been written to its slot."""
+        slot = None if self.get_slot is None else self.get_slot()
+        if slot is None:
             return self.products.weight_gradient(grad, x)
-        self.products.add_weight_gradient(taken.tensor, grad, x, is_first=taken.is_first)
+        self.products.add_weight_gradient(slot.tensor, grad, x, is_first=slot.is_first)
         return None
 
 
@@ -119,7 +119,7 @@ class TensorParallel:
             # Only whole blocks on one tensor rank come here (`model/compiled.py`): nothing is sent, or counted.
             assert self.communicator.size == 1 and self.deferred is None, "what has effects is not compiled"
             return Linear(_ALONE, products, None, None)
-        return Linear(self.border, products, later, place_of(weight))
+        return Linear(self.border, products, later, gradient_slot_of(weight))
 
 
 class ColumnParallelLinear(nn.Module):

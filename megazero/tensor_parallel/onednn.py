@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megazero.parallel.gradient_place import add_to
+from megazero.parallel.gradient_slot import add_to
 from megazero.tensor_parallel.products import TORCH, Products
 
 _PROCESSOR = Path("/proc/cpuinfo")

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megazero.parallel.gradient_place import add_to
+from megazero.parallel.gradient_slot import add_to
 
 
 class Products(Protocol):

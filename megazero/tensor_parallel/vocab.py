@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megazero.parallel.gradient_place import GradientPlace, add_to, place_of
+from megazero.parallel.gradient_slot import GetGradientSlot, add_to, gradient_slot_of
 from megazero.parallel.param_spec import Init, ParamSpec
 from megazero.tensor_parallel.head_loss import Targets, summed_cross_entropy
 from megazero.tensor_parallel.layers import TensorParallel, column_linear, uninitialised_parameter
@@ -38,21 +38,21 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         weight = self._tp.use(self.weight)
         if self._tp.communicator.size == 1:
-            return _look_up(ids, weight, place_of(weight))
+            return _look_up(ids, weight, gradient_slot_of(weight))
         num_rows = weight.shape[0]
         row = ids - self._tp.communicator.rank * num_rows
         elsewhere = (row < 0) | (row >= num_rows)
-        found = _look_up(row.clamp(0, num_rows - 1), weight, place_of(weight))
+        found = _look_up(row.clamp(0, num_rows - 1), weight, gradient_slot_of(weight))
         return leave_region(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self._tp.border)
 
 
 class _LookUp(torch.autograd.Function):
-    """F.embedding whose backward can write to the gradient's place; rows [...], weight [m, h] to [..., h]."""
+    """F.embedding whose backward can write into the gradient's slot; rows [...], weight [m, h] to [..., h]."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, place: GradientPlace | None) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, get_slot: GetGradientSlot | None) -> Tensor:
         ctx.save_for_backward(rows)
-        ctx.place, ctx.num_rows = place, weight.shape[0]
+        ctx.get_slot, ctx.num_rows = get_slot, weight.shape[0]
         return F.embedding(rows, weight)
 
     @staticmethod
@@ -60,10 +60,10 @@ class _LookUp(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
         (rows,) = ctx.saved_tensors
         whole = torch.ops.aten.embedding_dense_backward(grad, rows, ctx.num_rows, -1, False)
-        taken = None if ctx.place is None else ctx.place.take()
-        if taken is None:
+        slot = None if ctx.get_slot is None else ctx.get_slot()
+        if slot is None:
             return None, whole, None
-        add_to(taken.tensor, whole, is_first=taken.is_first)
+        add_to(slot.tensor, whole, is_first=slot.is_first)
         return None, None, None
 
 

@@ -52,7 +52,7 @@ from megazero.train.pipeline_stages import activation_config, describe_stages, n
 from megazero.train.resolve_activations import settle_activations
 from megazero.train.saving import Saver, check_compatible, check_model, check_shapes, find_checkpoint, restore_engine
 from megazero.train.state import TrainState
-from megazero.zero.engine import Engine, EngineSettings, ModelUnit
+from megazero.zero.engine import Engine, EngineSettings
 from megazero.zero.plan import DTYPES, resolve
 
 _REPORTED_AS = {"valid": "validation", "test": "test"}
@@ -156,7 +156,6 @@ def tensor_parallel(config: RunConfig, mesh: Mesh, random: RandomRegions, *, spl
 
 
 def _build_engine(config: RunConfig, model: GPT, mesh: Mesh, buffers: FusedBuffers, ledger: AnyLedger) -> Engine:
-    units = [ModelUnit(unit.name, tuple(unit.parameters), unit.consumers, unit.part) for unit in model.units()]
     settings = EngineSettings(
         config.zero,
         FusedAdamW(adamw_settings(config.optimizer)),
@@ -164,7 +163,8 @@ def _build_engine(config: RunConfig, model: GPT, mesh: Mesh, buffers: FusedBuffe
         ledger,
         parameter_names=_all_parameters(config, model) if mesh.topology.pp > 1 else (),
     )
-    return Engine(model, units, resolve(config.zero, config.precision), mesh=mesh, buffers=buffers, settings=settings)
+    plan = resolve(config.zero, config.precision)
+    return Engine(model, model.units(), plan, mesh=mesh, buffers=buffers, settings=settings)
 
 
 def _all_parameters(config: RunConfig, part: GPT) -> tuple[str, ...]:

@@ -95,10 +95,10 @@ class StagePasses:
         self._exchange.send(action, self._outgoing.pop(action))
 
     def keep(self, chunk: int) -> None:
-        self._parts.engine.keep(chunk)
+        self._parts.engine.retain_part(chunk)
 
     def let_go(self, chunk: int) -> None:
-        self._parts.engine.let_go(chunk)
+        self._parts.engine.release_part(chunk)
 
     def finish(self) -> None:
         """Return when every message has gone."""

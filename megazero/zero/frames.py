@@ -1,20 +1,21 @@
 """Where forward and backward need partitioned parameters.
 
 A *frame* is a forward in progress of a module that has units to pin, or of a module around such modules.  Units are
-pinned when their module's forward begins and let go when it ends.  Three nets catch every other use:
+pinned when their module's forward begins and unpinned when it ends.  Three nets catch every other use:
 
-    a parameter touched outside its module    is pinned to the innermost frame (`guard.py` notices the touch)
+    a parameter touched outside its module    is pinned to the innermost frame (`guard.py` catches the touch)
     a parameter, or a view of one, returned   moves to the frame around
-    a tensor saved for backward               is remembered with its unit, and gathers it when backward asks for it
+    a tensor saved for backward               is stored with its unit, which is gathered when backward needs it
 
 so what a model does between its modules needs no declaration.  Where saved tensors would go elsewhere (activation
-recomputation and offloading have hooks of their own), the frame sees to it that those of units come here first.
+recomputation and offloading have hooks of their own), the frame's hooks come first for those of units.
 """
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +38,7 @@ class _Frame:
     pinned: list[str] = field(default_factory=list)
 
 
-class _Saved(NamedTuple):
+class _SavedView(NamedTuple):
     """A tensor that autograd has saved and that lies in a unit's memory."""
 
     gather: ParameterGather
@@ -65,21 +66,21 @@ class Frames:
             self._follow(module)
 
     def register(self, module: nn.Module, unit: str) -> None:
-        """From now on `module`'s forward reads the unit too."""
+        """Pin the unit in `module`'s forward too."""
         units = self._consumers.setdefault(module, [])
         if unit not in units:
             units.append(unit)
         self._follow(module)
 
     def touched(self, name: str, call: str) -> None:
-        """A guarded parameter is about to be computed with: gather it where that is meant, else raise UsageError."""
+        """Gather a guarded parameter that is about to be read; raise UsageError outside forward and backward."""
         unit = self._gather.unit_of(name)
         assert unit is not None, f"{name} is guarded and has no unit"
         if self._stack:
             self._stack[-1].pinned.append(unit)
             self._gather.pin(unit, f"{call} in {self._names[self._stack[-1].module]}")
         elif in_backward():
-            self._gather.lend(unit)
+            self._gather.gather_for_recomputation(unit)
         else:
             rule = f"{name} is partitioned: its values are whole inside its module's forward only"
             legal = (
@@ -88,18 +89,18 @@ class Frames:
             )
             raise UsageError(Problem(f"{call} of parameter {name} outside a forward", rule, legal))
 
-    def abandon(self) -> None:
-        """What was under way has failed, perhaps so that torch calls no hooks (Ctrl-C): nothing is held any more."""
+    def reset(self) -> None:
+        """Unpin all units after a failure, perhaps one after which torch calls no hooks (Ctrl-C)."""
         while self._stack:
             frame = self._stack.pop()
             if frame.saving is not None:
                 frame.saving.stop()
             for unit in frame.pinned:
                 self._gather.unpin(unit)
-        self._gather.abandon_pass()
+        self._gather.reset_pass()
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks from the modules."""
         for handles in self._handles.values():
             for handle in handles:
                 handle.remove()
@@ -110,7 +111,7 @@ class Frames:
             self._handles[module] = (before, module.register_forward_hook(self._leave, always_call=True))
 
     def _modules_to_follow(self, model: nn.Module) -> Iterator[nn.Module]:
-        """Consumers; and where something is partitioned, every module around one."""
+        """The consumers of units; where something is partitioned, every module around one too."""
         for module in model.modules():
             inner = module.modules() if self._gather.is_needed else (module,)
             if any(part in self._consumers for part in inner):
@@ -119,17 +120,15 @@ class Frames:
     def _enter(self, module: nn.Module, _inputs: Any) -> None:
         if not self._stack and not in_backward():
             self._gather.begin_pass(with_backward=torch.is_grad_enabled())
-        frame = _Frame(module, self._catch_what_is_saved())
+        saves = self._gather.is_needed and torch.is_grad_enabled()
+        saving = _SavedTensors(self._gather) if saves and not _SavedTensors.are_caught(self._gather) else None
+        frame = _Frame(module, saving)
         self._stack.append(frame)
         for unit in self._consumers.get(module, ()):
             self._publisher.ensure(unit)
             if self._gather.has(unit):
                 frame.pinned.append(unit)
                 self._gather.pin(unit, f"the forward of {self._names[module]}")
-
-    def _catch_what_is_saved(self) -> "_SavedTensors | None":
-        needed = self._gather.is_needed and torch.is_grad_enabled()
-        return _SavedTensors(self._gather) if needed and not _SavedTensors.are_caught(self._gather) else None
 
     def _leave(self, module: nn.Module, _inputs: Any, output: Any) -> None:
         if not self._stack or self._stack[-1].module is not module:
@@ -150,7 +149,7 @@ class Frames:
 
     def _end_forward(self, output: Any) -> None:
         if output is None and sys.exception() is not None:  # torch calls hooks so when a forward has raised it
-            self._gather.abandon_pass()
+            self._gather.reset_pass()
             return
         if not torch.is_grad_enabled():
             self._gather.end_pass(with_backward=False)
@@ -161,7 +160,7 @@ class Frames:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Tensors in a module's output: in sequences, mappings and dataclasses, however nested."""
+    """The tensors in a module's output: in sequences, mappings and dataclasses, however nested."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -176,62 +175,58 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 class _SavedTensors:
-    """Gathers a unit when backward asks for what was saved of it; other tensors go the way they would without us."""
+    """Hooks that gather a unit when backward needs what was saved of it, and pass other tensors to the hooks below."""
 
     def __init__(self, gather: ParameterGather) -> None:
-        """Catch what is saved from now on, until `stop`."""
+        """Catch the tensors that are saved from here on, until `stop`."""
         self._gather = gather
         self._pack_other, self._unpack_other = _top_hooks() or _NO_HOOKS
         self._stack = ExitStack()
         self._stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
 
     def stop(self) -> None:
-        """Not any more; the graph, which refers to the hooks, goes without the help of the garbage collector."""
+        """Catch no more tensors.  The graph refers to the hooks, but not they to it: no garbage collector is needed."""
         self._stack.close()
 
     @staticmethod
     def are_caught(gather: ParameterGather) -> bool:
-        """Whether tensors saved now are caught already."""
+        """Whether hooks of the same gather catch the tensors that are saved now."""
         top = _top_hooks()
         owner = None if top is None else getattr(top[0], "__self__", None)
         return isinstance(owner, _SavedTensors) and owner._gather is gather
 
     def _pack(self, tensor: Tensor) -> Any:
         unit = self._gather.unit_of_memory(tensor)
-        return self._pack_other(tensor) if unit is None else _Saved(self._gather, unit, tensor.detach())
+        return self._pack_other(tensor) if unit is None else _SavedView(self._gather, unit, tensor.detach())
 
     def _unpack(self, packed: Any) -> Any:
-        if not (isinstance(packed, _Saved) and packed.gather is self._gather):
+        if not (isinstance(packed, _SavedView) and packed.gather is self._gather):
             return self._unpack_other(packed)
-        if self._gather.unit_of_memory(packed.tensor) is not None:  # else the tensor has kept its memory
-            self._gather.demand(packed.unit)
-            if torch.is_grad_enabled():  # this backward makes a graph itself, whose saved tensors go past us
+        if self._gather.unit_of_memory(packed.tensor) is not None:  # else the tensor has retained its memory
+            self._gather.gather_for_backward(packed.unit)
+            if torch.is_grad_enabled():  # this backward makes a graph itself, whose saved tensors no hook catches
                 self._gather.share(packed.unit)
         return packed.tensor
 
 
 def _top_hooks() -> _Hooks | None:
-    """What is done with tensors that are saved now, and when they are asked for."""
+    """The hooks that pack tensors saved now, and unpack them when backward needs them; None if there are none."""
     hooks: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
 
 
-def _as_it_is(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value
 
 
-_NO_HOOKS: _Hooks = (_as_it_is, _as_it_is)
+_NO_HOOKS: _Hooks = (_identity, _identity)
 
 
-def on_gradient(parameters: Mapping[str, nn.Parameter], ready: Callable[[str], None]) -> list[RemovableHandle]:
-    """Call ready(name) whenever autograd has finished accumulating into a trainable parameter's `.grad`."""
-
-    def hook_for(name: str) -> Callable[[Tensor], None]:
-        return lambda _: ready(name)
-
+def on_gradient(parameters: Mapping[str, nn.Parameter], ready: Callable[[str, Tensor], None]) -> list[RemovableHandle]:
+    """Call ready(name, parameter) whenever autograd has finished accumulating into a trainable parameter's `.grad`."""
     handles = []
     for name, parameter in parameters.items():
         if parameter.requires_grad:
             when_accumulated: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
-            handles.append(when_accumulated(hook_for(name)))
+            handles.append(when_accumulated(partial(ready, name)))
     return handles

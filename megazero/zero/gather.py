@@ -1,10 +1,11 @@
-"""Partitioned parameters: gathered just before a unit is used, released when it isn't needed next (paper section 5.3).
+"""Partitioned parameters: gathered just before a unit is used, released when it isn't needed next
+(ZeRO, section 5.3).
 
-*Uses* come from outside (`frames.py`): a module's forward begins, a parameter is touched, backward asks for a saved
-tensor.  They are all there is to correctness.  What is gathered ahead of its use, and what is kept for the next one, is
-decided here, from the order that the last pass recorded (`use_order.py`) and the limits of the configuration; every
-rank comes to the same decisions, so collectives meet.  A unit is *pinned* while a module's forward, or the user, holds
-it.  How its memory comes and goes is `unit_memory.py`.
+*Uses* come from outside (`frames.py`): a module's forward begins, a parameter is touched, backward needs a saved
+tensor.  Correctness depends on them alone.  What is prefetched, and what is retained for its next use, is decided here,
+from the order that the last pass recorded (`use_order.py`) and the limits of the configuration; every rank comes to the
+same decisions, so collectives meet.  A unit is *pinned* while a module's forward, or the user, needs it.  Its memory is
+allocated, filled and released in `unit_memory.py`.  (PyTorch's FSDP calls these acts unshard and reshard.)
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,30 +23,29 @@ from megazero.zero.use_order import UseOrder
 
 
 class ParameterGather:
-    """Gathers, keeps and releases the units of one model on one rank."""
+    """Gathers, prefetches, retains and releases the units of one model on one rank."""
 
     def __init__(
         self, shards: Shards, communicator: Communicator, parameters: Mapping[str, nn.Parameter], zero: ZeroConfig
     ) -> None:
         self._zero = zero
-        self.memory = UnitMemory(shards, communicator, leaves_to_autograd=not zero.memory_efficient_linear)
+        self.memory = UnitMemory(shards, communicator, autograd_retains_memory=not zero.memory_efficient_linear)
         self._units = {unit.name: unit for unit in partitioned_units(shards, parameters)}
+        self.is_needed = bool(self._units)
+        """Whether anything is partitioned."""
         self._unit_of = {name: unit for unit in self._units.values() for name in unit.names}
         for unit in self._units.values():
-            self.memory.enter(unit)
+            self.memory.attach(unit)
         numel = {name: unit.numel for name, unit in self._units.items()}
-        self._window = _window(zero, largest=max(numel.values(), default=0))
+        largest = max(numel.values(), default=0)
+        prefetch_numel = largest if zero.prefetch_bucket_size is None else zero.prefetch_bucket_size
+        self._prefetch_numel = prefetch_numel if zero.overlap_comm else 0  # elements to gather ahead of their use
         self._orders = {True: UseOrder(numel), False: UseOrder(numel)}  # passes with a backward, passes without
         self._order = self._orders[True]
         self._last_in_backward: GatheredUnit | None = None
-        self._node: object = None  # of autograd's graph: the one that backward was computing when it last asked
+        self._node: object = None  # of autograd's graph: the last one that gathered a unit
         self._used_by_node: set[str] = set()
-        self._kept: set[str] = set()  # units that stay gathered between their uses, as far as the limit allows
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether anything is partitioned."""
-        return bool(self._units)
+        self._retained: set[str] = set()  # units that stay gathered between their uses, as far as the limit allows
 
     def has(self, unit: str) -> bool:
         """Whether some parameters of the unit are partitioned."""
@@ -62,56 +62,56 @@ class ParameterGather:
         return None if unit is None else unit.name
 
     def begin_pass(self, *, with_backward: bool) -> None:
-        """A forward begins; uses are recorded as those of its kind."""
+        """Record the uses from here on as those of a forward that has a backward, or of one that has none."""
         self._order = self._orders[with_backward]
 
-    def keep(self, names: Iterable[str]) -> None:
-        """Units of these stay gathered after their next uses, as far as the limit allows, until `let_go`."""
-        self._kept.update(name for name in names if name in self._units)
+    def retain(self, names: Iterable[str]) -> None:
+        """Retain these units after their next uses, as far as the limit allows, until `stop_retaining`."""
+        self._retained.update(name for name in names if name in self._units)
 
-    def let_go(self, names: Iterable[str]) -> None:
-        """Nothing is kept of these units any more but what is in use."""
-        for unit in (self._units[name] for name in names if name in self._kept):
-            self._kept.discard(unit.name)
-            if unit.state is not UnitState.PARTITIONED and not (unit.ahead or self._is_in_use(unit)):
+    def stop_retaining(self, names: Iterable[str]) -> None:
+        """Release these units, unless they are in use, and do not retain them any more."""
+        for unit in (self._units[name] for name in names if name in self._retained):
+            self._retained.discard(unit.name)
+            if unit.state is not UnitState.PARTITIONED and not (unit.is_prefetched or self._is_in_use(unit)):
                 self.memory.release(unit)
 
     def pin(self, name: str, why: str) -> None:
-        """Use a unit and hold it: whole and unguarded until `unpin`.  Raises CollectiveError if ranks don't meet."""
+        """Gather a unit for a use, whole and unguarded until `unpin`.  Raises CollectiveError if ranks don't meet."""
         unit = self._units[name]
         unit.pins += 1
         if in_backward():
             self._use_in_backward(unit)
         else:
             self._order.use(name)
-            self._fetch(unit, why)
-            self._look_ahead()
+            self._gather(unit, why)
+            self._prefetch()
         each(unguard, unit.parameters)
 
-    def hold(self, name: str, why: str) -> None:
-        """The same outside any pass: a use that comes in no order."""
+    def pin_for_user(self, name: str, why: str) -> None:
+        """Gather a unit outside any pass, whole and unguarded until `unpin`; the record of uses has no such use."""
         unit = self._units[name]
         unit.pins += 1
-        self._fetch(unit, why)
-        unit.held = True
+        self._gather(unit, why)
+        unit.was_pinned_by_user = True
         each(unguard, unit.parameters)
 
     def unpin(self, name: str) -> None:
-        """Stop holding a unit; released unless it is needed next, or a backward is under way that will see to it."""
+        """Release a unit, unless other pins remain, it is needed soon, or a running backward will release it."""
         unit = self._units[name]
         unit.pins -= 1
         if unit.pins == 0:
             each(guard, unit.parameters)
-            stays = not unit.held and (in_backward() or self._is_worth_keeping(unit))
-            if unit.state is not UnitState.PARTITIONED and not stays:  # its memory may not have come at all
+            stays = not unit.was_pinned_by_user and (in_backward() or self._is_worth_retaining(unit))
+            if unit.state is not UnitState.PARTITIONED and not stays:  # it is PARTITIONED if its gather has failed
                 self.memory.release(unit)
 
     def share(self, name: str) -> None:
-        """Others refer to the unit's memory from now on: they keep it when the unit is released."""
+        """Leave the unit's memory to the tensors that refer to it when the unit is released."""
         self._units[name].shared = True
 
-    def demand(self, name: str) -> None:
-        """Backward needs the unit; what one node of the graph needs is there together."""
+    def gather_for_backward(self, name: str) -> None:
+        """Gather a unit for a saved tensor; the units of one node of the graph stay until the next node."""
         unit = self._units[name]
         node = torch._C._current_autograd_node()
         if node is not self._node:
@@ -119,123 +119,124 @@ class ParameterGather:
         self._used_by_node.add(name)
         self._use_in_backward(unit)
 
-    def lend(self, name: str) -> None:
-        """Backward recomputes a part of a forward with the parameters themselves, and keeps what it has saved of them.
+    def gather_for_recomputation(self, name: str) -> None:
+        """Gather a unit for a part of a forward that backward recomputes, and that saves tensors of it anew.
 
-        They are unguarded as long as the unit is there.
+        Its parameters are unguarded until it is released.
         """
         unit = self._units[name]
-        self.demand(name)
+        self.gather_for_backward(name)
         unit.shared = True
-        unit.lent_in = torch._C._current_graph_task_id()
+        unit.recomputed_in = torch._C._current_graph_task_id()
         each(unguard, unit.parameters)
 
     def _use_in_backward(self, unit: GatheredUnit) -> None:
-        """A use by a backward; many in a row are one."""
+        """Gather a unit for backward; several uses in a row count as one."""
         if self._last_in_backward is not unit:
             self._last_in_backward = unit
             self._order = self._orders[True]
             self._order.use(unit.name)
             unit.awaited = set(unit.trainable)
-            self._release_passed(unit)
+            self._release_finished(unit)
         elif unit.state is UnitState.WHOLE:
             return
-        self._fetch(unit, "backward")
-        self._look_ahead()
+        self._gather(unit, "backward")
+        self._prefetch()
 
     def gradient_ready(self, parameter: str) -> None:
-        """Autograd has finished a parameter's gradient; with the last one of its unit, backward is done with it."""
+        """Release the parameter's unit if this was its last gradient, which ends backward's use of it."""
         unit = self._unit_of.get(parameter)
         if unit is None or not unit.releases_early:
             return
         unit.awaited.discard(parameter)
         is_done = not (unit.awaited or unit.pins or _is_recomputed(unit))
-        if is_done and unit.state is UnitState.WHOLE and not self._is_worth_keeping(unit):
+        if is_done and unit.state is UnitState.WHOLE and not self._is_worth_retaining(unit):
             self.memory.release(unit)
 
     def end_pass(self, *, with_backward: bool) -> None:
-        """A backward, or a forward without one, is over: nothing stays that nobody holds or keeps."""
+        """End a backward, or a forward without one: release the units that are neither pinned nor retained."""
         self._orders[with_backward].end_pass()
-        self._forget_backward()
+        self._reset_backward()
         for unit in list(self.memory.live.values()):
-            if not (unit.pins or self._is_kept(unit)):
+            if not (unit.pins or self._is_retained(unit)):
                 self.memory.release(unit)
 
     def end_backward(self) -> None:
-        """A backward is over, but not the pass: other forwards still wait for theirs."""
-        self._forget_backward()
-        self._release_passed(None)
+        """End a backward after which other forwards still wait for theirs."""
+        self._reset_backward()
+        self._release_finished(None)
 
-    def _forget_backward(self) -> None:
+    def _reset_backward(self) -> None:
         self._last_in_backward = self._node = None
         self._used_by_node = set()
 
-    def abandon_pass(self) -> None:
-        """A forward or backward has failed: what it has used is no record of anything."""
-        self._order.abandon_pass()
-        self._kept.clear()
-        self._forget_backward()
+    def reset_pass(self) -> None:
+        """Forget the uses of a forward or backward that has failed, and release its units."""
+        self._order.reset_pass()
+        self._retained.clear()
+        self._reset_backward()
         self.release_all()
 
     def release_all(self) -> None:
-        """Release every unit that nobody holds."""
+        """Release every unit that is not pinned."""
         for unit in list(self.memory.live.values()):
             if not unit.pins:
                 self.memory.release(unit)
 
     def check_unpinned(self, call: str) -> None:
-        """Raise UsageError when somebody holds parameters that are about to change."""
-        held = [unit.name for unit in self.memory.live.values() if unit.pins]
-        if held:
-            given = f"{call} while {', '.join(held)} is gathered"
+        """Raise UsageError if parameters that are about to change are pinned."""
+        pinned = [unit.name for unit in self.memory.live.values() if unit.pins]
+        if pinned:
+            given = f"{call} while {', '.join(pinned)} is gathered"
             rule = "gathered parameters are copies, which would be out of date"
             raise UsageError(Problem(given, rule, f"{call} after the block of GatheredParameters"))
 
-    def _fetch(self, unit: GatheredUnit, why: str) -> None:
-        """Return when the unit is whole."""
-        unit.ahead = False
+    def _gather(self, unit: GatheredUnit, why: str) -> None:
+        """Gather a unit: return when it is whole."""
+        unit.is_prefetched = False
         if unit.state is not UnitState.WHOLE:
             self._make_room(unit)
-            self.memory.bring(unit)
+            self.memory.allocate(unit)
             for bucket in unit.buckets:
                 self.memory.launch(unit, bucket)
             self.memory.wait(unit, why)
-        self.memory.used(unit)
+        self.memory.mark_used(unit)
 
-    def _look_ahead(self) -> None:
-        """Launch gathers of the units used next, as far as the window reaches and the limit allows."""
-        window = self._window
+    def _prefetch(self) -> None:
+        """Launch gathers of the units used next, up to the elements to prefetch and the limit of memory."""
+        left = self._prefetch_numel
         for name in self._order.upcoming():
             unit = self._units[name]
-            if window <= 0:
+            if left <= 0:
                 return
             if unit.state is not UnitState.WHOLE:
                 if unit.state is UnitState.PARTITIONED and not self._fits(unit):
                     return
-                self._launch_within(unit, window)
-            window -= unit.numel
+                self._prefetch_unit(unit, left)
+            left -= unit.numel
 
-    def _launch_within(self, unit: GatheredUnit, window: int) -> None:
+    def _prefetch_unit(self, unit: GatheredUnit, left: int) -> None:
+        """Launch gathers of the unit's first buckets, at most `left` elements."""
         for bucket in unit.buckets:
-            window -= bucket.numel
-            if window < 0:
+            left -= bucket.numel
+            if left < 0:
                 return
             if unit.state is UnitState.PARTITIONED:
-                self.memory.bring(unit)
-                unit.ahead = True
+                self.memory.allocate(unit)
+                unit.is_prefetched = True
             self.memory.launch(unit, bucket)
 
-    def _release_passed(self, current: GatheredUnit | None) -> None:
-        """What backward has gone past goes."""
+    def _release_finished(self, current: GatheredUnit | None) -> None:
+        """Release the units that backward has finished with."""
         for unit in list(self.memory.live.values()):
-            if not (unit is current or unit.ahead or self._is_in_use(unit) or self._is_worth_keeping(unit)):
+            if not (unit is current or unit.is_prefetched or self._is_in_use(unit) or self._is_worth_retaining(unit)):
                 self.memory.release(unit)
 
     def _is_in_use(self, unit: GatheredUnit) -> bool:
         return unit.pins > 0 or unit.name in self._used_by_node or _is_recomputed(unit)
 
     def _make_room(self, wanted: GatheredUnit) -> None:
-        """Release what is only kept for later, the longest unused first, until `wanted` fits."""
+        """Release units that are not in use, the longest unused first, until `wanted` fits."""
         for unit in list(self.memory.live.values()):
             if self._fits(wanted):
                 return
@@ -245,11 +246,11 @@ class ParameterGather:
     def _fits(self, unit: GatheredUnit) -> bool:
         return self.memory.live_numel + unit.numel <= self._zero.max_live_parameters
 
-    def _is_kept(self, unit: GatheredUnit) -> bool:
-        return unit.name in self._kept and self.memory.live_numel <= self._zero.max_live_parameters
+    def _is_retained(self, unit: GatheredUnit) -> bool:
+        return unit.name in self._retained and self.memory.live_numel <= self._zero.max_live_parameters
 
-    def _is_worth_keeping(self, unit: GatheredUnit) -> bool:
-        if self._is_kept(unit):
+    def _is_worth_retaining(self, unit: GatheredUnit) -> bool:
+        if self._is_retained(unit):
             return True
         distance = self._order.distance(unit.name)
         within = distance is not None and distance <= self._zero.max_reuse_distance
@@ -262,12 +263,5 @@ def in_backward() -> bool:
 
 
 def _is_recomputed(unit: GatheredUnit) -> bool:
-    """Whether a backward within the one that it was lent in goes through what has been recomputed with it."""
-    return unit.lent_in is not None and unit.lent_in != torch._C._current_graph_task_id()
-
-
-def _window(zero: ZeroConfig, *, largest: int) -> int:
-    """Elements to gather ahead of use."""
-    if not zero.overlap_comm:
-        return 0
-    return largest if zero.prefetch_bucket_size is None else zero.prefetch_bucket_size
+    """Whether the running backward is one inside of that which recomputed with it, and walks what was recomputed."""
+    return unit.recomputed_in is not None and unit.recomputed_in != torch._C._current_graph_task_id()

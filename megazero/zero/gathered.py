@@ -15,7 +15,7 @@ class GatheredParameters:
     """Inside the block the parameters are whole on every rank.
 
     params: one parameter, several, or a module's; those that no engine partitions are left as they are.
-    modifier_rank: the data-parallel rank whose changes every rank takes over, master weights too, at the block's end;
+    modifier_rank: the data-parallel rank whose changes every rank stores, master weights too, at the block's end;
     None: parameters are only read, and what is written into partitioned ones is lost.
     fwd_module: a module whose forward reads the parameters, which are registered with it
     (`register_external_parameter`).  enabled: False makes the block do nothing.
@@ -38,11 +38,11 @@ class GatheredParameters:
 
     def __enter__(self) -> None:
         for owner, names in self._by_owner():
-            owner.hold(names, f"GatheredParameters({', '.join(names)})")
+            owner.gather(names, f"GatheredParameters({', '.join(names)})")
 
     def __exit__(self, *exc: object) -> None:
         for owner, names in self._by_owner():
-            owner.hand_back(names, modifier_rank=None if any(exc) else self._modifier_rank)
+            owner.release(names, modifier_rank=None if any(exc) else self._modifier_rank)
 
     def _by_owner(self) -> list[tuple[Owner, list[str]]]:
         grouped: dict[int, tuple[Owner, list[str]]] = {}

@@ -1,13 +1,13 @@
-"""Parameters that notice being touched.
+"""Guarded parameters: every use of a partitioned parameter's values is caught.
 
 While its unit is not in use, a partitioned parameter keeps its identity, shape and dtype, but computing with it would
-read memory that is not there, or is about to go.  So its class is exchanged for `PartitionedParameter`, through which
-every torch function on it comes by, and set back when the unit is used: computing with gathered parameters costs
+read memory that is not allocated, or is about to be freed.  So its class is exchanged for `PartitionedParameter`, which
+intercepts every torch function on it, and set back when the unit is used: computing with gathered parameters costs
 nothing extra.  torch's own `UninitializedParameter` works in the same way.
 
-A *touch* is a torch function that would read or write the values.  What it leads to is the owner's business: inside a
-forward or a backward the unit is gathered (that is how parameters used outside their module are found), elsewhere it is
-an error that says what to do.
+A *touch* is a torch function that would read or write the values.  It calls the parameter's owner: inside a forward or
+a backward the engine gathers the unit (that is how parameters used outside their module are found), elsewhere it raises
+an error with the remedy.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,9 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 _ATTRIBUTE = "zero_handle"
 
-# Attributes that hand out the values under another name.
+# Attributes that return the values under another name.
 _ALIASES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
-# Functions that read only what stays.
+# Functions that read only what a partitioned parameter still has.
 _HARMLESS = frozenset(
     {
         *(
@@ -44,24 +44,24 @@ _HARMLESS = frozenset(
 
 
 class Owner(Protocol):
-    """Who keeps the values of parameters: an engine, or `Init` before there is one."""
+    """The owner of parameters' values: an engine, or `Init` before there is one."""
 
     def touched(self, name: str, call: str) -> None:
         """Make parameter `name` whole and unguarded, for `call`; or raise."""
 
-    def hold(self, names: Iterable[str], why: str) -> None:
-        """Make the parameters whole until `hand_back`; a collective call."""
+    def gather(self, names: Iterable[str], why: str) -> None:
+        """Gather the parameters, and pin them until `release`; a collective call."""
 
-    def hand_back(self, names: Iterable[str], *, modifier_rank: int | None) -> None:
-        """Take the parameters back; with modifier_rank every rank keeps what they are on that rank now."""
+    def release(self, names: Iterable[str], *, modifier_rank: int | None) -> None:
+        """Unpin the parameters; with modifier_rank store their values on that rank on every rank first."""
 
     def register_external(self, module: nn.Module, name: str) -> None:
-        """Parameter `name` is read by `module`'s forward too."""
+        """Gather parameter `name` for `module`'s forward too."""
 
 
 @dataclass(frozen=True)
 class ParameterHandle:
-    """What leads from a parameter to the engine that keeps its state; the parameter's one attribute beside its spec."""
+    """The link from a parameter to the owner of its state; the parameter's one attribute beside its spec."""
 
     name: str
     owner: Owner
@@ -69,7 +69,7 @@ class ParameterHandle:
 
 
 class PartitionedParameter(nn.Parameter):
-    """A parameter whose values are not to be read now."""
+    """A parameter whose values must not be read now."""
 
     @classmethod
     def __torch_function__(
@@ -85,11 +85,11 @@ class PartitionedParameter(nn.Parameter):
         return func(*args, **arguments)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy has values, and nobody who would gather them: it is of the whole parameter's class."""
+        """Gather and copy: a copy has values and no owner, so it is of the whole parameter's class."""
         handle = handle_of(self)
         if handle is not None:
             handle.owner.touched(handle.name, "deepcopy")
-        assert type(self) is not PartitionedParameter, "whoever was touched is whole now"
+        assert type(self) is not PartitionedParameter, "a touched parameter is whole"
         return deepcopy(self, memo)
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -98,33 +98,33 @@ class PartitionedParameter(nn.Parameter):
         return f"PartitionedParameter({name}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
 
-def give_handle(parameter: nn.Parameter, name: str, owner: Owner) -> None:
-    """Connect a parameter with its owner; a parameter that had another one changes hands."""
+def attach_handle(parameter: nn.Parameter, name: str, owner: Owner) -> None:
+    """Attach a parameter to its owner, in place of an earlier one."""
     before = handle_of(parameter)
     whole_class = type(parameter) if before is None else before.whole_class
     setattr(parameter, _ATTRIBUTE, ParameterHandle(name, owner, whole_class))
 
 
 def handle_of(parameter: nn.Parameter) -> ParameterHandle | None:
-    """The handle of a parameter, None if no engine has taken it over."""
+    """The handle of a parameter, None if it has no owner."""
     return getattr(parameter, _ATTRIBUTE, None)
 
 
-def take_handle(parameter: nn.Parameter) -> None:
-    """Leave the parameter as if there had never been an engine."""
+def detach_handle(parameter: nn.Parameter) -> None:
+    """Make the parameter an ordinary one: unguarded and without an owner."""
     unguard(parameter)
     if handle_of(parameter) is not None:
         delattr(parameter, _ATTRIBUTE)
 
 
 def guard(parameter: nn.Parameter) -> None:
-    """Touches come to the owner from here on.  Fake tensors have no values to guard."""
+    """Make touches call the owner.  Fake tensors have no values to guard."""
     if not isinstance(parameter, FakeTensor):
         parameter.__class__ = PartitionedParameter
 
 
 def unguard(parameter: nn.Parameter) -> None:
-    """The values may be read."""
+    """Make the values readable without a call of the owner."""
     handle = handle_of(parameter)
     if handle is not None and type(parameter) is PartitionedParameter:
         parameter.__class__ = handle.whole_class  # type: ignore[assignment]

@@ -14,25 +14,18 @@
 Inside a section parameters are sorted by optimizer group, those without weight decay first: backward produces gradients
 in reverse order, so buckets then complete one after the other from the end of the section, and only the first one
 (which holds all the small vectors) stays open until the unit is done.  Every stage shares this layout; what differs
-between stages is who keeps which ranges (`plan.py`).  Flatness never shows outside `zero/`.
+between stages is which rank stores which ranges (`plan.py`).  Flatness never shows outside `zero/`.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
 
 import torch
 
-from megazero.parallel.param_spec import ParamSpec
-
-
-@dataclass(frozen=True)
-class Unit:
-    """Parameters that are gathered, published and waited for together, by logical name."""
-
-    name: str
-    parameters: tuple[str, ...]
+from megazero.parallel.param_spec import ParamSpec, Unit
 
 
 @dataclass(frozen=True)
@@ -60,66 +53,77 @@ class Range(NamedTuple):
         return self.stop - self.start
 
 
-class Placed(NamedTuple):
-    """A parameter to lay out.
+@dataclass(frozen=True)
+class Slot:
+    """A parameter, how it is treated, and its place in its section.
 
-    partitioned: whether its working value is partitioned, or every rank keeps all of it.  group: its optimizer group.
+    partitioned: whether its working value is partitioned or replicated.  group: its optimizer group.
+    start: its first element's position in the section, which `build_layout` sets.
     """
 
     spec: ParamSpec
     dtype: torch.dtype
     partitioned: bool
     group: int
+    start: int = 0
 
-
-@dataclass(frozen=True)
-class Slot:
-    """A parameter's place in its section."""
-
-    spec: ParamSpec
-    start: int
-    group: int
-
-    @property
+    @cached_property
     def stop(self) -> int:
         return self.start + self.spec.numel
 
 
 class Fragment(NamedTuple):
-    """Overlap of one parameter with a range: elements [start, stop) of the parameter, at `section_start`."""
+    """Elements [start, stop) of one parameter, which are the elements `within` of its section."""
 
     spec: ParamSpec
     start: int
     stop: int
-    section_start: int
+    within: Range
 
     @property
     def numel(self) -> int:
         return self.stop - self.start
 
-    @property
-    def within(self) -> Range:
-        """The range of the section it covers."""
-        return Range(self.section_start, self.section_start + self.numel)
+    def clipped(self, to: Range) -> "Fragment | None":
+        """Its overlap with a range of the section; None if there is none."""
+        start, stop = max(self.within.start, to.start), min(self.within.stop, to.stop)
+        if start >= stop:
+            return None
+        first = self.start + start - self.within.start
+        return Fragment(self.spec, first, first + stop - start, Range(start, stop))
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Elements [start, stop) of section number `section`; `index` counts buckets through the whole model."""
+    """Elements [start, stop) of section number `section`; `index` counts buckets through the whole model.
+
+    fragments: overlaps of the section's parameters with it, by parameter name, in order; padding has none.
+    """
 
     index: int
     section: int
     start: int
     stop: int
     partitions: int
+    fragments: Mapping[str, Fragment] = field(compare=False, repr=False)
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return self.stop - self.start
 
-    @property
+    @cached_property
     def range(self) -> Range:
         return Range(self.start, self.stop)
+
+    def fragments_in(self, within: Range) -> Iterator[Fragment]:
+        """Overlaps of parameters with a part of the bucket, in order."""
+        clipped = (fragment.clipped(within) for fragment in self.fragments.values())
+        return (fragment for fragment in clipped if fragment is not None)
+
+    def fragment_of(self, name: str, within: Range) -> Fragment | None:
+        """The overlap of one parameter with a part of the bucket; None if there is none."""
+        fragment = self.fragments.get(name)
+        return None if fragment is None else fragment.clipped(within)
 
     def partition(self, rank: int) -> Range:
         """The slice of the section that `rank` owns of this bucket."""
@@ -140,21 +144,10 @@ class Section:
     buckets: tuple[Bucket, ...]
     numel: int
 
-    @property
+    @cached_property
     def used_numel(self) -> int:
         """Elements of parameters, without padding."""
         return self.slots[-1].stop
-
-    def fragments(self, within: Range) -> Iterator[Fragment]:
-        """Overlaps of the section's parameters with a range, in order; none where there is only padding."""
-        for slot in self.slots:
-            start, stop = max(within.start, slot.start), min(within.stop, slot.stop)
-            if start < stop:
-                yield Fragment(slot.spec, start - slot.start, stop - slot.start, start)
-
-    def fragments_of(self, name: str, within: Range) -> Iterator[Fragment]:
-        """The overlap of one parameter with a range, if there is one."""
-        return (fragment for fragment in self.fragments(within) if fragment.spec.name == name)
 
     def group_runs(self, within: Range) -> Iterator[tuple[int, Range]]:
         """(group, range) pieces that tile `within`: at most one per optimizer group; padding joins the last group."""
@@ -173,39 +166,44 @@ class FlatLayout:
     rules: LayoutRules
     sections: tuple[Section, ...]
 
-    @property
+    @cached_property
     def trainable_buckets(self) -> tuple[Bucket, ...]:
         """Buckets whose gradients are reduced, in forward order."""
         return tuple(bucket for section in self.sections if section.trainable for bucket in section.buckets)
 
+    @cached_property
+    def buckets_of(self) -> Mapping[str, tuple[Bucket, ...]]:
+        """{trainable parameter: the buckets it overlaps, in order}; one without elements is not in it."""
+        found: dict[str, tuple[Bucket, ...]] = {}
+        for bucket in self.trainable_buckets:
+            for name in bucket.fragments:
+                found[name] = (*found.get(name, ()), bucket)
+        return found
+
     @property
     def max_bucket_numel(self) -> int:
-        """The largest bucket, in elements: what a constant-size buffer must hold."""
+        """The largest bucket, in elements: the least size of a constant-size buffer."""
         return max((bucket.numel for bucket in self.trainable_buckets), default=self.rules.quantum)
 
-    def padded_numel(self, *, trainable: bool) -> int:
-        """Elements of all sections of that trainability, padding included."""
-        return sum(section.numel for section in self.sections if section.trainable == trainable)
-
     def used_numel(self, *, trainable: bool) -> int:
-        """The same without padding: Psi of this rank."""
+        """Elements of all sections of that trainability, without padding: Psi of this rank."""
         return sum(section.used_numel for section in self.sections if section.trainable == trainable)
 
 
-def build_layout(units: Sequence[Unit], parameters: Iterable[Placed], rules: LayoutRules) -> FlatLayout:
-    """Lay out `parameters`; every one must be in exactly one unit."""
-    by_name = {placed.spec.name: placed for placed in parameters}
+def build_layout(units: Sequence[Unit], parameters: Iterable[Slot], rules: LayoutRules) -> FlatLayout:
+    """Lay out `parameters`, whose places are not chosen yet; every one must be in exactly one unit."""
+    by_name = {slot.spec.name: slot for slot in parameters}
     _check_units(units, by_name.keys())
     sections: list[Section] = []
     first_bucket = 0
     for unit in units:
-        keyed: dict[tuple[torch.dtype, bool, bool], list[Placed]] = {}
-        for placed in (by_name[name] for name in unit.parameters):
-            keyed.setdefault((placed.dtype, placed.spec.trainable, placed.partitioned), []).append(placed)
+        keyed: dict[tuple[torch.dtype, bool, bool], list[Slot]] = {}
+        for slot in (by_name[name] for name in unit.parameters):
+            keyed.setdefault((slot.dtype, slot.spec.trainable, slot.partitioned), []).append(slot)
         for key, members in keyed.items():
-            slots = _slots(members)
-            numel = _round_up(slots[-1].stop, rules.quantum)
-            buckets = tuple(_buckets(len(sections), first_bucket, numel, rules))
+            slots = _in_order(members)
+            numel = -(-slots[-1].stop // rules.quantum) * rules.quantum
+            buckets = tuple(_buckets(len(sections), first_bucket, slots, numel, rules))
             first_bucket += len(buckets)
             sections.append(Section(len(sections), unit.name, *key, slots, buckets, numel))
     return FlatLayout(rules, tuple(sections))
@@ -214,7 +212,7 @@ def build_layout(units: Sequence[Unit], parameters: Iterable[Placed], rules: Lay
 def choose_persistent(specs: Iterable[ParamSpec], *, smaller_than: int, total: int) -> set[str]:
     """Names of the parameters that stay whole on every rank though others are partitioned.
 
-    smaller_than: elements that one of them stays below; total: most elements of all together.  They are taken in
+    smaller_than: elements that one of them stays below; total: most elements of all together.  They are chosen in
     registration order, and one that no longer fits is passed over.
     """
     chosen, left = set(), total
@@ -225,18 +223,23 @@ def choose_persistent(specs: Iterable[ParamSpec], *, smaller_than: int, total: i
     return chosen
 
 
-def _slots(members: Sequence[Placed]) -> tuple[Slot, ...]:
-    slots, offset = [], 0
-    for placed in sorted(members, key=lambda placed: placed.group):  # stable: forward order within a group
-        slots.append(Slot(placed.spec, offset, placed.group))
-        offset += placed.spec.numel
+def _in_order(members: Sequence[Slot]) -> tuple[Slot, ...]:
+    """The slots of one section, one behind the other."""
+    slots, start = [], 0
+    for slot in sorted(members, key=lambda slot: slot.group):  # stable: forward order within a group
+        slots.append(replace(slot, start=start))
+        start = slots[-1].stop
     return tuple(slots)
 
 
-def _buckets(section: int, first_index: int, numel: int, rules: LayoutRules) -> Iterator[Bucket]:
+def _buckets(section: int, first_index: int, slots: Sequence[Slot], numel: int, rules: LayoutRules) -> Iterator[Bucket]:
     size = max(rules.bucket_numel // rules.quantum, 1) * rules.quantum
+    whole = [Fragment(slot.spec, 0, slot.spec.numel, Range(slot.start, slot.stop)) for slot in slots]
     for number, start in enumerate(range(0, numel, size)):
-        yield Bucket(first_index + number, section, start, min(start + size, numel), rules.partitions)
+        stop = min(start + size, numel)
+        clipped = (fragment.clipped(Range(start, stop)) for fragment in whole)
+        fragments = {fragment.spec.name: fragment for fragment in clipped if fragment is not None}
+        yield Bucket(first_index + number, section, start, stop, rules.partitions, fragments)
 
 
 def _check_units(units: Sequence[Unit], names: Iterable[str]) -> None:
@@ -244,7 +247,3 @@ def _check_units(units: Sequence[Unit], names: Iterable[str]) -> None:
     missing, unknown = set(names) - set(listed), set(listed) - set(names)
     twice = {name for name in listed if listed.count(name) > 1}
     assert not (missing or unknown or twice), f"units: missing {missing}, unknown {unknown}, listed twice {twice}"
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

@@ -1,8 +1,8 @@
-"""`Module.apply` on modules whose parameters are partitioned: what is applied sees them whole.
+"""`Module.apply` on modules whose parameters are partitioned: the applied function gets them whole.
 
 A module gets an `apply` of its own, an attribute beside the class's method, which gathers the module's direct
-parameters around the call and keeps what data-parallel rank 0 makes of them.  Which modules have a method of their own
-class is left to them.
+parameters around the call and stores the values that data-parallel rank 0 gives them.  A module whose class overrides
+`apply` is left alone.
 """
 
 from collections.abc import Callable
@@ -29,13 +29,13 @@ def apply(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
 
 
 def gather_around_apply(module: nn.Module) -> None:
-    """Have `module.apply` gather the module's own parameters; once is enough."""
+    """Make `module.apply` gather the module's own parameters; a second call changes nothing."""
     if type(module).apply is nn.Module.apply and _NAME not in vars(module):
         setattr(module, _NAME, MethodType(apply, module))
 
 
-def leave_apply(module: nn.Module) -> None:
-    """Take `gather_around_apply` back, if it was called."""
+def restore_apply(module: nn.Module) -> None:
+    """Undo `gather_around_apply`, if it was called."""
     own = vars(module).get(_NAME)
     if isinstance(own, MethodType) and own.__func__ is apply:
         delattr(module, _NAME)

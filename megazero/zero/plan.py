@@ -1,7 +1,7 @@
 """The table of placements: the only file that knows what a ZeRO stage number means.
 
 Rows are kinds of state, columns say where it lives.  A stage is a choice of cells, and everything else in `zero/` reads
-cells (paper sections 5.1-5.3):
+cells (ZeRO, sections 5.1 to 5.3):
 
                               stage 0      stage 1       stage 2       stage 3
     working parameter         replicated   replicated    replicated    partitioned, gathered for use
@@ -25,14 +25,14 @@ from megazero.config.engine_sections import PrecisionConfig, ZeroConfig
 
 
 class Placement(Enum):
-    """Who keeps a piece of state along the data-parallel axis."""
+    """Which ranks of the data-parallel axis store a piece of state."""
 
-    REPLICATED = "every rank keeps all of it"
-    PARTITIONED = "every rank keeps its partition of every bucket"
+    REPLICATED = "every rank stores all of it"
+    PARTITIONED = "every rank stores its partition of every bucket"
 
 
 class Lifetime(Enum):
-    """How long a piece of state exists in full on a rank that doesn't keep it in full."""
+    """How long a piece of state exists in full on a rank."""
 
     RESIDENT = "always; for gradients from the first micro-batch to the end of the step, in flat tensors"
     LOOSE = "gradients: the same time, in tensors of torch's own"
@@ -75,7 +75,7 @@ class ZeroPlan:
 
 @dataclass(frozen=True)
 class ModelStateBytes:
-    """Bytes of model states on one rank (paper section 3.1)."""
+    """Bytes of model states on one rank (ZeRO, section 3.1)."""
 
     parameters: int
     gradients: int
@@ -94,14 +94,13 @@ class _Stage(NamedTuple):
     optimizer: Placement
 
 
-_KEPT, _CUT = Placement.REPLICATED, Placement.PARTITIONED
+_WHOLE, _PART = Placement.REPLICATED, Placement.PARTITIONED
 _STAGES = {
-    0: _Stage(_KEPT, _KEPT, Lifetime.RESIDENT, _KEPT),
-    1: _Stage(_KEPT, _CUT, Lifetime.RESIDENT, _CUT),
-    2: _Stage(_KEPT, _CUT, Lifetime.LEASED, _CUT),
-    3: _Stage(_CUT, _CUT, Lifetime.LEASED, _CUT),
+    0: _Stage(_WHOLE, _WHOLE, Lifetime.RESIDENT, _WHOLE),
+    1: _Stage(_WHOLE, _PART, Lifetime.RESIDENT, _PART),
+    2: _Stage(_WHOLE, _PART, Lifetime.LEASED, _PART),
+    3: _Stage(_PART, _PART, Lifetime.LEASED, _PART),
 }
-SUPPORTED_STAGES = tuple(_STAGES)
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -115,7 +114,7 @@ def resolve(zero: ZeroConfig, precision: PrecisionConfig) -> ZeroPlan:
     lifetime = stage.gradient_lifetime
     if lifetime is Lifetime.RESIDENT and not zero.contiguous_gradients:
         lifetime = Lifetime.LOOSE
-    gathered = Lifetime.LEASED if stage.parameter is _CUT else Lifetime.RESIDENT
+    gathered = Lifetime.LEASED if stage.parameter is Placement.PARTITIONED else Lifetime.RESIDENT
     return ZeroPlan(
         parameter=Row(stage.parameter, parameter_dtype, gathered),
         gradient=Row(stage.gradient, gradient_dtype, lifetime),
@@ -127,18 +126,18 @@ def resolve(zero: ZeroConfig, precision: PrecisionConfig) -> ZeroPlan:
 def model_state_bytes(plan: ZeroPlan, numel: int, partitions: int) -> ModelStateBytes:
     """Bytes per rank for `numel` parameters by formula: p + g + k with each term divided where it is partitioned.
 
-    A resident gradient is whole on every rank until the step's end, whatever becomes of it after reduction.  Loose
-    gradients are torch's own and not counted: what is counted is where their reduction goes.
+    A resident gradient is whole on every rank until the step's end, even where it is partitioned after reduction.
+    Loose gradients are torch's own and not counted; the memory for their reduced sums is.
     """
 
-    def kept(row: Row, *, whole: bool = False) -> int:
+    def stored(row: Row, *, whole: bool = False) -> int:
         return numel if whole or row.placement is Placement.REPLICATED else numel // partitions
 
-    owned = kept(plan.optimizer)
+    owned = stored(plan.optimizer)
     resident = plan.gradient.lifetime is Lifetime.RESIDENT
     return ModelStateBytes(
-        parameters=kept(plan.parameter) * plan.parameter.itemsize,
-        gradients=kept(plan.gradient, whole=resident) * plan.gradient.itemsize,
+        parameters=stored(plan.parameter) * plan.parameter.itemsize,
+        gradients=stored(plan.gradient, whole=resident) * plan.gradient.itemsize,
         master=owned * plan.optimizer.itemsize if plan.has_separate_master else 0,
         moments=2 * owned * plan.optimizer.itemsize,
     )
@@ -147,11 +146,11 @@ def model_state_bytes(plan: ZeroPlan, numel: int, partitions: int) -> ModelState
 def data_parallel_bytes(
     plan: ZeroPlan, numel: int, partitions: int, num_micro_batches: int, *, num_gathers: int | None = None
 ) -> int:
-    """Bytes a rank sends on the data-parallel axis in a step, for `numel` parameters by formula (paper section 7).
+    """Bytes a rank sends on the data-parallel axis in a step, for `numel` parameters by formula (ZeRO, section 7).
 
     Gradients are reduced once, or in every micro-batch where they are leased.  Parameters are published once, or,
-    where they are partitioned, gathered num_gathers times: for every forward and every backward, unless told (which
-    counts none twice that stays in between).
+    where they are partitioned, gathered num_gathers times, by default for every forward and every backward (as if none
+    stayed gathered between the two).
     """
     reductions = num_micro_batches if plan.gradient.lifetime is Lifetime.LEASED else 1
     reduced = reductions * numel * plan.gradient_wire.itemsize

@@ -1,7 +1,7 @@
-"""Publishing: updated parameters travel from the rank that owns them to every rank that keeps them whole.
+"""Publishing: updated parameters are sent from the rank that owns them to every rank that stores them whole.
 
 Each bucket is all-gathered in place as soon as its partition has been updated, while the next one is being updated.
-Nobody waits at the step's end: a unit's gathers are waited for just before the unit's first use in the next forward.
+The step's end does not wait: a unit's gathers are waited for just before the unit's first use in the next forward.
 """
 
 from collections import deque
@@ -13,7 +13,7 @@ from megazero.zero.shards import Shards
 
 
 class ParameterPublisher:
-    """Buckets on their way, by unit.  Without `by_gather` every owner broadcasts its partition instead."""
+    """Sends updated buckets, and waits for them by unit.  Without `by_gather` every owner broadcasts its partition."""
 
     def __init__(self, shards: Shards, communicator: Communicator, *, by_gather: bool) -> None:
         self._shards = shards
@@ -23,7 +23,7 @@ class ParameterPublisher:
         self._owners_differ = shards.plan.optimizer.placement is Placement.PARTITIONED
 
     def publish(self, bucket: Bucket) -> None:
-        """Start sending a bucket whose owned range has new values; nothing where it stays partitioned."""
+        """Start sending a bucket whose owned range has new values, unless its section is partitioned."""
         section = self._shards.layout.sections[bucket.section]
         if self._owners_differ and not section.partitioned:
             works = self._gather(bucket) if self._by_gather else self._broadcasts(bucket)

@@ -1,12 +1,12 @@
-"""Gradients: from autograd, bucket by bucket, over the data-parallel axis, to where the plan keeps them.
+"""Reduction: gradients go from autograd, bucket by bucket, over the data-parallel axis, to where the plan stores them.
 
 A bucket is *complete* when every parameter that overlaps it has its gradient, and is reduced as soon as all buckets
 behind it in the model have been: every rank launches in the same order, whatever order its gradients arrive in.  At
 most `_MAX_IN_FLIGHT` reductions run beside backward (none without overlap: backward then waits for each).  Where a
-bucket's unreduced gradients live is the plan's business (`unreduced.py`).
+bucket's unreduced gradients are stored follows from the plan (`unreduced.py`).
 
-With contiguous gradients the buffers are slots of an arena that is made once (MD, paper section 6.3), as many as are
-out at once when gradients come in the reverse of the parameters' order; should more be, the pool lends them.
+With contiguous gradients the buffers are slots of an arena that is made once (ZeRO, section 6.3), as many as are
+leased at once when gradients come in the reverse of the parameters' order; any more are leased from the pool.
 """
 
 from collections import deque
@@ -15,16 +15,17 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from megazero.comm.interface import Communicator, Scratch, Work
+from megazero.comm.interface import Communicator, Work
 from megazero.config.engine_sections import ZeroConfig
 from megazero.errors import Problem, UsageError
 from megazero.memory.address_book import ArenaStatistics
 from megazero.memory.arena_scratch import ArenaScratch
-from megazero.parallel.gradient_place import Taken
+from megazero.memory.lease import Scratch
+from megazero.parallel.gradient_slot import GradientSlot
 from megazero.zero.layout import Bucket, FlatLayout, Range
 from megazero.zero.plan import Lifetime, Placement
 from megazero.zero.shards import Shards
-from megazero.zero.unreduced import buckets_by_parameter, make_store, parameters_by_bucket
+from megazero.zero.unreduced import make_store
 
 _MAX_IN_FLIGHT = 2
 
@@ -53,24 +54,23 @@ class GradientReducer:
         self._max_in_flight = _MAX_IN_FLIGHT if zero.overlap_comm else 0
         self.predivisor = float(communicator.size) if zero.prescale_gradients else zero.gradient_predivide_factor
         self._buckets = shards.layout.trainable_buckets
-        self._buckets_of = buckets_by_parameter(shards.layout)
-        self._members = {index: set(names) for index, names in parameters_by_bucket(shards.layout).items()}
+        self._buckets_of = shards.layout.buckets_of
         self.bucket_arena = self._make_arena(list(parameters), buffers) if zero.contiguous_gradients else None
         self.scratch: Scratch = self.bucket_arena or buffers
-        """Lends buckets on the wire; between backward and the next one it is free for others."""
+        """The pool of buckets on the wire; between a backward and the next one other temporaries may use it."""
         self._store = make_store(shards, self.scratch, parameters, contiguous=zero.contiguous_gradients)
-        self._everyone_keeps_all = shards.plan.gradient.placement is Placement.REPLICATED
+        self._is_replicated = shards.plan.gradient.placement is Placement.REPLICATED
         self._in_flight: deque[_InFlight] = deque()
         self._gathering: list[Work] = []
         self._missing: dict[int, set[str]] = {}
-        self._came: set[str] | None = None  # parameters with a gradient in this micro-batch; None: none is due
+        self._arrived: set[str] | None = None  # parameters with a gradient in this micro-batch; None if it reduces none
         self._is_in_micro_batch = False
         self._due: Sequence[Bucket] = ()  # the buckets that this micro-batch's backward fills
         self._next = -1  # position in self._due of the next bucket to launch; -1: none is left
 
     @property
     def arenas(self) -> dict[str, ArenaStatistics]:
-        """Of gradients that are "kept", and of "buckets", where there are such arenas."""
+        """Statistics of the arenas of reduced gradients ("kept") and of leased "buckets", where there are any."""
         found = {"kept": self._shards.gradient_arena, "buckets": self.bucket_arena}
         return {name: arena.statistics for name, arena in found.items() if arena is not None}
 
@@ -79,61 +79,62 @@ class GradientReducer:
         self._store.begin_step()
 
     def begin_micro_batch(self, buckets: Sequence[Bucket], *, is_last: bool) -> None:
-        """Expect the gradients of one backward pass, which fills these buckets; is_last: of those that do."""
+        """Expect one backward pass, which fills these buckets; is_last: none of the step's later ones does."""
         self._is_in_micro_batch = True
         if self._store.is_due(last_micro_batch=is_last):
-            self._missing = {bucket.index: set(self._members[bucket.index]) for bucket in buckets}
-            self._came = set()
+            self._missing = {bucket.index: set(bucket.fragments) for bucket in buckets}
+            self._arrived = set()
             self._due = buckets
             self._next = len(buckets) - 1
 
     def gradient_ready(self, name: str) -> None:
-        """Autograd has finished the gradient of a parameter.  Raises UsageError if it wasn't the parameter's first."""
-        if self._came is None:
+        """Store a parameter's finished gradient, and launch completed buckets.  Raises UsageError on a second one."""
+        if self._arrived is None:
             return
-        if name in self._came:
-            rule = "a parameter gets its whole gradient at once, since it may be on its way to the other ranks then"
+        if name in self._arrived:
+            rule = "a parameter gets its whole gradient at once, since its bucket may be reduced right then"
             legal = "torch.utils.checkpoint.checkpoint(..., use_reentrant=False); one backward a micro-batch"
             raise UsageError(Problem(f"a second gradient of {name} in one micro-batch", rule, legal))
-        self._came.add(name)
+        self._arrived.add(name)
         for bucket in reversed(self._buckets_of.get(name, ())):  # none if it has no elements
             self._store.deposit(bucket, name)
             self._missing[bucket.index].discard(name)
-            self._launch_complete()
-        self._store.drop(name)
+            if not self._missing[bucket.index]:
+                self._launch_complete()
+        self._store.free(name)
 
-    def place(self, name: str) -> Taken | None:
-        """Memory for a gradient that its layer writes; None where autograd is to keep it, as outside a micro-batch."""
-        return self._store.place(name) if self._is_in_micro_batch else None
+    def gradient_slot(self, name: str) -> GradientSlot | None:
+        """Memory for a gradient that its layer writes; None where it must go to autograd, as outside a micro-batch."""
+        return self._store.gradient_slot(name) if self._is_in_micro_batch else None
 
     def end_micro_batch(self) -> None:
-        """Backward is over: launch what is left; parameters without a gradient count as zeros.
+        """Launch the buckets that are left after backward; parameters without a gradient count as zeros.
 
-        Raises UsageError with their names where unused parameters are not to be ignored.
+        Raises UsageError with their names where unused parameters are not ignored.
         """
         if not self._zero.ignore_unused_parameters:
-            self._check_all_came()
+            self._check_all_arrived()
         while self._next >= 0:
             self._launch()
-        self._came = None
+        self._arrived = None
         self._is_in_micro_batch = False
 
-    def abandon(self) -> None:
-        """Backward has failed: reductions in flight end, and nothing of the step is kept."""
+    def reset(self) -> None:
+        """After a failed backward: finish reductions in flight, and forget the step's gradients."""
         self.finish()
-        self._next, self._came = -1, None
+        self._next, self._arrived = -1, None
         self._is_in_micro_batch = False
-        self._store.abandon()
+        self._store.reset()
 
     def finish(self) -> None:
         """Wait for every reduction in flight."""
         while self._in_flight:
-            self._settle_oldest()
+            self._finish_oldest()
         while self._gathering:
             self._gathering.pop().wait()
 
     def _make_arena(self, names: Sequence[str], buffers: Scratch) -> ArenaScratch | None:
-        """Room for the buckets that are out at once, or for one update's gradients; none where no bucket is leased."""
+        """Slots for the buckets leased at once, or for one update's gradients; None where no bucket is leased."""
         shards, plan = self._shards, self._shards.plan
         if plan.gradient.lifetime is not Lifetime.RESIDENT:
             num_slots = most_out_at_once(shards.layout, names, self._max_in_flight)
@@ -148,7 +149,7 @@ class GradientReducer:
         num_slots = max(num_slots, -(-update_bytes // slot_bytes))
         return ArenaScratch(num_slots, slot_bytes, shards.device, fallback=buffers, ledger=shards.ledger)
 
-    def _check_all_came(self) -> None:
+    def _check_all_arrived(self) -> None:
         pending = [bucket for bucket in self._due[: self._next + 1] if self._missing[bucket.index]]
         unused = sorted({name for bucket in pending for name in self._missing[bucket.index]})
         if unused:
@@ -162,7 +163,7 @@ class GradientReducer:
 
     def _launch(self) -> None:
         while len(self._in_flight) >= max(self._max_in_flight, 1):  # before another takes its buffers
-            self._settle_oldest()
+            self._finish_oldest()
         bucket = self._due[self._next]
         self._next -= 1
         whole = self._store.close(bucket, self._missing[bucket.index])
@@ -172,19 +173,19 @@ class GradientReducer:
         mine = whole[partition.start - bucket.start : partition.stop - bucket.start]
         if self._zero.reduce_scatter:
             flight = _InFlight(bucket, self._communicator.reduce_scatter_into(mine, whole), partition, mine)
-        elif self._everyone_keeps_all:
+        elif self._is_replicated:
             flight = _InFlight(bucket, self._communicator.all_reduce(whole), bucket.range, whole)
         else:
             flight = _InFlight(bucket, self._communicator.all_reduce(whole), partition, mine)
         self._in_flight.append(flight)
         if not self._max_in_flight:
-            self._settle_oldest()
+            self._finish_oldest()
 
-    def _settle_oldest(self) -> None:
+    def _finish_oldest(self) -> None:
         bucket, work, within, reduced = self._in_flight.popleft()
         work.wait()
-        self._store.settle(bucket, within, reduced)
-        if self._everyone_keeps_all and within != bucket.range:  # the second half of an all-reduce
+        self._store.finish(bucket, within, reduced)
+        if self._is_replicated and within != bucket.range:  # the second half of an all-reduce
             whole = self._shards.reduced_gradient(bucket, bucket.range)
             mine = self._shards.reduced_gradient(bucket, within)
             self._gathering.append(self._communicator.all_gather_into(whole, mine))
@@ -195,13 +196,13 @@ def most_out_at_once(layout: FlatLayout, names: Sequence[str], max_in_flight: in
 
     max_in_flight: reductions that run beside backward; with 0 backward waits for each.
     """
-    buckets, buckets_of = layout.trainable_buckets, buckets_by_parameter(layout)
-    missing = {index: set(members) for index, members in parameters_by_bucket(layout).items()}
+    buckets = layout.trainable_buckets
+    missing = {bucket.index: set(bucket.fragments) for bucket in buckets}
     still_open: set[int] = set()
     in_flight, most = min(max_in_flight, len(buckets)), 0  # those of the micro-batch before
     last = len(buckets) - 1
     for name in reversed(names):
-        for bucket in reversed(buckets_of.get(name, ())):
+        for bucket in reversed(layout.buckets_of.get(name, ())):
             still_open.add(bucket.index)
             most = max(most, len(still_open) + in_flight)
             missing[bucket.index].discard(name)

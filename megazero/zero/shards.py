@@ -1,17 +1,16 @@
-"""The persistent flat tensors of this rank, and the views everything else works on.
+"""The persistent flat tensors of this rank, and the views on which everything else works.
 
-Every `nn.Parameter` is a view of its section's flat tensor.  Where the section is kept whole, that tensor is the
+Every `nn.Parameter` is a view of its section's flat tensor.  Where the section is replicated, that tensor is the
 working parameters; where it is partitioned, its memory exists only while the unit is gathered (`gather.py` fills and
 empties it), and what persists is this rank's *working shard*.  Resident gradients have the section's shape, with
 `.grad` preset to views.  What is partitioned (working shards, reduced gradients of leased buckets, master weights,
 moments) lies bucket after bucket in one flat tensor each; `owned` says which range of a bucket that is.
 
-With contiguous gradients, resident ones and the reduced shard are blocks of one arena, as large as all of them (MD,
-paper section 6.3).
+With contiguous gradients, resident ones and the reduced shard are blocks of one arena, as large as all of them (ZeRO,
+section 6.3).
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +19,11 @@ from megazero.memory.arena import Arena
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
 from megazero.parallel.param_spec import ParamSpec, StateFragment, StateKind
 from megazero.zero.layout import Bucket, FlatLayout, Fragment, Range, Section, Slot
-from megazero.zero.plan import Lifetime, ModelStateBytes, Placement, Row, ZeroPlan
+from megazero.zero.plan import Lifetime, ModelStateBytes, Placement, ZeroPlan
 
 FirstValue = Callable[[ParamSpec, nn.Parameter], Tensor]
+
+_SAVED_MOMENTS: tuple[StateKind, ...] = ("exp_avg", "exp_avg_sq")
 
 
 def value_of_parameter(spec: ParamSpec, parameter: nn.Parameter) -> Tensor:
@@ -30,66 +31,75 @@ def value_of_parameter(spec: ParamSpec, parameter: nn.Parameter) -> Tensor:
     return parameter.detach()
 
 
-@dataclass(frozen=True)
-class Contents:
-    """What goes into the shards: parameters by name, their first values, and the kinds of moments the optimizer keeps.
-
-    first_value is asked for one parameter at a time, and gives all elements of this rank's tensor, in any shape.
-    gradients_in_arena: whether gradients that are kept are blocks of one arena, or tensors of their own.
-    """
-
-    parameters: Mapping[str, nn.Parameter]
-    first_value: FirstValue = value_of_parameter
-    moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
-    ledger: AnyLedger = field(default_factory=NullLedger)
-    gradients_in_arena: bool = True
-
-
 class Shards:
-    """Allocates the state of one rank according to the plan, and takes over the values of the parameters."""
+    """Allocates the state of one rank according to the plan, and makes the parameters views of it."""
 
-    def __init__(self, plan: ZeroPlan, layout: FlatLayout, rank: int, *, contents: Contents) -> None:
+    def __init__(
+        self,
+        plan: ZeroPlan,
+        layout: FlatLayout,
+        rank: int,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        first_value: FirstValue = value_of_parameter,
+        moments: Sequence[str] = ("exp_avg", "exp_avg_sq"),
+        ledger: AnyLedger | None = None,
+        gradients_in_arena: bool = True,
+    ) -> None:
+        """moments: the kinds that the optimizer keeps beside the master weights.
+
+        first_value is called for one parameter at a time, and returns all elements of this rank's tensor, in any shape.
+        gradients_in_arena: whether reduced gradients are blocks of one arena, or tensors of their own.
+        """
         self.plan = plan
         self.layout = layout
         self.rank = rank
-        self.ledger = contents.ledger
-        self._parameters = contents.parameters
-        self.device = next(iter(contents.parameters.values())).device
-        self._positions = self._positions_by_bucket(plan.optimizer)
+        self.ledger = ledger or NullLedger()
+        self._parameters = parameters
+        self.device = next(iter(parameters.values())).device
+        buckets = [bucket for section in layout.sections for bucket in section.buckets]
+        self._partitions = [bucket.partition(rank) for bucket in buckets]
+        self._is_resident = plan.gradient.lifetime is Lifetime.RESIDENT
+        is_whole = plan.optimizer.placement is Placement.REPLICATED
+        self._owned = [bucket.range for bucket in buckets] if is_whole else self._partitions
+        self._offsets = self._offsets_by_bucket()
         self._working_shards: dict[int, Tensor] = {}
-        self._flats = [self._adopt(section, contents.first_value) for section in layout.sections]
+        self._flats = [self._attach_parameters(section, first_value) for section in layout.sections]
         owned = sum(self.owned(bucket).numel for bucket in layout.trainable_buckets)
-        self.gradient_arena = self._make_gradient_arena(owned) if contents.gradients_in_arena else None
+        self.gradient_arena = self._make_gradient_arena(owned) if gradients_in_arena else None
         self._resident_views: dict[str, Tensor] = {}
         self._resident_gradients = self._make_resident_gradients()
         self._gradient_shard = self._zero_gradients(0 if self._is_resident else owned)
         self._master = self._empty(owned, plan.optimizer.dtype) if plan.has_separate_master else None
-        self._moments = {kind: self._zeros(owned, plan.optimizer.dtype) for kind in contents.moments}
-        self._tag_optimizer_state()
+        self._moments = {kind: self._zeros(owned, plan.optimizer.dtype) for kind in moments}
+        if self._master is not None:
+            self.ledger.tag(self._master, "master")
+        for moment in self._moments.values():
+            self.ledger.tag(moment, "moments")
         self.optimizer_step = torch.zeros((), dtype=torch.float32, device=self.device)
         self.copy_working_to_master()
 
     def owned(self, bucket: Bucket) -> Range:
-        """The range of the section for which this rank keeps optimizer state."""
-        return self._kept(self.plan.optimizer, bucket)
+        """The range of the section of which this rank stores optimizer state."""
+        return self._owned[bucket.index]
 
     def loaded(self, bucket: Bucket) -> Range:
-        """The range of the section that this rank must be given to go on: what it owns, or else what it keeps."""
+        """The range that a checkpoint must fill on this rank: the owned one, of frozen parameters the stored one."""
         section = self.layout.sections[bucket.section]
         if section.trainable:
             return self.owned(bucket)
         return self.partition(bucket) if section.partitioned else bucket.range
 
     def partition(self, bucket: Bucket) -> Range:
-        """This rank's partition of a bucket, whatever is kept: norms are computed on it in every stage."""
-        return bucket.partition(self.rank)
+        """This rank's partition of a bucket: norms are computed on it even where state is replicated."""
+        return self._partitions[bucket.index]
 
     def flat(self, section: Section) -> Tensor:
         """The tensor that the section's parameters are views of, [section.numel]; without memory while released."""
         return self._flats[section.index]
 
-    def renew_flat(self, section: Section) -> None:
-        """Point the parameters at new memory, not yet there; what autograd has saved keeps the old."""
+    def replace_flat(self, section: Section) -> None:
+        """Make the parameters views of a new, empty storage; tensors that autograd has saved retain the old one."""
         with torch.inference_mode(False):  # it may be a forward for inference that ends, and the next one is not
             self._flats[section.index] = self._make_hollow_flat(section)
 
@@ -98,8 +108,8 @@ class Shards:
         shard = self._working_shards.get(bucket.section)
         if shard is None:
             return self._flats[bucket.section][within.start : within.stop]
-        start = bucket.start // bucket.partitions + within.start - self.partition(bucket).start
-        return shard[start : start + within.numel]
+        offset = bucket.start // bucket.partitions - self.partition(bucket).start
+        return shard[offset + within.start : offset + within.stop]
 
     def resident_gradient(self, bucket: Bucket, within: Range) -> Tensor:
         """Unreduced (after reduction: reduced) gradients of a resident section, a view."""
@@ -110,7 +120,7 @@ class Shards:
         return self._resident_views[name]
 
     def reduced_gradient(self, bucket: Bucket, within: Range) -> Tensor:
-        """Reduced gradients of a range this rank keeps after reduction, a view."""
+        """Reduced gradients of a range that this rank stores after reduction, a view."""
         if self._is_resident:
             return self.resident_gradient(bucket, within)
         return self._gradient_shard[self._place(bucket, within)]
@@ -123,7 +133,7 @@ class Shards:
 
     @property
     def moment_kinds(self) -> tuple[str, ...]:
-        """What the optimizer keeps beside the master weights."""
+        """The kinds of state that the optimizer keeps beside the master weights."""
         return tuple(self._moments)
 
     def moment(self, kind: str, bucket: Bucket, within: Range) -> Tensor:
@@ -131,9 +141,9 @@ class Shards:
         return self._moments[kind][self._place(bucket, within)]
 
     def reset_resident_gradients(self) -> None:
-        """Empty resident gradients, and point every `.grad` at its view again (a user's zero_grad() drops them).
+        """Zero resident gradients, and make every `.grad` its view again (a user's zero_grad() removes them).
 
-        What their layers write is left as it is, to be overwritten.
+        Gradients that layers write are not zeroed: the first write replaces them.
         """
         for index, flat in self._resident_gradients.items():
             for gap in _not_written(self.layout.sections[index]):
@@ -153,6 +163,31 @@ class Shards:
             owned = self.owned(bucket)
             self.working(bucket, owned).copy_(self.master(bucket, owned))
 
+    def owned_state(self, coordinates: Mapping[str, int]) -> Iterator[StateFragment]:
+        """What the rank at these coordinates saves: of its partitions, the parameters that no other rank counts."""
+        for section in self.layout.sections:
+            for bucket in section.buckets:
+                for fragment in bucket.fragments_in(self.partition(bucket)):
+                    if fragment.spec.is_counted_on(coordinates):
+                        yield from self._state_of(bucket, fragment)
+
+    def wanted_state(self) -> Iterator[StateFragment]:
+        """What this rank must be given to go on: all state on it that isn't computed from the rest."""
+        for section in self.layout.sections:
+            for bucket in section.buckets:
+                for fragment in bucket.fragments_in(self.loaded(bucket)):
+                    yield from self._state_of(bucket, fragment)
+
+    def _state_of(self, bucket: Bucket, fragment: Fragment) -> Iterator[StateFragment]:
+        spec, start, stop, within = fragment
+        if not spec.trainable:
+            yield StateFragment(spec, "weight", start, stop, self.working(bucket, within))
+            return
+        yield StateFragment(spec, "weight", start, stop, self.master(bucket, within))
+        for kind in _SAVED_MOMENTS:
+            if kind in self.moment_kinds:
+                yield StateFragment(spec, kind, start, stop, self.moment(kind, bucket, within))
+
     def model_state_bytes(self) -> ModelStateBytes:
         """Bytes the persistent flat tensors really occupy; gathered parameters are not among them."""
         gradients = (*self._resident_gradients.values(), self._gradient_shard)
@@ -164,15 +199,15 @@ class Shards:
             moments=sum(map(_nbytes, self._moments.values())),
         )
 
-    def _adopt(self, section: Section, first_value: FirstValue) -> Tensor:
-        """Move a section's values to where they are kept; the module's own tensors are freed one by one."""
+    def _attach_parameters(self, section: Section, first_value: FirstValue) -> Tensor:
+        """Copy a section's values to where they are stored; the module's own tensors are freed one by one."""
         if section.partitioned:
             numel = section.numel // self.layout.rules.partitions
             self._working_shards[section.index] = self._zeros(numel, section.dtype)
             self.ledger.tag(self._working_shards[section.index], "parameters")
             for slot in section.slots:
                 value = first_value(slot.spec, self._parameters[slot.spec.name]).reshape(-1)
-                self._keep_working(section, slot.spec.name, value)
+                self._store_working(section, slot.spec.name, value)
                 del value  # one parameter at a time is whole
             return self._make_hollow_flat(section)
         flat = self._zeros(section.numel, section.dtype)
@@ -182,25 +217,27 @@ class Shards:
             self._point(slot, flat)
         return flat
 
-    def take_over(self, section: Section, name: str) -> None:
-        """What a parameter holds now is its value: the working shard follows, and master weights where it differs.
+    def store_value(self, section: Section, name: str) -> None:
+        """Store a gathered parameter's present value in the working shard, and in master weights where it differs.
 
-        A master weight that rounds to the value already keeps what the working dtype cannot hold.
+        A master weight that rounds to the value is left: it has digits that the working dtype cannot represent.
         """
         slot = next(slot for slot in section.slots if slot.spec.name == name)
         value = self.flat(section)[slot.start : slot.stop]
         if section.partitioned:
-            self._keep_working(section, name, value)
+            self._store_working(section, name, value)
         if section.trainable and self._master is not None:
             for bucket in section.buckets:
-                for fragment in section.fragments_of(name, self.owned(bucket)):
+                fragment = bucket.fragment_of(name, self.owned(bucket))
+                if fragment is not None:
                     new, master = value[fragment.start : fragment.stop], self.master(bucket, fragment.within)
                     master.copy_(torch.where(master.to(new.dtype) == new, master, new.to(master.dtype)))
 
-    def _keep_working(self, section: Section, name: str, value: Tensor) -> None:
-        """Of a parameter's value, write what this rank's working shard keeps."""
+    def _store_working(self, section: Section, name: str, value: Tensor) -> None:
+        """Write this rank's partition of a parameter's value to the working shard."""
         for bucket in section.buckets:
-            for fragment in section.fragments_of(name, self.partition(bucket)):
+            fragment = bucket.fragment_of(name, self.partition(bucket))
+            if fragment is not None:
                 self.working(bucket, fragment.within).copy_(value[fragment.start : fragment.stop])
 
     def _make_hollow_flat(self, section: Section) -> Tensor:
@@ -233,12 +270,6 @@ class Shards:
                 self._set_gradient_dtype(section, row.dtype)
         return flats
 
-    def _tag_optimizer_state(self) -> None:
-        if self._master is not None:
-            self.ledger.tag(self._master, "master")
-        for moment in self._moments.values():
-            self.ledger.tag(moment, "moments")
-
     def _preset_gradients(self, section: Section) -> None:
         """Autograd adds in place where `.grad` exists, so it accumulates straight into the flat tensor."""
         self._set_gradient_dtype(section, self.plan.gradient.dtype)
@@ -255,40 +286,34 @@ class Shards:
                 parameter.grad = None
                 parameter.grad_dtype = dtype
 
-    @property
-    def _is_resident(self) -> bool:
-        return self.plan.gradient.lifetime is Lifetime.RESIDENT
-
     def _make_gradient_arena(self, owned: int) -> Arena:
         sections = sum(section.numel for section in self.layout.sections if section.trainable)
         numel, itemsize = sections if self._is_resident else owned, self.plan.gradient.itemsize
-        alignment = self.layout.rules.alignment * itemsize  # what is kept is a multiple of it
+        alignment = self.layout.rules.alignment * itemsize  # the arena's blocks are multiples of it
         return Arena(numel * itemsize, self.device, category="gradients", ledger=self.ledger, alignment=alignment)
 
     def _zero_gradients(self, numel: int) -> Tensor:
-        """Memory for gradients that are kept, as long as the shards are."""
+        """Memory for resident or reduced gradients, for as long as the shards exist."""
         if self.gradient_arena is None:
             flat = self._zeros(numel, self.plan.gradient.dtype)
             self.ledger.tag(flat, "gradients")
             return flat
         block = self.gradient_arena.allocate(numel, self.plan.gradient.dtype, movable=False)
-        assert block is not None, "the arena is as large as all of them"
+        assert block is not None, "the arena is as large as all gradients"
         return block.tensor.zero_()
 
-    def _kept(self, row: Row, bucket: Bucket) -> Range:
-        return bucket.range if row.placement is Placement.REPLICATED else bucket.partition(self.rank)
-
-    def _positions_by_bucket(self, row: Row) -> dict[int, int]:
-        """Where each bucket's kept range begins in the flat tensors of partitioned state."""
-        positions, offset = {}, 0
+    def _offsets_by_bucket(self) -> dict[int, int]:
+        """What to add to a section's element to find it in the flat tensors of partitioned state."""
+        offsets, position = {}, 0
         for bucket in self.layout.trainable_buckets:
-            positions[bucket.index] = offset
-            offset += self._kept(row, bucket).numel
-        return positions
+            owned = self.owned(bucket)
+            offsets[bucket.index] = position - owned.start
+            position += owned.numel
+        return offsets
 
     def _place(self, bucket: Bucket, within: Range) -> slice:
-        start = self._positions[bucket.index] + within.start - self.owned(bucket).start
-        return slice(start, start + within.numel)
+        offset = self._offsets[bucket.index]
+        return slice(offset + within.start, offset + within.stop)
 
     def _empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(numel, dtype=dtype, device=self.device)
@@ -298,7 +323,7 @@ class Shards:
 
 
 def _not_written(section: Section) -> Iterator[Range]:
-    """What lies between the parameters whose layers write their gradients themselves."""
+    """The ranges between the parameters whose layers write their gradients themselves."""
     start = 0
     for slot in section.slots:
         if slot.spec.writes_gradient:
@@ -311,34 +336,3 @@ def _not_written(section: Section) -> Iterator[Range]:
 
 def _nbytes(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes()
-
-
-_SAVED_MOMENTS: tuple[StateKind, ...] = ("exp_avg", "exp_avg_sq")
-
-
-def owned_state(shards: Shards, coordinates: Mapping[str, int]) -> Iterator[StateFragment]:
-    """Of the partitions of the rank at these coordinates, what no other rank counts."""
-    for section in shards.layout.sections:
-        for bucket in section.buckets:
-            for fragment in section.fragments(shards.partition(bucket)):
-                if fragment.spec.is_counted_on(coordinates):
-                    yield from _state_of(shards, bucket, fragment)
-
-
-def wanted_state(shards: Shards) -> Iterator[StateFragment]:
-    """Everything that is kept here and isn't made from the rest."""
-    for section in shards.layout.sections:
-        for bucket in section.buckets:
-            for fragment in section.fragments(shards.loaded(bucket)):
-                yield from _state_of(shards, bucket, fragment)
-
-
-def _state_of(shards: Shards, bucket: Bucket, fragment: Fragment) -> Iterator[StateFragment]:
-    within, place = fragment.within, (fragment.start, fragment.stop)
-    if not fragment.spec.trainable:
-        yield StateFragment(fragment.spec, "weight", *place, shards.working(bucket, within))
-        return
-    yield StateFragment(fragment.spec, "weight", *place, shards.master(bucket, within))
-    for kind in _SAVED_MOMENTS:
-        if kind in shards.moment_kinds:
-            yield StateFragment(fragment.spec, kind, *place, shards.moment(kind, bucket, within))

@@ -1,4 +1,4 @@
-"""Gradients of which ranks along another axis than the data-parallel one each have a part.
+"""Sums of gradients over another axis than the data-parallel one, whose ranks each have a part of them.
 
 Where activations are split along the sequence, every tensor-parallel rank sees a part of what a norm or a row-parallel
 bias was used on (Korthikanti et al., arXiv 2205.05198, section 4.2.2); and what the first and the last pipeline stage
@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megazero.comm.interface import Communicator, Scratch
+from megazero.comm.interface import Communicator
+from megazero.memory.lease import Scratch
 from megazero.parallel.topology import ENDS
 from megazero.zero.layout import Bucket, Range
 from megazero.zero.shards import Shards
@@ -31,7 +32,7 @@ class GradientSums:
     """Adds up what `ParamSpec.summed_over` names, of one rank's owned gradients."""
 
     def __init__(self, shards: Shards, axis: Callable[[str], Communicator], buffers: Scratch) -> None:
-        """buffers: lends memory that holds the layout's largest bucket in the gradients' dtype."""
+        """buffers: a pool whose leases may be as large as the layout's largest bucket in the gradients' dtype."""
         self._shards = shards
         self._buffers = buffers
         self.are_due = False
@@ -39,7 +40,7 @@ class GradientSums:
         self._runs = [(axis(name), tuple(self._runs_over(name))) for name in _AXES if axis(name).size > 1]
 
     def apply(self) -> None:
-        """Return when every sum is there, if any are due; a collective call over the axes that have some."""
+        """Return when every sum is computed, if any are due; a collective call over the axes that have some."""
         if not self.are_due:
             return
         self.are_due = False
@@ -49,9 +50,8 @@ class GradientSums:
 
     def _runs_over(self, axis: str) -> Iterator[_Run]:
         for bucket in self._shards.layout.trainable_buckets:
-            section = self._shards.layout.sections[bucket.section]
             begun: Range | None = None
-            for fragment in section.fragments(self._shards.owned(bucket)):
+            for fragment in bucket.fragments_in(self._shards.owned(bucket)):
                 if axis not in fragment.spec.summed_over:
                     continue
                 if begun is not None and begun.stop == fragment.within.start:
@@ -64,7 +64,7 @@ class GradientSums:
                 yield _Run(bucket, begun)
 
     def _packs(self, runs: Sequence[_Run]) -> Iterator[list[_Run]]:
-        """Runs that fit into one buffer together."""
+        """Group runs so that each group fits into one buffer."""
         room = self._shards.layout.max_bucket_numel
         pack: list[_Run] = []
         for run in runs:

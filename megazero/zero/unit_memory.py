@@ -1,8 +1,8 @@
-"""The memory of units: brought, filled by all-gathers, taken away (paper section 5.3).
+"""The memory of gathered units: allocated, filled by all-gathers, and released (ZeRO, section 5.3).
 
-A unit's buckets are all-gathered into the flat tensors that its parameters are views of.  Releasing takes the memory
-away and leaves the tensors: whatever refers to them, autograd's saved tensors included, sees the values again once the
-unit has been gathered again.
+A unit's buckets are all-gathered into the flat tensors that its parameters are views of.  A release frees the memory
+and leaves the tensors: all that refers to them, autograd's saved tensors included, shows the values again once the unit
+has been gathered again.
 
     PARTITIONED --launch--> IN_FLIGHT --wait--> WHOLE --release--> PARTITIONED
 """
@@ -10,6 +10,7 @@ unit has been gathered again.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -26,19 +27,19 @@ class UnitState(Enum):
     """Where a unit's whole parameters are."""
 
     PARTITIONED = "nowhere: every rank has its partition"
-    IN_FLIGHT = "on their way"
-    WHOLE = "here"
+    IN_FLIGHT = "being gathered"
+    WHOLE = "gathered"
 
 
 @dataclass
 class GatheredUnit:
-    """The partitioned parameters of one unit, and what is happening to them.
+    """The partitioned parameters of one unit, and their state.
 
-    pins: how many hold it.  ahead: gathered (in part) for a use that has not come yet.  awaited: its trainable
-    parameters whose gradients have not come in this pass; releases_early: whether nothing needs the unit once all have.
-    shared: whether others refer to its memory, who keep it beyond the release.  lent_in: the backward in which a
-    recomputation got it, which may go through what it has recomputed in a backward of its own.  held: whether the user
-    has had it, and may have written what is to be lost.
+    pins: how many uses need it now.  is_prefetched: whether it is gathered (in part) for a use that has not come yet.
+    awaited: its trainable parameters whose gradients have not come in this pass; releases_early: whether the unit is
+    not needed once all have.  shared: whether other tensors refer to its memory, and retain it beyond the release.
+    recomputed_in: the backward whose recomputation used it, which may walk what it has recomputed in a backward of its
+    own.  was_pinned_by_user: whether the user may have written values into it, which a release must discard.
     """
 
     name: str
@@ -48,46 +49,45 @@ class GatheredUnit:
     releases_early: bool
     state: UnitState = UnitState.PARTITIONED
     pins: int = 0
-    ahead: bool = False
+    is_prefetched: bool = False
     shared: bool = False
-    lent_in: int | None = None
-    held: bool = False
+    recomputed_in: int | None = None
+    was_pinned_by_user: bool = False
     awaited: set[str] = field(default_factory=set)
     works: dict[int, Work] = field(default_factory=dict)  # launched buckets, by index
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return sum(section.numel for section in self.sections)
 
     @property
     def names(self) -> list[str]:
-        """Of its parameters, in layout order."""
+        """Names of its parameters, in layout order."""
         return [slot.spec.name for section in self.sections for slot in section.slots]
 
-    @property
-    def buckets(self) -> Iterator[Bucket]:
-        for section in self.sections:
-            yield from section.buckets
+    @cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        return tuple(bucket for section in self.sections for bucket in section.buckets)
 
 
 class UnitMemory:
     """Moves units between their states, and counts what is gathered.
 
-    leaves_to_autograd: whether memory that a unit is released from stays with what autograd has saved of it.
+    autograd_retains_memory: whether tensors that autograd has saved retain a unit's memory beyond its release.
     """
 
-    def __init__(self, shards: Shards, communicator: Communicator, *, leaves_to_autograd: bool) -> None:
+    def __init__(self, shards: Shards, communicator: Communicator, *, autograd_retains_memory: bool) -> None:
         self._shards = shards
         self._communicator = communicator
-        self._leaves_to_autograd = leaves_to_autograd
+        self._autograd_retains_memory = autograd_retains_memory
         self._by_storage: dict[int, GatheredUnit] = {}
         self.live: dict[str, GatheredUnit] = {}
         """Units with memory, the longest unused first."""
         self.live_numel = 0
         self.peak_live_numel = 0
 
-    def enter(self, unit: GatheredUnit) -> None:
-        """Look after a unit from now on."""
+    def attach(self, unit: GatheredUnit) -> None:
+        """Add a unit, whose parameters are guarded from here on."""
         self._remember_storages(unit)
         each(guard, unit.parameters)
 
@@ -99,12 +99,12 @@ class UnitMemory:
             return next((unit for unit in found if unit is not None), None)
         return self._by_storage.get(_address(tensor)) if torch._C._has_storage(tensor) else None
 
-    def used(self, unit: GatheredUnit) -> None:
-        """The unit is the last used."""
+    def mark_used(self, unit: GatheredUnit) -> None:
+        """Make the unit the last used."""
         self.live[unit.name] = self.live.pop(unit.name)
 
     def launch(self, unit: GatheredUnit, bucket: Bucket) -> None:
-        """Start to gather a bucket, unless that has been done; its memory is there."""
+        """Start to gather a bucket, whose memory is allocated, unless that has been done."""
         if bucket.index not in unit.works:
             whole = self._shards.flat(self._shards.layout.sections[bucket.section])[bucket.start : bucket.stop]
             mine = self._shards.working(bucket, self._shards.partition(bucket))
@@ -112,7 +112,7 @@ class UnitMemory:
                 unit.works[bucket.index] = self._communicator.all_gather_into(whole, mine)
 
     def wait(self, unit: GatheredUnit, why: str) -> None:
-        """Return when every bucket, all of them launched, is there; raises CollectiveError if ranks don't meet."""
+        """Return when every bucket, all of them launched, is gathered; raises CollectiveError if ranks don't meet."""
         try:
             for work in unit.works.values():
                 work.wait()
@@ -126,8 +126,8 @@ class UnitMemory:
         unit.works.clear()
         unit.state = UnitState.WHOLE
 
-    def bring(self, unit: GatheredUnit) -> None:
-        """Memory for a unit that has none."""
+    def allocate(self, unit: GatheredUnit) -> None:
+        """Allocate memory for a unit, unless it has some."""
         if unit.state is not UnitState.PARTITIONED:
             return
         for section in unit.sections:
@@ -140,32 +140,32 @@ class UnitMemory:
         self.peak_live_numel = max(self.peak_live_numel, self.live_numel)
 
     def release(self, unit: GatheredUnit) -> None:
-        """Take the unit's memory away, and guard its parameters."""
+        """Free the unit's memory, and guard its parameters."""
         if unit.state is UnitState.IN_FLIGHT:  # gathered ahead, and not used
             self.wait(unit, "a use that did not come")
-        if unit.shared or self._leaves_to_autograd or not self._is_ours_alone(unit):
-            self._leave_memory(unit)
+        flats = [self._shards.flat(section) for section in unit.sections]
+        is_retained = unit.shared or self._autograd_retains_memory
+        if is_retained or not all(
+            flat.untyped_storage().resizable() for flat in flats
+        ):  # NumPy has seen one that is not
+            self._detach_memory(unit)
         else:
-            for section in unit.sections:
-                self._shards.flat(section).untyped_storage().resize_(0)
-                self._shards.ledger.resized(self._shards.flat(section))
+            for flat in flats:
+                flat.untyped_storage().resize_(0)
+                self._shards.ledger.resized(flat)
         each(guard, unit.parameters)
         unit.state = UnitState.PARTITIONED
-        unit.ahead = unit.shared = unit.held = False
-        unit.lent_in = None
+        unit.is_prefetched = unit.shared = unit.was_pinned_by_user = False
+        unit.recomputed_in = None
         del self.live[unit.name]
         self.live_numel -= unit.numel
 
-    def _is_ours_alone(self, unit: GatheredUnit) -> bool:
-        """Whether the memory can be taken away; torch doesn't let go of what NumPy has seen."""
-        return all(self._shards.flat(section).untyped_storage().resizable() for section in unit.sections)
-
-    def _leave_memory(self, unit: GatheredUnit) -> None:
-        """Whoever else refers to the unit's memory keeps it: the parameters move to new memory, not yet there."""
+    def _detach_memory(self, unit: GatheredUnit) -> None:
+        """Leave the unit's memory to other tensors: the parameters become views of a new, empty storage."""
         each(unguard, unit.parameters)
         for section in unit.sections:
             self._by_storage.pop(_address(self._shards.flat(section)))
-            self._shards.renew_flat(section)
+            self._shards.replace_flat(section)
         self._remember_storages(unit)
 
     def _remember_storages(self, unit: GatheredUnit) -> None:

@@ -1,52 +1,52 @@
-"""Where gradients are until they have been reduced; which of these it is follows from the plan.
+"""Storage of gradients until they have been reduced; the plan chooses one of three.
 
     resident   gradients accumulate in full flat tensors; reduced in place at the accumulation boundary
     leased     gradients are copied into a constant-size buffer and dropped, reduced in every micro-batch, and the
-               reduced slices accumulate in this rank's shard (paper section 5.2)
-    loose      gradients accumulate where autograd puts them, and go the way of leased ones at the boundary
+               reduced slices accumulate in this rank's shard (ZeRO, section 5.2)
+    loose      gradients accumulate where autograd puts them, and are treated as leased ones at the boundary
 
-Layers that write gradients themselves (`parallel/gradient_place.py`) write them into resident and leased memory.
+Layers that write gradients themselves (`parallel/gradient_slot.py`) write into resident and leased memory.
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from torch import Tensor, nn
 
-from megazero.comm.interface import Lease, Scratch
-from megazero.parallel.gradient_place import Taken, add_to
-from megazero.zero.layout import Bucket, FlatLayout, Fragment, Range
+from megazero.memory.lease import Lease, Scratch
+from megazero.parallel.gradient_slot import GradientSlot, add_to
+from megazero.zero.layout import Bucket, Range
 from megazero.zero.plan import Lifetime
 from megazero.zero.shards import Shards
 
 
 class UnreducedGradients(Protocol):
-    """Where the gradients of a bucket are until they have been reduced."""
+    """Stores the gradients of buckets until they have been reduced."""
 
     def begin_step(self) -> None:
-        """Nothing has been accumulated yet."""
+        """Forget the gradients of the step before."""
 
     def is_due(self, *, last_micro_batch: bool) -> bool:
         """Whether buckets are reduced in this micro-batch."""
 
-    def place(self, name: str) -> Taken | None:
-        """Memory for the parameter's gradient, which is written before it is deposited; None: autograd keeps it."""
+    def gradient_slot(self, name: str) -> GradientSlot | None:
+        """Memory for the parameter's gradient, written before it is deposited; None: the gradient goes to autograd."""
 
     def deposit(self, bucket: Bucket, name: str) -> None:
-        """Parameter `name` has its gradient; store the part that lies in `bucket`."""
+        """Store the part of a finished gradient that lies in `bucket`."""
 
-    def drop(self, name: str) -> None:
-        """Every part of the parameter's gradient has been deposited."""
+    def free(self, name: str) -> None:
+        """Free the tensor of a gradient whose parts have all been deposited."""
 
     def close(self, bucket: Bucket, missing: set[str]) -> Tensor:
-        """All of the bucket's gradients [numel] in the wire's dtype, zeros for `missing`; they are on their way now."""
+        """All of the bucket's gradients [numel] in the wire's dtype, zeros for `missing`, ready to be reduced."""
 
-    def settle(self, bucket: Bucket, within: Range, reduced: Tensor) -> None:
-        """The oldest reduction has finished: `reduced` [numel of within] are its sums."""
+    def finish(self, bucket: Bucket, within: Range, reduced: Tensor) -> None:
+        """Store the sums of the oldest reduction, `reduced` [numel of within]."""
 
-    def abandon(self) -> None:
-        """What has been deposited goes nowhere; no reduction is under way."""
+    def reset(self) -> None:
+        """Forget what has been deposited; no reduction is in flight."""
 
 
 class ResidentGradients:
@@ -61,29 +61,29 @@ class ResidentGradients:
         self._parameters = parameters
         self._converts = shards.plan.gradient_wire != shards.plan.gradient.dtype
         self._sent: deque[Lease] = deque()
-        self._written: set[str] = set()  # parameters whose place holds something
+        self._written: set[str] = set()  # parameters whose slot has been written in this step
 
     def begin_step(self) -> None:
         self._shards.reset_resident_gradients()
         self._written.clear()
 
-    def place(self, name: str) -> Taken:
+    def gradient_slot(self, name: str) -> GradientSlot:
         is_first = name not in self._written
         self._written.add(name)
-        return Taken(self._shards.resident_gradient_of(name), is_first)
+        return GradientSlot(self._shards.resident_gradient_of(name), is_first)
 
     def is_due(self, *, last_micro_batch: bool) -> bool:
         return last_micro_batch
 
     def deposit(self, bucket: Bucket, name: str) -> None:
-        """Nothing to move: autograd has added in place."""
+        """Do nothing: autograd has added in place."""
 
-    def drop(self, name: str) -> None:
-        """Nothing to drop: the flat tensor stays."""
+    def free(self, name: str) -> None:
+        """Do nothing: the flat tensor stays."""
 
     def close(self, bucket: Bucket, missing: set[str]) -> Tensor:
         whole = self._shards.resident_gradient(bucket, bucket.range)
-        for fragment in self._shards.layout.sections[bucket.section].fragments(bucket.range):
+        for fragment in bucket.fragments.values():
             if fragment.spec.writes_gradient:
                 self._complete(fragment.spec.name)
         if not self._converts:
@@ -92,27 +92,27 @@ class ResidentGradients:
         return self._sent[-1].tensor.copy_(whole)
 
     def _complete(self, name: str) -> None:
-        """What autograd has found beside the layer joins what is written; nothing at all is zero."""
+        """Add the gradient that autograd computed beside the layer's to the slot; if there is neither, write zeros."""
         gradient, self._parameters[name].grad = self._parameters[name].grad, None
         is_written = name in self._written
         if gradient is not None or not is_written:
-            tensor, is_first = self.place(name)
+            tensor, is_first = self.gradient_slot(name)
             add_to(tensor, tensor.new_zeros(()) if gradient is None else gradient, is_first=is_first)
 
-    def settle(self, bucket: Bucket, within: Range, reduced: Tensor) -> None:
+    def finish(self, bucket: Bucket, within: Range, reduced: Tensor) -> None:
         if self._converts:
             self._shards.resident_gradient(bucket, within).copy_(reduced)
             self._sent.popleft().release()
 
-    def abandon(self) -> None:
-        """The next step empties the flat tensors."""
+    def reset(self) -> None:
+        """Do nothing: the next step zeroes the flat tensors."""
 
 
 class LeasedGradients:
     """Gradients are copied into leased buffers; reduced slices add up in the gradient shard.
 
     every_micro_batch: whether buckets are reduced in each micro-batch, or gradients accumulate until the last.
-    at_once: whether a gradient is copied and dropped as soon as it has come, or when its buckets are complete.
+    at_once: whether a gradient is copied and freed as soon as it is finished, or when its buckets are complete.
     """
 
     def __init__(
@@ -130,11 +130,14 @@ class LeasedGradients:
         self._every_micro_batch = every_micro_batch
         self._at_once = at_once
         self._open: dict[int, Lease] = {}  # being filled, by bucket
-        self._sent: deque[Lease] = deque()  # being reduced, oldest first: the next micro-batch may fill its bucket anew
+        self._sent: deque[Lease] = deque()  # being reduced, oldest first: the next micro-batch may fill a bucket anew
         self._has_sum: set[int] = set()  # buckets whose shard already holds earlier micro-batches
         self._written: dict[int, set[str]] = {}  # parameters whose gradient is in the buffer already, by bucket
-        self._last_buckets = {name: found[0].index for name, found in buckets_by_parameter(shards.layout).items()}
-        self._places = self._parameters_within_buckets() if every_micro_batch and at_once else {}
+        buckets_of = shards.layout.buckets_of
+        self._last_buckets = {name: buckets[0].index for name, buckets in buckets_of.items()}
+        # A layer writes into the one bucket that its parameter lies in; a gradient that spans buckets is copied.
+        in_one = {name: buckets[0] for name, buckets in buckets_of.items() if len(buckets) == 1}
+        self._bucket_of_slot = in_one if every_micro_batch and at_once else {}
 
     def begin_step(self) -> None:
         self._has_sum.clear()
@@ -142,47 +145,42 @@ class LeasedGradients:
     def is_due(self, *, last_micro_batch: bool) -> bool:
         return self._every_micro_batch or last_micro_batch
 
-    def place(self, name: str) -> Taken | None:
-        if name not in self._places:
+    def gradient_slot(self, name: str) -> GradientSlot | None:
+        if name not in self._bucket_of_slot:
             return None
-        bucket, fragment = self._places[name]
+        bucket = self._bucket_of_slot[name]
         written = self._written.setdefault(bucket.index, set())
         is_first = name not in written
         written.add(name)
-        start = fragment.section_start - bucket.start
-        memory = self._buffer(bucket)[start : start + fragment.numel]
-        return Taken(memory.view(self._parameters[name].shape), is_first)
+        within = bucket.fragments[name].within
+        memory = self._buffer(bucket)[within.start - bucket.start : within.stop - bucket.start]
+        return GradientSlot(memory.view(self._parameters[name].shape), is_first)
 
     def deposit(self, bucket: Bucket, name: str) -> None:
         if not self._at_once:
             return
         if name not in self._written.get(bucket.index, ()):
-            self._fill(bucket, {name})
+            self._fill(bucket, (name,))
             return
-        gradient, taken = self._parameters[name].grad, self.place(name)
-        if gradient is not None and taken is not None:  # autograd has found something beside what the layer has written
-            add_to(taken.tensor, gradient, is_first=False)
+        gradient, slot = self._parameters[name].grad, self.gradient_slot(name)
+        if gradient is not None and slot is not None:  # autograd's part, of a use beside the layer's
+            add_to(slot.tensor, gradient, is_first=False)
 
-    def drop(self, name: str) -> None:
+    def free(self, name: str) -> None:
         if self._at_once:
             self._parameters[name].grad = None
 
     def close(self, bucket: Bucket, missing: set[str]) -> Tensor:
-        section = self._shards.layout.sections[bucket.section]
-        members = {fragment.spec.name for fragment in section.fragments(bucket.range)}
+        self._fill(bucket, missing if self._at_once else bucket.fragments)
         if not self._at_once:
-            self._fill(bucket, members - missing)
-        if missing:
-            self._fill(bucket, missing)
-        if not self._at_once:
-            for name in members:
+            for name in bucket.fragments:
                 if self._last_buckets[name] == bucket.index:  # buckets are closed from the last to the first
                     self._parameters[name].grad = None
         self._written.pop(bucket.index, None)
         self._sent.append(self._open.pop(bucket.index))
         return self._sent[-1].tensor
 
-    def settle(self, bucket: Bucket, within: Range, reduced: Tensor) -> None:
+    def finish(self, bucket: Bucket, within: Range, reduced: Tensor) -> None:
         target = self._shards.reduced_gradient(bucket, within)
         if bucket.index in self._has_sum:
             target.add_(reduced)
@@ -191,32 +189,20 @@ class LeasedGradients:
             self._has_sum.add(bucket.index)
         self._sent.popleft().release()
 
-    def abandon(self) -> None:
+    def reset(self) -> None:
         self._written.clear()
         while self._open:
             self._open.popitem()[1].release()
         for name in self._last_buckets:
             self._parameters[name].grad = None
 
-    def _parameters_within_buckets(self) -> dict[str, tuple[Bucket, Fragment]]:
-        """Where the gradient of every parameter goes that lies in one bucket and has elements."""
-        found = {}
-        for bucket in self._shards.layout.trainable_buckets:
-            for fragment in self._shards.layout.sections[bucket.section].fragments(bucket.range):
-                if fragment.numel == self._parameters[fragment.spec.name].numel():
-                    found[fragment.spec.name] = (bucket, fragment)
-        return found
-
-    def _fill(self, bucket: Bucket, names: set[str]) -> None:
+    def _fill(self, bucket: Bucket, names: Iterable[str]) -> None:
         """Copy parameters' gradients into the bucket, zeros for those that got none."""
         whole = self._buffer(bucket)
-        section = self._shards.layout.sections[bucket.section]
-        for fragment in section.fragments(bucket.range):
-            if fragment.spec.name not in names:
-                continue
-            start = fragment.section_start - bucket.start
-            target = whole[start : start + fragment.numel]
-            gradient = self._parameters[fragment.spec.name].grad
+        for name in names:
+            fragment = bucket.fragments[name]
+            target = whole[fragment.within.start - bucket.start : fragment.within.stop - bucket.start]
+            gradient = self._parameters[name].grad
             if gradient is None:
                 target.zero_()
             else:
@@ -239,20 +225,3 @@ def make_store(
         return ResidentGradients(shards, buffers, parameters)
     every = lifetime is Lifetime.LEASED
     return LeasedGradients(shards, buffers, parameters, every_micro_batch=every, at_once=contiguous)
-
-
-def parameters_by_bucket(layout: FlatLayout) -> dict[int, list[str]]:
-    """{bucket index: names of the parameters that overlap it}."""
-    return {
-        bucket.index: [f.spec.name for f in layout.sections[bucket.section].fragments(bucket.range)]
-        for bucket in layout.trainable_buckets
-    }
-
-
-def buckets_by_parameter(layout: FlatLayout) -> dict[str, list[Bucket]]:
-    """{parameter: the buckets it overlaps, in order}."""
-    found: dict[str, list[Bucket]] = {}
-    for bucket in layout.trainable_buckets:
-        for fragment in layout.sections[bucket.section].fragments(bucket.range):
-            found.setdefault(fragment.spec.name, []).append(bucket)
-    return found

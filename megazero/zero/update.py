@@ -1,4 +1,4 @@
-"""From reduced gradients to new parameters: norms, the inner optimizer on what this rank owns, publishing."""
+"""The update: norms of reduced gradients, the inner optimizer on what this rank owns, and publishing."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -6,10 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megazero.comm.interface import Scratch
+from megazero.memory.lease import Scratch
 from megazero.optim.grad_norm import first_overflow, fragment_norms, sum_dtype
 from megazero.optim.inner import NOT_UPDATED, InnerOptimizer, Run, StepInputs, advance
-from megazero.zero.layout import Bucket, Fragment, Range
+from megazero.zero.layout import Bucket, Range
 from megazero.zero.publish import ParameterPublisher
 from megazero.zero.shards import Shards
 
@@ -42,7 +42,7 @@ class Piece(NamedTuple):
 
 
 class ShardUpdate:
-    """Works on the ranges this rank owns, bucket by bucket in forward order."""
+    """Updates the ranges that this rank owns, bucket by bucket in forward order."""
 
     def __init__(
         self,
@@ -71,30 +71,31 @@ class ShardUpdate:
         )
         device = shards.optimizer_step.device
         index_of = {name: index for index, name in enumerate(self.parameter_names)}
-        indices = [index_of[fragment.spec.name] for _, fragment in self._partition_fragments()]
+        partition = [
+            (bucket, fragment) for bucket in self._buckets for fragment in bucket.fragments_in(shards.partition(bucket))
+        ]
+        indices = [index_of[fragment.spec.name] for _, fragment in partition]
         self._fragment_parameters = torch.tensor(indices, dtype=torch.int32, device=device)
         slots = [slot for section in shards.layout.sections for slot in section.slots]
         left_out = {slot.spec.name for slot in slots if slot.group == NOT_UPDATED}
         counted = [
             fragment.spec.is_counted_on(self._coordinates) and fragment.spec.name not in left_out
-            for _, fragment in self._partition_fragments()
+            for _, fragment in partition
         ]
         self._counted = torch.tensor(counted, dtype=torch.float64, device=device)
+        self._partition_gradients = [shards.reduced_gradient(bucket, fragment.within) for bucket, fragment in partition]
 
     @property
     def largest_buffer_bytes(self) -> int:
-        """What a buffer must hold: the gradients of one update, and of one fragment as its norm is summed."""
+        """Bytes that fit the gradients of one update, and one fragment's in the dtype of its norm's sum."""
         runs = (owned.within.numel * owned.run.master.element_size() for owned in self.runs)
         gradient = sum_dtype(self._shards.plan.gradient.dtype)
-        fragments = (fragment.numel * gradient.itemsize for _, fragment in self._partition_fragments())
+        fragments = (part.numel() * gradient.itemsize for part in self._partition_gradients)
         return max((*runs, *fragments), default=0)
 
     def local_norms(self, buffers: Scratch) -> LocalNorms:
         """Norms over this rank's partitions; the same fragments in every stage, so that stages agree to the bit."""
-        gradients = [
-            self._shards.reduced_gradient(bucket, fragment.within) for bucket, fragment in self._partition_fragments()
-        ]
-        norms = fragment_norms(gradients, self._counted.device, buffers)
+        norms = fragment_norms(self._partition_gradients, self._counted.device, buffers)
         # A replicated fragment is not multiplied by zero but left out: 0 * inf would be nan.  What overflows here
         # alone, in a copy that another rank counts, is an overflow all the same.
         square = torch.where(self._counted > 0, norms.square(), 0.0).sum()
@@ -114,16 +115,17 @@ class ShardUpdate:
     def pieces(self, name: str, kind: str) -> Iterator[Piece]:
         """What this rank owns of a trainable parameter: its "master", "gradient", or what the optimizer calls `kind`.
 
-        Pieces come in order; none where the optimizer keeps no such state (yet).
+        Pieces come in order; there are none where the optimizer has no such state (yet).
         """
         for index, (bucket, within, run) in enumerate(self.runs):
-            section = self._shards.layout.sections[bucket.section]
-            for fragment in section.fragments_of(name, within):
-                kept = {"master": run.master, "gradient": run.gradient}
-                found = kept[kind] if kind in kept else self._optimizer.state(index, run).get(kind)
-                if found is not None:
-                    offset = fragment.section_start - within.start
-                    yield Piece(fragment.start, fragment.stop, found[offset : offset + fragment.numel])
+            fragment = bucket.fragment_of(name, within)
+            if fragment is None:
+                continue
+            ours = {"master": run.master, "gradient": run.gradient}
+            found = ours[kind] if kind in ours else self._optimizer.state(index, run).get(kind)
+            if found is not None:
+                offset = fragment.within.start - within.start
+                yield Piece(fragment.start, fragment.stop, found[offset : offset + fragment.numel])
 
     def publish_all(self) -> None:
         """Publish every bucket, after state has been loaded into the owned ranges."""
@@ -139,9 +141,3 @@ class ShardUpdate:
                 moments = {kind: shards.moment(kind, bucket, within) for kind in shards.moment_kinds}
                 master, gradient = shards.master(bucket, within), shards.reduced_gradient(bucket, within)
                 yield OwnedRun(bucket, within, Run(master, gradient, moments, group))
-
-    def _partition_fragments(self) -> Iterator[tuple[Bucket, Fragment]]:
-        for bucket in self._buckets:
-            section = self._shards.layout.sections[bucket.section]
-            for fragment in section.fragments(self._shards.partition(bucket)):
-                yield bucket, fragment

@@ -2,7 +2,7 @@
 
 A *use* is a unit being needed: its module's forward, a parameter read outside its module, its backward.  A *pass* is a
 forward and its backward (or a forward without one).  The record tells which unit to gather ahead of its use, and how
-far away a unit's next use is, which decides whether it is worth keeping.
+far away a unit's next use is, which decides whether the unit is retained.
 
     recorded   embed  b0  b1  head  head  b1  b0
     now                   ^
@@ -17,12 +17,12 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from itertools import accumulate, islice
 
-# Uses of a pass that are remembered.  More than any pass has are forwards whose backwards never come.
+# Uses of a pass that are recorded.  Only forwards whose backwards never come have more.
 _MOST_USES = 100_000
 
 
 class UseOrder:
-    """The record of one kind of pass; `numel` are the elements that gathering each unit brings."""
+    """The record of one kind of pass; `numel`: elements of each unit."""
 
     def __init__(self, numel: Mapping[str, int]) -> None:
         self._numel = numel
@@ -30,13 +30,8 @@ class UseOrder:
         self._follows = True
         self._set_record([])
 
-    @property
-    def follows(self) -> bool:
-        """Whether this pass has kept to the record so far."""
-        return self._follows
-
     def use(self, unit: str) -> None:
-        """The unit is needed now."""
+        """Record that the unit is used now."""
         place = len(self._now)
         self._follows = self._follows and place < len(self._recorded) and self._recorded[place] == unit
         self._now.append(unit)
@@ -44,31 +39,31 @@ class UseOrder:
             self._now, self._follows = [], False
 
     def upcoming(self) -> Iterator[str]:
-        """Units by their next uses, in order, as far as the record tells; a unit may come several times."""
+        """Units by their next uses, in order, as far as they are recorded; a unit may come several times."""
         return islice(self._recorded, len(self._now) if self._follows else len(self._recorded), None)
 
     def distance(self, unit: str) -> int | None:
         """Elements of other units used before this one's next use; None when it is not known to be used again."""
-        places = self._places.get(unit, [])
+        places = self._bucket_of_slot.get(unit, [])
         nearest = bisect_left(places, len(self._now))
         if not self._follows or nearest == len(places):
             return None
         return self._elements_before[places[nearest]] - self._elements_before[len(self._now)]
 
     def end_pass(self) -> None:
-        """What was used now is the record of the next pass."""
+        """Make the uses of this pass the record of the next."""
         if self._now and not (self._follows and len(self._now) == len(self._recorded)):
             self._set_record(self._now)
-        self.abandon_pass()
+        self.reset_pass()
 
-    def abandon_pass(self) -> None:
-        """Forget what was used now: the record stays."""
+    def reset_pass(self) -> None:
+        """Forget the uses of this pass: the record stays."""
         self._now = []
         self._follows = True
 
     def _set_record(self, order: list[str]) -> None:
         self._recorded = order
         self._elements_before = list(accumulate((self._numel[unit] for unit in order), initial=0))
-        self._places: dict[str, list[int]] = {}
+        self._bucket_of_slot: dict[str, list[int]] = {}
         for place, unit in enumerate(order):
-            self._places.setdefault(unit, []).append(place)
+            self._bucket_of_slot.setdefault(unit, []).append(place)

@@ -104,13 +104,13 @@ def test_an_arena_has_room_for_so_many_of_the_first_one() -> None:
     assert places.arena is None and places.describe() == ()
     kept = [places.put(source(5)) for _ in range(3)]  # 20 bytes each, in units of 64
     assert places.arena is not None and places.arena.statistics.capacity_bytes == 3 * 64
-    assert all(places.arena.holds(place.tensor()) for place in kept) and places.num_outside == 0
+    assert all(places.arena.contains(place.tensor()) for place in kept) and places.num_outside == 0
     more = places.put(source(5))
-    assert not places.arena.holds(more.tensor()) and places.num_outside == 1
+    assert not places.arena.contains(more.tensor()) and places.num_outside == 1
     assert "1 checkpoints outside" in places.describe()[0]
     kept[1].release()
-    assert places.arena.holds(places.put(source(16)).tensor()) and places.num_outside == 1
-    assert not places.arena.holds(places.put(source(17)).tensor()) and places.num_outside == 2
+    assert places.arena.contains(places.put(source(16)).tensor()) and places.num_outside == 1
+    assert not places.arena.contains(places.put(source(17)).tensor()) and places.num_outside == 2
 
 
 def test_an_arena_of_an_unknown_number_is_as_large_as_the_first_pass() -> None:
@@ -122,7 +122,7 @@ def test_an_arena_of_an_unknown_number_is_as_large_as_the_first_pass() -> None:
     assert places.arena is not None and places.arena.statistics.capacity_bytes == 256
     made = places.arena
     second = [places.put(source(numel)) for numel in (5, 40, 1)]
-    assert [made.holds(place.tensor()) for place in second] == [True, True, False] and places.num_outside == 1
+    assert [made.contains(place.tensor()) for place in second] == [True, True, False] and places.num_outside == 1
     places.begin_pass()
     assert places.arena is made
     for place in (*first, *second):
@@ -174,7 +174,7 @@ def test_on_the_host_rooms_are_there_from_fetch_to_read() -> None:
         place.fetch()
         place.fetch()
         assert rooms.arena is not None and rooms.arena.statistics.live_bytes == 64
-        assert rooms.arena.holds(place.tensor())
+        assert rooms.arena.contains(place.tensor())
         place.read()
         assert rooms.arena.statistics.live_bytes == 0
     kept[0].fetch()

@@ -4,11 +4,10 @@ import inspect
 
 import pytest
 
-from megazero.comm.interface import Communicator, Done, Scratch
+from megazero.comm.interface import Communicator, Done
 from megazero.comm.local import LocalCommunicator
 from megazero.comm.metered import MeteredCommunicator
 from megazero.comm.process_group import ProcessGroupCommunicator
-from megazero.memory.fused_buffers import FusedBuffers
 
 CALLS = {name: inspect.signature(call) for name, call in inspect.getmembers(Communicator, inspect.isfunction)}
 METHODS = (
@@ -25,11 +24,6 @@ def test_the_interface_has_these_methods() -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_every_communicator_takes_the_same_arguments(kind: type, name: str) -> None:
     assert inspect.signature(getattr(kind, name)) == CALLS[name]
-
-
-def test_the_pool_lends_as_scratch_memory_is_asked_for() -> None:
-    ours, theirs = inspect.signature(FusedBuffers.lease), inspect.signature(Scratch.lease)
-    assert ours.parameters.keys() == theirs.parameters.keys()
 
 
 def test_what_is_done_needs_no_waiting() -> None:

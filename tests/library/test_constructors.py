@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from megazero.library.constructors import CallsOfConstructors, in_the_making, innermost, is_running
-from megazero.zero.guard import give_handle, guard, take_handle
+from megazero.zero.guard import attach_handle, detach_handle, guard
 
 
 class Telling(nn.Module):
@@ -55,7 +55,7 @@ class Diary:
 
     def guarded(self, name: str) -> nn.Parameter:
         self.parameters[name] = parameter = nn.Parameter(torch.ones(2))
-        give_handle(parameter, name, self)  # type: ignore[arg-type]
+        attach_handle(parameter, name, self)  # type: ignore[arg-type]
         guard(parameter)
         return parameter
 
@@ -92,7 +92,7 @@ def test_a_parameter_made_of_a_guarded_one() -> None:
     with CallsOfConstructors(diary):
         other = nn.Parameter(parameter, requires_grad=False)
     assert type(other) is nn.Parameter and not other.requires_grad and other.data_ptr() == parameter.data_ptr()
-    take_handle(parameter)
+    detach_handle(parameter)
 
 
 def test_the_innermost_keeper() -> None:

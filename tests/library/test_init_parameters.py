@@ -10,7 +10,7 @@ from torch import nn
 from megazero.comm.local import LocalCommunicator
 from megazero.library import init_parameters as kept_module
 from megazero.library.init_parameters import Kept, address, has_alias
-from megazero.zero.guard import Owner, PartitionedParameter, give_handle
+from megazero.zero.guard import Owner, PartitionedParameter, attach_handle
 
 CPU = torch.device("cpu")
 
@@ -32,7 +32,7 @@ def through_slices(rank: int, source: int, gathered_numel: int) -> list[tuple[in
             for shape in SHAPES:
                 parameter = parameter_of(rank, shape, dtype)
                 kept = Kept("p", parameter, communicator, CPU)
-                give_handle(parameter, "p", _Nobody())
+                attach_handle(parameter, "p", _Nobody())
                 kept.take(source)
                 kept.empty()
                 assert isinstance(parameter, PartitionedParameter) and parameter.shape == shape
@@ -54,7 +54,7 @@ def test_what_is_kept_comes_back(source: int, gathered_numel: int) -> None:
 
 
 def alone(parameter: nn.Parameter) -> Kept:
-    give_handle(parameter, "p", _Nobody())
+    attach_handle(parameter, "p", _Nobody())
     return Kept("p", parameter, LocalCommunicator(), CPU)
 
 

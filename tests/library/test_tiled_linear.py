@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megazero.errors import ConfigError
 from megazero.library.access import safe_get_full_grad
 from megazero.library.tiled_linear import TiledLinear
-from megazero.zero.guard import give_handle, guard, unguard
+from megazero.zero.guard import attach_handle, guard, unguard
 
 IN, OUT = 13, 11
 
@@ -189,7 +189,7 @@ class Keeper:
         self.rank = rank
         self.held = self.most_held = 0
         for name, parameter in self.parameters.items():
-            give_handle(parameter, name, self)
+            attach_handle(parameter, name, self)
             self.take(name)
 
     def take(self, name: str) -> None:
@@ -199,14 +199,14 @@ class Keeper:
     def touched(self, name: str, call: str) -> None:
         raise AssertionError(f"{name} was touched by {call}")
 
-    def hold(self, names: Iterable[str], why: str) -> None:
+    def gather(self, names: Iterable[str], why: str) -> None:
         for name in names:
             unguard(self.parameters[name])
             self.parameters[name].data.copy_(self.values[name])
             self.held += self.values[name].numel()
         self.most_held = max(self.most_held, self.held)
 
-    def hand_back(self, names: Iterable[str], *, modifier_rank: int | None) -> None:
+    def release(self, names: Iterable[str], *, modifier_rank: int | None) -> None:
         for name in names:
             if modifier_rank == self.rank:
                 self.values[name].copy_(self.parameters[name].detach())

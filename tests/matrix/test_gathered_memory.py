@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from support.configs import make_run
+from support.flat_layout import padded_numel
 from support.processes import mesh_in_worker, run_ranks
 from support.training import SETTINGS
 from torch import Tensor
@@ -67,7 +68,7 @@ def third_step(rank: int, num_layers: int, changes: dict[str, Any]) -> Seen:
         watched_peak=watch.peak // 4,
         largest_unit=max(units.values()),
         word=units["embedding.word"],
-        padded=core.engine.layout.padded_numel(trainable=True),
+        padded=padded_numel(core.engine.layout, trainable=True),
         gathered=sent["all_gather"] // 4 * RANKS // (RANKS - 1),
         reduced=sent["reduce_scatter"] // 4 * RANKS // (RANKS - 1),
         left=left,

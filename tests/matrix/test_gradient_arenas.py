@@ -59,7 +59,7 @@ class Recording:
 
     def _note(self, tensor: Tensor) -> None:
         arenas = {"kept": self._kept, "buckets": self._reducer.bucket_arena}
-        places = [name for name, arena in arenas.items() if arena is not None and arena.holds(tensor)]
+        places = [name for name, arena in arenas.items() if arena is not None and arena.contains(tensor)]
         self.sent.append("".join(places))
 
 
@@ -96,7 +96,7 @@ def two_steps(rank: int, tp: int, dp: int, settings: dict[str, Any], pool_only: 
     shards = engine._shards
     views = [shards.reduced_gradient(bucket, shards.owned(bucket)) for bucket in engine.layout.trainable_buckets]
     views += [parameter.grad for parameter in core.model.parameters() if parameter.grad is not None]
-    kept = {shards.gradient_arena is not None and shards.gradient_arena.holds(view) for view in views}
+    kept = {shards.gradient_arena is not None and shards.gradient_arena.contains(view) for view in views}
     arenas = {
         name: (seen.capacity_bytes, seen.high_water_bytes, seen.failed_requests)
         for name, seen in engine.gradient_arenas.items()

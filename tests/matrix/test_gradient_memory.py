@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.configs import make_run
+from support.flat_layout import padded_numel
 from support.gradient_meter import GradientMeter
 from support.processes import mesh_in_worker, run_ranks
 from support.training import SETTINGS
@@ -42,7 +43,7 @@ def peak_of_a_step(rank: int, num_layers: int, stage: int, untied: bool = False)
         "persistent": core.engine.model_state_bytes().gradients,
         "buffers": buffers.total_bytes + slots,
         "buffer": 4 * core.engine.layout.max_bucket_numel,
-        "owned": 4 * core.engine.layout.padded_numel(trainable=True) // 2,
+        "owned": 4 * padded_numel(core.engine.layout, trainable=True) // 2,
     }
 
 

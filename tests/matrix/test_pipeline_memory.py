@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from support.configs import make_run
+from support.flat_layout import padded_numel
 from support.ledgered import BATCH, SEQUENCE, SETTINGS, VOCABULARY
 from support.processes import mesh_in_worker, run_ranks
 
@@ -56,7 +57,7 @@ def step_on_rank(rank: int, dp: int, num_micro_batches: int, changes: dict[str, 
         peaks={str(category): nbytes for category, nbytes in step.peaks.items()},
         peak_bytes=step.peak_bytes,
         left=dict(zip(CATEGORIES, map(int, step.timeline.live[-1]), strict=True)),
-        owned_gradients=4 * layout.padded_numel(trainable=True) // dp,
+        owned_gradients=4 * padded_numel(layout, trainable=True) // dp,
         largest_bucket=4 * layout.max_bucket_numel,
     )
 

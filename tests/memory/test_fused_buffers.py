@@ -87,7 +87,7 @@ def test_resize_makes_new_buffers_and_waits_for_none_to_be_out() -> None:
 def test_more_than_a_buffer_holds_is_refused() -> None:
     pool = FusedBuffers(16, CPU)
     pool.lease(8, torch.float16).release()
-    with pytest.raises(AssertionError, match="18 bytes asked of buffers of 16"):
+    with pytest.raises(AssertionError, match="18 bytes leased from buffers of 16"):
         pool.lease(9, torch.float16)
     assert pool.num_buffers == 1
 

@@ -101,7 +101,7 @@ def test_after_letting_go_another_load_brings_it_again() -> None:
         stored.sent()
         mine = stored.load()
         mine += 1
-        stored.let_go()
+        stored.release_copy()
         assert sum(ledger.live_bytes().values()) == 12  # mine
         del mine
         assert sum(ledger.live_bytes().values()) == 0
@@ -120,7 +120,7 @@ def test_the_way_back_may_lead_into_memory_that_is_given() -> None:
     assert back.tolist() == [[0, 1, 2], [3, 4, 5]]
     assert arena.tolist() == [0, 0, 0, 1, 2, 3, 4, 5, 0, 0]
     assert back.untyped_storage().data_ptr() == arena.untyped_storage().data_ptr()
-    stored.let_go()
+    stored.release_copy()
     with pytest.raises(AssertionError, match="24 bytes don't come back into 48"):
         stored.prefetch(torch.zeros(6, dtype=torch.float64))
 

@@ -16,8 +16,9 @@ from megazero.config.engine_sections import PrecisionConfig, ZeroConfig
 from megazero.library.module_units import choose_units
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.optim.inner import AdamWSettings, FusedAdamW, StepInputs
+from megazero.parallel.param_spec import Unit
 from megazero.parallel.topology import Topology
-from megazero.zero.engine import Engine, EngineSettings, ModelUnit
+from megazero.zero.engine import Engine, EngineSettings
 from megazero.zero.gathered import GatheredParameters
 from megazero.zero.plan import resolve
 
@@ -106,16 +107,14 @@ def make_engine(rank: int, options: Options) -> tuple[Awkward, Engine, FusedBuff
     return model, engine, buffers
 
 
-def units_of(model: nn.Module, *, split: bool) -> list[ModelUnit]:
+def units_of(model: nn.Module, *, split: bool) -> list[Unit]:
     """One unit a child module (parameters of the module itself first), or all in one."""
     names = [name for name, _ in model.named_parameters()]
     if not split:
-        return [ModelUnit("all", tuple(names), (model,))]
+        return [Unit("all", tuple(names), (model,))]
     heads = dict.fromkeys(name.rpartition(".")[0] for name in names)
     return [
-        ModelUnit(
-            head or "root", tuple(name for name in names if name.rpartition(".")[0] == head), (_module(model, head),)
-        )
+        Unit(head or "root", tuple(name for name in names if name.rpartition(".")[0] == head), (_module(model, head),))
         for head in heads
     ]
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from support.configs import make_run
+from support.flat_layout import padded_numel
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -58,7 +59,7 @@ def main(rank: int, dp: int, tp: int, stage: int, pp: int = 1, settings: dict[st
     print(
         json.dumps(
             {
-                "padded": core.engine.layout.padded_numel(trainable=True),
+                "padded": padded_numel(core.engine.layout, trainable=True),
                 "states": asdict(core.engine.model_state_bytes()),
                 "comm_bytes": mesh.meter.bytes_by_axis(),
                 "num_buffers": buffers.num_buffers,

@@ -25,7 +25,7 @@ from megazero.parallel.param_spec import named_specs
 from megazero.tensor_parallel.layers import TensorParallel
 from megazero.tensor_parallel.onednn import fastest_products
 from megazero.tensor_parallel.random import RandomRegions
-from megazero.zero.engine import Engine, EngineSettings, ModelUnit
+from megazero.zero.engine import Engine, EngineSettings
 from megazero.zero.plan import DTYPES, resolve
 
 MICRO_BATCH = 3  # times 8 positions: activations have another shape than any weight
@@ -93,10 +93,9 @@ def placed(rank: int, config: RunConfig, *, dp: int = 1, accumulation: int = 1, 
     put_logical(model, first_weights(config))
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
-    units = [ModelUnit(unit.name, tuple(unit.parameters), unit.consumers, unit.part) for unit in model.units()]
     settings = EngineSettings(config.zero, FusedAdamW(AdamWSettings(0.9, 0.95, 1e-8, 0.1)))
     plan, buffers = resolve(config.zero, config.precision), FusedBuffers(0, CPU)
-    engine = Engine(model, units, plan, mesh=mesh, buffers=buffers, settings=settings)
+    engine = Engine(model, model.units(), plan, mesh=mesh, buffers=buffers, settings=settings)
     buffers.resize(engine.largest_buffer_bytes)
     return Placed(model, engine, rank, dp, accumulation)
 

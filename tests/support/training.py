@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from support.configs import make_run
+from support.flat_layout import padded_numel
 from support.models import box_index, build_gpt, context
 from support.processes import mesh_in_worker, run_ranks
 from support.reference import Batch, History, Recipe, scheduled_rate, train
@@ -154,7 +155,7 @@ def train_on_rank(rank: int, cell: Cell, prefix: str) -> Outcome:
     core.engine.close()
     saved = [box for fragment in core.engine.owned_state() for box in boxes(fragment)]
     states = asdict(core.engine.model_state_bytes())
-    layout = (core.engine.layout.padded_numel(trainable=True), core.engine.layout.used_numel(trainable=True))
+    layout = (padded_numel(core.engine.layout, trainable=True), core.engine.layout.used_numel(trainable=True))
     unit_numel = {section.unit: section.numel for section in core.engine.layout.sections}
     gathered = core.engine.gathered_numel
     persistent = sum(section.numel for section in core.engine.layout.sections if not section.partitioned)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megazero.tensor_parallel.deferred import DeferredGradients
-from megazero.zero.guard import PartitionedParameter, give_handle, guard
+from megazero.zero.guard import PartitionedParameter, attach_handle, guard
 
 Use = Callable[[nn.Parameter], Tensor]
 
@@ -162,7 +162,7 @@ def test_a_parameter_without_values_can_be_given_a_gradient() -> None:
     fired: list[Tensor] = []
     parameter.register_post_accumulate_grad_hook(lambda found: fired.append(found.grad))
     parameter.untyped_storage().resize_(0)
-    give_handle(parameter, "weight", Refuses())  # type: ignore[arg-type]
+    attach_handle(parameter, "weight", Refuses())  # type: ignore[arg-type]
     guard(parameter)
     deferred.take().give()
     assert type(parameter) is PartitionedParameter and len(fired) == 1

@@ -217,24 +217,24 @@ def test_what_was_used_longest_ago_makes_room() -> None:
 
 def test_what_is_kept_is_gathered_once_in_several_passes() -> None:
     diary = Diary(prefetch_bucket_size=0)
-    diary.engine.keep(0)
+    diary.engine.retain_part(0)
     assert diary.step() == "+0 f0 +1 f1 +2 f2 b2 b1 b0"
     assert diary.step() == "f0 f1 f2 b2 b1 b0"
     assert diary.evaluate() == "f0 f1 f2"
     diary.events.clear()
-    diary.engine.let_go(0)
+    diary.engine.release_part(0)
     assert sorted(diary.events) == ["-0", "-1", "-2"] and diary.states() == "ppp"
     assert diary.step() == "+0 f0 -0 +1 f1 -1 +2 f2 b2 -2 b1 +1 -1 b0 +0 -0", "as without it"
 
 
 def test_what_is_kept_stays_within_the_limit() -> None:
     diary = Diary(4, prefetch_bucket_size=0, max_live_parameters=2 * NUMEL)
-    diary.engine.keep(0)
+    diary.engine.retain_part(0)
     for _ in range(3):
         diary.step()
     live, peak = diary.engine.gathered_numel
     assert live <= peak == 2 * NUMEL
-    diary.engine.let_go(0)
+    diary.engine.release_part(0)
     assert diary.engine.gathered_numel[0] == 0
 
 
@@ -242,7 +242,7 @@ def test_what_is_kept_stays_within_the_limit() -> None:
 def test_nothing_is_kept_that_only_its_use_let_past_the_limit(limit: int) -> None:
     """A layer larger than the limit is gathered all the same, and goes with its use, in forwards and at the end."""
     diary = Diary(prefetch_bucket_size=0, max_live_parameters=limit)
-    diary.engine.keep(0)
+    diary.engine.retain_part(0)
     for _ in range(2):
         assert diary.step() == "+0 f0 -0 +1 f1 -1 +2 f2 -2 b2 +2 -2 b1 +1 -1 b0 +0 -0"
         assert diary.states() == "ppp"
@@ -251,9 +251,9 @@ def test_nothing_is_kept_that_only_its_use_let_past_the_limit(limit: int) -> Non
 
 def test_what_is_kept_goes_when_a_step_is_abandoned() -> None:
     diary = Diary(prefetch_bucket_size=0)
-    diary.engine.keep(0)
+    diary.engine.retain_part(0)
     diary.step()
-    diary.engine.abandon_step()
+    diary.engine.reset_step()
     assert diary.states() == "ppp"
     assert "-0" in diary.step(), "nothing is kept any more"
 
@@ -357,7 +357,7 @@ def test_a_unit_of_several_layers_stays_until_all_of_it_is_done() -> None:
 def test_what_is_held_may_not_change() -> None:
     diary = Diary()
     gather: ParameterGather = diary.gather
-    gather.hold("layers.0", "a test")
+    gather.pin_for_user("layers.0", "a test")
     assert gather.unit_of("layers.0.bias") == "layers.0" and gather.unit_of("nobody") is None
     assert gather.unit_of_memory(diary.model.layers[0].weight) == "layers.0"
     assert gather.unit_of_memory(torch.ones(2)) is None

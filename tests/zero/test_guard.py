@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from megazero.errors import UsageError
-from megazero.zero.guard import PartitionedParameter, give_handle, guard, handle_of, take_handle, unguard
+from megazero.zero.guard import PartitionedParameter, attach_handle, detach_handle, guard, handle_of, unguard
 
 
 class Keeper:
@@ -24,7 +24,7 @@ class Keeper:
 
     def keep(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
         self.parameters[name] = parameter
-        give_handle(parameter, name, self)
+        attach_handle(parameter, name, self)
         guard(parameter)
         return parameter
 
@@ -32,10 +32,10 @@ class Keeper:
         self.touches.append((name, call))
         unguard(self.parameters[name])
 
-    def hold(self, names: Iterable[str], why: str) -> None:
+    def gather(self, names: Iterable[str], why: str) -> None:
         raise AssertionError("nobody asks for it here")
 
-    def hand_back(self, names: Iterable[str], *, modifier_rank: int | None) -> None:
+    def release(self, names: Iterable[str], *, modifier_rank: int | None) -> None:
         raise AssertionError("nobody asks for it here")
 
     def register_external(self, module: nn.Module, name: str) -> None:
@@ -201,9 +201,9 @@ def test_a_parameter_changes_hands() -> None:
 
 def test_taking_the_handle_leaves_no_trace() -> None:
     parameter = Keeper().keep("p", nn.Parameter(torch.ones(2)))
-    take_handle(parameter)
+    detach_handle(parameter)
     assert handle_of(parameter) is None and type(parameter) is nn.Parameter and not vars(parameter)
-    take_handle(parameter)
+    detach_handle(parameter)
     unguard(parameter)
 
 

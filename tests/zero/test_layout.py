@@ -1,12 +1,32 @@
 """The flat layout: arithmetic that every other part trusts."""
 
+import sys
+from types import FrameType
+from typing import Any
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.awkward import alone, engine_around
+from support.flat_layout import padded_numel
+from torch import nn
 
-from megazero.parallel.param_spec import ParamSpec
-from megazero.zero.layout import FlatLayout, LayoutRules, Placed, Range, Unit, build_layout, choose_persistent
+import megazero.zero.layout
+from megazero.optim.inner import StepInputs
+from megazero.parallel.param_spec import ParamSpec, Unit
+from megazero.zero.layout import (
+    FlatLayout,
+    Fragment,
+    LayoutRules,
+    Range,
+    Section,
+    Slot,
+    build_layout,
+    choose_persistent,
+)
 
+layout_file = megazero.zero.layout.__file__
 Shapes = dict[str, tuple[tuple[int, ...], bool, bool]]  # name -> shape, decay, trainable
 
 
@@ -16,8 +36,12 @@ def spec(name: str, shape: tuple[int, ...], *, decay: bool = True, trainable: bo
 
 def layout_of(units: dict[str, list[ParamSpec]], rules: LayoutRules) -> FlatLayout:
     plain = [Unit(name, tuple(spec.name for spec in specs)) for name, specs in units.items()]
-    parameters = [Placed(spec, torch.float32, False, int(spec.decay)) for specs in units.values() for spec in specs]
+    parameters = [Slot(spec, torch.float32, False, int(spec.decay)) for specs in units.values() for spec in specs]
     return build_layout(plain, parameters, rules)
+
+
+def fragments_in(section: Section, within: Range) -> list[Fragment]:
+    return [fragment for bucket in section.buckets for fragment in bucket.fragments_in(within)]
 
 
 def test_a_unit_as_a_drawing() -> None:
@@ -34,12 +58,23 @@ def test_a_unit_as_a_drawing() -> None:
     assert (section.used_numel, section.numel) == (22, 24)
     assert [(bucket.start, bucket.stop) for bucket in section.buckets] == [(0, 12), (12, 24)]
     assert [section.buckets[0].partition(rank) for rank in (0, 1)] == [(0, 6), (6, 12)]
-    assert [(f.spec.name, f.start, f.stop, f.section_start) for f in section.fragments(Range(4, 20))] == [
-        ("b", 4, 5, 4),
-        ("one", 0, 1, 5),
-        ("w", 0, 12, 6),
-        ("v", 0, 2, 18),
+    assert [(f.spec.name, f.start, f.stop, f.within) for f in fragments_in(section, Range(4, 20))] == [
+        ("b", 4, 5, (4, 5)),
+        ("one", 0, 1, (5, 6)),
+        ("w", 0, 6, (6, 12)),
+        ("w", 6, 12, (12, 18)),
+        ("v", 0, 2, (18, 20)),
     ]
+    assert [list(bucket.fragments) for bucket in section.buckets] == [["b", "one", "w"], ["w", "v"]]
+    assert section.buckets[1].fragment_of("w", Range(14, 24)) == (specs[0], 8, 12, (14, 18))
+    assert section.buckets[1].fragment_of("w", Range(18, 24)) is None
+    assert section.buckets[1].fragment_of("b", Range(12, 24)) is None
+    assert {name: [bucket.index for bucket in buckets] for name, buckets in layout.buckets_of.items()} == {
+        "b": [0],
+        "one": [0],
+        "w": [0, 1],
+        "v": [1],
+    }
     assert list(section.group_runs(Range(0, 12))) == [(0, (0, 6)), (1, (6, 12))]
     assert list(section.group_runs(Range(20, 24))) == [(1, (20, 24))]
 
@@ -48,25 +83,25 @@ def test_padding_alone_belongs_to_no_parameter() -> None:
     layout = layout_of({"unit": [spec("one", (1,))]}, LayoutRules(partitions=4, bucket_numel=100, alignment=16))
     section = layout.sections[0]
     assert section.numel == 64
-    assert [list(section.fragments(section.buckets[0].partition(rank))) for rank in (1, 2, 3)] == [[], [], []]
+    assert [fragments_in(section, section.buckets[0].partition(rank)) for rank in (1, 2, 3)] == [[], [], []]
 
 
 def test_frozen_parameters_have_a_section_but_no_reduced_bucket() -> None:
     specs = [spec("w", (8,)), spec("frozen", (8,), trainable=False)]
     layout = layout_of({"unit": specs}, LayoutRules(partitions=1, bucket_numel=8, alignment=1))
     assert [(section.trainable, section.numel) for section in layout.sections] == [(True, 8), (False, 8)]
-    assert [bucket.section for bucket in layout.trainable_buckets] == [0]
-    assert (layout.padded_numel(trainable=True), layout.used_numel(trainable=False)) == (8, 8)
+    assert [bucket.section for bucket in layout.trainable_buckets] == [0] and list(layout.buckets_of) == ["w"]
+    assert (padded_numel(layout, trainable=True), layout.used_numel(trainable=False)) == (8, 8)
 
 
 def test_dtypes_do_not_share_a_section() -> None:
-    parameters = [Placed(spec("a", (3,)), torch.float32, False, 0), Placed(spec("b", (3,)), torch.bfloat16, False, 0)]
+    parameters = [Slot(spec("a", (3,)), torch.float32, False, 0), Slot(spec("b", (3,)), torch.bfloat16, False, 0)]
     layout = build_layout([Unit("unit", ("a", "b"))], parameters, LayoutRules(1, 100))
     assert [section.dtype for section in layout.sections] == [torch.float32, torch.bfloat16]
 
 
 def test_persistent_parameters_have_a_section_of_their_own() -> None:
-    placed = [Placed(spec(name, (3,)), torch.float32, name != "b", 0) for name in "abc"]
+    placed = [Slot(spec(name, (3,)), torch.float32, name != "b", 0) for name in "abc"]
     layout = build_layout([Unit("unit", ("a", "b", "c"))], placed, LayoutRules(1, 100))
     members = [(section.partitioned, [slot.spec.name for slot in section.slots]) for section in layout.sections]
     assert members == [(True, ["a", "c"]), (False, ["b"])]
@@ -82,7 +117,7 @@ def test_small_parameters_persist_as_long_as_they_fit() -> None:
 
 def test_groups_of_an_optimizer_lie_side_by_side() -> None:
     placed = [
-        Placed(spec(name, (2,)), torch.float32, False, group) for name, group in zip("abcd", (2, 0, 2, 1), strict=True)
+        Slot(spec(name, (2,)), torch.float32, False, group) for name, group in zip("abcd", (2, 0, 2, 1), strict=True)
     ]
     (section,) = build_layout([Unit("unit", tuple("abcd"))], placed, LayoutRules(1, 100, 3)).sections
     assert [slot.spec.name for slot in section.slots] == ["b", "d", "a", "c"]
@@ -114,7 +149,7 @@ def test_every_element_has_one_place_and_one_owner(
             assert bucket.numel % rules.quantum == 0
             assert bucket.numel <= max(bucket_numel, rules.quantum)
             for rank in range(partitions):
-                for fragment in section.fragments(bucket.partition(rank)):
+                for fragment in bucket.fragments_in(bucket.partition(rank)):
                     for element in range(fragment.start, fragment.stop):
                         owned[fragment.spec.name][element] += 1
     assert all(count == 1 for counts in owned.values() for count in counts)
@@ -133,7 +168,7 @@ def test_group_runs_tile_a_range_and_agree_with_the_parameters(
         assert len(runs) <= 2
         assert sum(run.numel for _, run in runs) == within.numel
         for decay, run in runs:
-            assert all(fragment.spec.decay == decay for fragment in section.fragments(run))
+            assert all(fragment.spec.decay == decay for fragment in fragments_in(section, run))
 
 
 def test_buckets_are_numbered_through_the_model() -> None:
@@ -141,3 +176,29 @@ def test_buckets_are_numbered_through_the_model() -> None:
     layout = layout_of(units, LayoutRules(2, 16, 8))
     assert [bucket.index for bucket in layout.trainable_buckets] == list(range(12))
     assert layout.max_bucket_numel == 16
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_computes_nothing_of_the_layout_anew(stage: int) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(*(nn.Linear(5, 5, dtype=torch.float64) for _ in range(4)))
+    engine = engine_around(model, alone(), zero_stage=stage, reduce_bucket_size=16)
+    calls: list[str] = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename == layout_file:
+            calls.append(frame.f_code.co_qualname)
+
+    for profile in (None, note):  # in the first step what is computed at its first use may be
+        sys.setprofile(profile)
+        try:
+            engine.begin_step()
+            for is_last in (False, True):
+                engine.backward(model(torch.ones(2, 5, dtype=torch.float64)).sum(), is_last=is_last)
+            engine.finish_reductions()
+            assert engine.local_norms().square > 0
+            engine.update(StepInputs(0.1, torch.ones(()), None))
+        finally:
+            sys.setprofile(None)
+    assert len(engine.layout.trainable_buckets) == 8 and calls == []
+    engine.close()

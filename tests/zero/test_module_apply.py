@@ -15,7 +15,7 @@ from megazero.comm.mesh import Mesh
 from megazero.errors import UsageError
 from megazero.library.zero_init import Init
 from megazero.zero.gathered import GatheredParameters
-from megazero.zero.module_apply import gather_around_apply, leave_apply
+from megazero.zero.module_apply import gather_around_apply, restore_apply
 
 
 def draw(module: nn.Module) -> None:
@@ -146,7 +146,7 @@ def test_an_apply_of_the_class_is_left_alone() -> None:
         gather_around_apply(module)
     model.apply(lambda module: None)
     assert model[0].times == 1 and "apply" not in vars(model[0]) and "apply" in vars(model[1])
-    leave_apply(model[0])
+    restore_apply(model[0])
 
 
 def test_copies_apply_to_themselves() -> None:

@@ -7,7 +7,7 @@ import pytest
 from support.configs import make_run
 
 import megazero
-from megazero.zero.plan import DTYPES, SUPPORTED_STAGES, Lifetime, Placement, ZeroPlan, model_state_bytes, resolve
+from megazero.zero.plan import DTYPES, Lifetime, Placement, ZeroPlan, model_state_bytes, resolve
 
 # (p, g, k): bytes a parameter of working parameter, gradient, and master plus moments.
 SIZES = {
@@ -38,7 +38,7 @@ def test_bytes_follow_the_formulas(precision: str, wide: bool, ranks: int) -> No
 
 def test_paper_table_1() -> None:
     """GB per device of 7.5B parameters at Nd = 64, fp16: none, Pos, Pos+g, Pos+g+p."""
-    gigabytes = [model_state_bytes(plan_of(stage, "fp16"), 7_500_000_000, 64).total / 1e9 for stage in SUPPORTED_STAGES]
+    gigabytes = [model_state_bytes(plan_of(stage, "fp16"), 7_500_000_000, 64).total / 1e9 for stage in range(4)]
     assert [round(value, 2) for value in gigabytes] == [120.0, 31.41, 16.64, 1.88]
 
 
@@ -49,7 +49,7 @@ def test_the_table_itself() -> None:
             *(plan.gradient.placement, plan.gradient.lifetime),
             plan.optimizer.placement,
         )
-        for stage in SUPPORTED_STAGES
+        for stage in range(4)
         for plan in [plan_of(stage)]
     }
     replicated, partitioned = Placement.REPLICATED, Placement.PARTITIONED

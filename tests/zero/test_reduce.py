@@ -10,9 +10,9 @@ from megazero.comm.interface import Work
 from megazero.config.engine_sections import PrecisionConfig, ZeroConfig
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.optim.inner import AdamWSettings, FusedAdamW
-from megazero.parallel.param_spec import ParamSpec
-from megazero.zero.engine import Engine, EngineSettings, ModelUnit
-from megazero.zero.layout import FlatLayout, LayoutRules, Placed, Unit, build_layout
+from megazero.parallel.param_spec import ParamSpec, Unit
+from megazero.zero.engine import Engine, EngineSettings
+from megazero.zero.layout import FlatLayout, LayoutRules, Slot, build_layout
 from megazero.zero.plan import resolve
 from megazero.zero.reduce import most_out_at_once
 
@@ -34,9 +34,7 @@ def stack_engine(rank: int, depth: int, bucket: int, dp: int) -> tuple[Stack, En
     mesh = mesh_in_worker(rank, dp=dp)
     torch.manual_seed(3)
     model = Stack(depth)
-    units = [
-        ModelUnit(f"{i}", (f"layers.{i}.weight", f"layers.{i}.bias"), (layer,)) for i, layer in enumerate(model.layers)
-    ]
+    units = [Unit(f"{i}", (f"layers.{i}.weight", f"layers.{i}.bias"), (layer,)) for i, layer in enumerate(model.layers)]
     zero = ZeroConfig(zero_stage=2, reduce_bucket_size=bucket)
     plan = resolve(zero, PrecisionConfig())
     buffers = FusedBuffers(0, mesh.device)
@@ -77,7 +75,7 @@ def layout_of(units: list[list[int]], bucket: int) -> FlatLayout:
         for group, numels in zip(names, units, strict=True)
         for name, numel in zip(group, numels, strict=True)
     }
-    placed = [Placed(spec, torch.float32, False, 0) for spec in specs.values()]
+    placed = [Slot(spec, torch.float32, False, 0) for spec in specs.values()]
     return build_layout([Unit(str(i), tuple(group)) for i, group in enumerate(names)], placed, LayoutRules(1, bucket))
 
 

@@ -6,15 +6,16 @@ from functools import partial
 import pytest
 import torch
 from support.awkward import Options, make_engine, make_model
+from support.flat_layout import padded_numel
 from support.processes import run_ranks
 from torch import nn
 
 from megazero.config.engine_sections import PrecisionConfig, ZeroConfig
 from megazero.memory.ledger import Ledger
-from megazero.parallel.param_spec import spec_of
-from megazero.zero.layout import Bucket, LayoutRules, Placed, Range, Unit, build_layout
+from megazero.parallel.param_spec import Unit, spec_of
+from megazero.zero.layout import Bucket, LayoutRules, Range, Slot, build_layout
 from megazero.zero.plan import Placement, resolve
-from megazero.zero.shards import Contents, Shards
+from megazero.zero.shards import Shards
 
 
 def make_shards(
@@ -28,11 +29,11 @@ def make_shards(
     parameters = dict(model.named_parameters())
     partitioned = plan.parameter.placement is Placement.PARTITIONED
     placed = [
-        Placed(spec, parameter.dtype, partitioned, int(spec.decay))
+        Slot(spec, parameter.dtype, partitioned, int(spec.decay))
         for spec, parameter in ((spec_of(name, parameter), parameter) for name, parameter in parameters.items())
     ]
     layout = build_layout([Unit("all", tuple(parameters))], placed, LayoutRules(ranks, 64, 2))
-    return model, Shards(plan, layout, rank, contents=Contents(parameters, gradients_in_arena=arena))
+    return model, Shards(plan, layout, rank, parameters, gradients_in_arena=arena)
 
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
@@ -110,7 +111,7 @@ def test_kept_gradients_fill_one_arena(stage: int, precision: str) -> None:
     views = [shards.reduced_gradient(bucket, shards.owned(bucket)) for bucket in shards.layout.trainable_buckets]
     views += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     assert len(views) > len(shards.layout.trainable_buckets) if stage < 2 else views
-    assert all(arena.holds(view) and not view.any() for view in views)
+    assert all(arena.contains(view) and not view.any() for view in views)
 
 
 @pytest.mark.parametrize("stage", [0, 2])
@@ -118,19 +119,19 @@ def test_the_ledger_counts_kept_gradients_once(stage: int) -> None:
     with Ledger(torch.device("cpu")) as ledger:
         model = make_model(torch.float32)
         parameters = dict(model.named_parameters())
-        placed = [Placed(spec_of(name, p), p.dtype, False, 0) for name, p in parameters.items()]
+        placed = [Slot(spec_of(name, p), p.dtype, False, 0) for name, p in parameters.items()]
         layout = build_layout([Unit(name, (name,)) for name in parameters], placed, LayoutRules(2, 64))
         plan = resolve(ZeroConfig(zero_stage=stage), PrecisionConfig())
-        shards = Shards(plan, layout, 0, contents=Contents(parameters, ledger=ledger))
+        shards = Shards(plan, layout, 0, parameters, ledger=ledger)
         assert ledger.live_bytes()["gradients"] == shards.model_state_bytes().gradients > 0
 
 
 def test_gradients_accumulate_in_fp32_where_asked() -> None:
     plan = resolve(ZeroConfig(zero_stage=0), PrecisionConfig(precision="bf16", accumulate_allreduce_grads_in_fp32=True))
     parameter = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
-    placed = [Placed(spec_of("p", parameter), parameter.dtype, False, 0)]
+    placed = [Slot(spec_of("p", parameter), parameter.dtype, False, 0)]
     layout = build_layout([Unit("u", ("p",))], placed, LayoutRules(1, 64, 1))
-    shards = Shards(plan, layout, 0, contents=Contents({"p": parameter}))
+    shards = Shards(plan, layout, 0, {"p": parameter})
     for _ in range(1000):
         (parameter * 0.001).sum().backward()  # type: ignore[no-untyped-call]
     bucket = layout.trainable_buckets[0]
@@ -144,8 +145,8 @@ def bytes_on_rank(rank: int, stage: int) -> tuple[dict[str, int], int, int]:
     _, engine, _ = make_engine(rank, Options(stage=stage, dp=4, precision="bf16"))
     engine.close()
     states = engine.model_state_bytes()
-    frozen = engine.layout.padded_numel(trainable=False)
-    return vars(states), engine.layout.padded_numel(trainable=True), frozen
+    frozen = padded_numel(engine.layout, trainable=False)
+    return vars(states), padded_numel(engine.layout, trainable=True), frozen
 
 
 @pytest.mark.gloo

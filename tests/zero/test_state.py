@@ -7,13 +7,11 @@ import torch
 from support.awkward import Options, make_engine
 from support.processes import run_ranks
 
-from megazero.zero.shards import owned_state, wanted_state
-
 
 def state(rank: int, options: Options) -> tuple[list[tuple[str, str, int, int]], list[tuple[str, str, int, int]], bool]:
     _, engine, _ = make_engine(rank, options)
-    owned = list(owned_state(engine._shards, {"tp": 0}))
-    wanted = list(wanted_state(engine._shards))
+    owned = list(engine._shards.owned_state({"tp": 0}))
+    wanted = list(engine._shards.wanted_state())
     writable = all(fragment.tensor.numel() == fragment.stop - fragment.start for fragment in (*owned, *wanted))
     for fragment in wanted:
         fragment.tensor.fill_(3.0)

@@ -11,8 +11,8 @@ from torch import nn
 from megazero.config.engine_sections import PrecisionConfig, ZeroConfig
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.optim.inner import AdamWSettings, FusedAdamW
-from megazero.parallel.param_spec import ParamSpec, attach_spec
-from megazero.zero.engine import Engine, EngineSettings, ModelUnit
+from megazero.parallel.param_spec import ParamSpec, Unit, attach_spec
+from megazero.zero.engine import Engine, EngineSettings
 from megazero.zero.plan import resolve
 
 SIZES = {"a": 7, "b": 1, "c": 40, "d": 3, "e": 48}
@@ -36,7 +36,7 @@ class Vectors(nn.Module):
 def engine_on(rank: int, stage: int, bucket: int, **degrees: int) -> tuple[Engine, Vectors]:
     mesh = mesh_in_worker(rank, **degrees)
     model = Vectors()
-    units = [ModelUnit("one", ("a", "b", "c", "d"), (model,)), ModelUnit("two", ("e",), (model,))]
+    units = [Unit("one", ("a", "b", "c", "d"), (model,)), Unit("two", ("e",), (model,))]
     zero = ZeroConfig(zero_stage=stage, reduce_bucket_size=bucket)
     buffers = FusedBuffers(0, mesh.device)
     settings = EngineSettings(zero, FusedAdamW(AdamWSettings(0.9, 0.999, 1e-8, 0.0)))

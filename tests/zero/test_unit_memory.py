@@ -6,11 +6,11 @@ from support.processes import mesh_in_worker, run_ranks
 from torch import nn
 
 from megazero.config.engine_sections import PrecisionConfig, ZeroConfig
-from megazero.parallel.param_spec import spec_of
-from megazero.zero.guard import PartitionedParameter, give_handle
-from megazero.zero.layout import LayoutRules, Placed, Unit, build_layout
+from megazero.parallel.param_spec import Unit, spec_of
+from megazero.zero.guard import PartitionedParameter, attach_handle
+from megazero.zero.layout import LayoutRules, Slot, build_layout
 from megazero.zero.plan import resolve
-from megazero.zero.shards import Contents, Shards
+from megazero.zero.shards import Shards
 from megazero.zero.unit_memory import UnitMemory, UnitState, partitioned_units
 
 WIDTH = 5
@@ -22,18 +22,18 @@ class Nobody:
         raise AssertionError(f"{call} of {name}")
 
 
-def make_memory(rank: int, *, leaves_to_autograd: bool = False) -> tuple[nn.Linear, UnitMemory, Shards]:
+def make_memory(rank: int, *, autograd_retains_memory: bool = False) -> tuple[nn.Linear, UnitMemory, Shards]:
     torch.manual_seed(2)
     layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
     parameters = dict(layer.named_parameters())
     for name, parameter in parameters.items():
-        give_handle(parameter, name, Nobody())  # type: ignore[arg-type]
+        attach_handle(parameter, name, Nobody())  # type: ignore[arg-type]
     plan = resolve(ZeroConfig(zero_stage=3), PrecisionConfig(precision="fp64"))
-    placed = [Placed(spec_of(name, p), p.dtype, True, 0) for name, p in parameters.items()]
+    placed = [Slot(spec_of(name, p), p.dtype, True, 0) for name, p in parameters.items()]
     layout = build_layout([Unit("layer", tuple(parameters))], placed, LayoutRules(2, 1000))
-    shards = Shards(plan, layout, rank, contents=Contents(parameters))
+    shards = Shards(plan, layout, rank, parameters)
     communicator = mesh_in_worker(rank, dp=2).gathering
-    return layer, UnitMemory(shards, communicator, leaves_to_autograd=leaves_to_autograd), shards
+    return layer, UnitMemory(shards, communicator, autograd_retains_memory=autograd_retains_memory), shards
 
 
 def states_on_rank(rank: int) -> None:
@@ -41,13 +41,13 @@ def states_on_rank(rank: int) -> None:
     expected = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
     layer, memory, shards = make_memory(rank)
     (unit,) = partitioned_units(shards, dict(layer.named_parameters()))
-    memory.enter(unit)
+    memory.attach(unit)
     flat = shards.flat(unit.sections[0])
     assert (unit.name, unit.numel, unit.names, unit.releases_early) == ("layer", NUMEL, ["weight", "bias"], True)
     assert isinstance(layer.weight, PartitionedParameter)
     for turn in range(2):
         assert unit.state is UnitState.PARTITIONED and flat.untyped_storage().nbytes() == 0
-        memory.bring(unit)
+        memory.allocate(unit)
         for bucket in (*unit.buckets, *unit.buckets):  # a second launch is none
             memory.launch(unit, bucket)
         assert unit.state is UnitState.IN_FLIGHT and flat.untyped_storage().nbytes() == NUMEL * 8
@@ -69,10 +69,10 @@ def test_states_of_a_unit() -> None:
 def shared_on_rank(rank: int) -> None:
     """Memory that others refer to stays theirs; so does all memory where that is asked for, and what NumPy has seen."""
     for why in ("shared", "asked for", "numpy"):
-        layer, memory, shards = make_memory(rank, leaves_to_autograd=why == "asked for")
+        layer, memory, shards = make_memory(rank, autograd_retains_memory=why == "asked for")
         (unit,) = partitioned_units(shards, dict(layer.named_parameters()))
-        memory.enter(unit)
-        memory.bring(unit)
+        memory.attach(unit)
+        memory.allocate(unit)
         for bucket in unit.buckets:
             memory.launch(unit, bucket)
         memory.wait(unit, why)

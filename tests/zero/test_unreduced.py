@@ -237,7 +237,7 @@ def step_after_a_failure(rank: int, stage: int, contiguous: bool, failing: int) 
 
     with pytest.raises(ZeroDivisionError):
         run.step(around=lambda micro: broken(micro) if micro == failing else nullcontext())
-    run.engine.abandon_step()
+    run.engine.reset_step()
     kept = run.step()
     run.engine.close()
     return kept

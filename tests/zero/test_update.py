@@ -12,7 +12,7 @@ from megazero.config.engine_sections import PrecisionConfig, ZeroConfig
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.model.initial_values import initialize_
 from megazero.optim.inner import AdamWSettings, FusedAdamW
-from megazero.zero.engine import Engine, EngineSettings, ModelUnit
+from megazero.zero.engine import Engine, EngineSettings
 from megazero.zero.plan import resolve
 
 
@@ -53,12 +53,11 @@ def ones_norm(rank: int, tp: int, dp: int) -> tuple[float, int]:
     mesh = mesh_in_worker(rank, tp=tp, dp=dp)
     model = build_gpt(small_config(), context(mesh.axis("tp")), vocab_size=101, divisible_by=8)
     initialize_(model, 1)
-    units = [ModelUnit(unit.name, tuple(unit.parameters), unit.consumers) for unit in model.units()]
     zero = ZeroConfig(zero_stage=1, reduce_bucket_size=5000)
     plan = resolve(zero, PrecisionConfig(precision="fp64"))
     buffers = FusedBuffers(1 << 20, mesh.device)
     settings = EngineSettings(zero, FusedAdamW(AdamWSettings(0.9, 0.95, 1e-8, 0.0)))
-    engine = Engine(model, units, plan, mesh=mesh, buffers=buffers, settings=settings)
+    engine = Engine(model, model.units(), plan, mesh=mesh, buffers=buffers, settings=settings)
     engine.begin_step()
     valid = {"embedding.word.weight": max(0, min(101 - mesh.coordinate("tp") * -(-101 // (8 * tp)) * 8, 10**9))}
     sums = [

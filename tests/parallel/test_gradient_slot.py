@@ -1,4 +1,4 @@
-"""Places of gradients: who is given one, and that layers write there what autograd would have got."""
+"""Gradient slots: which parameters have one, and that layers write there what autograd would have got."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,7 +9,13 @@ import torch.nn.functional as F
 from support.models import context
 from torch import Tensor, nn
 
-from megazero.parallel.gradient_place import Taken, add_to, attach_place, detach_place, place_of
+from megazero.parallel.gradient_slot import (
+    GradientSlot,
+    add_to,
+    attach_gradient_slot,
+    detach_gradient_slot,
+    gradient_slot_of,
+)
 from megazero.parallel.param_spec import Init
 from megazero.tensor_parallel.head_loss import Targets, summed_cross_entropy
 from megazero.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -28,12 +34,12 @@ class Kept:
     times: int = 0
     refuses: int = 0
 
-    def take(self) -> Taken | None:
+    def __call__(self) -> GradientSlot | None:
         if self.refuses:
             self.refuses -= 1
             return None
         self.times += 1
-        return Taken(self.tensor, self.times == 1)
+        return GradientSlot(self.tensor, self.times == 1)
 
 
 def kept_for(parameter: Tensor, dtype: torch.dtype | None = None) -> Kept:
@@ -47,23 +53,23 @@ def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Ten
 def test_a_place_is_attached_and_taken_off() -> None:
     parameter = nn.Parameter(drawn(OUT, IN))
     place = kept_for(parameter)
-    assert place_of(parameter) is None
-    detach_place(parameter)  # of one that has none
-    attach_place(parameter, place)
-    assert place_of(parameter) is place
-    assert place_of(parameter.detach()) is None and place_of(parameter.view(-1)) is None
-    detach_place(parameter)
-    assert place_of(parameter) is None
+    assert gradient_slot_of(parameter) is None
+    detach_gradient_slot(parameter)  # of one that has none
+    attach_gradient_slot(parameter, place)
+    assert gradient_slot_of(parameter) is place
+    assert gradient_slot_of(parameter.detach()) is None and gradient_slot_of(parameter.view(-1)) is None
+    detach_gradient_slot(parameter)
+    assert gradient_slot_of(parameter) is None
 
 
 def test_a_parameter_whose_hooks_want_gradients_has_no_place_while_they_do() -> None:
     parameter = nn.Parameter(drawn(OUT, IN))
-    attach_place(parameter, kept_for(parameter))
+    attach_gradient_slot(parameter, kept_for(parameter))
     first, second = (parameter.register_hook(lambda gradient: None) for _ in range(2))
     first.remove()
-    assert place_of(parameter) is None
+    assert gradient_slot_of(parameter) is None
     second.remove()
-    assert place_of(parameter) is not None
+    assert gradient_slot_of(parameter) is not None
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
@@ -166,7 +172,7 @@ def test_layers_write_first_and_add_then(make: Callable[[torch.dtype], Case]) ->
     case = make(torch.float64)
     place = kept_for(case.parameter)
     case.watch()
-    attach_place(case.parameter, place)
+    attach_gradient_slot(case.parameter, place)
     for times, seeds in ((1, (1,)), (2, (1, 2)), (3, (1, 2, 3))):
         case.run(seeds[-1]).backward()
         assert place.times == times and case.parameter.grad is None and case.hooked == [True] * times
@@ -179,7 +185,7 @@ def test_two_uses_in_one_pass_share_the_place(make: Callable[[torch.dtype], Case
     case = make(torch.float64)
     place = kept_for(case.parameter)
     case.watch()
-    attach_place(case.parameter, place)
+    attach_gradient_slot(case.parameter, place)
     (case.run(1) + case.run(2)).backward()
     assert place.times == 2 and case.hooked == [True]
     torch.testing.assert_close(place.tensor, case.gradient(1, 2), rtol=1e-12, atol=1e-13)
@@ -190,7 +196,7 @@ def test_a_place_may_be_of_a_higher_precision(make: Callable[[torch.dtype], Case
     """Sums over passes are then made there: the sum of many keeps what bf16 would lose."""
     case = make(torch.bfloat16)
     place = kept_for(case.parameter, torch.float32)
-    attach_place(case.parameter, place)
+    attach_gradient_slot(case.parameter, place)
     for _ in range(300):
         case.run(1).backward()
     expected = case.gradient(1).float() * 300
@@ -202,7 +208,7 @@ def test_autograd_gets_what_no_place_takes(make: Callable[[torch.dtype], Case]) 
     case = make(torch.float64)
     place = kept_for(case.parameter)
     place.refuses = 1
-    attach_place(case.parameter, place)
+    attach_gradient_slot(case.parameter, place)
     case.run(1).backward()
     assert place.times == 0 and case.parameter.grad is not None
     torch.testing.assert_close(case.parameter.grad, case.gradient(1), rtol=1e-12, atol=1e-13)
@@ -212,7 +218,7 @@ def test_autograd_gets_what_no_place_takes(make: Callable[[torch.dtype], Case]) 
 def test_a_frozen_weight_takes_no_place(make: Callable[[torch.dtype], Case]) -> None:
     case = make(torch.float64)
     place = kept_for(case.parameter)
-    attach_place(case.parameter, place)
+    attach_gradient_slot(case.parameter, place)
     case.parameter.requires_grad_(False)
     case.run(1).backward()  # the bias still wants its gradient
     assert place.times == 0 and case.parameter.grad is None
