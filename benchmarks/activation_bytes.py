@@ -43,7 +43,8 @@ from torch.utils._pytree import tree_leaves
 from megazero.activations.places import OnHost
 from megazero.comm.startup import make_mesh
 from megazero.config.run import RunConfig
-from megazero.config.validate import Said, validate
+from megazero.config.validate import validate
+from megazero.config.values import RawValue
 from megazero.data.loader import MicroBatch, StepBatch
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.memory.ledger import Ledger
@@ -97,7 +98,7 @@ class Case:
             "mock_data": True,
             **self.activations,
         }
-        outcome = validate({name: Said(name, value, name) for name, value in settings.items()})
+        outcome = validate({name: RawValue(name, value, name) for name, value in settings.items()})
         assert outcome.config is not None, outcome.problems
         return outcome.config
 

@@ -11,7 +11,7 @@ from typing import Any
 from megazero.config.fields import FieldInfo
 from megazero.config.presets import PRESETS, ZERO_CONFIGS
 from megazero.config.run import FIELDS, SECTIONS
-from megazero.config.validate import Said
+from megazero.config.values import RawValue
 from megazero.dialects.megatron import ACCEPTED, FIXED, REFUSED, SHORTHANDS
 
 
@@ -23,7 +23,7 @@ class _Record(argparse.Action):
     ) -> None:
         assert option_string is not None, "there are no positional arguments"
         source = " ".join([option_string, *values])
-        namespace.said.append(Said(option_string.removeprefix("--"), tuple(values), source))
+        namespace.given.append(RawValue(option_string.removeprefix("--"), tuple(values), source))
 
 
 class _Help(argparse.HelpFormatter):
@@ -52,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=_Help,
         allow_abbrev=False,
     )
-    parser.set_defaults(said=[])
+    parser.set_defaults(given=[])
     sources = parser.add_argument_group("sources")
     _add(sources, ["--config"], "RUN.yaml", "YAML file with the same settings, num_layers: 12; may be given repeatedly")
     _add(sources, ["--preset"], "NAME", f"settings of a known model: {', '.join(PRESETS)}")
@@ -72,12 +72,12 @@ def build_parser() -> argparse.ArgumentParser:
     for info in FIELDS:
         _add(groups[info.section], spellings(info), _metavar(info), _help_text(info))
     for name in (*SHORTHANDS, *ACCEPTED, *FIXED, *REFUSED):
-        parser.add_argument(f"--{name}", nargs="*", action=_Record, dest="said", help=argparse.SUPPRESS)
+        parser.add_argument(f"--{name}", nargs="*", action=_Record, dest="given", help=argparse.SUPPRESS)
     return parser
 
 
 def _add(group: Any, flags: list[str], metavar: str, text: str) -> None:
-    group.add_argument(*flags, nargs="*", action=_Record, dest="said", metavar=metavar, help=text.replace("%", "%%"))
+    group.add_argument(*flags, nargs="*", action=_Record, dest="given", metavar=metavar, help=text.replace("%", "%%"))
 
 
 def _headline(cls: type) -> str:
@@ -115,10 +115,10 @@ def _default_text(info: FieldInfo) -> str:
     return f"{info.default:.12g}" if info.kind == "float" else str(info.default)
 
 
-def split_words(argv: Sequence[str]) -> tuple[list[Said], list[str]]:
+def split_words(argv: Sequence[str]) -> tuple[list[RawValue], list[str]]:
     """(flags with their words, words that belong to no known flag)."""
     parsed, stray = build_parser().parse_known_args(_normalise(argv))
-    return parsed.said, stray
+    return parsed.given, stray
 
 
 def _normalise(argv: Sequence[str]) -> list[str]:

@@ -2,11 +2,11 @@
 
 Order of precedence: flags (and `--deepspeed-config ds.json`, whose values count as flags), then `--config run.yaml`,
 then `--zero-config C4`, then `--preset gpt2-124m`, then defaults.  argparse splits the words and prints `--help`;
-pydantic checks all values in one pass at the end.  The two libraries that would do both at once were tried first: tyro
-and jsonargparse list unknown flags together, but stop at the first value that doesn't fit its type, and don't report
-unknown flags beside it.  Neither has a place for flags that are known and refused, or known and without effect here
-(dialects/megatron.py), and both would put a second type system beside pydantic's ranges.  So values stay raw words
-until everything is gathered, and the user sees all findings at once.
+`megazero.config.values` turns words and files' values into the settings' types.  The two libraries that would do both
+at once were tried first: tyro and jsonargparse list unknown flags together, but stop at the first value that doesn't
+fit its type, and don't report unknown flags beside it.  Neither has a place for flags that are known and refused, or
+known and without effect here (dialects/megatron.py), and both have a grammar of their own, which a library's
+configuration would not share.  Here all problems are gathered, and reported at once.
 """
 
 import difflib
@@ -22,17 +22,19 @@ from megazero.command_line.flags import spellings, split_words
 from megazero.config.fields import FieldInfo
 from megazero.config.presets import PRESETS, ZERO_CONFIGS
 from megazero.config.run import FIELDS, RunConfig
-from megazero.config.validate import Outcome, Said, validate
-from megazero.config.values import is_number
+from megazero.config.validate import INFO, Outcome, build, parse_value
+from megazero.config.values import ParsedValue, RawValue, as_boolean, coerce
 from megazero.config.yaml_file import read_file, read_text
+from megazero.dialects.deepspeed.reading import ParsedFile
 from megazero.dialects.deepspeed.reading import read as read_deepspeed
 from megazero.dialects.deepspeed.reading import read_file as read_deepspeed_file
 from megazero.dialects.deepspeed.run import adopt, complete
+from megazero.dialects.deepspeed.run import notices as deepspeed_notices
 from megazero.dialects.megatron import ACCEPTED, FIXED, INSTEAD, REFUSED, SHORTHANDS
 from megazero.errors import ConfigError, Problem, raise_problems
 from megazero.rules import run as rules
 
-# Flags that name further sources of settings, and what they want to hear.
+# Flags that name further sources of settings, and their forms.
 _SOURCES: Mapping[str, str] = MappingProxyType(
     {
         "config": "--config RUN.yaml",
@@ -45,7 +47,7 @@ _SOURCES: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class ParsedRun:
-    """A valid configuration, and what the user should know about flags without effect, one line each."""
+    """A valid configuration, and notices about flags without effect and automatic keys, one line each."""
 
     config: RunConfig
     notices: tuple[str, ...]
@@ -53,15 +55,30 @@ class ParsedRun:
 
 @dataclass
 class _Gathered:
-    """What has been read while sources are taken one after the other, weakest first.
+    """The settings of all sources, which are taken one after the other, weakest first.
 
-    settings: by name; broken: settings with too few or too many words; problems: findings about anything else.
+    settings: by name, in the setting's type.  broken: settings whose strongest source has an illegal value.  unknown:
+    settings without a value because of one of the problems.  problems: everything else that is wrong.
     """
 
-    settings: dict[str, Said] = field(default_factory=dict)
+    settings: dict[str, ParsedValue] = field(default_factory=dict)
     broken: dict[str, Problem] = field(default_factory=dict)
+    unknown: set[str] = field(default_factory=set)
     problems: list[Problem] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
+
+    def put(self, name: str, parsed: ParsedValue | Problem) -> None:
+        """Take the value of a setting, or what is wrong with it, in place of a weaker source's."""
+        self.settings.pop(name, None)
+        self.broken.pop(name, None)
+        if isinstance(parsed, Problem):
+            self.broken[name] = parsed
+        else:
+            self.settings[name] = parsed
+
+    def outcome(self) -> Outcome:
+        """The configuration of the settings, and what is wrong with them."""
+        return build(self.settings, broken=self.broken, unknown=self.unknown - self.settings.keys())
 
 
 def parse(argv: Sequence[str] | None = None, *, world_size: int | None = None) -> ParsedRun:
@@ -79,14 +96,16 @@ def parse(argv: Sequence[str] | None = None, *, world_size: int | None = None) -
     _take_rows(gathered, words, "zero-config", ZERO_CONFIGS)
     for path in _values(words, "config"):
         _take_file(gathered, Path(path))
-    flags = [word for word in words if word.name not in _SOURCES]
-    _take_flags(gathered, flags, _values(words, "deepspeed-config"), world_size or 1)
-    outcome = validate(gathered.settings, broken=gathered.broken)
+    flags = [word for word in words if word.flag_name not in _SOURCES]
+    deepspeed = _take_flags(gathered, flags, _values(words, "deepspeed-config"), world_size or 1)
+    outcome = gathered.outcome()
     problems = [*gathered.problems, *outcome.problems]
     if problems and world_size is not None:
         problems.extend(rules.check(outcome.partial, world_size))
     raise_problems(ConfigError, problems)
     config = _valid(outcome)
+    if deepspeed is not None:
+        gathered.notices.extend(deepspeed_notices(deepspeed, config, world_size))
     advice = () if world_size is None else rules.advice(config, world_size)
     return ParsedRun(config, (*gathered.notices, *advice))
 
@@ -95,7 +114,7 @@ def from_yaml(text: str, *, origin: str = "configuration") -> RunConfig:
     """The configuration that `to_yaml` wrote; ConfigError with everything that is wrong."""
     gathered = _Gathered()
     _take(gathered, read_text(text, origin=origin))
-    outcome = validate(gathered.settings, broken=gathered.broken)
+    outcome = gathered.outcome()
     raise_problems(ConfigError, [*gathered.problems, *outcome.problems])
     return _valid(outcome)
 
@@ -119,17 +138,19 @@ def _unexpected(stray: Sequence[str]) -> Iterable[Problem]:
         yield Problem(" ".join(loose), "a word belongs to a flag, and these follow none", "--flag VALUE")
 
 
-def _nameless_sources(words: Iterable[Said]) -> Iterable[Problem]:
+def _nameless_sources(words: Iterable[RawValue]) -> Iterable[Problem]:
     for word in words:
-        if word.name in _SOURCES and not word.value:
-            yield Problem(word.source, f"--{word.name} needs a value", _SOURCES[word.name])
+        if word.flag_name in _SOURCES and not word.value:
+            yield Problem(word.source, f"--{word.flag_name} needs a value", _SOURCES[word.flag_name])
 
 
-def _values(words: Iterable[Said], name: str) -> list[str]:
-    return [value for word in words if word.name == name for value in word.value]
+def _values(words: Iterable[RawValue], name: str) -> list[str]:
+    return [value for word in words if word.flag_name == name for value in word.value]
 
 
-def _take_rows(gathered: _Gathered, words: Iterable[Said], source: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
+def _take_rows(
+    gathered: _Gathered, words: Iterable[RawValue], source: str, rows: Mapping[str, Mapping[str, Any]]
+) -> None:
     """Add the named rows of settings that the words of `source` ask for."""
     for name in _values(words, source):
         if name not in rows:
@@ -138,20 +159,25 @@ def _take_rows(gathered: _Gathered, words: Iterable[Said], source: str, rows: Ma
             gathered.problems.append(Problem(f"--{source} {name}", f"there is no {source} of this name", legal))
             continue
         for key, value in rows[name].items():
-            gathered.settings[key] = Said(key, value, f"--{source} {name}: {key} {value}")
+            gathered.put(key, ParsedValue(key, value, f"--{source} {name}: {key} {value}"))
 
 
 def _take_file(gathered: _Gathered, path: Path) -> None:
     try:
-        said = read_file(path)
+        content = read_file(path)
     except ConfigError as error:
         gathered.problems.extend(error.problems)
         return
-    _take(gathered, said)
+    _take(gathered, content)
 
 
-def _take_flags(gathered: _Gathered, flags: Sequence[Said], names: Sequence[str], world_size: int) -> None:
-    """Add the flags, and beside them the settings of the DeepSpeed configuration in `names`, which count as flags."""
+def _take_flags(
+    gathered: _Gathered, flags: Sequence[RawValue], names: Sequence[str], world_size: int
+) -> ParsedFile | None:
+    """Add the flags, and beside them the settings of the DeepSpeed configuration in `names`, which count as flags.
+
+    Returns the DeepSpeed configuration, if there is one.
+    """
     if len(names) > 1:
         given = " ".join(f"--deepspeed-config {name}" for name in names)
         gathered.problems.append(Problem(given, "a run has one DeepSpeed configuration", "one of them"))
@@ -162,145 +188,122 @@ def _take_flags(gathered: _Gathered, flags: Sequence[Said], names: Sequence[str]
         content = None
     if content is None:
         _take(gathered, flags)
-        return
-    reading = read_deepspeed(content, names[0])
-    adopted = adopt(reading, wants_fp16=_wants_fp16(gathered.settings, flags))
-    _take(gathered, [*adopted.said, *flags])
-    data_parallel_size = world_size // _model_parallel_size(gathered.settings)
-    gathered.problems.extend(complete(adopted, gathered.settings, data_parallel_size=max(data_parallel_size, 1)))
-    gathered.problems.extend(reading.findings.problems)
-    gathered.notices.extend(reading.findings.notices)
+        return None
+    without = _Gathered(dict(gathered.settings))
+    _take(without, flags)
+    precision = without.settings.get("precision")
+    file = read_deepspeed(content, names[0])
+    translation = adopt(file, wants_fp16=precision is not None and precision.value == "fp16")
+    _take(gathered, [*translation.written, *flags])
+    translation.unknown |= gathered.broken.keys()
+    data_parallel_size = max(world_size // _model_parallel_size(gathered.settings), 1)
+    gathered.problems.extend(complete(translation, gathered.settings, data_parallel_size=data_parallel_size))
+    gathered.problems.extend(file.diagnostics.problems)
+    gathered.notices.extend(file.diagnostics.notices)
+    gathered.unknown |= translation.unknown
+    return file
 
 
-def _wants_fp16(settings: Mapping[str, Said], flags: Iterable[Said]) -> bool:
-    """Whether the flags ask for fp16, or the weaker sources do and the flags ask for nothing else."""
-    formats = [flag.name if flag.name in SHORTHANDS else flag.value for flag in flags if _sets_precision(flag.name)]
-    weaker = settings.get("precision")
-    return formats[-1] in ("fp16", ("fp16",)) if formats else weaker is not None and weaker.value == "fp16"
-
-
-def _sets_precision(name: str) -> bool:
-    return name == "precision" or (name in SHORTHANDS and SHORTHANDS[name].field == "precision")
-
-
-def _model_parallel_size(settings: Mapping[str, Said]) -> int:
-    """Processes that hold one copy of the model, as far as valid settings say."""
+def _model_parallel_size(settings: Mapping[str, ParsedValue]) -> int:
+    """Processes that hold one copy of the model, as far as settings are valid."""
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-    said = [str(settings[name].value) for name in names if name in settings]
-    return math.prod(int(value) for value in said if value.isdecimal() and int(value) > 0)
+    return math.prod(settings[name].value for name in names if name in settings)
 
 
-def _take(gathered: _Gathered, said: Sequence[Said]) -> None:
+def _take(gathered: _Gathered, raw: Sequence[RawValue]) -> None:
     """Add one source: settings replace those of weaker sources; foreign names become notices or problems."""
     settings = {flag.removeprefix("--"): info for info in FIELDS for flag in spellings(info)}
-    here: dict[str, Said] = {}
+    here: dict[str, RawValue] = {}
     shorthands = []
-    for item in said:
-        if item.name in settings:
-            _take_setting(gathered, here, settings[item.name], item)
-        elif item.name in SHORTHANDS:
+    for item in raw:
+        name = item.flag_name
+        if name in settings:
+            _take_setting(gathered, here, settings[name], item)
+        elif name in SHORTHANDS:
             shorthands.append(item)
         else:
             _take_foreign(gathered, item)
-    gathered.settings.update(here)
+    for name, item in here.items():
+        gathered.put(name, parse_value(INFO[name], item))
     for item in shorthands:
         _take_shorthand(gathered, here, item)
 
 
-def _take_setting(gathered: _Gathered, here: dict[str, Said], info: FieldInfo, item: Said) -> None:
-    value = _one_value(info, item)
-    if isinstance(value, Problem):
-        gathered.broken.setdefault(info.name, value)
-        return
-    if item.name == f"no-{info.flag.removeprefix('--')}":
-        value = {"true": "false", "false": "true", True: False, False: True}.get(value, value)
+def _take_setting(gathered: _Gathered, here: dict[str, RawValue], info: FieldInfo, item: RawValue) -> None:
+    """Add a setting to `here`, the settings of the same source."""
     before = here.get(info.name)
-    here[info.name] = Said(info.name, value, item.source)
+    here[info.name] = item
     # The same flag twice is how scripts override themselves; two spellings that disagree are a slip.
-    if before is not None and _flag_of(before) != _flag_of(item) and not _same(info, before.value, value):
+    if before is not None and _flag_of(before) != _flag_of(item) and not _same(info, before, item):
         gathered.problems.append(_clash(before.source, item.source, info.flag))
 
 
-def _one_value(info: FieldInfo, item: Said) -> Any:
-    """The raw value of a setting: the words of a list, the one word of anything else, or a Problem."""
-    if not isinstance(item.value, tuple):
-        return item.value
-    if info.kind == "list" and item.value:
-        return item.value
-    if info.can_stand_alone and not item.value:
-        return "true"
-    if len(item.value) != 1:
-        count = "a value" if not item.value else f"one value, not {len(item.value)}"
-        return Problem(item.source, f"--{item.name} needs {count}", info.legal)
-    return item.value[0]
-
-
-def _flag_of(item: Said) -> str:
+def _flag_of(item: RawValue) -> str:
     return item.source.split()[0]
 
 
-def _same(info: FieldInfo, first: Any, second: Any) -> bool:
+def _same(info: FieldInfo, first: RawValue, second: RawValue) -> bool:
     """Whether two raw values mean the same: a file's 2 and a command line's "2"."""
-    if info.kind in ("int", "float") and is_number(first) and is_number(second):
-        return math.isclose(float(first), float(second), rel_tol=1e-12)
-    return str(first).lower() == str(second).lower() if info.can_stand_alone else bool(first == second)
+    parsed = [parse_value(info, item) for item in (first, second)]
+    values = [item.value for item in parsed if isinstance(item, ParsedValue)]
+    return bool(values[0] == values[1] if len(values) == 2 else first.value == second.value)
 
 
 def _clash(first: str, second: str, flag: str) -> Problem:
     return Problem(f"{first} and {second}", f"both set {flag}, to different values", "one of the two")
 
 
-def _take_shorthand(gathered: _Gathered, here: dict[str, Said], item: Said) -> None:
+def _take_shorthand(gathered: _Gathered, here: dict[str, RawValue], item: RawValue) -> None:
     """Set what the shorthand stands for; `here` are the settings of the same source, which may contradict it."""
-    switch = _switch(item)
+    words = item.value if isinstance(item.value, tuple) else (item.value,)
+    switch = True if not words else as_boolean(words[0]) if len(words) == 1 else None
+    flag = f"--{item.flag_name}"
     if switch is None:
-        gathered.problems.append(Problem(item.source, f"--{item.name} is true or false", f"--{item.name}"))
+        gathered.problems.append(Problem(item.source, f"{flag} is true or false", flag))
     if not switch:
         return
-    short = SHORTHANDS[item.name]
-    before = gathered.settings.get(short.field)
-    if before is not None and str(before.value) in short.gives_way_to:
-        gathered.notices.append(f"--{item.name}: covered by {before.source}")
+    short = SHORTHANDS[item.flag_name]
+    info = INFO[short.field]
+    value, before = coerce(info, short.value), gathered.settings.get(info.name)
+    if before is not None and before.value in [coerce(info, word) for word in short.gives_way_to]:
+        gathered.notices.append(f"{flag}: covered by {before.source}")
         return
-    clashing = here.get(short.field)
-    if clashing is not None and str(clashing.value).lower() != short.value:
-        gathered.problems.append(_clash(clashing.source, item.source, f"--{short.field.replace('_', '-')}"))
-    here[short.field] = gathered.settings[short.field] = Said(short.field, short.value, item.source)
+    if info.name in here and info.name in gathered.broken:
+        return
+    if info.name in here and before is not None and before.value != value:
+        gathered.problems.append(_clash(before.source, item.source, info.flag))
+    here[info.name] = item
+    gathered.put(info.name, ParsedValue(info.name, value, item.source))
     if short.gives_way_to:
-        gathered.notices.append(f"--{item.name}: taken as --{short.field.replace('_', '-')} {short.value}")
+        gathered.notices.append(f"{flag}: taken as {info.flag} {short.value}")
 
 
-def _switch(item: Said) -> bool | None:
-    """Whether a shorthand is turned on; None when its value is neither yes nor no."""
-    words = item.value if isinstance(item.value, tuple) else (item.value,)
-    values = {"true": True, "false": False}
-    return values.get(" ".join(str(word).lower() for word in words)) if words else True
-
-
-def _take_foreign(gathered: _Gathered, item: Said) -> None:
+def _take_foreign(gathered: _Gathered, item: RawValue) -> None:
     """A name that is no setting: notice, refusal, or unknown."""
-    if item.name in ACCEPTED:
-        gathered.notices.append(f"--{item.name}: accepted, without effect: {ACCEPTED[item.name]}")
-    elif item.name in FIXED:
+    name = item.flag_name
+    if name in ACCEPTED:
+        gathered.notices.append(f"--{name}: accepted, without effect: {ACCEPTED[name]}")
+    elif name in FIXED:
         _take_fixed(gathered, item)
-    elif item.name in _SOURCES:
-        rule = f"--{item.name} names a source of settings, on the command line only"
-        gathered.problems.append(Problem(item.source, rule, _SOURCES[item.name]))
-    elif item.name in REFUSED:
-        legal = f"{INSTEAD[item.name]} in place of" if item.name in INSTEAD else "leave out"
-        gathered.problems.append(Problem(item.source, f"refused: {REFUSED[item.name]}", f"{legal} --{item.name}"))
+    elif name in _SOURCES:
+        rule = f"--{name} names a source of settings, on the command line only"
+        gathered.problems.append(Problem(item.source, rule, _SOURCES[name]))
+    elif name in REFUSED:
+        legal = f"{INSTEAD[name]} in place of" if name in INSTEAD else "leave out"
+        gathered.problems.append(Problem(item.source, f"refused: {REFUSED[name]}", f"{legal} --{name}"))
     else:
-        gathered.problems.append(_unknown(item.name, item.source))
+        gathered.problems.append(_unknown(name, item.source))
 
 
-def _take_fixed(gathered: _Gathered, item: Said) -> None:
-    fixed = FIXED[item.name]
-    values = [str(value) for value in (item.value if isinstance(item.value, (tuple, list)) else (item.value,))]
+def _take_fixed(gathered: _Gathered, item: RawValue) -> None:
+    name, fixed = item.flag_name, FIXED[item.flag_name]
+    given = item.value if isinstance(item.value, (tuple, list)) else (item.value,)
+    values = [str(value).lower() if isinstance(value, bool) else str(value) for value in given]
     if len(values) == 1 and values[0] in fixed.values:
-        gathered.notices.append(f"--{item.name} {values[0]}: accepted, without effect: {fixed.rule}")
+        gathered.notices.append(f"--{name} {values[0]}: accepted, without effect: {fixed.rule}")
         return
-    said = [f"--{item.name} {value}" for value in fixed.values]
-    legal = ", ".join(filter(None, (INSTEAD.get(item.name), *said)))
+    ours = [f"--{name} {value}" for value in fixed.values]
+    legal = ", ".join(filter(None, (INSTEAD.get(name), *ours)))
     gathered.problems.append(Problem(item.source, f"refused: {fixed.rule}", legal))
 
 

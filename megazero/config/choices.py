@@ -16,7 +16,7 @@ from typing import Any
 from pydantic.dataclasses import dataclass
 
 from megazero.config.fields import STRICT, FieldInfo
-from megazero.config.values import Findings, Place, Unfit, conform, unknown, violation
+from megazero.config.values import Diagnostics, InvalidValue, Location, coerce, unknown, violation
 from megazero.errors import Problem
 
 
@@ -184,25 +184,25 @@ REFUSED_SCHEDULERS: Mapping[str, str] = MappingProxyType(
 AUTO = "auto"
 
 
-def known_type(place: Place, name: Any, known: Iterable[str], refused: Mapping[str, str]) -> str | Problem:
+def known_type(place: Location, name: Any, known: Iterable[str], refused: Mapping[str, str]) -> str | Problem:
     """The name as the tables spell it (case doesn't matter), or why there is none."""
     spelt = {entry.lower(): entry for entry in (*known, *refused)}
     legal = ", ".join(known)
     if not isinstance(name, str) or not name:
-        return Problem(place.said(name), f"{place.path} is a name", legal)
+        return Problem(place.quote(name), f"{place.path} is a name", legal)
     entry = spelt.get(name.lower())
     if entry is not None and entry in refused:
-        return Problem(place.said(name), f"refused: {refused[entry]}", legal)
+        return Problem(place.quote(name), f"refused: {refused[entry]}", legal)
     if entry is None:
         near = difflib.get_close_matches(name.lower(), [key.lower() for key in known], n=1, cutoff=0.6)
         first = [spelt[key] for key in near]
         legal = ", ".join([*first, *(key for key in known if key not in first)])
-        return Problem(place.said(name), "there is nothing of this name here", legal)
+        return Problem(place.quote(name), "there is nothing of this name here", legal)
     return entry
 
 
 def choose_optimizer(
-    place: Place, name: Any, params: Mapping[str, Any], findings: Findings, *, defaults: Mapping[str, Any]
+    place: Location, name: Any, params: Mapping[str, Any], findings: Diagnostics, *, defaults: Mapping[str, Any]
 ) -> OptimizerChoice:
     """The optimizer `name` with `params`, the learning rate among them; what is wrong goes to `findings`.
 
@@ -223,10 +223,10 @@ def choose_optimizer(
 
 
 def choose_scheduler(
-    place: Place,
+    place: Location,
     name: Any,
     params: Mapping[str, Any],
-    findings: Findings,
+    findings: Diagnostics,
     *,
     lr: float,
     may_be_auto: tuple[str, ...] = (),
@@ -243,7 +243,7 @@ def choose_scheduler(
     params = dict(params)
     start = params.pop("last_batch_iteration", -1)
     if start not in (-1, AUTO):
-        said = where.key("last_batch_iteration").said(start)
+        said = where.key("last_batch_iteration").quote(start)
         findings.problems.append(Problem(said, "a schedule goes on from a checkpoint", "last_batch_iteration: -1"))
     values = _defaults(table)
     if params.get("warmup_max_lr") == AUTO:
@@ -259,10 +259,10 @@ def choose_scheduler(
     return SchedulerChoice(type=entry, params=values)
 
 
-def _warmup_outlasts(where: Place, values: Mapping[str, Any]) -> Problem:
+def _warmup_outlasts(where: Location, values: Mapping[str, Any]) -> Problem:
     warmup, total = values["warmup_num_steps"], values["total_num_steps"]
     return Problem(
-        f"{where.key('total_num_steps').said(total)} with warmup_num_steps: {warmup}",
+        f"{where.key('total_num_steps').quote(total)} with warmup_num_steps: {warmup}",
         "the schedule ends after its warm-up does",
         f"warmup_num_steps: {total}, total_num_steps: {warmup}",
     )
@@ -273,7 +273,7 @@ def _defaults(table: Mapping[str, FieldInfo]) -> dict[str, Any]:
 
 
 def _read_params(
-    place: Place, table: Mapping[str, FieldInfo], said: Mapping[str, Any], findings: Findings
+    place: Location, table: Mapping[str, FieldInfo], said: Mapping[str, Any], findings: Diagnostics
 ) -> dict[str, Any]:
     """What was said, in its type; what is automatic is left out."""
     values = {}
@@ -285,21 +285,25 @@ def _read_params(
             findings.problems.append(unknown(where, value, table))
         elif value != AUTO:
             try:
-                values[name] = conform(table[name], value)
-            except Unfit:
-                findings.problems.append(violation(where, table[name], value))
+                values[name] = coerce(table[name], value)
+            except InvalidValue:
+                findings.problems.append(violation(where.quote(value), where.path, table[name], value))
     return values
 
 
-def _conflicts(place: Place, values: Mapping[str, Any]) -> Iterator[Problem]:
+def _conflicts(place: Location, values: Mapping[str, Any]) -> Iterator[Problem]:
     """What torch would refuse although every value by itself is legal."""
     if values.get("nesterov") and (values["momentum"] == 0 or values["dampening"] != 0):
         yield Problem(
-            place.key("nesterov").said(True), "Nesterov momentum has a momentum and no dampening", "momentum: 0.9"
+            place.key("nesterov").quote(True), "Nesterov momentum has a momentum and no dampening", "momentum: 0.9"
         )
     if "etas" in values and not values["etas"][0] < 1 < values["etas"][1]:
         yield Problem(
-            place.key("etas").said(values["etas"]), "the first factor shrinks a step, the second grows it", "[0.5, 1.2]"
+            place.key("etas").quote(values["etas"]),
+            "the first factor shrinks a step, the second grows it",
+            "[0.5, 1.2]",
         )
     if "step_sizes" in values and values["step_sizes"][0] > values["step_sizes"][1]:
-        yield Problem(place.key("step_sizes").said(values["step_sizes"]), "the least step comes first", "[1e-06, 50.0]")
+        yield Problem(
+            place.key("step_sizes").quote(values["step_sizes"]), "the least step comes first", "[1e-06, 50.0]"
+        )

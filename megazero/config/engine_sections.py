@@ -52,7 +52,10 @@ class ZeroConfig:
         True, help="parameters without a gradient count as zero gradients; false: they stop the run with their names"
     )
     sub_group_size: int = setting(
-        1_000_000_000, help="most elements that the optimizer updates at once", unit="elements", ge=1
+        1_000_000_000,
+        help="most elements that the optimizer updates at once; 0: as many as a bucket has",
+        unit="elements",
+        ge=0,
     )
     prefetch_bucket_size: int | None = setting(
         None,

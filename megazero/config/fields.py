@@ -14,8 +14,9 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ConfigDict, Field
 from pydantic.fields import FieldInfo as PydanticField
 
-# Sections refuse unknown names, NaN and infinity; a YAML scalar such as `split: 100` may stand for a string.
-STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True)
+# Sections refuse unknown names, NaN, infinity and values of another type: what a user writes is turned into the
+# setting's type by one function, `megazero.config.values.coerce`, before a section is built.
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 
 REQUIRED: Any = ...
 
@@ -46,6 +47,7 @@ class FieldInfo:
     kind: "int", "float", "bool", "switch" (true, false or "auto"), "str", "path" or "list", or "pair" (two numbers, in
     files only).
     choices: the legal values as text, empty when free.
+    optional: whether null is legal and leaves the setting unset.
     """
 
     section: str
@@ -59,6 +61,7 @@ class FieldInfo:
     aliases: tuple[str, ...]
     beyond: str
     bounds: tuple[tuple[str, float], ...]
+    optional: bool = False
 
     @property
     def flag(self) -> str:
@@ -72,7 +75,7 @@ class FieldInfo:
 
     @property
     def legal(self) -> str:
-        """What is accepted, as a phrase: "a whole number, at least 1"."""
+        """The accepted values as a phrase: "a whole number, at least 1"."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
         nouns = {
@@ -89,6 +92,11 @@ class FieldInfo:
             return f"{bounds['ge']:.12g}"
         words = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "less than"}
         return ", ".join([nouns[self.kind], *(f"{words[name]} {value:.12g}" for name, value in self.bounds)])
+
+    @property
+    def when_unset(self) -> str:
+        """What an unset optional setting stands for, in the words of its help: "as many as the largest unit has"."""
+        return self.help.partition("without it, ")[2].partition(";")[0] or "not set"
 
 
 def describe(section: str, cls: type) -> tuple[FieldInfo, ...]:
@@ -113,6 +121,7 @@ def _describe_one(section: str, name: str, field: PydanticField) -> FieldInfo:
         aliases=tuple(str(alias) for alias in extra["aliases"]),  # type: ignore[union-attr]
         beyond=str(extra["beyond"]),
         bounds=tuple(_bounds(field)),
+        optional=type(None) in get_args(field.annotation),
     )
 
 

@@ -1,13 +1,12 @@
-"""The whole of what the user said: ten sections in one object.
+"""The whole configuration of a run: ten sections in one object.
 
 A builder gets the section it needs, never this whole; only the programs, the rules and the derived figures see it.
 """
 
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from pydantic import BeforeValidator
 from pydantic.dataclasses import dataclass
 
 from megazero.config.engine_sections import ActivationConfig, OptimizerConfig, PrecisionConfig, ZeroConfig
@@ -119,16 +118,11 @@ class ParallelConfig:
     )
 
 
-def _one_is_a_list(value: Any) -> Any:
-    """In YAML a single corpus may stand without brackets."""
-    return (value,) if isinstance(value, str) else value
-
-
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DataConfig:
     """Where tokens come from; which sample is the k-th depends on the seed and k alone."""
 
-    data_path: Annotated[tuple[str, ...], BeforeValidator(_one_is_a_list)] = setting(
+    data_path: tuple[str, ...] = setting(
         (), help="prefix of a .bin/.idx pair, or a mixture: WEIGHT PREFIX WEIGHT PREFIX ..."
     )
     split: str | None = setting(
@@ -136,16 +130,14 @@ class DataConfig:
         help="shares of training, validation and test documents of --data-path; 969,30,1 where it is left out",
         unit="any common unit",
     )
-    train_data_path: Annotated[tuple[str, ...], BeforeValidator(_one_is_a_list)] = setting(
+    train_data_path: tuple[str, ...] = setting(
         (), help="a corpus for training alone, used whole, instead of --data-path; takes what --data-path takes"
     )
-    valid_data_path: Annotated[tuple[str, ...], BeforeValidator(_one_is_a_list)] = setting(
-        (), help="the same for evaluation, beside --train-data-path"
-    )
-    test_data_path: Annotated[tuple[str, ...], BeforeValidator(_one_is_a_list)] = setting(
+    valid_data_path: tuple[str, ...] = setting((), help="the same for evaluation, beside --train-data-path")
+    test_data_path: tuple[str, ...] = setting(
         (), help="the same for the evaluation on test data, beside --train-data-path"
     )
-    data_skip_samples: Annotated[tuple[str, ...], BeforeValidator(_one_is_a_list)] = setting(
+    data_skip_samples: tuple[str, ...] = setting(
         (), help="spans A-B of training samples that are passed over, A and B included, counted from 0"
     )
     mmap_bin_files: bool = setting(True, help="map token files into memory; off: read them by system calls")

@@ -1,65 +1,92 @@
-"""From raw words to a RunConfig: every setting is checked by pydantic in one pass, all findings come out together.
+"""From the settings that a user gave to a RunConfig, with everything that is wrong at once.
 
-`Said` is one thing the user said, on the command line or in a file, before anyone has looked at its type.  `Outcome`
-is what came of it: a configuration, or the problems together with a `partial` configuration that knows the valid
-settings only, so that rules between settings can still be tried (`Unknown` is raised when one reads an invalid one).
+`parse_value` turns one raw value into its setting's type, `build` makes sections of all of them.  `Outcome` is the
+result: a configuration, or the problems together with a `partial` configuration that has the valid settings only, so
+that rules between settings can still be tried (`Unknown` is raised when one reads an invalid one).
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from pydantic import TypeAdapter, ValidationError
-
 from megazero.config.fields import FieldInfo
 from megazero.config.run import FIELDS, SECTIONS, RunConfig
-from megazero.config.values import is_number, nearest
+from megazero.config.values import InvalidValue, ParsedValue, RawValue, coerce, violation
 from megazero.errors import Problem
 
-
-@dataclass(frozen=True)
-class Said:
-    """A name, its raw value, and how the user wrote it ("--lr 1e-3", "run.yaml: lr: 1e-3").
-
-    A tuple is the words after a flag, as they stand; anything else is a value as YAML knows it.
-    """
-
-    name: str
-    value: Any
-    source: str
-
-
-_ADAPTER = TypeAdapter(RunConfig)
-_INFO = {info.name: info for info in FIELDS}
+INFO: Mapping[str, FieldInfo] = {info.name: info for info in FIELDS}
 
 
 class Unknown(Exception):
-    """Raised on reading a setting of a partial configuration that the user gave no valid value for."""
+    """Raised on reading a setting of a partial configuration that has no valid value."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """config is None exactly when there are problems; partial knows the settings that are valid."""
+    """config is None exactly when something is wrong; partial has the settings that are valid."""
 
     config: RunConfig | None
     partial: RunConfig
     problems: tuple[Problem, ...]
 
 
-def validate(said: Mapping[str, Said], *, broken: Mapping[str, Problem] | None = None) -> Outcome:
-    """Check settings by name (underscored); unnamed ones get their defaults, `broken` ones are known to be wrong."""
-    early = {name: problem for name in said if (problem := _wrong_kind(_INFO[name], said[name]))} | dict(broken or {})
-    raw: dict[str, dict[str, Any]] = {section: {} for section, _ in SECTIONS}
-    for name, item in said.items():
-        if name not in early:
-            raw[_INFO[name].section][name] = item.value
+def parse_value(info: FieldInfo, raw: RawValue) -> ParsedValue | Problem:
+    """The value of the setting, or what is wrong with it; the name `no_...` of a switch negates the value."""
+    value = raw.value
+    if isinstance(value, tuple) and not (info.kind == "list" and value):  # the words after a flag
+        if info.can_stand_alone and not value:
+            value = (True,)
+        if len(value) != 1:
+            count = "a value" if not value else f"one value, not {len(value)}"
+            return Problem(raw.source, f"--{raw.flag_name} needs {count}", info.legal)
+        value = value[0]
     try:
-        config = _ADAPTER.validate_python(raw)
-    except ValidationError as error:
-        return _with_problems(error, raw, early, said)
-    if early:
-        return Outcome(None, _partial(config, frozenset(early)), tuple(early.values()))
-    return Outcome(config, config, ())
+        value = coerce(info, value)
+    except InvalidValue:
+        return violation(raw.source or info.flag, info.flag, info, value)
+    return ParsedValue(info.name, not value if raw.name == f"no_{info.name}" else value, raw.source)
+
+
+def validate(raw: Mapping[str, RawValue]) -> Outcome:
+    """The outcome of raw values by the names of their settings."""
+    parsed = {name: parse_value(INFO[name], item) for name, item in raw.items()}
+    settings = {name: item for name, item in parsed.items() if isinstance(item, ParsedValue)}
+    return build(settings, broken={name: item for name, item in parsed.items() if isinstance(item, Problem)})
+
+
+def build(
+    settings: Mapping[str, ParsedValue],
+    *,
+    broken: Mapping[str, Problem],
+    unknown: Collection[str] = (),
+) -> Outcome:
+    """The outcome of parsed settings; what is not among them has its default.
+
+    broken: settings that are wrong.  unknown: settings that have no value because of a problem reported elsewhere.
+    """
+    required = [name for name, info in INFO.items() if info.required]
+    absent = [name for name in required if name not in settings and name not in unknown]
+    found = {name: _missing(INFO[name]) for name in absent} | dict(broken)
+    invalid = frozenset((*found, *unknown))
+    # Defaults stand in for invalid values; 1 is legal for every setting that has no default.
+    values = {name: coerce(INFO[name], 1) for name in required}
+    values |= {name: item.value for name, item in settings.items() if name not in invalid}
+    sections: dict[str, Any] = {
+        section: cls(
+            **{info.name: values[info.name] for info in FIELDS if info.section == section and info.name in values}
+        )
+        for section, cls in SECTIONS
+    }
+    config = RunConfig(**sections)
+    if not invalid:
+        return Outcome(config, config, ())
+    partial = cast(RunConfig, _PartialRun(config, invalid))
+    return Outcome(None, partial, tuple(found[name] for name in INFO if name in found))
+
+
+def _missing(info: FieldInfo) -> Problem:
+    preset = ", or --preset NAME" if info.section == "model" else ""
+    return Problem(f"{info.flag} is missing", f"a run needs it: {info.help}", f"{info.flag} N{preset}")
 
 
 class _PartialSection:
@@ -81,53 +108,3 @@ class _PartialRun:
     def __init__(self, config: RunConfig, unknown: frozenset[str]) -> None:
         for section, _ in SECTIONS:
             setattr(self, section, _PartialSection(getattr(config, section), unknown))
-
-
-def _partial(config: RunConfig, unknown: frozenset[str]) -> RunConfig:
-    return cast(RunConfig, _PartialRun(config, unknown))
-
-
-def _with_problems(
-    error: ValidationError, raw: dict[str, dict[str, Any]], early: dict[str, Problem], said: Mapping[str, Said]
-) -> Outcome:
-    found = dict(early)
-    for item in error.errors():
-        name = str(item["loc"][1])
-        if name not in found:
-            found[name] = explain(_INFO[name], said.get(name))
-        # Defaults stand in for invalid values; 1 is legal for every setting that has no default.
-        raw[_INFO[name].section].pop(name, None)
-        if _INFO[name].required:
-            raw[_INFO[name].section][name] = 1
-    stand_in = _ADAPTER.validate_python(raw)
-    ordered = tuple(found[name] for name in _INFO if name in found)
-    return Outcome(None, _partial(stand_in, frozenset(found)), ordered)
-
-
-def _wrong_kind(info: FieldInfo, said: Said) -> Problem | None:
-    """What pydantic would let pass: true and false are numbers to it, and an empty text is the path '.'."""
-    if isinstance(said.value, bool) and not info.can_stand_alone:
-        return explain(info, said)
-    values = said.value if isinstance(said.value, (list, tuple)) else (said.value,)
-    if "" in values:
-        return Problem(
-            said.source or info.flag, f"{info.flag} has an empty value (an unset shell variable?)", info.legal
-        )
-    return None
-
-
-def explain(info: FieldInfo, said: Said | None) -> Problem:
-    """The problem of a missing (`said` is None) or invalid setting."""
-    if said is None:
-        preset = ", or --preset NAME" if info.section == "model" else ""
-        return Problem(f"{info.flag} is missing", f"a run needs it: {info.help}", f"{info.flag} N{preset}")
-    rule = f"{info.flag} is {info.legal}"
-    if info.beyond and is_number(said.value):
-        rule += f" ({info.beyond})"
-    return Problem(said.source, rule, _nearest(info, said.value) or info.legal)
-
-
-def _nearest(info: FieldInfo, value: Any) -> str:
-    """The legal values next to `value`, numbers with their flag; "" where none is nearer than another."""
-    flag = f"{info.flag} " if info.kind in ("int", "float") else ""
-    return ", ".join(flag + item for item in nearest(info, value))

@@ -1,15 +1,28 @@
-"""One value of a file against the description of its setting: does it fit, and if not, what would.
+"""The one grammar of values: how a value that a user wrote becomes a value of its setting's type.
 
-JSON and YAML have types, so a value either is what the setting wants or it isn't; only a whole number may be written as
-5e8.  `conform` gives the value in the setting's type, `violation` the Problem of one that doesn't fit.
+Flags, `--config` files, the library's mappings, JSON and YAML files and DeepSpeed configurations all pass their values
+through `coerce`.  A flag's word is text, a file has types; the verdict doesn't depend on which of the two it is:
+
+    a whole number     3, 5e8, 5.0e8 and 500_000_000, bare or quoted; not 2.5, true, "" or a number out of range
+    a number           the same and 0.5, bare or quoted; not NaN or infinity
+    true or false      true, yes, on, 1; false, no, off, 0; bare or quoted, in any case
+    true, false, auto  the same and "auto"
+    a text, a path     anything but ""; a bare number is its own text (split: 100); one of the choices if there are any
+    texts              one text, or a list of them
+    two numbers        a list of two numbers
+    null               an optional setting stays unset; any other one is refused
+
+`InvalidValue` is raised for anything else, and `violation` makes the Problem that a user reads.
 """
 
 import difflib
 import json
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from megazero.config.fields import FieldInfo
@@ -18,30 +31,65 @@ from megazero.errors import Problem
 # Names that a message lists when none of them is near.
 _MANY = 20
 
+_BOOLEANS: Mapping[str, bool] = MappingProxyType(
+    {word: value for value, words in ((True, "true yes on 1"), (False, "false no off 0")) for word in words.split()}
+)
+
+
+@dataclass(frozen=True)
+class RawValue:
+    """A name and its value as a user wrote them, before the value's type is looked at.
+
+    name: with underscores, however it was spelled ("num_layers" for num-layers).  value: a tuple is the words after a
+    flag; anything else is a value as YAML, JSON or Python knows it.  source: the user's own words, "--lr 1e-3".
+    """
+
+    name: str
+    value: Any
+    source: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.name.replace("-", "_"))
+
+    @property
+    def flag_name(self) -> str:
+        """The name as a flag has it, without the two dashes in front."""
+        return self.name.replace("_", "-")
+
+
+@dataclass(frozen=True)
+class ParsedValue:
+    """The value of the setting `name`, in the setting's type; `source` is how the user wrote it."""
+
+    name: str
+    value: Any
+    source: str
+
 
 @dataclass
-class Findings:
-    """What is found while a file is read: problems, and notices of one line."""
+class Diagnostics:
+    """The results of reading a file beside its content: problems, and notices of one line."""
 
     problems: list[Problem] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
 
 
-class Unfit(ValueError):
-    """The value is not what the setting wants."""
+class InvalidValue(ValueError):
+    """The value is not legal for the setting."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a key stands: a file (or the name of a mapping) and the dotted path in it."""
+class Location:
+    """The place of a key: a file (or the name of a mapping) and the dotted path in it."""
 
     origin: str
     path: str = ""
 
-    def key(self, name: str) -> "Place":
-        return Place(self.origin, f"{self.path}.{name}" if self.path else name)
+    def key(self, name: str) -> "Location":
+        """The location of a key below this one."""
+        return Location(self.origin, f"{self.path}.{name}" if self.path else name)
 
-    def said(self, value: Any) -> str:
+    def quote(self, value: Any) -> str:
         """The key and its value as a message shows them: "ds.json: zero_optimization.stage: 5"."""
         return f"{self}: {shown(value)}"
 
@@ -55,54 +103,103 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def conform(info: FieldInfo, value: Any) -> Any:
-    """`value` in the setting's type; raises Unfit."""
-    if info.kind == "bool":
-        if not isinstance(value, bool):
-            raise Unfit
-        return value
-    if info.kind == "switch":
-        if not isinstance(value, bool) and value != "auto":
-            raise Unfit
-        return value
-    if info.kind == "str":
-        if not isinstance(value, str) or not value or (info.choices and value not in info.choices):
-            raise Unfit
-        return value
+def coerce(info: FieldInfo, value: Any) -> Any:
+    """The value in the setting's type, by the grammar above; a value of that type stays as it is.
+
+    Raises InvalidValue.
+    """
+    if value is None:
+        if not info.optional:
+            raise InvalidValue
+        return None
+    if info.kind in ("bool", "switch"):
+        switch = as_boolean(value)
+        if switch is not None:
+            return switch
+        if info.kind == "switch" and value == "auto":
+            return value
+        raise InvalidValue
+    if info.kind == "list":
+        items = value if isinstance(value, (list, tuple)) else (value,)
+        return tuple(_text(info, item) for item in items)
     if info.kind == "pair":
         if not isinstance(value, (list, tuple)) or len(value) != 2:
-            raise Unfit
+            raise InvalidValue
         return tuple(_number(info, item) for item in value)
-    assert info.kind in ("int", "float"), f"{info.name}: no rule for values of kind {info.kind}"
-    return _number(info, value)
+    if info.kind in ("int", "float"):
+        return _number(info, value)
+    assert info.kind in ("str", "path"), f"{info.name}: no rule for values of kind {info.kind}"
+    text = _text(info, value)
+    return Path(text) if info.kind == "path" else text
+
+
+def as_boolean(value: Any) -> bool | None:
+    """The truth value that `value` spells; None when it spells none."""
+    if isinstance(value, bool):
+        return value
+    # 1 and 0 count because DeepSpeed and launch scripts use them; 1.0 is a number and no truth value.
+    is_word = isinstance(value, str) or type(value) is int
+    return _BOOLEANS.get(str(value).strip().lower()) if is_word else None
+
+
+def as_number(value: Any) -> int | float | None:
+    """The finite number that `value` is or spells; None when it is none.
+
+    A whole number without a point or an exponent stays exact, however large it is.
+    """
+    if isinstance(value, str) and value.isascii():
+        for convert in (int, float):
+            try:
+                value = convert(value)
+                break
+            except ValueError:
+                continue
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return value if isinstance(value, int) or math.isfinite(value) else None
 
 
 def _number(info: FieldInfo, value: Any) -> int | float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise Unfit
-    if info.kind == "int" and value != int(value):
-        raise Unfit
-    if not all(getattr(operator, name)(value, bound) for name, bound in info.bounds):
-        raise Unfit
-    return int(value) if info.kind == "int" else float(value)
+    number = as_number(value)
+    if number is None or (info.kind == "int" and number != int(number)):
+        raise InvalidValue
+    if not all(getattr(operator, name)(number, bound) for name, bound in info.bounds):
+        raise InvalidValue
+    try:
+        return int(number) if info.kind == "int" else float(number)
+    except OverflowError:  # a whole number beyond the largest float
+        raise InvalidValue from None
 
 
-def violation(place: Place, info: FieldInfo, value: Any) -> Problem:
-    """The problem of a value that doesn't fit at `place`."""
-    name = place.path.rpartition(".")[2]
-    rule = f"{place.path} is {info.legal}"
-    if info.beyond and is_number(value):
+def _text(info: FieldInfo, value: Any) -> str:
+    if (isinstance(value, (int, float)) and as_number(value) is not None) or isinstance(value, Path):
+        value = str(value)
+    if not isinstance(value, str) or not value or (info.choices and value not in info.choices):
+        raise InvalidValue
+    return value
+
+
+def violation(given: str, name: str, info: FieldInfo, value: Any) -> Problem:
+    """The problem of a value that is not legal.
+
+    given: the user's own words.  name: the setting as the user knows it, "--num-layers" or "zero.zero_stage".
+    """
+    if value == "" or (isinstance(value, (list, tuple)) and "" in value):
+        return Problem(given, f"{name} has an empty value (an unset shell variable?)", info.legal)
+    rule = f"{name} is {info.legal}"
+    if info.beyond and as_number(value) is not None:
         rule += f" ({info.beyond})"
-    prefix = f"{name}: " if info.kind in ("int", "float") else ""
-    return Problem(place.said(value), rule, ", ".join(prefix + item for item in nearest(info, value)) or info.legal)
+    prefix = f"{name} " if name.startswith("--") else f"{name.rpartition('.')[2]}: "
+    prefix = prefix if info.kind in ("int", "float") else ""
+    return Problem(given, rule, ", ".join(prefix + item for item in nearest(info, value)) or info.legal)
 
 
-def unknown(place: Place, value: Any, known: Iterable[str]) -> Problem:
-    """The problem of a key that nobody knows; `known` are the names that may stand beside it."""
+def unknown(location: Location, value: Any, known: Iterable[str]) -> Problem:
+    """The problem of a key that is not known; `known` are the names that may stand beside it."""
     names = sorted(known)
-    name = place.path.rpartition(".")[2]
+    name = location.path.rpartition(".")[2]
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
-    return Problem(place.said(value), "there is no key of this name", ", ".join(near or names[:_MANY]))
+    return Problem(location.quote(value), "there is no key of this name", ", ".join(near or names[:_MANY]))
 
 
 def nearest(info: FieldInfo, value: Any) -> tuple[str, ...]:
@@ -112,9 +209,9 @@ def nearest(info: FieldInfo, value: Any) -> tuple[str, ...]:
         return (*near, *(choice for choice in info.choices if choice not in near))
     if info.kind == "bool":
         return ("true", "false")
-    if info.kind not in ("int", "float") or not is_number(value):
+    number = as_number(value)
+    if info.kind not in ("int", "float") or number is None:
         return ()
-    number = float(value)
     # The integers next to an open bound are legal; no real number is the one next to it.
     beside = {"ge": 0, "le": 0} | ({"gt": 1, "lt": -1} if info.kind == "int" else {})
     closed = [(name, bound + beside[name]) for name, bound in info.bounds if name in beside]
@@ -123,13 +220,6 @@ def nearest(info: FieldInfo, value: Any) -> tuple[str, ...]:
     if info.kind == "float":
         candidates = {bound for bound in (low, high) if math.isfinite(bound)}
     else:
-        candidates = {float(min(max(near, low), high)) for near in (math.floor(number), math.ceil(number))}
+        candidates = {min(max(near, low), high) for near in (math.floor(number), math.ceil(number))}
     legal = sorted(candidates, key=lambda candidate: abs(candidate - number))
     return tuple(f"{candidate:.12g}" for candidate in legal)
-
-
-def is_number(value: Any) -> bool:
-    try:
-        return not isinstance(value, bool) and math.isfinite(float(value))
-    except (TypeError, ValueError):
-        return False

@@ -1,12 +1,10 @@
 """`--config run.yaml`: the settings as a flat YAML mapping, `num_layers: 12`, one key a setting.
 
-Keys are the flags' names with underscores (or dashes), without sections, so that a file and a command line say the
-same things in the same words.  A key that nobody knows, or that stands twice, is an error.  `to_yaml` writes a
-configuration in full, and `from_yaml` reads it back to an equal one; this is how the resolved configuration is kept
-with a run.
+Keys are the flags' names with underscores (or dashes), without sections, so that a file and a command line have the
+same names.  An unknown key is an error, and so is one that stands twice.  `to_yaml` writes a configuration in full, and
+`from_yaml` reads it back to an equal one; this is how the resolved configuration is kept with a run.
 """
 
-import re
 from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 import yaml
 
 from megazero.config.run import SECTIONS, RunConfig
-from megazero.config.validate import Said
+from megazero.config.values import RawValue
 from megazero.errors import ConfigError, Problem
 
 
@@ -33,22 +31,14 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def read_file(path: Path) -> tuple[Said, ...]:
+def read_file(path: Path) -> tuple[RawValue, ...]:
     """The settings in the file, unchecked; ConfigError when it can't be read or is not a flat mapping."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(Problem(f"--config {path}", f"the file can't be read: {reason}", "a YAML file")) from None
-    return read_text(text, origin=str(path))
+    return read_text(_text_of(path, f"--config {path}"), origin=str(path))
 
 
-def read_text(text: str, *, origin: str) -> tuple[Said, ...]:
-    """The settings in `text`; names are in flag form (dashes), values as YAML gives them."""
-    try:
-        content = yaml.load(text, Loader=_UniqueKeyLoader)
-    except yaml.YAMLError as error:
-        raise ConfigError(Problem(origin, f"this is not valid YAML: {_one_line(error)}", "num_layers: 12")) from None
+def read_text(text: str, *, origin: str) -> tuple[RawValue, ...]:
+    """The settings in `text`, unchecked, with values as YAML gives them."""
+    content = _load(text, origin, "num_layers: 12")
     if content is None:
         return ()
     if not isinstance(content, dict):
@@ -56,35 +46,32 @@ def read_text(text: str, *, origin: str) -> tuple[Said, ...]:
     problems = [problem for key, value in content.items() if (problem := _not_flat(origin, key, value))]
     if problems:
         raise ConfigError(*problems)
-    return tuple(_said(origin, str(key), value) for key, value in content.items())
+    return tuple(_raw_value(origin, str(key), value) for key, value in content.items())
 
 
 def read_nested(path: Path) -> Mapping[str, Any]:
-    """The mapping in a YAML file that may have sections; ConfigError when it can't be read or is no mapping.
-
-    Numbers such as 1e-3, which YAML 1.1 takes for text, are numbers.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(Problem(str(path), f"the file can't be read: {reason}", "a YAML file")) from None
-    try:
-        content = yaml.load(text, Loader=_UniqueKeyLoader)
-    except yaml.YAMLError as error:
-        raise ConfigError(Problem(str(path), f"this is not valid YAML: {_one_line(error)}", "zero: {...}")) from None
+    """The mapping in a YAML file that may have sections; ConfigError when it can't be read or is no mapping."""
+    content = _load(_text_of(path, str(path)), str(path), "zero: {...}")
     if not isinstance(content, dict):
         raise ConfigError(Problem(str(path), "the file is a mapping from names to values", "zero: {...}"))
-    return {str(name): _with_numbers(value) for name, value in content.items()}
+    return {str(name): value for name, value in content.items()}
 
 
-def _with_numbers(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(name): _with_numbers(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_with_numbers(item) for item in value]
-    is_number = isinstance(value, str) and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+", value)
-    return float(value) if is_number else value
+def _text_of(path: Path, given: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(Problem(given, f"the file can't be read: {reason}", "a YAML file")) from None
+
+
+def _load(text: str, origin: str, example: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_UniqueKeyLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError(Problem(origin, f"this is not valid YAML: {_one_line(error)}", example)) from None
+    except ValueError as error:  # a date with a 13th month, a whole number of thousands of digits
+        raise ConfigError(Problem(origin, f"this is not valid YAML: {error}", example)) from None
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -98,9 +85,9 @@ def to_yaml(config: RunConfig) -> str:
     return "\n".join(parts)
 
 
-def _said(origin: str, key: str, value: Any) -> Said:
+def _raw_value(origin: str, key: str, value: Any) -> RawValue:
     shown = yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("\n").removesuffix("\n...")
-    return Said(key.replace("_", "-"), value, f"{origin}: {key}: {shown}")
+    return RawValue(key, value, f"{origin}: {key}: {shown}")
 
 
 def _not_flat(origin: str, key: object, value: object) -> Problem | None:

@@ -1,10 +1,11 @@
-"""The configuration of the library: what `megazero.initialize(model, config)` is told about one model's training.
+"""The configuration of the library: how `megazero.initialize(model, config)` trains one model.
 
 It has two forms.  megazero's own has the sections `zero`, `precision`, `activations`, `optimizer` and `scheduler`,
 whose names and defaults are those of the dataclasses; DeepSpeed's is a published DeepSpeed configuration
-(dialects/deepspeed).  Both may be a mapping, a JSON file or a YAML file; `load_engine_config` takes any of them and
-gives an `EngineConfig` that has been checked.  What has only keys that both forms know (the optimizer's, the batch's)
-is read as DeepSpeed's.  The number of processes is still unknown then: `resolve_batch` makes the batch's sizes of it.
+(megazero/dialects/deepspeed).  Both may be a mapping, a JSON file or a YAML file; `load_engine_config` takes any of
+them and gives an `EngineConfig` that has been checked.  A configuration with only keys that both forms have (the
+optimizer's, the batch's) is read as DeepSpeed's.  The number of processes is still unknown then: `resolve_batch`
+computes the batch's sizes from it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,14 +16,14 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from megazero.config.batch import BatchSizes, SaidSizes, solve
+from megazero.config.batch import KEYS, BatchSizes, SaidSizes, solve
 from megazero.config.choices import LR, OptimizerChoice, SchedulerChoice, choose_optimizer, choose_scheduler
 from megazero.config.engine_sections import ActivationConfig, PrecisionConfig, ZeroConfig
 from megazero.config.fields import STRICT, FieldInfo, describe
-from megazero.config.values import Findings, Place, Unfit, conform, unknown, violation
+from megazero.config.values import Diagnostics, InvalidValue, Location, coerce, shown, unknown, violation
 from megazero.config.yaml_file import read_nested
 from megazero.dialects.deepspeed.keys import HONOURED, TOP_LEVEL
-from megazero.dialects.deepspeed.reading import Reading, read, read_file
+from megazero.dialects.deepspeed.reading import ParsedFile, read, read_file
 from megazero.dialects.deepspeed.sections import engine_parts
 from megazero.errors import ConfigError, Problem, raise_problems
 from megazero.rules.activations import count_has_an_arena
@@ -48,10 +49,11 @@ _PLAIN = (
     "train_batch_size",
 )
 _SECTIONS = ("zero", "precision", "activations")
-# What a run says of its model; here the model says it.
+# Settings of the sections that only a run has.  Its model is built from settings; here the model is the user's own.
 _OF_THE_MODEL = ("recompute_granularity", "recompute_method", "recompute_num_layers", "logits_chunk_bytes")
-# What a run says of its schedule; here the program calls forward and backward as it likes.
+# A run has a schedule of micro-batches; here the program calls forward and backward in an order of its own.
 _OF_A_SCHEDULE = ("zero3_reshard_after",)
+# A run's layers choose the number format of their products by this; here layers are the user's own.
 _OF_THE_LAYERS = ("fp8_format",)
 _FORMS = "zero, precision, ... of megazero, or zero_optimization, fp16, bf16, ... of DeepSpeed"
 
@@ -61,9 +63,10 @@ class EngineConfig:
     """How one model is trained.
 
     gradient_clipping: largest global gradient norm; 0 clips nothing.
-    gradient_accumulation_steps, train_micro_batch_size_per_gpu, train_batch_size: what was said of the batch, None
-    where nothing was; `resolve_batch` gives the sizes.
-    notices: what the user should know about keys without effect, one line each.
+    gradient_accumulation_steps, train_micro_batch_size_per_gpu, train_batch_size: the batch's sizes as they are given,
+    None where they are not; `resolve_batch` gives all of them.
+    notices: lines about keys without effect and keys that are "auto".
+    automatic_sizes: sizes of the batch that are "auto" in a DeepSpeed configuration, as messages name them.
     """
 
     zero: ZeroConfig = field(default_factory=ZeroConfig)
@@ -76,6 +79,7 @@ class EngineConfig:
     train_micro_batch_size_per_gpu: _Count | None = None
     train_batch_size: _Count | None = None
     notices: tuple[str, ...] = ()
+    automatic_sizes: tuple[str, ...] = ()
 
 
 def load_engine_config(config: EngineConfig | Mapping[str, Any] | str | Path) -> EngineConfig:
@@ -101,6 +105,15 @@ def resolve_batch(config: EngineConfig, data_parallel_size: int) -> BatchSizes:
     return sizes
 
 
+def automatic_sizes(config: EngineConfig, sizes: BatchSizes) -> tuple[str, ...]:
+    """One line for each size of the batch that is "auto" in a DeepSpeed configuration, with what it became."""
+    became = {KEYS["train"]: sizes.train, KEYS["micro"]: sizes.micro, KEYS["accumulation"]: sizes.accumulation}
+    texts = {
+        name: "the size of what the program passes" if size is None else shown(size) for name, size in became.items()
+    }
+    return tuple(f'{name}: "auto" became {texts[name.rpartition(" ")[2]]}' for name in config.automatic_sizes)
+
+
 def _from_mapping(content: Mapping[str, Any], origin: str) -> EngineConfig:
     own = [name for name in _SECTIONS if name in content]
     foreign = [name for name in content if name in TOP_LEVEL - {"optimizer", "scheduler", *_PLAIN}]
@@ -109,25 +122,26 @@ def _from_mapping(content: Mapping[str, Any], origin: str) -> EngineConfig:
         raise ConfigError(Problem(given, "a configuration has one form", _FORMS))
     optimizer = content.get("optimizer")
     if own or not content or (isinstance(optimizer, Mapping) and "lr" in optimizer and not foreign):
-        return _from_own(content, Place(origin))
+        return _from_own(content, Location(origin))
     return _from_deepspeed(read(content, origin))
 
 
 # --- DeepSpeed's form ------------------------------------------------------------------------------------------------
 
 
-def _from_deepspeed(reading: Reading) -> EngineConfig:
-    parts = engine_parts(reading)
-    reading.findings.problems.extend(_undecidable(parts.activations, Place(reading.origin)))
-    plain = {name: reading.get(name, _default(name)) for name in _PLAIN}
-    raise_problems(ConfigError, reading.findings.problems)
+def _from_deepspeed(file: ParsedFile) -> EngineConfig:
+    parts = engine_parts(file)
+    file.diagnostics.problems.extend(_undecidable(parts.activations, file.location()))
+    plain = {name: file.get(name, _default(name)) for name in _PLAIN}
+    raise_problems(ConfigError, file.diagnostics.problems)
     return EngineConfig(
         zero=parts.zero,
         precision=parts.precision,
         activations=parts.activations,
         optimizer=parts.optimizer,
         scheduler=parts.scheduler,
-        notices=tuple(reading.findings.notices),
+        notices=tuple(file.diagnostics.notices),
+        automatic_sizes=tuple(str(file.location(name)) for name in KEYS.values() if file.is_automatic(name)),
         **plain,
     )
 
@@ -139,91 +153,93 @@ def _default(name: str) -> Any:
 # --- megazero's own form ---------------------------------------------------------------------------------------------
 
 
-def _from_own(content: Mapping[str, Any], place: Place) -> EngineConfig:
-    findings = Findings()
+def _from_own(content: Mapping[str, Any], location: Location) -> EngineConfig:
+    diagnostics = Diagnostics()
     infos = {name: HONOURED[name] for name in _PLAIN}
     known = (*_SECTIONS, "optimizer", "scheduler", *_PLAIN)
-    findings.problems.extend(unknown(place.key(name), content[name], known) for name in content if name not in known)
-    zero = _section(ZeroConfig, place.key("zero"), content.get("zero"), findings)
-    precision = _section(PrecisionConfig, place.key("precision"), content.get("precision"), findings)
-    activations = _section(ActivationConfig, place.key("activations"), content.get("activations"), findings)
-    optimizer = _optimizer(place.key("optimizer"), content.get("optimizer"), findings)
-    scheduler = _scheduler(place.key("scheduler"), content.get("scheduler"), findings, optimizer.lr)
-    plain = _values(infos, place, {name: content[name] for name in _PLAIN if name in content}, findings)
-    findings.problems.extend(_state_problems(zero, precision, place))
-    findings.problems.extend(_activation_problems(activations, place))
-    raise_problems(ConfigError, findings.problems)
+    diagnostics.problems.extend(
+        unknown(location.key(name), content[name], known) for name in content if name not in known
+    )
+    zero = _section(ZeroConfig, location.key("zero"), content.get("zero"), diagnostics)
+    precision = _section(PrecisionConfig, location.key("precision"), content.get("precision"), diagnostics)
+    activations = _section(ActivationConfig, location.key("activations"), content.get("activations"), diagnostics)
+    optimizer = _optimizer(location.key("optimizer"), content.get("optimizer"), diagnostics)
+    scheduler = _scheduler(location.key("scheduler"), content.get("scheduler"), diagnostics, optimizer.lr)
+    plain = _values(infos, location, {name: content[name] for name in _PLAIN if name in content}, diagnostics)
+    diagnostics.problems.extend(_state_problems(zero, precision, location))
+    diagnostics.problems.extend(_activation_problems(activations, location))
+    raise_problems(ConfigError, diagnostics.problems)
     return EngineConfig(
         zero=zero,
         precision=precision,
         activations=activations,
         optimizer=optimizer,
         scheduler=scheduler,
-        notices=tuple(findings.notices),
+        notices=tuple(diagnostics.notices),
         **plain,
     )
 
 
-def _mapping(place: Place, value: Any, findings: Findings) -> Mapping[str, Any]:
+def _mapping(location: Location, value: Any, diagnostics: Diagnostics) -> Mapping[str, Any]:
     """The value as a section; an empty one stands in for what is none."""
     if isinstance(value, Mapping):
         return value
     if value is not None:
-        findings.problems.append(Problem(place.said(value), f"{place.path} is a mapping", "{...}"))
+        diagnostics.problems.append(Problem(location.quote(value), f"{location.path} is a mapping", "{...}"))
     return {}
 
 
-def _section(cls: type[_Section], place: Place, value: Any, findings: Findings) -> _Section:
+def _section(cls: type[_Section], location: Location, value: Any, diagnostics: Diagnostics) -> _Section:
     if isinstance(value, cls):
         return value
     fields: tuple[FieldInfo, ...] = describe("", cls)
     infos = {name.replace("-", "_"): info for info in fields for name in (info.name, *info.aliases)}
-    return cls(**_values(infos, place, _mapping(place, value, findings), findings))
+    return cls(**_values(infos, location, _mapping(location, value, diagnostics), diagnostics))
 
 
 def _values(
-    infos: Mapping[str, FieldInfo], place: Place, said: Mapping[str, Any], findings: Findings
+    infos: Mapping[str, FieldInfo], location: Location, raw: Mapping[str, Any], diagnostics: Diagnostics
 ) -> dict[str, Any]:
     """The values of settings by their names; `infos` may have several names for one."""
     values: dict[str, Any] = {}
-    for name, value in said.items():
-        where, info = place.key(str(name)), infos.get(name)
+    for name, value in raw.items():
+        where, info = location.key(str(name)), infos.get(name)
         if info is None:
-            findings.problems.append(unknown(where, value, infos))
+            diagnostics.problems.append(unknown(where, value, infos))
         elif info.name in values:
-            findings.problems.append(Problem(where.said(value), f"{info.name} stands there already", "once"))
-        elif value is not None or info.required or info.default is not None:
+            diagnostics.problems.append(Problem(where.quote(value), f"{info.name} stands there already", "once"))
+        else:
             try:
-                values[info.name] = conform(info, value)
-            except Unfit:
-                findings.problems.append(violation(where, info, value))
+                values[info.name] = coerce(info, value)
+            except InvalidValue:
+                diagnostics.problems.append(violation(where.quote(value), where.path, info, value))
     return values
 
 
-def _optimizer(place: Place, value: Any, findings: Findings) -> OptimizerChoice:
-    section = _mapping(place, value, findings)
+def _optimizer(location: Location, value: Any, diagnostics: Diagnostics) -> OptimizerChoice:
+    section = _mapping(location, value, diagnostics)
     names = ("type", "lr", "params")
-    findings.problems.extend(unknown(place.key(str(n)), section[n], names) for n in section if n not in names)
-    params = dict(_mapping(place.key("params"), section.get("params"), findings))
+    diagnostics.problems.extend(unknown(location.key(str(n)), section[n], names) for n in section if n not in names)
+    params = dict(_mapping(location.key("params"), section.get("params"), diagnostics))
     if "lr" in params:
-        said = place.key("params").key("lr").said(params.pop("lr"))
-        findings.problems.append(Problem(said, "the learning rate stands beside the type", "optimizer.lr"))
-    choice = choose_optimizer(place, section.get("type", "AdamW"), params, findings, defaults={})
-    given = _values({"lr": LR}, place, {"lr": section["lr"]} if "lr" in section else {}, findings)
+        said = location.key("params").key("lr").quote(params.pop("lr"))
+        diagnostics.problems.append(Problem(said, "the learning rate stands beside the type", "optimizer.lr"))
+    choice = choose_optimizer(location, section.get("type", "AdamW"), params, diagnostics, defaults={})
+    given = _values({"lr": LR}, location, {"lr": section["lr"]} if "lr" in section else {}, diagnostics)
     return replace(choice, **given)
 
 
-def _scheduler(place: Place, value: Any, findings: Findings, lr: float) -> SchedulerChoice | None:
-    section = _mapping(place, value, findings)
+def _scheduler(location: Location, value: Any, diagnostics: Diagnostics, lr: float) -> SchedulerChoice | None:
+    section = _mapping(location, value, diagnostics)
     if not section:
         return None
     names = ("type", "params")
-    findings.problems.extend(unknown(place.key(str(n)), section[n], names) for n in section if n not in names)
-    params = _mapping(place.key("params"), section.get("params"), findings)
-    return choose_scheduler(place, section.get("type"), params, findings, lr=lr)
+    diagnostics.problems.extend(unknown(location.key(str(n)), section[n], names) for n in section if n not in names)
+    params = _mapping(location.key("params"), section.get("params"), diagnostics)
+    return choose_scheduler(location, section.get("type"), params, diagnostics, lr=lr)
 
 
-def _state_problems(zero: ZeroConfig, precision: PrecisionConfig, place: Place) -> list[Problem]:
+def _state_problems(zero: ZeroConfig, precision: PrecisionConfig, location: Location) -> list[Problem]:
     """Problems between the settings of the two sections, by their dotted names."""
     zero_names = {info.name for info in describe("", ZeroConfig)}
 
@@ -233,50 +249,52 @@ def _state_problems(zero: ZeroConfig, precision: PrecisionConfig, place: Place) 
     found = [problem for rule in STATE_RULES for problem in rule(zero, precision, spell)]
     rule = "there is no schedule whose windows would be known; a unit goes after every forward and backward of it"
     return [
-        *(replace(problem, given=f"{place}: {problem.given}") for problem in found),
-        *_left_to_others(zero, _OF_A_SCHEDULE, place.key("zero"), rule),
-        *_left_to_others(precision, _OF_THE_LAYERS, place.key("precision"), "the model's layers choose their products"),
+        *(replace(problem, given=f"{location}: {problem.given}") for problem in found),
+        *_left_to_others(zero, _OF_A_SCHEDULE, location.key("zero"), rule),
+        *_left_to_others(
+            precision, _OF_THE_LAYERS, location.key("precision"), "the model's layers choose their products"
+        ),
     ]
 
 
-def _activation_problems(activations: ActivationConfig, place: Place) -> Iterator[Problem]:
+def _activation_problems(activations: ActivationConfig, location: Location) -> Iterator[Problem]:
     """What the model says itself, and a number of checkpoints that lie nowhere."""
     rule = "the model says what is recomputed, by calling megazero.recompute(function, *args)"
-    yield from _left_to_others(activations, _OF_THE_MODEL, place.key("activations"), rule)
+    yield from _left_to_others(activations, _OF_THE_MODEL, location.key("activations"), rule)
     for problem in count_has_an_arena(activations, lambda name: f"activations.{name}"):
-        yield replace(problem, given=f"{place}: {problem.given}")
-    yield from _undecidable(activations, place)
+        yield replace(problem, given=f"{location}: {problem.given}")
+    yield from _undecidable(activations, location)
 
 
-def _left_to_others(section: _Section, names: Iterable[str], place: Place, rule: str) -> Iterator[Problem]:
+def _left_to_others(section: _Section, names: Iterable[str], location: Location, rule: str) -> Iterator[Problem]:
     """What stands in `section` under names that only a run has a use for."""
     for info in describe("", type(section)):
         value = getattr(section, info.name)
         if info.name in names and value != info.default:
-            yield Problem(place.key(info.name).said(value), f"refused: {rule}", f"leave out {info.name}")
+            yield Problem(location.key(info.name).quote(value), f"refused: {rule}", f"leave out {info.name}")
 
 
-def _undecidable(activations: ActivationConfig, place: Place) -> Iterator[Problem]:
+def _undecidable(activations: ActivationConfig, location: Location) -> Iterator[Problem]:
     """Switches on "auto", which a run of `pretrain_gpt.py` decides by the sizes of its own model."""
     for name in ("partition_activations", "checkpoint_in_cpu"):
         if getattr(activations, name) == "auto":
             rule = f"{name} is decided by the size of checkpoints, which is not known before the model runs"
-            yield Problem(f'{place}: activations: {name} "auto"', rule, "true, false")
+            yield Problem(f'{location}: activations: {name} "auto"', rule, "true, false")
 
 
 def _checked(config: EngineConfig) -> EngineConfig:
     """A configuration made in Python: its sections are valid one by one; the names and what is between them are not."""
-    findings, place = Findings(), Place("config")
+    diagnostics, location = Diagnostics(), Location("config")
     optimizer = choose_optimizer(
-        place.key("optimizer"), config.optimizer.type, config.optimizer.params, findings, defaults={}
+        location.key("optimizer"), config.optimizer.type, config.optimizer.params, diagnostics, defaults={}
     )
     optimizer = replace(optimizer, lr=config.optimizer.lr)
     scheduler = config.scheduler
     if scheduler is not None:
-        where = place.key("scheduler")
-        scheduler = choose_scheduler(where, scheduler.type, scheduler.params, findings, lr=optimizer.lr)
-    findings.problems.extend(_state_problems(config.zero, config.precision, place))
-    findings.problems.extend(_activation_problems(config.activations, place))
-    raise_problems(ConfigError, findings.problems)
-    notices = (*config.notices, *(notice for notice in findings.notices if notice not in config.notices))
+        where = location.key("scheduler")
+        scheduler = choose_scheduler(where, scheduler.type, scheduler.params, diagnostics, lr=optimizer.lr)
+    diagnostics.problems.extend(_state_problems(config.zero, config.precision, location))
+    diagnostics.problems.extend(_activation_problems(config.activations, location))
+    raise_problems(ConfigError, diagnostics.problems)
+    notices = (*config.notices, *(notice for notice in diagnostics.notices if notice not in config.notices))
     return replace(config, optimizer=optimizer, scheduler=scheduler, notices=notices)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from megazero.activations.assemble import RankParts, recomputation
 from megazero.comm.mesh import Mesh
 from megazero.generators import DefaultGenerators
-from megazero.library.config import EngineConfig, load_engine_config, resolve_batch
+from megazero.library.config import BatchSizes, EngineConfig, automatic_sizes, load_engine_config, resolve_batch
 from megazero.library.dtensors import unwrap_dtensors
 from megazero.library.engine import DataParallelEngine, EngineParts
 from megazero.library.join import mesh_and_buffers
@@ -51,7 +51,7 @@ def initialize(
     settings = load_engine_config(config)
     mesh, buffers = mesh_and_buffers(mesh)
     batch = resolve_batch(settings, mesh.axis("dp").size)
-    _tell(settings, mesh)
+    _warn(settings, batch, mesh)
     plan = resolve(settings.zero, settings.precision)
     unwrap_dtensors(model, mesh)
     prepare(model, mesh, plan.parameter.dtype)
@@ -93,8 +93,8 @@ def initialize(
     return DataParallelEngine(model, parts)
 
 
-def _tell(config: EngineConfig, mesh: Mesh) -> None:
-    """Keys without effect, once per job."""
+def _warn(config: EngineConfig, batch: BatchSizes, mesh: Mesh) -> None:
+    """Warn of keys without effect, and report what automatic ones became, once per job."""
     if mesh.world.rank == 0:
-        for notice in config.notices:
+        for notice in (*config.notices, *automatic_sizes(config, batch)):
             warnings.warn(notice, stacklevel=3)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megazero.comm.interface import Communicator
 from megazero.comm.mesh import Mesh
-from megazero.config.engine_sections import ZeroConfig
+from megazero.config.engine_sections import UNLIMITED, ZeroConfig
 from megazero.memory.address_book import ArenaStatistics
 from megazero.memory.lease import Scratch
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
@@ -132,7 +132,7 @@ class Engine:
             self._shards,
             self._publisher,
             settings.optimizer,
-            sub_group_numel=zero.sub_group_size,
+            sub_group_numel=zero.sub_group_size or UNLIMITED,
             counted_at=self._coordinates,
             names=settings.parameter_names,
         )

@@ -7,7 +7,7 @@ from megazero.config.run import FIELDS
 
 
 def words(line: str) -> list[tuple[str, tuple[str, ...]]]:
-    return [(item.name, item.value) for item in split_words(line.split())[0]]
+    return [(item.flag_name, item.value) for item in split_words(line.split())[0]]
 
 
 def test_words_stay_raw_and_in_order() -> None:
@@ -33,8 +33,8 @@ def test_a_negative_number_is_a_value(number: str) -> None:
 
 
 def test_names_are_not_abbreviated() -> None:
-    said, stray = split_words(["--num-lay", "3"])
-    assert (said, stray) == ([], ["--num-lay", "3"])
+    words, stray = split_words(["--num-lay", "3"])
+    assert (words, stray) == ([], ["--num-lay", "3"])
 
 
 def test_help_shows_every_flag_with_default_and_unit() -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
+from support.configs import make_run
 
 from megazero.config.run import CheckpointConfig
 
@@ -15,7 +16,7 @@ def test_nothing_is_saved_or_loaded_by_default() -> None:
 
 
 def test_folders_become_paths() -> None:
-    assert CheckpointConfig(save="runs/a").save == Path("runs/a")  # type: ignore[arg-type]
+    assert make_run(save="runs/a").checkpoint.save == Path("runs/a")
 
 
 def test_an_interval_of_zero_is_refused() -> None:

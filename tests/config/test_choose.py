@@ -13,45 +13,45 @@ from megazero.config.choices import (
     choose_optimizer,
     choose_scheduler,
 )
-from megazero.config.values import Findings, Place
+from megazero.config.values import Diagnostics, Location
 from megazero.errors import Problem
 from megazero.optim import warmup
 
 
-def optimizer(name: Any, **params: Any) -> tuple[OptimizerChoice, Findings]:
-    findings = Findings()
-    return choose_optimizer(Place("ds.json", "optimizer"), name, params, findings, defaults={}), findings
+def optimizer(name: Any, **params: Any) -> tuple[OptimizerChoice, Diagnostics]:
+    diagnostics = Diagnostics()
+    return choose_optimizer(Location("ds.json", "optimizer"), name, params, diagnostics, defaults={}), diagnostics
 
 
-def scheduler(name: Any, *, free: tuple[str, ...] = (), **params: Any) -> tuple[SchedulerChoice | None, Findings]:
-    findings, place = Findings(), Place("ds.json", "scheduler")
-    return choose_scheduler(place, name, params, findings, lr=0.25, may_be_auto=free), findings
+def scheduler(name: Any, *, free: tuple[str, ...] = (), **params: Any) -> tuple[SchedulerChoice | None, Diagnostics]:
+    diagnostics, place = Diagnostics(), Location("ds.json", "scheduler")
+    return choose_scheduler(place, name, params, diagnostics, lr=0.25, may_be_auto=free), diagnostics
 
 
-def only(findings: Findings) -> Problem:
-    assert len(findings.problems) == 1, findings.problems
-    return findings.problems[0]
+def only(diagnostics: Diagnostics) -> Problem:
+    assert len(diagnostics.problems) == 1, diagnostics.problems
+    return diagnostics.problems[0]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_choice_makes_a_torch_optimizer(name: str) -> None:
-    choice, findings = optimizer(name.upper(), lr=0.125)
-    assert findings == Findings() and choice.type == name
+    choice, diagnostics = optimizer(name.upper(), lr=0.125)
+    assert diagnostics == Diagnostics() and choice.type == name
     made = getattr(torch.optim, choice.type)([torch.zeros(2, requires_grad=True)], lr=choice.lr, **choice.params)
     assert made.defaults["lr"] == 0.125
 
 
 def test_what_was_said_wins_over_defaults_and_auto_takes_them() -> None:
-    choice, findings = optimizer("AdamW", lr="auto", betas=[0.9, 0.95], eps="auto", weight_decay=1)
-    assert findings == Findings()
+    choice, diagnostics = optimizer("AdamW", lr="auto", betas=[0.9, 0.95], eps="auto", weight_decay=1)
+    assert diagnostics == Diagnostics()
     assert choice.lr == 1e-3 and choice.params["betas"] == (0.9, 0.95)
     assert (choice.params["eps"], choice.params["weight_decay"], choice.params["amsgrad"]) == (1e-8, 1.0, False)
 
 
 def test_what_chooses_an_implementation_earns_a_notice() -> None:
-    choice, findings = optimizer("Adam", fused=True, torch_adam=True)
-    assert "fused" not in choice.params and not findings.problems
-    assert [notice.split(": ")[1] for notice in findings.notices] == [
+    choice, diagnostics = optimizer("Adam", fused=True, torch_adam=True)
+    assert "fused" not in choice.params and not diagnostics.problems
+    assert [notice.split(": ")[1] for notice in diagnostics.notices] == [
         "optimizer.params.fused",
         "optimizer.params.torch_adam",
     ]
@@ -81,8 +81,8 @@ def test_a_refused_optimizer(name: Any, params: dict[str, Any], given: str, rule
 
 
 def test_parameters_of_a_schedule_are_complete() -> None:
-    choice, findings = scheduler("warmupdecaylr", total_num_steps=5e4, last_batch_iteration=-1, warmup_type="linear")
-    assert findings == Findings()
+    choice, diagnostics = scheduler("warmupdecaylr", total_num_steps=5e4, last_batch_iteration=-1, warmup_type="linear")
+    assert diagnostics == Diagnostics()
     assert choice == SchedulerChoice(
         type="WarmupDecayLR",
         params={
@@ -98,8 +98,8 @@ def test_parameters_of_a_schedule_are_complete() -> None:
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_choice_makes_a_schedule(name: str) -> None:
     length = {"total_num_steps": 2000} if "total_num_steps" in SCHEDULERS[name] else {}
-    choice, findings = scheduler(name, **length)
-    assert findings == Findings() and choice is not None
+    choice, diagnostics = scheduler(name, **length)
+    assert diagnostics == Diagnostics() and choice is not None
     assert getattr(warmup, choice.type)(**choice.params).rate(999, 0.001) == pytest.approx(0.001)
 
 
@@ -130,6 +130,6 @@ def test_a_refused_schedule(name: str, params: dict[str, Any], given: str, rule:
 
 
 def test_who_knows_the_length_may_leave_it_open() -> None:
-    choice, findings = scheduler("WarmupDecayLR", free=("total_num_steps",), total_num_steps="auto")
-    assert findings == Findings() and choice is not None and "total_num_steps" not in choice.params
+    choice, diagnostics = scheduler("WarmupDecayLR", free=("total_num_steps",), total_num_steps="auto")
+    assert diagnostics == Diagnostics() and choice is not None and "total_num_steps" not in choice.params
     assert len(scheduler("WarmupDecayLR", free=("total_num_steps",))[1].problems) == 1

@@ -3,13 +3,16 @@
 import pytest
 from support.configs import SMALL
 
-from megazero.config.validate import Outcome, Said, Unknown, validate
+from megazero.config.validate import INFO, Outcome, Unknown, build, parse_value, validate
+from megazero.config.values import ParsedValue, RawValue
 from megazero.errors import Problem
 
 
 def outcome(**settings: object) -> Outcome:
     merged = {**SMALL, **settings}
-    return validate({name: Said(name, value, f"--{name.replace('_', '-')} {value}") for name, value in merged.items()})
+    return validate(
+        {name: RawValue(name, value, f"--{name.replace('_', '-')} {value}") for name, value in merged.items()}
+    )
 
 
 def problem(**settings: object) -> Problem:
@@ -36,7 +39,7 @@ def test_all_findings_come_together_in_the_order_of_help() -> None:
         ({"num_layers": "0"}, "a whole number, at least 1", "--num-layers 1"),
         ({"hidden_size": "12.5"}, "a whole number", "--hidden-size 12, --hidden-size 13"),
         ({"zero_stage": "4"}, "there is nothing left to partition after stage 3", "--zero-stage 3"),
-        ({"sub_group_size": "0"}, "a whole number, at least 1", "--sub-group-size 1"),
+        ({"sub_group_size": "-1"}, "a whole number, at least 0", "--sub-group-size 0"),
         ({"communication_data_type": "bf8"}, "one of auto, fp64", "bf16, auto"),
         ({"pipeline_model_parallel_size": 0}, "at least 1", "--pipeline-model-parallel-size 1"),
         ({"pipeline_schedule": "1b1f"}, "one of auto, gpipe, 1f1b", "1f1b, auto"),
@@ -72,10 +75,40 @@ def test_a_missing_setting_says_what_it_is() -> None:
     assert "transformer blocks" in found[0].rule and "--preset" in found[0].legal
 
 
+def parsed(*without: str) -> dict[str, ParsedValue]:
+    return {name: ParsedValue(name, value, name) for name, value in SMALL.items() if name not in without}
+
+
 def test_broken_settings_are_reported_in_their_place_and_not_as_missing() -> None:
-    said = {name: Said(name, value, name) for name, value in SMALL.items() if name != "hidden_size"}
-    found = validate(said, broken={"hidden_size": Problem("--hidden-size", "needs a value")})
+    found = build(parsed("hidden_size"), broken={"hidden_size": Problem("--hidden-size", "needs a value")})
     assert [item.given for item in found.problems] == ["--hidden-size"]
+
+
+def test_unknown_settings_are_not_missing_and_not_read() -> None:
+    found = build(parsed("lr"), broken={}, unknown={"lr", "zero_stage"})
+    assert found.problems == () and found.config is None
+    for section, name in (("optimizer", "lr"), ("zero", "zero_stage")):
+        with pytest.raises(Unknown, match=name):
+            getattr(getattr(found.partial, section), name)
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "expected"),
+    [
+        ("seed", ("5",), 5),
+        ("seed", (), "--seed needs a value"),
+        ("seed", ("1", "2"), "--seed needs one value, not 2"),
+        ("mock-data", (), True),
+        ("no-mmap-bin-files", (), False),
+        ("no_mmap_bin_files", False, True),
+        ("data-path", ("a", "b"), ("a", "b")),
+        ("data-path", (), "--data-path needs a value"),
+    ],
+)
+def test_the_words_after_a_flag(name: str, words: object, expected: object) -> None:
+    info = INFO[name.replace("-", "_").removeprefix("no_")]
+    found = parse_value(info, RawValue(name, words, f"--{name}"))
+    assert expected == (found.rule if isinstance(found, Problem) else found.value)
 
 
 def test_the_partial_configuration_knows_what_is_valid_only() -> None:

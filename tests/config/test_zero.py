@@ -45,7 +45,7 @@ def test_stage_3s_settings_have_deepspeeds_other_name_too() -> None:
         ("zero_stage", 4),
         ("zero_stage", -1),
         ("reduce_bucket_size", -1),
-        ("sub_group_size", 0),
+        ("sub_group_size", -1),
         ("gradient_predivide_factor", 0),
         ("communication_data_type", "int8"),
     ],

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from support.configs import SMALL, make_run
 
 from megazero.config.derived import given_split
-from megazero.config.validate import Said, validate
+from megazero.config.validate import validate
+from megazero.config.values import RawValue
 from megazero.errors import Problem
 from megazero.rules import pipeline as pipeline_rules
 from megazero.rules.run import advice, check
@@ -231,7 +232,7 @@ def test_what_splits_evenly_fits_batch_and_positions(settings: dict[str, Any], l
 def test_an_unknown_batch_filters_nothing() -> None:
     said = {"tensor_model_parallel_size": 4, "sequence_parallel": True, "micro_batch_size": 3, "seq_length": 10}
     settings = {**SMALL, **said, "global_batch_size": "nine", "max_position_embeddings": "ten"}
-    outcome = validate({name: Said(name, value, name) for name, value in settings.items()})
+    outcome = validate({name: RawValue(name, value, name) for name, value in settings.items()})
     (problem,) = check(outcome.partial, 4)
     assert problem.legal == "--micro-batch-size 2, --micro-batch-size 4, --seq-length 8, --seq-length 12"
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from support.configs import SMALL, make_run
 
 from megazero.command_line.parse import parse
-from megazero.config.validate import Said, validate
+from megazero.config.validate import validate
+from megazero.config.values import RawValue
 from megazero.errors import Problem
 from megazero.rules.run import RULES, advice, check
 
@@ -179,7 +180,7 @@ def test_a_suggested_degree_fits_the_heads_and_the_job() -> None:
 
 def test_a_layout_is_mended_without_knowing_heads_and_layers() -> None:
     settings = {**SMALL, "tensor_model_parallel_size": 4, "num_attention_heads": "x", "num_layers": "y"}
-    outcome = validate({name: Said(name, value, name) for name, value in settings.items()})
+    outcome = validate({name: RawValue(name, value, name) for name, value in settings.items()})
     (problem,) = check(outcome.partial, 6)
     assert problem.legal == "4 processes, 8 processes, --tensor-model-parallel-size 3, --tensor-model-parallel-size 6"
 
@@ -212,7 +213,7 @@ def test_advice_is_given_on_narrow_sums_only() -> None:
 
 def test_rules_that_need_an_unknown_setting_are_passed_over() -> None:
     settings = {**SMALL, "num_attention_heads": "seven", "min_lr": 1}
-    outcome = validate({name: Said(name, value, name) for name, value in settings.items()})
+    outcome = validate({name: RawValue(name, value, name) for name, value in settings.items()})
     assert [item.given for item in check(outcome.partial, 1)] == ["--lr 0.001 --min-lr 1"]
 
 

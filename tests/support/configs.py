@@ -5,7 +5,8 @@ from types import MappingProxyType
 from typing import Any
 
 from megazero.config.run import RunConfig
-from megazero.config.validate import Said, validate
+from megazero.config.validate import validate
+from megazero.config.values import RawValue
 
 # The least that a valid run needs.
 SMALL: Mapping[str, Any] = MappingProxyType(
@@ -25,6 +26,6 @@ SMALL: Mapping[str, Any] = MappingProxyType(
 
 def make_run(**settings: Any) -> RunConfig:
     """A valid small run with some settings of its own; None leaves an optional setting unset."""
-    outcome = validate({name: Said(name, value, name) for name, value in {**SMALL, **settings}.items()})
+    outcome = validate({name: RawValue(name, value, name) for name, value in {**SMALL, **settings}.items()})
     assert outcome.config is not None, outcome.problems
     return outcome.config

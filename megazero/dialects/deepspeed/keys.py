@@ -1,4 +1,4 @@
-"""What becomes of each key of a DeepSpeed configuration: frozen tables, as in dialects/megatron.py.
+"""The tables of DeepSpeed's keys: what becomes of each, in the manner of the tables of Megatron-LM's flags.
 
 A key is a dotted path, `zero_optimization.stage`.  An *honoured* key has a value that megazero uses; what it may be,
 and DeepSpeed's default, stand here.  An *accepted* key changes nothing that megazero could do otherwise, and earns a
@@ -19,7 +19,8 @@ from megazero.config.fields import FieldInfo, describe
 def key(path: str, kind: str, default: Any, *, choices: tuple[str, ...] = (), **bounds: float) -> FieldInfo:
     """A description of a key that is no setting of megazero under the same name; default None: without a value."""
     section, _, name = path.rpartition(".")
-    return FieldInfo(section, name, kind, choices, default, False, "", "", (), "", tuple(bounds.items()))
+    limits = tuple(bounds.items())
+    return FieldInfo(section, name, kind, choices, default, False, "", "", (), "", limits, optional=default is None)
 
 
 # --- honoured --------------------------------------------------------------------------------------------------------
@@ -62,10 +63,10 @@ ZERO_KEYS: Mapping[str, str] = MappingProxyType(
 
 def _zero_keys() -> dict[str, FieldInfo]:
     fields = {info.name: info for info in describe("zero", ZeroConfig)}
+    defaults = {field: _ZERO_DEFAULTS[path.rpartition(".")[2]] for field, path in ZERO_KEYS.items() if "." in path}
     return {
-        path: replace(fields[field], section="zero_optimization", default=_ZERO_DEFAULTS[path.rpartition(".")[2]])
-        for field, path in ZERO_KEYS.items()
-        if path.startswith("zero_optimization.")
+        ZERO_KEYS[field]: replace(fields[field], section="zero_optimization", default=default, optional=default is None)
+        for field, default in defaults.items()
     }
 
 
@@ -79,6 +80,24 @@ ACTIVATION_KEYS: Mapping[str, str] = MappingProxyType(
         "synchronize_each_layer": "activation_checkpointing.synchronize_checkpoint_boundary",
         "profile_backward": "activation_checkpointing.profile",
     }
+)
+
+# Field of PrecisionConfig -> the key it comes from; DeepSpeed has the loss scale 0 for a dynamic one, and a power of 2
+# for its first value.
+PRECISION_KEYS: Mapping[str, str] = MappingProxyType(
+    {
+        "loss_scale": "fp16.loss_scale",
+        "initial_loss_scale": "fp16.initial_scale_power",
+        "min_loss_scale": "fp16.min_loss_scale",
+        "loss_scale_window": "fp16.loss_scale_window",
+        "hysteresis": "fp16.hysteresis",
+        "consecutive_hysteresis": "fp16.consecutive_hysteresis",
+    }
+)
+
+# Setting of a run -> the key it comes from.
+BATCH_KEYS: Mapping[str, str] = MappingProxyType(
+    {"global_batch_size": "train_batch_size", "micro_batch_size": "train_micro_batch_size_per_gpu"}
 )
 
 

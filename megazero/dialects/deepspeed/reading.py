@@ -1,10 +1,9 @@
 """Reading a DeepSpeed configuration strictly: every key is honoured, accepted with a notice, or refused by name.
 
-`read_file` gives a JSON file's mapping, `read` the *reading* of a mapping: what was said by key, in the key's type,
-with everything that is wrong.  "auto" stands for megazero's own default, except on a key that has a value of this
-name (partition_activations, cpu_checkpointing).  What becomes of each key is a table (keys.py); what the
-values become is decided by those who take a reading: sections.py makes a configuration of the library,
-run.py settings of a run.
+`read_file` gives a JSON file's mapping, `read` a mapping's `ParsedFile`: the values by key, in the key's type, with
+everything that is wrong.  "auto" stands for megazero's own default, except on a key that has a value of this name
+(partition_activations, cpu_checkpointing).  What becomes of each key is a table (keys.py); sections.py translates the
+values into settings, for the library and for a run.
 """
 
 import json
@@ -15,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megazero.config.choices import AUTO
-from megazero.config.values import Findings, Place, Unfit, conform, unknown, violation
+from megazero.config.values import Diagnostics, InvalidValue, Location, as_boolean, coerce, unknown, violation
 from megazero.dialects.deepspeed.keys import (
     ACCEPTED,
     ALIASES,
@@ -40,50 +39,53 @@ _FORMATS: Mapping[str, str] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Heard:
-    """A value in its key's type, or AUTO, and where it was said."""
+class ParsedKey:
+    """A key's value in the key's type, or AUTO, and where it stands."""
 
     value: Any
-    place: Place
+    location: Location
 
     @property
     def source(self) -> str:
-        return self.place.said(self.value)
+        """The key and its value as a message shows them."""
+        return self.location.quote(self.value)
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What a configuration says.
+class ParsedFile:
+    """A DeepSpeed configuration after its keys have been looked up and their values checked.
 
     values: honoured keys by their canonical path.  sections: sections that are there, though they may be empty.
     params: PARAMS that are there, unchecked, since what they may hold depends on the type beside them.
+    off: refused keys and sections that are "auto", which turns them off.  invalid: honoured keys with an illegal value.
     """
 
     origin: str
-    values: dict[str, Heard] = field(default_factory=dict)
+    values: dict[str, ParsedKey] = field(default_factory=dict)
     params: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     sections: set[str] = field(default_factory=set)
-    findings: Findings = field(default_factory=Findings)
+    off: list[Location] = field(default_factory=list)
+    invalid: set[str] = field(default_factory=set)
+    diagnostics: Diagnostics = field(default_factory=Diagnostics)
 
     def get(self, path: str, own: Any) -> Any:
         """The value of an honoured key; DeepSpeed's default when it is absent, megazero's `own` when it is "auto"."""
-        heard = self.values.get(path)
-        if heard is None:
+        if path not in self.values:
             return HONOURED[path].default
-        return own if _is_left_to_us(path, heard) else heard.value
+        return own if self.is_automatic(path) else self.values[path].value
 
-    def said(self, path: str) -> Heard | None:
-        """What was said at `path`; None when it is absent or left to us."""
-        heard = self.values.get(path)
-        return None if heard is None or _is_left_to_us(path, heard) else heard
+    def written(self, path: str) -> ParsedKey | None:
+        """The key at `path`; None when it is absent or "auto"."""
+        return None if self.is_automatic(path) else self.values.get(path)
 
-    @property
-    def place(self) -> Place:
-        return Place(self.origin)
+    def is_automatic(self, path: str) -> bool:
+        """Whether the key is there and leaves its value to megazero."""
+        key = self.values.get(path)
+        return key is not None and bool(key.value == AUTO) and AUTO not in HONOURED[path].choices
 
-
-def _is_left_to_us(path: str, heard: Heard) -> bool:
-    return bool(heard.value == AUTO) and AUTO not in HONOURED[path].choices
+    def location(self, path: str = "") -> Location:
+        """The location of a key by its canonical path, whichever spelling the file has."""
+        return Location(self.origin, path)
 
 
 def read_file(path: Path) -> Mapping[str, Any]:
@@ -108,20 +110,20 @@ def read_file(path: Path) -> Mapping[str, Any]:
     return content
 
 
-def read(content: Mapping[str, Any], origin: str) -> Reading:
-    """The reading of a configuration; `origin` names it in messages.  Nothing is raised: see its findings."""
-    reading = Reading(origin)
+def read(content: Mapping[str, Any], origin: str) -> ParsedFile:
+    """The parsed configuration; `origin` names it in messages.  Nothing is raised: see its diagnostics."""
+    file = ParsedFile(origin)
     zero = content.get("zero_optimization")
     if isinstance(zero, bool):  # an old form: true is stage 1
         content = {**content, "zero_optimization": {"stage": int(zero)}}
-        reading.findings.notices.append(f"{origin}: zero_optimization: taken as stage {int(zero)}")
-    _walk(reading, Place(origin), "", content)
-    fp16, bf16 = reading.said("fp16.enabled"), reading.said("bf16.enabled")
+        file.diagnostics.notices.append(f"{origin}: zero_optimization: taken as stage {int(zero)}")
+    _walk(file, Location(origin), "", content)
+    fp16, bf16 = file.written("fp16.enabled"), file.written("bf16.enabled")
     if fp16 and bf16 and fp16.value and bf16.value:
-        reading.findings.problems.append(
+        file.diagnostics.problems.append(
             Problem(f"{fp16.source} and {bf16.source}", "a model computes in one format", "one of the two")
         )
-    return reading
+    return file
 
 
 class _NoNumber(ValueError):
@@ -141,24 +143,24 @@ def _unique(pairs: list[tuple[str, Any]], twice: list[str]) -> dict[str, Any]:
     return found
 
 
-def _walk(reading: Reading, place: Place, section: str, content: Mapping[str, Any]) -> None:
-    """Take every key of a section; `place` is how the user wrote it, `section` its canonical path."""
+def _walk(file: ParsedFile, location: Location, section: str, content: Mapping[str, Any]) -> None:
+    """Take every key of a section; `location` is how the user wrote it, `section` its canonical path."""
     for name, value in content.items():
-        where = place.key(str(name))
+        where = location.key(str(name))
         path = f"{section}.{name}" if section else str(name)
         path = ALIASES.get(path, path)
         if path in SECTIONS or path in PARAMS:
-            _take_section(reading, where, path, value)
+            _take_section(file, where, path, value)
         elif path in HONOURED:
-            _take_value(reading, where, path, value)
+            _take_value(file, where, path, value)
         elif path in ACCEPTED:
-            reading.findings.notices.append(f"{where}: accepted, without effect: {ACCEPTED[path]}")
+            file.diagnostics.notices.append(f"{where}: accepted, without effect: {ACCEPTED[path]}")
         elif path in REFUSED:
-            _take_refused(reading, where, path, value)
+            _take_refused(file, where, path, value)
         elif path in SWITCHED:
-            _take_switched(reading, where, path, value)
+            _take_switched(file, where, path, value)
         elif path not in DETAILS:
-            reading.findings.problems.append(unknown(where, value, _names_in(section)))
+            file.diagnostics.problems.append(unknown(where, value, _names_in(section)))
 
 
 def _names_in(section: str) -> set[str]:
@@ -167,21 +169,23 @@ def _names_in(section: str) -> set[str]:
     return {path.removeprefix(start).partition(".")[0] for path in KNOWN if path.startswith(start)}
 
 
-def _take_section(reading: Reading, place: Place, path: str, value: Any) -> None:
-    if value is None or value is False or value == AUTO:
+def _take_section(file: ParsedFile, location: Location, path: str, value: Any) -> None:
+    if value == AUTO:
+        file.off.append(location)
+    elif value is None or value is False:
         return
-    if not isinstance(value, Mapping):
-        reading.findings.problems.append(Problem(place.said(value), f"{place.path} is a mapping", "{...}"))
+    elif not isinstance(value, Mapping):
+        file.diagnostics.problems.append(Problem(location.quote(value), f"{location.path} is a mapping", "{...}"))
     elif path in PARAMS:
-        reading.params[path] = value
+        file.params[path] = value
     else:
-        reading.sections.add(path)
-        _walk(reading, place, path, value)
+        file.sections.add(path)
+        _walk(file, location, path, value)
 
 
-def _take_value(reading: Reading, place: Place, path: str, value: Any) -> None:
+def _take_value(file: ParsedFile, location: Location, path: str, value: Any) -> None:
     info = HONOURED[path]
-    if value is None and info.default is None:
+    if value is None and info.optional:
         return
     if path.endswith(("_dtype", "_data_type")) and isinstance(value, str):
         value = _FORMATS.get(value.lower(), value)
@@ -189,44 +193,48 @@ def _take_value(reading: Reading, place: Place, path: str, value: Any) -> None:
             return
     if value != AUTO:
         try:
-            value = conform(info, value)
-        except Unfit:
-            reading.findings.problems.append(violation(place, info, value))
+            value = coerce(info, value)
+        except InvalidValue:
+            file.diagnostics.problems.append(violation(location.quote(value), location.path, info, value))
+            file.invalid.add(path)
             return
-    heard = Heard(value, place)
-    before = reading.values.setdefault(path, heard)
+    key = ParsedKey(value, location)
+    before = file.values.setdefault(path, key)
     if before.value != value:
         rule = f"both set {path}, to different values"
-        reading.findings.problems.append(Problem(f"{before.source} and {heard.source}", rule, "one of the two"))
+        file.diagnostics.problems.append(Problem(f"{before.source} and {key.source}", rule, "one of the two"))
 
 
-def _take_refused(reading: Reading, place: Place, path: str, value: Any) -> None:
+def _take_refused(file: ParsedFile, location: Location, path: str, value: Any) -> None:
     refused = REFUSED[path]
-    # True is no 1 and False no 0 here, as in JSON.
-    is_off = any(value == off and isinstance(value, bool) is isinstance(off, bool) for off in refused.off)
-    if value is None or value == AUTO or is_off:
-        return
-    legal = refused.legal or f"leave out {path.rpartition('.')[2]}"
-    reading.findings.problems.append(Problem(place.said(value), f"refused: {refused.reason}", legal))
+    switch = as_boolean(value)
+    is_off = any(
+        switch is off if isinstance(off, bool) else value == off and not isinstance(value, bool) for off in refused.off
+    )
+    if value == AUTO:
+        file.off.append(location)
+    elif value is not None and not is_off:
+        legal = refused.legal or f"leave out {path.rpartition('.')[2]}"
+        file.diagnostics.problems.append(Problem(location.quote(value), f"refused: {refused.reason}", legal))
 
 
-def _take_switched(reading: Reading, place: Place, path: str, value: Any) -> None:
+def _take_switched(file: ParsedFile, location: Location, path: str, value: Any) -> None:
     switched = SWITCHED[path]
     if _is_on(value):
-        legal = ", ".join(filter(None, (f"leave out {place.path}", switched.legal)))
-        reading.findings.problems.append(Problem(place.said(value), f"refused: {switched.reason}", legal))
+        legal = ", ".join(filter(None, (f"leave out {location.path}", switched.legal)))
+        file.diagnostics.problems.append(Problem(location.quote(value), f"refused: {switched.reason}", legal))
         return
     if switched.names and isinstance(value, Mapping):
         foreign = [name for name in value if name not in switched.names]
-        reading.findings.problems.extend(unknown(place.key(str(n)), value[n], switched.names) for n in foreign)
-    reading.findings.notices.append(f"{place}: accepted, without effect: it is turned off")
+        file.diagnostics.problems.extend(unknown(location.key(str(n)), value[n], switched.names) for n in foreign)
+    file.diagnostics.notices.append(f"{location}: accepted, without effect: it is turned off")
 
 
 def _is_on(section: Any) -> bool:
     """Whether a switch is on anywhere in the section."""
     if not isinstance(section, Mapping):
-        return section is True
+        return as_boolean(section) is True
     return any(
-        _is_on(item) if isinstance(item, Mapping) else name in SWITCHES and item is True
+        _is_on(item) if isinstance(item, Mapping) else name in SWITCHES and as_boolean(item) is True
         for name, item in section.items()
     )

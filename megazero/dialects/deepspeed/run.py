@@ -1,166 +1,149 @@
-"""`--deepspeed-config FILE.json`: a DeepSpeed configuration as settings of a run.
+"""`--deepspeed-config FILE.json`: a DeepSpeed configuration beside the flags of a run.
 
-What the file says counts as if it had been said as flags: the same value beside it is fine, another one is an error.
-What a section of the file leaves out has DeepSpeed's default, but gives way to everything that was said anywhere.
-"auto", and a section that is absent, leave the settings as they are.
+The file's written settings count as flags: the same value beside one is fine, another one is an error.  What a section
+of the file leaves out has DeepSpeed's default, but gives way to everything that is given anywhere.  "auto", and a
+section that is absent, leave the settings as they are.
 """
 
 import math
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
 
+from megazero.config import derived
 from megazero.config.batch import KEYS, SaidSizes, solve
-from megazero.config.validate import Said
-from megazero.config.values import is_number
-from megazero.dialects.deepspeed.adopted import Adopted
-from megazero.dialects.deepspeed.keys import ACTIVATION_KEYS, HONOURED, ZERO_KEYS
-from megazero.dialects.deepspeed.reading import Reading
+from megazero.config.choices import AUTO
+from megazero.config.run import RunConfig
+from megazero.config.validate import INFO
+from megazero.config.values import ParsedValue, shown
+from megazero.dialects.deepspeed.keys import BATCH_KEYS
+from megazero.dialects.deepspeed.reading import ParsedFile
 from megazero.dialects.deepspeed.schedule import adopt_optimizer, adopt_scheduler
-from megazero.dialects.deepspeed.sections import PRECISION_KEYS, drop_count, loss_scale_value, overlaps, widens
+from megazero.dialects.deepspeed.sections import Translation, automatic_notices, resolve, text_for_key, translate
 from megazero.errors import Problem
 
 # Sizes of the batch -> the settings they are.
-_SIZES: Mapping[str, str] = MappingProxyType({"train": "global_batch_size", "micro": "micro_batch_size"})
-_PLAIN: Mapping[str, str] = MappingProxyType(
-    {"gradient_clipping": "clip_grad", **{KEYS[part]: setting for part, setting in _SIZES.items()}}
+_SIZES: Mapping[str, str] = MappingProxyType(
+    {part: setting for part, path in KEYS.items() for setting, key in BATCH_KEYS.items() if key == path}
+)
+# Parameters of optimizer and schedule -> the settings they are in a run.
+_PARAMS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "optimizer.params.lr": ("lr",),
+        "optimizer.params.betas": ("adam_beta1", "adam_beta2"),
+        "optimizer.params.eps": ("adam_eps",),
+        "optimizer.params.weight_decay": ("weight_decay",),
+        "scheduler.params.warmup_max_lr": ("lr",),
+        "scheduler.params.warmup_num_steps": ("lr_warmup_iters",),
+    }
 )
 
 
-def adopt(reading: Reading, *, wants_fp16: bool) -> Adopted:
-    """The settings of a reading, as far as it alone decides them; problems go to its findings.
+def adopt(file: ParsedFile, *, wants_fp16: bool) -> Translation:
+    """The settings of a file, as far as it alone decides them; problems go to its diagnostics.
 
-    wants_fp16: whether fp16 was asked for elsewhere, so that an automatic `fp16.enabled` is true.
+    wants_fp16: whether fp16 is asked for elsewhere, so that an automatic `fp16.enabled` is true.
     """
-    adopted = Adopted(reading)
-    _adopt_zero(adopted)
-    _adopt_precision(adopted, wants_fp16=wants_fp16)
-    plain = {**_PLAIN, **{path: setting for setting, path in ACTIVATION_KEYS.items()}}
-    for path, setting in plain.items():
-        heard = reading.said(path)
-        if heard is not None:
-            adopted.say(setting, heard.value, heard.source)
-    if "optimizer" in reading.sections:
-        adopt_optimizer(adopted)
-    if "scheduler" in reading.sections:
-        adopt_scheduler(adopted)
-    return adopted
+    translation = translate(file, wants_fp16=wants_fp16)
+    for section, add, rate in (("optimizer", adopt_optimizer, "lr"), ("scheduler", adopt_scheduler, "warmup_max_lr")):
+        if section in file.sections:
+            before = len(file.diagnostics.problems)
+            add(translation)
+            # A section with a problem sets no learning rate; where it has one, the run must not call --lr missing.
+            if len(file.diagnostics.problems) > before and file.params.get(f"{section}.params", {}).get(rate) != AUTO:
+                translation.unknown.add("lr")
+    return translation
 
 
-def complete(adopted: Adopted, settings: dict[str, Said], *, data_parallel_size: int) -> list[Problem]:
+def complete(translation: Translation, settings: dict[str, ParsedValue], *, data_parallel_size: int) -> list[Problem]:
     """Add to the run's `settings` what depends on all of them: defaults, and what follows from file and flags together.
 
-    Returns what file and flags together make wrong.
+    Returns the problems between file and flags.
     """
-    reading = adopted.reading
-    for item in adopted.defaults:
+    file = translation.file
+    for item in translation.defaults:
         if item.name != "lr_warmup_iters" or "lr_warmup_fraction" not in settings:
-            settings.setdefault(item.name, item)
-    if "zero_optimization" in reading.sections and "zero_optimization.overlap_comm" not in reading.values:
-        value = overlaps(None, _whole(settings["zero_stage"].value) or 0)
-        source = f"{reading.place.key('zero_optimization.overlap_comm').said(value)} (DeepSpeed's default)"
-        settings.setdefault("overlap_comm", Said("overlap_comm", value, source))
-    _drop_idle_count(reading, settings)
+            settings.setdefault(item.name, ParsedValue(item.name, item.value, item.source))
+    resolve(translation, settings)
     return [
-        *_against_formats(reading, settings),
-        *_against_batch(reading, settings, data_parallel_size),
-        *_against_floor(adopted, settings),
+        *_against_formats(file, settings),
+        *_against_batch(translation, settings, data_parallel_size),
+        *_against_floor(translation, settings),
     ]
 
 
-# --- ZeRO, precision and activations ---------------------------------------------------------------------------------
+def notices(file: ParsedFile, config: RunConfig, world_size: int | None) -> Iterator[str]:
+    """What the file's automatic keys became in the run; sizes that depend on the processes need `world_size`."""
+    values = {name: (info, getattr(getattr(config, info.section), name)) for name, info in INFO.items()}
+
+    def became(path: str) -> str | None:
+        if path == "train_batch_size" and world_size is not None:
+            return shown(derived.global_batch_size(config, world_size))
+        if path == "gradient_accumulation_steps":
+            return None if world_size is None else shown(derived.num_micro_batches(config, world_size))
+        if path == "scheduler.params.total_num_steps":
+            return None if world_size is None else shown(derived.lr_decay_iters(config, world_size))
+        if path == "scheduler.type":
+            return "the run's own"
+        if path == "optimizer.type":
+            return shown("AdamW")
+        if path in _PARAMS:
+            found = [values[name][1] for name in _PARAMS[path]]
+            return shown(found[0] if len(found) == 1 else found)
+        if path.startswith(("optimizer.params.", "scheduler.params.")):
+            return "megazero's own"
+        return text_for_key(path, values)
+
+    return automatic_notices(file, became)
 
 
-def _adopt_zero(adopted: Adopted) -> None:
-    reading = adopted.reading
-    for name, path in ZERO_KEYS.items():
-        heard = reading.said(path)
-        if heard is not None:
-            adopted.say(name, heard.value, heard.source)
-        elif path not in reading.values and path.partition(".")[0] in reading.sections and name != "overlap_comm":
-            adopted.default(name, HONOURED[path].default, path)
-
-
-def _adopt_precision(adopted: Adopted, *, wants_fp16: bool) -> None:
-    reading = adopted.reading
-    for name in ("fp16", "bf16"):
-        enabled = reading.said(f"{name}.enabled")
-        if enabled is not None and enabled.value:
-            adopted.say("precision", name, enabled.source)
-    wide = reading.said("data_types.grad_accum_dtype")
-    if wide is not None and wide.value == "fp32":
-        adopted.say("accumulate_allreduce_grads_in_fp32", True, wide.source)
-    if not reading.get("fp16.enabled", wants_fp16):
-        return
-    for setting, path in PRECISION_KEYS.items():
-        heard = reading.said(path)
-        if heard is not None:
-            adopted.say(setting, loss_scale_value(reading, setting), heard.source)
-        elif path not in reading.values:
-            adopted.default(setting, loss_scale_value(reading, setting), path)
-
-
-def _drop_idle_count(reading: Reading, settings: dict[str, Said]) -> None:
-    """Take the file's number of checkpoints out of the settings where neither file nor flags ask for an arena."""
-    heard, count = reading.said(ACTIVATION_KEYS["number_checkpoints"]), settings.get("number_checkpoints")
-    arena = settings.get("contiguous_checkpointing")
-    is_off = arena is None or str(arena.value).lower() == "false"
-    if heard is not None and count is not None and count.source == heard.source and is_off:
-        del settings["number_checkpoints"]
-        drop_count(reading)
-
-
-def _against_formats(reading: Reading, settings: Mapping[str, Said]) -> Iterator[Problem]:
-    """A format that the file turns off and a flag on; gradients added up in neither the model's format nor fp32."""
+def _against_formats(file: ParsedFile, settings: Mapping[str, ParsedValue]) -> Iterator[Problem]:
+    """A format that the file turns off and a flag on."""
     precision = settings.get("precision")
-    value = "fp32" if precision is None else str(precision.value)
-    enabled = reading.said(f"{value}.enabled")
-    if precision is not None and enabled is not None and not enabled.value:
+    if precision is None or precision.value not in ("fp16", "bf16"):
+        return
+    enabled = file.written(f"{precision.value}.enabled")
+    if enabled is not None and not enabled.value:
         given = f"{precision.source} and {enabled.source}"
         yield Problem(given, "one turns a number format on, the other off", "one of the two")
-    gradients = reading.said("data_types.grad_accum_dtype")
-    if gradients is not None and gradients.value != "fp32":
-        widens(reading, value)
 
 
-# --- batch and learning rate -----------------------------------------------------------------------------------------
-
-
-def _against_batch(reading: Reading, settings: dict[str, Said], data_parallel_size: int) -> list[Problem]:
+def _against_batch(
+    translation: Translation, settings: dict[str, ParsedValue], data_parallel_size: int
+) -> list[Problem]:
     """Set the sizes that follow from the file's and the flags' together; a problem when they contradict each other."""
-    accumulation = reading.said(KEYS["accumulation"])
+    file = translation.file
+    accumulation = file.written(KEYS["accumulation"])
     given = {part: settings[name] for part, name in _SIZES.items() if name in settings}
-    numbers = {part: _whole(item.value) for part, item in given.items()}
-    if (accumulation is None and "micro" in given) or None in numbers.values():
+    if translation.unknown & {*_SIZES.values()} or (accumulation is None and "micro" in given):
         return []
+    numbers = {part: item.value for part, item in given.items()}
     names = {**KEYS, **{part: item.source.rpartition(" ")[0].rstrip(":") for part, item in given.items()}}
     if accumulation is not None:
         numbers["accumulation"] = accumulation.value
-        names["accumulation"] = str(accumulation.place)
+        names["accumulation"] = str(accumulation.location)
     sizes = solve(SaidSizes(**numbers), data_parallel_size, names)
     if isinstance(sizes, Problem):
+        # The run's own rules would find the same contradiction again.
+        translation.unknown |= {*_SIZES.values()}
+        for name in _SIZES.values():
+            settings.pop(name, None)
         return [sizes]
     for part, name in _SIZES.items():
         value = getattr(sizes, part)
         if name not in settings and value is not None:
-            source = f"{reading.origin}: {KEYS[part]} {value}, which follows on {data_parallel_size} processes"
-            settings[name] = Said(name, value, source)
+            source = f"{file.origin}: {KEYS[part]} {value}, which follows on {data_parallel_size} processes"
+            settings[name] = ParsedValue(name, value, source)
     return []
 
 
-def _whole(value: Any) -> int | None:
-    """A whole number as the command line or a file has it; None when it is none."""
-    return int(float(value)) if is_number(value) and float(value).is_integer() else None
-
-
-def _against_floor(adopted: Adopted, settings: dict[str, Said]) -> Iterator[Problem]:
+def _against_floor(translation: Translation, settings: dict[str, ParsedValue]) -> Iterator[Problem]:
     """The cosine's end is known once the learning rate is."""
-    floor, lr, end = adopted.floor, settings.get("lr"), settings.get("min_lr")
-    if floor is None or lr is None or not is_number(lr.value):
+    floor, lr, end = translation.floor, settings.get("lr"), settings.get("min_lr")
+    if floor is None or lr is None:
         return
-    value = floor.ratio * float(lr.value)
-    source = f"{floor.place.said(floor.ratio)} x {lr.source}"
+    value = floor.ratio * lr.value
+    source = f"{floor.location.quote(floor.ratio)} x {lr.source}"
     if end is None:
-        settings["min_lr"] = Said("min_lr", value, source)
-    elif floor.written and is_number(end.value) and not math.isclose(float(end.value), value, rel_tol=1e-9):
+        settings["min_lr"] = ParsedValue("min_lr", value, source)
+    elif floor.written and not math.isclose(end.value, value, rel_tol=1e-9):
         yield Problem(f"{end.source} and {source}", "both set --min-lr, to different values", "one of the two")

@@ -1,43 +1,223 @@
-"""From the reading of a DeepSpeed configuration to the parts of a configuration of the library.
+"""The translation of a DeepSpeed configuration into settings of megazero's sections, for the library and for a run.
 
-A key that is absent has DeepSpeed's documented default, a key that says "auto" megazero's own.
+`translate` gives every setting that a key stands for, with the key as its source: `written` ones are in the file,
+`defaults` are DeepSpeed's documented values of keys that are not.  `resolve` decides what depends on several settings.
+Both doors call the two.  The library builds its sections from the settings right away (`engine_parts`); a run puts the
+written ones beside its flags first, and lets defaults give way to everything else (run.py).
+
+A key that says "auto" contributes no setting, so that megazero's own default or the run's flag holds;
+`automatic_notices` reports what it became.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from megazero.config.choices import AUTO, OptimizerChoice, SchedulerChoice, choose_optimizer, choose_scheduler
 from megazero.config.engine_sections import ActivationConfig, PrecisionConfig, ZeroConfig
-from megazero.config.fields import describe
-from megazero.config.values import Findings, Place
-from megazero.dialects.deepspeed.keys import ACTIVATION_KEYS, ZERO_KEYS
-from megazero.dialects.deepspeed.reading import Reading
+from megazero.config.fields import FieldInfo, describe
+from megazero.config.values import Diagnostics, Location, ParsedValue, RawValue, as_boolean, shown
+from megazero.dialects.deepspeed.keys import ACTIVATION_KEYS, BATCH_KEYS, HONOURED, PRECISION_KEYS, ZERO_KEYS
+from megazero.dialects.deepspeed.reading import ParsedFile
 from megazero.errors import Problem
 from megazero.rules.states import STATE_RULES
 
-# Field of PrecisionConfig -> the key it comes from.
-PRECISION_KEYS: Mapping[str, str] = MappingProxyType(
-    {
-        "loss_scale": "fp16.loss_scale",
-        "initial_loss_scale": "fp16.initial_scale_power",
-        "min_loss_scale": "fp16.min_loss_scale",
-        "loss_scale_window": "fp16.loss_scale_window",
-        "hysteresis": "fp16.hysteresis",
-        "consecutive_hysteresis": "fp16.consecutive_hysteresis",
-    }
+_Section = TypeVar("_Section", ZeroConfig, PrecisionConfig, ActivationConfig)
+
+# Setting -> the key whose value it has as it stands.
+_SAME: Mapping[str, str] = MappingProxyType(
+    {**ZERO_KEYS, **ACTIVATION_KEYS, **BATCH_KEYS, "clip_grad": "gradient_clipping"}
 )
-_FIELDS: Mapping[str, Any] = MappingProxyType(
-    {info.name: info.default for cls in (ZeroConfig, PrecisionConfig, ActivationConfig) for info in describe("", cls)}
+_INFO: Mapping[str, FieldInfo] = MappingProxyType(
+    {info.name: info for cls in (ZeroConfig, PrecisionConfig, ActivationConfig) for info in describe("", cls)}
 )
+_ACCUMULATION, _ACCUMULATION_KEY = "accumulate_allreduce_grads_in_fp32", "data_types.grad_accum_dtype"
 # DeepSpeed's defaults where torch's are others.
 _ADAM: Mapping[str, Any] = MappingProxyType({"weight_decay": 0.0})
 
 
 @dataclass(frozen=True)
+class Floor:
+    """The end of a cosine as a part of the learning rate, which may come from elsewhere; written: not a default."""
+
+    ratio: float
+    location: Location
+    written: bool
+
+
+@dataclass
+class Translation:
+    """A file's settings.
+
+    whole: whether a section that the file leaves out has DeepSpeed's defaults too.  written: settings of keys in the
+    file.  defaults: settings of keys that are not in it.  unknown: settings whose key has a problem of its own.
+    """
+
+    file: ParsedFile
+    whole: bool = False
+    written: list[RawValue] = field(default_factory=list)
+    defaults: list[RawValue] = field(default_factory=list)
+    unknown: set[str] = field(default_factory=set)
+    floor: Floor | None = None
+
+    def covers(self, path: str) -> bool:
+        """Whether the key at `path` has DeepSpeed's default when it is absent."""
+        return self.whole or path.rpartition(".")[0] in self.file.sections
+
+    def write(self, setting: str, value: Any, source: str) -> None:
+        """Add a setting that the file gives."""
+        self.written.append(RawValue(setting, value, source))
+
+    def default(self, setting: str, value: Any, path: str) -> None:
+        """Add a setting that has DeepSpeed's default."""
+        source = f"{self.file.location(path).quote(value)} (DeepSpeed's default)"
+        self.defaults.append(RawValue(setting, value, source))
+
+    def refuse(self, given: str, rule: str, legal: str) -> None:
+        """Add the problem of something that megazero doesn't do."""
+        self.file.diagnostics.problems.append(Problem(given, f"refused: {rule}", legal))
+
+
+def translate(file: ParsedFile, *, whole: bool = False, wants_fp16: bool = False) -> Translation:
+    """The settings of all keys but the optimizer's and the schedule's; problems go to the file's diagnostics.
+
+    wants_fp16: whether fp16 is asked for elsewhere, so that an automatic `fp16.enabled` is true.
+    """
+    translation = Translation(file, whole)
+    for setting, path in _SAME.items():
+        _translate_key(translation, setting, path)
+    for name in ("fp16", "bf16"):
+        enabled = file.written(f"{name}.enabled")
+        if enabled is not None and enabled.value:
+            translation.write("precision", name, enabled.source)
+        if f"{name}.enabled" in file.invalid:
+            translation.unknown.add("precision")
+    if file.get("fp16.enabled", wants_fp16):
+        for setting, path in PRECISION_KEYS.items():
+            _translate_key(translation, setting, path)
+    wide = file.written(_ACCUMULATION_KEY)
+    if wide is not None and wide.value == "fp32":
+        translation.write(_ACCUMULATION, True, wide.source)
+    return translation
+
+
+def _translate_key(translation: Translation, setting: str, path: str) -> None:
+    file, default = translation.file, HONOURED[path].default
+    key = file.written(path)
+    if key is not None:
+        translation.write(setting, _to_setting(setting, key.value), key.source)
+    elif path in file.invalid:
+        translation.unknown.add(setting)
+    elif path not in file.values and default is not None and translation.covers(path):
+        translation.default(setting, _to_setting(setting, default), path)
+
+
+def _to_setting(setting: str, value: Any) -> Any:
+    """The setting's value for a key's: the loss scale 0 is a dynamic one, a power its first value."""
+    if setting == "loss_scale":
+        return value or None
+    return 2.0**value if setting == "initial_loss_scale" else value
+
+
+def _to_key(setting: str, value: Any) -> Any:
+    """The key's value for a setting's, the inverse of `_to_setting`."""
+    if setting == "loss_scale":
+        return value or 0
+    return math.log2(value) if setting == "initial_loss_scale" else value
+
+
+def resolve(translation: Translation, settings: dict[str, ParsedValue]) -> None:
+    """Change `settings`, the file's and all others, where the meaning of a key depends on more than the key."""
+    _resolve_overlap(translation, settings)
+    _drop_idle_count(translation.file, settings)
+    if "precision" not in translation.unknown:
+        _resolve_accumulation(translation.file, settings)
+
+
+def _resolve_overlap(translation: Translation, settings: dict[str, ParsedValue]) -> None:
+    """DeepSpeed's default: communication overlaps in ZeRO stage 3 only."""
+    path = ZERO_KEYS["overlap_comm"]
+    is_absent = path not in translation.file.values and path not in translation.file.invalid
+    if is_absent and translation.covers(path) and "zero_stage" in settings:
+        value = settings["zero_stage"].value == 3
+        source = f"{translation.file.location(path).quote(value)} (DeepSpeed's default)"
+        settings.setdefault("overlap_comm", ParsedValue("overlap_comm", value, source))
+
+
+def _drop_idle_count(file: ParsedFile, settings: dict[str, ParsedValue]) -> None:
+    """Take the number of checkpoints out where there is no arena; files give one also where they ask for none."""
+    key, count = file.written(ACTIVATION_KEYS["number_checkpoints"]), settings.get("number_checkpoints")
+    arena = settings.get("contiguous_checkpointing")
+    if key is None or count is None or count.source != key.source or (arena is not None and arena.value):
+        return
+    del settings["number_checkpoints"]
+    file.diagnostics.notices.append(
+        f"{key.location}: accepted, without effect: only contiguous_memory_optimization counts checkpoints"
+    )
+
+
+def _resolve_accumulation(file: ParsedFile, settings: dict[str, ParsedValue]) -> None:
+    """Check the format of gradients against the model's: the same, or fp32 where that is wider."""
+    key = file.written(_ACCUMULATION_KEY)
+    precision = settings["precision"].value if "precision" in settings else _INFO["precision"].default
+    is_narrow = precision in ("bf16", "fp16")
+    if key is None or (key.value == "fp32" and is_narrow):
+        return
+    if _ACCUMULATION in settings and settings[_ACCUMULATION].source == key.source:
+        del settings[_ACCUMULATION]
+    if key.value != precision:
+        rule = f"gradients of a model in {precision} are added up in its format, or in fp32 if that is wider"
+        legal = (precision, "fp32") if is_narrow else (precision,)
+        names = ", ".join(f'grad_accum_dtype: "{name}"' for name in legal)
+        file.diagnostics.problems.append(Problem(key.source, rule, names))
+
+
+# --- "auto" ----------------------------------------------------------------------------------------------------------
+
+
+def automatic_notices(file: ParsedFile, became: Callable[[str], str | None]) -> Iterator[str]:
+    """One line a section with the keys that are "auto" and what each became.
+
+    became: the text for a key's canonical path; None leaves the key out.
+    """
+    keys = [(path, key.location) for path, key in file.values.items() if file.is_automatic(path)]
+    for path, params in file.params.items():
+        keys += [(f"{path}.{n}", file.location(path).key(str(n))) for n, value in params.items() if value == AUTO]
+    texts = [(location, became(path)) for path, location in keys] + [(location, "left out") for location in file.off]
+    lines: dict[str, list[str]] = {}
+    for location, text in texts:
+        section, _, name = location.path.rpartition(".")
+        if text is not None:
+            lines.setdefault(section, []).append(f"{name}: {text}")
+    for section, words in lines.items():
+        yield f'{file.location(section)}: "auto" became {", ".join(words)}'
+
+
+def text_for_key(path: str, values: Mapping[str, tuple[FieldInfo, Any]]) -> str | None:
+    """What an automatic key of the shared sections became, by the values of settings; None for any other key."""
+    for name in ("fp16", "bf16"):
+        if path == f"{name}.enabled":
+            return shown(values["precision"][1] == name)
+    if path == _ACCUMULATION_KEY:
+        precision = values["precision"][1]
+        return shown("fp32" if values[_ACCUMULATION][1] else precision)
+    setting = next((name for name, key in {**_SAME, **PRECISION_KEYS}.items() if key == path), "")
+    if setting not in values:
+        return None
+    info, value = values[setting]
+    if value is None and setting != "loss_scale":
+        return info.when_unset
+    return shown(_to_key(setting, value))
+
+
+# --- the library -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
 class EngineParts:
-    """What a configuration of the library consists of, the batch apart."""
+    """The parts of a configuration of the library, the batch apart."""
 
     zero: ZeroConfig
     precision: PrecisionConfig
@@ -46,19 +226,29 @@ class EngineParts:
     scheduler: SchedulerChoice | None
 
 
-def engine_parts(reading: Reading) -> EngineParts:
-    """The parts; what is wrong with them goes to the reading's findings."""
-    precision = precision_of(reading)
-    zero = zero_of(reading)
-    activations = activations_of(reading)
-    optimizer = optimizer_of(reading)
-    scheduler = scheduler_of(reading, optimizer.lr)
-    reading.findings.problems.extend(
-        replace(problem, given=f"{reading.origin}: {problem.given}")
+def engine_parts(file: ParsedFile) -> EngineParts:
+    """The parts; problems and notices go to the file's diagnostics."""
+    translation = translate(file, whole=True)
+    raw = (*translation.defaults, *translation.written)
+    settings = {item.name: ParsedValue(item.name, item.value, item.source) for item in raw}
+    resolve(translation, settings)
+    zero = _build(ZeroConfig, settings)
+    precision = _build(PrecisionConfig, settings)
+    activations = _build(ActivationConfig, settings)
+    optimizer = optimizer_of(file)
+    scheduler = scheduler_of(file, optimizer.lr)
+    file.diagnostics.problems.extend(
+        replace(problem, given=f"{file.origin}: {problem.given}")
         for rule in STATE_RULES
         for problem in rule(zero, precision, _spell)
     )
-    return EngineParts(zero, precision, activations, optimizer, scheduler)
+    parts = EngineParts(zero, precision, activations, optimizer, scheduler)
+    file.diagnostics.notices.extend(automatic_notices(file, lambda path: _became(path, parts)))
+    return parts
+
+
+def _build(cls: type[_Section], settings: Mapping[str, ParsedValue]) -> _Section:
+    return cls(**{info.name: settings[info.name].value for info in describe("", cls) if info.name in settings})
 
 
 def _spell(setting: str) -> str:
@@ -67,111 +257,73 @@ def _spell(setting: str) -> str:
     return ZERO_KEYS.get(setting) or PRECISION_KEYS.get(setting) or setting
 
 
-def zero_of(reading: Reading) -> ZeroConfig:
-    values = {name: reading.get(path, _FIELDS[name]) for name, path in ZERO_KEYS.items()}
-    values["overlap_comm"] = overlaps(values["overlap_comm"], values["zero_stage"])
-    values["communication_data_type"] = values["communication_data_type"] or "auto"
-    return ZeroConfig(**values)
+def _became(path: str, parts: EngineParts) -> str | None:
+    """What an automatic key became in the library; None for the batch's sizes, which depend on the processes."""
+    section, _, name = path.rpartition(".")
+    if section == "optimizer.params":
+        params = {"lr": parts.optimizer.lr, **parts.optimizer.params}
+        return shown(params[name]) if name in params else "megazero's own"
+    if section == "scheduler.params" and parts.scheduler is not None:
+        return shown(parts.scheduler.params[name]) if name in parts.scheduler.params else "megazero's own"
+    if path == "optimizer.type":
+        return shown(parts.optimizer.type)
+    if path == "scheduler.type":
+        return "no schedule"
+    if path == "gradient_clipping":
+        return "0.0"
+    sections = (parts.zero, parts.precision, parts.activations)
+    values = {info.name: (info, getattr(item, info.name)) for item in sections for info in describe("", type(item))}
+    return text_for_key(path, values)
 
 
-def overlaps(said: bool | None, stage: int) -> bool:
-    """DeepSpeed's rule: without a word, communication overlaps in ZeRO stage 3 only."""
-    return stage == 3 if said is None else said
-
-
-def activations_of(reading: Reading) -> ActivationConfig:
-    values = {name: reading.get(path, _FIELDS[name]) for name, path in ACTIVATION_KEYS.items()}
-    if not values["contiguous_checkpointing"] and values["number_checkpoints"] is not None:
-        drop_count(reading)
-        values["number_checkpoints"] = None
-    return ActivationConfig(**values)
-
-
-def drop_count(reading: Reading) -> None:
-    """Say that the number of checkpoints means nothing; files give one also where they ask for no arena."""
-    heard = reading.values[ACTIVATION_KEYS["number_checkpoints"]]
-    reading.findings.notices.append(
-        f"{heard.place}: accepted, without effect: only contiguous_memory_optimization counts checkpoints"
-    )
-
-
-def precision_of(reading: Reading) -> PrecisionConfig:
-    own = _FIELDS["precision"]
-    name = "fp16" if reading.get("fp16.enabled", False) else "bf16" if reading.get("bf16.enabled", False) else own
-    values: dict[str, Any] = {"precision": name, "accumulate_allreduce_grads_in_fp32": widens(reading, name)}
-    if name == "fp16":
-        values |= {field: loss_scale_value(reading, field) for field in PRECISION_KEYS}
-    return PrecisionConfig(**values)
-
-
-def loss_scale_value(reading: Reading, field: str) -> Any:
-    """The value of a field about fp16's loss scale: 0 is a dynamic one, a power its first value."""
-    path = PRECISION_KEYS[field]
-    if reading.said(path) is None and path in reading.values:
-        return _FIELDS[field]
-    value = reading.get(path, None)
-    if field == "loss_scale":
-        return value or None
-    return 2.0**value if field == "initial_loss_scale" else value
-
-
-def widens(reading: Reading, precision: str) -> bool:
-    """Whether gradients are added up in fp32 although the model computes in a narrower format."""
-    said = reading.said("data_types.grad_accum_dtype")
-    if said is None or said.value == precision:
-        return False
-    if said.value == "fp32" and precision in ("bf16", "fp16"):
-        return True
-    legal = dict.fromkeys((precision, "fp32" if precision in ("bf16", "fp16") else precision))
-    rule = f"gradients of a model in {precision} are added up in its format, or in fp32 if that is wider"
-    names = ", ".join(f'grad_accum_dtype: "{name}"' for name in legal)
-    reading.findings.problems.append(Problem(said.source, rule, names))
-    return False
-
-
-def optimizer_of(reading: Reading) -> OptimizerChoice:
-    place, said = reading.place.key("optimizer"), reading.said("optimizer.type")
-    params = dict(reading.params.get("optimizer.params", {}))
-    if params and "optimizer.type" not in reading.values:
-        problem = Problem(f"{place.key('type')} is missing", "an optimizer has a name", 'type: "AdamW"')
-        reading.findings.problems.append(problem)
-    name = "AdamW" if said is None else said.value
+def optimizer_of(file: ParsedFile) -> OptimizerChoice:
+    """The optimizer that the file names, AdamW when it names none; problems go to the file's diagnostics."""
+    location, key = file.location("optimizer"), file.written("optimizer.type")
+    params = dict(file.params.get("optimizer.params", {}))
+    if params and "optimizer.type" not in (*file.values, *file.invalid):
+        problem = Problem(f"{location.key('type')} is missing", "an optimizer has a name", 'type: "AdamW"')
+        file.diagnostics.problems.append(problem)
+    name = "AdamW" if key is None else key.value
     if name.lower() in ("adam", "adamw"):
-        name = _adam(place.key("params"), name, params, reading.findings)
-    drop_foreign(place.key("params"), params, reading.findings)
+        name = _adam(location.key("params"), name, params, file.diagnostics)
+    _refuse_clipping(location.key("params"), params, file.diagnostics)
     # What is automatic has torch's default, as in megazero's own form; what is absent has DeepSpeed's.
     defaults = {key: value for key, value in _ADAM.items() if name in ("Adam", "AdamW") and key not in params}
-    return choose_optimizer(place, name, params, reading.findings, defaults=defaults)
+    return choose_optimizer(location, name, params, file.diagnostics, defaults=defaults)
 
 
-def _adam(place: Place, name: str, params: dict[str, Any], findings: Findings) -> str:
+def _adam(location: Location, name: str, params: dict[str, Any], diagnostics: Diagnostics) -> str:
     """Adam or AdamW as torch means them; takes DeepSpeed's own parameters of Adam out of `params`."""
-    decoupled = params.pop("adam_w_mode", AUTO)
-    corrected = params.pop("bias_correction", AUTO)
-    for key, value in (("adam_w_mode", decoupled), ("bias_correction", corrected)):
-        if value != AUTO and not isinstance(value, bool):
-            findings.problems.append(Problem(place.key(key).said(value), f"{key} is true or false", "true, false"))
-    if corrected is False:
-        said = place.key("bias_correction").said(False)
-        findings.problems.append(Problem(said, "Adam's moments are always corrected", "bias_correction: true"))
-    return "Adam" if name.lower() == "adam" and decoupled is False else "AdamW"
+    given = {key: params.pop(key) for key in ("adam_w_mode", "bias_correction") if key in params}
+    switches = {key: as_boolean(value) for key, value in given.items()}
+    for key, value in given.items():
+        if value != AUTO and switches[key] is None:
+            problem = Problem(location.key(key).quote(value), f"{key} is true or false", "true, false")
+            diagnostics.problems.append(problem)
+    if switches.get("bias_correction") is False:
+        quoted = location.key("bias_correction").quote(given["bias_correction"])
+        diagnostics.problems.append(Problem(quoted, "Adam's moments are always corrected", "bias_correction: true"))
+    return "Adam" if name.lower() == "adam" and switches.get("adam_w_mode") is False else "AdamW"
 
 
-def drop_foreign(place: Place, params: dict[str, Any], findings: Findings) -> None:
+def _refuse_clipping(location: Location, params: dict[str, Any], diagnostics: Diagnostics) -> None:
     """Refuse the clipping that old configurations put among an optimizer's parameters."""
     value = params.pop("max_grad_norm", 0)
     if value not in (0, None, AUTO):
         rule = "gradients are clipped before the optimizer sees them"
-        findings.problems.append(Problem(place.key("max_grad_norm").said(value), rule, f"gradient_clipping: {value}"))
+        diagnostics.problems.append(
+            Problem(location.key("max_grad_norm").quote(value), rule, f"gradient_clipping: {value}")
+        )
 
 
-def scheduler_of(reading: Reading, lr: float) -> SchedulerChoice | None:
-    said = reading.said("scheduler.type")
-    params = reading.params.get("scheduler.params", {})
-    place = reading.place.key("scheduler")
-    if said is None:
-        if params and "scheduler.type" not in reading.values:
-            problem = Problem(f"{place.key('type')} is missing", "a schedule has a name", 'type: "WarmupLR"')
-            reading.findings.problems.append(problem)
+def scheduler_of(file: ParsedFile, lr: float) -> SchedulerChoice | None:
+    """The schedule that the file names, if any; `lr` is the optimizer's.  Problems go to the file's diagnostics."""
+    key = file.written("scheduler.type")
+    params = file.params.get("scheduler.params", {})
+    location = file.location("scheduler")
+    if key is None:
+        if params and "scheduler.type" not in (*file.values, *file.invalid):
+            problem = Problem(f"{location.key('type')} is missing", "a schedule has a name", 'type: "WarmupLR"')
+            file.diagnostics.problems.append(problem)
         return None
-    return choose_scheduler(place, said.value, params, reading.findings, lr=lr)
+    return choose_scheduler(location, key.value, params, file.diagnostics, lr=lr)

@@ -8,7 +8,7 @@ import pytest
 
 from megazero.command_line.parse import ParsedRun, parse
 from megazero.config.engine_sections import ActivationConfig, ZeroConfig
-from megazero.config.validate import Said
+from megazero.config.values import ParsedValue
 from megazero.config.yaml_file import to_yaml
 from megazero.dialects.deepspeed.reading import read
 from megazero.dialects.deepspeed.run import adopt, complete
@@ -347,11 +347,11 @@ def test_all_findings_come_together() -> None:
 
 
 def test_the_pieces_need_no_file() -> None:
-    reading = read({"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": 2}, "ds")
-    adopted = adopt(reading, wants_fp16=False)
-    settings = {item.name.replace("-", "_"): item for item in adopted.said}
-    settings["micro_batch_size"] = Said("micro_batch_size", "4", "--micro-batch-size 4")
-    assert complete(adopted, settings, data_parallel_size=3) == []
+    file = read({"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": 2}, "ds")
+    translation = adopt(file, wants_fp16=False)
+    settings = {item.name: ParsedValue(item.name, item.value, item.source) for item in translation.written}
+    settings["micro_batch_size"] = ParsedValue("micro_batch_size", 4, "--micro-batch-size 4")
+    assert complete(translation, settings, data_parallel_size=3) == []
     assert settings["global_batch_size"].value == 24 and settings["overlap_comm"].value is True
     assert settings["global_batch_size"].source == "ds: train_batch_size 24, which follows on 3 processes"
 

@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 
-from megazero.dialects.deepspeed.adopted import Adopted
 from megazero.dialects.deepspeed.reading import read
 from megazero.dialects.deepspeed.schedule import adopt_optimizer, adopt_scheduler
+from megazero.dialects.deepspeed.sections import Translation
 from megazero.errors import Problem
 from megazero.optim.lr_schedule import LearningRate
 
 
-def adopted(optimizer: dict[str, Any] | None = None, scheduler: dict[str, Any] | None = None) -> Adopted:
+def adopted(optimizer: dict[str, Any] | None = None, scheduler: dict[str, Any] | None = None) -> Translation:
     content = {"optimizer": optimizer, "scheduler": scheduler}
-    made = Adopted(read({name: value for name, value in content.items() if value is not None}, "ds.json"))
+    made = Translation(read({name: value for name, value in content.items() if value is not None}, "ds.json"))
     if optimizer is not None:
         adopt_optimizer(made)
     if scheduler is not None:
@@ -22,17 +22,17 @@ def adopted(optimizer: dict[str, Any] | None = None, scheduler: dict[str, Any] |
     return made
 
 
-def said(made: Adopted) -> dict[str, Any]:
-    assert made.reading.findings.problems == []
-    return {item.name: item.value for item in made.said}
+def said(made: Translation) -> dict[str, Any]:
+    assert made.file.diagnostics.problems == []
+    return {item.name: item.value for item in made.written}
 
 
-def defaults(made: Adopted) -> dict[str, Any]:
+def defaults(made: Translation) -> dict[str, Any]:
     return {item.name: item.value for item in made.defaults}
 
 
-def only(made: Adopted) -> Problem:
-    (problem,) = made.reading.findings.problems
+def only(made: Translation) -> Problem:
+    (problem,) = made.file.diagnostics.problems
     return problem
 
 
@@ -42,9 +42,9 @@ def only(made: Adopted) -> Problem:
 def test_adams_parameters_are_settings() -> None:
     params = {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}
     made = adopted({"type": "Adam", "params": params})
-    assert said(made) == {"lr": 3e-4, "adam-beta1": 0.9, "adam-beta2": 0.95, "weight-decay": 0.1}
+    assert said(made) == {"lr": 3e-4, "adam_beta1": 0.9, "adam_beta2": 0.95, "weight_decay": 0.1}
     assert defaults(made) == {"adam_eps": 1e-8}
-    assert {item.source for item in made.said if "beta" in item.name} == {
+    assert {item.source for item in made.written if "beta" in item.name} == {
         "ds.json: optimizer.params.betas: [0.9, 0.95]"
     }
 
@@ -86,18 +86,18 @@ WARMUP = {"warmup_type": "linear", "warmup_num_steps": 10}
 
 def test_a_warm_up_alone_is_constant_afterwards() -> None:
     made = adopted(scheduler={"type": "WarmupLR", "params": {**WARMUP, "warmup_max_lr": 0.5}})
-    assert said(made) == {"lr-decay-style": "constant", "lr-warmup-iters": 10, "lr": 0.5}
-    assert len(made.reading.findings.notices) == 1 and "one step later" in made.reading.findings.notices[0]
+    assert said(made) == {"lr_decay_style": "constant", "lr_warmup_iters": 10, "lr": 0.5}
+    assert len(made.file.diagnostics.notices) == 1 and "one step later" in made.file.diagnostics.notices[0]
 
 
 def test_a_straight_decay_ends_at_zero() -> None:
     params = {**WARMUP, "warmup_max_lr": 0.5, "total_num_steps": 100}
     made = adopted(scheduler={"type": "WarmupDecayLR", "params": params})
     assert said(made) == {
-        "lr-decay-style": "linear",
-        "lr-warmup-iters": 10,
-        "lr-decay-iters": 100,
-        "min-lr": 0.0,
+        "lr_decay_style": "linear",
+        "lr_warmup_iters": 10,
+        "lr_decay_iters": 100,
+        "min_lr": 0.0,
         "lr": 0.5,
     }
 
@@ -105,7 +105,7 @@ def test_a_straight_decay_ends_at_zero() -> None:
 def test_a_cosine_leaves_its_floor_open_until_the_rate_is_known() -> None:
     params = {**WARMUP, "cos_min_ratio": 0.1, "total_num_steps": "auto"}
     made = adopted(scheduler={"type": "WarmupCosineLR", "params": params})
-    assert said(made) == {"lr-decay-style": "cosine", "lr-warmup-iters": 10}
+    assert said(made) == {"lr_decay_style": "cosine", "lr_warmup_iters": 10}
     assert made.floor is not None and (made.floor.ratio, made.floor.written) == (0.1, True)
     documented = adopted(scheduler={"type": "WarmupCosineLR", "params": {**WARMUP, "total_num_steps": 50}})
     assert documented.floor is not None and (documented.floor.ratio, documented.floor.written) == (0.0001, False)
@@ -128,14 +128,14 @@ def test_a_runs_schedule_is_the_documented_one(kind: str) -> None:
     extra = {} if kind == "WarmupLR" else {"total_num_steps": 37}
     peak = {"cos_min_ratio": 0.2} if kind == "WarmupCosineLR" else {"warmup_max_lr": 0.5}
     made = adopted(scheduler={"type": kind, "params": {**WARMUP, **extra, **peak}})
-    settings = {"lr": 0.5, "min-lr": 0.0, "lr-decay-iters": 60} | said(made)
+    settings = {"lr": 0.5, "min_lr": 0.0, "lr_decay_iters": 60} | said(made)
     floor = 0.0 if made.floor is None else made.floor.ratio
     ours = LearningRate(
         peak=settings["lr"],
-        minimum=max(settings["min-lr"], floor * settings["lr"]),
-        style=settings["lr-decay-style"],
-        warmup_steps=settings["lr-warmup-iters"],
-        decay_steps=settings["lr-decay-iters"],
+        minimum=max(settings["min_lr"], floor * settings["lr"]),
+        style=settings["lr_decay_style"],
+        warmup_steps=settings["lr_warmup_iters"],
+        decay_steps=settings["lr_decay_iters"],
     )
     for step in range(50):
         expected = documented(kind, step, lr=0.5, warmup=10, total=37, floor=floor)
@@ -145,10 +145,10 @@ def test_a_runs_schedule_is_the_documented_one(kind: str) -> None:
 def test_the_schedules_peak_counts() -> None:
     optimizer = {"type": "AdamW", "params": {"lr": 0.1}}
     made = adopted(optimizer, {"type": "WarmupLR", "params": {**WARMUP, "warmup_max_lr": 0.5}})
-    assert said(made)["lr"] == 0.5 and [item.name for item in made.said].count("lr") == 1
-    assert any("optimizer.params.lr: 0.1: gives way to" in notice for notice in made.reading.findings.notices)
+    assert said(made)["lr"] == 0.5 and [item.name for item in made.written].count("lr") == 1
+    assert any("optimizer.params.lr: 0.1: gives way to" in notice for notice in made.file.diagnostics.notices)
     same = adopted(optimizer, {"type": "WarmupLR", "params": {**WARMUP, "warmup_max_lr": 0.1}})
-    assert not any("gives way" in notice for notice in same.reading.findings.notices)
+    assert not any("gives way" in notice for notice in same.file.diagnostics.notices)
 
 
 def test_a_peak_that_is_not_said_is_a_default_beside_the_optimizers_rate() -> None:
@@ -187,4 +187,4 @@ def test_a_peak_that_is_not_said_is_a_default_beside_the_optimizers_rate() -> No
 )
 def test_other_schedules_are_refused(scheduler: dict[str, Any], given: str, legal: str) -> None:
     made = adopted(scheduler=scheduler)
-    assert only(made).given == given and legal in only(made).legal and made.said == []
+    assert only(made).given == given and legal in only(made).legal and made.written == []

@@ -1,4 +1,4 @@
-"""From the reading of a DeepSpeed configuration to the parts of the library's, published configurations among them."""
+"""From the file of a DeepSpeed configuration to the parts of the library's, published configurations among them."""
 
 import json
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 
 from megazero.config.choices import OptimizerChoice, SchedulerChoice
 from megazero.config.engine_sections import ActivationConfig, PrecisionConfig, ZeroConfig
-from megazero.dialects.deepspeed.reading import Reading, read
+from megazero.dialects.deepspeed.reading import ParsedFile, read
 from megazero.dialects.deepspeed.sections import EngineParts, engine_parts
 from megazero.errors import Problem
 
@@ -61,22 +61,22 @@ PUBLISHED = {
 }
 
 
-def parts(content: dict[str, Any] | str) -> tuple[EngineParts, Reading]:
-    reading = read(json.loads(content) if isinstance(content, str) else content, "ds.json")
-    return engine_parts(reading), reading
+def parts(content: dict[str, Any] | str) -> tuple[EngineParts, ParsedFile]:
+    file = read(json.loads(content) if isinstance(content, str) else content, "ds.json")
+    return engine_parts(file), file
 
 
 def problems(content: dict[str, Any]) -> list[Problem]:
-    return parts(content)[1].findings.problems
+    return parts(content)[1].diagnostics.problems
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configurations_load(name: str) -> None:
-    assert parts(PUBLISHED[name])[1].findings.problems == []
+    assert parts(PUBLISHED[name])[1].diagnostics.problems == []
 
 
 def test_a_zero_2_configuration_with_a_schedule() -> None:
-    made, reading = parts(ZERO_2_FP16)
+    made, file = parts(ZERO_2_FP16)
     assert made.precision == PrecisionConfig(precision="fp16", initial_loss_scale=2.0**15, loss_scale_window=500)
     assert made.optimizer == OptimizerChoice(
         type="AdamW",
@@ -89,7 +89,7 @@ def test_a_zero_2_configuration_with_a_schedule() -> None:
     )
     assert (made.zero.zero_stage, made.zero.reduce_bucket_size, made.zero.overlap_comm) == (2, 50_000_000, True)
     assert made.zero.max_reuse_distance == 10**9
-    assert [line.split(": ")[1] for line in reading.findings.notices] == ["steps_per_print", "wall_clock_breakdown"]
+    assert [line.split(": ")[1] for line in file.diagnostics.notices] == ["steps_per_print", "wall_clock_breakdown"]
 
 
 def test_auto_is_megazeros_default_and_absence_deepspeeds() -> None:
@@ -141,7 +141,7 @@ def test_how_checkpoints_are_kept() -> None:
         "synchronize_checkpoint_boundary": True,
         "profile": True,
     }
-    made, reading = parts({"activation_checkpointing": section})
+    made, file = parts({"activation_checkpointing": section})
     assert made.activations == ActivationConfig(
         partition_activations=True,
         checkpoint_in_cpu="auto",
@@ -150,18 +150,16 @@ def test_how_checkpoints_are_kept() -> None:
         synchronize_each_layer=True,
         profile_backward=True,
     )
-    assert reading.findings.problems == [] and reading.findings.notices == []
+    assert file.diagnostics.problems == [] and file.diagnostics.notices == []
     assert parts({})[0].activations == ActivationConfig()
     automatic = parts({"activation_checkpointing": dict.fromkeys(section, "auto")})[0].activations
     assert automatic == ActivationConfig(partition_activations="auto", checkpoint_in_cpu="auto")
 
 
 def test_a_count_without_an_arena_means_nothing() -> None:
-    made, reading = parts(
-        {"activation_checkpointing": {"contiguous_memory_optimization": False, "number_checkpoints": 4}}
-    )
-    assert made.activations == ActivationConfig() and reading.findings.problems == []
-    (notice,) = reading.findings.notices
+    made, file = parts({"activation_checkpointing": {"contiguous_memory_optimization": False, "number_checkpoints": 4}})
+    assert made.activations == ActivationConfig() and file.diagnostics.problems == []
+    (notice,) = file.diagnostics.notices
     assert notice.startswith("ds.json: activation_checkpointing.number_checkpoints: accepted, without effect: ")
 
 
@@ -191,8 +189,8 @@ def test_the_loss_scale() -> None:
     ],
 )
 def test_adam_is_adamw_unless_told_otherwise(params: dict[str, Any], kind: str, chosen: str) -> None:
-    made, reading = parts({"optimizer": {"type": kind, "params": params}})
-    assert made.optimizer.type == chosen and reading.findings.problems == []
+    made, file = parts({"optimizer": {"type": kind, "params": params}})
+    assert made.optimizer.type == chosen and file.diagnostics.problems == []
     assert made.optimizer.params["weight_decay"] == 0.0
 
 
@@ -210,8 +208,8 @@ def test_adam_is_adamw_unless_told_otherwise(params: dict[str, Any], kind: str, 
             "bias_correction: true",
         ),
         (
-            {"optimizer": {"type": "Adam", "params": {"adam_w_mode": 1}}},
-            "optimizer.params.adam_w_mode: 1",
+            {"optimizer": {"type": "Adam", "params": {"adam_w_mode": 2}}},
+            "optimizer.params.adam_w_mode: 2",
             "true, false",
         ),
         ({"optimizer": {"params": {"lr": 1}}}, "optimizer.type is missing", 'type: "AdamW"'),
