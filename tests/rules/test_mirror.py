@@ -1,20 +1,18 @@
-"""Tests mirror the tree: tests/FOLDER/test_FILE.py for every megazero/FOLDER/FILE.py."""
+"""Tests mirror the packages: tests/FOLDER holds the tests of megazero/FOLDER, nested folders too."""
 
-from support.source_tree import ROOT, Source, sources
+from pathlib import Path
 
+from support.source_tree import ROOT, sources
 
-def test_file(source: Source) -> str:
-    """Where the tests of a module stand."""
-    folder, _, file = source.name.removeprefix("megazero/").rpartition("/")
-    return f"tests/{folder}/test_{file}" if folder else f"tests/test_{file}"
-
-
-test_file.__test__ = False  # type: ignore[attr-defined]
+PACKAGES = {source.path.parent.relative_to(ROOT / "megazero") for source in sources() if source.path.stem == "__init__"}
+# Folders of tests that are not of one package.
+BESIDE = {Path(name) for name in ("benchmarks", "end_to_end", "matrix", "rules", "scripts", "support", "tools")}
 
 
-def test_every_module_has_its_tests() -> None:
-    modules = [source for source in sources() if source.path.name != "__init__.py"]
-    assert [source.name for source in modules if not (ROOT / test_file(source)).is_file()] == []
+def test_every_package_has_its_tests_and_all_tests_are_found_there() -> None:
+    folders = {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")}
+    without_modules = {package for package in PACKAGES if len(list((ROOT / "megazero" / package).glob("*.py"))) == 1}
+    assert folders == PACKAGES - without_modules | BESIDE
 
 
 def test_test_folders_are_no_packages() -> None:
