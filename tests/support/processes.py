@@ -63,7 +63,7 @@ class _Worker(NamedTuple):
     stacks: Path  # where faulthandler writes this worker's stacks
 
 
-class _Pool:
+class WorkerPool:
     """The worker processes of one world size."""
 
     def __init__(self, world_size: int) -> None:
@@ -130,7 +130,7 @@ class _Pool:
         self._folder.cleanup()
 
 
-_pools: dict[int, _Pool] = {}
+_pools: dict[int, WorkerPool] = {}
 
 
 def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT_SECONDS) -> list[Any]:
@@ -141,7 +141,7 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
     """
     pool = _pools.get(world_size)
     if pool is None:
-        pool = _pools[world_size] = _Pool(world_size)
+        pool = _pools[world_size] = WorkerPool(world_size)
     for other in _pools.values():
         if other.num_groups > (MOST_GROUPS if other is pool else 0):
             other.num_groups = 0
@@ -191,7 +191,7 @@ def mesh_in_worker(rank: int, *, tp: int = 1, dp: int = 1, pp: int = 1) -> Mesh:
     return mesh
 
 
-def _failure(pool: _Pool, rank: int, reply: _Reply | None) -> str:
+def _failure(pool: WorkerPool, rank: int, reply: _Reply | None) -> str:
     if reply is None:
         return f"rank {rank} of {pool.world_size}: {pool.stacks(rank)}"
     return "" if reply.ok else f"rank {rank} of {pool.world_size} raised:\n{reply.payload.decode()}"
