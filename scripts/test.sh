@@ -49,7 +49,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 phase "ruff check" "$python" -m ruff check .
 phase "ruff format" "$python" -m ruff format --check .
-phase "mypy" "$python" -m mypy
+phase "mypy" "$python" -m mypy --num-workers 2
 # Files are dealt out to a few processes of pytest: each has ranks of its own, so more of them take much memory.
 phase "pytest" "$python" -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder \
     --durations 20 "${selected[@]}" "$@"

@@ -30,6 +30,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not any(item.get_closest_marker(name) for name in ("gloo", "cuda")):
             item.add_marker(pytest.mark.pure)
+    # The short files last: where files are dealt out to several processes, these end together then.
+    long_files = {item.path for item in items if item.get_closest_marker("gloo")}
+    items.sort(key=lambda item: item.path not in long_files)
     needy = [item for item in items if item.get_closest_marker("cuda")]
     if needy and not _has_gpu():
         for item in needy:

@@ -19,6 +19,7 @@ import importlib
 import importlib.util
 import inspect
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import pickle
 import signal
@@ -31,6 +32,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -45,6 +47,7 @@ MOST_GROUPS = 16  # of process groups that a worker may keep from call to call
 GRACE_SECONDS = 5.0  # how long the other ranks may go on after one has failed
 STACK_SIGNAL = signal.SIGUSR2
 SCRATCH_BYTES = 1 << 24
+PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "support.training"]
 
 
 class RankFailure(AssertionError):
@@ -71,7 +74,7 @@ class WorkerPool:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks_")
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
+        _start_fork_server()
         self.workers = [self._start(context, rank) for rank in range(world_size)]
         self.num_groups = 0
 
@@ -128,6 +131,14 @@ class WorkerPool:
             worker.process.kill()
             worker.process.join()
         self._folder.cleanup()
+
+
+def _start_fork_server() -> None:
+    """Have a fork server, with what nearly every rank imports; where one runs already, this does nothing."""
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    # Python 3.11's does not use the search path that it is given.
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+        multiprocessing.forkserver.ensure_running()
 
 
 _pools: dict[int, WorkerPool] = {}
