@@ -19,6 +19,8 @@ def version() -> str:
 
 # What reading Parquet files and cleaning text take besides.
 CORPORA = ["datasketch>=1.6", "ftfy>=6.1", "py3langid>=0.3", "pyarrow>=15"]
+# What tests compare megazero with; without one of these its tests are skipped.
+COMPARED = ["megatron-core>=0.16", "transformers>=4.41"]
 
 setup(
     name="megazero",
@@ -48,12 +50,13 @@ setup(
         "corpora": CORPORA,
         "test": [
             *CORPORA,
+            *COMPARED,
             "hypothesis>=6.100",
             "mypy>=1.10",
             "pytest>=8.2",
             "pytest-timeout>=2.3",
+            "pytest-xdist>=3.6",
             "ruff>=0.5",
-            "transformers>=4.41",
             "types-PyYAML>=6",
         ],
     },

@@ -18,6 +18,22 @@ require_python() {
         fail "$("$1" --version) is too old; megazero needs CPython 3.11 or newer (name one with PYTHON=...)"
 }
 
+# Ends the script with the names of the requirements of setup.py (those that stand alone on a line) that a python lacks.
+require_packages() {
+    local missing
+    missing="$("$1" - <<'PROGRAM'
+import importlib.metadata
+import re
+
+present = {re.sub("[-_.]+", "-", found.name).lower() for found in importlib.metadata.distributions()}
+with open("setup.py", encoding="utf-8") as setup:
+    needed = re.findall(r'^ +"([\w-]+)>=[^";]*",$', setup.read(), re.MULTILINE)
+print(*(name for name in needed if name.lower() not in present))
+PROGRAM
+)"
+    [[ -z "$missing" ]] || fail "$1 lacks ${missing// /, }; leave out --no-install, or name a python with PYTHON=..."
+}
+
 environment_fingerprint() {
     cat setup.py scripts/constraints.txt | cksum
 }

@@ -1,20 +1,26 @@
 #!/usr/bin/env bash
-# Makes the environment if needed, then runs the linter, the formatter's check, the type checker and all tests.
+# Makes the environment if needed, then runs the linter, the formatter's check, the type checker and the tests.
 #
-#   bash scripts/test.sh [--no-install] [arguments of pytest]
+#   bash scripts/test.sh [--fast] [--no-install] [arguments of pytest]
 #
-# --no-install uses the python that is there (PYTHON, python3 by default) and its packages.  Every phase runs even when
-# one before it failed; the exit status is 0 only if all passed.
+# --fast leaves out the tests that need a process group or a GPU.  --no-install uses the python that is there (PYTHON,
+# python3 by default) and its packages.  Every phase runs even when one before it failed; the exit status is 0 only if
+# all passed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/environment.sh
 source scripts/environment.sh
 
 install=yes
-if [[ "${1:-}" == --no-install ]]; then
-    install=no
+selected=()
+while (($#)); do
+    case "$1" in
+    --no-install) install=no ;;
+    --fast) selected=(-m pure) ;;
+    *) break ;;
+    esac
     shift
-fi
+done
 
 if [[ "$install" == yes ]]; then
     ensure_environment
@@ -22,6 +28,7 @@ if [[ "$install" == yes ]]; then
 else
     python="${PYTHON:-python3}"
     require_python "$python"
+    require_packages "$python"
 fi
 
 failed=()
@@ -42,8 +49,10 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 phase "ruff check" "$python" -m ruff check .
 phase "ruff format" "$python" -m ruff format --check .
-phase "mypy" "$python" -m mypy
-phase "pytest" "$python" -m pytest "$@"
+phase "mypy" "$python" -m mypy --num-workers 2
+# Files are dealt out to a few processes of pytest: each has ranks of its own, so more of them take much memory.
+phase "pytest" "$python" -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder \
+    --durations 20 "${selected[@]}" "$@"
 
 if ((${#failed[@]})); then
     printf 'FAILED: %s (%ds in all)\n' "${failed[*]}" "$SECONDS"

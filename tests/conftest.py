@@ -1,6 +1,15 @@
-"""Settings of the whole test suite: no test depends on timing, and tests for a GPU are skipped where there is none."""
+"""Settings of the whole test suite: no test depends on timing, and a test needs no more than its markers say.
 
+A test that is neither `gloo` nor `cuda` is marked `pure`: it fails if it calls ranks or starts processes that find each
+other. Tests marked `cuda` are skipped where there is no GPU.
+"""
+
+import multiprocessing.context
 import signal
+import subprocess
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -14,12 +23,53 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Before pytest's own, which leaves out what -m does not select.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `cuda` on machines without a GPU, saying so."""
+    """Mark tests `pure` that have no other marker of needs; skip tests marked `cuda` where there is no GPU."""
+    for item in items:
+        if not any(item.get_closest_marker(name) for name in ("gloo", "cuda")):
+            item.add_marker(pytest.mark.pure)
+    # The short files last: where files are dealt out to several processes, these end together then.
+    long_files = {item.path for item in items if item.get_closest_marker("gloo")}
+    items.sort(key=lambda item: item.path not in long_files)
     needy = [item for item in items if item.get_closest_marker("cuda")]
     if needy and not _has_gpu():
         for item in needy:
             item.add_marker(pytest.mark.skip(reason="no GPU"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Around a pure test and its fixtures, process groups are forbidden."""
+    if item.get_closest_marker("pure") is None:
+        return (yield)
+    with _no_process_groups():
+        return (yield)
+
+
+@contextmanager
+def _no_process_groups() -> Iterator[None]:
+    """Ranks (only they come from a fork server), rendezvous and torchrun fail, saying which marker is missing."""
+    import torch.distributed  # Slow to import: by now the test's own module has done it, if any does.
+    from support.processes import WorkerPool
+
+    start = subprocess.Popen.__init__
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        pytest.fail("a test that needs a process group is to be marked gloo")
+
+    def refuse_torchrun(self: Any, args: Any, *rest: Any, **options: Any) -> None:
+        if not isinstance(args, str) and "torch.distributed.run" in args:
+            refuse()
+        start(self, args, *rest, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WorkerPool, "call", refuse)
+        patch.setattr(multiprocessing.context.ForkServerProcess, "_Popen", refuse)
+        patch.setattr(torch.distributed, "TCPStore", refuse)
+        patch.setattr(subprocess.Popen, "__init__", refuse_torchrun)
+        yield
 
 
 def _has_gpu() -> bool:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.recomputing import CPU
+from support.recomputed_programs import CPU
 from support.thread_world import ThreadCommunicator, run_threads
 
 from megazero.activations.assemble import RankParts, activation_plan, choices, describe, recomputation

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from support.processes import mesh_in_worker, run_ranks
-from support.recomputing import (
+from support.recomputed_programs import (
     CPU,
     KEEPINGS,
     PROGRAMS,

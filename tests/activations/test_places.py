@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.recomputing import CPU, places_of
+from support.recomputed_programs import CPU, places_of
 from torch import Tensor
 
 from megazero.activations.places import GivenUp, InArena, OnDevice, OnHost, Place, Places

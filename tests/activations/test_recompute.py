@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.any_models import CASES, inputs_of, make
-from support.recomputing import (
+from support.recomputed_programs import (
     CPU,
     KEEPINGS,
     PROGRAMS,

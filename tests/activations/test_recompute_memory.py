@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.processes import mesh_in_worker, run_ranks
-from support.recomputing import CPU, KEEPINGS, PROGRAMS, WIDTH, Parts, layer, outcome, plain, recomputation
+from support.recomputed_programs import CPU, KEEPINGS, PROGRAMS, WIDTH, Parts, layer, outcome, plain, recomputation
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.awkward import alone, engine_around, owned_gradient, released_memory_is_nan
+from support.irregular_model import alone, engine_around, owned_gradient, released_memory_is_nan
 from support.processes import mesh_in_worker, run_ranks
-from support.recomputing import KEEPINGS, Run, plain, recomputation
-from support.uses import D, Parts
+from support.recomputed_programs import KEEPINGS, Run, plain, recomputation
+from support.undeclared_parameters import D, Parts
 from torch import Tensor, nn
 
 from megazero.comm.mesh import Mesh

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.recomputing import recomputation
+from support.recomputed_programs import recomputation
 
 from megazero.activations.recompute_plan import KEEP_ALL, ActivationPlan, Granularity, Method, Segment
 

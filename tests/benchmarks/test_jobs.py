@@ -4,7 +4,7 @@ import time
 
 import pytest
 from jobs import run_job, run_jobs
-from support.placed import PROBLEM, fail, together, who
+from support.benchmark_jobs import PROBLEM, fail, together, who
 
 from megazero.errors import ConfigError
 

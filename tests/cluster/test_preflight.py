@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.preflighting import HOUR, survey_job
+from support.preflight_jobs import HOUR, survey_job
 from torch._C._distributed_c10d import HashStore
 
 from megazero.cluster import preflight

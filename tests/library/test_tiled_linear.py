@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.awkward import engine_around
+from support.irregular_model import engine_around
 from support.processes import mesh_in_worker, run_ranks
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode

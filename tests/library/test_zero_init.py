@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from support.any_models import CASES
-from support.awkward import LR, SETTINGS, Awkward, EngineRun, batch, full_state, loss_of, train_plain, units_of
+from support.irregular_model import LR, SETTINGS, Awkward, EngineRun, batch, full_state, loss_of, train_plain, units_of
 from support.processes import mesh_in_worker, run_ranks
 from support.training import boxes
 from torch import Tensor, nn
@@ -278,7 +278,7 @@ def test_a_rank_holds_slices_and_one_module() -> None:
 
 
 def train(rank: int, stage: int, dp: int) -> EngineRun:
-    """As support.awkward does it, with a model made under Init."""
+    """As support.irregular_model does it, with a model made under Init."""
     mesh = mesh_in_worker(rank, dp=dp)
     torch.manual_seed(7 + 10 * rank)
     with Init(mesh=mesh, dtype=torch.float64):

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from support.ledgered import BATCH, SEQUENCE, SETTINGS, Held, ledgered_step
+from support.ledgered_step import BATCH, SEQUENCE, SETTINGS, Held, ledgered_step
 from support.processes import run_ranks
 
 LAYERS = 6

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.configs import make_run
 from support.flat_layout import padded_numel
-from support.ledgered import BATCH, SEQUENCE, SETTINGS, VOCABULARY
+from support.ledgered_step import BATCH, SEQUENCE, SETTINGS, VOCABULARY
 from support.processes import mesh_in_worker, run_ranks
 
 from megazero.data.loader import MicroBatch, StepBatch

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support.awkward import (
+from support.irregular_model import (
     LR,
     Options,
     batch,

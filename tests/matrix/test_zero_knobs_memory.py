@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support.awkward import Options, batch, engine_around, loss_of, make_engine, make_model, take_step
+from support.irregular_model import Options, batch, engine_around, loss_of, make_engine, make_model, take_step
 from support.processes import mesh_in_worker, run_ranks
 from torch import Tensor, nn
 

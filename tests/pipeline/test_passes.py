@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from support.drawings import computations, draw, parse, parse_stages, shapes_of
+from support.schedule_drawings import computations, draw, parse, parse_stages, shapes_of
 from support.valid_schedules import validate
 
 from megazero.pipeline.passes import (

@@ -6,7 +6,7 @@ from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
-from support.drawings import computations
+from support.schedule_drawings import computations
 
 from megazero.pipeline.picture import caption, picture, round_up
 from megazero.pipeline.schedule import Action, Kind, Shape

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.drawings import parse
+from support.schedule_drawings import parse
 
 from megazero.pipeline.passes import final_backwards
 from megazero.pipeline.runtime import execute

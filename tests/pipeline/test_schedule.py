@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.drawings import computations, draw, parse_stages, shapes_of
+from support.schedule_drawings import computations, draw, parse_stages, shapes_of
 from torch.distributed.pipelining import schedules as oracle
 
 from megazero.pipeline.schedule import Action, Kind, Shape, forward_only, schedule

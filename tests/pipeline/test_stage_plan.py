@@ -3,7 +3,7 @@
 from collections import deque
 
 import pytest
-from support.drawings import draw, parse_stages, shapes_of
+from support.schedule_drawings import draw, parse_stages, shapes_of
 
 from megazero.pipeline.passes import with_exchanges
 from megazero.pipeline.schedule import Action, Kind, Shape, forward_only, schedule

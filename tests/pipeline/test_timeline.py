@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 import pytest
-from support.drawings import computations, parse, shapes_of
+from support.schedule_drawings import computations, parse, shapes_of
 
 from megazero.pipeline import schedule as module
 from megazero.pipeline.passes import with_exchanges, with_windows

@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from support.drawings import computations
+from support.schedule_drawings import computations
 
 from megazero.pipeline.schedule import Action, Kind, Shape
 from megazero.pipeline.timeline import Span, simulate

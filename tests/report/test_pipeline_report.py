@@ -6,8 +6,8 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from support.drawings import computations
 from support.processes import run_ranks
+from support.schedule_drawings import computations
 from support.small_runs import train_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -1,11 +1,18 @@
-"""Tests mirror the tree: tests/FOLDER/ for every megazero/FOLDER/, a file for what belongs together."""
+"""Tests mirror the packages: tests/FOLDER holds the tests of megazero/FOLDER, nested folders too."""
+
+from pathlib import Path
 
 from support.source_tree import ROOT, sources
 
+PACKAGES = {source.path.parent.relative_to(ROOT / "megazero") for source in sources() if source.path.stem == "__init__"}
+# Folders of tests that are not of one package.
+BESIDE = {Path(name) for name in ("benchmarks", "end_to_end", "matrix", "rules", "scripts", "support", "tools")}
 
-def test_every_package_has_its_tests() -> None:
-    folders = {source.path.parent.relative_to(ROOT / "megazero") for source in sources()}
-    assert [str(folder) for folder in sorted(folders) if not list((ROOT / "tests" / folder).rglob("test_*.py"))] == []
+
+def test_every_package_has_its_tests_and_all_tests_are_found_there() -> None:
+    folders = {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")}
+    without_modules = {package for package in PACKAGES if len(list((ROOT / "megazero" / package).glob("*.py"))) == 1}
+    assert folders == PACKAGES - without_modules | BESIDE
 
 
 def test_test_folders_are_no_packages() -> None:

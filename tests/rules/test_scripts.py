@@ -34,7 +34,7 @@ def pins() -> dict[str, str]:
 
 
 def test_every_requirement_is_pinned() -> None:
-    requirements = re.findall(r'^ +"([\w-]+)>=[^"]*",$', (ROOT / "setup.py").read_text(), re.MULTILINE)
-    assert len(requirements) >= 15
+    requirements = re.findall(r'"([\w-]+)>=[^"]*"', (ROOT / "setup.py").read_text())
+    assert len(requirements) >= 25
     assert [name for name in requirements if canonical(name) not in pins()] == []
     assert pins()["torch"] == "2.13.0"

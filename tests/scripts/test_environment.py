@@ -1,4 +1,4 @@
-"""What scripts/environment.sh makes of what it finds."""
+"""What scripts/environment.sh makes of what it finds, and says of what it does not find."""
 
 import shutil
 import subprocess
@@ -22,3 +22,16 @@ def test_an_environment_without_pip_is_completed(tmp_path: Path) -> None:
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert "pip " in done.stdout and "No module named pip" not in done.stderr
+
+
+def test_a_python_without_the_packages_is_told_in_one_line(tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    subprocess.run([sys._base_executable, "-m", "venv", "--without-pip", bare], check=True)  # type: ignore[attr-defined]
+    python = str(bare / "bin" / "python")
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts" / "test.sh"), "--no-install", "--fast"],
+        env={"PATH": "/usr/bin:/bin", "PYTHON": python}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    [line] = done.stderr.splitlines()
+    assert line.startswith(f"error: {python} lacks torch, ") and " ruff, " in line and "--no-install" in line

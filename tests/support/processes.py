@@ -19,6 +19,7 @@ import importlib
 import importlib.util
 import inspect
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import pickle
 import signal
@@ -31,6 +32,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -45,6 +47,7 @@ MOST_GROUPS = 16  # of process groups that a worker may keep from call to call
 GRACE_SECONDS = 5.0  # how long the other ranks may go on after one has failed
 STACK_SIGNAL = signal.SIGUSR2
 SCRATCH_BYTES = 1 << 24
+PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "support.training"]
 
 
 class RankFailure(AssertionError):
@@ -63,7 +66,7 @@ class _Worker(NamedTuple):
     stacks: Path  # where faulthandler writes this worker's stacks
 
 
-class _Pool:
+class WorkerPool:
     """The worker processes of one world size."""
 
     def __init__(self, world_size: int) -> None:
@@ -71,7 +74,7 @@ class _Pool:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks_")
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
+        _start_fork_server()
         self.workers = [self._start(context, rank) for rank in range(world_size)]
         self.num_groups = 0
 
@@ -130,7 +133,15 @@ class _Pool:
         self._folder.cleanup()
 
 
-_pools: dict[int, _Pool] = {}
+def _start_fork_server() -> None:
+    """Have a fork server, with what nearly every rank imports; where one runs already, this does nothing."""
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    # Python 3.11's does not use the search path that it is given.
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+        multiprocessing.forkserver.ensure_running()
+
+
+_pools: dict[int, WorkerPool] = {}
 
 
 def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT_SECONDS) -> list[Any]:
@@ -141,7 +152,7 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
     """
     pool = _pools.get(world_size)
     if pool is None:
-        pool = _pools[world_size] = _Pool(world_size)
+        pool = _pools[world_size] = WorkerPool(world_size)
     for other in _pools.values():
         if other.num_groups > (MOST_GROUPS if other is pool else 0):
             other.num_groups = 0
@@ -191,7 +202,7 @@ def mesh_in_worker(rank: int, *, tp: int = 1, dp: int = 1, pp: int = 1) -> Mesh:
     return mesh
 
 
-def _failure(pool: _Pool, rank: int, reply: _Reply | None) -> str:
+def _failure(pool: WorkerPool, rank: int, reply: _Reply | None) -> str:
     if reply is None:
         return f"rank {rank} of {pool.world_size}: {pool.stacks(rank)}"
     return "" if reply.ok else f"rank {rank} of {pool.world_size} raised:\n{reply.payload.decode()}"

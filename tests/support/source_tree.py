@@ -74,11 +74,6 @@ def repository_files() -> Iterator[Path]:
                 yield path
 
 
-def line_count(node: ast.stmt | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> int:
-    """Lines of a definition, decorators apart."""
-    return (node.end_lineno or node.lineno) - node.lineno + 1
-
-
 def imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
     """(module, name) of every import below `tree`; name is "" for `import module`, relative ones start with a dot."""
     for node in ast.walk(tree):

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from support.models import Piece, assemble, context, pieces, put_logical
 from support.processes import mesh_in_worker, run_ranks
-from support.recomputing import recomputation
+from support.recomputed_programs import recomputation
 from torch import Tensor, nn
 
 from megazero.comm.mesh import Mesh

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from support.configs import make_run
-from support.ledgered import SETTINGS
+from support.ledgered_step import SETTINGS
 from support.processes import mesh_in_worker, run_ranks
 
 from megazero.activations import resolve_auto as settle

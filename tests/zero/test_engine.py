@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from support.awkward import (
+from support.irregular_model import (
     LR,
     EngineRun,
     Options,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support.awkward import (
+from support.irregular_model import (
     alone,
     engine_around,
     owned_gradient,
@@ -16,7 +16,7 @@ from support.awkward import (
     take_step,
 )
 from support.processes import mesh_in_worker, run_ranks
-from support.uses import CASES, Answer, Body, D, Parts
+from support.undeclared_parameters import CASES, Answer, Body, D, Parts
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from megazero.comm.mesh import Mesh
 from megazero.errors import UsageError
 from megazero.zero.engine import Engine
+from megazero.zero.frames import on_gradient
 from megazero.zero.guard import PartitionedParameter
 from megazero.zero.layout import Bucket
 from megazero.zero.unit_memory import GatheredUnit, UnitState
@@ -331,3 +332,18 @@ def test_an_update_is_seen_by_the_next_forward() -> None:
         engine.backward(loss, is_last=True)
         take_step(engine)
     assert losses == sorted(losses, reverse=True) and len(set(losses)) == 4
+
+
+def test_every_trainable_parameter_reports_once_a_backward() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[0].bias.requires_grad_(False)
+    model[1].weight = model[0].weight  # tied: one parameter
+    ready: list[str] = []
+    handles = on_gradient(dict(model.named_parameters()), lambda name, _: ready.append(name))
+    for _ in range(2):
+        model(torch.ones(1, 3)).sum().backward()
+    assert sorted(ready) == ["0.weight", "0.weight", "1.bias", "1.bias"]
+    for handle in handles:
+        handle.remove()
+    model(torch.ones(1, 3)).sum().backward()
+    assert len(ready) == 4

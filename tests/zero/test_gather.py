@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.awkward import alone, engine_around, owned_gradient, released_memory_is_nan, take_step
+from support.irregular_model import alone, engine_around, owned_gradient, released_memory_is_nan, take_step
 from support.processes import mesh_in_worker, run_ranks
 from torch import Tensor, nn
 

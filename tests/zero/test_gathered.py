@@ -9,8 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from support.awkward import Awkward, Options, alone, batch, engine_around, loss_of, make_engine, make_model, take_step
-from support.lonely import CASES, TIMEOUT_SECONDS
+from support.diverging_ranks import CASES, TIMEOUT_SECONDS
+from support.irregular_model import (
+    Awkward,
+    Options,
+    alone,
+    batch,
+    engine_around,
+    loss_of,
+    make_engine,
+    make_model,
+    take_step,
+)
 from support.processes import mesh_in_worker, run_ranks
 from support.training import Saved, assemble, boxes
 from torch import Tensor, nn
@@ -284,7 +294,7 @@ def test_external_parameters_come_with_the_forward_that_reads_them() -> None:
 def lonely(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], dict[str, Any]]:
     """{(case, rank): what became of it}."""
     folder = tmp_path_factory.mktemp("lonely")
-    program = Path(__file__).parents[1] / "support" / "lonely.py"
+    program = Path(__file__).parents[1] / "support" / "diverging_ranks.py"
     paths = os.pathsep.join(str(folder) for folder in program.parents[1:3])
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.awkward import Awkward, alone, engine_around, make_model
+from support.irregular_model import Awkward, alone, engine_around, make_model
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.awkward import alone, engine_around
+from support.irregular_model import alone, engine_around
 from support.processes import mesh_in_worker, run_ranks
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module

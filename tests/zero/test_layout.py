@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.awkward import alone, engine_around
 from support.flat_layout import padded_numel
+from support.irregular_model import alone, engine_around
 from torch import nn
 
 import megazero.zero.layout

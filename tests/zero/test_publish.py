@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.awkward import Options, batch, loss_of, make_engine
+from support.irregular_model import Options, batch, loss_of, make_engine
 from support.processes import run_ranks
 
 from megazero.optim.inner import StepInputs

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.awkward import Options, batch, full_state, loss_of, make_engine, train_engine
+from support.irregular_model import Options, batch, full_state, loss_of, make_engine, train_engine
 from support.processes import mesh_in_worker, run_ranks
 from torch import Tensor, nn
 

@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from support.awkward import Options, make_engine, make_model
 from support.flat_layout import padded_numel
+from support.irregular_model import Options, make_engine, make_model
 from support.processes import run_ranks
 from torch import nn
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from support.awkward import Options, make_engine
+from support.irregular_model import Options, make_engine
 from support.processes import run_ranks
 
 

@@ -1,6 +1,6 @@
 """Kept gradients of layers that write them themselves, in every ZeRO stage, against the plain twin's autograd.
 
-All memory that gradients go through is full of nan before each step (`support/placed_gradients.py`).
+All memory that gradients go through is full of nan before each step (`support/kept_gradients.py`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.placed_gradients import (
+from support.kept_gradients import (
     MICRO_BATCH,
     Kept,
     assert_equal,

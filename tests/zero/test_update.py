@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from support.awkward import Options, batch, loss_of, make_engine, make_model
+from support.irregular_model import Options, batch, loss_of, make_engine, make_model
 from support.models import build_gpt, context, small_config
 from support.processes import mesh_in_worker, run_ranks
 

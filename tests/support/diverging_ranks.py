@@ -1,6 +1,6 @@
 """Two ranks that do not do the same: what becomes of each, as lines of JSON in a file of its own.
 
-torchrun --nproc-per-node=2 lonely.py FOLDER
+torchrun --nproc-per-node=2 diverging_ranks.py FOLDER
 
 Every case has process groups of its own, whose collectives wait for TIMEOUT_SECONDS.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.awkward import Awkward, engine_around, make_model
+from support.irregular_model import Awkward, engine_around, make_model
 from torch import Tensor
 
 from megazero.comm.startup import join, make_mesh

@@ -1,0 +1,11 @@
+"""Every file has a docstring that says what it is."""
+
+import ast
+
+from support.source_tree import PROGRAMS, sources
+
+EVERYTHING = sources("megazero", "tests", *PROGRAMS)
+
+
+def test_every_file_says_what_it_is() -> None:
+    assert [source.name for source in EVERYTHING if not ast.get_docstring(source.tree)] == []
