@@ -259,6 +259,7 @@ class Engine:
 
     def wanted_state(self) -> Iterator[StateFragment]:
         """What this rank must be given to go on from a checkpoint; follow with `state_loaded`."""
+        self.ensure_parameters()  # what is still being published must not be written to
         yield from wanted_state(self._shards)
 
     def state_loaded(self, *, weights_only: bool = False) -> None:
@@ -277,6 +278,7 @@ class Engine:
 
     def pieces(self, name: str, kind: str) -> Iterator[Piece]:
         """What this rank owns of a parameter's "master", "gradient" or optimizer state; nothing of a frozen one."""
+        self._publisher.ensure(self._slots[name][0].unit)  # what is still being published must not be written to
         return self._update.pieces(name, kind)
 
     def republish(self, name: str) -> None:
