@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.late_communicator import LateCommunicator, unfinished, unproven_waits
 from support.processes import RankFailure, mesh_in_worker, run_ranks
-from support.thread_world import ThreadCommunicator, run_threads
+from support.thread_world import run_threads
 from torch import Tensor
 
 from megazero.comm.interface import Work
@@ -72,8 +72,7 @@ EXPECTED: dict[Call, Callable[[int], list[float]]] = {
 
 @pytest.mark.parametrize("call", EXPECTED)
 def test_results_come_with_the_wait(call: Call) -> None:
-    def on(world: ThreadCommunicator) -> tuple[Tensor, list[float]]:
-        axis = LateCommunicator(world)
+    def on(axis: LateCommunicator) -> tuple[Tensor, list[float]]:
         work, output = call(axis)
         assert len(axis.unfinished) == axis.most_unfinished == 1
         early = output.clone()
@@ -92,8 +91,8 @@ def test_results_come_with_the_wait(call: Call) -> None:
 
 @pytest.mark.parametrize("call", EXPECTED)
 def test_the_output_must_be_left_alone(call: Call) -> None:
-    def on(world: ThreadCommunicator) -> None:
-        work, output = call(LateCommunicator(world))
+    def on(axis: LateCommunicator) -> None:
+        work, output = call(axis)
         output.fill_(5)
         work.wait()
 
@@ -105,8 +104,7 @@ def test_the_output_must_be_left_alone(call: Call) -> None:
 
 @pytest.mark.parametrize("is_gather", [True, False])
 def test_the_input_must_be_left_alone(is_gather: bool) -> None:
-    def on(world: ThreadCommunicator) -> None:
-        axis = LateCommunicator(world)
+    def on(axis: LateCommunicator) -> None:
         long, short = torch.zeros(2 * SIZE), torch.zeros(2)
         work = axis.all_gather_into(long, short) if is_gather else axis.reduce_scatter_into(short, long)
         (short if is_gather else long)[-1] = 1.0
@@ -116,11 +114,11 @@ def test_the_input_must_be_left_alone(is_gather: bool) -> None:
 
 
 def test_with_a_seed_others_finish_too_and_in_another_order() -> None:
-    def on(world: ThreadCommunicator) -> list[list[bool]]:
+    def on(axis: LateCommunicator) -> list[list[bool]]:
         seen = []
         for seed in range(4):
-            axis = LateCommunicator(world, seed=seed)
-            begun = [gather(axis) for _ in range(5)]
+            seeded = LateCommunicator(axis.inner, seed=seed)
+            begun = [gather(seeded) for _ in range(5)]
             begun[3][0].wait()
             seen.append([not bool(output.isnan().any()) for _, output in begun])
             for work, _ in reversed(begun):
@@ -134,8 +132,8 @@ def test_with_a_seed_others_finish_too_and_in_another_order() -> None:
 
 
 def test_dense_tensors_only() -> None:
-    def on(world: ThreadCommunicator) -> None:
-        LateCommunicator(world).broadcast(torch.zeros(4, 4)[:, ::2], world.rank)
+    def on(axis: LateCommunicator) -> None:
+        axis.broadcast(torch.zeros(4, 4)[:, ::2], axis.rank)
 
     assert all(str(error).endswith("its input is not dense") for error in run_threads(SIZE, on))
 
