@@ -232,6 +232,12 @@ def unfinished(mesh: Mesh) -> list[str]:
     return [work.name for communicator in late_communicators(mesh) for work in communicator.unfinished]
 
 
+def forget_unfinished(mesh: Mesh) -> None:
+    """Nothing will wait for what is under way: results of gathers ahead of a use that has not come."""
+    for communicator in late_communicators(mesh):
+        communicator.unfinished.clear()
+
+
 def unproven_waits(mesh: Mesh) -> list[str]:
     """Waits of a late mesh for sends that had not been delivered for all that their rank knew."""
     return late_communicators(mesh)[0].deliveries.unproven_waits
