@@ -257,6 +257,7 @@ class Engine:
 
     def wanted_state(self) -> Iterator[StateFragment]:
         """What this rank must be given to go on from a checkpoint; follow with `state_loaded`."""
+        self.ensure_parameters()  # what is still being published must not be written to
         yield from self._shards.wanted_state()
 
     def state_loaded(self, *, weights_only: bool = False) -> None:
@@ -275,6 +276,7 @@ class Engine:
 
     def pieces(self, name: str, kind: str) -> Iterator[Piece]:
         """This rank's parts of a parameter's "master", "gradient" or optimizer state; a frozen one has none."""
+        self._publisher.ensure(self._slots[name][0].unit)  # what is still being published must not be written to
         return self._update.pieces(name, kind)
 
     def republish(self, name: str) -> None:

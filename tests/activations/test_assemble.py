@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from support.late_communicator import LateCommunicator
 from support.recomputed_programs import CPU
-from support.thread_world import ThreadCommunicator, run_threads
+from support.thread_world import run_threads
 
 from megazero.activations.assemble import RankParts, activation_plan, choices, describe, recomputation
 from megazero.activations.places import InArena, OnDevice, OnHost
@@ -106,7 +107,7 @@ def test_an_arena_where_nobody_knows_the_number() -> None:
 
 @pytest.mark.parametrize("partition", [True, False])
 def test_slices_only_where_asked_for(partition: bool) -> None:
-    def gathers(world: ThreadCommunicator) -> int:
+    def gathers(world: LateCommunicator) -> int:
         calls: list[int] = []
         gather = world.all_gather_into
         world.all_gather_into = lambda output, input: (calls.append(input.numel()), gather(output, input))[1]  # type: ignore[method-assign]

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.thread_world import ThreadCommunicator, run_threads
+from support.late_communicator import LateCommunicator
+from support.thread_world import run_threads
 
 from megazero.checkpoint.agreement import together
 from megazero.comm.local import LocalCommunicator
@@ -13,7 +14,7 @@ from megazero.errors import CheckpointError, DataError, Problem
 CPU = torch.device("cpu")
 
 
-def fail_on(rank: int, error: Exception, world: ThreadCommunicator) -> list[object]:
+def fail_on(rank: int, error: Exception, world: LateCommunicator) -> list[object]:
     def action() -> int:
         if world.rank == rank:
             raise error

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.late_communicator import LateCommunicator
 from support.processes import mesh_in_worker, run_ranks
 from support.sharded_state import PADDING, Layout, State, assert_same, blank, make_state, write_checkpoint
-from support.thread_world import ThreadCommunicator, run_threads
+from support.thread_world import run_threads
 
 from megazero.checkpoint.reader import open_checkpoint
 from megazero.checkpoint.restore import restore
@@ -64,7 +65,7 @@ def test_a_problem_of_one_rank_stops_all_before_they_copy(tmp_path: Path) -> Non
     wrong = filled[1][0].spec.__class__("other", (4,), (4,), (0,))
     filled[1].append(StateFragment(wrong, "weight", 0, 4, torch.zeros(4)))
 
-    def action(world: ThreadCommunicator) -> None:
+    def action(world: LateCommunicator) -> None:
         restore(open_checkpoint(tmp_path), filled[world.rank], world=world, device=CPU)
 
     results = run_threads(2, action)
@@ -79,7 +80,7 @@ def test_damage_that_one_rank_meets_is_told_by_all(tmp_path: Path) -> None:
     path = folder / "rank_00001.safetensors"
     path.write_bytes(path.read_bytes()[:-4] + b"\xff\xff\xff\xff")
 
-    def action(world: ThreadCommunicator) -> None:
+    def action(world: LateCommunicator) -> None:
         restore(open_checkpoint(tmp_path), blank(Layout(tp=2).fragments(world.rank, state)), world=world, device=CPU)
 
     results = run_threads(2, action)

@@ -15,9 +15,10 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from support.late_communicator import LateCommunicator
 from support.processes import mesh_in_worker, run_ranks
 from support.sharded_state import Layout, State, make_state, write_checkpoint
-from support.thread_world import ThreadCommunicator, run_threads
+from support.thread_world import run_threads
 
 import megazero.checkpoint
 from megazero.checkpoint.manifest import DTYPES
@@ -160,7 +161,7 @@ def test_a_rank_that_fails_fails_all_and_leaves_what_was_there(tmp_path: Path) -
         if rank == 1:
             raise OSError(5, "Input/output error", "/nvme/swap")
 
-    def action(world: ThreadCommunicator) -> Path:
+    def action(world: LateCommunicator) -> Path:
         return save(Draft(tmp_path, 20, {}, ""), fragments(world.rank), world=world, device=CPU)
 
     results = run_threads(3, action)

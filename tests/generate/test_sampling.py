@@ -42,6 +42,11 @@ def test_top_p(top_p: float, expected: list[int]) -> None:
     assert kept(keep_top_p(logits(), top_p)) == expected
 
 
+def test_top_p_takes_no_more_than_it_needs() -> None:
+    """Of four equal tokens two reach a half, to the bit."""
+    assert kept(keep_top_p(torch.zeros(1, 4, dtype=torch.float64), 0.5)) == [0, 1]
+
+
 def test_rows_are_filtered_apart() -> None:
     rows = torch.tensor([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0]])
     assert [(row > -torch.inf).tolist() for row in keep_top_k(rows, 1)] == [[False, False, True], [True, False, False]]

@@ -4,6 +4,7 @@ import weakref
 
 import pytest
 import torch
+from support.late_communicator import unproven_waits
 from support.processes import mesh_in_worker, run_ranks
 from torch import Tensor
 
@@ -26,6 +27,8 @@ def run_schedule(rank: int, name: str, shape: Shape) -> int:
     step = StagePlan(name, shape.num_stages, shape.num_chunks, rank).step(shape.num_micro_batches)
     exchange = Exchange(mesh, CUT, step.taken)
     sent: list[weakref.ref[Tensor]] = []
+    early = unproven_waits(mesh)
+    early.clear()
     most = 0
     for action in step.actions:
         if action.kind in (Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT):
@@ -39,6 +42,7 @@ def run_schedule(rank: int, name: str, shape: Shape) -> int:
             most = max(most, sum(reference() is not None for reference in sent))
         else:
             _take_input(exchange, action, shape, rank)
+    assert early == [], "where a send waits for its receiver, this rank would stand still"
     exchange.finish()
     assert not any(reference() is not None for reference in sent)
     return most

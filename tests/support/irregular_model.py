@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+from support.late_communicator import late_mesh
 from support.processes import mesh_in_worker
 from support.training import Saved, assemble, boxes
 from torch import Tensor, nn
@@ -75,6 +76,7 @@ class Options(NamedTuple):
     overlap: bool = True
     units: bool = True
     zero: tuple[tuple[str, Any], ...] = ()  # further settings of the ZeRO section
+    seed: int | None = None  # of the order in which communication finishes
 
 
 class EngineRun(NamedTuple):
@@ -88,7 +90,7 @@ class EngineRun(NamedTuple):
 
 
 def make_engine(rank: int, options: Options) -> tuple[Awkward, Engine, FusedBuffers]:
-    mesh = mesh_in_worker(rank, dp=options.dp)
+    mesh = mesh_in_worker(rank, dp=options.dp, seed=options.seed)
     zero = ZeroConfig(
         zero_stage=options.stage, reduce_bucket_size=options.bucket, overlap_comm=options.overlap, **dict(options.zero)
     )
@@ -126,7 +128,7 @@ def _module(model: nn.Module, name: str) -> nn.Module:
 def train_engine(rank: int, options: Options) -> EngineRun:
     """Some steps of the engine on this rank's share of the batches."""
     model, engine, buffers = make_engine(rank, options)
-    mesh = mesh_in_worker(rank, dp=options.dp)
+    mesh = mesh_in_worker(rank, dp=options.dp, seed=options.seed)
     norms, dtype = [], next(model.parameters()).dtype
     for step in range(options.steps):
         mesh.meter.reset()
@@ -174,9 +176,9 @@ def train_plain(steps: int = 5) -> tuple[list[float], dict[str, Any]]:
 
 
 def alone() -> Mesh:
-    """The mesh of one rank in this very process."""
+    """The late mesh of one rank in this very process."""
     device = torch.device("cpu")
-    return make_mesh(Topology(), 0, device, FusedBuffers(0, device))
+    return late_mesh(make_mesh(Topology(), 0, device, FusedBuffers(0, device)))
 
 
 def engine_around(model: nn.Module, mesh: Mesh, *, precision: str = "fp64", **zero: Any) -> Engine:

@@ -7,6 +7,9 @@ torch and computed nothing (a fork of a process that has run multi-threaded kern
 rank that does not answer in time, costs the pool: it is killed and the next call builds a new one, so no test
 inherits half a collective.
 
+Meshes of tests are *late* (`late_communicator.py`): a result that is read before its wait is nan, and a work that is
+never waited for fails the test.
+
     def fn(rank: int, x: float) -> float: ...          # at module level, in any test file
     results = run_ranks(4, fn, 0.5)                    # one result per rank
 """
@@ -36,6 +39,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from support.late_communicator import late_mesh, unfinished
 
 from megazero.comm.mesh import Mesh
 from megazero.comm.startup import make_mesh
@@ -142,6 +146,7 @@ def _start_fork_server() -> None:
 
 
 _pools: dict[int, WorkerPool] = {}
+_late_meshes: dict[tuple[Topology, int | None], Mesh] = {}  # of this worker, by layout and seed
 
 
 def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT_SECONDS) -> list[Any]:
@@ -180,6 +185,7 @@ def _cached_mesh(rank: int, topology: Topology) -> Mesh:
 
 def drop_groups(rank: int) -> None:
     """Take down the process groups of meshes; not what tests have made themselves, which torch may remember."""
+    _late_meshes.clear()
     _cached_mesh.cache_clear()
     gc.collect()
     for group in mesh_groups():
@@ -192,14 +198,22 @@ def mesh_groups() -> list[dist.ProcessGroup]:
     return [group for group in dist.distributed_c10d._world.pg_map if group.group_desc.startswith("megazero")]
 
 
-def mesh_in_worker(rank: int, *, tp: int = 1, dp: int = 1, pp: int = 1) -> Mesh:
-    """The mesh of this worker, its meter at zero; to be called inside fn, by every rank, with the same degrees.
+def mesh_in_worker(
+    rank: int, *, tp: int = 1, dp: int = 1, pp: int = 1, is_late: bool = True, seed: int | None = None
+) -> Mesh:
+    """The mesh of this worker, its meter at zero; to be called inside fn, by every rank, with the same arguments.
 
     Process groups are made once per layout and kept for a while, since each new one costs sockets and threads.
+    seed: of the order in which late works finish; without one each of them needs its own wait.
     """
-    mesh = _cached_mesh(rank, Topology(tp=tp, dp=dp, pp=pp))
+    topology = Topology(tp=tp, dp=dp, pp=pp)
+    mesh = _cached_mesh(rank, topology)
     mesh.meter.reset()
-    return mesh
+    if not is_late:
+        return mesh
+    if (topology, seed) not in _late_meshes:
+        _late_meshes[topology, seed] = late_mesh(mesh, seed)
+    return _late_meshes[topology, seed]
 
 
 def _failure(pool: WorkerPool, rank: int, reply: _Reply | None) -> str:
@@ -243,7 +257,10 @@ def _next_message(connection: Connection) -> bytes | None:
 def _answer(rank: int, head: bytes, body: bytes) -> _Reply:
     try:
         fn = _find(*pickle.loads(head))
-        return _Reply(True, pickle.dumps(fn(rank, *pickle.loads(body))))
+        payload = pickle.dumps(fn(rank, *pickle.loads(body)))
+        forgotten = [name for mesh in _late_meshes.values() for name in unfinished(mesh)]
+        assert not forgotten, f"never waited for: {', '.join(forgotten)}"
+        return _Reply(True, payload)
     except BaseException:
         return _Reply(False, traceback.format_exc().encode())
 

@@ -1,5 +1,7 @@
 """Ranks as threads of one process, for code that only needs its few small collectives to be real.
 
+What they are given is late (`late_communicator.py`): every work must be waited for.
+
 results = run_threads(4, lambda world: world.rank)
 """
 
@@ -9,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from support.late_communicator import LateCommunicator
 from torch import Tensor
 
 from megazero.comm.interface import Done, ReduceKind, Work
@@ -62,13 +65,16 @@ class ThreadCommunicator:
         return everyone
 
 
-def run_threads(size: int, action: Callable[[ThreadCommunicator], Any]) -> list[Any]:
+def run_threads(size: int, action: Callable[[LateCommunicator], Any]) -> list[Any]:
     """Call action(world) on `size` threads; per rank its result, or the exception it raised."""
     shared = _Shared(size)
 
     def one(rank: int) -> Any:
+        world = LateCommunicator(ThreadCommunicator(rank, size, shared))
         try:
-            return action(ThreadCommunicator(rank, size, shared))
+            result = action(world)
+            assert not world.unfinished, f"never waited for: {', '.join(work.name for work in world.unfinished)}"
+            return result
         except Exception as error:
             return error
 

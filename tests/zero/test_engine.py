@@ -156,3 +156,50 @@ def test_what_is_loaded_is_what_the_next_forward_reads() -> None:
     for stage in (1, 3):
         for found in run_ranks(2, weights_after_a_load, stage):
             assert found == pytest.approx(expected, rel=1e-12)
+
+
+def forward_after_new_masters(rank: int, stage: int) -> list[float]:
+    """Master weights are written to while an earlier forward has left units gathered."""
+    model, engine, _ = make_engine(rank, Options(stage=stage, dp=2))
+    x, y = batch(0)
+    for _ in range(2):
+        engine.begin_step()
+        engine.backward(loss_of(model, x, y), is_last=True)
+        engine.finish_reductions()
+        engine.update(StepInputs(LR, torch.ones((), dtype=torch.float64), None))
+    model(x)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            for piece in engine.pieces(name, "master"):
+                piece.tensor.fill_(0.25)
+            engine.republish(name)
+    with torch.no_grad():
+        found = model(x)
+    engine.close()
+    return found.flatten().tolist()
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_next_forward_reads_new_master_weights(stage: int) -> None:
+    plain = make_model()
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            if parameter.requires_grad:
+                parameter.fill_(0.25)
+        expected = plain(batch(0)[0]).flatten().tolist()
+    for found in run_ranks(2, forward_after_new_masters, stage):
+        assert found == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_works_may_finish_in_another_order_than_they_began(
+    stage: int, plain: tuple[list[float], dict[str, torch.Tensor]]
+) -> None:
+    norms, parameters = plain
+    for seed in range(3):
+        for run in runs_of(Options(stage=stage, dp=2, accumulation=2, bucket=33, seed=seed)):
+            torch.testing.assert_close(run.norms, norms, rtol=1e-11, atol=0)
+            for name, value in parameters.items():
+                torch.testing.assert_close(run.working[name], value, rtol=1e-10, atol=1e-12, msg=name)

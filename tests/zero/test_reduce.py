@@ -1,8 +1,12 @@
 """Reduction of gradients: order of launches, constant-size buffers, what arrives where."""
 
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
 import pytest
 import torch
 from support.irregular_model import Options, batch, full_state, loss_of, make_engine, train_engine
+from support.late_communicator import LateCommunicator
 from support.processes import mesh_in_worker, run_ranks
 from torch import Tensor, nn
 
@@ -15,6 +19,124 @@ from megazero.zero.engine import Engine, EngineSettings
 from megazero.zero.layout import FlatLayout, LayoutRules, Slot, build_layout
 from megazero.zero.plan import resolve
 from megazero.zero.reduce import most_out_at_once
+
+SIZES = {"a": 7, "b": 1, "c": 40, "d": 3, "e": 48}
+MICRO_BATCHES = 3
+
+
+class Vectors(nn.Module):
+    """One vector a name, each with whatever gradient is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, size in SIZES.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(size, dtype=torch.float64)))
+
+    def forward(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        return torch.stack([(getattr(self, name) * gradient).sum() for name, gradient in gradients.items()]).sum()
+
+
+def given(step: int, micro: int, rank: int) -> dict[str, Tensor]:
+    """The gradients of one micro-batch on one rank: small whole numbers, and none of `d` now and then."""
+    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
+    drawn = {name: torch.randint(-8, 9, (size,), generator=generator).double() for name, size in SIZES.items()}
+    return {name: value for name, value in drawn.items() if name != "d" or micro != rank}
+
+
+class Reduced(NamedTuple):
+    """Of one rank: what it kept after each step, (start, values) by name; what it sent; reductions under way."""
+
+    kept: list[dict[str, list[tuple[int, Tensor]]]]
+    nbytes: int
+    most_in_flight: int
+
+
+def reduce_vectors(rank: int, dp: int, settings: dict[str, Any]) -> Reduced:
+    """Two steps of several micro-batches."""
+    mesh, model = mesh_in_worker(rank, dp=dp), Vectors()
+    zero = ZeroConfig(**{"reduce_bucket_size": 33, **settings})
+    buffers = FusedBuffers(0, mesh.device)
+    units = [Unit("one", ("a", "b", "c", "d"), (model,)), Unit("two", ("e",), (model,))]
+    engine_settings = EngineSettings(zero, FusedAdamW(AdamWSettings(0.9, 0.95, 1e-8, 0.0)))
+    plan = resolve(zero, PrecisionConfig(precision="fp64"))
+    engine = Engine(model, units, plan, mesh=mesh, buffers=buffers, settings=engine_settings)
+    buffers.resize(engine.largest_buffer_bytes)
+    axis = mesh.axis("dp")._inner  # type: ignore[attr-defined]
+    assert isinstance(axis, LateCommunicator)
+    axis.most_unfinished = 0
+    mesh.meter.reset()
+    kept = []
+    for step in range(2):
+        engine.begin_step()
+        for micro in range(MICRO_BATCHES):
+            engine.backward(model(given(step, micro, rank)), is_last=micro == MICRO_BATCHES - 1)
+        engine.finish_reductions()
+        found = {name: list(engine.pieces(name, "gradient")) for name in SIZES}
+        kept.append({name: [(piece.start, piece.tensor.clone()) for piece in found[name]] for name in SIZES})
+    collective = "reduce_scatter" if zero.reduce_scatter else "all_reduce"
+    nbytes = mesh.meter.count("dp", collective).nbytes  # type: ignore[arg-type]
+    engine.close()
+    return Reduced(kept, nbytes, axis.most_unfinished)
+
+
+def assert_kept(ranks: list[Reduced], *, divisor: float, everywhere: bool) -> None:
+    """Every element is there, on one rank or everywhere, and is the sum over ranks and micro-batches by the divisor."""
+    for step in range(2):
+        for name, size in SIZES.items():
+            parts = [given(step, micro, rank) for micro in range(MICRO_BATCHES) for rank in range(len(ranks))]
+            expected = torch.stack([part[name] for part in parts if name in part]).sum(0) / divisor
+            copies = torch.zeros(size, dtype=torch.int64)
+            for start, values in (piece for rank in ranks for piece in rank.kept[step][name]):
+                assert torch.equal(values, expected[start : start + len(values)]), (step, name, start)
+                copies[start : start + len(values)] += 1
+            assert (copies == (len(ranks) if everywhere else 1)).all(), (step, name)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("settings", "divisor"),
+    [
+        ({}, 1),
+        ({"reduce_bucket_size": 10_000}, 1),
+        ({"overlap_comm": False}, 1),
+        ({"reduce_scatter": False}, 1),
+        ({"contiguous_gradients": False}, 1),
+        ({"communication_data_type": "bf16"}, 1),
+        ({"gradient_predivide_factor": 4.0}, 4),
+        ({"prescale_gradients": True}, 2),
+        ({"prescale_gradients": True, "gradient_predivide_factor": 8.0, "reduce_scatter": False}, 2),
+    ],
+    ids=str,
+)
+def test_what_is_kept_are_the_sums(stage: int, settings: dict[str, Any], divisor: float) -> None:
+    ranks = run_ranks(2, reduce_vectors, 2, {"zero_stage": stage, **settings})
+    assert_kept(ranks, divisor=divisor, everywhere=stage == 0)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_sums_of_four_ranks(stage: int) -> None:
+    ranks = run_ranks(4, reduce_vectors, 4, {"zero_stage": stage, "prescale_gradients": True})
+    assert_kept(ranks, divisor=4, everywhere=stage == 0)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("stage", "reductions"), [(1, 2), (2, 2 * MICRO_BATCHES)])
+def test_bytes_on_the_wire_are_of_its_number_format(stage: int, reductions: int) -> None:
+    """Half of the 64 + 64 elements (51 and 48, padded) goes to the other rank."""
+    for name, itemsize in (("fp64", 8), ("fp32", 4), ("bf16", 2)):
+        found = run_ranks(2, reduce_vectors, 2, {"zero_stage": stage, "communication_data_type": name})
+        assert {rank.nbytes for rank in found} == {reductions * 64 * itemsize}
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", [1, 2])
+def test_two_reductions_run_beside_backward(stage: int) -> None:
+    several = run_ranks(2, reduce_vectors, 2, {"zero_stage": stage})
+    assert [rank.most_in_flight for rank in several] == [2, 2]
+    one_by_one = run_ranks(2, reduce_vectors, 2, {"zero_stage": stage, "overlap_comm": False})
+    assert [rank.most_in_flight for rank in one_by_one] == [1, 1]
 
 
 class Stack(nn.Module):

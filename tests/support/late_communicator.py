@@ -1,0 +1,248 @@
+"""A communicator whose works finish as late as its interface allows: nothing has come until `wait()` returns.
+
+The collectives of the communicator inside run on copies.  From the call to the end of its wait
+
+    the output holds poison (nan, where there is one), which must not be written to;
+    the input must not change;
+
+so a missing wait gives wrong values, and memory that is used again too early is an AssertionError at the wait.  With a
+seed, waiting for a work also finishes some of those before it, in some order, as a backend may.
+
+A *message* (a send) counts as over when its sender can know that the receiver has waited for it: messages carry what
+their senders know about deliveries.  A wait for any other send would hold up its rank where sends wait for receivers.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megazero.comm.interface import Communicator, ReduceKind, Work
+from megazero.comm.mesh import Mesh
+from megazero.comm.metered import MeteredCommunicator
+
+_POISON_BYTE = 0xA5  # for what has no nan
+
+
+class Deliveries:
+    """What one rank knows about messages that have been delivered, on several communicators."""
+
+    def __init__(self, num_communicators: int, num_ranks: int) -> None:
+        self.known = torch.zeros(num_communicators, num_ranks, num_ranks, dtype=torch.int64)
+        """How many messages have been delivered: [communicator, sender, receiver]."""
+        self.unproven_waits: list[str] = []
+        """Waits for sends that had not been delivered for all that this rank knew."""
+
+
+class LateCommunicator:
+    """Any communicator, late.  index: its place among those that share `deliveries`."""
+
+    def __init__(
+        self,
+        inner: Communicator,
+        *,
+        seed: int | None = None,
+        deliveries: Deliveries | None = None,
+        index: int = 0,
+    ) -> None:
+        self.inner = inner
+        self.size = inner.size
+        self.rank = inner.rank
+        self.deliveries = Deliveries(1, inner.size) if deliveries is None else deliveries
+        self.unfinished: list[_LateWork] = []
+        """Works that have not been waited for, the oldest first."""
+        self.most_unfinished = 0
+        self._index = index
+        self._random = None if seed is None else random.Random(seed)
+        self._num_sent = [0] * self.size
+
+    def all_gather_into(self, output: Tensor, input: Tensor) -> Work:
+        work = _LateWork(self, f"all_gather_into of {input.numel()} elements", output)
+        own = output.view(self.size, input.numel())[self.rank]
+        is_in_place = own.data_ptr() == input.data_ptr()
+        work.keep("input", input)
+        for rank, place in enumerate(output.view(self.size, input.numel())):
+            if not (is_in_place and rank == self.rank):
+                work.poison(place)
+        return work.begin([self.inner.all_gather_into(work.result, input.detach().clone())])
+
+    def reduce_scatter_into(self, output: Tensor, input: Tensor) -> Work:
+        work = _LateWork(self, f"reduce_scatter_into of {input.numel()} elements", output)
+        copy = input.detach().clone()
+        slices = input.view(self.size, output.numel())
+        for rank, part in enumerate(slices):
+            if part.data_ptr() != output.data_ptr() or rank != self.rank:
+                work.keep("input", part)
+        work.poison(output)
+        return work.begin([self.inner.reduce_scatter_into(work.result, copy)])
+
+    def all_reduce(self, tensor: Tensor, kind: ReduceKind = "sum") -> Work:
+        work = self._in_place(f"all_reduce of {tensor.numel()} elements", tensor)
+        return work.begin([self.inner.all_reduce(work.result, kind)])
+
+    def all_reduce_scalars(self, tensor: Tensor, kind: ReduceKind = "sum") -> Work:
+        work = self._in_place(f"all_reduce_scalars of {tensor.numel()} elements", tensor)
+        return work.begin([self.inner.all_reduce_scalars(work.result, kind)])
+
+    def broadcast(self, tensor: Tensor, source: int) -> Work:
+        name = f"broadcast of {tensor.numel()} elements"
+        if source == self.rank:
+            work = _LateWork(self, name, None)
+            work.keep("input", tensor)
+            return work.begin([self.inner.broadcast(tensor.detach().clone(), source)])
+        work = self._in_place(name, tensor)
+        return work.begin([self.inner.broadcast(work.result, source)])
+
+    def send(self, tensor: Tensor, to: int) -> Work:
+        self._num_sent[to] += 1
+        work = _Sent(self, to, self._num_sent[to])
+        work.keep("input", tensor)
+        known = self.deliveries.known.clone()
+        return work.begin([self.inner.send(known, to), self.inner.send(tensor.detach().clone(), to)])
+
+    def receive_into(self, tensor: Tensor, source: int) -> Work:
+        work = _Received(self, source, tensor)
+        work.poison(tensor)
+        known = self.inner.receive_into(work.known, source)
+        return work.begin([known, self.inner.receive_into(work.result, source)])
+
+    def barrier(self) -> None:
+        self.inner.barrier()
+
+    def _in_place(self, name: str, tensor: Tensor) -> "_LateWork":
+        work = _LateWork(self, name, tensor)
+        work.result.copy_(tensor.detach())
+        work.poison(tensor)
+        return work
+
+    def finish(self, work: "_LateWork") -> None:
+        """Finish a work, and with a seed some of the collectives before it: they have come if this one has."""
+        before = self.unfinished[: self.unfinished.index(work)]
+        works = [work]
+        if self._random is not None and work.is_collective:
+            works += [other for other in before if other.is_collective and self._random.random() < 0.5]
+            self._random.shuffle(works)
+        for one in works:
+            self.unfinished.remove(one)
+            one.finish()
+
+
+class _LateWork:
+    """A collective whose result lies in `result`, a copy of `output`, until it is waited for."""
+
+    is_collective = True
+
+    def __init__(self, communicator: LateCommunicator, name: str, output: Tensor | None) -> None:
+        self.communicator = communicator
+        self.name = name
+        self.result = torch.empty(0) if output is None else torch.empty_like(output.detach())
+        self._output = output
+        self._works: Sequence[Work] = ()
+        self._kept: list[tuple[str, Tensor, Tensor]] = []  # what must not change: which, the tensor, its bytes
+
+    def keep(self, which: str, tensor: Tensor) -> None:
+        """The tensor must not change until the work has been waited for."""
+        assert tensor.is_contiguous(), f"{self.name}: its {which} is not dense"
+        self._kept.append((which, tensor, _bytes(tensor).clone()))
+
+    def poison(self, tensor: Tensor) -> None:
+        """Fill a part of the output with what no result is."""
+        if tensor.is_floating_point():
+            tensor.data.fill_(torch.nan)
+        else:
+            _bytes(tensor).fill_(tensor.dtype is torch.bool or _POISON_BYTE)
+        self.keep("output", tensor)
+
+    def begin(self, works: Sequence[Work]) -> Work:
+        self._works = works
+        axis = self.communicator
+        axis.unfinished.append(self)
+        axis.most_unfinished = max(axis.most_unfinished, len(axis.unfinished))
+        return self
+
+    def wait(self) -> None:
+        if self in self.communicator.unfinished:
+            self.communicator.finish(self)
+
+    def finish(self) -> None:
+        for which, tensor, before in self._kept:
+            assert torch.equal(_bytes(tensor), before), f"{self.name}: its {which} was written to before its wait"
+        for work in self._works:
+            work.wait()
+        if self._output is not None:
+            self._output.data.copy_(self.result)
+        self._works, self._kept, self._output = (), [], None
+
+
+class _Sent(_LateWork):
+    """A message to another rank."""
+
+    is_collective = False
+
+    def __init__(self, communicator: LateCommunicator, to: int, number: int) -> None:
+        super().__init__(communicator, f"send number {number} to rank {to}", None)
+        self._place = communicator._index, communicator.rank, to
+        self._number = number
+
+    def finish(self) -> None:
+        deliveries = self.communicator.deliveries
+        if deliveries.known[self._place] < self._number:
+            deliveries.unproven_waits.append(self.name)
+        super().finish()
+
+
+class _Received(_LateWork):
+    """A message from another rank, and what that one knew when it sent it."""
+
+    is_collective = False
+
+    def __init__(self, communicator: LateCommunicator, source: int, output: Tensor) -> None:
+        super().__init__(communicator, f"receive from rank {source}", output)
+        self.known = torch.empty_like(communicator.deliveries.known)
+        self._place = communicator._index, source, communicator.rank
+
+    def finish(self) -> None:
+        super().finish()
+        known = self.communicator.deliveries.known
+        torch.maximum(known, self.known, out=known)
+        known[self._place] += 1
+
+
+def late_mesh(mesh: Mesh, seed: int | None = None) -> Mesh:
+    """The mesh with every communicator late, and counted by the same meter; all ranks must do this together."""
+    deliveries = Deliveries(len(mesh.communicators), mesh.topology.world_size)
+    communicators: dict[str, Communicator] = {}
+    for index, (key, metered) in enumerate(mesh.communicators.items()):
+        assert isinstance(metered, MeteredCommunicator)
+        late = LateCommunicator(metered._inner, seed=seed, deliveries=deliveries, index=index)
+        communicators[key] = MeteredCommunicator(late, metered._axis, mesh.meter)
+    return replace(mesh, communicators=communicators)
+
+
+def late_communicators(mesh: Mesh) -> list[LateCommunicator]:
+    """Those of a late mesh."""
+    inner = [metered._inner for metered in mesh.communicators.values() if isinstance(metered, MeteredCommunicator)]
+    return [communicator for communicator in inner if isinstance(communicator, LateCommunicator)]
+
+
+def unfinished(mesh: Mesh) -> list[str]:
+    """The works of a late mesh that have not been waited for."""
+    return [work.name for communicator in late_communicators(mesh) for work in communicator.unfinished]
+
+
+def forget_unfinished(mesh: Mesh) -> None:
+    """Nothing will wait for what is under way: results of gathers ahead of a use that has not come."""
+    for communicator in late_communicators(mesh):
+        communicator.unfinished.clear()
+
+
+def unproven_waits(mesh: Mesh) -> list[str]:
+    """Waits of a late mesh for sends that had not been delivered for all that their rank knew."""
+    return late_communicators(mesh)[0].deliveries.unproven_waits
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The memory of a dense tensor, which may be written to without autograd's notice, as a backend's does."""
+    return tensor.data.reshape(-1).view(torch.uint8)
