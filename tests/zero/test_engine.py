@@ -62,14 +62,20 @@ def test_awkward_module_trains_like_plain_torch(
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_stages_agree_to_the_bit(precision: str) -> None:
-    """One micro-batch, one reduction algorithm: the placement of state changes no rounding."""
+@pytest.mark.parametrize(("precision", "rtol"), [("fp32", 5e-7), ("bf16", 0)])
+def test_stages_agree_but_for_the_rounding_of_an_update(precision: str, rtol: float) -> None:
+    """One micro-batch, one reduction algorithm: the placement of state changes no gradient's rounding.
+
+    torch's fused AdamW updates the last elements of a run one by one and rounds them unlike those in its vectors, and
+    runs end where partitions do; after five steps that is less than bf16 shows.
+    """
     outcomes = [runs_of(Options(stage=stage, dp=2, precision=precision)) for stage in (0, 1, 2, 3)]
     for other in outcomes[1:]:
-        assert [run.norms for run in other] == [run.norms for run in outcomes[0]]
         for mine, theirs in zip(outcomes[0], other, strict=True):
-            assert all(torch.equal(mine.working[name], theirs.working[name]) for name in mine.working)
+            assert mine.norms[0] == theirs.norms[0]
+            torch.testing.assert_close(mine.norms, theirs.norms, rtol=rtol, atol=0)
+            for name, value in mine.working.items():
+                torch.testing.assert_close(theirs.working[name], value, rtol=rtol, atol=rtol * 1e-2, msg=name)
 
 
 @pytest.mark.gloo
