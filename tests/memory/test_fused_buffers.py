@@ -92,10 +92,10 @@ def test_more_than_a_buffer_holds_is_refused() -> None:
     assert pool.num_buffers == 1
 
 
-def test_a_buffer_is_returned_once() -> None:
+def test_a_buffer_is_released_once() -> None:
     lease = FusedBuffers(16, CPU).lease(1, torch.uint8)
     lease.release()
-    with pytest.raises(AssertionError, match="returned once"):
+    with pytest.raises(AssertionError, match="released once"):
         lease.release()
 
 

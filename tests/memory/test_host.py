@@ -170,7 +170,7 @@ def test_a_host_tensor_is_released_once_and_then_gone() -> None:
     with pytest.raises(AssertionError, match="released once"):
         stored.release()
     for use in (stored.prefetch, stored.load):
-        with pytest.raises(AssertionError, match="doesn't come back"):
+        with pytest.raises(AssertionError, match="cannot be copied back"):
             use()
 
 
