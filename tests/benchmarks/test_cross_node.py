@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -218,9 +219,10 @@ def running_ranks(parent: int) -> list[str]:
     """Of the first run, once all are there."""
     deadline = time.monotonic() + 180
     while time.monotonic() < deadline:
-        found = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-        commands = [Path(f"/proc/{child}/cmdline").read_bytes() for child in found]
-        if len(found) == WORLD_SIZE and all(b"pretrain_gpt.py" in words for words in commands):
-            return found
+        with suppress(FileNotFoundError, ProcessLookupError):  # a child has ended meanwhile
+            found = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+            commands = [Path(f"/proc/{child}/cmdline").read_bytes() for child in found]
+            if len(found) == WORLD_SIZE and all(b"pretrain_gpt.py" in words for words in commands):
+                return found
         time.sleep(0.05)
     raise AssertionError("no run in three minutes")

@@ -259,9 +259,9 @@ def resident():
     with open("/proc/self/statm") as stream:
         return int(stream.read().split()[1]) * 4096
 
-before, start = resident(), time.perf_counter()
+before, start = resident(), time.process_time()
 dataset = IndexedDataset(sys.argv[1])
-seconds = time.perf_counter() - start
+seconds = time.process_time() - start
 print(resident() - before, seconds, dataset.num_documents, *dataset.place(77))
 source = SampleSource(dataset, sequences=range(dataset.num_sequences), seq_length=1024, seed=1, vocab_size=1)
 assert source.sample(3).sum() == 0

@@ -1,11 +1,11 @@
 """Real ranks for tests: a pool of worker processes per world size, joined by gloo over loopback.
 
 Starting processes that import torch costs seconds, a call into a running pool milliseconds; so pools live as long as
-the test session. What calls have left of process groups goes when there are many, or when another pool is called:
-every group has threads that wake up a hundred times a second. Workers are forked by a *fork server* that has imported
-torch and computed nothing (a fork of a process that has run multi-threaded kernels hangs in OpenMP). A failure, or a
-rank that does not answer in time, costs the pool: it is killed and the next call builds a new one, so no test
-inherits half a collective.
+the test session. Process groups that calls have left behind go when there are many, and sooner where another pool is
+called: every group has threads that wake up a hundred times a second. Workers are forked by a *fork server* that has
+imported torch and megazero and computed nothing (a fork of a process that has run multi-threaded kernels hangs in
+OpenMP). A failure, or a rank that does not answer in time, costs the pool: it is killed and the next call builds a new
+one, so no test inherits half a collective.
 
 Meshes of tests are *late* (`late_communicator.py`): a result that is read before its wait is nan, and a work that is
 never waited for fails the test.
@@ -47,7 +47,8 @@ from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.topology import Topology
 
 TIMEOUT_SECONDS = 60.0
-MOST_GROUPS = 16  # of process groups that a worker may keep from call to call
+MOST_GROUPS = 16  # process groups that a worker may keep from call to call
+MOST_IDLE_GROUPS = 32  # those that all workers of a pool may keep while another pool is called
 GRACE_SECONDS = 5.0  # how long the other ranks may go on after one has failed
 STACK_SIGNAL = signal.SIGUSR2
 SCRATCH_BYTES = 1 << 24
@@ -159,7 +160,7 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
     if pool is None:
         pool = _pools[world_size] = WorkerPool(world_size)
     for other in _pools.values():
-        if other.num_groups > (MOST_GROUPS if other is pool else 0):
+        if other.num_groups > (MOST_GROUPS if other is pool else MOST_IDLE_GROUPS // other.world_size):
             other.num_groups = 0
             other.call(drop_groups, (), timeout)  # all of its ranks are idle
     replies = pool.call(fn, args, timeout)

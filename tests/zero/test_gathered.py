@@ -324,7 +324,7 @@ def test_a_gather_that_only_one_rank_enters(case: str, lonely: dict[tuple[str, i
     text = alone["text"]
     assert "data-parallel rank 0" in text and CALLS[case] in text and "on all ranks or on none" in text
     assert ("unused.weight" if case == "backward_on_rank_0" else "first.bias, first.weight") in text
-    assert alone["seconds"] < TIMEOUT_SECONDS + 8 and alone["warnings"] == [], "told once"
+    assert alone["seconds"] < TIMEOUT_SECONDS + 30 and alone["warnings"] == [], "told once"
     if case != "rank_1_is_gone":
         other = lonely[case, 1]
-        assert other["error"] and other["seconds"] < TIMEOUT_SECONDS + 8, "nobody waits for ever"
+        assert other["error"] and other["seconds"] < TIMEOUT_SECONDS + 30, "nobody waits for ever"
