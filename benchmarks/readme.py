@@ -1,4 +1,4 @@
-"""Makes benchmarks/README.md and its chart from the records in benchmarks/results/.
+"""Makes benchmarks/README.md from the records in benchmarks/results/.
 
     python benchmarks/readme.py
 
@@ -8,19 +8,37 @@ on the page is typed by hand; a test compares the page with what this makes of t
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import corpora
 import kernels
 import records
+import standings
 from ceilings import from_json
-from ratio_chart import Bar, Panel, chart
 from report import mib, paragraph, table
 
 FOLDER = Path(__file__).parent
-CHART = "step-time-ratios.svg"
+
+
+EXAMINATION = """\
+One command finds out in at most nine minutes what one GPU can tell: exactness beside float64 on the CPU, compiled or
+not; stages 0 to 3 over NCCL; layouts of two and four processes that share the GPU; loss curves by pretrain_gpt.py; the
+ledger beside the allocator; the tests marked `cuda`; tokens a second, waits of the host and kernels of GPT-2 124M and
+1.5B, beside a plain GPT-2 under torch.compile.
+
+    python benchmarks/gpu_examination.py
+
+On a machine without network that has torch for CUDA but lacks packages, fetch those first where there is a network, and
+copy the checkout with them:
+
+    bash benchmarks/gpu_examination.sh --fetch build/wheels
+    bash benchmarks/gpu_examination.sh build/wheels
+
+The record appears as `results/DATE-DEVICE-examination.json` and grows with every phase; what phases print goes to a log
+beside it. A phase that fails or hangs is recorded, later ones still run, and the exit status is 1. `--device cpu` runs
+what a CPU can at toy sizes, which tests the program and nothing else."""
 
 
 class Kept(NamedTuple):
@@ -66,85 +84,20 @@ def kind(record: Mapping[str, Any]) -> str:
     return json.dumps([record.get(name) for name in names], sort_keys=True)
 
 
-def compared(record: Mapping[str, Any]) -> str:
-    """A row for each system of a compare run."""
-    rows = []
-    for name, system in record["systems"].items():
-        if "refused" in system:
-            rows.append([name, system["refused"], *["-"] * 7])
-            continue
-        low, median, high = (f"{1e3 * seconds:.1f}" for seconds in records.quartiles(system["step_seconds"]))
-        ratio, peer = record["ratios"]["to_base"].get(name), record["ratios"]["to_best_peer"].get(name)
-        beside_peer = "-" if peer is None or peer["ratio"] is None else f"{peer['ratio']:.2f} {peer['peer']}"
-        rows.append(
-            [
-                name,
-                median,
-                f"{low} to {high}",
-                system.get("verdict", "-") if ratio is None else f"{ratio:.2f}",
-                beside_peer,
-                f"{system['tokens_per_second']:.0f}",
-                mib(system["peak_bytes"]),
-                f"{system['state_bytes_per_parameter']:.1f}",
-                mib(system["sent_bytes"]),
-            ]
-        )
-    return table(_COMPARED, rows)
-
-
-_COMPARED = [
-    "system",
-    "step, ms",
-    "quartiles",
-    "ratio",
-    "to the best peer",
-    "tokens/s",
-    "peak, MiB",
-    "states, B a parameter",
-    "sent, MiB",
-]
-
-
-def panel(kept: Kept) -> Panel:
-    """The ratios as bars, with the quartiles of each system's own steps."""
-    bars = []
-    for name, ratio in kept.record["ratios"]["to_base"].items():
-        if ratio is not None:
-            low, median, high = records.quartiles(kept.record["systems"][name]["step_seconds"])
-            bars.append(Bar(name, ratio * low / median, ratio, ratio * high / median))
-    return Panel(f"{kept.title}: by {kept.record['ratios']['base']}'s step", bars)
-
-
 def throughput_table(runs: Sequence[Kept]) -> str:
     """A row for each system of each record."""
+    header = (
+        "model|layout|step, ms (quartiles)|tokens/s|TFLOP/s of a process|MFU, measured, %|MFU, data sheet, %|peak, MiB"
+    )
     rows = []
-    for kept in runs:
-        for system in kept.record["systems"].values():
-            low, median, high = (1e3 * seconds for seconds in records.quartiles(system["step_seconds"]))
-            sheet = system.get("mfu_of_data_sheet")
-            rows.append(
-                [
-                    kept.title,
-                    kept.record.get("layout", ""),
-                    f"{median:.1f} ({low:.1f} to {high:.1f})",
-                    f"{system['tokens_per_second']:.0f}",
-                    f"{system['model_flops_per_second'] / 1e12:.4g}",
-                    f"{100 * system['mfu_of_measured_ceiling']:.1f}",
-                    "-" if sheet is None else f"{100 * sheet:.1f}",
-                    mib(system["peak_bytes"]),
-                ]
-            )
-    header = [
-        "model",
-        "layout",
-        "step, ms (quartiles)",
-        "tokens/s",
-        "TFLOP/s of a process",
-        "MFU, measured, %",
-        "MFU, data sheet, %",
-        "peak, MiB",
-    ]
-    return table(header, rows)
+    for kept, system in ((run, system) for run in runs for system in run.record["systems"].values()):
+        low, median, high = (1e3 * seconds for seconds in records.quartiles(system["step_seconds"]))
+        sheet = system.get("mfu_of_data_sheet")
+        row = [kept.title, kept.record.get("layout", ""), f"{median:.1f} ({low:.1f} to {high:.1f})"]
+        row += [f"{system['tokens_per_second']:.0f}", f"{system['model_flops_per_second'] / 1e12:.4g}"]
+        row += [f"{100 * system['mfu_of_measured_ceiling']:.1f}", "-" if sheet is None else f"{100 * sheet:.1f}"]
+        rows.append([*row, mib(system["peak_bytes"])])
+    return table(header.split("|"), rows)
 
 
 def made(kept: Kept) -> str:
@@ -167,74 +120,80 @@ def page(found: Sequence[Kept], pages: Mapping[str, str]) -> str:
             " minutes. Seconds are medians, quartiles beside them. Systems of one table took turns in one run, so"
             " ratios are worth more than milliseconds."
         ),
-        *_comparisons([kept for kept in found if kept.record["program"] == "compare"]),
-        *_throughputs([kept for kept in found if kept.record["program"] == "throughput"]),
-        *_kernels([kept for kept in found if kept.record["program"] == "kernels"]),
-        *_corpora([kept for kept in found if kept.record["program"] == "corpora"]),
+        paragraph(
+            "`python benchmarks/structure.py` measures the source itself: lines, lengths, imports, Python calls of a"
+            " training step; `--sizes` prints lines by package beside the newest record's and beside budgets."
+        ),
+        "## Examining a machine with a GPU",
+        EXAMINATION,
+        *(part for section in SECTIONS for part in section.parts(found)),
     ]
     if pages:
         parts += ["## Other pages", "\n".join(f"- [{title}](results/{name})" for name, title in sorted(pages.items()))]
     return "\n\n".join(parts) + "\n"
 
 
-def _comparisons(runs: Sequence[Kept]) -> Iterator[str]:
-    if not runs:
-        return
-    yield "## A step beside other engines'"
-    if any(panel(kept).bars for kept in runs):
-        yield f"![Step times by system, as ratios](results/{CHART})"
-    yield paragraph(
+class Section(NamedTuple):
+    """What the page says of a program's records; rows: what stands between a record's title and how it was made.
+
+    first: a table of all of them, in place of titles.
+    """
+
+    program: str
+    title: str
+    words: str
+    rows: Callable[[Mapping[str, Any]], str] | None = None
+    first: Callable[[Sequence[Kept]], str] | None = None
+
+    def parts(self, found: Sequence[Kept]) -> Iterator[str]:
+        runs = [kept for kept in found if kept.record["program"] == self.program]
+        if not runs:
+            return
+        yield f"## {self.title}"
+        if self.first is not None:
+            yield self.first(runs)
+        yield paragraph(self.words)
+        for kept in runs:
+            if self.rows is not None:
+                yield f"### {kept.title}" if self.program != "corpora" else corpora.words_of(kept.record)
+                yield self.rows(kept.record)
+            yield made(kept)
+
+
+SECTIONS = (
+    Section(
+        "compare",
+        "A step beside other engines'",
         "Ratios of a step's time are to `ddp`, of one process to `eager`, and of megazero's to the fastest of those"
         " that do the same; what trains something else `differs` and has none. Peak is of a process, on a CPU beyond"
-        " what imports take. States are its parameters, gradients, master weights and moments; sent is what it sends"
-        " in a step."
-    )
-    for kept in runs:
-        yield f"### {kept.title}"
-        yield compared(kept.record)
-        yield made(kept)
-
-
-def _throughputs(runs: Sequence[Kept]) -> Iterator[str]:
-    if not runs:
-        return
-    yield "## Throughput"
-    yield throughput_table(runs)
-    yield paragraph(
+        " what imports take. States are its parameters, gradients, master weights and moments; sent is what it sends in"
+        " a step.",
+        standings.rows_of,
+    ),
+    Section(
+        "throughput",
+        "Throughput",
         "FLOPs are the model's, 6 Psi + 12 L s h a token (Psi: weights of matrix products, L blocks, s tokens, width"
         " h); MFU is their rate beside that of a large matrix product, measured by the same processes in the same run,"
-        " and beside the maker's data sheet."
-    )
-    for kept in runs:
-        yield made(kept)
-
-
-def _kernels(runs: Sequence[Kept]) -> Iterator[str]:
-    if not runs:
-        return
-    yield "## Kernels beside their rooflines"
-    yield paragraph(
+        " and beside the maker's data sheet.",
+        first=throughput_table,
+    ),
+    Section(
+        "kernels",
+        "Kernels beside their rooflines",
         "The roofline is max(operations / product, bytes / copy), with the fastest product and the copy measured in the"
-        " same run; caches are swept before each call."
-    )
-    for kept in runs:
-        yield f"### {kept.title}"
-        yield kernels.rows_of(kept.record)
-        yield made(kept)
-
-
-def _corpora(runs: Sequence[Kept]) -> Iterator[str]:
-    if not runs:
-        return
-    yield "## Preprocessing"
-    yield paragraph(
+        " same run; caches are swept before each call.",
+        kernels.rows_of,
+    ),
+    Section(
+        "corpora",
+        "Preprocessing",
         "From jsonl to token files; the rates beyond start-up leave out what the whole command takes on one short"
-        " document. What encodes alone writes nothing, and has its start-up, without `read` also its reading, for free."
-    )
-    for kept in runs:
-        yield corpora.words_of(kept.record)
-        yield corpora.rows_of(kept.record)
-        yield made(kept)
+        " document. What encodes alone writes nothing, and has its start-up, without `read` also its reading, for"
+        " free.",
+        corpora.rows_of,
+    ),
+)
 
 
 def other_pages(folder: Path) -> dict[str, str]:
@@ -247,21 +206,13 @@ def other_pages(folder: Path) -> dict[str, str]:
     return titles
 
 
-def generated(folder: Path) -> dict[Path, str]:
-    """What is to stand in benchmarks/ at `folder`."""
-    results = folder / "results"
-    found = newest(results)
-    files = {folder / "README.md": page(found, other_pages(results))}
-    panels = [panel(kept) for kept in found if kept.record["program"] == "compare"]
-    if any(panel.bars for panel in panels):
-        files[results / CHART] = chart("Time of a step by system", panels)
-    return files
+def generated(folder: Path) -> str:
+    """What is to stand in README.md at `folder`."""
+    return page(newest(folder / "results"), other_pages(folder / "results"))
 
 
 def main() -> int:
-    for path, text in generated(FOLDER).items():
-        path.write_text(text, encoding="utf-8")
-        print(path.relative_to(FOLDER.parent))
+    (FOLDER / "README.md").write_text(generated(FOLDER), encoding="utf-8")
     return 0
 
 

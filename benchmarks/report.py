@@ -8,9 +8,8 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
+from importlib.metadata import version
 from pathlib import Path
-
-import torch
 
 MIB = 1 << 20
 CPU = "CPU"
@@ -44,12 +43,14 @@ def heading(title: str, device: str, precision: str = "fp32") -> str:
     place = device_name(device)
     if place == CPU:
         place = f"CPU, {os.cpu_count()} cores, one thread a process"
-    made = f"{today()}; {platform.system()}, {place}, torch {torch.__version__}, {precision}."
+    made = f"{today()}; {platform.system()}, {place}, torch {version('torch')}, {precision}."
     return f"# {title}\n\n{made}\n\n`{command(sys.argv)}`"
 
 
 def device_name(device: str = "auto") -> str:
     """What processes compute on, by the maker's name or as "CPU"; device: "auto", "cpu" or "cuda"."""
+    import torch  # takes seconds, which programs that only read the source need not wait for
+
     on_cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     return torch.cuda.get_device_name() if on_cuda else CPU
 

@@ -4,17 +4,16 @@ A *curve* is the losses of all steps, in the mean over processes.  Every system 
 samples, so every curve must be the plain model's to rounding; whose isn't `differs`, and has no part in any ratio.
 """
 
-import json
 import math
 import os
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from records import command, described, device_name, quartiles, today
-from report import paragraph, table
+from report import mib, table
 from systems import ALONE, MEGATRON, Work
 from turns import Held, Turn
 
@@ -33,7 +32,6 @@ PEERS: Mapping[str, tuple[str, ...]] = {
     "megazero-2": _ONE_OR_TWO,
     "megazero-3": ("fsdp2",),
 }
-_SHOWN_STEPS = 8
 
 
 @dataclass
@@ -193,89 +191,22 @@ def _system(comparison: Comparison, name: str, num_parameters: int) -> dict[str,
 
 
 def page(made: Mapping[str, Any]) -> list[str]:
-    """The parts of the report, of a record."""
-    model, systems = made["model"], made["systems"]
-    trained = {name: system for name, system in systems.items() if "refused" not in system}
-    on_cuda = made["device"] != "CPU"
-    where = (
-        made["device"] if on_cuda else f"CPU, {made['cores']} cores, {made['threads_per_process']} threads a process"
-    )
-    memory = "peak of tensors on the GPU" if on_cuda else "peak resident memory over what imports took"
-    return [
-        "# megazero beside others on the same work",
-        f"{made['date']}; {where}, torch {made['torch']}, {made['precision']}.",
-        f"`{made['command']}`",
-        paragraph(
-            f"{model['name']}: {model['num_layers']} layers, width {model['hidden_size']}, sequence"
-            f" {model['seq_length']}, vocabulary {model['vocab_size']}, {model['num_parameters'] / 1e6:.1f}M"
-            f" parameters; {made['micro_batch_size']} samples a process and step; {made['world_size']} processes. In"
-            f" turns of {made['steps_per_turn']} steps, {made['turns'] - 1} of them after a warm-up: medians over"
-            " steps, quartiles in brackets; ratios of times are medians over rounds. *Turn*: a step, from the turn's"
-            f" first barrier to its last. *Memory*: {memory}, MB. *States*: bytes a parameter when the update begins."
-            " *Sent*: bytes a step by formula, in units of 4 bytes a parameter, and collectives. *Loss*: the largest"
-            f" relative difference from the plain model's at any step, at most {made['loss_bound']:g} in the first"
-            f" {FIRST_STEPS} steps and {LATER * made['loss_bound']:g} after them, when AdamW has amplified rounding (of"
-            " `floor`, whose processes train each for itself, the first loss). What `differs` has no part in ratios."
-        ),
-        table(_HEADER, (_row(made, name) for name in systems)),
-        "## Losses",
-        table(["step", "plain", *trained], _curves(made["plain_losses"], trained)),
-        "## Every step, ms",
-        "\n".join(
-            f"* `{name}`: {' '.join(f'{1000 * seconds:.1f}' for seconds in system['step_seconds'])}"
-            for name, system in trained.items()
-        ),
-        "## How they were set up",
-        "\n".join(
-            f"* `{name}`, {system['version']}: `{json.dumps(system['settings'])}`" for name, system in trained.items()
-        ),
-    ]
+    """What the program prints of a record."""
+    return ["# megazero beside others on the same work", f"{made['date']}: `{made['command']}`", rows_of(made)]
 
 
-_HEADER = [
-    "system",
-    "step, ms",
-    "turn, ms",
-    "x base",
-    "x best peer",
-    "above floor, ms",
-    "tokens/s",
-    "memory, MB",
-    "states, B",
-    "sent",
-    "loss",
-    "verdict",
-]
-
-
-def _row(made: Mapping[str, Any], name: str) -> list[str]:
-    system, ratios = made["systems"][name], made["ratios"]
-    if "refused" in system:
-        return [name, *["-"] * (len(_HEADER) - 2), system["refused"]]
-    floor, peer = made["systems"].get("floor", {}), ratios["to_best_peer"].get(name)
-    low, high = system["quartile_step_seconds"]
-    above = system["median_step_seconds"] - floor.get("median_step_seconds", math.nan)
-    base = ratios["to_base"].get(name)
-    return [
-        name,
-        f"{1000 * system['median_step_seconds']:.1f} ({1000 * low:.1f} to {1000 * high:.1f})",
-        f"{1000 * statistics.median(system['turn_seconds_per_step']):.1f}",
-        "-" if base is None else f"{base:.2f} {ratios['base']}",
-        "-" if peer is None or peer["ratio"] is None else f"{peer['ratio']:.2f} {peer['peer']}",
-        "-" if math.isnan(above) or name == "floor" else f"{1000 * above:.1f}",
-        f"{system['tokens_per_second']:.0f}",
-        f"{system['peak_bytes'] / 1e6:.0f}",
-        f"{system['state_bytes_per_parameter']:.1f}",
-        f"{system['sent_in_4p']:.2f} in {system['messages']}",
-        f"{system['loss_difference']:.1e}",
-        system["verdict"],
-    ]
-
-
-def _curves(plain: Sequence[float], trained: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Some steps, the first and the last among them."""
-    last = len(plain) - 1
-    shown = sorted({round(index * last / (_SHOWN_STEPS - 1)) for index in range(_SHOWN_STEPS)})
-    for step in shown:
-        curves = (system["losses"] for system in trained.values())
-        yield [str(step + 1), f"{plain[step]:.6f}", *(f"{curve[step]:.6f}" for curve in curves)]
+def rows_of(made: Mapping[str, Any]) -> str:
+    """The table of a record: a row for each system."""
+    header = "system|step, ms|quartiles|ratio|to the best peer|tokens/s|peak, MiB|states, B a parameter|sent, MiB"
+    rows, ratios = [], made["ratios"]
+    for name, system in made["systems"].items():
+        if "refused" in system:
+            rows.append([name, system["refused"], *["-"] * 7])
+            continue
+        low, median, high = (f"{1e3 * seconds:.1f}" for seconds in quartiles(system["step_seconds"]))
+        ratio, peer = ratios["to_base"].get(name), ratios["to_best_peer"].get(name)
+        row = [name, median, f"{low} to {high}", system.get("verdict", "-") if ratio is None else f"{ratio:.2f}"]
+        row.append("-" if peer is None or peer["ratio"] is None else f"{peer['ratio']:.2f} {peer['peer']}")
+        row += [f"{system['tokens_per_second']:.0f}", mib(system["peak_bytes"])]
+        rows.append([*row, f"{system['state_bytes_per_parameter']:.1f}", mib(system["sent_bytes"])])
+    return table(header.split("|"), rows)

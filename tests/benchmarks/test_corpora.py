@@ -71,7 +71,7 @@ def test_the_record_and_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_the_page_of_all_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = made(monkeypatch)
     records.write(found, tmp_path / "results" / "r.json")
-    page = generated(tmp_path)[tmp_path / "README.md"]
+    page = generated(tmp_path)
     assert "## Preprocessing" in page and rows_of(found) in page and "\n    python benchmarks/corpora.py\n" in page
 
 

@@ -1,15 +1,14 @@
-"""The page made of records: which records count, what the tables say, the chart, and that the page is not stale."""
+"""The page made of records: which records count, what the tables say, and that the page is not stale."""
 
 import shutil
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import readme
 import records
-from ratio_chart import Bar, Panel, chart
-from readme import CHART, FOLDER, Kept, compared, generated, newest, other_pages
+from readme import FOLDER, generated, newest, other_pages
+from standings import rows_of
 
 
 def system(*seconds: float, **others: Any) -> dict[str, Any]:
@@ -78,19 +77,7 @@ def cells(text: str) -> list[list[str]]:
 
 
 def test_the_page_is_what_the_records_make() -> None:
-    for path, text in generated(FOLDER).items():
-        assert path.is_file() and path.read_text(encoding="utf-8") == text, "run python benchmarks/readme.py"
-
-
-def test_the_chart_is_there_only_with_comparisons(tmp_path: Path) -> None:
-    assert set(generated(fill(tmp_path, a=kernels()))) == {tmp_path / "README.md"}
-    alone = {"base": None, "to_base": {}, "to_best_peer": {}}
-    fill(tmp_path, b=record(world_size=1, ratios=alone))
-    assert (
-        set(generated(tmp_path)) == {tmp_path / "README.md"}
-        and "svg" not in generated(tmp_path)[tmp_path / "README.md"]
-    )
-    assert set(generated(fill(tmp_path, b=record()))) == {tmp_path / "README.md", tmp_path / "results" / CHART}
+    assert (FOLDER / "README.md").read_text(encoding="utf-8") == generated(FOLDER), "run python benchmarks/readme.py"
 
 
 def test_the_newest_of_a_kind_counts(tmp_path: Path) -> None:
@@ -115,7 +102,7 @@ def test_a_broken_record_is_no_secret(tmp_path: Path) -> None:
 
 
 def test_the_table_of_a_comparison() -> None:
-    rows = {row[0]: row[1:] for row in cells(compared(record()))}
+    rows = {row[0]: row[1:] for row in cells(rows_of(record()))}
     assert rows["ddp"] == ["200.0", "150.0 to 250.0", "1.00", "-", "2560", "3.00", "16.0", "1.00"]
     assert rows["megazero-2"][2:4] == ["1.50", "3.00 floor"] and rows["floor"][2] == "0.50"
     assert rows["wrong"][2] == "differs" and rows["deepspeed-2"] == ["not installed", *["-"] * 7]
@@ -126,8 +113,8 @@ def test_the_page(tmp_path: Path) -> None:
     for name, text in (("one.md", "# a record's page\n"), ("old.md", "# Older & slower\n\ntext\n")):
         (tmp_path / "results" / name).write_text(text)
     assert other_pages(tmp_path / "results") == {"old.md": "Older & slower"}
-    page = generated(tmp_path)[tmp_path / "README.md"]
-    assert "### 8 x 256, fp32, 2 processes, CPU\n" in page and f"](results/{CHART})" in page
+    page = generated(tmp_path)
+    assert "### 8 x 256, fp32, 2 processes, CPU\n" in page
     assert "| 8 x 256, fp32, 2 processes, CPU | data 2 | 150.0 (125.0 to 175.0) | 3413 | 2 | 50.0 | - | 3.00 |" in page
     assert "### 8 x 256, fp32, 1 process, CPU\n" in page and "| GELU, forward | 2.0 | 1.0 | 50 |  |" in page
     assert "product of 8 x 8 matrices in fp32: torch 2 TFLOP/s; copy: 3 GB/s" in page
@@ -141,27 +128,6 @@ def test_main_writes_what_is_generated(tmp_path: Path, monkeypatch: pytest.Monke
     fill(folder, one=record())
     monkeypatch.setattr(readme, "FOLDER", folder)
     assert readme.main() == 0
-    assert {path: path.read_text() for path in generated(folder)} == generated(folder)
+    assert (folder / "README.md").read_text() == generated(folder)
     shutil.rmtree(folder / "results")
-    assert "Benchmarks" in generated(folder)[folder / "README.md"]
-
-
-def test_bars_are_to_scale() -> None:
-    panel = readme.panel(Kept("x", record()))
-    assert panel.title == "8 x 256, fp32, 2 processes, CPU: by ddp's step"
-    assert [bar.name for bar in panel.bars] == ["floor", "ddp", "megazero-2"]
-    drawing = ElementTree.fromstring(chart("A & B", [panel, Panel("other", [Bar("<x>", 0.9, 1.0, 1.1)])]))
-    widths = [float(rect.get("width", "")) for rect in drawing.iter() if rect.get("class") == "bar"]
-    assert widths == pytest.approx([widths[1] * ratio for ratio in (0.5, 1.0, 1.5, 1.0)], abs=0.1)
-    ours = [rect for rect in drawing.iter() if rect.get("class") == "bar" and rect.get("fill") == "#1b998b"]
-    assert len(ours) == 1
-    words = [text.text for text in drawing.iter() if text.tag.endswith("}text")]
-    assert {"A & B", "other", "<x>", "megazero-2", "1.50", "0.50"} <= set(words)
-
-
-@pytest.mark.parametrize("largest", [1.0, 2.9, 4.0, 8.0, 75.0])
-def test_an_axis_has_a_readable_number_of_lines(largest: float) -> None:
-    drawing = ElementTree.fromstring(chart("x", [Panel("y", [Bar("z", 1.0, largest, largest)])]))
-    ticks = [text.text for text in drawing.iter() if text.get("class") == "tick"]
-    assert 4 <= len(ticks) <= 13 and "0" in ticks
-    assert "1" in ticks or largest > 10
+    assert generated(folder).startswith("# Benchmarks\n") and "other engines" not in generated(folder)

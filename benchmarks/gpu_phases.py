@@ -1,0 +1,571 @@
+"""The phases of `gpu_examination.py`, which starts each in a process of its own.
+
+    python benchmarks/gpu_phases.py PHASE '{"option": ...}' --device cuda|cpu --output FOUND.json
+
+A phase writes what it has found to FOUND.json, more than once where it goes on after something that failed, and ends
+with an exception where the project is at fault.  On a CPU sizes are those of toys, and what cannot be had there is
+recorded as "needs a GPU".
+"""
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gpu_examination import NEEDS_GPU
+from jobs import Place
+from plain_gpt import CLIP, adamw, plain_gpt
+from steps import LR, Steps, configuration_of
+from stopwatch import Stopwatch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megazero.comm import startup
+from megazero.comm.interface import Communicator, Scratch
+from megazero.comm.process_group import ProcessGroupCommunicator
+from megazero.config import derived
+from megazero.config.run import RunConfig
+from megazero.memory.ledger import Ledger
+from megazero.parallel.launch import Launch
+from megazero.report.metrics import flops_per_token, peak_tflops
+from megazero.train.attention_kernel import attention_of, choose_kernel, preferring
+from megazero.train.step import StepControls, training_step
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARED_GPU = Path(__file__).resolve().with_name("shared_gpu.py")
+GIB = 1 << 30
+_TOY = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64 --vocab-size 512"
+_SMALL = "--num-layers 3 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --vocab-size 1000"
+_SMALL_BATCH = "--micro-batch-size 4 --global-batch-size 8"
+
+
+class Wrong(Exception):
+    """The project computed something that it must not, or a program of it failed."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where a phase works and writes."""
+
+    device: torch.device
+    output: Path
+
+    @property
+    def has_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    def save(self, found: Mapping[str, Any]) -> None:
+        """What has been found so far, which is kept even if this process ends badly."""
+        self.output.write_text(json.dumps(found), encoding="utf-8")
+
+    def wait(self) -> None:
+        if self.has_gpu:
+            torch.cuda.synchronize()
+
+
+def environment(bench: Bench) -> dict[str, Any]:
+    """Versions, and on a GPU what its driver says."""
+    found: dict[str, Any] = {"python": sys.version, "packages": {}}
+    for name in ("torch", "numpy", "triton", "pydantic", "safetensors", "sentencepiece", "tokenizers"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found["packages"][name] = metadata.version(name)
+    if not bench.has_gpu:
+        return {**found, "driver": NEEDS_GPU}
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        found["driver"] = subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=20).stdout
+    return {**found, "cudnn": torch.backends.cudnn.version(), "nccl": torch.cuda.nccl.version()}
+
+
+def ceilings(bench: Bench) -> dict[str, Any]:
+    """What this GPU does at most on the shapes of GPT-2's two sizes: matrix products, a copy, attention."""
+    stopwatch, products = Stopwatch(bench.device, at_least=10), {}
+    shapes = ((8192, 8192, 8192), (65536, 768, 2304), (65536, 768, 3072), (65536, 3072, 768), (768, 65536, 3072))
+    for rows, inner, columns in (*shapes, (5376, 768, 50304), (16384, 1600, 6400), (1600, 16384, 6400)):
+        a = torch.randn(rows, inner, device=bench.device, dtype=torch.bfloat16)
+        b = torch.randn(columns, inner, device=bench.device, dtype=torch.bfloat16).t()
+        seconds = stopwatch.best(lambda a=a, b=b: a @ b)
+        products[f"{rows} x {inner} x {columns}"] = round(2e-12 * rows * inner * columns / seconds, 1)
+    source = torch.randn(GIB, device=bench.device)
+    target = torch.empty_like(source)
+    copied = round(2e-12 * source.nbytes / stopwatch.best(lambda: target.copy_(source)), 3)
+    query = torch.randn(64, 12, 1024, 64, device=bench.device, dtype=torch.bfloat16, requires_grad=True)
+    attention = {}
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
+
+        def both(backend: SDPBackend = backend) -> None:
+            with sdpa_kernel([backend]):
+                mixed = torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
+            mixed.backward(torch.ones_like(mixed))
+
+        with contextlib.suppress(RuntimeError):  # "no available kernel"
+            attention[backend.name] = stopwatch.best(both)
+    found = {"tflops": products, "copy_tb_per_second": copied, "attention_seconds": attention}
+    return {**found, "summary": f"{products} TFLOP/s, {copied} TB/s"}
+
+
+@contextlib.contextmanager
+def training(bench: Bench, words: Sequence[str], ledger: Any = None) -> Iterator[Steps]:
+    """Steps of the run that a user gets by these flags on one process, with its choice of an attention kernel."""
+    config = configuration_of(words, 1)
+    kernel = choose_kernel(config.training.attention_backend, attention_of(config, bench.device))
+    with preferring(kernel):
+        steps = Steps(config, Place(Launch(0, 1, 0), bench.device, lambda: None), ledger)
+        try:
+            yield steps
+        finally:
+            steps.close()
+
+
+def launched(steps: Steps, number: int, lr: float = LR) -> Any:
+    """The report of one step, which the device may still be working on."""
+    return training_step(steps.parts, steps.batch(number), StepControls(lr, 1.0))
+
+
+def model_words(bench: Bench, preset: str, micro_batch: int) -> list[str]:
+    if not bench.has_gpu:
+        return [*_TOY.split(), "--micro-batch-size", "2"]
+    return ["--preset", preset, "--micro-batch-size", str(micro_batch)]
+
+
+def small(bench: Bench) -> list[str]:
+    """A model and a batch to compute exactly."""
+    return f"{_SMALL if bench.has_gpu else _TOY} {_SMALL_BATCH}".split()
+
+
+def speed(
+    bench: Bench,
+    *,
+    preset: str,
+    micro_batch: int,
+    compile: str = "auto",
+    attention: str = "auto",
+    fp8: str | None = None,
+    stage: int = 0,
+    profile: bool = False,
+) -> dict[str, Any]:
+    """Tokens a second of a training run, its memory, places where the host waits for the device, and a profile."""
+    words = [*model_words(bench, preset, micro_batch), "--bf16", "--zero-stage", str(stage)]
+    words += ["--compile", compile if bench.has_gpu else "off", "--attention-backend", attention]
+    words += ["--fp8-format", fp8] if fp8 else []
+    config = configuration_of(words, 1)
+    began = time.perf_counter()
+    with training(bench, words) as steps:
+        batches = [steps.batch(number) for number in range(3)]
+        controls = StepControls(LR, 1.0)
+        losses = [training_step(steps.parts, batches[0], controls).loss.item()]
+        found: dict[str, Any] = {"first_step_seconds": time.perf_counter() - began, "compiled": steps.core.compiled}
+        losses += [training_step(steps.parts, batches[number], controls).loss.item() for number in range(3)]
+        if bench.has_gpu:
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_stats()
+        turns = iter(range(1 << 30))
+        found |= rate(bench, lambda: training_step(steps.parts, batches[next(turns) % 3], controls), config)
+        losses.append(training_step(steps.parts, batches[0], controls).loss.item())
+        found["losses"] = losses
+        bench.save(found)
+        if not bench.has_gpu:
+            found |= {"memory": NEEDS_GPU, "synchronizations": NEEDS_GPU, "profile": NEEDS_GPU}
+        else:
+            after = torch.cuda.memory_stats()
+            found["peak_gib"] = round(torch.cuda.max_memory_allocated() / GIB, 2)
+            found["reserved_gib"] = round(torch.cuda.max_memory_reserved() / GIB, 2)
+            found["allocations_in_timed_steps"] = after["num_device_alloc"] - before["num_device_alloc"]
+            found["synchronizations"] = synchronizations(lambda: training_step(steps.parts, batches[0], controls))
+            if profile:
+                found["profile"] = profiled(lambda number: training_step(steps.parts, batches[number], controls))
+    if not losses[-1] < losses[0]:
+        raise Wrong(f"the loss of the same few batches does not fall: {losses}")
+    return found
+
+
+def rate(bench: Bench, step: Callable[[], object], config: RunConfig) -> dict[str, Any]:
+    """Seconds of steps that are launched one behind the other, and what follows from their median."""
+    number = 12 if bench.has_gpu else 2
+    began = time.perf_counter()
+    if bench.has_gpu:
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(number + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            step()
+            mark.record()
+        host = (time.perf_counter() - began) / number
+        bench.wait()
+        seconds = [first.elapsed_time(second) / 1e3 for first, second in pairwise(marks)]
+    else:
+        clock = [began]
+        for _ in range(number):
+            step()
+            clock.append(time.perf_counter())
+        host = (clock[-1] - began) / number
+        seconds = [second - first for first, second in pairwise(clock)]
+    median = statistics.median(seconds)
+    model = config.model
+    tokens_per_second = derived.global_batch_size(config, 1) * model.seq_length / median
+    flops = flops_per_token(model, vocab_size=model.vocab_size or 0)
+    peak = peak_tflops(torch.cuda.get_device_name(), precision="bf16") if bench.has_gpu else None
+    mfu = None if peak is None else round(tokens_per_second * flops / peak / 1e12, 4)
+    return {
+        "step_seconds": seconds,
+        "median_step_seconds": median,
+        "host_seconds_per_step": host,
+        "tokens_per_second": round(tokens_per_second),
+        "mfu": mfu,
+        "summary": f"{tokens_per_second:.0f} tokens/s, MFU {mfu}",
+    }
+
+
+def synchronizations(step: Callable[[], object]) -> list[str]:
+    """Places in a step at which the host waits for the device, `file.py:line`."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        step()
+        torch.cuda.set_sync_debug_mode("default")
+    places = (f"{Path(w.filename).name}:{w.lineno}" for w in caught if "called a synchronizing" in str(w.message))
+    return sorted(set(places))
+
+
+_KINDS: Mapping[str, Sequence[str]] = {
+    "products": ("gemm", "nvjet", "cutlass", "xmma"),
+    "attention": ("flash", "fmha", "cudnn", "attention"),
+    "triton": ("triton",),
+    "adam": ("adam",),
+}
+
+
+def profiled(step: Callable[[int], object], number: int = 2) -> dict[str, Any]:
+    """The device's busy share, kernels a step, and milliseconds of a step by kind of kernel; prints torch's table."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        for index in range(number):
+            step(index)
+        torch.cuda.synchronize()
+    averages = profiler.key_averages()
+    print(averages.table(sort_by="self_cuda_time_total", row_limit=60))
+    kernels = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    if not kernels:
+        return {"error": "the profiler has recorded no kernel"}
+    spans = sorted((event.time_range.start, event.time_range.end) for event in kernels)
+    busy, end = 0.0, spans[0][0]
+    for start, stop in spans:
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    by_kind: dict[str, float] = {}
+    for event in kernels:
+        name = event.name.lower()
+        kind = next((kind for kind, words in _KINDS.items() if any(word in name for word in words)), "other")
+        by_kind[kind] = by_kind.get(kind, 0.0) + event.time_range.end - event.time_range.start
+    top = sorted(averages, key=lambda row: -row.self_device_time_total)[:40]
+    return {
+        "busy_share": busy / (end - spans[0][0]),
+        "kernels_per_step": len(kernels) / number,
+        "milliseconds_by_kind": {kind: value / number / 1e3 for kind, value in by_kind.items()},
+        "top": [[row.key[:110], row.count / number, row.self_device_time_total / number / 1e3] for row in top],
+    }
+
+
+def plain(bench: Bench, *, preset: str, micro_batch: int) -> dict[str, Any]:
+    """The same model of torch's own modules, compiled as a whole, under autocast: what megazero is to be beside."""
+    config = configuration_of(model_words(bench, preset, micro_batch), 1)
+    vocab_size, length = config.model.vocab_size or 0, config.model.seq_length
+    torch.set_float32_matmul_precision("high")
+    model = plain_gpt(config.model, 1, bench.device)
+    optimizer = adamw(model, LR)
+    compiled = torch.compile(model) if bench.has_gpu else model
+    ids = torch.randint(vocab_size, (config.training.micro_batch_size, length + 1), device=bench.device)
+
+    def step() -> Tensor:
+        with torch.autocast(bench.device.type, torch.bfloat16):
+            loss: Tensor = compiled(ids[:, :-1], ids[:, 1:])
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    began = time.perf_counter()
+    losses = [step().item()]
+    found: dict[str, Any] = {"first_step_seconds": time.perf_counter() - began}
+    losses += [step().item() for _ in range(3)]
+    found |= rate(bench, step, config)
+    if bench.has_gpu:
+        found["peak_gib"] = round(torch.cuda.max_memory_allocated() / GIB, 2)
+    return found | {"losses": losses}
+
+
+def exactness(bench: Bench) -> dict[str, Any]:
+    """Losses, gradient norms and gradients of three steps beside those of float64 on the CPU."""
+    on_cpu = Bench(torch.device("cpu"), bench.output)
+
+    def run(where: Bench, *words: str) -> tuple[list[float], Tensor]:
+        figures = []
+        with training(where, [*small(bench), *words]) as steps:
+            for number in range(3):
+                report = launched(steps, number, lr=1e-3)
+                figures += [report.loss.item(), report.grad_norm.item()]
+            gradient = state_of(steps, "gradient")
+        torch._dynamo.reset()
+        return figures, gradient
+
+    exact, gradient = run(on_cpu, "--precision", "fp64", "--compile", "off")
+    bounds = {"fp64": 1e-7, "fp32": 2e-3, "bf16": 5e-2}
+    cases = [(p, c, z) for p in bounds for c in ("off", "on") for z in ("0", "3") if c == "off" or p != "fp64"]
+    found: dict[str, Any] = {}
+    for precision, compiles, stage in cases if bench.has_gpu else [("fp32", "off", "0"), ("bf16", "off", "3")]:
+        with kept_failures(bench, found, f"{precision}, compile {compiles}, stage {stage}") as row:
+            figures, mine = run(bench, "--precision", precision, "--compile", compiles, "--zero-stage", stage)
+            row["figures"] = max(abs(a - b) / abs(b) for a, b in zip(figures, exact, strict=True))
+            row["gradients"] = float((mine - gradient).norm() / gradient.norm())
+            row["is_right"] = max(row["figures"], row["gradients"]) <= bounds[precision]
+    return verdict(found)
+
+
+def collectives(bench: Bench) -> dict[str, Any]:
+    """Stages 0 to 3 with every collective through a process group of one rank (NCCL): the same bits as without."""
+    words = [*small(bench), "--bf16", "--compile", "off", "--reduce-bucket-size", "300000"]
+
+    def run(stage: int) -> tuple[list[float], Tensor]:
+        with training(bench, [*words, "--zero-stage", str(stage)]) as steps:
+            losses = [launched(steps, number, lr=1e-3).loss.item() for number in range(4 if bench.has_gpu else 2)]
+            return losses, torch.cat([state_of(steps, kind) for kind in ("master", "exp_avg")])
+
+    alone = [run(stage) for stage in range(4)]
+    device = bench.device if bench.has_gpu else None
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    dist.init_process_group("nccl" if bench.has_gpu else "gloo", store=store, rank=0, world_size=1, device_id=device)
+
+    def in_a_group(topology: Any, axis: str, rank: int, scratch: Scratch, **_: Any) -> Communicator:
+        return ProcessGroupCommunicator(dist.new_group([0]), scratch)
+
+    # The mesh of one rank has no process groups of its own.
+    startup._communicator = in_a_group
+    found: dict[str, Any] = {}
+    for stage, (losses, state) in enumerate(alone):
+        with kept_failures(bench, found, f"stage {stage}") as row:
+            row["losses"], mine = run(stage)
+            row["is_right"] = row["losses"] == losses and torch.equal(mine, state)
+    dist.destroy_process_group()
+    return verdict(found)
+
+
+def state_of(steps: Steps, kind: str) -> Tensor:
+    """All of "gradient", "master" or a moment, in float64 on the CPU."""
+    names = [name for name, _ in steps.core.model.named_parameters()]
+    pieces = [piece.tensor.double().cpu() for name in names for piece in steps.core.engine.pieces(name, kind)]
+    return torch.cat(pieces)
+
+
+@contextlib.contextmanager
+def kept_failures(bench: Bench, found: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
+    """A case of a phase: its row in `found`, where an exception is kept, too, since other cases may still be right."""
+    row: dict[str, Any] = {"is_right": False}
+    found[name] = row
+    try:
+        yield row
+    except Exception as error:
+        traceback.print_exc()
+        row["error"] = f"{type(error).__name__}: {str(error)[:400]}"
+    bench.save({"cases": found})
+
+
+def verdict(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The result of a phase with cases; `main` raises for those that are not right."""
+    wrong = [name for name, row in found.items() if not row["is_right"]]
+    return {"cases": found, "wrong": wrong, "summary": f"{len(found) - len(wrong)} of {len(found)} are right"}
+
+
+def losses(bench: Bench, *, where: str) -> dict[str, Any]:
+    """Loss curves of a small byte-level model on the project's own sources, by pretrain_gpt.py; where: "cpu", "device".
+
+    What one run saves, a generator loads and uses.
+    """
+    runs = [("fp32", "off", "0")]
+    if where == "device":
+        cases = [("bf16", "auto", str(stage)) for stage in range(4)]
+        runs += [("bf16", "off", "0"), *cases, ("fp16", "auto", "2")] if bench.has_gpu else [("bf16", "off", "2")]
+    device, curves, found = "cpu" if where == "cpu" else bench.device.type, {}, {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        text = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "megazero").rglob("*.py")))
+        (folder / "text.txt").write_text(text if bench.has_gpu else text[:100_000], encoding="utf-8")
+        words = ["--input", str(folder / "text.txt"), "--output-prefix", str(folder / "text"), "--append-eod"]
+        succeed("tools/preprocess_data.py", *words, "--tokenizer-type", "ByteTokenizer")
+        started = [start_training(bench, folder, device, *run) for run in runs] if bench.has_gpu else []
+        for run in runs:
+            title = f"{where} {run[0]}" + f" compile {run[1]} stage {run[2]}" * (run != runs[0])
+            with kept_failures(bench, found, title) as row:
+                process, metrics = started.pop(0) if started else start_training(bench, folder, device, *run)
+                row["status"] = process.wait()
+                lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
+                records = [json.loads(line) for line in lines]
+                curves[title] = [record["loss"] for record in records if record.get("loss") is not None]
+                row["is_right"] = row["status"] == 0 and curves[title][-1] < curves[title][0]
+        if (folder / "saved").exists():
+            with kept_failures(bench, found, "generate") as row:
+                succeed("tools/generate_text.py", "--load", str(folder / "saved"), "--prompt", "def ", "--greedy")
+                row["is_right"] = True
+    return {**verdict(found), "curves": curves}
+
+
+_RUN = (
+    "--micro-batch-size 8 --global-batch-size 16 --lr 1e-3 --lr-warmup-iters 5 --seed 7 --hidden-dropout 0"
+    " --attention-dropout 0 --split 95,5,0 --eval-iters 2 --tokenizer-type ByteTokenizer"
+)
+
+
+def start_training(
+    bench: Bench, folder: Path, device: str, precision: str, compiles: str, stage: str
+) -> tuple[subprocess.Popen[bytes], Path]:
+    """pretrain_gpt.py on its way, and its metrics file; the run in bf16 at stage 2 saves."""
+    shape = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256"
+    words = shape.split() if bench.has_gpu else _TOY.split()[:-2]  # the vocabulary is the corpus's
+    words += _RUN.split()
+    words += ["--train-iters", "60" if bench.has_gpu else "12", "--data-path", str(folder / "text_text_document")]
+    metrics = folder / f"{precision}-{compiles}-{stage}.jsonl"
+    words += ["--precision", precision, "--compile", compiles, "--zero-stage", stage, "--device", device]
+    words += ["--metrics-file", str(metrics)]
+    words += ["--cpu-threads", "4"] if bench.has_gpu and device == "cpu" else []
+    words += ["--save", str(folder / "saved")] if (precision, stage) == ("bf16", "2") else []
+    return subprocess.Popen([sys.executable, "pretrain_gpt.py", *words], cwd=ROOT), metrics
+
+
+def succeed(*words: str) -> None:
+    """Run one of the project's programs; raises Wrong where it fails."""
+    status = subprocess.run([sys.executable, *words], cwd=ROOT).returncode
+    if status != 0:
+        raise Wrong(f"{words[0]} ended with exit status {status}")
+
+
+def ledger(bench: Bench) -> dict[str, Any]:
+    """The ledger's peak and live bytes beside the allocator's own, by kind of run."""
+    base = "--num-layers 6 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --vocab-size 8000"
+    full = ["--recompute-granularity", "full"]
+    cases = {
+        "bf16": ["--bf16"],
+        "fp32, stage 3": ["--precision", "fp32", "--zero-stage", "3"],
+        "full recomputation": ["--bf16", *full],
+        "checkpoints in host memory": ["--bf16", *full, "--checkpoint-in-cpu"],
+    }
+    shape = [*(base if bench.has_gpu else _TOY).split(), *_SMALL_BATCH.split(), "--compile", "off"]
+
+    def measure(words: Sequence[str]) -> dict[str, Any]:
+        before = torch.cuda.memory_allocated() if bench.has_gpu else 0
+        allocator = (lambda: torch.cuda.memory_allocated() - before) if bench.has_gpu else None
+        with Ledger(bench.device, allocator=allocator) as kept, training(bench, [*shape, *words], kept) as steps:
+            for number in range(2):
+                kept.reset()
+                if bench.has_gpu:
+                    torch.cuda.reset_peak_memory_stats()
+                launched(steps, number).loss.item()
+            step = kept.take()
+            row = {"peak": step.peak_bytes, "live": sum(kept.live_bytes().values()), "gap": step.allocator_gap}
+            if not bench.has_gpu:
+                return {**row, "is_right": row["peak"] >= row["live"] > 0}
+            peak, live = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
+            # What one kernel takes and gives back by itself is not the ledger's to see.
+            is_right = abs(row["peak"] / peak - 1) < 0.1
+            return {**row, "allocator_peak": peak, "allocator_live": live, "is_right": is_right}
+
+    measure(["--bf16"])  # libraries take their workspaces, which they keep
+    found: dict[str, Any] = {}
+    for name, words in cases.items():
+        gc.collect()
+        with kept_failures(bench, found, name) as row:
+            row |= measure(words)
+    return verdict(found)
+
+
+def gpu_tests(bench: Bench) -> dict[str, Any]:
+    """The project's own tests that are marked `cuda`; on a CPU those of one of their files that are not."""
+    marked = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.cuda" in path.read_text("utf-8")]
+    # By file, since collecting all tests takes longer than these, and packages that a GPU machine may not have.
+    chosen = [str(path.relative_to(ROOT)) for path in marked] if bench.has_gpu else ["tests/test_timers.py"]
+    words = ["-q", "-p", "no:cacheprovider", "--timeout", "60", "-m", "cuda" if bench.has_gpu else "not cuda"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *words, *chosen], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False
+    )
+    print(done.stdout)
+    summary = (done.stdout.strip().splitlines() or ["no output"])[-1]
+    wrong = [] if done.returncode == 0 else [summary]
+    return {"files": chosen, "wrong": wrong, "summary": summary}
+
+
+_VERIFY = (
+    "verify-layout --mock-data --vocab-size 1000 --num-layers 4 --hidden-size 64 --num-attention-heads 4"
+    " --seq-length 64 --micro-batch-size 2 --global-batch-size 16 --train-iters 10 --lr 1e-3 --compile off"
+    " --verify-steps 2"
+)
+_LAYOUTS = (
+    (2, "--zero-stage 3"),
+    (2, "--tensor-model-parallel-size 2 --sequence-parallel --zero-stage 1"),
+    (2, "--pipeline-model-parallel-size 2 --pipeline-schedule 1f1b --zero-stage 2"),
+    (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble"),
+)
+
+
+def layouts(bench: Bench) -> dict[str, Any]:
+    """verify-layout with several processes on the one GPU, whose messages go through host memory (`shared_gpu.py`)."""
+    found: dict[str, Any] = {}
+    for number, layout in _LAYOUTS if bench.has_gpu else _LAYOUTS[:1]:
+        with kept_failures(bench, found, f"{number} processes: {layout}") as row:
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            processes = []
+            for rank in range(number):
+                told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": number, "LOCAL_WORLD_SIZE": number}
+                told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+                environment = {**os.environ, **{name: str(value) for name, value in told.items()}}
+                command = [sys.executable, str(SHARED_GPU), bench.device.type, *_VERIFY.split(), *layout.split()]
+                processes.append(subprocess.Popen(command, cwd=ROOT, env=environment))
+            row["statuses"] = [process.wait() for process in processes]
+            row["is_right"] = not any(row["statuses"])
+    return verdict(found)
+
+
+PHASES: Mapping[str, Callable[..., dict[str, Any]]] = {
+    phase.__name__: phase
+    for phase in (environment, ceilings, speed, plain, exactness, collectives, losses, ledger, gpu_tests, layouts)
+}
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("phase", choices=PHASES)
+    parser.add_argument("options", type=json.loads, help="keyword arguments as JSON")
+    parser.add_argument("--device", choices=["cuda", "cpu"], required=True)
+    parser.add_argument("--output", type=Path, required=True, help="file for what is found")
+    options = parser.parse_args(words)
+    bench = Bench(torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu"), options.output)
+    found: dict[str, Any] = {}
+    try:
+        found = PHASES[options.phase](bench, **options.options)
+        if found.get("wrong"):
+            raise Wrong("; ".join(found["wrong"]))
+    except Exception as error:
+        traceback.print_exc()
+        if not found and bench.output.exists():  # what was saved on the way
+            found = json.loads(bench.output.read_text(encoding="utf-8"))
+        bench.save({**found, "error": f"{type(error).__name__}: {str(error)[:600]}"})
+        return 1
+    bench.save(found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

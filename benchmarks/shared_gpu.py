@@ -1,0 +1,79 @@
+"""`python -m megazero ...` as one of several ranks that share one GPU, whose messages go through host memory and gloo.
+
+    RANK=... python benchmarks/shared_gpu.py cuda|cpu verify-layout FLAGS
+
+NCCL refuses two ranks on one GPU, and gloo does not move a GPU's memory, so gloo is given copies here.  All that a
+layout does to tensors on a GPU is real; what this does not try is NCCL and its streams.
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megazero.__main__ import main as run
+from megazero.comm import startup
+from megazero.comm.interface import ReduceKind, Scratch, Work
+from megazero.comm.process_group import ProcessGroupCommunicator
+
+
+class _Copied:
+    """A work on copies; `wait` writes what came to where it belongs."""
+
+    def __init__(self, work: Work, target: Tensor, source: Tensor) -> None:
+        self._work, self._target, self._source = work, target, source
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._target.copy_(self._source)
+
+
+class OverHost(ProcessGroupCommunicator):
+    """Every tensor is copied to the host, sent by gloo, and copied back."""
+
+    def __init__(self, group: dist.ProcessGroup, scratch: Scratch) -> None:
+        super().__init__(group, scratch)
+        self._exchanges = False  # gloo's own collectives, which need no memory of the device
+
+    def all_gather_into(self, output: Tensor, input: Tensor) -> Work:
+        gathered = torch.empty(output.shape, dtype=output.dtype)
+        return _Copied(super().all_gather_into(gathered, input.cpu()), output, gathered)
+
+    def reduce_scatter_into(self, output: Tensor, input: Tensor) -> Work:
+        reduced = torch.empty(output.shape, dtype=output.dtype)
+        return _Copied(super().reduce_scatter_into(reduced, input.cpu()), output, reduced)
+
+    def all_reduce(self, tensor: Tensor, kind: ReduceKind = "sum") -> Work:
+        copy = tensor.to("cpu", copy=True).contiguous()
+        return _Copied(super().all_reduce(copy, kind), tensor, copy)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Work:
+        copy = tensor.to("cpu", copy=True)
+        return _Copied(super().broadcast(copy, source), tensor, copy)
+
+    def send(self, tensor: Tensor, to: int) -> Work:
+        copy = tensor.to("cpu", copy=True)
+        return _Copied(super().send(copy, to), copy, copy)
+
+    def receive_into(self, tensor: Tensor, source: int) -> Work:
+        received = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return _Copied(super().receive_into(received, source), tensor, received)
+
+
+def main() -> int:
+    kind = sys.argv[1]
+    startup.ProcessGroupCommunicator = OverHost  # type: ignore[misc]
+    if kind == "cuda":
+        from megazero.train import program
+
+        # All ranks of the node take its one GPU, and gloo in spite of it.
+        choose_device = startup.choose_device
+        program.choose_device = lambda name, local_rank: choose_device("cuda", 0)
+        startup._choose_backend = lambda name, device: "gloo"
+    sys.argv = ["megazero", *sys.argv[2:]]
+    return run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,240 @@
+"""Three walks through the code, as data: which files a reader opens to follow a loss, a parameter, or the ZeRO stage.
+
+A walk is a list of stations in the order in which a run on CPUs comes to them; a station is `module:name`, the module
+below megazero/ (or beside it), the name a function, a class or a method.  Where code moves, its station moves along: a
+test asks for every one of them.  `FLAT` is of the tree before its files went to the folders of their users.
+
+    a loss          from the training step to the metrics file and the console
+    a parameter     from the model through gradients and update to the checkpoint
+    the ZeRO stage  from the flag through configuration and rules to every place that asks for a placement
+"""
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+TODAY: Mapping[str, str] = {
+    "a loss": """
+        train/step:training_step
+        train/context:StepParts
+        pipeline/stage_plan:StagePlan.step
+        pipeline/schedule:schedule
+        pipeline/passes:with_exchanges
+        pipeline/runtime:execute
+        train/stage_passes:StagePasses.forward
+        model/gpt:GPT.loss
+        tensor_parallel/vocab:TiedHead.forward
+        tensor_parallel/head_loss:summed_cross_entropy
+        tensor_parallel/products:TorchProducts.output
+        tensor_parallel/softmax:InPlaceSoftmax.losses
+        tensor_parallel/regions:leave_region
+        comm/metered:MeteredCommunicator.all_reduce
+        comm/local:LocalCommunicator.all_reduce
+        train/stage_passes:StagePasses._losses
+        train/step:StepReport
+        comm/metered:MeteredCommunicator.all_reduce_scalars
+        comm/local:LocalCommunicator.all_reduce_scalars
+        train/loop:_Loop._settle
+        report/metrics:StepMetrics
+        train/loop:_Loop._metrics
+        report/writers:Writer.step
+        report/metrics_file:MetricsFile.step
+        console:Console.line
+    """,
+    "a parameter": """
+        model/gpt:GPT
+        tensor_parallel/layers:sharded_parameter
+        parallel/param_spec:ParamSpec
+        model/gpt:GPT.units
+        train/build:_build_engine
+        zero/engine:plan_layout
+        optim/inner:FusedAdamW.group_of
+        zero/layout:build_layout
+        zero/shards:Shards
+        zero/engine:EngineSettings.contents
+        model/initial_values:initial_value
+        zero/shards:Shards.working
+        parallel/gradient_place:GradientPlace
+        zero/reduce:GradientReducer.gradient_ready
+        zero/unreduced:LeasedGradients.deposit
+        memory/arena_scratch:ArenaScratch.lease
+        zero/update:ShardUpdate.apply
+        optim/inner:FusedAdamW.update
+        zero/publish:ParameterPublisher.publish
+        train/loop:_Loop._save
+        train/saving:Saver.save
+        zero/engine:Engine.owned_state
+        zero/shards:owned_state
+        zero/shards:Shards.owned
+        checkpoint/writer:save
+        checkpoint/agreement:together
+        checkpoint/slices:fragment_pieces
+        checkpoint/manifest:BoxEntry
+        checkpoint/folders:list_steps
+    """,
+    "the ZeRO stage": """
+        pretrain_gpt:main
+        command_line/parse:parse
+        command_line/flags:build_parser
+        config/fields:FieldInfo
+        config/validate:validate
+        config/values:is_number
+        config/engine_sections:ZeroConfig
+        config/run:RunConfig
+        train/check:check
+        rules/run:check
+        rules/states:fp32_gradients_are_wider
+        rules/pipeline:pipeline_settings_need_a_pipeline
+        train/program:pretrain
+        train/build:build_core
+        zero/plan:resolve
+        zero/shards:Shards
+        zero/reduce:GradientReducer.finish
+        zero/unreduced:make_store
+        zero/publish:ParameterPublisher
+        zero/engine:plan_layout
+        library/access:_State
+        library/engine:DataParallelEngine.save_16bit_model
+        verify/full_tensors:OwnedTensors
+    """,
+}
+
+FLAT: Mapping[str, str] = {
+    "a loss": """
+        train/step:training_step
+        train/parts:StepParts
+        pipeline/plan:StagePlan.step
+        pipeline/schedule:schedule
+        pipeline/passes:with_exchanges
+        pipeline/runtime:execute
+        train/stage_passes:StagePasses.forward
+        model/gpt:GPT.loss
+        tensor_parallel/vocab:TiedHead.forward
+        tensor_parallel/head_loss:summed_cross_entropy
+        tensor_parallel/products:TorchProducts.output
+        tensor_parallel/softmax:InPlaceSoftmax.losses
+        tensor_parallel/regions:leave_region
+        comm/metered:MeteredCommunicator.all_reduce
+        comm/local:LocalCommunicator.all_reduce
+        train/stage_passes:StagePasses._losses
+        train/step:StepReport
+        comm/metered:MeteredCommunicator.all_reduce_scalars
+        comm/local:LocalCommunicator.all_reduce_scalars
+        train/loop:_Loop._settle
+        train/metrics:StepMetrics
+        train/loop:_Loop._metrics
+        train/writers:Writer.step
+        train/metrics_file:MetricsFile.step
+        console:Console.line
+    """,
+    "a parameter": """
+        model/gpt:GPT
+        tensor_parallel/layers:sharded_parameter
+        parallel/param_spec:ParamSpec
+        model/gpt:GPT.units
+        train/build:_build_engine
+        zero/engine:plan_layout
+        optim/inner:FusedAdamW.group_of
+        zero/layout:build_layout
+        zero/shards:Shards
+        zero/engine:EngineSettings.contents
+        model/initialize:initial_value
+        zero/shards:Shards.working
+        parallel/gradient_place:GradientPlace
+        zero/reduce:GradientReducer.gradient_ready
+        zero/unreduced:LeasedGradients.deposit
+        memory/arena_scratch:ArenaScratch.lease
+        zero/update:ShardUpdate.apply
+        optim/inner:FusedAdamW.update
+        zero/publish:ParameterPublisher.publish
+        train/loop:_Loop._save
+        train/saving:Saver.save
+        zero/engine:Engine.owned_state
+        zero/state:owned_state
+        zero/shards:Shards.owned
+        checkpoint/writer:save
+        checkpoint/agreement:together
+        checkpoint/slices:fragment_pieces
+        checkpoint/manifest:BoxEntry
+        checkpoint/folders:list_steps
+    """,
+    "the ZeRO stage": """
+        pretrain_gpt:main
+        config/cli:parse
+        config/flags:build_parser
+        config/fields:FieldInfo
+        config/validate:validate
+        config/conform:is_number
+        config/zero:ZeroConfig
+        config/run:RunConfig
+        train/check:check
+        config/rules:check
+        config/state_rules:fp32_gradients_are_wider
+        config/pipeline_rules:pipeline_settings_need_a_pipeline
+        train/program:pretrain
+        train/build:build_core
+        zero/plan:resolve
+        zero/shards:Shards
+        zero/reduce:GradientReducer.finish
+        zero/unreduced:make_store
+        zero/publish:ParameterPublisher
+        zero/engine:plan_layout
+        zero/access:_State
+        library/engine:DataParallelEngine.save_16bit_model
+        train/full_tensors:OwnedTensors
+    """,
+}
+
+
+class Station(NamedTuple):
+    """A place in the code; module: a path without .py.  name: as in `Class.method`."""
+
+    module: str
+    name: str
+
+    def file(self, tree: Path) -> Path:
+        inside = tree / "megazero" / f"{self.module}.py"
+        return inside if inside.is_file() else tree / f"{self.module}.py"
+
+    def exists(self, tree: Path) -> bool:
+        file = self.file(tree)
+        return file.is_file() and self.name in _names(ast.parse(file.read_text(encoding="utf-8")))
+
+
+def stations(text: str) -> list[Station]:
+    return [Station(*line.strip().split(":")) for line in text.strip().splitlines()]
+
+
+def measure_walks(tree: Path) -> dict[str, dict[str, Any]]:
+    """By walk {"files", "returns", "stations", "missing"}.
+
+    files: different files.  returns: stations in a file that was left before.  missing: stations that the tree does
+    not have; of the walks known, those count of which it misses the fewest.
+    """
+    found = [{name: measure_walk(tree, stations(text)) for name, text in walks.items()} for walks in (TODAY, FLAT)]
+    return min(found, key=lambda walks: sum(len(walk["missing"]) for walk in walks.values()))
+
+
+def measure_walk(tree: Path, walk: list[Station]) -> dict[str, Any]:
+    """The figures of one walk, as `measure_walks` has them."""
+    visited: list[str] = []
+    returns = 0
+    for station in walk:
+        if visited and station.module != visited[-1]:
+            returns += station.module in visited
+        visited.append(station.module)
+    return {
+        "files": len(set(visited)),
+        "returns": returns,
+        "stations": len(walk),
+        "missing": [f"{station.module}:{station.name}" for station in walk if not station.exists(tree)],
+    }
+
+
+def _names(node: ast.AST, prefix: str = "") -> Iterator[str]:
+    """Qualified names of all classes and functions."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield prefix + child.name
+            yield from _names(child, f"{prefix}{child.name}.")
