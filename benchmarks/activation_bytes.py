@@ -40,7 +40,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megazero.activations.places import OnHost
+from megazero.activations.copy_stores import HostStore
 from megazero.comm.startup import make_mesh
 from megazero.config.run import RunConfig
 from megazero.config.validate import validate
@@ -146,13 +146,13 @@ def dry_run(case: Case) -> Seen:
         core.engine.close()
     dist.destroy_process_group()
     recomputation = core.activations.recomputation
-    places = None if recomputation is None else recomputation.checkpoints.places
+    copies = None if recomputation is None else recomputation.checkpoints.copies
     return Seen(
         activations=ledger.left["activations"],
         checkpoints=ledger.left["activation_checkpoints"],
         terms=ledger.terms,
         most_checkpoints=step.peaks["activation_checkpoints"],
-        on_host=places.host.peak_bytes if isinstance(places, OnHost) else 0,
+        on_host=copies.host.peak_bytes if isinstance(copies, HostStore) else 0,
         at_peak={str(name): nbytes for name, nbytes in step.at_peak.items()},
     )
 
@@ -241,20 +241,21 @@ COPIES, UNKNOWN = "copies of checkpoints", "unexplained"
 
 # Modules, operation and place in its results of what a term is made of; * is any other place.
 _TERMS = {
-    RESIDUAL: "Block add 0, Embedding mul 0, Embedding native_dropout 0, Embedding add 0",
-    NORMED: "Block/LayerNorm native_layer_norm 0",
-    STATISTICS: "Block/LayerNorm native_layer_norm *, LayerNorm native_layer_norm *",
-    CORE: "Block/Attention/ColumnParallelLinear addmm 0, Block/Attention clone 0,"
-    " Block/Attention _scaled_dot_product_flash_attention 0,"
-    " Block/Attention _scaled_dot_product_flash_attention_for_cpu 0",
-    SOFTMAX: "Block/Attention _softmax 0, Block/Attention _safe_softmax 0",
-    SOFTMAX_MASK: "Block/Attention native_dropout 1, Block/Attention empty_like 0",
-    DROPPED: "Block/Attention native_dropout 0, Block/Attention mul 0",
-    CORE_EXTRA: "Block/Attention _scaled_dot_product_flash_attention *, Block/Attention triu 0,"
-    " Block/Attention _scaled_dot_product_flash_attention_for_cpu *",
-    GELU_IN: "Block/FeedForward/ColumnParallelLinear addmm 0",
-    GELU_OUT: "Block/FeedForward gelu 0",
-    MASKS: "Block native_dropout 1, Block empty_like 0",
+    RESIDUAL: "TransformerBlock add 0, Embedding mul 0, Embedding native_dropout 0, Embedding add 0",
+    NORMED: "TransformerBlock/LayerNorm native_layer_norm 0",
+    STATISTICS: "TransformerBlock/LayerNorm native_layer_norm *, LayerNorm native_layer_norm *",
+    CORE: "TransformerBlock/SelfAttention/ColumnParallelLinear addmm 0, TransformerBlock/SelfAttention clone 0,"
+    " TransformerBlock/SelfAttention _scaled_dot_product_flash_attention 0,"
+    " TransformerBlock/SelfAttention _scaled_dot_product_flash_attention_for_cpu 0",
+    SOFTMAX: "TransformerBlock/SelfAttention _softmax 0, TransformerBlock/SelfAttention _safe_softmax 0",
+    SOFTMAX_MASK: "TransformerBlock/SelfAttention native_dropout 1, TransformerBlock/SelfAttention empty_like 0",
+    DROPPED: "TransformerBlock/SelfAttention native_dropout 0, TransformerBlock/SelfAttention mul 0",
+    CORE_EXTRA: "TransformerBlock/SelfAttention _scaled_dot_product_flash_attention *,"
+    " TransformerBlock/SelfAttention triu 0,"
+    " TransformerBlock/SelfAttention _scaled_dot_product_flash_attention_for_cpu *",
+    GELU_IN: "TransformerBlock/FeedForward/ColumnParallelLinear addmm 0",
+    GELU_OUT: "TransformerBlock/FeedForward gelu 0",
+    MASKS: "TransformerBlock native_dropout 1, TransformerBlock empty_like 0",
     EMBEDDING: "Embedding/VocabParallelEmbedding clamp 0, Embedding/VocabParallelEmbedding bitwise_or 0,"
     " Embedding native_dropout 1, Embedding empty_like 0",
     HEAD: "TiedHead _to_copy 0, TiedHead mm 0, TiedHead empty_like 0, nothing mul 0",  # the last one: the loss, scaled

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megazero.comm.interface import Work
 from megazero.comm.mesh import GATHERING, Mesh
-from megazero.comm.startup import leave, make_mesh
+from megazero.comm.startup import destroy_process_groups, make_mesh
 from megazero.config.engine_sections import PrecisionConfig, ZeroConfig
 from megazero.config.model import ModelConfig
 from megazero.memory.fused_buffers import FusedBuffers
@@ -170,7 +170,7 @@ def main() -> None:
             write_trace(sides[0], options.trace)
     for side in sides:
         side.parts.engine.close()
-    leave()
+    destroy_process_groups()
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ from megazero.pipeline.passes import most_in_flight_total
 from megazero.pipeline.picture import picture
 from megazero.pipeline.schedule import Kind, Shape, schedule
 from megazero.pipeline.timeline import EQUAL_PARTS, Timeline, predicted_idle_share, simulate
-from megazero.pipeline.trace import Row, Trace, mean_durations, rows, timeline
+from megazero.pipeline.trace import SpanRow, Trace, mean_durations, rows, timeline
 from megazero.train.build import build_core, step_parts
 from megazero.train.check import topology
 from megazero.train.step import StepControls, training_step
@@ -152,16 +152,16 @@ class System:
             micro_batches.append(MicroBatch(first, tokens[:, :-1], tokens[:, 1:], None))
         return StepBatch(0, micro_batches)
 
-    def take(self, batch: StepBatch) -> tuple[list[Row], float]:
+    def take(self, batch: StepBatch) -> tuple[list[SpanRow], float]:
         """A traced step: this stage's spans, and seconds of the whole step."""
         self.mesh.world.barrier()
         self.trace.begin()
         start = time.perf_counter()
         training_step(self.parts, batch, StepControls(LR, 1.0)).loss.item()
-        return rows(self.trace.take()), time.perf_counter() - start
+        return rows(self.trace.end()), time.perf_counter() - start
 
 
-_Steps = dict[Case, list[tuple[list[Row], float]]]  # of one rank
+_Steps = dict[Case, list[tuple[list[SpanRow], float]]]  # of one rank
 
 
 def timed_steps(

@@ -10,14 +10,20 @@ from megazero.errors import ConfigError, Problem, raise_problems
 from megazero.parallel.launch import Launch
 from megazero.rules.run import advice
 from megazero.train.check import check
-from megazero.verify.configuration import OwnWords, in_float64, overridden, starting_anew, take_steps
+from megazero.verify.configuration import (
+    VerifyArguments,
+    in_float64,
+    overridden,
+    split_verify_steps,
+    without_checkpoints,
+)
 from megazero.verify.verdict import BOUNDS
 
 VERIFY_LAYOUT = f"""usage: torchrun --nproc-per-node N -m megazero verify-layout [--verify-steps N] FLAGS
 
-Trains a few steps in the layout that FLAGS ask for and, on rank 0 alone, the same steps as one process, both in float64
-without dropout, and compares losses, gradient norms, every gradient and every weight by name.  What the layout gets
-wrong is named, the first difference first.  Exit status 0: all agree; 1: something differs.
+Trains a few steps in the layout of FLAGS and, on rank 0 alone, the same steps as one process, both in float64 without
+dropout, and compares losses, gradient norms, every gradient and every weight by name.  Prints the first difference, and
+what it indicates about the cause.  Exit status 0: all agree; 1: something differs.
 
 FLAGS are those of pretrain_gpt.py, whose --help lists them: model, batch, layout, and --data-path or --mock-data.
 Nothing is loaded or saved.  --verify-steps N: steps to compare (default: 3).
@@ -30,24 +36,24 @@ one process longer than ten minutes needs --distributed-timeout-minutes.
 """
 USAGE = """usage: python -m megazero COMMAND ...
 
-verify-layout    whether a layout computes what one process computes; verify-layout --help tells more
+verify-layout    whether a layout computes what one process computes; see verify-layout --help
 """
 
 
 def verify_layout(words: Sequence[str]) -> int:
-    """Read and check the flags, join the other ranks, compare, tell; returns the exit status."""
+    """Check the flags, join the other ranks, compare, print the report; returns the exit status."""
     if {"--help", "-h"} & set(words):
         Console().line(VERIFY_LAYOUT)
         return 0
     launch, console = Launch.from_environment(), Console()
-    own = take_steps(words)
+    own = split_verify_steps(words)
     parsed = _parse(own, launch)
     for notice in _notices(parsed, launch):
         console.line(notice)
-    inputs = check(starting_anew(parsed.config), launch)
+    inputs = check(without_checkpoints(parsed.config), launch)
     replaced = overridden(parsed.config)
     console.line(f"verify-layout computes in float64{f', in place of {replaced}' if replaced else ''}")
-    # torch comes with this, after all that can be told without it.
+    # This imports torch, so it comes after all checks that don't need it.
     from megazero.verify import program
 
     report = program.verify_layout(parsed.config, launch, inputs, steps=own.steps)
@@ -56,8 +62,8 @@ def verify_layout(words: Sequence[str]) -> int:
     return 0 if report.agrees else 1
 
 
-def _parse(own: OwnWords, launch: Launch) -> ParsedRun:
-    """The run's flags; ConfigError with everything that is wrong with any words."""
+def _parse(own: VerifyArguments, launch: Launch) -> ParsedRun:
+    """Parse the run's flags; ConfigError with the problems of all words."""
     try:
         parsed = parse(own.rest, world_size=launch.world_size)
     except ConfigError as error:
@@ -67,7 +73,7 @@ def _parse(own: OwnWords, launch: Launch) -> ParsedRun:
 
 
 def _notices(parsed: ParsedRun, launch: Launch) -> Iterator[str]:
-    """Those about flags, with advice for the run that takes place."""
+    """Yield the notices about flags, with advice for the run that takes place."""
     config, size = parsed.config, launch.world_size
     stale = advice(config, size)
     yield from (notice for notice in parsed.notices if notice not in stale)
@@ -84,7 +90,7 @@ def main() -> int:
         Console().line(USAGE)
         return 0 if words else 2
     if words[0] not in COMMANDS:
-        raise ConfigError(Problem(words[0], "there is no command of this name", ", ".join(COMMANDS)))
+        raise ConfigError(Problem(words[0], "must be the name of a command", ", ".join(COMMANDS)))
     return COMMANDS[words[0]](words[1:])
 
 

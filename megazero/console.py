@@ -1,6 +1,6 @@
-"""What a run prints: one voice for many ranks, and progress for anything that takes longer than five seconds.
+"""Printing of a run: lines of rank 0 only, and progress for anything that takes longer than five seconds.
 
-Only the process with rank 0 speaks; every other one is silent unless it has an error of its own.
+Only the process with rank 0 prints; every other one is silent unless it has an error of its own.
 """
 
 import argparse
@@ -30,20 +30,20 @@ _SILENCE_SECONDS = 5.0
 
 
 def launcher_rank() -> int:
-    """This process's rank as torchrun or srun tells it; 0 when started by hand, or told what is no number."""
-    told = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
-    return int(told) if told.isdecimal() else 0
+    """Return this process's rank from torchrun or srun; 0 when started by hand, or when that is no number."""
+    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+    return int(rank) if rank.isdecimal() else 0
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows the defaults of a tool's flags, where there are any."""
+    """A formatter that shows the defaults of a tool's flags, where there are any."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if action.default is None else super()._get_help_string(action)
 
 
 class Flags(argparse.ArgumentParser):
-    """The flags of a tool that may be several processes: what is wrong, and --help, is told once for all of them."""
+    """The flags of a tool that may be several processes: problems, and --help, are printed once for all of them."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(Problem(message, "flags and their values are those that --help lists"))
@@ -53,18 +53,18 @@ class Flags(argparse.ArgumentParser):
 
 
 class Console:
-    """Prints lines on one rank only."""
+    """A printer of lines on one rank only."""
 
     def __init__(self, rank: int | None = None) -> None:
         self.rank = launcher_rank() if rank is None else rank
-        self.speaks = self.rank == 0
-        # A pipe has no width: rich would wrap log lines at 80 columns, which breaks everyone's grep.
+        self.prints = self.rank == 0
+        # A pipe has no width: rich would wrap log lines at 80 columns, which grep could not search.
         width = None if sys.stdout.isatty() else 10_000
         self._rich = RichConsole(highlight=False, markup=False, emoji=False, soft_wrap=True, width=width)
 
     def line(self, text: str = "") -> None:
-        """Print one line (or several, joined by newlines) on the speaking rank."""
-        if self.speaks:
+        """Print one line (or several, joined by newlines) on the printing rank."""
+        if self.prints:
             self._rich.print(text)
             sys.stdout.flush()
 
@@ -78,11 +78,11 @@ class Console:
 
     @property
     def on_terminal(self) -> bool:
-        """Whether this process speaks, and to a person."""
-        return self.speaks and sys.stdout.isatty()
+        """Whether this process prints, and to a terminal."""
+        return self.prints and sys.stdout.isatty()
 
     def progress(self, *columns: ProgressColumn) -> Progress:
-        """A progress display; count, elapsed time and time remaining unless told other columns; a context manager."""
+        """Return a progress display, a context manager; columns: count, elapsed and remaining time if none."""
         usual = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -99,21 +99,21 @@ def run_program(main: Callable[[], int | None]) -> int:
         return main() or 0
     except UserError as error:
         if launcher_rank() != 0:
-            # Usually every rank has found the same.  Rank 0 says it and exits, whereupon the launcher ends this
-            # process; if it is still here after a while, rank 0 knows nothing of the error.
+            # Usually every rank has the same error.  Rank 0 prints it and exits, whereupon the launcher ends this
+            # process; if this one still runs after a while, rank 0 does not have the error.
             time.sleep(_SILENCE_SECONDS)
-        return tell(error)
+        return print_error(error)
     except KeyboardInterrupt:
         if launcher_rank() == 0:
             print("interrupted", file=sys.stderr, flush=True)
         return 130
     finally:
-        # gloo's threads let go of Python's tensors; one that does so while the interpreter ends aborts the process.
-        # What is left of the process groups goes now, which ends their threads.
+        # gloo's threads release Python's tensors; one that does so while the interpreter ends aborts the process.
+        # Collecting what is left of the process groups ends their threads before that.
         gc.collect()
 
 
-def tell(error: UserError) -> int:
-    """Print what the user can mend, without a traceback; returns the exit code."""
+def print_error(error: UserError) -> int:
+    """Print a user's error, without a traceback; returns the exit code."""
     print(error.render(), file=sys.stderr, flush=True)
     return error.exit_code

@@ -1,7 +1,7 @@
-"""Errors a user can cause, told so that the user can mend them.
+"""Errors that a user can cause, with all that is needed to mend them.
 
-A *problem* is one finding: what was given, which rule it breaks, what would be legal.  A `UserError` carries all
-problems found in one pass, so nobody has to fix a command line one message at a time.  Programs print it without a
+A *problem* has three parts: what was given, which rule it breaks, what would be legal.  A `UserError` carries all
+problems found in one pass, so that a command line need not be fixed one message at a time.  Programs print it without a
 traceback and exit with `UserError.exit_code`; a bug of ours stays an ordinary exception with a traceback.
 """
 
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong.
+    """One broken rule.
 
-    given: what the user said, with the flag or file it came from ("--num-attention-heads 7").
+    given: the user's value, with the flag or file it came from ("--num-attention-heads 7").
     rule:  the rule it breaks, as a sentence.
     legal: what would be accepted, nearest values first; empty when there is nothing to suggest.
     """
@@ -30,7 +30,7 @@ class Problem:
 
 
 class UserError(Exception):
-    """Something the user can mend; base of all errors printed without a traceback.
+    """An error the user can mend; base of all errors printed without a traceback.
 
     Takes one message or several problems; `problems` holds them all.
     """
@@ -45,7 +45,7 @@ class UserError(Exception):
         super().__init__(self.render())
 
     def render(self) -> str:
-        """The text a program prints: a count when there are several, then every problem."""
+        """Return the text a program prints: a count when there are several, then every problem."""
         count = len(self.problems)
         head = f"{self.kind}: " if count == 1 else f"{count} {self.kind}s:\n"
         body = "\n".join(str(p) if p.rule else p.given for p in self.problems)
@@ -71,33 +71,33 @@ class CheckpointError(UserError):
 
 
 class TopologyError(UserError):
-    """The number of processes or devices does not fit the layout asked for."""
+    """The number of processes or devices does not fit the layout."""
 
     kind = "topology error"
 
 
 class UsageError(UserError):
-    """A call of the library at a time, or on a thing, that it is not meant for."""
+    """A call of the library at a wrong time, or on a wrong object."""
 
     kind = "usage error"
 
 
 class CollectiveError(UserError):
-    """Ranks have not done the same thing: a collective was not entered by all of them, or one of them is gone."""
+    """Ranks disagree: a collective was not entered by all of them, or one of them is gone."""
 
     kind = "collective error"
     exit_code = 3
 
 
 class TrainingError(UserError):
-    """Training cannot go on (the loss scale is exhausted, say); what could be saved has been saved."""
+    """Training cannot continue (the loss scale is exhausted, say); what could be saved has been saved."""
 
     kind = "training stopped"
     exit_code = 3
 
 
 class MemoryLimitError(UserError):
-    """More is alive on the device than the limit that the user has set to the ledger."""
+    """The device's live bytes exceed the limit that the user has set for the ledger."""
 
     kind = "memory limit exceeded"
     exit_code = 3

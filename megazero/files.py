@@ -14,7 +14,7 @@ from megazero.errors import DataError, Problem
 
 
 class AsideFile:
-    """A file being written next to `path`; `publish` gives it its name, `discard` removes it.
+    """A file being written next to `path`; `publish` renames it to that, `discard` removes it.
 
     Raises DataError when the folder cannot be made or written, and later when the disk is full.
     """
@@ -36,7 +36,7 @@ class AsideFile:
             raise cannot_write(self.path, error) from error
 
     def seal(self) -> None:
-        """Bring every byte to the disk and close; the file still has its temporary name."""
+        """Sync every byte to the disk and close; the file still has its temporary name."""
         try:
             self.stream.flush()
             os.fsync(self.stream.fileno())
@@ -55,7 +55,7 @@ class AsideFile:
             raise cannot_write(self.path, error) from error
 
     def discard(self) -> None:
-        """Remove what was written; harmless after `publish`."""
+        """Remove the temporary file; harmless after `publish`."""
         with suppress(OSError):
             self.stream.close()
         with suppress(FileNotFoundError):
@@ -64,7 +64,7 @@ class AsideFile:
 
 @contextmanager
 def written_aside(path: Path) -> Iterator[IO[bytes]]:
-    """A binary stream that becomes `path` when the block ends well and leaves no trace when it does not."""
+    """Open a binary stream that becomes `path` when the block ends well and leaves no trace when it does not."""
     aside = AsideFile(path)
     try:
         yield aside.stream
@@ -94,7 +94,7 @@ def move_into_place(source: Path, path: Path) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Bring a file's bytes, or a folder's renames, to the disk."""
+    """Sync a file's bytes, or a folder's renames, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -103,10 +103,10 @@ def sync_path(path: Path) -> None:
 
 
 def cannot_write(path: Path, error: OSError) -> DataError:
-    """The error for a destination that refuses to be written."""
+    """Return the error for a destination that cannot be written."""
     return DataError(Problem(str(path), f"must be writable: {error.strerror or error}", "another path, or free space"))
 
 
 def cannot_read(path: Path | str, error: OSError) -> DataError:
-    """The error for a file that refuses to be read."""
+    """Return the error for a file that cannot be read."""
     return DataError(Problem(str(path), f"must be a readable file: {error.strerror or error}"))

@@ -1,13 +1,13 @@
-"""torch's default random generators: where ordinary code, plain dropout for one, draws from."""
+"""torch's default random generators, which plain code such as dropout draws from."""
 
 import torch
 from torch import Tensor
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """The generator that is used where none is named, of the CPU or of one GPU."""
+    """Return the default generator of the CPU or of one GPU."""
     if device.type == "cuda":
-        current = torch.cuda.current_device()  # asking for it initialises CUDA, before which there are no generators
+        current = torch.cuda.current_device()  # initialises CUDA, before which there are no generators
         return torch.cuda.default_generators[current if device.index is None else device.index]
     return torch.default_generator
 

@@ -1,4 +1,4 @@
-"""Host seconds spent in the parts of a step, by name."""
+"""Timers: host seconds spent in the parts of a step, by name."""
 
 import time
 from collections.abc import Iterator
@@ -8,10 +8,10 @@ import torch
 
 
 class Timers:
-    """Adds up seconds per name until `take`.
+    """A sum of seconds per name, until `take`.
 
-    On CUDA kernels run behind the host's back; only when `waits` is set are they waited for at both ends of a part,
-    which makes the figures true and the step slower.
+    CUDA kernels run asynchronously; only when `waits` is set are they waited for at both ends of a part, which makes
+    the figures exact and the step slower.
     """
 
     def __init__(self, device: torch.device, *, waits: bool) -> None:
@@ -29,7 +29,7 @@ class Timers:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - start
 
     def take(self) -> dict[str, float]:
-        """Seconds by name since the last call, and start over."""
+        """Return the seconds by name since the last call, and start over."""
         seconds, self._seconds = self._seconds, {}
         return seconds
 

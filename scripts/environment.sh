@@ -13,7 +13,7 @@ fail() {
 }
 
 require_python() {
-    command -v "$1" >/dev/null 2>&1 || fail "$1 is not there; install CPython 3.11 or newer, or name one with PYTHON=..."
+    command -v "$1" >/dev/null 2>&1 || fail "$1 is missing; install CPython 3.11 or newer, or name one with PYTHON=..."
     "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
         fail "$("$1" --version) is too old; megazero needs CPython 3.11 or newer (name one with PYTHON=...)"
 }
@@ -38,11 +38,11 @@ environment_fingerprint() {
     cat setup.py scripts/constraints.txt | cksum
 }
 
-# Torch alone; what it needs comes with the rest.
+# Torch alone; its dependencies are installed with the rest.
 install_torch() {
     local wanted
     wanted="$(grep '^torch==' scripts/constraints.txt)"
-    # Which build this is (with CUDA or without) is for pip's own settings to say, PIP_EXTRA_INDEX_URL say.
+    # The build (with CUDA or without) depends on pip's own settings, such as PIP_EXTRA_INDEX_URL.
     .venv/bin/python -m pip install --quiet "$wanted"
 }
 

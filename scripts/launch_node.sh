@@ -32,7 +32,7 @@ choose_python() {
         python=python3
         [[ ! -x "$root/.venv/bin/python" ]] || python="$root/.venv/bin/python"
     fi
-    command -v "$python" >/dev/null || complaints+=("$python is not there; name an interpreter with PYTHON=...")
+    command -v "$python" >/dev/null || complaints+=("$python is missing; name an interpreter with PYTHON=...")
 }
 
 check() {

@@ -25,7 +25,7 @@ usage() {
 usage: bash scripts/quickstart.sh [options]
 
 Trains a small GPT on real text with tensor parallelism and ZeRO, and shows what it learnt.
-Run again, it goes on where it stopped.
+Run again, it resumes where it stopped.
 
   --fresh           start over: remove what an earlier run left in its folder
   --input FILE      train on this .jsonl (key "text") or .txt instead of the Python standard library's sources
@@ -110,8 +110,8 @@ print(*(name for name in names if find_spec(name) is None))')"
     [[ -z "$missing" ]] || fail "$python lacks the packages: $missing (name another python with PYTHON=..., or install)"
 }
 
-# Makes the folder, or takes up the one of an earlier run on the same text.  The file `text` in it says which text that
-# was, and that the folder is a quickstart's: nothing else is ever removed or written into.
+# Makes the folder, or reuses the one of an earlier run on the same text.  The file `text` in it names the text that
+# was used, and marks the folder as a quickstart's: nothing else is ever removed or written into.
 prepare_folder() {
     local text
     if [[ -n "$input" ]]; then
@@ -225,7 +225,7 @@ show_sample() {
 # shellcheck disable=SC2329  # the trap below calls it
 tell_failure() {
     local status=$?
-    ((status == 0)) || printf 'stopped after %ds with exit status %d; the same command goes on from here\n' \
+    ((status == 0)) || printf 'stopped after %ds with exit status %d; the same command resumes from here\n' \
         "$SECONDS" "$status" >&2
 }
 

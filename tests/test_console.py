@@ -50,7 +50,7 @@ def test_launcher_rank(environment: dict[str, str], rank: int, monkeypatch: pyte
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert launcher_rank() == rank
-    assert Console().speaks == (rank == 0)
+    assert Console().prints == (rank == 0)
 
 
 def test_only_rank_0_speaks(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Look at checkpoints: what is in one, whether it is sound, how two differ.
+"""Inspect checkpoints: the content of one, whether it is sound, how two differ.
 
     python tools/checkpoint.py inspect runs/demo            the newest checkpoint of a run (or give a step folder)
     python tools/checkpoint.py verify runs/demo             read every byte and compare with the stored hashes
@@ -18,16 +18,16 @@ from megazero.errors import CheckpointError, raise_problems
 from megazero.units import format_bytes, format_count
 
 if TYPE_CHECKING:
-    from megazero.checkpoint.comparison import Difference
+    from megazero.checkpoint.comparison import ValueDifference
     from megazero.checkpoint.manifest import TensorKey
     from megazero.checkpoint.reader import Checkpoint
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; the exit code."""
+    """Run one command; returns the exit code."""
     options = _parser().parse_args(arguments)
     console = Console()
-    # torch comes with this; the flags are read without it.
+    # This imports torch; the flags are parsed without it.
     from megazero.checkpoint.reader import open_checkpoint
 
     if options.command == "diff":
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Inspect, verify and compare checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
-    inspect = commands.add_parser("inspect", help="what is in a checkpoint")
+    inspect = commands.add_parser("inspect", help="show the content of a checkpoint")
     inspect.add_argument("--tensors", action="store_true", help="list every tensor")
     verify = commands.add_parser("verify", help="read everything and compare with the stored hashes")
     for command in (inspect, verify):
@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("first", help="a run's checkpoint folder, or one step folder in it")
     diff.add_argument("second", help="the same")
     for command in (inspect, verify, diff):
-        command.add_argument("--step", type=int, help="which step of a run (default: the newest)")
+        command.add_argument("--step", type=int, help="step of a run (default: the newest)")
     return parser
 
 
@@ -92,7 +92,7 @@ def _diff(first: "Checkpoint", second: "Checkpoint", console: Console) -> int:
 
     lines = [*metadata_differences(first, second), *schema_differences(first, second)]
     total = sum(len(file.boxes) for file in first.manifest.files)
-    found: dict[TensorKey, Difference] = {}
+    found: dict[TensorKey, ValueDifference] = {}
     for key, difference in console.track(box_differences(first, second), total=total, description="comparing"):
         found[key] = found.get(key, NONE).joined(difference)
     for (parameter, kind), (count, largest) in found.items():

@@ -1,7 +1,7 @@
 """Clean a corpus: mend texts; drop what is short, long, unreadable, in other languages, or there twice; write jsonl.
 
-The steps asked for are applied in the order in which they stand below, and a document goes at the first that drops it.
-Without any step the input becomes jsonl.  What else an object holds is kept.
+The chosen steps are applied in the order of the flags below; a dropped document goes through no further step.
+Without any step the input becomes jsonl.  Other keys of an object are copied.
 """
 
 import argparse
@@ -20,32 +20,34 @@ SHOWN_BAD_LINES = 10
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=HelpFormatter)
     text = parser.add_argument_group("text")
     add_input_arguments(text)
     text.add_argument(
         "--json-key", dest="json_keys", nargs=1, default=argparse.SUPPRESS, metavar="KEY", help="the same"
     )
-    text.add_argument(
-        "--skip-bad-lines", action="store_true", help="pass over lines that cannot be used, and tell them"
-    )
+    text.add_argument("--skip-bad-lines", action="store_true", help="skip lines that cannot be used, and list them")
     add_step_arguments(parser.add_argument_group("steps"))
     output = parser.add_argument_group("output")
     output.add_argument(
-        "--output", type=local_path, required=True, metavar="FILE", help="what is kept: .jsonl, .jsonl.gz or .jsonl.zst"
+        "--output",
+        type=local_path,
+        required=True,
+        metavar="FILE",
+        help="kept documents: .jsonl, .jsonl.gz or .jsonl.zst",
     )
     output.add_argument(
         "--dropped",
         type=local_path,
         metavar="FILE",
-        help='what is not, with reasons: {"reason": ..., "document": {...}}',
+        help='dropped documents, with reasons: {"reason": ..., "document": {...}}',
     )
     return parser.parse_args()
 
 
 def add_step_arguments(group: argparse._ArgumentGroup) -> None:
-    """The steps, in their order."""
+    """Add the flags of the steps, in their order."""
     group.add_argument(
         "--fix-text", action="store_true",
         help="mend wrong encodings, HTML's names of characters, control characters, quotes, line ends (ftfy)",
@@ -57,16 +59,16 @@ def add_step_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--languages", nargs="+", metavar="CODE",
-        help=f"languages to keep, en de ..., told from the first {LANGUAGE_CHARACTERS} characters (py3langid)",
+        help=f"languages to keep, en de ..., identified by the first {LANGUAGE_CHARACTERS} characters (py3langid)",
     )  # fmt: skip
     group.add_argument(
         "--min-language-probability", type=float, metavar="P",
-        help="how probable the language has to be; without it, the most probable one counts",
+        help="least probability of the language; without it, the most probable one counts",
     )  # fmt: skip
     group.add_argument(
         "--deduplicate", nargs="+", choices=DUPLICATES,
-        help=f"drop what came before: exact, the same text ({EXACT_BYTES} bytes of memory a document), near, about the "
-        f"same five-word runs ({NEAR_BYTES} bytes; datasketch), or both",
+        help=f"drop duplicates of earlier documents: exact, the same text ({EXACT_BYTES} bytes of memory a document),"
+        f" near, about the same five-word runs ({NEAR_BYTES} bytes; datasketch), or both",
     )  # fmt: skip
     group.add_argument(
         "--near-threshold", type=float, metavar="S",
@@ -75,7 +77,7 @@ def add_step_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def step_choice(arguments: argparse.Namespace) -> StepChoice:
-    """What they said."""
+    """Return the steps that the flags set."""
     return StepChoice(
         fix_text=arguments.fix_text,
         min_characters=arguments.min_characters,
@@ -89,7 +91,7 @@ def step_choice(arguments: argparse.Namespace) -> StepChoice:
 
 
 def main() -> None:
-    """Clean, tell."""
+    """Clean the corpus and print the counts."""
     arguments, console, started = parse_arguments(), Console(), time.monotonic()
     request = CleaningRequest(
         inputs=tuple(arguments.input),
@@ -103,7 +105,7 @@ def main() -> None:
     for line in summary_lines(counts):
         console.line(line)
     if bad and bad.count:
-        console.line(f"{bad.count} bad lines passed over, such as")
+        console.line(f"{bad.count} bad lines skipped, such as")
         for line in bad.lines()[:SHOWN_BAD_LINES]:
             console.line(f"  {line}")
     size = format_bytes(request.output.stat().st_size)

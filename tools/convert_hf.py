@@ -1,4 +1,4 @@
-"""Checkpoints to Hugging Face GPT-2 models, and back.
+"""Convert checkpoints to Hugging Face GPT-2 models, and back.
 
 python tools/convert_hf.py export --load runs/demo --output runs/demo_hf
 python tools/convert_hf.py import --input gpt2/ --save runs/gpt2    (to train on: --load runs/gpt2 --finetune)
@@ -26,22 +26,22 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Convert checkpoints to and from Hugging Face GPT-2 models.")
     commands = parser.add_subparsers(dest="command", required=True)
     export = commands.add_parser("export", allow_abbrev=False, help="write a model that transformers loads")
     export.add_argument("--load", type=Path, required=True, metavar="DIR", help="a run's checkpoints, or one of them")
-    export.add_argument("--step", type=int, metavar="N", help="which step of the run; without it, the newest")
+    export.add_argument("--step", type=int, metavar="N", help="step of the run; without it, the newest")
     export.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to make")
     export.add_argument("--dtype", choices=DTYPES, help="number format; without it, the checkpoint's")
     imports = commands.add_parser("import", allow_abbrev=False, help="make a checkpoint of a model from transformers")
     imports.add_argument("--input", type=Path, required=True, metavar="DIR", help="folder of the model")
-    imports.add_argument("--save", type=Path, required=True, metavar="DIR", help="where checkpoints are, or shall be")
+    imports.add_argument("--save", type=Path, required=True, metavar="DIR", help="folder of the run's checkpoints")
     return parser.parse_args(arguments)
 
 
 def end_of_document(data: DataConfig) -> int | None:
-    """The end-of-document id; None when the run's tokenizer is unknown or has gone, which stops no export."""
+    """Return the end-of-document id; None when the run's tokenizer is unknown or missing, which is no error here."""
     spec = tokenizer_spec(data)
     try:
         return None if spec is None else load_tokenizer(spec).eod
@@ -50,7 +50,7 @@ def end_of_document(data: DataConfig) -> int | None:
 
 
 def export_command(options: argparse.Namespace, console: Console) -> None:
-    """Checkpoint to Hugging Face."""
+    """Convert a checkpoint to a Hugging Face model."""
     import torch
 
     from megazero.checkpoint.huggingface import export_model
@@ -65,7 +65,7 @@ def export_command(options: argparse.Namespace, console: Console) -> None:
 
 
 def import_command(options: argparse.Namespace, console: Console) -> None:
-    """Hugging Face to a checkpoint of step 0 that holds weights only; what it says of training is a placeholder."""
+    """Convert a Hugging Face model to a checkpoint of step 0: weights, and placeholders of training settings."""
     import torch
 
     from megazero.checkpoint.huggingface import read_model

@@ -21,25 +21,27 @@ from megazero.train.inputs import tokenizer_spec
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = Flags(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False, formatter_class=HelpFormatter)
     parser.add_argument("--load", type=Path, required=True, metavar="DIR", help="a run's checkpoints, or one of them")
-    parser.add_argument("--step", type=int, metavar="N", help="which step of the run; without it, the newest")
+    parser.add_argument("--step", type=int, metavar="N", help="step of the run; without it, the newest")
     parser.add_argument("--prompt", default="", metavar="TEXT", help="text to continue; empty starts a new document")
     parser.add_argument("--max-new-tokens", type=int, default=100, metavar="N", help="length of a continuation")
     parser.add_argument("--num-samples", type=int, default=1, metavar="N", help="continuations")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="fixes what is drawn")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random choices")
     choice = parser.add_argument_group("choice of the next token")
     choice.add_argument("--greedy", action="store_true", help="always the best one")
     choice.add_argument("--temperature", type=float, default=1.0, metavar="T", help="divides the logits; 0 is greedy")
     choice.add_argument("--top-k", type=int, default=0, metavar="K", help="among the K best; 0 is all")
     choice.add_argument("--top-p", type=float, default=1.0, metavar="P", help="among the best that make up P together")
-    tokenizer = parser.add_argument_group("tokenizer", "only where the run's own configuration does not tell")
-    tokenizer.add_argument("--tokenizer-type", choices=tuple(FILES), help="how text becomes ids")
+    tokenizer = parser.add_argument_group("tokenizer", "needed only where the run's configuration names none")
+    tokenizer.add_argument("--tokenizer-type", choices=tuple(FILES), help="type of tokenizer")
     for flag in ("--tokenizer-model", "--vocab-file", "--merge-file"):
         tokenizer.add_argument(flag, type=Path, metavar="FILE", help="file of the tokenizer")
     layout = parser.add_argument_group("layout", "of the processes that torchrun starts: the product is their number")
-    layout.add_argument("--tensor-model-parallel-size", type=int, default=1, metavar="N", help="that share every layer")
+    layout.add_argument(
+        "--tensor-model-parallel-size", type=int, default=1, metavar="N", help="processes that share every layer"
+    )
     layout.add_argument("--pipeline-model-parallel-size", type=int, default=1, metavar="N", help="pipeline stages")
     layout.add_argument(ACROSS, dest="across_nodes", action="store_true", help="share layers with other nodes too")
     layout.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute")
@@ -47,7 +49,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def wrong_flags(options: argparse.Namespace) -> Iterator[Problem]:
-    """What is wrong with the flags by themselves."""
+    """Yield the problems of the flags by themselves."""
     for flag, count in {"--max-new-tokens": options.max_new_tokens, "--num-samples": options.num_samples}.items():
         if count < 1:
             yield Problem(f"{flag} {count}", "must be at least 1")
@@ -59,10 +61,13 @@ def wrong_flags(options: argparse.Namespace) -> Iterator[Problem]:
 
 
 def choose_tokenizer(data: DataConfig, options: argparse.Namespace, *, vocab_size: int) -> Tokenizer:
-    """The run's tokenizer, or the one the flags name.  Raises ConfigError (nobody tells) or CheckpointError."""
+    """Return the run's tokenizer, or the one of the flags.
+
+    ConfigError if neither is set, CheckpointError on a mismatch.
+    """
     names = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
-    told = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    spec = tokenizer_spec(replace(data, **told))
+    given_flags = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    spec = tokenizer_spec(replace(data, **given_flags))
     if spec is None:
         given = "the run's configuration names no tokenizer"
         raise ConfigError(Problem(given, "a prompt needs one", "--tokenizer-type " + ", ".join(FILES)))
@@ -74,10 +79,10 @@ def choose_tokenizer(data: DataConfig, options: argparse.Namespace, *, vocab_siz
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Load, continue, print."""
+    """Load the model, continue the prompt, print the continuations."""
     options, launch = parse_arguments(arguments), Launch.from_environment()
     raise_problems(ConfigError, wrong_flags(options))
-    # torch comes with these; the flags are read without it.
+    # These import torch; the flags are parsed without it.
     from megazero.checkpoint.reader import open_checkpoint
     from megazero.comm.startup import choose_device
     from megazero.generate.job import joined
@@ -106,7 +111,7 @@ def main(arguments: list[str] | None = None) -> None:
     for number, tokens in enumerate(continuations, start=1):
         if options.num_samples > 1:
             console.line(f"--- sample {number} of {options.num_samples}")
-        # A vocabulary may be larger than its tokenizer; ids past the end stand for nothing.
+        # A vocabulary may be larger than its tokenizer; ids past the end have no text.
         console.line(options.prompt + tokenizer.decode([token for token in tokens if token < tokenizer.vocab_size]))
 
 

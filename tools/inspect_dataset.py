@@ -1,4 +1,4 @@
-"""Show what a corpus holds: counts, documents, lengths, samples as a run reads them; check it, compare it."""
+"""Inspect a corpus: counts, documents, lengths, samples as a run reads them; verify it, compare it with another."""
 
 import argparse
 import sys
@@ -25,26 +25,26 @@ from megazero.prepare.inspect.verify import verify
 from megazero.rules.files import DEFAULT_SPLIT
 
 DIFFERENT = 1
-# A disk that fails while all of a file is read is then an error, not a signal that ends the process.
+# Reads instead of a map: a disk that fails is then an error, not a signal that ends the process.
 BY_READING = Access(maps=False)
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=HelpFormatter)
     parser.add_argument("prefix", metavar="PREFIX", help="the corpus: PREFIX.bin and PREFIX.idx")
     parser.add_argument("--documents", type=int, metavar="N", help="documents to show the beginnings of (default: 3)")
     parser.add_argument("--tokens", type=int, default=64, metavar="N", help="tokens to show of each")
     parser.add_argument("--document", type=int, metavar="N", help="show all of document N, counted from 0")
-    parser.add_argument("--lengths", action="store_true", help="how long the documents are, in tokens")
+    parser.add_argument("--lengths", action="store_true", help="lengths of the documents, in tokens")
     parser.add_argument("--picture", type=local_path, metavar="FILE.svg", help="the lengths as a picture too")
     parser.add_argument(
-        "--verify", action="store_true", help="read everything: is the index sound, are the files as written, ids legal"
+        "--verify", action="store_true", help="read everything: check the index, the files' digests, the ids"
     )
     parser.add_argument("--compare", metavar="PREFIX", help="another corpus: first difference (exit status 1), or none")
     sample = parser.add_argument_group("samples", "as a run over this corpus alone reads them")
     sample.add_argument("--sample", type=int, metavar="K", help="show sample K, counted from 0")
-    sample.add_argument("--data-part", choices=SPLIT_NAMES, default="train", help="which samples")
+    sample.add_argument("--data-part", choices=SPLIT_NAMES, default="train", help="part of the corpus")
     sample.add_argument("--split", default=DEFAULT_SPLIT, help="the run's --split")
     sample.add_argument("--seq-length", type=int, default=1024, metavar="N", help="the run's --seq-length")
     sample.add_argument("--seed", type=int, default=1234, metavar="N", help="the run's --seed")
@@ -56,8 +56,8 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def tell_lengths(dataset: IndexedDataset, picture: Path | None, console: Console) -> None:
-    """Count; print bars; draw."""
+def print_lengths(dataset: IndexedDataset, picture: Path | None, console: Console) -> None:
+    """Count lengths, print bars, write the picture."""
     blocks = console.track(document_lengths(dataset), total=num_blocks(dataset), description="blocks of documents")
     lengths = count_lengths(blocks)
     console.line("\n".join(length_lines(lengths)))
@@ -67,7 +67,7 @@ def tell_lengths(dataset: IndexedDataset, picture: Path | None, console: Console
 
 
 def compare(dataset: IndexedDataset, other: IndexedDataset, tokenizer: Tokenizer | None, console: Console) -> int:
-    """Print the first difference; the exit status."""
+    """Print the first difference; returns the exit status."""
     with console.progress() as progress:
         task = progress.add_task("tokens", total=min(dataset.num_tokens, other.num_tokens))
         difference = find_difference(dataset, other, lambda tokens: progress.advance(task, tokens))
@@ -76,18 +76,18 @@ def compare(dataset: IndexedDataset, other: IndexedDataset, tokenizer: Tokenizer
 
 
 def main() -> int:
-    """Open (which checks the index, or parts of a large one), then show what is asked for."""
+    """Open the corpus (which checks the index, or parts of a large one), then print what the flags select."""
     arguments, console = parse_arguments(), Console()
     tokenizer = load_tokenizer(tokenizer_spec(arguments)) if arguments.tokenizer_type else None
     dataset = IndexedDataset(arguments.prefix, BY_READING)
     sidecar = read_sidecar(dataset)
     console.line("\n".join(header_lines(dataset, sidecar)))
-    asked = (arguments.document, arguments.sample, arguments.compare)
-    beginnings = arguments.documents if arguments.documents is not None else 3 * (asked == (None, None, None))
+    selected = (arguments.document, arguments.sample, arguments.compare)
+    beginnings = arguments.documents if arguments.documents is not None else 3 * (selected == (None, None, None))
     for number in range(min(beginnings, dataset.num_documents)):
         console.line(f"document {number}     {shown_document(dataset, number, arguments.tokens, tokenizer)}")
     if arguments.lengths or arguments.picture is not None:
-        tell_lengths(dataset, arguments.picture, console)
+        print_lengths(dataset, arguments.picture, console)
     if arguments.document is not None:
         print(*whole_document(dataset, arguments.document, tokenizer), sep="\n")
     if arguments.sample is not None:

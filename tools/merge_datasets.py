@@ -1,4 +1,4 @@
-"""Make one corpus of several: byte for byte what preprocessing all their text at once would have given."""
+"""Merge several corpora into one: byte for byte the result of preprocessing all their text at once."""
 
 import argparse
 import signal
@@ -8,12 +8,12 @@ import time
 from megazero.console import Console, HelpFormatter, run_program
 from megazero.errors import ConfigError, Problem
 from megazero.prepare.tokens.array_shards import find_prefixes
-from megazero.prepare.tokens.merge import look_at_parts, merge
+from megazero.prepare.tokens.merge import merge, open_inputs
 from megazero.units import format_bytes, format_duration
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=HelpFormatter)
     parser.add_argument(
         "--input",
@@ -28,12 +28,12 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Look at all, then copy."""
+    """Open all corpora, then copy them."""
     arguments, console, started = parse_arguments(), Console(), time.monotonic()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was copied is removed as after Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # copied files are removed, as after Ctrl-C
     if arguments.multimodal:
         raise ConfigError(Problem("--multimodal", "refused: corpora are of text alone", "leave out --multimodal"))
-    parts = look_at_parts(find_prefixes(arguments.input), arguments.output_prefix)
+    parts = open_inputs(find_prefixes(arguments.input), arguments.output_prefix)
     total = sum(part.tokens for part in parts)
     size = format_bytes(total * parts[0].dtype.itemsize)
     console.line(f"{len(parts)} corpora with {total} tokens, {size}, in this order:")

@@ -1,6 +1,6 @@
 """Test the nodes of a job before it trains: one process a GPU, started as training will be; bad nodes are named.
 
-Prints a table with a line for each node.  Exit status 0: all is well; 2: what is wrong is told; 3: ranks went silent.
+Prints a table with a line for each node.  Exit status 0: all nodes are sound; 2: problems, printed; 3: ranks are gone.
 """
 
 import argparse
@@ -31,26 +31,26 @@ POSITIVE = {"--max-clock-skew": "1", "--message-mib": "256", "--timeout": "120"}
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = Flags(description=__doc__, allow_abbrev=False, formatter_class=HelpFormatter)
     parser.add_argument("--gpus-per-node", type=int, required=True, metavar="N", help="GPUs of every node; 0 on CPUs")
     parser.add_argument("--nodes", default="", metavar="A,B", help="nodes in the order of ranks, to name absent ones")
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    parser.add_argument("--node-name", default=name, metavar="A", help="what this process's node is called")
+    parser.add_argument("--node-name", default=name, metavar="A", help="name of this process's node")
     parser.add_argument("--min-bandwidth", type=float, default=0.0, metavar="GB/S", help="least all-reduce bandwidth")
     parser.add_argument("--max-clock-skew", type=float, default=1.0, metavar="S", help="most that clocks may differ")
     parser.add_argument("--min-shared-memory", type=float, default=0.0, metavar="GIB", help="least free in /dev/shm")
     parser.add_argument("--message-mib", type=float, default=256.0, metavar="MIB", help="size of the all-reduces")
-    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="how late a rank may be")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to measure")
+    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds that a rank may be late")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device to measure on")
     return parser.parse_args()
 
 
 def wrong_numbers(arguments: argparse.Namespace) -> Iterator[Problem]:
-    """What no node can be tested with or held to."""
+    """Yield the problems of values out of range."""
     for flag, (least, most) in BOUNDS.items():
         value = getattr(arguments, flag.removeprefix("--").replace("-", "_"))
-        # Nothing compares with NaN.
+        # A NaN fails every comparison.
         if least < value <= most or (value == least and flag not in POSITIVE):
             continue
         rule = f"must be {'above' if flag in POSITIVE else 'at least'} {least} and at most {most}"
@@ -58,12 +58,12 @@ def wrong_numbers(arguments: argparse.Namespace) -> Iterator[Problem]:
 
 
 def inspect(arguments: argparse.Namespace, board: "Board", launch: Launch) -> None:
-    """Call the roll, measure, print the table; raise TopologyError with all that is wrong, on all ranks."""
+    """Gather the nodes, measure, print the table; raises TopologyError with all problems, on all ranks."""
     from megazero.cluster.preflight import (
         Demands,
+        gather_nodes,
         node_problems,
         own_facts,
-        roll_call,
         survey,
         survey_problems,
         table,
@@ -78,7 +78,7 @@ def inspect(arguments: argparse.Namespace, board: "Board", launch: Launch) -> No
         shared_memory=int(arguments.min_shared_memory * 2**30),
     )
     names = [name for name in arguments.nodes.split(",") if name]
-    nodes = roll_call(board, launch, own_facts(arguments.node_name), names)
+    nodes = gather_nodes(board, launch, own_facts(arguments.node_name), names)
     raise_problems(TopologyError, node_problems(nodes, demands))
     device = choose_device(arguments.device, launch.local_rank)
     found = survey(board, nodes, device, demands, int(arguments.message_mib * 2**20))
@@ -88,10 +88,10 @@ def inspect(arguments: argparse.Namespace, board: "Board", launch: Launch) -> No
 
 
 def main() -> int:
-    """Inspect the job; rank 0 tells for all what they have all found."""
+    """Inspect the job; rank 0 prints the problems for all ranks."""
     arguments, launch = parse_arguments(), Launch.from_environment()
     raise_problems(ConfigError, wrong_numbers(arguments))
-    # torch comes with this; the flags are read without it.
+    # This imports torch; the flags are parsed without it.
     from megazero.cluster.preflight import Board, open_store
 
     board = Board(open_store(launch, arguments.timeout), launch.rank, arguments.timeout)
@@ -102,7 +102,7 @@ def main() -> int:
             raise
         return error.exit_code
     finally:
-        board.part(launch.world_size)
+        board.close(launch.world_size)
     return 0
 
 

@@ -22,11 +22,11 @@ from megazero.units import format_bytes, format_count, format_duration
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=HelpFormatter)
     text = parser.add_argument_group("text")
     add_input_arguments(text)
-    text.add_argument("--skip-bad-lines", action="store_true", help="list lines that cannot be read, and go on")
+    text.add_argument("--skip-bad-lines", action="store_true", help="skip lines that cannot be read, and list them")
     tokenizer = parser.add_argument_group("tokenizer")
     add_tokenizer_arguments(tokenizer, required=True)
     tokenizer.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document id")
@@ -34,11 +34,13 @@ def parse_arguments() -> argparse.Namespace:
         "--split-documents", type=positive, metavar="TOKENS", help="cut longer documents into sequences of at most this"
     )
     output = parser.add_argument_group("output")
-    output.add_argument("--output-prefix", required=True, metavar="PREFIX", help="where the files go")
+    output.add_argument("--output-prefix", required=True, metavar="PREFIX", help="prefix of the files to write")
     output.add_argument("--workers", type=positive, default=1, metavar="N", help="processes")
     output.add_argument("--log-interval", type=positive, default=100_000, metavar="N", help="documents a line of log")
     interrupted = parser.add_argument_group("interruptions")
-    interrupted.add_argument("--resume", action="store_true", help="go on after the last partition that was finished")
+    interrupted.add_argument(
+        "--resume", action="store_true", help="continue after the last partition that was finished"
+    )
     interrupted.add_argument(
         "--partitions", type=positive, metavar="N", help="parts of the input to finish one by one (default: of 256 MiB)"
     )
@@ -49,13 +51,13 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def dashed(word: str) -> str:
-    """A flag with dashes for underscores; any other word as it is."""
+    """Return a flag with dashes for underscores; any other word as it is."""
     name, equals, value = word.partition("=")
     return name.replace("_", "-") + equals + value if word.startswith("--") else word
 
 
-def take_foreign_flags(arguments: argparse.Namespace, console: Console) -> None:
-    """Tell which flags of other tools have no effect; raises ConfigError for those that would need one."""
+def check_foreign_flags(arguments: argparse.Namespace, console: Console) -> None:
+    """Print which flags of other tools have no effect; raises ConfigError for those that would need one."""
     given = {name.replace("_", "-"): words for name, words in vars(arguments).items() if words is not None}
     problems = []
     for name, rule in PREPROCESSING_REFUSED.items():
@@ -72,10 +74,10 @@ def take_foreign_flags(arguments: argparse.Namespace, console: Console) -> None:
 
 
 def main() -> None:
-    """Encode, write, tell."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was finished is kept as after Ctrl-C
+    """Encode the input, write the corpora, print the counts."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # finished partitions stay, as after Ctrl-C
     arguments, console, started = parse_arguments(), Console(), time.monotonic()
-    take_foreign_flags(arguments, console)
+    check_foreign_flags(arguments, console)
     request = PreprocessRequest(
         inputs=tuple(arguments.input),
         output_prefix=arguments.output_prefix,
@@ -98,7 +100,7 @@ def main() -> None:
             f"{format_bytes(sidecar.text_bytes)} of text, {ratio}"
         )
     if done.bad_lines:
-        console.line(f"{format_count(done.bad_lines)} lines passed over, listed in {done.bad_lines_file}")
+        console.line(f"{format_count(done.bad_lines)} lines skipped, listed in {done.bad_lines_file}")
     library = f", encoded by {done.library}" if done.library else ""
     console.line(f"done in {format_duration(time.monotonic() - started)}{library}")
 

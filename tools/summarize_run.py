@@ -1,4 +1,4 @@
-"""Tell what came of a run: validation before and after, pace, where its checkpoint is, how to open TensorBoard."""
+"""Summarize a run: validation before and after, pace, its newest checkpoint, the command for TensorBoard."""
 
 import argparse
 import shlex
@@ -11,16 +11,18 @@ from megazero.report.summary import summarize
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--metrics-file", type=Path, required=True, metavar="FILE.jsonl", help="what the run wrote")
+    parser.add_argument(
+        "--metrics-file", type=Path, required=True, metavar="FILE.jsonl", help="metrics file of the run"
+    )
     parser.add_argument("--load", type=Path, metavar="DIR", help="the run's checkpoints")
     parser.add_argument("--tensorboard-dir", type=Path, metavar="DIR", help="the run's TensorBoard folder")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Read, tell."""
+    """Read the metrics file and print the summary."""
     arguments, console = parse_arguments(), Console()
     for line in summarize(arguments.metrics_file).lines():
         console.line(line)

@@ -15,18 +15,18 @@ from megazero.units import format_bytes, format_duration
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--input", nargs="+", type=Path, metavar="PATH", help="folders (or files) to read")
     where.add_argument("--stdlib", action="store_true", help="the sources of this interpreter's standard library")
-    parser.add_argument("--glob", nargs="+", default=["*"], metavar="PATTERN", help="file names to take (default: all)")
+    parser.add_argument("--glob", nargs="+", default=["*"], metavar="PATTERN", help="file names to read (default: all)")
     parser.add_argument(
         "--exclude", nargs="+", default=[], metavar="PATTERN", help="file, folder or relative names to leave out"
     )
     parser.add_argument(
         "--separator", type=separator_text, metavar="TEXT",
-        help=r"what stands between two documents of a file; \n is a line end",
+        help=r"text between two documents of a file; \n is a line end",
     )  # fmt: skip
     parser.add_argument(
         "--output",
@@ -39,7 +39,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Find, write, tell."""
+    """Find the files, write the corpus, print the counts."""
     arguments, console, started = parse_arguments(), Console(), time.monotonic()
     sources = find_stdlib() if arguments.stdlib else find_sources(arguments.input, arguments.glob, arguments.exclude)
     tracked = console.track(sources, total=len(sources), description="files")

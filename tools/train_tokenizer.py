@@ -1,4 +1,4 @@
-"""Train a tokenizer that reads back every text exactly: a SentencePiece model, or GPT-2's byte-level BPE."""
+"""Train a tokenizer that restores every text exactly: a SentencePiece model, or GPT-2's byte-level BPE."""
 
 import argparse
 import sys
@@ -13,12 +13,12 @@ from megazero.units import format_bytes, format_duration
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=HelpFormatter)
     text = parser.add_argument_group("text")
     add_input_arguments(text)
     text.add_argument(
-        "--seed-limit", type=positive, default=4 << 20, metavar="BYTES", help="text to learn from, taken from all over"
+        "--seed-limit", type=positive, default=4 << 20, metavar="BYTES", help="text to learn from, sampled evenly"
     )
     model = parser.add_argument_group("tokenizer")
     model.add_argument(
@@ -40,14 +40,14 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Sample, learn, tell."""
+    """Sample text, learn the tokenizer, print its size."""
     arguments, console, started = parse_arguments(), Console(), time.monotonic()
     request = TokenizerRequest(arguments.output, arguments.vocab_size, arguments.model_type)
     raise_problems(DataError, request.problems())
     text = sample_text(arguments.input, input_rules(arguments), arguments.seed_limit, console)
     console.line(f"learning {request.vocab_size} pieces ({request.model_type}) from {format_bytes(text.num_bytes)}")
     with console.progress() as progress:
-        progress.add_task("learning", total=None)  # neither library tells how far it is
+        progress.add_task("learning", total=None)  # neither library reports its progress
         train_tokenizer(request, text)
     console.line(f"{request.output}: {request.vocab_size} pieces, {format_duration(time.monotonic() - started)}")
 

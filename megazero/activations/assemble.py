@@ -1,11 +1,11 @@
-"""From the configuration to what carries it out on one rank, when switches that were on "auto" have been settled."""
+"""Build what carries out activation recomputation on one rank, from a configuration without "auto"."""
 
 from dataclasses import dataclass
 
 import torch
 
-from megazero.activations.checkpoints import Checkpoints
-from megazero.activations.places import InArena, OnDevice, OnHost, Places
+from megazero.activations.checkpoints import ActivationCheckpoints
+from megazero.activations.copy_stores import ArenaStore, CopyStore, DeviceStore, HostStore
 from megazero.activations.recompute import RandomSource, Recomputation, Stopwatch
 from megazero.activations.recompute_plan import LOGITS_CHUNK_BYTES, ActivationPlan
 from megazero.comm.interface import Communicator
@@ -13,13 +13,13 @@ from megazero.config.engine_sections import ActivationConfig
 from megazero.memory.host import HostMemory
 from megazero.memory.ledger_interface import AnyLedger
 
-# Of checkpoints that are in host memory, so many are on the device at once: one in use, one being gathered, one coming.
-_ON_THEIR_WAY = 3
+# Checkpoints in host memory that are on the device at once: one in use, one being gathered, one being copied back.
+_NUM_RETURNING = 3
 
 
 @dataclass(frozen=True)
 class RankParts:
-    """What recomputation must know of a rank: tensor-parallel axis, device, random states, ledger and timers."""
+    """The parts of a rank that recomputation uses: tensor-parallel axis, device, random states, ledger and timers."""
 
     tensor_parallel: Communicator
     device: torch.device
@@ -28,8 +28,8 @@ class RankParts:
     stopwatch: Stopwatch
 
 
-def choices(config: ActivationConfig, device_type: str = "cpu") -> ActivationPlan:
-    """What is recomputed, without anybody to do it."""
+def configured_plan(config: ActivationConfig, device_type: str = "cpu") -> ActivationPlan:
+    """Return the configured plan without a `Recomputation` to carry it out; a dry run needs no more."""
     return ActivationPlan(
         granularity=config.recompute_granularity,
         method=config.recompute_method or "uniform",
@@ -39,31 +39,31 @@ def choices(config: ActivationConfig, device_type: str = "cpu") -> ActivationPla
 
 
 def activation_plan(config: ActivationConfig, num_checkpoints: int, rank: RankParts) -> ActivationPlan:
-    """The plan for a model that holds so many checkpoints at once, at the most."""
-    plan = choices(config, rank.device.type)
+    """Return the plan of a model that holds at most `num_checkpoints` activation checkpoints at once."""
+    plan = configured_plan(config, rank.device.type)
     if plan.granularity == "none":
         return plan
-    return plan.carried_out_by(recomputation(config, rank, number=num_checkpoints))
+    return plan.with_recomputation(recomputation(config, rank, number=num_checkpoints))
 
 
 def describe(config: ActivationConfig, num_checkpoints: int, tensor_parallel_size: int) -> str:
-    """What becomes of activations, as a phrase; checkpoints: as many as are held at once, at the most."""
+    """Describe in a phrase what is retained for backward; num_checkpoints: the most that are held at once."""
     if config.recompute_granularity == "none":
-        return "activations: kept until backward"
+        return "activations: retained until backward"
     if config.recompute_granularity == "selective":
-        return "activations: kept until backward, the attention core's recomputed"
+        return "activations: retained until backward, the attention core's recomputed"
     part = f"1/{tensor_parallel_size} of each" if config.partition_activations else "each"
     where = "in host memory" if config.checkpoint_in_cpu else "on the device"
     arena = ", in one arena" if config.contiguous_checkpointing else ""
-    return f"activations: recomputed from {num_checkpoints} checkpoints, {part} kept {where}{arena}"
+    return f"activations: recomputed from {num_checkpoints} activation checkpoints, {part} stored {where}{arena}"
 
 
 def recomputation(config: ActivationConfig, rank: RankParts, *, number: int | None) -> Recomputation:
-    """What runs and recomputes functions; `number` of checkpoints at once, None of a model that isn't known."""
-    checkpoints = Checkpoints(
-        slices=rank.tensor_parallel if config.partition_activations else None,
-        trusts=number is not None,
-        places=_places(config, rank, number=config.number_checkpoints or number),
+    """Build the recomputation of one rank; number: the most activation checkpoints at once, None for a user's model."""
+    checkpoints = ActivationCheckpoints(
+        partition_over=rank.tensor_parallel if config.partition_activations else None,
+        is_replicated=number is not None,
+        copies=_copy_store(config, rank, number=config.number_checkpoints or number),
         device=rank.device,
         ledger=rank.ledger,
     )
@@ -77,11 +77,11 @@ def recomputation(config: ActivationConfig, rank: RankParts, *, number: int | No
     )
 
 
-def _places(config: ActivationConfig, rank: RankParts, *, number: int | None) -> Places | None:
-    """Where copies are kept, if any are."""
+def _copy_store(config: ActivationConfig, rank: RankParts, *, number: int | None) -> CopyStore | None:
+    """Return the store for copies of activation checkpoints; None where no copies are made."""
     device, ledger, in_cpu = rank.device, rank.ledger, config.checkpoint_in_cpu
-    arena = InArena(_ON_THEIR_WAY if in_cpu else number, device, ledger=ledger)
+    arena = ArenaStore(_NUM_RETURNING if in_cpu else number, device, ledger=ledger)
     if in_cpu:
-        rooms = arena if config.contiguous_checkpointing else OnDevice(device, ledger=ledger)
-        return OnHost(HostMemory(device, ledger=ledger), rooms)
+        device_store = arena if config.contiguous_checkpointing else DeviceStore(device, ledger=ledger)
+        return HostStore(HostMemory(device, ledger=ledger), device_store)
     return arena if config.contiguous_checkpointing else None

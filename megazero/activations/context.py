@@ -1,7 +1,7 @@
-"""`megazero.recompute(function, *args)` for code that is handed no settings: those of the engine whose forward runs.
+"""The public `megazero.recompute`, whose settings are those of the engine whose forward runs.
 
-A model's code is called by its engine and knows nothing of it, so the settings reach it by a context variable, which
-has a value only inside an engine's forward, of the thread that runs it, like autograd's own modes.
+A model's code is called by its engine but has no reference to it, so the settings are passed in a context variable,
+which is set only inside an engine's forward and in the thread that runs it, like autograd's own modes.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,11 +20,11 @@ _CURRENT: ContextVar[Recomputation | None] = ContextVar("recomputation", default
 
 
 def recompute(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """function(*args, **kwargs), whose activations are computed again in backward instead of being kept.
+    """Call function(*args, **kwargs); its activations are computed again in backward instead of being retained.
 
-    Any arguments and results.  What is kept is the tensors among the arguments (as the engine's `activations` section,
-    or DeepSpeed's `activation_checkpointing`, says), the random states and autocast.  The function must do the same in
-    both runs and leave its inputs as they are: UsageError in backward where it is seen not to.  With
+    Any arguments and results.  Retained are the tensors among the arguments (as the engine's `activations` section, or
+    DeepSpeed's `activation_checkpointing`, sets), the random states and autocast.  The function must do the same in
+    both runs and must not write to its inputs: backward raises UsageError where it detects a difference.  With
     partition_activations, floating-point inputs must be the same on every tensor-parallel rank.
     """
     settings = _CURRENT.get() or Recomputation(random=DefaultGenerators(_device((args, kwargs))))
@@ -33,7 +33,7 @@ def recompute(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any
 
 @contextmanager
 def recomputing(settings: Recomputation) -> Iterator[None]:
-    """A forward, in which `recompute` does as `settings` says."""
+    """Run a forward in which `recompute` uses `settings`."""
     settings.checkpoints.begin_pass()
     token = _CURRENT.set(settings)
     try:
@@ -43,7 +43,7 @@ def recomputing(settings: Recomputation) -> Iterator[None]:
 
 
 def _device(arguments: Any) -> torch.device:
-    """Where the function's random numbers may come from besides the CPU."""
+    """Return the device whose random state is restored beside the CPU's."""
     devices = [leaf.device for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor) and leaf.is_cuda]
     if devices:
         return devices[0]

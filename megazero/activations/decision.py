@@ -1,4 +1,4 @@
-"""When partitioned checkpoints (Pa), and checkpoints in host memory (Pa+cpu), pay (paper section 8).  Pure.
+"""Decide when partitioned checkpoints (Pa), and checkpoints in host memory (Pa+cpu), pay (ZeRO, section 8).  Pure.
 
 Both cost traffic and free memory; what the memory buys is a larger batch.  A step's data-parallel traffic does not
 grow with the batch, so with a batch n times as large the same samples need 1/n of it.  The terms, in seconds of one
@@ -8,7 +8,7 @@ step of one rank:
     t_pa    Pa's price: one all-gather of a checkpoint, b s h elements, for every checkpoint and micro-batch, before
             its recomputation.  A block's tensor-parallel traffic is 12 b s h (two all-reduces each in forward,
             recomputation and backward, each twice its message), so Pa adds a twelfth: less than 10 %.
-    t_cpu   Pa+cpu's price: what a rank keeps (checkpoints, or the slices that Pa leaves of them) goes to the host and
+    t_cpu   Pa+cpu's price: what a rank stores (checkpoints, or the slices that Pa leaves of them) goes to the host and
             comes back, twice its bytes.
 
 Pa divides the memory of checkpoints by the tensor-parallel degree Nm, so the batch grows up to Nm times and t_dp falls
@@ -17,14 +17,14 @@ an order of magnitude smaller, pays when
 
     t_pa < t_dp - t_dp / Nm
 
-Pa+cpu brings the memory of checkpoints to nearly nothing.  It is for the extreme case in which data-parallel traffic is
+Pa+cpu leaves almost no memory of checkpoints.  It is for the extreme case in which data-parallel traffic is
 the bottleneck even with Pa, and pays as long as moving to the host costs less than the communication that remains:
 
     t_cpu < t_dp / Nm        without Pa: t_cpu < t_dp
 
-A switch that the user has set stays as it is, and the other is decided given that one.  Where checkpoints are in host
-memory by the user's word, the batch does not wait for Pa to free the device; then Pa saves host traffic instead, which
-is this file's reading, not the paper's:
+A switch that the user has set stays as it is, and the other is decided given that one.  Where the user has set
+checkpoints to be in host memory, the batch does not wait for Pa to free the device; then Pa saves host traffic instead,
+which is this file's reading, not the paper's:
 
     t_pa < t_cpu - t_cpu / Nm        t_cpu of whole checkpoints
 """
@@ -59,7 +59,7 @@ class CheckpointSizes:
 
 @dataclass(frozen=True)
 class Volumes:
-    """Bytes of one step of one rank.
+    """The bytes of one step of one rank.
 
     checkpoints: of all micro-batches, whole.  data_parallel: sent on that axis, as the meter counts.
     tensor_parallel_size: Nm, the ranks over which Pa cuts a checkpoint.
@@ -71,24 +71,24 @@ class Volumes:
 
     @property
     def gathered(self) -> int:
-        """What a rank sends for Pa's all-gathers."""
+        """The bytes that a rank sends for Pa's all-gathers."""
         return sent_bytes("all_gather", self.checkpoints, self.tensor_parallel_size)
 
     def moved(self, *, partitioned: bool) -> int:
-        """What goes to the host and comes back, each way counted."""
+        """Return the bytes that go to the host and come back, each way counted."""
         return 2 * self.checkpoints // (self.tensor_parallel_size if partitioned else 1)
 
 
 def volumes(
     checkpoints: CheckpointSizes, *, num_micro_batches: int, tensor_parallel_size: int, data_parallel_bytes: int
 ) -> Volumes:
-    """Of a step with so many micro-batches; data_parallel_bytes: what the step sends on that axis."""
+    """Return the volumes of a step; data_parallel_bytes: the bytes that the step sends on the data-parallel axis."""
     return Volumes(num_micro_batches * checkpoints.nbytes, data_parallel_bytes, tensor_parallel_size)
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """Bytes a second: sent by a rank on an axis (infinite where it is alone), and to the host or back."""
+    """Bandwidths in bytes a second: of a rank's sends on an axis (infinite where it is alone), and of host copies."""
 
     tensor_parallel: float
     data_parallel: float
@@ -97,7 +97,10 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Decision:
-    """partition: Pa; in_cpu: Pa+cpu, or whole checkpoints in host memory; reasons: lines to print."""
+    """The chosen switches.
+
+    partition: Pa; in_cpu: Pa+cpu, or whole checkpoints in host memory; reasons: lines to print.
+    """
 
     partition: bool
     in_cpu: bool
@@ -105,7 +108,7 @@ class Decision:
 
 
 def decide(volumes: Volumes, speeds: Speeds, *, partition: Switch = "auto", in_cpu: Switch = "auto") -> Decision:
-    """Settle what is "auto"."""
+    """Choose a value for each switch that is "auto"."""
     reasons = []
     if partition == "auto":
         partition, reason = _partition(volumes, speeds, in_cpu=in_cpu is True)
@@ -122,15 +125,15 @@ def _partition(volumes: Volumes, speeds: Speeds, *, in_cpu: bool) -> tuple[bool,
         return False, "partition_activations auto: off, tensor parallel 1 leaves nothing to partition"
     cost = volumes.gathered / speeds.tensor_parallel
     if in_cpu:
-        saves_from, place = volumes.moved(partitioned=False) / speeds.host, "of host copies"
+        saves_from, traffic = volumes.moved(partitioned=False) / speeds.host, "of host copies"
     else:
-        saves_from, place = volumes.data_parallel / speeds.data_parallel, "on the data-parallel axis"
+        saves_from, traffic = volumes.data_parallel / speeds.data_parallel, "on the data-parallel axis"
     gain = saves_from * (1 - 1 / ranks)
     pays = cost < gain
     price = _price(volumes.gathered, speeds.tensor_parallel, cost)
     return pays, (
         f"partition_activations auto: {_on(pays)}, gathering {price} a step,"
-        f" and saves up to {_milliseconds(gain)} of {_milliseconds(saves_from)} {place}"
+        f" and saves up to {_milliseconds(gain)} of {_milliseconds(saves_from)} {traffic}"
     )
 
 

@@ -1,8 +1,8 @@
-"""What a model keeps of its forward, and what it computes again.
+"""The plan of what a model retains of its forward, and what it computes again.
 
-*Full* recomputation cuts the layers into segments; of a recomputed segment only the input is kept, its *checkpoint*.
-*Selective* recomputation keeps everything but what the attention core makes.  The words are Megatron-LM's
-(Korthikanti et al., arXiv 2205.05198).
+*Full* recomputation cuts the layers into segments; a recomputed segment retains only its input, the activation
+*checkpoint*.  *Selective* recomputation retains everything but what the attention core computes.  The words are
+Megatron-LM's (Korthikanti et al., arXiv 2205.05198).
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ from megazero.activations.recompute import Recomputation
 Granularity = Literal["none", "selective", "full"]
 Method = Literal["uniform", "block"]
 
-# On a GPU a piece must be large: every one reads and writes the gradient of the whole matrix.
+# On a GPU a chunk must be large: every one reads and writes the gradient of the whole matrix.
 LOGITS_CHUNK_BYTES: Mapping[str, int] = MappingProxyType({"cpu": 1 << 26, "cuda": 1 << 30})
 
 
@@ -29,12 +29,12 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class ActivationPlan:
-    """The choices of one model, and who carries them out.
+    """One model's choices, and the `Recomputation` that carries them out.
 
-    recomputation: runs what is recomputed; None where nothing is.
+    recomputation: runs what is recomputed; None where nothing is, and in a dry run.
     method, num_layers: "uniform" recomputes all layers, in segments of num_layers; "block" the first num_layers, each
     on its own.
-    logits_chunk_bytes: the largest piece of the logits that exists at once, in bytes of the loss's dtype.
+    logits_chunk_bytes: the largest chunk of the logits that exists at once, in bytes of the loss's dtype.
     """
 
     granularity: Granularity = "none"
@@ -44,20 +44,20 @@ class ActivationPlan:
     logits_chunk_bytes: int = LOGITS_CHUNK_BYTES["cpu"]
 
     @property
-    def core(self) -> Recomputation | None:
-        """Who recomputes the attention core, if it is recomputed on its own."""
+    def core_recomputation(self) -> Recomputation | None:
+        """The recomputation of the attention core, where it is recomputed on its own."""
         return self.recomputation if self.granularity == "selective" else None
 
-    def carried_out_by(self, recomputation: Recomputation) -> "ActivationPlan":
-        """The same choices with somebody to carry them out."""
+    def with_recomputation(self, recomputation: Recomputation) -> "ActivationPlan":
+        """Return the same choices, carried out by `recomputation`."""
         return replace(self, recomputation=recomputation)
 
     def num_checkpoints(self, total: int) -> int:
-        """Checkpoints that a forward of `total` layers leaves."""
+        """Return how many activation checkpoints a forward of `total` layers leaves."""
         return sum(segment.is_recomputed for segment in self.segments(total))
 
     def segments(self, total: int) -> tuple[Segment, ...]:
-        """How `total` layers run."""
+        """Cut `total` layers into the segments in which they run."""
         if self.granularity != "full":
             return (Segment(0, total, is_recomputed=False),)
         return tuple(_uniform(total, self.num_layers) if self.method == "uniform" else _block(total, self.num_layers))
@@ -76,4 +76,4 @@ def _block(total: int, number: int) -> Iterator[Segment]:
         yield Segment(number, total, is_recomputed=False)
 
 
-KEEP_ALL = ActivationPlan()
+NO_RECOMPUTATION = ActivationPlan()

@@ -1,7 +1,7 @@
-"""Settles what the user has left to be decided about checkpoints: measures this machine, then asks `decision.py`."""
+"""Choose the activation checkpoint switches that are "auto": measure this machine, then decide."""
 
 from megazero.activations.decision import CheckpointSizes, Decision, Speeds, Switch, decide, volumes
-from megazero.comm.bandwidth import agree, axis_bandwidth
+from megazero.comm.bandwidth import axis_bandwidth, minimum_over_ranks
 from megazero.comm.mesh import Mesh
 from megazero.memory.host import host_bandwidth
 
@@ -9,7 +9,7 @@ from megazero.memory.host import host_bandwidth
 _LARGEST_MESSAGE_BYTES = 1 << 25
 
 
-def settle(
+def resolve_switches(
     mesh: Mesh,
     checkpoints: CheckpointSizes,
     *,
@@ -18,10 +18,10 @@ def settle(
     partition: Switch = "auto",
     in_cpu: Switch = "auto",
 ) -> Decision:
-    """The same decision on every rank, all of which call this with the same arguments, before or between steps.
+    """Return the same decision on every rank; all call this with the same arguments, before or between steps.
 
-    data_parallel_bytes: what a rank sends on that axis in a step, as the meter counts; it forgets what it has counted.
-    Nothing is measured where nothing is left to be decided.
+    data_parallel_bytes: what a rank sends on that axis in a step, as the meter counts; the meter is reset.
+    Nothing is measured where no switch is "auto".
     """
     if partition != "auto" and in_cpu != "auto":
         return Decision(partition, in_cpu, ())
@@ -36,9 +36,9 @@ def settle(
 
 
 def measure(mesh: Mesh, *, checkpoint_bytes: int, data_parallel_bytes: int) -> Speeds:
-    """This job's speeds for messages as large as these, on every rank those of the slowest."""
+    """Measure this job's bandwidths for messages of these sizes; every rank gets those of the slowest."""
     checkpoint = min(checkpoint_bytes, _LARGEST_MESSAGE_BYTES)
-    host = agree(mesh, host_bandwidth(mesh.device, checkpoint))
+    host = minimum_over_ranks(mesh, host_bandwidth(mesh.device, checkpoint))
     tensor_parallel = axis_bandwidth(mesh, "tp", checkpoint)
     data_parallel = axis_bandwidth(mesh, "dp", min(data_parallel_bytes, _LARGEST_MESSAGE_BYTES))
     return Speeds(tensor_parallel, data_parallel, host)

@@ -1,1 +1,1 @@
-"""Checkpoints as named boxes of logical tensors, readable at any layout."""
+"""Checkpoints of runs as named boxes of logical tensors, readable at any layout."""

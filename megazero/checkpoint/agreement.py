@@ -1,6 +1,6 @@
-"""Doing something on every rank such that it either works on all of them or fails on all of them.
+"""Actions that either succeed on all ranks or fail on all of them.
 
-A rank that raises alone leaves the others waiting in their next collective; here the ranks compare notes first.
+A rank that raises alone leaves the others waiting in their next collective; here the ranks exchange problems first.
 """
 
 from collections.abc import Callable
@@ -16,17 +16,17 @@ from megazero.errors import CheckpointError, Problem, UserError, raise_problems
 _SHOWN_RANKS = 8
 
 
-def together(world: Communicator, device: torch.device, action: Callable[[], Any], *, doing: str) -> list[Any]:
-    """Run `action` here and on the other ranks; every rank's JSON-able result, in rank order.
+def all_or_none(world: Communicator, device: torch.device, action: Callable[[], Any], *, doing: str) -> list[Any]:
+    """Run `action` on every rank; return the JSON-able results of all ranks, in rank order.
 
     If it raises on any rank, all raise: CheckpointError with every problem and its ranks where the reason is one that a
     user can mend (a full disk, a damaged file), and the original exception on a rank where it is a bug of ours.
-    `doing` says what was tried, for errors of the operating system.
+    doing: the action in words, for errors of the operating system.
     """
     value, error = None, None
     try:
         value = action()
-    # Whatever it is, the others must hear of it; it is raised again below.
+    # Any exception is reported to the other ranks first, and raised again below.
     except Exception as caught:
         error = caught
     reports = gather_json(world, {"value": value, "problems": _problems(error, doing)}, device)
@@ -50,7 +50,7 @@ def _problems(error: Exception | None, doing: str) -> list[tuple[str, ...]]:
 
 
 def _merged(reports: list[list[list[str]]]) -> list[Problem]:
-    """Problems of all ranks, each once, with the ranks that have it unless all do."""
+    """Return the problems of all ranks, each once, with the ranks that have it unless all do."""
     ranks: dict[tuple[str, ...], list[int]] = {}
     for rank, problems in enumerate(reports):
         for problem in problems:

@@ -1,4 +1,4 @@
-"""How two checkpoints differ, tensor by tensor, whatever layouts saved them.
+"""The differences between two checkpoints, tensor by tensor, whatever layouts saved them.
 
 The boxes of the first are looked up in the second one by one, so no tensor needs to fit into memory.
 """
@@ -14,31 +14,31 @@ from megazero.checkpoint.manifest import TensorEntry, TensorKey
 from megazero.checkpoint.reader import Checkpoint
 
 
-class Difference(NamedTuple):
-    """How many elements differ, and by how much at most (NaN where only one of the two is NaN)."""
+class ValueDifference(NamedTuple):
+    """The number of elements that differ, and the largest difference (NaN where only one of the two is NaN)."""
 
     num_elements: int
     largest: float
 
-    def joined(self, other: "Difference") -> "Difference":
-        """That of two regions together."""
+    def joined(self, other: "ValueDifference") -> "ValueDifference":
+        """Return the difference of two regions together."""
         largest = torch.tensor([self.largest, other.largest], dtype=torch.float64).max().item()
-        return Difference(self.num_elements + other.num_elements, largest)
+        return ValueDifference(self.num_elements + other.num_elements, largest)
 
 
-NONE = Difference(0, 0.0)
+NONE = ValueDifference(0, 0.0)
 
 
-def difference(a: Tensor, b: Tensor) -> Difference:
+def difference(a: Tensor, b: Tensor) -> ValueDifference:
     """Compare two tensors of one shape in float64; NaN equals NaN."""
     a, b = a.to(torch.float64), b.to(torch.float64)
     unequal = ~((a == b) | (a.isnan() & b.isnan()))
     count = int(unequal.sum())
-    return Difference(count, (a - b)[unequal].abs().max().item() if count else 0.0)
+    return ValueDifference(count, (a - b)[unequal].abs().max().item() if count else 0.0)
 
 
 def metadata_differences(first: Checkpoint, second: Checkpoint) -> Iterator[str]:
-    """Lines about step, progress and configuration."""
+    """Yield lines about step, progress and configuration."""
     if first.step != second.step:
         yield f"step: {first.step} against {second.step}"
     for key in sorted(first.progress.keys() | second.progress.keys()):
@@ -50,7 +50,7 @@ def metadata_differences(first: Checkpoint, second: Checkpoint) -> Iterator[str]
 
 
 def schema_differences(first: Checkpoint, second: Checkpoint) -> Iterator[str]:
-    """Lines about tensors that only one of the two has, or has in another shape or dtype."""
+    """Yield lines about tensors that only one of the two has, or has in another shape or dtype."""
     mine, others = _tensors(first), _tensors(second)
     for parameter, kind in sorted(mine.keys() ^ others.keys()):
         yield f"{parameter}, {kind}: only in {(first if (parameter, kind) in mine else second).folder}"
@@ -61,8 +61,8 @@ def schema_differences(first: Checkpoint, second: Checkpoint) -> Iterator[str]:
             yield f"{key[0]}, {key[1]}: {mine[key].dtype} against {others[key].dtype}"
 
 
-def box_differences(first: Checkpoint, second: Checkpoint) -> Iterator[tuple[TensorKey, Difference]]:
-    """For every box of the first: its tensor and how the values differ; none where shapes cannot be compared."""
+def box_differences(first: Checkpoint, second: Checkpoint) -> Iterator[tuple[TensorKey, ValueDifference]]:
+    """Yield for every box of the first its tensor and how the values differ; `NONE` where shapes cannot be compared."""
     mine, others = _tensors(first), _tensors(second)
     for entry in (box for file in first.manifest.files for box in file.boxes):
         key = (entry.parameter, entry.kind)

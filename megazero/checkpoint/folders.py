@@ -1,4 +1,4 @@
-"""Where checkpoints lie: one *step folder* each under a root, and a small text file that names the newest.
+"""The folders of checkpoints: one *step folder* each under a root, and a small text file that names the newest.
 
     runs/demo/                      the root
         latest                      "step_0000020"
@@ -7,8 +7,8 @@
         .saving_step_0000030/       being written, or left by a run that was killed; the next save removes it
 
 A step folder gets its name by one rename when it is complete, and is never written to again.  A step that is saved a
-second time goes to `step_0000020_2` (a *revision*), and the older folder is removed once `latest` names the new one: no
-moment exists at which the only good copy is half gone.
+second time goes to `step_0000020_2` (a *revision*), and the older folder is removed once `latest` names the new one, so
+a complete copy exists at every moment.
 """
 
 import os
@@ -35,12 +35,12 @@ class StepFolder(NamedTuple):
 
 
 def part_name(rank: int) -> str:
-    """File with the bytes that a rank saved."""
+    """Return the name of the file with the bytes that a rank saved."""
     return f"rank_{rank:05d}.safetensors"
 
 
 def list_steps(root: Path) -> list[StepFolder]:
-    """The published checkpoints under `root`, oldest step first; empty when there is no such folder."""
+    """Return the published checkpoints under `root`, oldest step first; none when there is no such folder."""
     try:
         names = os.listdir(root)
     except (FileNotFoundError, NotADirectoryError):
@@ -51,7 +51,7 @@ def list_steps(root: Path) -> list[StepFolder]:
 
 
 def free_name(root: Path, step: int) -> str:
-    """Name for a new step folder: that of the step, with the next revision when the step is there already."""
+    """Return the name of a new step folder: that of the step, with the next revision when the step is there already."""
     revision = max((folder.revision for folder in list_steps(root) if folder.step == step), default=0) + 1
     while (root / _name(step, revision)).exists():  # something that is no checkpoint
         revision += 1
@@ -63,7 +63,7 @@ def _name(step: int, revision: int) -> str:
 
 
 def newest(root: Path) -> Path | None:
-    """The folder that `latest` names; without such a file the highest step; None when nothing is there.
+    """Return the folder that `latest` names; without such a file the highest step; None when there is no checkpoint.
 
     A run killed between publishing its first checkpoint and writing `latest` leaves a complete folder and no `latest`.
     Raises CheckpointError when `latest` names something that is not there.
@@ -88,7 +88,7 @@ def newest(root: Path) -> Path | None:
 
 
 def resolve(path: Path, step: int | None = None) -> Path:
-    """The step folder meant by `path`: a step folder itself, or a root (then `step`, or the newest).
+    """Return the step folder meant by `path`: a step folder itself, or a root (then `step`, or the newest).
 
     Raises CheckpointError when there is none.
     """

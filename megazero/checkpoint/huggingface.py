@@ -1,7 +1,7 @@
-"""Hugging Face's GPT-2 and ours: one table of names and layouts, read both ways.
+"""Conversion between Hugging Face's GPT-2 and ours: one table of names and layouts, read both ways.
 
 A transformers model is a folder with `config.json` and `model.safetensors`.  Its linear layers are *Conv1D*, which
-keep a matrix as [in, out]; ours are [*out, in] with the fused query, key and value as (3, heads, head_dim, in).  A
+store a matrix as [in, out]; ours are [*out, in] with the fused query, key and value as (3, heads, head_dim, in).  A
 tied head is not stored on either side.
 """
 
@@ -56,7 +56,7 @@ _BLOCK: tuple[tuple[str, str, Form], ...] = (
     ("mlp.down.weight", "mlp.c_proj.weight", "conv1d"),
     ("mlp.down.bias", "mlp.c_proj.bias", "same"),
 )
-# What their configuration must say for the model to be the one we have; theirs is what is assumed when it is silent.
+# Settings that their configuration must have for the model to be ours; the values are also their defaults.
 _SAME_MODEL: Mapping[str, Any] = {
     "model_type": "gpt2",
     "activation_function": "gelu_new",
@@ -67,8 +67,8 @@ _SAME_MODEL: Mapping[str, Any] = {
 }
 
 
-class Row(NamedTuple):
-    """One parameter under both names."""
+class NamePair(NamedTuple):
+    """The two names of one parameter, and how its layout is converted."""
 
     ours: str
     theirs: str
@@ -83,15 +83,15 @@ class ImportedModel(NamedTuple):
     weights: dict[str, Tensor]
 
 
-def name_table(config: ModelConfig) -> Iterator[Row]:
-    """Every parameter of the model under both names."""
+def name_table(config: ModelConfig) -> Iterator[NamePair]:
+    """Yield every parameter of the model under both names."""
     for ours, theirs, form in _ENDS:
-        yield Row(ours, f"transformer.{theirs}", form)
+        yield NamePair(ours, f"transformer.{theirs}", form)
     for index in range(config.num_layers):
         for ours, theirs, form in _BLOCK:
-            yield Row(f"layers.{index}.{ours}", f"transformer.h.{index}.{theirs}", form)
+            yield NamePair(f"layers.{index}.{ours}", f"transformer.h.{index}.{theirs}", form)
     if config.untie_embeddings_and_output_weights:
-        yield Row("head.weight", "lm_head.weight", "same")
+        yield NamePair("head.weight", "lm_head.weight", "same")
 
 
 def export_model(
@@ -104,8 +104,8 @@ def export_model(
 ) -> None:
     """Write the checkpoint's weights as a Hugging Face model; `output` appears whole or not at all.
 
-    dtype: of the file, the checkpoint's own when None.  eod: the end-of-document id, if known.  Raises CheckpointError
-    when the checkpoint is damaged or not of this model, or when output is there already.
+    dtype: the file's, the checkpoint's own when None.  eod: the end-of-document id, if known.  Raises CheckpointError
+    when the checkpoint is damaged or not of this model, or when output exists already.
     """
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise CheckpointError(Problem(f"--output {output}", "it must not exist yet, or be an empty folder"))
@@ -119,7 +119,7 @@ def export_model(
 
 
 def read_model(folder: Path) -> ImportedModel:
-    """The model in a Hugging Face folder.  Raises CheckpointError with all that is missing or does not fit."""
+    """Read the model in a Hugging Face folder.  Raises CheckpointError with all that is missing or does not fit."""
     described = _read_config(folder / CONFIG_FILE)
     config = our_config(described, given=str(folder / CONFIG_FILE))
     shapes = full_shapes(config, described["vocab_size"])
@@ -138,35 +138,35 @@ def read_model(folder: Path) -> ImportedModel:
     return ImportedModel(config, described["vocab_size"], weights)
 
 
-def _find(row: Row, keys: set[str]) -> str | None:
-    """Their name as the file has it: one written by the bare GPT2Model, such as OpenAI's, has no prefix."""
+def _find(row: NamePair, keys: set[str]) -> str | None:
+    """Return the name that the file uses: one written by the bare GPT2Model, such as OpenAI's, has no prefix."""
     names = (row.theirs, row.theirs.removeprefix("transformer."))
     return next((name for name in names if name in keys), None)
 
 
-def _mismatch(path: Path, file: Any, row: Row, key: str | None, shape: tuple[int, ...]) -> Problem | None:
+def _mismatch(path: Path, file: Any, row: NamePair, key: str | None, shape: tuple[int, ...]) -> Problem | None:
     wanted = list(to_theirs(torch.empty(shape, device="meta"), row.form).shape)
     found = None if key is None else list(file.get_slice(key).get_shape())
     if found == wanted:
         return None
-    told = "is not there" if found is None else f"has shape {found}"
-    return Problem(f"{path}: {row.theirs} {told}", f"{CONFIG_FILE} makes it a tensor of shape {wanted}")
+    actual = "is missing" if found is None else f"has shape {found}"
+    return Problem(f"{path}: {row.theirs} {actual}", f"by {CONFIG_FILE} it is a tensor of shape {wanted}")
 
 
 def to_theirs(value: Tensor, form: Form) -> Tensor:
-    """Our full logical tensor as transformers keeps it."""
+    """Convert our full logical tensor to the layout of transformers."""
     if form == "same":
         return value
     return value.flatten() if form == "flat" else value.flatten(0, -2).T
 
 
 def to_ours(value: Tensor, form: Form, shape: tuple[int, ...]) -> Tensor:
-    """Their tensor as our full logical one, of `shape`."""
+    """Convert a tensor of transformers to our full logical one, of `shape`."""
     return (value.T if form == "conv1d" else value).reshape(shape).contiguous()
 
 
 def full_shapes(config: ModelConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
-    """The logical shape of every parameter, by our name, from a model without memory."""
+    """Return the logical shape of every parameter, by our name, from a model on the meta device."""
     tp = TensorParallel(
         LocalCommunicator(), RandomRegions(0, 0, torch.device("cpu")), torch.float32, torch.device("meta")
     )
@@ -175,7 +175,7 @@ def full_shapes(config: ModelConfig, vocab_size: int) -> dict[str, tuple[int, ..
 
 
 def their_config(config: ModelConfig, *, vocab_size: int, eod: int | None) -> dict[str, Any]:
-    """The content of `config.json`."""
+    """Return the content of `config.json`."""
     return {
         **_SAME_MODEL,
         "architectures": ["GPT2LMHeadModel"],
@@ -197,16 +197,18 @@ def their_config(config: ModelConfig, *, vocab_size: int, eod: int | None) -> di
 
 
 def our_config(described: Mapping[str, Any], *, given: str) -> ModelConfig:
-    """The model that a `config.json` describes.  Raises CheckpointError when it is not one we have."""
+    """Return the model that a `config.json` describes.  Raises CheckpointError when it is not a GPT-2 of our kind."""
     other = {name: described[name] for name, value in _SAME_MODEL.items() if described.get(name, value) != value}
     needed = ("vocab_size", "n_embd", "n_layer", "n_head")
     missing = [name for name in needed if type(described.get(name)) is not int]
     problems = [
-        Problem(f"{given}: {name} {other[name]!r}", "only GPT-2 is known", str(_SAME_MODEL[name])) for name in other
+        Problem(f"{given}: {name} {other[name]!r}", "only GPT-2 is supported", str(_SAME_MODEL[name])) for name in other
     ]
     problems += [Problem(f"{given}: {name} {described.get(name)!r}", "is a whole number") for name in missing]
     if not problems and described["n_embd"] % max(1, described["n_head"]):
-        problems = [Problem(f"{given}: n_embd {described['n_embd']}, n_head {described['n_head']}", "heads are equal")]
+        problems = [
+            Problem(f"{given}: n_embd {described['n_embd']}, n_head {described['n_head']}", "n_head divides n_embd")
+        ]
     raise_problems(CheckpointError, problems)
     try:
         return ModelConfig(
@@ -238,18 +240,18 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _publish(output: Path, described: str, tensors: Mapping[str, Tensor]) -> None:
-    """Write both files to a folder aside, bring them to the disk, give the folder its name."""
-    aside = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    """Write both files to a temporary folder, sync them to disk, rename the folder."""
+    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
-        aside.mkdir(parents=True)
-        (aside / CONFIG_FILE).write_text(described, encoding="utf-8")
-        save_file(dict(tensors), aside / WEIGHTS_FILE, metadata={"format": "pt"})
-        for path in (aside / CONFIG_FILE, aside / WEIGHTS_FILE, aside):
+        temporary.mkdir(parents=True)
+        (temporary / CONFIG_FILE).write_text(described, encoding="utf-8")
+        save_file(dict(tensors), temporary / WEIGHTS_FILE, metadata={"format": "pt"})
+        for path in (temporary / CONFIG_FILE, temporary / WEIGHTS_FILE, temporary):
             sync_path(path)
-        os.replace(aside, output)
+        os.replace(temporary, output)
         sync_path(output.parent)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(Problem(f"--output {output}: {error}", "the folder must be writable")) from error
     finally:
         with suppress(FileNotFoundError, NotADirectoryError):
-            shutil.rmtree(aside)
+            shutil.rmtree(temporary)

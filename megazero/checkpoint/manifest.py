@@ -1,8 +1,8 @@
-"""The manifest: a JSON table of what a checkpoint holds and where each box of it lies.  Pure; touches no file.
+"""The manifest: a JSON table of a checkpoint's tensors and the positions of their boxes.  Pure; touches no file.
 
     {"sha256": "...",                            of the rest, as compact JSON with sorted keys
      "format": "megazero-checkpoint", "version": 1, "step": 20,
-     "progress": {...},                          counters, as the trainer handed them over
+     "progress": {...},                          counters of the run
      "config": {"name": "config.yaml", "sha256": "..."},
      "tensors": [{"parameter": "wte.weight", "kind": "weight", "shape": [1000, 60], "dtype": "F32"}, ...],
      "files": [{"name": "rank_00000.safetensors", "num_bytes": 4000, "header_bytes": 400, "header_sha256": "...",
@@ -11,7 +11,7 @@
 
 A *tensor* here is one kind of state of one parameter (its weight, say).  A file is a safetensors file: a header, then
 boxes back to back, dense and row-major; `begin` and `end` are bytes from the start of the file.  A *part* is what one
-rank contributes.  A manifest may come from anyone, so nothing in it is believed before `parse_manifest` has looked.
+rank contributes.  A manifest may come from an untrusted source, so `parse_manifest` validates all of it.
 """
 
 import hashlib
@@ -112,8 +112,8 @@ class ConfigEntry:
 
 
 @dataclass(frozen=True, config=_strict)
-class Part:
-    """What one rank saved; `tensors` also names those of which it holds nothing but padding."""
+class RankPart:
+    """The tensors and the file of one rank; `tensors` includes those of which it has nothing but padding."""
 
     tensors: tuple[TensorEntry, ...]
     file: FileEntry
@@ -121,7 +121,7 @@ class Part:
 
 @dataclass(frozen=True, config=_strict)
 class Manifest:
-    """The whole table."""
+    """The table of a whole checkpoint."""
 
     step: _Position
     progress: dict[str, JsonValue]
@@ -132,49 +132,49 @@ class Manifest:
     version: Literal[1] = 1
 
 
-_PART = TypeAdapter(Part)
+_PART = TypeAdapter(RankPart)
 _MANIFEST = TypeAdapter(Manifest)
 _DTYPE_NAMES: dict[torch.dtype, DtypeName] = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> DtypeName:
-    """Name of a dtype in files; CheckpointError for one that cannot be stored (complex, say)."""
+    """Return the name of a dtype in files; CheckpointError for one that cannot be stored (complex, say)."""
     if dtype not in _DTYPE_NAMES:
         raise CheckpointError(Problem(f"a tensor of {dtype}", "this dtype cannot be stored", ", ".join(DTYPES)))
     return _DTYPE_NAMES[dtype]
 
 
 def dtype_bytes(name: DtypeName) -> int:
-    """Bytes of an element."""
+    """Return the bytes of an element."""
     return DTYPES[name].itemsize
 
 
-def dump_part(part: Part) -> bytes:
-    """A part as JSON, for the rank that merges parts."""
+def dump_part(part: RankPart) -> bytes:
+    """Return a rank's part as JSON, for rank 0, which merges parts."""
     return _PART.dump_json(part)
 
 
-def parse_part(text: bytes) -> Part:
-    """The inverse of `dump_part`; the text is our own, so a fault in it is a bug (pydantic.ValidationError)."""
+def parse_part(text: bytes) -> RankPart:
+    """Parse the output of `dump_part`; the text is our own, so a fault in it is a bug (pydantic.ValidationError)."""
     return _PART.validate_json(text)
 
 
-def merge_parts(parts: list[Part], *, step: int, progress: dict[str, JsonValue], config: ConfigEntry) -> Manifest:
-    """The manifest of all ranks' parts.  CheckpointError when ranks disagree on a tensor's shape or dtype."""
+def merge_parts(parts: list[RankPart], *, step: int, progress: dict[str, JsonValue], config: ConfigEntry) -> Manifest:
+    """Return the manifest of all ranks' parts.  CheckpointError when ranks disagree on a tensor's shape or dtype."""
     tensors: dict[tuple[str, str], TensorEntry] = {}
     problems: list[Problem] = []
     for rank, part in enumerate(parts):
         for entry in part.tensors:
             known = tensors.setdefault((entry.parameter, entry.kind), entry)
             if known != entry:
-                problems.append(Problem(f"rank {rank}: {describe(entry)}", f"other ranks say {describe(known)}"))
+                problems.append(Problem(f"rank {rank}: {describe(entry)}", f"other ranks have {describe(known)}"))
     raise_problems(CheckpointError, problems[:_MAX_PROBLEMS])
     files = tuple(part.file for part in parts)
     return Manifest(step=step, progress=progress, config=config, tensors=tuple(tensors.values()), files=files)
 
 
 def layout_problems(manifest: Manifest) -> Iterator[Problem]:
-    """Regions of tensors that no box holds, or more than one."""
+    """Yield the regions of tensors that no box holds, or more than one."""
     boxes: dict[TensorKey, list[Box]] = {(entry.parameter, entry.kind): [] for entry in manifest.tensors}
     for file in manifest.files:
         for box in file.boxes:
@@ -184,27 +184,27 @@ def layout_problems(manifest: Manifest) -> Iterator[Problem]:
 
 
 def tensor_layout_problems(entry: TensorEntry, boxes: Sequence[Box]) -> Iterator[Problem]:
-    """The same for one tensor and the boxes stored of it; shows two regions at most."""
+    """Yield such regions of one tensor and the boxes stored of it, two at most."""
     for defect in islice(tiling_defects(entry.shape, boxes), 2):
         rule = "stored nowhere" if defect.kind == "hole" else "stored more than once"
         yield Problem(f"{describe(entry)}, region {format_box(defect.box)}", rule)
 
 
 def describe(entry: TensorEntry) -> str:
-    """`weight of wte.weight, F32 [1000, 60]`."""
+    """Describe a tensor: `weight of wte.weight, F32 [1000, 60]`."""
     return f"{entry.kind} of {entry.parameter}, {entry.dtype} {list(entry.shape)}"
 
 
 def dump_manifest(manifest: Manifest) -> bytes:
-    """The manifest as JSON with its hash.  ValueError for infinities and NaN in `progress`: JSON has none."""
+    """Return the manifest as JSON with its hash.  ValueError for infinities and NaN in `progress`: JSON has none."""
     body = _MANIFEST.dump_python(manifest, mode="json")
     return json.dumps({"sha256": _body_hash(body), **body}, allow_nan=False, separators=(",", ":")).encode() + b"\n"
 
 
 def parse_manifest(text: bytes, *, source: str) -> Manifest:
-    """A manifest that can be relied upon: complete, unaltered, and with no name or number that leads astray.
+    """Parse a manifest and check that it is complete, unaltered, and that every name and number in it is valid.
 
-    Raises CheckpointError with all findings (the first twenty); `source` is the file to name in them.
+    Raises CheckpointError with all problems (the first twenty); `source` is the file to name in them.
     """
     raise_problems(CheckpointError, _envelope_problems(text, source))
     body = json.loads(text)
@@ -223,7 +223,7 @@ def _body_hash(body: dict[str, Any]) -> str:
 
 
 def _envelope_problems(text: bytes, source: str) -> Iterator[Problem]:
-    """What can be said before anything of the inside is looked at: JSON, format, version, hash."""
+    """Yield the problems found without looking at entries: JSON, format, version, hash."""
     try:
         body = json.loads(text)
         digest = body.pop("sha256", None)
@@ -241,11 +241,10 @@ def _envelope_problems(text: bytes, source: str) -> Iterator[Problem]:
 
 
 def _schema_problems(error: ValidationError, source: str) -> list[Problem]:
-    findings = error.errors(include_url=False, include_context=False)
-    shown = findings[:_MAX_PROBLEMS]
+    errors = error.errors(include_url=False, include_context=False)
     return [
         Problem(f"{source}: {'.'.join(map(str, each['loc']))} = {str(each['input'])[:80]}", each["msg"])
-        for each in shown
+        for each in errors[:_MAX_PROBLEMS]
     ]
 
 
@@ -271,7 +270,7 @@ def _tensor_problems(manifest: Manifest, source: str) -> Iterator[Problem]:
         if shapes.setdefault(entry.parameter, entry.shape) != entry.shape:
             yield Problem(f"{source}: {describe(entry)}", f"its other state has shape {list(shapes[entry.parameter])}")
         if math.prod(max(1, length) for length in entry.shape) > 2**58:
-            yield Problem(f"{source}: {describe(entry)}", "too large to be true")
+            yield Problem(f"{source}: {describe(entry)}", "larger than any tensor can be")
 
 
 def _file_problems(file: FileEntry, tensors: dict[TensorKey, TensorEntry], where: str) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""Loading: whatever a rank wants is put together from the boxes that overlap it, whoever saved them.
+"""Loading: a rank's fragments are put together from the boxes that overlap them, whichever ranks saved those.
 
     saved boxes          wanted fragment           read: every box that overlaps, whole, once
     +-----+-----+                                        (its hash covers the whole box), and
@@ -7,8 +7,8 @@
     |     C     |          |   C   |
     +-----------+          +-------+
 
-The layout of the run that saved never comes into it.  Names, shapes, coverage and file sizes are checked before the
-first byte is copied, all problems at once; a box is only copied after its hash has been found right.
+The layout of the run that saved plays no part.  Names, shapes, coverage and file sizes are checked before the first
+byte is copied, all problems at once; a box is copied only if its bytes match its hash.
 """
 
 import difflib
@@ -46,28 +46,28 @@ _MAX_PROBLEMS = 20
 
 @dataclass(frozen=True)
 class SavedParameter:
-    """What a checkpoint has of one parameter: its full shape, and the dtype of each kind of state."""
+    """The full shape of one parameter in a checkpoint, and the dtype of each kind of state."""
 
     full_shape: tuple[int, ...]
     kinds: Mapping[StateKind, torch.dtype]
 
 
-class _Saved(NamedTuple):
-    """A box and the file it lies in."""
+class _StoredBox(NamedTuple):
+    """A stored box and the file it lies in."""
 
     file: FileEntry
     entry: BoxEntry
 
 
 class _Target(NamedTuple):
-    """A region somebody wants, and the view, of the region's shape, that it goes to."""
+    """A region to be filled, and the view, of the region's shape, that its values are copied to."""
 
     box: Box
     view: Tensor
 
 
 def open_checkpoint(path: str | Path, *, step: int | None = None) -> "Checkpoint":
-    """The checkpoint in a step folder, or under a root (the one of `step`, or that `latest` names).
+    """Open the checkpoint in a step folder, or under a root (the one of `step`, or that `latest` names).
 
     Reads the manifest and the configuration, no tensor.  Raises CheckpointError.
     """
@@ -76,23 +76,25 @@ def open_checkpoint(path: str | Path, *, step: int | None = None) -> "Checkpoint
     config_file = folder / manifest.config.name
     config = _read_file(config_file)
     if hashlib.sha256(config).hexdigest() != manifest.config.sha256:
-        raise CheckpointError(Problem(str(config_file), "damaged or edited: the hash in the manifest is another one"))
+        raise CheckpointError(
+            Problem(str(config_file), "damaged or edited: it does not match the hash in the manifest")
+        )
     return Checkpoint(folder, manifest, config.decode(errors="replace"))
 
 
 class Checkpoint:
-    """One checkpoint, open for reading.  Holds no file open and no tensor in memory."""
+    """One checkpoint of a run, open for reading.  No file stays open, and no tensor is held in memory."""
 
     def __init__(self, folder: Path, manifest: Manifest, config_yaml: str) -> None:
         self.folder = folder
         self.manifest = manifest
         self.config_yaml = config_yaml
         self._tensors: dict[TensorKey, TensorEntry] = {(each.parameter, each.kind): each for each in manifest.tensors}
-        self._boxes: dict[TensorKey, list[_Saved]] = {key: [] for key in self._tensors}
+        self._boxes: dict[TensorKey, list[_StoredBox]] = {key: [] for key in self._tensors}
         for file in manifest.files:
             for box in file.boxes:
-                self._boxes[box.parameter, box.kind].append(_Saved(file, box))
-        # What has been found right once: tensors as to coverage and files, boxes (file, first byte) as to their hash.
+                self._boxes[box.parameter, box.kind].append(_StoredBox(file, box))
+        # Checked already: the coverage and files of tensors, the hashes of boxes (file, first byte).
         self._complete: set[TensorKey] = set()
         self._sound: set[tuple[str, int]] = set()
 
@@ -102,7 +104,7 @@ class Checkpoint:
 
     @property
     def progress(self) -> Mapping[str, JsonValue]:
-        """Counters as they were handed to `save`."""
+        """The counters that were passed to `save`."""
         return self.manifest.progress
 
     @property
@@ -137,7 +139,7 @@ class Checkpoint:
         raise_problems(CheckpointError, islice(self._copy(targets), _MAX_PROBLEMS))
 
     def read(self, name: str, box: Box, *, kind: StateKind = "weight") -> Tensor:
-        """One region of a parameter's state as a CPU tensor in the saved dtype.  Raises CheckpointError."""
+        """Read one region of a parameter's state as a CPU tensor in the saved dtype.  Raises CheckpointError."""
         raise_problems(CheckpointError, self._missing(name, kind))
         self._check_stored({(name, kind)})
         entry = self._tensors[name, kind]
@@ -148,13 +150,13 @@ class Checkpoint:
         return out
 
     def read_full(self, name: str, kind: StateKind = "weight") -> Tensor:
-        """The whole tensor; for tools and export, where it is known to fit into memory."""
+        """Read a whole tensor; for tools and export, where it fits into memory."""
         raise_problems(CheckpointError, self._missing(name, kind))
         shape = self._tensors[name, kind].shape
         return self.read(name, Box((0,) * len(shape), shape), kind=kind)
 
     def verify(self) -> Iterator[list[Problem]]:
-        """Read everything: the layout's problems first, then those of each data file in turn."""
+        """Read everything; yield the layout's problems first, then those of each data file in turn."""
         yield list(layout_problems(self.manifest))
         for file in self.manifest.files:
             yield list(self._file_problems(file)) or list(self._data_problems(file))
@@ -203,8 +205,8 @@ class Checkpoint:
             yield Problem(f"{path}: {size} bytes", "truncated or altered since it was saved", f"{file.num_bytes} bytes")
 
     def _copy(self, targets: Mapping[TensorKey, list[_Target]]) -> Iterator[Problem]:
-        """Copy what the targets want, file by file in the order of bytes; yields what is wrong with the data."""
-        plan: dict[str, list[tuple[_Saved, list[_Target]]]] = defaultdict(list)
+        """Copy values to the targets, file by file in the order of bytes; yield the problems found in the data."""
+        plan: dict[str, list[tuple[_StoredBox, list[_Target]]]] = defaultdict(list)
         for key, wanted in targets.items():
             for saved in self._boxes[key]:
                 if overlaps := list(_overlaps(saved.entry.box, wanted)):
@@ -217,7 +219,7 @@ class Checkpoint:
             except OSError as error:
                 yield Problem(str(self.folder / name), f"cannot be read: {error.strerror or error}")
 
-    def _copy_box(self, stream: BufferedReader, saved: _Saved, overlaps: list[_Target]) -> Iterator[Problem]:
+    def _copy_box(self, stream: BufferedReader, saved: _StoredBox, overlaps: list[_Target]) -> Iterator[Problem]:
         entry = saved.entry
         raw = _read_bytes(stream, entry.begin, entry.end)
         if not self._is_sound(saved, raw):
@@ -227,8 +229,8 @@ class Checkpoint:
         for target in overlaps:
             target.view.copy_(values[index_within(entry.box, target.box)])
 
-    def _is_sound(self, saved: _Saved, raw: Tensor) -> bool:
-        """Whether the bytes read are those that were saved; a box that was found right is not hashed again."""
+    def _is_sound(self, saved: _StoredBox, raw: Tensor) -> bool:
+        """Return whether the bytes match the stored hash; a box that matched once is not hashed again."""
         key = (saved.file.name, saved.entry.begin)
         if len(raw) != saved.entry.end - saved.entry.begin:
             return False
@@ -236,7 +238,7 @@ class Checkpoint:
             self._sound.add(key)
         return key in self._sound
 
-    def _damaged(self, saved: _Saved) -> Problem:
+    def _damaged(self, saved: _StoredBox) -> Problem:
         file, entry = saved
         where = f"bytes {entry.begin} to {entry.end} of {self.folder / file.name}"
         return Problem(
@@ -245,23 +247,23 @@ class Checkpoint:
         )
 
     def _data_problems(self, file: FileEntry) -> Iterator[Problem]:
-        """Every box and the header of a file of the right size against their hashes, read anew."""
+        """Check the header and every box of a file of the right size against their hashes, reading them anew."""
         path = self.folder / file.name
         try:
             with open(path, "rb") as stream:
                 header = _read_bytes(stream, 0, file.header_bytes)
                 if _digest(header) != file.header_sha256:
-                    yield Problem(str(path), "its header is damaged (only other programs read it)")
+                    yield Problem(str(path), "its header, which only other programs read, is damaged")
                 for entry in file.boxes:
                     raw = _read_bytes(stream, entry.begin, entry.end)
                     if _digest(raw) != entry.sha256:
-                        yield self._damaged(_Saved(file, entry))
+                        yield self._damaged(_StoredBox(file, entry))
         except OSError as error:
             yield Problem(str(path), f"cannot be read: {error.strerror or error}")
 
 
 def _overlaps(saved: Box, targets: Iterable[_Target]) -> Iterator[_Target]:
-    """The parts of the targets that a saved box holds."""
+    """Yield the parts of the targets that a saved box covers."""
     for target in targets:
         shared = intersect(saved, target.box)
         if shared is not None:
@@ -273,7 +275,7 @@ def _digest(raw: Tensor) -> str:
 
 
 def _read_bytes(stream: BufferedReader, begin: int, end: int) -> Tensor:
-    """Bytes [begin, end) of a file as a uint8 tensor; shorter when the file ends before."""
+    """Read bytes [begin, end) of a file as a uint8 tensor; shorter when the file ends before."""
     raw = torch.empty(end - begin, dtype=torch.uint8)
     stream.seek(begin)
     return raw[: stream.readinto(raw.numpy().data)]

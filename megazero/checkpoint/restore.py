@@ -1,6 +1,6 @@
-"""Loading as a job: every rank fills its state from one checkpoint, and they fail together if one cannot.
+"""Collective loading: every rank fills its state from one checkpoint, or all ranks fail.
 
-Only the ranks together know that a checkpoint holds *more* than the model: each sees its own slice of it.
+Whether a checkpoint holds *more* than the model only shows over all ranks: each reads its own slice of it.
 """
 
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from itertools import islice
 
 import torch
 
-from megazero.checkpoint.agreement import together
+from megazero.checkpoint.agreement import all_or_none
 from megazero.checkpoint.reader import Checkpoint
 from megazero.comm.interface import Communicator
 from megazero.errors import CheckpointError, Problem, raise_problems
@@ -26,7 +26,7 @@ def restore(
     layers than the model is refused.
     """
     wanted = list(fragments)
-    together(world, device, lambda: checkpoint.check(wanted), doing=f"reading {checkpoint.folder}")
+    all_or_none(world, device, lambda: checkpoint.check(wanted), doing=f"reading {checkpoint.folder}")
     names = list(checkpoint.parameters)
     mine = {fragment.spec.name for fragment in wanted}
     seen = torch.tensor([name in mine for name in names], dtype=torch.int64, device=device)
@@ -34,4 +34,4 @@ def restore(
     unused = (name for name, found in zip(names, seen.tolist(), strict=True) if not found)
     problems = (Problem(f"{name} in {checkpoint.folder}", "the model has no such parameter") for name in unused)
     raise_problems(CheckpointError, islice(problems, _MAX_PROBLEMS))
-    together(world, device, lambda: checkpoint.fill(wanted), doing=f"reading {checkpoint.folder}")
+    all_or_none(world, device, lambda: checkpoint.fill(wanted), doing=f"reading {checkpoint.folder}")

@@ -1,4 +1,4 @@
-"""Boxes: how a flat run of a rank's tensor becomes rectangles of the logical tensor, and how rectangles meet.
+"""Boxes: how a range of a rank's flat tensor becomes boxes of the logical tensor, and how boxes intersect.
 
 A *range* is [start, stop) of a row-major flattened tensor.  It is at most 2 * ndim - 1 boxes, whatever its ends:
 
@@ -8,8 +8,8 @@ A *range* is [start, stop) of a row-major flattened tensor.  It is at most 2 * n
         b b b b b b
         c c . . . .      c   the beginning of the last row touched    (a range of one dim less)
 
-A *piece* is one such box in logical coordinates, clipped to the unpadded tensor, with the place and strides at which
-its elements lie in the flat run.  Everything here is arithmetic; no element is read or written.
+A *piece* is one such box in logical coordinates, clipped to the unpadded tensor, with the position and strides at which
+its elements lie in the flat range.  Everything here is arithmetic; no element is read or written.
 """
 
 import math
@@ -24,12 +24,12 @@ from megazero.parallel.param_spec import Box, ParamSpec
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A box of the logical tensor inside a flat run.
+class BoxPiece:
+    """A box of the logical tensor inside a flat range.
 
     box:      the region, in logical coordinates.
-    position: index of its first element in the flat run, in elements.
-    strides:  distance of neighbours in the flat run, per dim, in elements.
+    position: index of its first element in the flat range, in elements.
+    strides:  distance of neighbours in the flat range, per dim, in elements.
     """
 
     box: Box
@@ -39,24 +39,24 @@ class Piece:
 
 @dataclass(frozen=True)
 class Defect:
-    """A region that a set of boxes covers not at all ("hole") or more than once ("overlap")."""
+    """A region that a set of boxes does not cover ("hole") or covers more than once ("overlap")."""
 
     kind: Literal["hole", "overlap"]
     box: Box
 
 
 def format_box(box: Box) -> str:
-    """`[0:10,4:8]`: first and past-the-last index, per dim."""
+    """Format a box as `[0:10,4:8]`: first and past-the-last index, per dim."""
     return "[" + ",".join(f"{a}:{a + n}" for a, n in zip(box.offset, box.lengths, strict=True)) + "]"
 
 
 def row_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a dense row-major tensor of this shape, in elements."""
+    """Return the strides of a dense row-major tensor of this shape, in elements."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def range_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """The boxes that make up elements [start, stop) of a row-major tensor, in order; at most 2 * ndim - 1."""
+    """Yield the boxes that make up elements [start, stop) of a row-major tensor, in order; at most 2 * ndim - 1."""
     if start >= stop:
         return
     if not shape:
@@ -92,8 +92,8 @@ def split_range(shape: tuple[int, ...], start: int, stop: int, limit: int) -> It
         start = end
 
 
-def fragment_pieces(spec: ParamSpec, start: int, stop: int, limit: int | None = None) -> Iterator[Piece]:
-    """The pieces of elements [start, stop) of this rank's tensor, without padding, none above `limit` elements."""
+def fragment_pieces(spec: ParamSpec, start: int, stop: int, limit: int | None = None) -> Iterator[BoxPiece]:
+    """Yield the pieces of elements [start, stop) of this rank's tensor, without padding, each at most `limit` long."""
     strides = row_strides(spec.local_shape)
     runs = [(start, stop)] if limit is None else split_range(spec.local_shape, start, stop, limit)
     for a, b in runs:
@@ -101,25 +101,25 @@ def fragment_pieces(spec: ParamSpec, start: int, stop: int, limit: int | None = 
             box = _logical(spec, local)
             if box.numel:
                 position = sum(i * stride for i, stride in zip(local.offset, strides, strict=True)) - start
-                yield Piece(box, position, strides)
+                yield BoxPiece(box, position, strides)
 
 
-def piece_view(state: Tensor, piece: Piece) -> Tensor:
-    """The elements of a piece as a view, shaped like its box, of the flat run they lie in."""
+def piece_view(state: Tensor, piece: BoxPiece) -> Tensor:
+    """Return the elements of a piece as a view of the flat range, in the shape of the piece's box."""
     step = state.stride(0)
     strides = tuple(stride * step for stride in piece.strides)
     return state.as_strided(piece.box.lengths, strides, state.storage_offset() + piece.position * step)
 
 
 def _logical(spec: ParamSpec, local: Box) -> Box:
-    """A box of the local tensor in logical coordinates, clipped to the full shape (lengths may become 0)."""
+    """Return a box of the local tensor in logical coordinates, clipped to the full shape (lengths may become 0)."""
     offset = tuple(base + index for base, index in zip(spec.offset, local.offset, strict=True))
     room = (full - begin for full, begin in zip(spec.full_shape, offset, strict=True))
     return Box(offset, tuple(max(0, min(length, free)) for length, free in zip(local.lengths, room, strict=True)))
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The region two boxes of one tensor share, or None."""
+    """Return the region two boxes of one tensor share, or None."""
     offset = tuple(map(max, a.offset, b.offset))
     ends = tuple(min(o + n, p + m) for o, n, p, m in zip(a.offset, a.lengths, b.offset, b.lengths, strict=True))
     lengths = tuple(end - begin for begin, end in zip(offset, ends, strict=True))
@@ -127,23 +127,23 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def index_within(outer: Box, inner: Box) -> tuple[slice, ...]:
-    """The index that takes `inner` out of a tensor that holds exactly `outer`."""
+    """Return the index that selects `inner` from a tensor that holds exactly `outer`."""
     begins = (i - o for i, o in zip(inner.offset, outer.offset, strict=True))
     return tuple(slice(begin, begin + n) for begin, n in zip(begins, inner.lengths, strict=True))
 
 
 def tiling_defects(shape: tuple[int, ...], boxes: Sequence[Box]) -> Iterator[Defect]:
-    """Where non-empty boxes inside a tensor of this shape fail to cover every element exactly once.
+    """Yield the regions that non-empty boxes inside a tensor of this shape do not cover exactly once.
 
-    Cuts the tensor into slabs at every begin and end of a box along a dim, and looks at each slab one dim deeper.  An
-    iterator, so that a caller who only shows the first few never pays for the rest.
+    Cuts the tensor into slabs at every begin and end of a box along a dim, and searches each slab one dim deeper.  An
+    iterator, so that a caller that shows only the first few defects does not pay for the rest.
     """
     if 0 not in shape:
         yield from _slab_defects(shape, boxes, ())
 
 
 def _slab_defects(shape: tuple[int, ...], boxes: Sequence[Box], above: tuple[tuple[int, int], ...]) -> Iterator[Defect]:
-    """Defects inside the slab that `above` (begin and length per dim so far) picks; `boxes` all span it."""
+    """Yield defects inside the slab that `above` (begin and length per dim so far) selects; `boxes` all span it."""
     dim = len(above)
     if not boxes or dim == len(shape):
         if len(boxes) != 1:

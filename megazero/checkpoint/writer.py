@@ -1,15 +1,15 @@
 """Saving: every rank writes the boxes it owns to a file of its own; the checkpoint appears at once, or not at all.
 
-    rank 0    make the hidden folder        merge parts, write manifest and `latest` aside,
+    rank 0    make the hidden folder        merge parts, write the manifest and a new `latest`,
        |      `.saving_step_0000020`        rename the folder, then `latest`
        v              |                         ^
     --------- agree --+-- every rank writes ----+-- agree ---> the folder is there, everywhere
                           its file and its part
 
-A rank's file is a safetensors file, so any safetensors reader can look into it; tensors in it are called after kind,
-parameter and region, `exp_avg/wte.weight[0:15,0:60]`.  State passes through a buffer of at most `BOX_BYTES`, whatever
-the model's size.  Between two steps of the drawing ranks compare notes, so a full disk on one of them is an error on
-all, and the folder is removed; what is under its final name is complete and has been fsynced.
+A rank's file is a safetensors file, which any safetensors reader can open; tensors in it are named by kind, parameter
+and region, `exp_avg/wte.weight[0:15,0:60]`.  State is copied through a buffer of at most `BOX_BYTES`, whatever the
+model's size.  After each step of the drawing the ranks exchange problems, so a full disk on one of them is an error on
+all, and the folder is removed; a folder under its final name is complete and has been fsynced.
 """
 
 import hashlib
@@ -26,14 +26,14 @@ import torch
 from pydantic import JsonValue
 from torch import Tensor
 
-from megazero.checkpoint.agreement import together
+from megazero.checkpoint.agreement import all_or_none
 from megazero.checkpoint.folders import CONFIG, LATEST, MANIFEST, TEMPORARY_PREFIX, free_name, list_steps, part_name
 from megazero.checkpoint.manifest import (
     BoxEntry,
     ConfigEntry,
     FileEntry,
     Manifest,
-    Part,
+    RankPart,
     TensorEntry,
     dtype_name,
     dump_manifest,
@@ -42,7 +42,7 @@ from megazero.checkpoint.manifest import (
     merge_parts,
     parse_part,
 )
-from megazero.checkpoint.slices import Piece, format_box, fragment_pieces, piece_view
+from megazero.checkpoint.slices import BoxPiece, format_box, fragment_pieces, piece_view
 from megazero.comm.interface import Communicator
 from megazero.errors import CheckpointError, raise_problems
 from megazero.files import sync_path
@@ -54,7 +54,7 @@ _MAX_PROBLEMS = 20
 
 
 class Draft(NamedTuple):
-    """Where a checkpoint goes, and what it holds besides tensors: counters, and the configuration as YAML text."""
+    """A checkpoint to be saved, without its tensors: its place, counters, and the configuration as YAML text."""
 
     root: Path
     step: int
@@ -65,19 +65,19 @@ class Draft(NamedTuple):
 def save(draft: Draft, fragments: Iterable[StateFragment], *, world: Communicator, device: torch.device) -> Path:
     """Write a checkpoint under `draft.root` and return its folder; a collective call over `world`.
 
-    fragments: what this rank owns; over all ranks every element of every (parameter, kind) exactly once.  Without the
-    optimizer's kinds the checkpoint is one of weights only.  The draft of rank 0 counts.  One job at a time may save
-    under a root.
+    fragments: the state that this rank owns; over all ranks every element of every (parameter, kind) exactly once.
+    Without the optimizer's kinds the checkpoint is one of weights only.  Only rank 0's draft is used.  One job at a
+    time may save under a root.
 
     Raises CheckpointError on all ranks if it fails on any, naming rank and cause; older checkpoints and `latest` are
-    then as they were.
+    then unchanged.
     """
     leads = world.rank == 0
     folder = draft.root / f"{TEMPORARY_PREFIX}step_{draft.step:07d}"
     try:
-        together(world, device, lambda: prepare(folder) if leads else None, doing=f"making {folder}")
-        together(world, device, lambda: write_part(folder, world.rank, fragments), doing=f"writing to {folder}")
-        names = together(
+        all_or_none(world, device, lambda: prepare(folder) if leads else None, doing=f"making {folder}")
+        all_or_none(world, device, lambda: write_part(folder, world.rank, fragments), doing=f"writing to {folder}")
+        names = all_or_none(
             world, device, lambda: publish(folder, draft, world.size) if leads else None, doing=f"publishing {folder}"
         )
     finally:
@@ -90,7 +90,7 @@ class _Item(NamedTuple):
     """A box about to be written; `view` has the shape of the box and shares the state's memory."""
 
     tensor: TensorEntry
-    piece: Piece
+    piece: BoxPiece
     view: Tensor
 
     @property
@@ -99,14 +99,14 @@ class _Item(NamedTuple):
 
 
 def prepare(folder: Path) -> None:
-    """Remove what killed runs left, and make the hidden folder (rank 0)."""
+    """Remove what killed runs left behind, and make the hidden folder (rank 0)."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     remove_stale(folder.parent)
     folder.mkdir()
 
 
 def remove_stale(root: Path) -> None:
-    """Remove everything under a temporary name; what cannot be removed stays."""
+    """Remove everything under a temporary name; leave what cannot be removed."""
     with suppress(OSError):
         for path in root.glob(f"{TEMPORARY_PREFIX}*"):
             if path.is_dir() and not path.is_symlink():
@@ -123,8 +123,8 @@ def write_part(folder: Path, rank: int, fragments: Iterable[StateFragment], *, b
     items.sort(key=lambda item: -item.view.element_size())
     file = _write_file(folder / part_name(rank), items)
     tensors = {(entry.parameter, entry.kind): entry for entry in map(_tensor_entry, fragments)}
-    # Not durably: rank 0 reads it within this save, and then it goes.
-    (folder / f"{part_name(rank)}.json").write_bytes(dump_part(Part(tuple(tensors.values()), file)))
+    # Not synced: rank 0 reads it within this save, and then deletes it.
+    (folder / f"{part_name(rank)}.json").write_bytes(dump_part(RankPart(tuple(tensors.values()), file)))
 
 
 def _tensor_entry(fragment: StateFragment) -> TensorEntry:
@@ -142,7 +142,7 @@ def _items(fragment: StateFragment, box_bytes: int) -> Iterable[_Item]:
 
 
 def _write_file(path: Path, items: list[_Item]) -> FileEntry:
-    """Stream the boxes to a safetensors file; hashes are taken of the bytes as they pass."""
+    """Stream the boxes to a safetensors file, hashing the bytes as they are written."""
     header = _safetensors_header(items)
     position = len(header)
     boxes: list[BoxEntry] = []
@@ -164,13 +164,13 @@ def _box_entry(item: _Item, begin: int, raw: memoryview) -> BoxEntry:
 
 
 def _raw_bytes(view: Tensor) -> memoryview:
-    """The elements of a tensor in row-major order; copies only what is not dense or not in host memory."""
+    """Return a tensor's elements in row-major order; copies them only if they are not dense or not in host memory."""
     dense = view.to("cpu").contiguous().reshape(-1).view(torch.uint8)
     return dense.numpy().data
 
 
 def _safetensors_header(items: list[_Item]) -> bytes:
-    """Length of the JSON, 8 bytes little-endian; then name -> dtype, shape, bytes; padded with spaces."""
+    """Return the header: length of the JSON, 8 bytes little-endian; name -> dtype, shape, bytes; padded with spaces."""
     table: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
     for item in items:
@@ -184,25 +184,25 @@ def _safetensors_header(items: list[_Item]) -> bytes:
 
 
 def publish(folder: Path, draft: Draft, world_size: int) -> str:
-    """Turn the hidden folder with all parts into a checkpoint under its final name; that name (rank 0)."""
+    """Publish the hidden folder with all parts under its final name, and return that name (rank 0)."""
     root, name = draft.root, free_name(draft.root, draft.step)
     _write_durably(folder / CONFIG, draft.config_yaml.encode())
     manifest = _merge(folder, draft, world_size)
     _write_durably(folder / MANIFEST, dump_manifest(manifest))
     # Everything that can fail for want of space comes before the rename.
-    aside = root / f"{TEMPORARY_PREFIX}{LATEST}"
-    _write_durably(aside, f"{name}\n".encode())
+    temporary = root / f"{TEMPORARY_PREFIX}{LATEST}"
+    _write_durably(temporary, f"{name}\n".encode())
     sync_path(folder)
     os.rename(folder, root / name)
     sync_path(root)
-    os.replace(aside, root / LATEST)
+    os.replace(temporary, root / LATEST)
     sync_path(root)
     _remove_older_revisions(root, draft.step, name)
     return name
 
 
 def _merge(folder: Path, draft: Draft, world_size: int) -> Manifest:
-    """The manifest of all ranks' parts, whose files then go; CheckpointError if they leave holes or overlap."""
+    """Merge all ranks' parts into the manifest and delete their files; CheckpointError on holes or overlaps."""
     paths = [folder / f"{part_name(rank)}.json" for rank in range(world_size)]
     config = ConfigEntry(CONFIG, hashlib.sha256(draft.config_yaml.encode()).hexdigest())
     parts = [parse_part(path.read_bytes()) for path in paths]
@@ -214,9 +214,10 @@ def _merge(folder: Path, draft: Draft, world_size: int) -> Manifest:
 
 
 def _remove_older_revisions(root: Path, step: int, name: str) -> None:
-    """Hidden first, since a folder half removed must not look like a checkpoint; what cannot be removed stays."""
+    """Remove the step's older revisions; leave what cannot be removed."""
     for old in list_steps(root):
         if old.step == step and old.path.name != name:
+            # Renamed before it is removed: a folder half removed must not look like a checkpoint.
             with suppress(OSError):
                 os.rename(old.path, root / f"{TEMPORARY_PREFIX}{old.path.name}")
     remove_stale(root)

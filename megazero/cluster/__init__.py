@@ -1,1 +1,1 @@
-"""Acceptance of the nodes of a job before it trains."""
+"""Acceptance tests of a job's nodes before it trains."""

@@ -1,9 +1,9 @@
-"""Tests the nodes of a job before it trains: GPUs, clocks, shared memory, and what all-reduces carry, node by node.
+"""Tests of the nodes of a job before it trains: GPUs, clocks, shared memory, and the bandwidth of all-reduces.
 
-One slow node slows all of them down, so each is measured apart.  Nodes stand in a *ring*; the ranks of two neighbours,
-a *pair*, all-reduce together while other pairs do the same.  One fast pair *clears* both its nodes.  Nodes that no pair
+One slow node slows all of them down, so each is measured apart.  Nodes form a *ring*; the ranks of two neighbours, a
+*pair*, all-reduce together while other pairs do the same.  One fast pair *clears* both its nodes.  Nodes that no pair
 clears are *suspects*; they are measured again, each beside a cleared one, so that a sound node between two bad ones is
-not blamed.  What is found travels through the job's store, so that a network that fails can be told of.
+not blamed.  Figures are exchanged through the job's store, so that a failure of the network can be reported.
 
 Bandwidths are those of the bytes that each rank sends, 2 (n - 1) / n of the message over n ranks, in bytes a second.
 """
@@ -29,7 +29,7 @@ from megazero.units import format_bytes
 
 _SHARED_MEMORY = Path("/dev/shm")
 _REPETITIONS = 5
-_PARTING_SECONDS = 10.0
+_CLOSING_SECONDS = 10.0
 _LAST_PORT = 65535
 _UNKNOWN_NODE = "a node whose name is not known"
 _GB = 1e9
@@ -40,9 +40,9 @@ Pair = tuple[int, int]  # numbers of two nodes
 
 @dataclass(frozen=True)
 class Demands:
-    """What a node must have.
+    """The requirements for a node.
 
-    bandwidth:     least bytes a second; 0: anything that is not a failure.
+    bandwidth:     least bytes a second; 0: no all-reduce fails.
     clock_skew:    most seconds that its clock may be off.
     shared_memory: least free bytes.
     """
@@ -54,8 +54,8 @@ class Demands:
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What a rank sees of the node it is on."""
+class NodeFacts:
+    """One rank's figures of the node it is on."""
 
     node: str
     gpus: int
@@ -63,8 +63,8 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Node:
-    """A node and its ranks; figures are the worst of what its ranks see."""
+class ClusterNode:
+    """A node and its ranks; figures are the worst of its ranks' figures."""
 
     name: str
     ranks: tuple[int, ...]
@@ -74,7 +74,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Survey:
-    """What was measured.
+    """The measurements of all nodes.
 
     clocks: seconds that a node's clock is ahead of the first one's.
     inside: bytes a second within a node; missing where it has one rank.
@@ -82,21 +82,21 @@ class Survey:
     whole:  the same over all ranks.
     """
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[ClusterNode, ...]
     clocks: tuple[float, ...]
     inside: Mapping[int, float]
     pairs: Mapping[Pair, float]
     whole: float
 
 
-def own_facts(node: str) -> Facts:
-    """This rank's view of its node."""
+def own_facts(node: str) -> NodeFacts:
+    """Measure this rank's node."""
     free = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.exists() else 0
-    return Facts(node, torch.cuda.device_count(), free)
+    return NodeFacts(node, torch.cuda.device_count(), free)
 
 
 def open_store(launch: Launch, timeout: float) -> Store:
-    """The job's store, at rank 0, MASTER_ADDR and MASTER_PORT; nobody waits for ranks that don't come."""
+    """Open the job's store, at rank 0, MASTER_ADDR and MASTER_PORT, without waiting for all ranks."""
     if launch.world_size == 1:
         return HashStore()
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
@@ -114,7 +114,7 @@ def open_store(launch: Launch, timeout: float) -> Store:
 
 
 class Board:
-    """Where ranks leave figures for each other: rank 0 collects them and shows the collection to all."""
+    """An exchange of figures between ranks: rank 0 collects them and posts the collection for all."""
 
     def __init__(self, store: Store, rank: int, timeout: float) -> None:
         """timeout: seconds that a rank may be late."""
@@ -123,7 +123,7 @@ class Board:
         self.timeout = timeout
 
     def gather(self, topic: str, mine: Any, ranks: Sequence[int]) -> list[Any]:
-        """What each of `ranks` left, None for those that are too late; every rank of the job calls it."""
+        """Return the figures that each of `ranks` posted, None for those that are too late; every rank calls it."""
         if self.rank in ranks:
             self.post(f"{topic}/{self.rank}", mine)
         if self.rank == 0:
@@ -131,38 +131,38 @@ class Board:
             self.post(topic, [self.find(f"{topic}/{rank}", end - time.monotonic()) for rank in ranks])
         found = self.find(topic, 2 * self.timeout)
         if found is None:
-            raise CollectiveError(f"rank {self.rank}: rank 0 says nothing about {topic}")
+            raise CollectiveError(f"rank {self.rank}: rank 0 has not posted {topic}")
         return list(found)
 
     def post(self, topic: str, figures: Any) -> None:
-        """Leave something under a topic of its own."""
+        """Post figures under a topic of their own."""
         self.store.set(topic, json.dumps(figures))
 
     def find(self, topic: str, timeout: float) -> Any:
-        """What is under the topic; None when nothing has come in time."""
+        """Return the figures under the topic; None when none have arrived in time."""
         try:
             self.store.wait([topic], timedelta(seconds=max(timeout, 0.001)))
             return json.loads(self.store.get(topic))
         except RuntimeError:
             return None
 
-    def part(self, world_size: int) -> None:
-        """Rank 0, which keeps the store, stays a while for the others to read all they want."""
-        heard = self.store.add("parted", 1)
-        end = time.monotonic() + _PARTING_SECONDS
-        while self.rank == 0 and heard < world_size and time.monotonic() < end:
+    def close(self, world_size: int) -> None:
+        """Wait, on rank 0, which holds the store, until the other ranks have read it, but not for long."""
+        num_closed = self.store.add("closed", 1)
+        end = time.monotonic() + _CLOSING_SECONDS
+        while self.rank == 0 and num_closed < world_size and time.monotonic() < end:
             time.sleep(0.05)
-            heard = self.store.add("parted", 0)
+            num_closed = self.store.add("closed", 0)
 
 
-def roll_call(board: Board, launch: Launch, facts: Facts, names: Sequence[str]) -> tuple[Node, ...]:
-    """The nodes in the order of their ranks.
+def gather_nodes(board: Board, launch: Launch, facts: NodeFacts, names: Sequence[str]) -> tuple[ClusterNode, ...]:
+    """Return the nodes in the order of their ranks.
 
-    names: the nodes that should be there, if known, with as many ranks each; only they can tell who is absent.  Raises
-    TopologyError, on all ranks, when ranks are.
+    names: the nodes of the job, if known, with equally many ranks each; they name the nodes of absent ranks.  Raises
+    TopologyError, on all ranks, when ranks are absent.
     """
-    told = board.gather("facts", asdict(facts), range(launch.world_size))
-    absent = [rank for rank, found in enumerate(told) if found is None]
+    gathered = board.gather("facts", asdict(facts), range(launch.world_size))
+    absent = [rank for rank, found in enumerate(gathered) if found is None]
     if absent:
         where = [_expected_node(rank, launch.world_size, names) for rank in absent]
         raise TopologyError(
@@ -176,11 +176,11 @@ def roll_call(board: Board, launch: Launch, facts: Facts, names: Sequence[str]) 
                 for node in dict.fromkeys(where)
             )
         )
-    seen: dict[str, list[tuple[int, Facts]]] = {}
-    for rank, found in enumerate(told):
-        seen.setdefault(found["node"], []).append((rank, Facts(**found)))
+    seen: dict[str, list[tuple[int, NodeFacts]]] = {}
+    for rank, found in enumerate(gathered):
+        seen.setdefault(found["node"], []).append((rank, NodeFacts(**found)))
     return tuple(
-        Node(
+        ClusterNode(
             name,
             tuple(rank for rank, _ in views),
             min(view.gpus for _, view in views),
@@ -190,52 +190,52 @@ def roll_call(board: Board, launch: Launch, facts: Facts, names: Sequence[str]) 
     )
 
 
-def survey(board: Board, nodes: tuple[Node, ...], device: torch.device, demands: Demands, nbytes: int) -> Survey:
+def survey(board: Board, nodes: tuple[ClusterNode, ...], device: torch.device, demands: Demands, nbytes: int) -> Survey:
     """Measure clocks and bandwidths with messages of `nbytes`; every rank of the job calls it.
 
-    torch's default process group must not be there: each crew of ranks makes it for itself, and takes it down.
+    torch's default process group must not exist: each group of ranks makes it for itself, and destroys it.
     """
     clocks = _compare_clocks(board, nodes)
     everyone = sorted(rank for node in nodes for rank in node.ranks)
-    crews: dict[str, Sequence[int]] = {
+    groups: dict[str, Sequence[int]] = {
         f"inside/{number}": node.ranks for number, node in enumerate(nodes) if len(node.ranks) > 1
     }
     meter = _Measurements(board, device, nbytes)
-    inside = {int(topic.rpartition("/")[2]): figure for topic, figure in meter.round("inside", crews).items()}
+    inside = {int(topic.rpartition("/")[2]): figure for topic, figure in meter.round("inside", groups).items()}
     pairs: dict[Pair, float] = {}
     for number, disjoint in enumerate(ring(len(nodes))):
         pairs |= meter.pairs(f"pairs/{number}", disjoint, nodes)
-    suspects, cleared = split(pairs, len(nodes), max(demands.bandwidth, _FAILURE))
-    for number, disjoint in enumerate(second_look(suspects, cleared)):
+    suspects, cleared = split_suspects(pairs, len(nodes), max(demands.bandwidth, _FAILURE))
+    for number, disjoint in enumerate(retest_rounds(suspects, cleared)):
         pairs |= meter.pairs(f"again/{number}", disjoint, nodes)
     whole = meter.round("whole", {"whole/all": everyone} if len(everyone) > 1 else {})
     return Survey(nodes, clocks, inside, pairs, whole.get("whole/all", float("inf")))
 
 
 def ring(count: int) -> list[list[Pair]]:
-    """Pairs of neighbours in a ring of `count` nodes, in rounds; nobody is in two pairs of a round."""
+    """Return pairs of neighbours in a ring of `count` nodes, in rounds; no node is in two pairs of a round."""
     edges = [(number, (number + 1) % count) for number in range(count if count > 2 else count - 1)]
     last = edges[-1:] if count % 2 and count > 2 else []  # an odd ring's last node would be in two pairs of a round
     rest = edges[: len(edges) - len(last)]
     return [pairs for pairs in (rest[0::2], rest[1::2], last) if pairs]
 
 
-def split(pairs: Mapping[Pair, float], count: int, floor: float) -> tuple[list[int], list[int]]:
-    """(suspects, cleared): nodes without and with a pair that reaches the floor; a single node is neither."""
+def split_suspects(pairs: Mapping[Pair, float], count: int, floor: float) -> tuple[list[int], list[int]]:
+    """Return (suspects, cleared): nodes without and with a pair that reaches the floor; a single node is neither."""
     best = {number: max(found) for number in range(count) if (found := _figures_of(pairs, number))}
     return [n for n, figure in best.items() if figure < floor], [n for n, figure in best.items() if figure >= floor]
 
 
-def second_look(suspects: Sequence[int], cleared: Sequence[int]) -> list[list[Pair]]:
-    """Every suspect beside a cleared node, in rounds; nothing when none is cleared."""
+def retest_rounds(suspects: Sequence[int], cleared: Sequence[int]) -> list[list[Pair]]:
+    """Pair every suspect with a cleared node, in rounds; no rounds when none is cleared."""
     if not cleared:
         return []
     step = len(cleared)
     return [list(zip(cleared, suspects[start : start + step], strict=False)) for start in range(0, len(suspects), step)]
 
 
-def node_problems(nodes: Sequence[Node], demands: Demands) -> list[Problem]:
-    """What is wrong with what nodes have; nothing can be measured while GPUs are missing."""
+def node_problems(nodes: Sequence[ClusterNode], demands: Demands) -> list[Problem]:
+    """Return the problems of nodes' GPUs and memory; nothing can be measured while GPUs are missing."""
     problems = []
     for node in nodes:
         if node.gpus != demands.gpus:
@@ -249,12 +249,12 @@ def node_problems(nodes: Sequence[Node], demands: Demands) -> list[Problem]:
 
 
 def survey_problems(found: Survey, demands: Demands) -> list[Problem]:
-    """What is wrong with what was measured, with the names of the nodes where it is."""
+    """Return the problems of the measurements, with the names of the nodes where they are."""
     return _clock_problems(found, demands.clock_skew) + _bandwidth_problems(found, demands.bandwidth)
 
 
 def _clock_problems(found: Survey, limit: float) -> list[Problem]:
-    """Clocks are held against their median: the first node's may be the wrong one."""
+    """Compare clocks with their median, since the first node's may be the wrong one."""
     middle = statistics.median_low(found.clocks)
     return [
         Problem(
@@ -269,9 +269,9 @@ def _clock_problems(found: Survey, limit: float) -> list[Problem]:
 
 def _bandwidth_problems(found: Survey, floor: float) -> list[Problem]:
     names = [node.name for node in found.nodes]
-    rule = f"all-reduces reach {floor / _GB:g} GB/s (--min-bandwidth)" if floor else "all-reduces come to an end"
+    rule = f"all-reduces reach {floor / _GB:g} GB/s (--min-bandwidth)" if floor else "all-reduces complete"
     floor = max(floor, _FAILURE)
-    suspects, cleared = split(found.pairs, len(names), floor)
+    suspects, cleared = split_suspects(found.pairs, len(names), floor)
     inside = [
         Problem(f"{names[number]}: {_rate(figure)} between its own ranks", rule, _leave_out(names[number]))
         for number, figure in found.inside.items()
@@ -280,7 +280,7 @@ def _bandwidth_problems(found: Survey, floor: float) -> list[Problem]:
     if suspects and not cleared:
         listed = ", ".join(f"{names[a]} - {names[b]}: {_rate(figure)}" for (a, b), figure in found.pairs.items())
         given = f"no two nodes are fast together: {listed}"
-        return [*inside, Problem(given, rule, "look at the network (NCCL_DEBUG=INFO), or at each of them")]
+        return [*inside, Problem(given, rule, "check the network (NCCL_DEBUG=INFO), or each of them")]
     slow = [
         Problem(
             f"{names[number]}: {_rate(max(_figures_of(found.pairs, number)))} at best beside another node",
@@ -296,12 +296,12 @@ def _bandwidth_problems(found: Survey, floor: float) -> list[Problem]:
     ]
     if found.whole < floor and not (inside or slow or links):
         given = f"all nodes together: {_rate(found.whole)}, and no two of them are slow"
-        return [Problem(given, rule, "look at the switches between them")]
+        return [Problem(given, rule, "check the switches between them")]
     return inside + slow + links
 
 
 def table(found: Survey) -> list[str]:
-    """The survey as lines, a node each; bandwidths in GB/s."""
+    """Format the survey as lines, a node each; bandwidths in GB/s."""
     width = max(4, *(len(node.name) for node in found.nodes))
     lines = [f"{'node':<{width}}  ranks  GPUs  free shm    clock (s)  inside  with neighbours"]
     for number, node in enumerate(found.nodes):
@@ -319,23 +319,23 @@ def table(found: Survey) -> list[str]:
 
 
 class _Measurements:
-    """All-reduces of crews of ranks, and what came of them, the same on every rank."""
+    """All-reduces of groups of ranks, whose figures are the same on every rank."""
 
     def __init__(self, board: Board, device: torch.device, nbytes: int) -> None:
         self._board = board
         self._device = device
         self._message = torch.zeros(max(nbytes // 4, 1), dtype=torch.float32, device=device)
 
-    def pairs(self, topic: str, disjoint: Sequence[Pair], nodes: Sequence[Node]) -> dict[Pair, float]:
-        """Bytes a second of pairs that have no node in common."""
-        crews = {f"{topic}/{a}-{b}": sorted((*nodes[a].ranks, *nodes[b].ranks)) for a, b in disjoint}
-        return dict(zip(disjoint, self.round(topic, crews).values(), strict=True))
+    def pairs(self, topic: str, disjoint: Sequence[Pair], nodes: Sequence[ClusterNode]) -> dict[Pair, float]:
+        """Return the bytes a second of pairs that have no node in common."""
+        groups = {f"{topic}/{a}-{b}": sorted((*nodes[a].ranks, *nodes[b].ranks)) for a, b in disjoint}
+        return dict(zip(disjoint, self.round(topic, groups).values(), strict=True))
 
-    def round(self, topic: str, crews: Mapping[str, Sequence[int]]) -> dict[str, float]:
-        """Bytes a second of each crew, all at once; 0 where a crew could not do it."""
-        mine = next((self._try(name, ranks) for name, ranks in crews.items() if self._board.rank in ranks), None)
-        figures = self._board.gather(topic, mine, [ranks[0] for ranks in crews.values()])
-        return {name: figure or 0.0 for name, figure in zip(crews, figures, strict=True)}
+    def round(self, topic: str, groups: Mapping[str, Sequence[int]]) -> dict[str, float]:
+        """Return the bytes a second of each group, all at once; 0 where a group failed."""
+        mine = next((self._try(name, ranks) for name, ranks in groups.items() if self._board.rank in ranks), None)
+        figures = self._board.gather(topic, mine, [ranks[0] for ranks in groups.values()])
+        return {name: figure or 0.0 for name, figure in zip(groups, figures, strict=True)}
 
     def _try(self, name: str, ranks: Sequence[int]) -> float:
         try:
@@ -349,7 +349,7 @@ class _Measurements:
         return 2 * (len(ranks) - 1) / len(ranks) * self._message.nbytes / seconds
 
     def _join(self, name: str, ranks: Sequence[int]) -> None:
-        """Make the crew, and nobody else, the default group: what fails in one crew leaves the others alone."""
+        """Make the group, and no other ranks, the default process group, so that groups fail independently."""
         on_gpu = self._device.type == "cuda"
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
@@ -361,7 +361,7 @@ class _Measurements:
         )
 
     def _time(self) -> float:
-        """Median seconds of an all-reduce; the first one of all makes connections."""
+        """Return the median seconds of an all-reduce; the first one of all makes connections."""
         seconds = []
         for _ in range(1 + _REPETITIONS):
             start = time.perf_counter()
@@ -372,8 +372,8 @@ class _Measurements:
         return statistics.median(seconds[1:])
 
 
-def _compare_clocks(board: Board, nodes: Sequence[Node]) -> tuple[float, ...]:
-    """Seconds that each node is ahead of the first; of a few round trips the shortest says it best."""
+def _compare_clocks(board: Board, nodes: Sequence[ClusterNode]) -> tuple[float, ...]:
+    """Return the seconds that each node is ahead of the first, from the shortest of a few round trips."""
     figures = [0.0]
     for number, node in enumerate(nodes[1:], 1):
         trips = [_round_trip(board, f"clock/{number}/{trip}", node.ranks[0]) for trip in range(_REPETITIONS)]
@@ -382,7 +382,7 @@ def _compare_clocks(board: Board, nodes: Sequence[Node]) -> tuple[float, ...]:
 
 
 def _round_trip(board: Board, topic: str, other: int) -> tuple[float, float]:
-    """(seconds there and back, seconds that the other's clock is ahead), on rank 0."""
+    """Return (seconds there and back, seconds that the other's clock is ahead), on rank 0."""
     if board.rank == other:
         board.find(topic, board.timeout)
         board.post(f"{topic}/back", time.time())
@@ -393,7 +393,7 @@ def _round_trip(board: Board, topic: str, other: int) -> tuple[float, float]:
     answer = board.find(f"{topic}/back", board.timeout)
     end = time.time()
     if answer is None:
-        raise CollectiveError(f"rank {other} no longer answers")
+        raise CollectiveError(f"rank {other} has stopped responding")
     return end - start, answer - (start + end) / 2
 
 

@@ -1,1 +1,1 @@
-"""How bytes move: one interface, wrapped and never subclassed."""
+"""Communication between ranks: one interface, wrapped and never subclassed."""

@@ -1,6 +1,6 @@
-"""Bandwidth, measured: what one rank sends a second, in bytes as the meter counts them (`metered.py`).
+"""Measured bandwidth: the bytes that one rank sends a second, as the meter counts them (`metered.py`).
 
-The figures are the slowest rank's, so all ranks have the same ones and decide the same by them.
+Figures are the slowest rank's, so that all ranks have the same ones and make the same decisions by them.
 """
 
 import math
@@ -16,10 +16,10 @@ _REPETITIONS = 5
 
 
 def axis_bandwidth(mesh: Mesh, axis: str, nbytes: int) -> float:
-    """Bytes a second of all-gathers of `nbytes` on an axis, median of a few; infinite where a rank is alone.
+    """Return the bytes a second of all-gathers of `nbytes`, median of a few; infinite where a rank is alone.
 
-    Every rank of the job calls it, and all groups of the axis measure at once, as they work in training.  The meter
-    forgets what it has counted, so measuring comes before or between steps.
+    Every rank of the job calls it, and all groups of the axis measure at once, as they communicate in training.  It
+    resets the meter, so it is called before or between steps.
     """
     communicator = mesh.axis(axis)
     if communicator.size == 1:
@@ -28,19 +28,19 @@ def axis_bandwidth(mesh: Mesh, axis: str, nbytes: int) -> float:
     whole = whole.to(mesh.device)
     seconds = [_time_gather(mesh, axis, whole) for _ in range(1 + _REPETITIONS)]
     bandwidth = sent_bytes("all_gather", whole.nbytes, communicator.size) / statistics.median(seconds[1:])
-    return agree(mesh, bandwidth)
+    return minimum_over_ranks(mesh, bandwidth)
 
 
-def agree(mesh: Mesh, figure: float) -> float:
-    """The least of all ranks' figures, on all of them; the meter forgets what it has counted."""
-    told = torch.tensor([figure], dtype=torch.float64, device=mesh.device)
-    mesh.world.all_reduce_scalars(told, "min").wait()
+def minimum_over_ranks(mesh: Mesh, figure: float) -> float:
+    """Return the least of all ranks' figures, on all ranks; resets the meter."""
+    least = torch.tensor([figure], dtype=torch.float64, device=mesh.device)
+    mesh.world.all_reduce_scalars(least, "min").wait()
     mesh.meter.reset()
-    return told.item()
+    return least.item()
 
 
 def _time_gather(mesh: Mesh, axis: str, whole: torch.Tensor) -> float:
-    """Seconds of one all-gather of whole [ranks, n]; the first one of all makes connections."""
+    """Return the seconds of one all-gather of whole [ranks, n]; the first one of all makes connections."""
     communicator = mesh.axis(axis)
     mesh.world.barrier()
     _finish(mesh.device)

@@ -1,4 +1,4 @@
-"""The one interface through which bytes move between ranks.
+"""The one interface through which tensors are sent between ranks.
 
 A *communicator* belongs to one axis of the mesh; `rank` and `size` are positions on that axis, not in the world.
 Every collective returns a `Work`: the result may be read after `wait()`.  Tensors must be dense (gloo sums only the
@@ -17,7 +17,7 @@ class Work(Protocol):
     """A collective in flight."""
 
     def wait(self) -> None:
-        """Return when the result may be read (on CUDA: by work queued on the current stream from here on)."""
+        """Wait until the result may be read (on CUDA: by work that is queued on the current stream afterwards)."""
 
 
 class Communicator(Protocol):
@@ -30,32 +30,32 @@ class Communicator(Protocol):
     def rank(self) -> int: ...
 
     def all_gather_into(self, output: Tensor, input: Tensor) -> Work:
-        """output [size * n] = every rank's input [n], in rank order; input may be this rank's slice of output."""
+        """Gather output [size * n] from every rank's input [n], in rank order; input may be its slice of output."""
 
     def reduce_scatter_into(self, output: Tensor, input: Tensor) -> Work:
-        """output [n] = this rank's slice of the sum over ranks of input [size * n]; output may alias that slice."""
+        """Sum all inputs [size * n]; output [n] is this rank's slice of the sum, and may alias that of input."""
 
     def all_reduce(self, tensor: Tensor, kind: ReduceKind = "sum") -> Work:
-        """tensor = reduction over ranks, in place."""
+        """Reduce over ranks, in place."""
 
     def all_reduce_scalars(self, tensor: Tensor, kind: ReduceKind = "sum") -> Work:
-        """The same for a handful of figures (norm, loss, flags), which traffic counts list apart."""
+        """Reduce a handful of figures (norm, loss, flags) in place; traffic counts list them apart."""
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
-        """tensor = the tensor of rank `source` of this axis, in place."""
+        """Copy the tensor of rank `source` of this axis to all ranks, in place."""
 
     def send(self, tensor: Tensor, to: int) -> Work:
-        """Give `tensor` to rank `to` of this axis; after `wait()` it may be written to."""
+        """Send `tensor` to rank `to` of this axis; after `wait()` it may be written to."""
 
     def receive_into(self, tensor: Tensor, source: int) -> Work:
-        """tensor = what rank `source` of this axis sends next; messages between two ranks keep their order."""
+        """Receive the next tensor from rank `source` of this axis; messages between two ranks keep their order."""
 
     def barrier(self) -> None:
-        """Return when every rank of the axis has come here."""
+        """Wait until every rank of the axis has called this."""
 
 
-class Done:
-    """A Work that needs no waiting."""
+class CompletedWork:
+    """A Work that has completed."""
 
     def wait(self) -> None:
         return None

@@ -1,12 +1,12 @@
-"""The communicator of an axis with one rank: every collective is a copy or nothing."""
+"""The communicator of an axis with one rank: every collective copies its input or does nothing."""
 
 from torch import Tensor
 
-from megazero.comm.interface import Done, ReduceKind, Work
+from megazero.comm.interface import CompletedWork, ReduceKind, Work
 
 
 class LocalCommunicator:
-    """One rank alone; world size 1 takes the same path as any other."""
+    """The only rank of an axis; world size 1 takes the same path as any other."""
 
     size = 1
     rank = 0
@@ -18,30 +18,30 @@ class LocalCommunicator:
         return _copy(output, input)
 
     def all_reduce(self, tensor: Tensor, kind: ReduceKind = "sum") -> Work:
-        return Done()
+        return CompletedWork()
 
     def all_reduce_scalars(self, tensor: Tensor, kind: ReduceKind = "sum") -> Work:
-        return Done()
+        return CompletedWork()
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
-        return Done()
+        return CompletedWork()
 
     def send(self, tensor: Tensor, to: int) -> Work:
-        raise AssertionError("a rank alone has nobody to send to")
+        raise AssertionError("an axis of one rank has no other rank to send to")
 
     def receive_into(self, tensor: Tensor, source: int) -> Work:
-        raise AssertionError("a rank alone has nobody to receive from")
+        raise AssertionError("an axis of one rank has no other rank to receive from")
 
     def barrier(self) -> None:
         return None
 
 
 def _copy(output: Tensor, input: Tensor) -> Work:
-    # Asked of storage and offset, since a fake tensor has no address.
-    same_place = (output.untyped_storage()._cdata, output.storage_offset()) == (
+    # Compared by storage and offset, since a fake tensor has no address.
+    is_same = (output.untyped_storage()._cdata, output.storage_offset()) == (
         input.untyped_storage()._cdata,
         input.storage_offset(),
     )
-    if not same_place:
+    if not is_same:
         output.copy_(input)
-    return Done()
+    return CompletedWork()

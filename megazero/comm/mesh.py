@@ -1,4 +1,4 @@
-"""A topology with one communicator per axis: what every part that communicates is given."""
+"""The mesh: a topology with one communicator per axis, the argument of everything that communicates."""
 
 import json
 from collections.abc import Mapping
@@ -13,16 +13,16 @@ from megazero.parallel.topology import WORLD, Topology
 
 GATHERING = "dp_gather"  # the key of the second communicator of the data-parallel axis
 
-# Keys of the pipeline's channels.  A group whose communicator is made at once (NCCL's are) does one thing after the
+# Keys of the pipeline's channels.  A group whose communicator is made at once (NCCL's are) runs one operation after the
 # other on each rank, so a receive that is posted ahead would hold up every send behind it.  Hence activations and
-# gradients travel in groups of their own, and so do the two links (to the stage before, to the next) of one stage.
+# gradients have groups of their own, and so have the two links (to the stage before, to the next) of one stage.
 ACTIVATIONS, GRADIENTS = "pp", "pp_gradients"
 CHANNELS = (ACTIVATIONS, GRADIENTS)
 _ODD, _WRAPPED = "_odd", "_wrapped"
 
 
 def channel_keys(num_stages: int) -> tuple[str, ...]:
-    """The keys of the pipeline's channels."""
+    """Return the keys of the pipeline's channels."""
     if num_stages == 1:
         return ()
     kinds = ("", _ODD, _WRAPPED) if num_stages > 2 else ("", _WRAPPED)
@@ -30,13 +30,13 @@ def channel_keys(num_stages: int) -> tuple[str, ...]:
 
 
 def channel_key(key: str, link: int, num_stages: int) -> str:
-    """The channel for ACTIVATIONS or GRADIENTS between stage `link` and the one behind it."""
+    """Return the channel key for ACTIVATIONS or GRADIENTS between stage `link` and the one behind it."""
     return key + (_WRAPPED if link == num_stages - 1 else _ODD * (link % 2))
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's view of the job: who it is, whom it talks to, where it computes."""
+    """One rank's view of the job: its topology, rank, device, communicators and meter."""
 
     topology: Topology
     rank: int
@@ -45,16 +45,16 @@ class Mesh:
     meter: Meter
 
     def axis(self, name: str) -> Communicator:
-        """The communicator of an axis: "tp", "dp", "pp", "ends" or "world"."""
+        """Return the communicator of an axis: "tp", "dp", "pp", "ends" or "world"."""
         return self.communicators[name]
 
     @property
     def gathering(self) -> Communicator:
-        """The data-parallel axis over a second group: parameters travel beside gradients, in any order."""
+        """The data-parallel axis over a second group: parameters are sent beside gradients, in any order."""
         return self.communicators[GATHERING]
 
     def channel(self, key: str, *, link: int) -> Communicator:
-        """The pipeline axis for ACTIVATIONS or GRADIENTS between stage `link` and the one behind it."""
+        """Return the pipeline axis for ACTIVATIONS or GRADIENTS between stage `link` and the one behind it."""
         return self.communicators[channel_key(key, link, self.topology.pp)]
 
     @property
@@ -66,7 +66,7 @@ class Mesh:
 
 
 def gather_json(communicator: Communicator, value: Any, device: torch.device) -> list[Any]:
-    """Every rank's JSON-able value, in rank order, on every rank (text in byte tensors; nothing is pickled)."""
+    """Return every rank's JSON-able value, in rank order, on every rank (text in byte tensors; nothing is pickled)."""
     payload = json.dumps(value).encode()
     length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
     communicator.all_reduce_scalars(length, "max").wait()
@@ -75,7 +75,7 @@ def gather_json(communicator: Communicator, value: Any, device: torch.device) ->
     mine[:] = torch.frombuffer(
         bytearray(len(payload).to_bytes(8, "little") + payload.ljust(width - 8, b" ")), dtype=torch.uint8
     )
-    everyone = torch.empty(communicator.size * width, dtype=torch.uint8, device=device)
-    communicator.all_gather_into(everyone, mine.to(device)).wait()
-    rows = [bytes(row.tolist()) for row in everyone.cpu().view(communicator.size, width)]
+    gathered = torch.empty(communicator.size * width, dtype=torch.uint8, device=device)
+    communicator.all_gather_into(gathered, mine.to(device)).wait()
+    rows = [bytes(row.tolist()) for row in gathered.cpu().view(communicator.size, width)]
     return [json.loads(row[8 : 8 + int.from_bytes(row[:8], "little")]) for row in rows]

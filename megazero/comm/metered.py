@@ -1,7 +1,7 @@
-"""Counts what is sent: calls and bytes by (axis, collective).
+"""The meter of traffic: calls and bytes sent, by (axis, collective).
 
-Bytes are what one rank has to send when the algorithm is bandwidth-optimal, which is what the paper's formulas count
-(section 7): with n ranks and a whole tensor of N bytes, all-gather and reduce-scatter N (n-1)/n, all-reduce twice that,
+Bytes are those that one rank has to send when the algorithm is bandwidth-optimal, which ZeRO's formulas count (section
+7): with n ranks and a whole tensor of N bytes, all-gather and reduce-scatter N (n-1)/n, all-reduce twice that,
 broadcast and send N.  The backends used here send just that (gloo's ring all-reduce, the messages in
 `process_group.py`, NCCL's rings), so one figure is both the formula's and the wire's.
 """
@@ -16,7 +16,7 @@ from megazero.comm.interface import Collective, Communicator, ReduceKind, Work
 
 @dataclass
 class Count:
-    """Calls and bytes sent by this rank."""
+    """The calls of one collective on one axis, and the bytes that this rank sent for them."""
 
     calls: int = 0
     nbytes: int = 0
@@ -34,11 +34,11 @@ class Meter:
         count.nbytes += nbytes
 
     def count(self, axis: str, collective: Collective) -> Count:
-        """Calls and bytes so far; zeros when there were none."""
+        """Return calls and bytes so far; zeros when there were none."""
         return self._counts.get((axis, collective), Count())
 
     def bytes_by_axis(self) -> dict[str, dict[str, int]]:
-        """{axis: {collective: bytes}}, only what happened."""
+        """Return {axis: {collective: bytes}} of the collectives that were called."""
         table: dict[str, dict[str, int]] = {}
         for (axis, collective), count in sorted(self._counts.items()):
             table.setdefault(axis, {})[collective] = count.nbytes
@@ -49,7 +49,7 @@ class Meter:
 
 
 class MeteredCommunicator:
-    """Any communicator, counted."""
+    """A communicator whose traffic is recorded by a meter."""
 
     def __init__(self, inner: Communicator, axis: str, meter: Meter) -> None:
         self._inner = inner
@@ -94,7 +94,7 @@ class MeteredCommunicator:
 
 
 def sent_bytes(collective: Collective, nbytes: int, size: int) -> int:
-    """Bytes one of `size` ranks sends for a collective over a whole tensor of `nbytes`."""
+    """Return the bytes that one of `size` ranks sends for a collective over a whole tensor of `nbytes`."""
     if collective in ("broadcast", "send"):
         return nbytes if size > 1 else 0
     share = nbytes * (size - 1) // size

@@ -2,10 +2,9 @@
 
 Two choices are made here and nowhere else.  *Names*: torch 2.13 renamed the single-tensor collectives
 (`all_gather_single`, `reduce_scatter_single`); whichever exists is used.  *Algorithm*: gloo's reduce-scatter is an
-all-reduce that throws most of its result away, and its all-gather and all-to-all copy what a rank sends to itself.  On
-gloo both are made of messages: every rank sends each other one its slice, straight from where it lies to where it
-belongs, and sums up what it gets (in rank order; bfloat16 in float32).  That is the ring's number of bytes, without a
-copy.
+all-reduce that discards most of its result, and its all-gather and all-to-all copy what a rank sends to itself.  On
+gloo both are made of messages: every rank sends every other one its slice, from the input's memory into the output's,
+and sums up what it receives (in rank order; bfloat16 in float32).  That is the ring's number of bytes, without a copy.
 """
 
 from collections import deque
@@ -20,13 +19,13 @@ from torch import Tensor
 from megazero.comm.interface import ReduceKind, Work
 from megazero.memory.lease import Lease, Scratch
 
-_MOST_UNDER_WAY = 64  # exchanges of a group
+_MAX_IN_FLIGHT = 64  # exchanges of a group
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class ProcessGroupCommunicator:
-    """Collectives of one torch process group; `scratch` lends the memory that gloo's reduce-scatter needs."""
+    """The collectives of one torch process group; gloo's reduce-scatter borrows memory from `scratch`."""
 
     def __init__(self, group: dist.ProcessGroup, scratch: Scratch) -> None:
         self._group = group
@@ -34,7 +33,7 @@ class ProcessGroupCommunicator:
         self.size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
         self._exchanges = dist.get_backend(group) == "gloo"
-        self._under_way: deque[_Messages] = deque()
+        self._in_flight: deque[_Exchange] = deque()
 
     def all_gather_into(self, output: Tensor, input: Tensor) -> Work:
         if self._exchanges:
@@ -65,11 +64,11 @@ class ProcessGroupCommunicator:
         dist.barrier(group=self._group)
 
     def _exchange_to_gather(self, output: Tensor, input: Tensor) -> Work:
-        places = output.view(self.size, input.numel())
-        if places[self.rank].data_ptr() != input.data_ptr():
-            places[self.rank].copy_(input)
-        works = [work for peer in self._peers() for work in self._swap(places[self.rank], places[peer], peer)]
-        return self._keep(_Messages(works))
+        slices = output.view(self.size, input.numel())
+        if slices[self.rank].data_ptr() != input.data_ptr():
+            slices[self.rank].copy_(input)
+        works = [work for peer in self._peers() for work in self._swap(slices[self.rank], slices[peer], peer)]
+        return self._retain(_Exchange(works))
 
     def _exchange_and_sum(self, output: Tensor, input: Tensor) -> Work:
         slices, peers = input.view(self.size, output.numel()), self._peers()
@@ -77,35 +76,37 @@ class ProcessGroupCommunicator:
             received = self._scratch.lease(output.numel(), input.dtype)
             works = self._swap(slices[peers[0]], received.tensor, peers[0])
             add_up = partial(torch.add, slices[self.rank], received.tensor, out=output)
-            return _ThenSum(self._keep(_Messages(works)), received, add_up)
+            return _ThenSum(self._retain(_Exchange(works)), received, add_up)
         received = self._scratch.lease(input.numel(), input.dtype)
-        places = received.tensor.view(self.size, output.numel())
-        works = [work for peer in peers for work in self._swap(slices[peer], places[peer], peer)]
-        places[self.rank].copy_(slices[self.rank])
-        return _ThenSum(self._keep(_Messages(works)), received, partial(torch.sum, places, dim=0, out=output))
+        summands = received.tensor.view(self.size, output.numel())
+        works = [work for peer in peers for work in self._swap(slices[peer], summands[peer], peer)]
+        summands[self.rank].copy_(slices[self.rank])
+        return _ThenSum(self._retain(_Exchange(works)), received, partial(torch.sum, summands, dim=0, out=output))
 
-    def _keep(self, messages: "_Messages") -> "_Messages":
-        """A message whose Work goes is never delivered, which a rank that does wait would wait for: they stay here.
+    def _retain(self, exchange: "_Exchange") -> "_Exchange":
+        """Retain an exchange until it completes.
 
-        One that nobody has waited for when many more have been sent has come, or comes without anybody's help.
+        A message whose Work is freed is never delivered, and the rank that receives it would wait for ever.  An
+        exchange that is not waited for when many more have begun is waited for here: by then it is complete, or it
+        completes without this rank.
         """
-        self._under_way.append(messages)
-        while self._under_way and (self._under_way[0].have_come or len(self._under_way) > _MOST_UNDER_WAY):
-            self._under_way.popleft().wait()
-        return messages
+        self._in_flight.append(exchange)
+        while self._in_flight and (self._in_flight[0].is_complete or len(self._in_flight) > _MAX_IN_FLIGHT):
+            self._in_flight.popleft().wait()
+        return exchange
 
     def _swap(self, mine: Tensor, theirs: Tensor, peer: int) -> list[Any]:
-        """Send a tensor to a rank, and receive one."""
+        """Begin to send a tensor to a rank, and to receive one from it."""
         receiving = dist.irecv(theirs, group_src=peer, group=self._group)
         return [receiving, dist.isend(mine, group_dst=peer, group=self._group)]
 
     def _peers(self) -> list[int]:
-        """The other ranks, every rank beginning with the one behind it, so that no two begin with the same."""
+        """Return the other ranks, every rank beginning with the one behind it, so that no two begin with the same."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
 
 class _Pending:
-    """A torch Work; torch gives None for a rank outside the group, which never happens here."""
+    """A torch Work; torch returns None for a rank outside the group, which never happens here."""
 
     def __init__(self, work: Any) -> None:
         self._work = work
@@ -114,30 +115,30 @@ class _Pending:
         self._work.wait()
 
 
-class _Messages:
-    """What one exchange sends and receives."""
+class _Exchange:
+    """The sends and receives of one exchange."""
 
     def __init__(self, works: Sequence[Any]) -> None:
         self._works = works
-        self.have_come = False
+        self.is_complete = False
 
     def wait(self) -> None:
-        if not self.have_come:
+        if not self.is_complete:
             for work in self._works:
                 work.wait()
-            self.have_come, self._works = True, ()  # with them go the tensors
+            self.is_complete, self._works = True, ()  # which frees the tensors
 
 
 class _ThenSum:
-    """The second half of a reduce-scatter: add up what was received, then give the buffer back."""
+    """The second half of a reduce-scatter: add up what was received, then release the buffer."""
 
-    def __init__(self, messages: _Messages, received: Lease, add_up: Callable[[], Any]) -> None:
-        self._messages = messages
+    def __init__(self, exchange: _Exchange, received: Lease, add_up: Callable[[], Any]) -> None:
+        self._exchange = exchange
         self._received = received
         self._add_up = add_up
 
     def wait(self) -> None:
-        self._messages.wait()
+        self._exchange.wait()
         self._add_up()
         self._received.release()
 

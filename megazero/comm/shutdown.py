@@ -1,8 +1,8 @@
-"""How a job ends when one rank finds that it cannot go on: one message, and no echo of it.
+"""The end of a job in which one rank has failed: one message, and no tracebacks from the others.
 
-A rank that meets a user's error while training (a damaged token that only it has read, say) tells it and leaves.  The
-others are in the middle of a collective and see a connection break; their tracebacks would bury the message.  So the
-first rank to fail leaves a *note* in the job's store, and whoever fails after it goes quietly, with the same exit code.
+A rank that meets a user's error while training (a damaged token that only it has read, say) prints it and exits.  The
+others are in the middle of a collective and find a connection broken; their tracebacks would bury the message.  So the
+first rank to fail writes a *note* to the job's store, and ranks that fail after it exit silently with the same code.
 """
 
 from collections.abc import Iterator
@@ -10,18 +10,18 @@ from contextlib import contextmanager
 
 from torch.distributed.distributed_c10d import Store
 
-from megazero.console import tell
+from megazero.console import print_error
 from megazero.errors import UserError
 
-_NOTE = "last_word"
+_NOTE = "failure_note"
 
 
 @contextmanager
-def last_word(store: Store | None, rank: int) -> Iterator[None]:
-    """Within the block a UserError is told by the first rank that has one, and ends all ranks by SystemExit.
+def single_failure_report(store: Store | None, rank: int) -> Iterator[None]:
+    """Print a UserError of the block once, on the first rank that has one, and end all ranks by SystemExit.
 
-    store: the job's; None for a job of one process, whose errors go on as they are.  Errors of communication that
-    nobody has left a note about are bugs or accidents, and keep their traceback.
+    store: the job's; None for a job of one process, whose errors pass through.  Errors of communication without a note
+    in the store are bugs or accidents, and keep their traceback.
     """
     if store is None:
         yield
@@ -29,9 +29,9 @@ def last_word(store: Store | None, rank: int) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        note = _leave_note(store, f"{rank} {error.exit_code}")
+        note = _write_note(store, f"{rank} {error.exit_code}")
         if _author(note) == rank:
-            tell(error)
+            print_error(error)
         raise SystemExit(_exit_code(note)) from None
     except RuntimeError:
         found = _find_note(store)
@@ -40,8 +40,8 @@ def last_word(store: Store | None, rank: int) -> Iterator[None]:
         raise SystemExit(_exit_code(found)) from None
 
 
-def _leave_note(store: Store, mine: str) -> str:
-    """The note of the job: mine if there was none.  A store that is gone leaves every rank to its own."""
+def _write_note(store: Store, mine: str) -> str:
+    """Return the job's note, which is `mine` if there was none, or if the store is gone."""
     try:
         found: bytes = store.compare_set(_NOTE, "", mine)
         return found.decode()

@@ -1,4 +1,4 @@
-"""Joins the job and makes the mesh: the only place that stacks wrappers around process groups."""
+"""Joining the job and making the mesh: the only place that stacks wrappers around process groups."""
 
 import os
 from datetime import timedelta
@@ -20,7 +20,7 @@ from megazero.parallel.topology import AXES, ENDS, WORLD, Topology
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:
-    """ "auto", "cpu" or "cuda" to this process's device, which becomes the current one.
+    """Return this process's device for "auto", "cpu" or "cuda", and make it the current one.
 
     Raises TopologyError when there is no GPU, or a node runs more processes than it has.
     """
@@ -42,7 +42,7 @@ def join(launch: Launch, *, backend: str, device: torch.device, timeout_minutes:
     """Make the default process group; returns the store that all processes of the job share.
 
     backend is "auto" (nccl on CUDA, gloo elsewhere), "nccl" or "gloo".  A job of one process needs no group and has no
-    store.  Raises TopologyError when the backend doesn't fit the device, or the launcher has named no meeting place.
+    store.  Raises TopologyError when the backend doesn't fit the device, or MASTER_ADDR or MASTER_PORT is missing.
     """
     chosen = _choose_backend(backend, device)
     if launch.world_size == 1:
@@ -52,7 +52,7 @@ def join(launch: Launch, *, backend: str, device: torch.device, timeout_minutes:
         rule = f"{launch.world_size} processes find each other by MASTER_ADDR and MASTER_PORT"
         raise TopologyError(Problem(f"no {' and no '.join(missing)} in the environment", rule, "start with torchrun"))
     timeout = timedelta(minutes=timeout_minutes)
-    # torch would make the same store by itself, and keep it to itself.
+    # torch would make the same store by itself, but without public access to it.
     store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
     store.set_timeout(timeout)
     dist.init_process_group(
@@ -74,8 +74,8 @@ def _choose_backend(name: str, device: torch.device) -> str:
     return fitting
 
 
-def leave() -> None:
-    """Take the process groups down, if there are any."""
+def destroy_process_groups() -> None:
+    """Destroy the process groups, if there are any."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -83,11 +83,11 @@ def leave() -> None:
 def make_mesh(
     topology: Topology, rank: int, device: torch.device, scratch: Scratch, *, timeout_minutes: float | None = None
 ) -> Mesh:
-    """A metered communicator per axis, a second one of the data-parallel axis for parameters, the pipeline's channels.
+    """Make a metered communicator per axis, a second data-parallel one for parameters, and the pipeline's channels.
 
     Every rank of the job must call this with the same topology.
-    timeout_minutes: how long a collective may wait on an axis that has groups of its own, as `join` was told for all
-    ranks (torch doesn't pass it on); None: as long as the backend likes.
+    timeout_minutes: how long a collective may wait on an axis that has groups of its own, the same as for `join`
+    (torch doesn't pass it on); None: the backend's default.
     """
     timeout = None if timeout_minutes is None else timedelta(minutes=timeout_minutes)
     meter = Meter()
@@ -102,9 +102,9 @@ def make_mesh(
 
 
 def _connect_stages(mesh: Mesh) -> None:
-    """One message each way over every link: NCCL connects at the first, where both hosts wait for each other.
+    """Send one message each way over every link: NCCL connects at the first message, for which both hosts wait.
 
-    In the middle of a step that could be for ever, since receives are posted before what their senders wait for.
+    In the middle of a step they could wait for ever, since receives are posted before what their senders wait for.
     """
     stage, num_stages = mesh.coordinate("pp"), mesh.topology.pp
     message = torch.zeros(1, device=mesh.device)
@@ -121,7 +121,7 @@ def _connect_stages(mesh: Mesh) -> None:
 def _communicator(
     topology: Topology, axis: str, rank: int, scratch: Scratch, *, timeout: timedelta | None
 ) -> Communicator:
-    """All ranks make all groups of the axis, in the same order, as torch demands; each keeps its own."""
+    """Make all groups of the axis, in the same order on all ranks, as torch demands; return this rank's."""
     if topology.size(axis) == 1:
         return LocalCommunicator()
     if axis == WORLD:
@@ -131,7 +131,9 @@ def _communicator(
         for index, ranks in enumerate(topology.groups(axis))
     ]
     mine = next((group for ranks, group in groups if rank in ranks), None)
-    return LocalCommunicator() if mine is None else ProcessGroupCommunicator(mine, scratch)  # of ENDS, in the middle
+    return (
+        LocalCommunicator() if mine is None else ProcessGroupCommunicator(mine, scratch)
+    )  # None: ENDS of a middle stage
 
 
 def _default_group() -> dist.ProcessGroup:

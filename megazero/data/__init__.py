@@ -1,1 +1,1 @@
-"""What a run reads: token files become samples, samples become batches."""
+"""The data of a run: token files become samples, samples become batches."""

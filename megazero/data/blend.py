@@ -1,7 +1,7 @@
-"""Mixtures: which corpus gives sample k, as a pure function of k.
+"""Mixtures: the corpus of sample k, as a pure function of k.
 
-The corpora are the leaves of a binary tree.  At every node the first m samples that reach it are dealt out so that
-round(m * w) of them went left, w being the left side's share of the node's weight.  This count grows by 0 or 1 with m,
+The corpora are the leaves of a binary tree.  Of the first m samples that reach a node, round(m * w) go left, w being
+the left side's share of the node's weight.  This count grows by 0 or 1 with m,
 so sample number m goes left exactly when the count grows, and the count is its number on that side.  Walking down from
 the root takes a few divisions of exact integers: no table, no loop over earlier samples, and every corpus gives its
 samples 0, 1, 2, ... without gap.
@@ -27,10 +27,10 @@ from megazero.rules.files import DATA_PATH
 
 
 class Choice(NamedTuple):
-    """Where a sample of the mixture comes from."""
+    """The corpus that a sample of the mixture comes from, and its number there."""
 
     corpus: int
-    sample: int  # its number within the corpus: how many earlier ones the corpus gave
+    sample: int  # its number within the corpus: the number of earlier samples from there
 
 
 class WeightedPrefix(NamedTuple):
@@ -41,7 +41,10 @@ class WeightedPrefix(NamedTuple):
 
 
 class _Node(NamedTuple):
-    """share: of what reaches it, the part that goes left.  A side is a corpus, by its number, or another node."""
+    """A node of the tree.
+
+    share: the part of its samples that goes left; a side is a corpus's number or another node.
+    """
 
     share: Fraction
     left: "_Node | int"
@@ -56,7 +59,7 @@ class Blend:
         self._tree = _huffman_tree([Fraction(weight) for weight in weights])
 
     def choose(self, k: int) -> Choice:
-        """The corpus of sample k and the sample's number within it."""
+        """Return the corpus of sample k and the sample's number within it."""
         side, index = self._tree, k
         while isinstance(side, _Node):
             left, left_after = _rounded(index, side.share), _rounded(index + 1, side.share)
@@ -78,13 +81,13 @@ class BlendedSamples:
         return self._sources[0].seq_length
 
     def sample(self, k: int) -> NDArray[np.int64]:
-        """Sample k of the mixture: int64 [seq_length + 1]."""
+        """Return sample k of the mixture: int64 [seq_length + 1]."""
         corpus, number = self._blend.choose(k)
         return self._sources[corpus].sample(number)
 
 
 def parse_data_path(items: Sequence[str], flag: str = DATA_PATH) -> tuple[WeightedPrefix, ...]:
-    """Read what `flag` was given: one prefix, several prefixes, or "weight prefix weight prefix ...".
+    """Parse the values of `flag`: one prefix, several prefixes, or "weight prefix weight prefix ...".
 
     Several prefixes without weights are mixed in proportion to their sizes.  Raises DataError naming every bad item.
     """
@@ -106,7 +109,7 @@ def parse_data_path(items: Sequence[str], flag: str = DATA_PATH) -> tuple[Weight
 
 
 def _huffman_tree(weights: Sequence[Fraction]) -> _Node | int:
-    """Left is the side with the corpus of the lowest number, which also goes first of two that weigh the same."""
+    """Build the tree; left is the side with the lowest corpus number, which also comes first of equal weights."""
     sides: list[tuple[Fraction, int, _Node | int]] = [(weight, number, number) for number, weight in enumerate(weights)]
     heapq.heapify(sides)
     while len(sides) > 1:
@@ -118,7 +121,7 @@ def _huffman_tree(weights: Sequence[Fraction]) -> _Node | int:
 
 
 def _rounded(count: int, share: Fraction) -> int:
-    """count * share to the nearest integer, halves up; exact."""
+    """Return count * share rounded to the nearest integer, halves up; exact."""
     return (2 * count * share.numerator + share.denominator) // (2 * share.denominator)
 
 

@@ -1,11 +1,10 @@
-"""The corpora of a run: opened, checked against the vocabulary, and handed out as samples.
+"""The corpora of a run: opened, checked against the vocabulary, and made into samples.
 
 Either --data-path names corpora that --split cuts into three, or each split has corpora of its own, read whole
 (--train-data-path, --valid-data-path, --test-data-path).
 
-Opening reads headers, indexes and sidecars and reports what is wrong with all corpora at once, so it can be done before
-processes join.  A split is looked at only when samples of it are asked for: an empty test split harms nobody who does
-not test.
+Opening reads headers, indexes and sidecars and reports the problems of all corpora at once, so it can be done before
+processes join.  A split is checked only when its samples are used: an empty test split is legal in a run without tests.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,8 +32,8 @@ class _Corpus(NamedTuple):
 class Corpora:
     """The opened corpora of a run.
 
-    data_path: what the flag takes ("PREFIX", or weights and prefixes).  split: "969,30,1".
-    own_paths: what the flags of splits' own corpora take, by the split's name; in place of the two others.
+    data_path: the values of the flag ("PREFIX", or weights and prefixes).  split: "969,30,1".
+    own_paths: the values of the flags of splits' own corpora, by the split's name; in place of the two others.
     Raises DataError with the problems of every corpus.
     """
 
@@ -64,22 +63,22 @@ class Corpora:
 
     @property
     def vocab_size(self) -> int | None:
-        """Size of the vocabulary the corpora were made with; None when no sidecar tells."""
+        """The size of the vocabulary the corpora were made with; None without a sidecar."""
         return next((sidecar.vocab_size for _, sidecar in self._known_sidecars()), None)
 
     @property
     def eod(self) -> int | None:
-        """The end-of-document id; None when no sidecar tells."""
+        """The end-of-document id; None without a sidecar."""
         return next((sidecar.eod for _, sidecar in self._known_sidecars()), None)
 
     @property
     def unended(self) -> tuple[str, ...]:
-        """Prefixes of corpora that were made without an end-of-document token after every document."""
+        """The prefixes of corpora that were made without an end-of-document token after every document."""
         return tuple(prefix for prefix, sidecar in self._known_sidecars() if not sidecar.append_eod)
 
     @property
     def bytes_per_token(self) -> float | None:
-        """UTF-8 bytes of text a token stands for, over all corpora as they are; None when a sidecar is missing."""
+        """UTF-8 bytes of text that a token stands for, over all whole corpora; None when a sidecar is missing."""
         known = [sidecar for _, sidecar in self._known_sidecars()]
         tokens = sum(sidecar.tokens for sidecar in known)
         if len(known) < len(self._corpora) or tokens == 0:
@@ -87,7 +86,7 @@ class Corpora:
         return sum(sidecar.text_bytes for sidecar in known) / tokens
 
     def split_bytes_per_token(self, split: str) -> float | None:
-        """UTF-8 bytes of text that a token of "train", "valid" or "test" stands for, by the mixture's weights.
+        """Return the bytes of text that a token of "train", "valid" or "test" stands for, by the mixture's weights.
 
         A loss of x nats a token is x / ln 2 / bytes_per_token bits a byte.  None when a sidecar is missing or there is
         no token.  Counted over the split's tokens, the first MEASURED_TOKENS of a corpus at most.
@@ -104,11 +103,11 @@ class Corpora:
         return sum(share * ratio for share, ratio in zip(shares, ratios, strict=True)) / sum(shares)
 
     def is_given(self, split: str) -> bool:
-        """Whether a split has a share of the corpora, or one of its own."""
+        """Return whether a split has a share of the corpora, or corpora of its own."""
         return bool(self._split[1][SPLIT_NAMES.index(split)]) if self._split else split in self._mixtures
 
     def vocabulary_problems(self, vocab_size: int, tokenizer: TokenizerSpec | None = None) -> list[Problem]:
-        """What speaks against training on these corpora with this vocabulary, and (if given) this tokenizer."""
+        """Return the problems of training on these corpora with this vocabulary, and (if given) this tokenizer."""
         digests = tokenizer.digests() if tokenizer else {}
         problems: list[Problem] = []
         for prefix, sidecar in self._known_sidecars():
@@ -124,9 +123,12 @@ class Corpora:
         return problems
 
     def samples(self, split: str, *, seq_length: int, seed: int, vocab_size: int) -> Samples:
-        """The samples of "train", "valid" or "test"; raises DataError, with counts, if a corpus has none there."""
+        """Return the samples of "train", "valid" or "test";
+
+        raises DataError, with counts, if a corpus has none there.
+        """
         mixture = self._mixtures[split]
-        # Orders differ between splits and between corpora: every place has a number of its own.
+        # Orders differ between splits and between corpora: each has a stream of its own.
         first_stream = SPLIT_NAMES.index(split) * max(map(len, self._mixtures.values()))
         sources: list[SampleSource] = []
         problems: list[Problem] = []
@@ -148,7 +150,7 @@ class Corpora:
         return _mixed(mixture, sources)
 
     def describe(self) -> list[str]:
-        """A line for every corpus: counts, and sequences by split."""
+        """Return a line for every corpus: counts, and sequences by split."""
         return [
             f"{dataset.name}: {dataset.num_documents} documents, {dataset.num_tokens} tokens; sequences "
             + ", ".join(
@@ -168,7 +170,7 @@ class Corpora:
         return [(prefix, sidecar) for prefix, (_, sidecar) in self._corpora.items() if sidecar]
 
     def _disagreements(self) -> list[Problem]:
-        """Corpora of one run are made with one tokenizer."""
+        """Return the problems of corpora that were made with another tokenizer than the first."""
         known = self._known_sidecars()
         return [
             Problem(
@@ -187,17 +189,17 @@ class Corpora:
         text, shares = self._split
         ranges = split_sequences(dataset.num_sequences, shares)
         counts = ", ".join(f"{name} {len(part)}" for name, part in ranges._asdict().items())
-        given = f"--split {text}: {split} is asked for samples; of {dataset.num_sequences} sequences: {counts}"
+        given = f"--split {text}: {split} has no sample; of {dataset.num_sequences} sequences: {counts}"
         return Problem(f"{given}; {problem.given}", problem.rule, _legal_split(ranges, split) or problem.legal)
 
 
 def own_flag(split: str) -> str:
-    """The flag that gives a split corpora of its own."""
+    """Return the flag that names a split's own corpora."""
     return f"--{split}{DATA_PATH[1:]}"
 
 
 def _mixed(mixture: Sequence[WeightedPrefix], sources: Sequence[SampleSource]) -> Samples:
-    """One source for all; corpora without a weight count by their size."""
+    """Mix the sources; corpora without a weight count by their size."""
     if len(sources) == 1:
         return sources[0]
     pairs = zip(mixture, sources, strict=True)
@@ -205,7 +207,7 @@ def _mixed(mixture: Sequence[WeightedPrefix], sources: Sequence[SampleSource]) -
 
 
 def _legal_split(ranges: SplitRanges, split: str) -> str:
-    """A split that gives every part asked for at least one sequence, if the corpus has enough of them."""
+    """Return a split with at least one sequence in every part, if the corpus has enough of them."""
     count = ranges[-1].stop
     if count < len(SPLIT_NAMES) or len(ranges[SPLIT_NAMES.index(split)]) > 0:
         return ""
@@ -217,7 +219,7 @@ def _bytes_per_token(dataset: IndexedDataset, sidecar: Sidecar, tokens: range) -
     table = np.array(sidecar.token_bytes)
     measured = tokens[:MEASURED_TOKENS]
     blocks = (measured[first : first + CHECK_BLOCK] for first in range(0, len(measured), CHECK_BLOCK))
-    # An id outside the table is refused when it is read as a sample; here it counts as the last one.
+    # An id outside the table is an error only when it is read as a sample; here it counts as the last one.
     total = sum(int(table.take(dataset.tokens(block.start, block.stop), mode="clip").sum()) for block in blocks)
     return total / len(measured)
 

@@ -1,6 +1,6 @@
 """Token files: the `.bin/.idx` pair of the Megatron family, read through mmap.
 
-`PREFIX.bin` holds the ids of all *sequences*, back to back, in one integer type.  `PREFIX.idx` tells where sequences
+`PREFIX.bin` holds the ids of all *sequences*, back to back, in one integer type.  `PREFIX.idx` lists where sequences
 and *documents* begin (all integers little endian, nothing aligned; S sequences, D - 1 documents):
 
     offset      size   content
@@ -16,11 +16,11 @@ and *documents* begin (all integers little endian, nothing aligned; S sequences,
 
 Sequences lie back to back, so the token range [a, b) of the corpus is the slice [a, b) of the .bin.  When a file is
 opened, all of its index is checked, in blocks of bounded size.  Reading the index of a *large* corpus would take
-minutes, so there only the header, the sizes, both ends and blocks spread evenly over it are; every lookup checks the
-entries it meets against their neighbours, which finds a row of wrong ones at its edges, and `check` checks them all.
+minutes, so there only the header, the sizes, both ends and blocks spread evenly over it are; every lookup checks its
+entries against their neighbours, which finds a series of wrong ones at its edges, and `check` checks them all.
 
 The int64 arrays start at an odd multiple of two.  numpy copies a misaligned array whole before it searches in it or
-computes with it, so queries look at single elements (bisect) and only blocks are ever copied.
+computes with it, so queries read single elements (bisect) and only blocks are ever copied.
 """
 
 import mmap
@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megazero.data.storage import PLAIN_ACCESS, Access, advise, find, is_remote, map_file
+from megazero.data.storage import PLAIN_ACCESS, Access, advise, is_remote, locate_corpus, map_file
 from megazero.errors import DataError, Problem
 
 Tokens = NDArray[Any]
@@ -50,28 +50,28 @@ LARGEST_LENGTH = 2**31 - 1
 UINT16_VOCABULARY = 65_500
 # Elements checked at a time: 8 MiB of int64.
 CHECK_BLOCK = 1 << 20
-# Of a corpus with more sequences or documents than this many blocks, this many small ones are checked at opening.
+# A corpus with more than WHOLE_BLOCKS blocks of sequences or documents has only SPREAD_BLOCKS small ones checked.
 WHOLE_BLOCKS = 4
 SPREAD_BLOCKS, SPREAD_BLOCK = 64, 4096
 
 
 def token_dtype(vocab_size: int) -> "np.dtype[Any]":
-    """The integer type in which ids of a vocabulary of `vocab_size` entries are stored."""
+    """Return the integer type in which ids of a vocabulary of `vocab_size` entries are location."""
     return np.dtype(np.uint16 if vocab_size < UINT16_VOCABULARY else np.int32)
 
 
 def bin_path(prefix: str | Path) -> Path:
-    """Where the tokens of a corpus are."""
+    """Return the path of a corpus's tokens."""
     return Path(f"{prefix}.bin")
 
 
 def idx_path(prefix: str | Path) -> Path:
-    """Where the index of a corpus is."""
+    """Return the path of a corpus's index."""
     return Path(f"{prefix}.idx")
 
 
-class Place(NamedTuple):
-    """Where a token of the corpus sits: its document and its position in it, both from 0."""
+class TokenPosition(NamedTuple):
+    """The position of a token of the corpus: its document and its place in that, both from 0."""
 
     document: int
     position: int
@@ -86,24 +86,23 @@ class _Header(NamedTuple):
 class IndexedDataset:
     """A corpus, its index memory-mapped and checked (see above for how much of it).
 
-    name: the prefix as it was given.  prefix: of the .idx and .json on this machine; another one than `name` only for
-    a corpus in an object store, which is the cached copy's.
-    Raises DataError, with every missing file or the first defect that makes the rest meaningless: the file, what was
-    found, the rule.
+    name: the prefix as it was given.  prefix: that of the .idx and .json on this machine; for a corpus in an object
+    store that of the cached copy.
+    Raises DataError, with every missing file or the first defect that makes the rest meaningless.
     """
 
     def __init__(self, prefix: str | Path, access: Access = PLAIN_ACCESS) -> None:
         self.name = str(prefix)
         if not is_remote(self.name):
             _require_files(self.name)
-        stored = find(self.name, access)
-        self.prefix = stored.prefix
+        location = locate_corpus(self.name, access)
+        self.prefix = location.prefix
         index = self._index = map_file(idx_path(self.prefix))
         header = _read_header(f"{self.name}.idx", index)
         count = header.num_sequences
         self.dtype = header.dtype
-        self.num_tokens = stored.bin_bytes // self.dtype.itemsize
-        self._bin_bytes = stored.bin_bytes
+        self.num_tokens = location.bin_bytes // self.dtype.itemsize
+        self._bin_bytes = location.bin_bytes
         self._lengths = np.frombuffer(index, "<i4", count, HEADER.size)
         self._pointers = np.frombuffer(index, "<i8", count, HEADER.size + 4 * count)
         self._documents = np.frombuffer(index, "<i8", header.num_entries, HEADER.size + 12 * count)
@@ -113,29 +112,29 @@ class IndexedDataset:
             self._check_blocks(_spread(self.num_sequences), _spread(header.num_entries))
         else:
             self.check()
-        self._reader = stored.read_as(self.dtype)
+        self._reader = location.read_as(self.dtype)
 
     @property
     def is_large(self) -> bool:
-        """Whether opening it checked a part of its index only."""
+        """Whether opening the corpus checked a part of its index only."""
         return max(self.num_sequences, self.num_documents) > WHOLE_BLOCKS * CHECK_BLOCK
 
     @property
     def num_sequences(self) -> int:
-        """Sequences in the corpus."""
+        """The number of sequences in the corpus."""
         return len(self._lengths)
 
     @property
     def num_documents(self) -> int:
-        """Documents in the corpus, those without any token included."""
+        """The number of documents in the corpus, those without any token included."""
         return len(self._documents) - 1
 
     def sequence(self, index: int) -> Tokens:
-        """Tokens of one sequence: a read-only array [length] in the file's dtype."""
+        """Return the tokens of one sequence: a read-only array [length] in the file's dtype."""
         return self.tokens(self.sequence_start(index), self.sequence_start(index + 1))
 
     def sequence_start(self, index: int) -> int:
-        """Number of tokens before sequence `index`; `num_sequences` is legal and gives `num_tokens`."""
+        """Return the number of tokens before sequence `index`; `num_sequences` is legal and gives `num_tokens`."""
         if not 0 <= index <= self.num_sequences:
             raise IndexError(f"sequence {index} of {self.num_sequences} in {self.name}")
         if index == self.num_sequences:
@@ -148,13 +147,13 @@ class IndexedDataset:
         return start
 
     def tokens(self, start: int, stop: int) -> Tokens:
-        """Tokens [start, stop) of the whole corpus, across sequences: a read-only array [stop - start]."""
+        """Return tokens [start, stop) of the whole corpus, across sequences: a read-only array [stop - start]."""
         if not 0 <= start <= stop <= self.num_tokens:
             raise IndexError(f"tokens [{start}, {stop}) of {self.num_tokens} in {self.name}")
         return self._reader.tokens(start, stop)
 
     def document(self, index: int) -> Tokens:
-        """Tokens of one document: a read-only array [length]; empty when the document gave no token."""
+        """Return the tokens of one document: a read-only array [length]; empty for a document without tokens."""
         if not 0 <= index < self.num_documents:
             raise IndexError(f"document {index} of {self.num_documents} in {self.name}")
         sequences = self._sequences_of(index)
@@ -163,27 +162,27 @@ class IndexedDataset:
         return self.tokens(self.sequence_start(sequences.start), self.sequence_start(sequences.stop))
 
     def sequence_lengths(self, first: int, stop: int) -> NDArray[np.int32]:
-        """Lengths of sequences [first, stop) in tokens: an aligned copy."""
+        """Return the lengths of sequences [first, stop) in tokens: an aligned copy."""
         self._check_sequences(first, stop)
         return np.array(self._lengths[first:stop], np.int32)
 
     def document_ends(self, first: int, stop: int) -> NDArray[np.int64]:
-        """Sequences up to the end of each of documents [first, stop): an aligned copy."""
+        """Return the number of sequences up to the end of each of documents [first, stop): an aligned copy."""
         self._check_entries(first, stop + 1)
         return np.array(self._documents[first + 1 : stop + 1], np.int64)
 
-    def place(self, token: int) -> Place:
-        """The document and the position in it of token number `token` of the corpus."""
+    def locate(self, token: int) -> TokenPosition:
+        """Return the document of token number `token` of the corpus, and its position in it."""
         if not 0 <= token < self.num_tokens:
             raise IndexError(f"token {token} of {self.num_tokens} in {self.name}")
         sequence = bisect_right(self._pointers, token * self.dtype.itemsize) - 1
         document = bisect_right(self._documents, sequence) - 1
-        # Where a search ends depends on the entries there alone, so these have to fit what is beside them.
+        # A search's result depends on the entries there alone, so these are checked against those beside them.
         self._check_sequences(max(0, sequence - 1), sequence + 1)
-        return Place(document, token - self.sequence_start(self._sequences_of(document).start))
+        return TokenPosition(document, token - self.sequence_start(self._sequences_of(document).start))
 
     def check(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Check every entry of the index; `progress` is told (entries done, entries in all) after every block.
+        """Check every entry of the index; calls progress(entries done, entries in all) after every block.
 
         Raises DataError for the first that is wrong.
         """
@@ -211,7 +210,7 @@ class IndexedDataset:
             check_ends()
 
     def _check_sequences(self, first: int, stop: int) -> None:
-        """Each of sequences [first, stop) ends where the next one starts."""
+        """Check that each of sequences [first, stop) ends where the next one starts."""
         lengths = np.array(self._lengths[first:stop], np.int64)
         starts = np.array(self._pointers[first : stop + 1])
         if lengths.min(initial=0) < 0:
@@ -231,7 +230,7 @@ class IndexedDataset:
             )
 
     def _check_bin(self) -> None:
-        """The first sequence starts, and the last one ends, where the .bin does."""
+        """Check that the first sequence starts, and the last one ends, where the .bin does."""
         itemsize = self.dtype.itemsize
         if self.num_sequences and self._pointers[0] != 0:
             raise self._defect(f"sequence 0 starts at byte {self._pointers[0]}", "the first one starts at 0")
@@ -239,13 +238,13 @@ class IndexedDataset:
         if listed != self._bin_bytes:
             raise _defect(
                 f"{self.name}.bin",
-                f"the file has {self._bin_bytes} bytes; its index tells of {listed // itemsize} tokens of"
+                f"the file has {self._bin_bytes} bytes; its index lists {listed // itemsize} tokens of"
                 f" {itemsize} bytes",
                 f"the .bin holds exactly what the .idx lists: {listed} bytes",
             )
 
     def _check_entries(self, first: int, stop: int) -> None:
-        """Entries [first, stop) of the document index don't go back, the first of them not behind the one before."""
+        """Check that entries [first, stop) of the document index don't decrease, compared also with the one before."""
         begin = max(0, first - 1)
         steps = np.diff(np.array(self._documents[begin:stop]))
         if steps.min(initial=0) < 0:
@@ -253,7 +252,7 @@ class IndexedDataset:
             raise self._defect(f"entry {bad} of the document index goes back", "it never decreases")
 
     def _check_document_ends(self) -> None:
-        """The document index begins with no sequence and ends with all."""
+        """Check that the document index begins with no sequence and ends with all."""
         first, last = self._documents[0], self._documents[-1]
         if first != 0:
             raise self._defect(f"the document index starts with {first}", "it starts with 0")
@@ -264,7 +263,7 @@ class IndexedDataset:
             )
 
     def _sequences_of(self, document: int) -> range:
-        # Its own two entries, and those beside them: an entry out of order contradicts one of its neighbours.
+        # Check its own two entries, and those beside them: an entry out of order contradicts one of its neighbours.
         self._check_entries(document, document + 3)
         first, stop = int(self._documents[document]), int(self._documents[document + 1])
         if not 0 <= first <= stop <= self.num_sequences:
@@ -311,19 +310,19 @@ def _read_header(path: str, index: mmap.mmap | bytes) -> _Header:
     if num_entries < 1 or len(index) not in (plain, plain + num_sequences):
         raise _defect(
             path,
-            f"the file has {len(index)} bytes; its header tells of {num_sequences} sequences, {num_entries} entries",
+            f"the file has {len(index)} bytes; its header lists {num_sequences} sequences, {num_entries} entries",
             f"that takes {plain} bytes ({plain + num_sequences} with modes), and at least one entry",
         )
     return _Header(np.dtype(INTEGER_TYPES[code]).newbyteorder("<"), num_sequences, num_entries)
 
 
 def _cut(count: int) -> Iterator[range]:
-    """[0, count) in blocks."""
+    """Cut [0, count) into blocks."""
     return (range(first, min(first + CHECK_BLOCK, count)) for first in range(0, count, CHECK_BLOCK))
 
 
 def _spread(count: int) -> Iterator[range]:
-    """Small blocks of [0, count), evenly spread from its begin to its end; all of it where that is no more."""
+    """Cut small blocks out of [0, count), evenly spread from begin to end; all of it where that is no more."""
     if count <= SPREAD_BLOCKS * SPREAD_BLOCK:
         return _cut(count)
     firsts = ((count - SPREAD_BLOCK) * number // (SPREAD_BLOCKS - 1) for number in range(SPREAD_BLOCKS))

@@ -1,16 +1,16 @@
-"""Batches: the samples of a step, cut into micro-batches, read (and pinned for a GPU) ahead of time in the background.
+"""Batches: the samples of a step, cut into micro-batches, and read ahead in the background (pinned for a GPU).
 
-Step i of a run with global batch size B takes samples [i * B, (i + 1) * B), whatever the layout.  They are dealt out in
-runs of one micro-batch: with D data-parallel ranks and micro-batch size b, micro-batch m of rank d starts at sample
+Step i of a run with global batch size B takes samples [i * B, (i + 1) * B), whatever the layout.  With D data-parallel
+ranks and micro-batch size b, micro-batch m of rank d starts at sample
 
     first + (m * D + d) * b
 
-so a layout decides who reads a sample, never which samples a step has.  The state of a loader is one integer: the
-number of samples consumed.
+so a layout determines which rank reads a sample, never which samples a step has.  The state of a loader is one integer:
+the number of samples consumed.
 
-Where the documents in a sample matter, every token is told which it belongs to (`documents`, counted from 0 in each
-sample) and where it stands in it (`positions`).  A document ends with its end-of-document token, if it has one: text
-without goes on into the next.
+Where the documents in a sample matter, every token has the number of its document (`documents`, counted from 0 in each
+sample) and its position in that (`positions`).  A document ends with its end-of-document token; without one it
+continues in the next text.
 """
 
 import queue
@@ -26,18 +26,18 @@ from torch import Tensor
 
 from megazero.data.samples import Samples
 
-# How often a thread that waits for room looks whether it should stop.
+# The interval at which a thread that waits for room checks whether it should stop.
 POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """How the samples of a step are dealt out, and which of them belong to this data-parallel rank.
+    """The distribution of a step's samples over data-parallel ranks and micro-batches, and this rank's part of it.
 
     masked_token: positions whose input is this id do not count in the loss (--eod-mask-loss); None: all count.
-    document_end: the id of end-of-document tokens; asked for by the two that follow.
-    resets_positions, resets_attention: micro-batches tell `positions`, and `documents`.
-    pins: batches lie in pinned memory, from where a GPU copies them by itself while the host goes on.
+    document_end: the id of end-of-document tokens; required by the two that follow.
+    resets_positions, resets_attention: micro-batches have `positions`, and `documents`.
+    pins: batches lie in pinned memory, from where a GPU copies them while the host continues.
     """
 
     global_batch_size: int
@@ -57,15 +57,15 @@ class BatchLayout:
             f"data-parallel size {self.data_size}"
         )
         resets = self.resets_positions or self.resets_attention
-        assert not resets or self.document_end is not None, "documents are told by the token at their end"
+        assert not resets or self.document_end is not None, "documents are recognised by the token at their end"
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of one rank in one step."""
+        """The number of micro-batches of one rank in one step."""
         return self.global_batch_size // (self.micro_batch_size * self.data_size)
 
     def first_samples(self, first_sample: int) -> list[int]:
-        """First sample of every micro-batch of this rank in the step that starts at `first_sample`."""
+        """Return the first sample of every micro-batch of this rank in the step that starts at `first_sample`."""
         return [
             first_sample + (index * self.data_size + self.data_rank) * self.micro_batch_size
             for index in range(self.num_micro_batches)
@@ -80,7 +80,7 @@ class MicroBatch(NamedTuple):
     labels: Tensor  # int64 [b, s]: the token after each input
     loss_mask: Tensor | None  # float32 [b, s], 1 where the loss counts; None: everywhere
     positions: Tensor | None = None  # int64 [b, s], of every input in its document; None: in its row
-    documents: Tensor | None = None  # int32 [b, s], which of its row's documents an input is of; None: nobody asks
+    documents: Tensor | None = None  # int32 [b, s], the number of an input's document in its row; None: not needed
 
 
 class StepBatch(NamedTuple):
@@ -91,7 +91,7 @@ class StepBatch(NamedTuple):
 
 
 def build_step_batch(source: Samples, first_sample: int, layout: BatchLayout) -> StepBatch:
-    """The batch of the step that starts at sample `first_sample`; raises what `source.sample` raises."""
+    """Build the batch of the step that starts at sample `first_sample`; raises what `source.sample` raises."""
     return StepBatch(
         first_sample, [_micro_batch(source, first, layout) for first in layout.first_samples(first_sample)]
     )
@@ -102,12 +102,12 @@ def _micro_batch(source: Samples, first: int, layout: BatchLayout) -> MicroBatch
     tokens = torch.from_numpy(np.ascontiguousarray(rows[:, :-1]))
     labels = torch.from_numpy(np.ascontiguousarray(rows[:, 1:]))
     mask = None if layout.masked_token is None else (tokens != layout.masked_token).float()
-    batch = MicroBatch(first, tokens, labels, mask, *_places(tokens, layout))
+    batch = MicroBatch(first, tokens, labels, mask, *_document_positions(tokens, layout))
     return _pinned(batch) if layout.pins else batch
 
 
-def _places(tokens: Tensor, layout: BatchLayout) -> tuple[Tensor | None, Tensor | None]:
-    """(positions, documents) of the inputs, [b, s], as far as the layout asks for them."""
+def _document_positions(tokens: Tensor, layout: BatchLayout) -> tuple[Tensor | None, Tensor | None]:
+    """Return (positions, documents) of the inputs, [b, s], each None if the layout doesn't need it."""
     if not (layout.resets_positions or layout.resets_attention):
         return None, None
     begins = torch.zeros_like(tokens, dtype=torch.bool)
@@ -122,8 +122,8 @@ def _places(tokens: Tensor, layout: BatchLayout) -> tuple[Tensor | None, Tensor 
 
 
 def _pinned(batch: MicroBatch) -> MicroBatch:
-    first, tokens, labels, *told = batch
-    pinned = (None if part is None else part.pin_memory() for part in told)
+    first, tokens, labels, *optional = batch
+    pinned = (None if tensor is None else tensor.pin_memory() for tensor in optional)
     return MicroBatch(first, tokens.pin_memory(), labels.pin_memory(), *pinned)
 
 
@@ -158,19 +158,19 @@ class BatchLoader:
 
     @property
     def consumed_samples(self) -> int:
-        """The state: samples of all ranks in the steps handed out so far, from the start of the run."""
+        """The loader's state: samples of all ranks in the steps returned so far, from the start of the run."""
         return self._consumed
 
     @property
     def waited_seconds(self) -> float:
-        """What `next` has taken so far: near 0 while batches are read faster than they are used."""
+        """The seconds spent in `next` so far: near 0 while batches are read faster than they are used."""
         return self._waited
 
     def __iter__(self) -> Iterator[StepBatch]:
         return self
 
     def __next__(self) -> StepBatch:
-        """This rank's part of the next step."""
+        """Return this rank's part of the next step."""
         began = self._clock()
         batch = self._next_ready() if self._thread else build_step_batch(self._source, self._consumed, self._layout)
         self._waited += self._clock() - began
@@ -178,7 +178,7 @@ class BatchLoader:
         return batch
 
     def close(self) -> None:
-        """Stop the thread and drop what it read; the loader cannot be used afterwards."""
+        """Stop the thread and drop the batches it has read; the loader cannot be used afterwards."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join()
@@ -209,7 +209,7 @@ class BatchLoader:
     def _build(self, first_sample: int) -> StepBatch | Exception:
         try:
             return build_step_batch(self._source, first_sample, self._layout)
-        except Exception as error:  # whatever it is, it belongs to the caller of next
+        except Exception as error:  # raised to the caller of `next`, of whatever kind
             return error
 
     def _offer(self, item: StepBatch | Exception) -> None:

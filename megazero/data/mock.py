@@ -25,5 +25,5 @@ class MockSamples:
         object.__setattr__(self, "_starts", Epochs(self.vocab_size, (self.seed,)))
 
     def sample(self, k: int) -> NDArray[np.int64]:
-        """Sample k: int64 [seq_length + 1]."""
+        """Return sample k: int64 [seq_length + 1]."""
         return (self._starts[k] + np.arange(self.seq_length + 1, dtype=np.int64)) % self.vocab_size

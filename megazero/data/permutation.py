@@ -1,9 +1,9 @@
 """A shuffled order of [0, n) that needs no table: a keyed permutation, evaluated one element at a time.
 
 A *Feistel network* writes a number as two digits (left, right) of base a and mixes one digit into the other, round by
-round; every round can be undone, so the whole is a bijection of [0, a * a) for any round function (Luby and Rackoff
-1988).  With a the least integer with a * a >= n the domain is hardly larger than n.  *Cycle walking* takes what lands
-in [n, a * a) through the network again until it lands below n, which makes it a bijection of [0, n) (Black and Rogaway
+round; every round is invertible, so the whole is a bijection of [0, a * a) for any round function (Luby and Rackoff
+1988).  With a the least integer with a * a >= n the domain is hardly larger than n.  *Cycle walking* passes results in
+[n, a * a) through the network again until they are below n, which makes it a bijection of [0, n) (Black and Rogaway
 2002, "Ciphers with Arbitrary Finite Domains"): one pass nearly always.
 
 One formula serves integers and arrays of uint64, which wrap where integers are masked: it never subtracts from what may
@@ -23,7 +23,7 @@ Numbers = TypeVar("Numbers", int, NDArray[Any])
 
 NUM_ROUNDS = 8
 _MASK = (1 << 64) - 1
-# Odd multipliers with well spread bits; any such pair will do, the test of uniformity decides.
+# Odd multipliers with well spread bits; any pair that passes the test of uniformity is good.
 _MULTIPLIER_A = 0x9E3779B97F4A7C15
 _MULTIPLIER_B = 0xD6E8FEB86659FD93
 
@@ -47,7 +47,7 @@ class Permutation:
         object.__setattr__(self, "_rounds", _round_keys(self.key))
 
     def __getitem__(self, index: int) -> int:
-        """Where `index` goes; both in [0, size)."""
+        """Return the image of `index`; both in [0, size)."""
         if not 0 <= index < self.size:
             raise IndexError(f"{index} is not in [0, {self.size})")
         while True:
@@ -55,27 +55,11 @@ class Permutation:
             if index < self.size:
                 return index
 
-    def inverse(self, value: int) -> int:
-        """Which index goes to `value`; both in [0, size)."""
-        if not 0 <= value < self.size:
-            raise IndexError(f"{value} is not in [0, {self.size})")
-        while True:
-            value = self._pass_back(value)
-            if value < self.size:
-                return value
-
-    def places(self, indices: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Where each of the indices goes [as they are]; all in [0, size)."""
+    def images(self, indices: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """Return the images of an array of indices, in the same shape; all in [0, size)."""
         found = self._pass(_in_range(indices, self.size))
         while len(outside := np.flatnonzero(found >= self.size)):
             found[outside] = self._pass(found[outside])
-        return found
-
-    def inverses(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Which index goes to each of the values [as they are]; all in [0, size)."""
-        found = self._pass_back(_in_range(values, self.size))
-        while len(outside := np.flatnonzero(found >= self.size)):
-            found[outside] = self._pass_back(found[outside])
         return found
 
     def _pass(self, index: Numbers) -> Numbers:
@@ -85,30 +69,23 @@ class Permutation:
         whole: Numbers = left * self._base + right
         return whole
 
-    def _pass_back(self, value: Numbers) -> Numbers:
-        left, right = divmod(value, self._base)
-        for key in reversed(self._rounds):
-            left, right = self._rest(right + self._base - self._rest(_mix(left ^ key))), left
-        whole: Numbers = left * self._base + right
-        return whole
-
     def _rest(self, value: Numbers) -> Numbers:
-        """value % base, in the way that numpy computes several times faster."""
+        """Return value % base, in the way that numpy computes several times faster."""
         rest: Numbers = value - value // self._base * self._base
         return rest
 
 
 class Epochs:
-    """An endless row: [0, size) again and again, every *epoch* in an order of its own, permutation (*key, epoch)."""
+    """An endless sequence of *epochs*: [0, size) again and again, each in the order of permutation (*key, epoch)."""
 
     def __init__(self, size: int, key: tuple[int, ...]) -> None:
         self.size = size
         self._key = key
-        # One attribute for both, since threads may read: the last epoch asked for, and its order.
+        # One attribute for both the last used epoch and its order, since several threads may read it.
         self._last = (0, Permutation(size, (*key, 0)))
 
     def __getitem__(self, k: int) -> int:
-        """Element k of the row."""
+        """Return element k of the sequence."""
         epoch, index = divmod(k, self.size)
         known, order = self._last
         if known != epoch:
@@ -125,7 +102,7 @@ def _in_range(numbers: NDArray[np.uint64], size: int) -> NDArray[np.uint64]:
 
 
 def _mix(value: Numbers) -> Numbers:
-    """Spread 64 bits so that every input bit moves every output bit."""
+    """Spread 64 bits so that every input bit affects every output bit."""
     value = ((value ^ (value >> 32)) * _MULTIPLIER_A) & _MASK
     value = ((value ^ (value >> 29)) * _MULTIPLIER_B) & _MASK
     spread: Numbers = value ^ (value >> 32)

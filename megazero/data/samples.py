@@ -1,7 +1,7 @@
-"""Samples: which tokens are sample k of the run, as a pure function of (seed, k).
+"""Samples: the tokens of sample k of the run, as a pure function of (seed, k).
 
 A *split* cuts a corpus into three contiguous ranges of sequences (train, valid, test).  The tokens of a range, taken
-as one long row, give n = (tokens - 1) // seq_length samples of seq_length + 1 tokens; neighbours share one token, the
+as one long row, make n = (tokens - 1) // seq_length samples of seq_length + 1 tokens; neighbours share one token, the
 label of the one and the first input of the other:
 
     tokens     t0 t1 t2 t3 t4 t5 t6 t7 t8 t9        seq_length 4, n = 2
@@ -9,14 +9,14 @@ label of the one and the first input of the other:
     sample 1               [-------------]
 
 An *epoch* is one pass over the n samples in an order of its own: sample k of the run is sample
-permutation(seed, stream, k // n)[k mod n] of the range.  Nothing is stored, so nothing can be stale, and going on at
+permutation(seed, stream, k // n)[k mod n] of the range.  Nothing is stored, so nothing can be stale, and resuming at
 any k costs nothing.  Sequences lie back to back, so a sample is one slice of the file.
 
-Samples can be *skipped*: spans of the row's numbers that are passed over, for instance where a loss went astray.  What
-is left moves up, so sample k of the run is then sample k + s of the row, s being the number of skipped ones before it.
-That is again a function of k alone: it holds at any layout, and on resuming with the same spans.  A span that is new at
-a restart, after c samples, and lies ahead of c takes out just its samples.  One that lies behind c has been read
-already; it moves the rest of the row up all the same, so as many samples behind c as it is long are not read.
+Samples can be *skipped*: spans of their numbers are left out, for instance where a loss diverged.  The remaining ones
+move up, so sample k of the run is then sample k + s of all, s being the number of skipped ones before it.  That is
+again a function of k alone: it holds at any layout, and on resuming with the same spans.  A span that is new at a
+restart, after c samples, and lies ahead of c removes just its samples.  One that lies behind c has been read already;
+it moves the rest up all the same, so as many samples behind c as it is long are not read.
 """
 
 from bisect import bisect_right
@@ -52,7 +52,7 @@ class SplitRanges(NamedTuple):
 
 
 class Samples(Protocol):
-    """An endless row of samples; sample k is the same in every process of every run with this seed."""
+    """An endless sequence of samples; sample k is the same in every process of every run with this seed."""
 
     @property
     def seq_length(self) -> int:
@@ -60,12 +60,12 @@ class Samples(Protocol):
         ...
 
     def sample(self, k: int) -> NDArray[np.int64]:
-        """Sample k: int64 [seq_length + 1]."""
+        """Return sample k: int64 [seq_length + 1]."""
         ...
 
 
 def parse_split(text: str) -> Split:
-    """Read "969,30,1": up to three weights, normalised to 1; those left out are 0, so "1" gives all to train.
+    """Parse "969,30,1": up to three weights, normalised to 1; those left out are 0, so "1" makes all of it train.
 
     Raises DataError for anything else.
     """
@@ -86,7 +86,7 @@ def split_sequences(num_sequences: int, split: Split) -> SplitRanges:
 class SampleSource:
     """The samples of a range of one corpus.
 
-    stream: keeps the orders of several corpora (or splits) of one run apart.
+    stream: a number for each corpus (or split) of one run, so that their orders differ.
     Raises DataError when the range holds no whole sample, and, while reading, for a token outside the vocabulary.
     """
 
@@ -116,7 +116,7 @@ class SampleSource:
         return self._seq_length
 
     def sample(self, k: int) -> NDArray[np.int64]:
-        """Sample k of the run: int64 [seq_length + 1]."""
+        """Return sample k of the run: int64 [seq_length + 1]."""
         start = self._start + self._order[k] * self._seq_length
         tokens = self._dataset.tokens(start, start + self._seq_length + 1).astype(np.int64)
         # As an unsigned number a negative one is larger than any vocabulary.
@@ -126,7 +126,7 @@ class SampleSource:
 
     def _outside_vocabulary(self, start: int, tokens: NDArray[np.int64]) -> DataError:
         offset = int(np.argmax((tokens < 0) | (tokens >= self._vocab_size)))
-        document, position = self._dataset.place(start + offset)
+        document, position = self._dataset.locate(start + offset)
         return DataError(
             Problem(
                 f"{self._dataset.name}: document {document}, position {position}: token {tokens[offset]}",
@@ -137,13 +137,13 @@ class SampleSource:
 
 
 class RemainingSamples:
-    """The row of `source` without the skipped spans of its numbers, which ascend and don't overlap."""
+    """The samples of `source` without skipped spans of numbers, which ascend and don't overlap."""
 
     def __init__(self, source: Samples, skipped: Sequence[range]) -> None:
         assert all(a.stop <= b.start for a, b in pairwise(skipped)), f"spans ascend: {skipped}"
         self._source = source
         lengths = accumulate(map(len, skipped), initial=0)
-        # By how much numbers of the run are behind those of the row, and from which number of the run on.
+        # The number of skipped samples before each remaining span, and that span's first number in the run.
         self._behind = [*lengths]
         self._firsts = [span.start - before for span, before in zip(skipped, self._behind, strict=False)]
 
@@ -153,11 +153,11 @@ class RemainingSamples:
         return self._source.seq_length
 
     def sample(self, k: int) -> NDArray[np.int64]:
-        """Sample k of what is left: int64 [seq_length + 1]."""
+        """Return sample k of the remaining ones: int64 [seq_length + 1]."""
         return self._source.sample(self.number(k))
 
     def number(self, k: int) -> int:
-        """The number that sample k of what is left has in the whole row."""
+        """Return the number in `source` of the remaining sample k."""
         return k + self._behind[bisect_right(self._firsts, k)]
 
 

@@ -1,7 +1,7 @@
-"""The sidecar: what a token file cannot say about itself, in `PREFIX.json` beside `PREFIX.bin` and `PREFIX.idx`.
+"""The sidecar: facts about a corpus that its token file has no room for, in `PREFIX.json` beside it.
 
-It tells which tokenizer made the tokens, so that a wrong vocabulary is found before a run starts, and how many bytes of
-text they stand for, so that a loss can be given in bits per byte.  A corpus without one (made by another tool) is
+It names the tokenizer of the tokens, so that a wrong vocabulary is found before a run starts, and the bytes of text
+that they stand for, so that a loss can be given in bits per byte.  A corpus without one (made by another tool) is
 usable; one whose counts disagree with the index belongs to other data and is refused.
 """
 
@@ -15,7 +15,7 @@ import xxhash
 
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.errors import DataError, Problem
-from megazero.files import cannot_read, written_aside
+from megazero.files import cannot_read
 
 DIGEST_BLOCK_BYTES = 8 << 20
 
@@ -27,7 +27,7 @@ class Sidecar:
     text_bytes: UTF-8 bytes of the documents' text; end-of-document tokens stand for none.
     tokenizer_files: SHA-256 by the name of the flag's field ("tokenizer_model").
     token_bytes: UTF-8 bytes of text that every id stands for [vocab_size].
-    digests: xxh3_128 of the files in hexadecimal, by ending ("bin", "idx"); none from writers that knew of none.
+    digests: xxh3_128 of the files in hexadecimal, by ending ("bin", "idx"); empty from older writers.
     split_documents: tokens of the longest sequence that a document was cut into, 0 if documents are whole.
     """
 
@@ -46,12 +46,12 @@ class Sidecar:
 
 
 def sidecar_path(prefix: str | Path) -> Path:
-    """Where the sidecar of a corpus is."""
+    """Return the path of a corpus's sidecar."""
     return Path(f"{prefix}.json")
 
 
 def digest_of(path: Path, advance: Callable[[int], None] | None = None) -> str:
-    """The xxh3_128 of a file, in hexadecimal; `advance` is told the bytes of every block that was read."""
+    """Return the xxh3_128 of a file, in hexadecimal; calls advance(bytes) after every block."""
     digest = xxhash.xxh3_128()
     try:
         with open(path, "rb") as stream:
@@ -64,35 +64,29 @@ def digest_of(path: Path, advance: Callable[[int], None] | None = None) -> str:
     return digest.hexdigest()
 
 
-def write_sidecar(prefix: str | Path, sidecar: Sidecar) -> None:
-    """Write it, atomically."""
-    with written_aside(sidecar_path(prefix)) as stream:
-        stream.write(sidecar_bytes(sidecar))
-
-
 def sidecar_bytes(sidecar: Sidecar) -> bytes:
-    """What the file holds."""
+    """Return the content of the sidecar's file."""
     return _to_json(sidecar).encode()
 
 
 def _to_json(sidecar: Sidecar) -> str:
-    """One field a line, so that the long table stays out of the way."""
+    """Format the sidecar with one field a line, the long table on one line of its own."""
     lines = [f"  {json.dumps(field.name)}: {json.dumps(getattr(sidecar, field.name))}" for field in fields(Sidecar)]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def read_sidecar(dataset: IndexedDataset) -> Sidecar | None:
-    """The sidecar of an open corpus, or None; raises DataError if it is damaged or of other data."""
+    """Read the sidecar of an open corpus, or None; raises DataError if it is damaged or belongs to other data."""
     path = sidecar_path(dataset.prefix)
     if not path.is_file():
         return None
     sidecar = load_sidecar(path)
-    told = (sidecar.documents, sidecar.sequences, sidecar.tokens)
+    listed = (sidecar.documents, sidecar.sequences, sidecar.tokens)
     found = (dataset.num_documents, dataset.num_sequences, dataset.num_tokens)
-    if told != found:
+    if listed != found:
         raise DataError(
             Problem(
-                f"{path}: documents, sequences, tokens {told}; the corpus has {found}",
+                f"{path}: documents, sequences, tokens {listed}; the corpus has {found}",
                 "a sidecar describes the corpus beside it",
                 "preprocess again, or remove the .json (vocabulary and bits per byte are then unknown)",
             )
@@ -101,7 +95,7 @@ def read_sidecar(dataset: IndexedDataset) -> Sidecar | None:
 
 
 def load_sidecar(path: Path) -> Sidecar:
-    """What a file holds, of whatever corpus; raises DataError if it is damaged."""
+    """Parse a sidecar's file, of whatever corpus; raises DataError if it is damaged."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

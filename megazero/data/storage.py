@@ -1,13 +1,13 @@
-"""Where the bytes of a corpus are, and how they are read: a disk, or anything fsspec reaches.
+"""Storage of corpora: readers of tokens on a disk, or in anything that fsspec opens.
 
-A *token reader* gives the tokens [start, stop) of a .bin.  On a disk they come from a memory map, or (no map) from
+A *token reader* returns the tokens [start, stop) of a .bin.  On a disk they come from a memory map, or (no map) from
 positional reads.  A prefix with a *scheme*, such as s3://bucket/folder/name, lies in an *object store*: its index and
 its sidecar are copied once into a cache folder, and tokens are read from the .bin by byte ranges, as they are needed.
 
-A cached copy is named by what identifies the content: the store's own checksums and sizes of the three files, and the
+A cached copy is named by the identity of the content: the store's own checksums and sizes of the three files, and the
 sidecar itself, which holds digests of the two others.  A corpus that was made anew under the same prefix gets another
-copy, so an index never meets tokens it does not belong to.  The folder may be removed whenever no run is starting.
-While a run reads, it looks now and then whether the .bin is still the one it began with.
+copy, so an index is never used with other tokens.  The folder may be removed whenever no run is starting.  While a run
+reads, it checks now and then that the .bin has not been replaced.
 """
 
 import fcntl
@@ -35,29 +35,29 @@ from megazero.files import cannot_read, cannot_write, written_aside
 
 # Two characters at least: a single one would be a drive.
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
-# A failed request is made again after pauses that grow threefold: 20 s in all, for a store that restarts.
+# A failed request is retried after pauses that grow threefold: 20 s in all, for a store that restarts.
 ATTEMPTS = 5
 FIRST_PAUSE_SECONDS = 0.5
-# What a request may take: this, and the time that its bytes take at this pace.
+# The time limit of a request: this, and the time of its bytes at this bandwidth.
 REQUEST_SECONDS, SLOWEST_BYTES_A_SECOND = 15.0, 1 << 20
-# Between two looks whether a .bin is still the same.
-LOOK_SECONDS = 60.0
-# Web servers' way of saying that there is no such object.
+# The interval between checks that a .bin has not been replaced.
+CHECK_SECONDS = 60.0
+# The status codes of web servers for an object that does not exist.
 NO_OBJECT = (404, 410)
-# Files up to this size are left to the system's reading ahead; ranges from this length on are asked for as a whole.
+# Files up to this size are left to the system's reading ahead; ranges from this length on are prefetched as a whole.
 SMALL_FILE_BYTES, LONG_RANGE_BYTES = 1 << 30, 1 << 18
-# Bytes of an index that are asked for at a time.
+# Bytes of an index that are copied at a time.
 COPY_BYTES = 64 << 20
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Access:
-    """How a run reads its corpora.
+    """The settings with which a run reads its corpora.
 
     maps: token files on a disk are mapped into memory; False: every read is a system call of its own.
-    index_folder: for the indexes of corpora in object stores; None: one in the user's cache folder.
+    index_folder: the folder for indexes of corpora in object stores; None: one in the user's cache folder.
     """
 
     maps: bool = True
@@ -71,12 +71,12 @@ class TokenReader(Protocol):
     """The tokens of a .bin, by their numbers."""
 
     def tokens(self, start: int, stop: int) -> NDArray[Any]:
-        """Tokens [start, stop): a read-only array [stop - start]; the caller keeps to the file's limits."""
+        """Return tokens [start, stop): a read-only array [stop - start]; the range must be inside the file."""
         ...
 
 
-class Stored(NamedTuple):
-    """A corpus that was found: `prefix` of its .idx and .json on this machine, and its .bin, wherever that is."""
+class CorpusLocation(NamedTuple):
+    """The location of a corpus: `prefix` of its .idx and .json on this machine, and a reader of its .bin."""
 
     prefix: str
     bin_bytes: int
@@ -84,35 +84,35 @@ class Stored(NamedTuple):
 
 
 def is_remote(prefix: str) -> bool:
-    """Whether the prefix names an object store."""
+    """Return whether the prefix names an object store."""
     return SCHEME.match(prefix) is not None
 
 
 def output_problems(prefix: str) -> list[Problem]:
-    """What speaks against writing a corpus there."""
+    """Return the problems of writing a corpus there."""
     if not is_remote(prefix):
         return []
     given = f"--output-prefix {prefix}"
     return [Problem(given, "corpora are written to a disk", "a folder; its files can be copied to the store")]
 
 
-def find(prefix: str, access: Access) -> Stored:
-    """Where a corpus is; of one in an object store, the index is here afterwards.  Raises DataError."""
+def locate_corpus(prefix: str, access: Access) -> CorpusLocation:
+    """Locate a corpus; the index of one in an object store is copied to this machine.  Raises DataError."""
     if is_remote(prefix):
-        return _fetched(prefix, access.index_folder or _cache_folder())
+        return _cache_index(prefix, access.index_folder or _cache_folder())
     path = Path(f"{prefix}.bin")
     try:
         size = path.stat().st_size
     except OSError as error:
         raise cannot_read(path, error) from error
-    return Stored(prefix, size, partial(MappedTokens if access.maps else PositionedTokens, path))
+    return CorpusLocation(prefix, size, partial(MappedTokens if access.maps else PositionedTokens, path))
 
 
 # --- on a disk -------------------------------------------------------------------------------------------------------
 
 
 def map_file(path: Path) -> mmap.mmap | bytes:
-    """A file as read-only memory."""
+    """Map a file into read-only memory."""
     try:
         with open(path, "rb") as stream:
             if os.fstat(stream.fileno()).st_size == 0:
@@ -125,9 +125,9 @@ def map_file(path: Path) -> mmap.mmap | bytes:
 class MappedTokens:
     """Tokens as a view of the mapped file.
 
-    A page that is missing is read with its neighbours, which soon brings a small file into memory.  Of a large one
-    samples come from anywhere, and neighbours (megabytes on some machines) are read for nothing; so there pages come
-    alone, except for ranges that are long themselves.
+    A page that is missing is read with its neighbours, so a small file is soon in memory.  Samples of a large one are
+    spread over it, and neighbours (megabytes on some machines) would be read for nothing; so there pages are read one
+    by one, except for ranges that are long themselves.
     """
 
     def __init__(self, path: Path, dtype: "np.dtype[Any]") -> None:
@@ -138,7 +138,7 @@ class MappedTokens:
             advise(self._memory, mmap.MADV_RANDOM)
 
     def tokens(self, start: int, stop: int) -> NDArray[Any]:
-        """Tokens [start, stop)."""
+        """Return tokens [start, stop)."""
         found = self._tokens[start:stop]
         if self._reads_alone and found.nbytes >= LONG_RANGE_BYTES:
             advise(self._memory, mmap.MADV_WILLNEED, start * found.itemsize, found.nbytes)
@@ -146,7 +146,7 @@ class MappedTokens:
 
 
 def advise(memory: mmap.mmap | bytes, option: int, start: int = 0, length: int | None = None) -> None:
-    """Tell the system how bytes [start, start + length) of a mapped file will be read; all of it, unless told."""
+    """Advise the system how bytes [start, start + length) of a mapped file will be read; length None: all of it."""
     if isinstance(memory, mmap.mmap):
         begin = start // mmap.PAGESIZE * mmap.PAGESIZE
         memory.madvise(option, begin, len(memory) if length is None else start - begin + length)
@@ -164,7 +164,7 @@ class PositionedTokens:
         weakref.finalize(self, os.close, self._descriptor)
 
     def tokens(self, start: int, stop: int) -> NDArray[Any]:
-        """Tokens [start, stop)."""
+        """Return tokens [start, stop)."""
         position, end = start * self._dtype.itemsize, stop * self._dtype.itemsize
         parts = []
         while position < end:
@@ -190,14 +190,14 @@ class RemoteTokens:
         self._store, self._dtype = store, dtype
 
     def tokens(self, start: int, stop: int) -> NDArray[Any]:
-        """Tokens [start, stop)."""
+        """Return tokens [start, stop)."""
         size = self._dtype.itemsize
         found = self._store.read("bin", start * size, stop * size) if start < stop else b""
         return np.frombuffer(found, self._dtype)
 
 
 class _Identity(NamedTuple):
-    """What tells one making of a corpus from another; `key` names its copy."""
+    """The identity of a corpus's content; `key` names its cached copy."""
 
     key: str
     sizes: Mapping[str, int]
@@ -205,7 +205,7 @@ class _Identity(NamedTuple):
 
 
 class _Store:
-    """The objects PREFIX.idx, PREFIX.bin and PREFIX.json; a request that fails is made again, a few times."""
+    """The objects PREFIX.idx, PREFIX.bin and PREFIX.json; a request that fails is retried a few times."""
 
     def __init__(self, prefix: str) -> None:
         import fsspec
@@ -217,71 +217,71 @@ class _Store:
             raise _no_driver(prefix, error) from error
         self.path = path.removesuffix(".bin")
         self._is_web = prefix.startswith(("http://", "https://"))
-        self._bin_marks, self._last_look = "", 0.0
+        self._bin_fingerprint, self._last_check = "", 0.0
 
     def identity(self) -> _Identity:
-        """What is there now; raises DataError with all objects that are missing."""
+        """Return the identity of the present content; raises DataError with all objects that are missing."""
         self._system.invalidate_cache()
         sizes, words, problems = {}, [self._prefix], []
         for ending in ("idx", "bin"):
             try:
-                sizes[ending], marks = self._marks(ending)
-                words.append(marks)
+                sizes[ending], fingerprint = self._fingerprint(ending)
+                words.append(fingerprint)
             except FileNotFoundError:
                 rule = "must be an object; a corpus is PREFIX.bin and PREFIX.idx"
                 problems.append(Problem(f"{self._prefix}.{ending}", rule))
         raise_problems(DataError, problems)
-        self._bin_marks, self._last_look = words[-1], time.monotonic()
+        self._bin_fingerprint, self._last_check = words[-1], time.monotonic()
         try:
-            sidecar = self._ask("json", self._system.cat_file)
+            sidecar = self._request("json", self._system.cat_file)
         except FileNotFoundError:
             sidecar = b""
         words.append(hashlib.sha256(sidecar).hexdigest())
         return _Identity(hashlib.sha256(json.dumps(words).encode()).hexdigest()[:32], sizes, sidecar)
 
     def read(self, ending: str, start: int, stop: int) -> bytes:
-        """Bytes [start, stop) of an object."""
+        """Return bytes [start, stop) of an object."""
 
         def whole_range(path: str) -> bytes:
             found: bytes = self._system.cat_file(path, start=start, end=stop)
             if len(found) > stop - start:
-                given = f"{self._prefix}.{ending}: {len(found)} bytes came for {stop - start}"
+                given = f"{self._prefix}.{ending}: {len(found)} bytes received for {stop - start}"
                 raise DataError(
                     Problem(given, "the store answers requests for byte ranges", "another store, or a disk")
                 )
             if len(found) != stop - start:
-                raise OSError(f"{len(found)} bytes came for bytes {start} to {stop}")
+                raise OSError(f"{len(found)} bytes received for bytes {start} to {stop}")
             return found
 
         try:
-            if ending == "bin" and time.monotonic() - self._last_look > LOOK_SECONDS:
-                self._look()
-            return self._ask(ending, whole_range, stop - start)
+            if ending == "bin" and time.monotonic() - self._last_check > CHECK_SECONDS:
+                self._check_unchanged()
+            return self._request(ending, whole_range, stop - start)
         except FileNotFoundError as error:
             given = f"{self._prefix}.{ending}: is gone"
-            raise DataError(Problem(given, "a corpus stays where it is while it is read")) from error
+            raise DataError(Problem(given, "a corpus is not moved while it is read")) from error
 
-    def _marks(self, ending: str) -> tuple[int, str]:
-        """The size of an object, and what tells it from another one."""
-        size = self._ask(ending, self._system.size)
+    def _fingerprint(self, ending: str) -> tuple[int, str]:
+        """Return the size of an object, and a text that identifies its content."""
+        size = self._request(ending, self._system.size)
         if size is None:
-            given = f"{self._prefix}.{ending}: the store does not tell its size"
+            given = f"{self._prefix}.{ending}: the store does not return its size"
             raise DataError(Problem(given, "the size of an object is known", "another store, or a disk"))
-        return int(size), f"{ending} {size} {self._ask(ending, self._system.checksum)}"
+        return int(size), f"{ending} {size} {self._request(ending, self._system.checksum)}"
 
-    def _look(self) -> None:
-        """Raises DataError when the .bin is not the one that `identity` saw."""
-        self._last_look = time.monotonic()
+    def _check_unchanged(self) -> None:
+        """Raise DataError when the .bin is not the one that `identity` found."""
+        self._last_check = time.monotonic()
         self._system.invalidate_cache()
-        size, marks = self._marks("bin")
-        if marks != self._bin_marks:
+        size, fingerprint = self._fingerprint("bin")
+        if fingerprint != self._bin_fingerprint:
             given = f"{self._prefix}.bin: was replaced by another object, of {size} bytes"
             raise DataError(Problem(given, "a corpus stays as it is while it is read", "a new prefix for a new corpus"))
 
-    def _ask(self, ending: str, request: Callable[[str], Answer], nbytes: int = 0) -> Answer:
-        """What the request for an object returns; that there is no such object is an answer too, an exception.
+    def _request(self, ending: str, request: Callable[[str], Result], nbytes: int = 0) -> Result:
+        """Return the result of a request, retrying failures; a missing object raises FileNotFoundError.
 
-        Drivers raise errors of their own making, so whatever else comes counts as a failure of the store.
+        Drivers raise errors of their own kinds, so every other exception counts as a failure of the store.
         """
         seconds = REQUEST_SECONDS + nbytes / SLOWEST_BYTES_A_SECOND
         for attempt in range(ATTEMPTS):
@@ -296,7 +296,7 @@ class _Store:
             except Exception as error:
                 failure = error
             if isinstance(failure, PermissionError):
-                break  # asking again makes nobody welcome
+                break  # would fail again
             if attempt + 1 < ATTEMPTS:
                 time.sleep(FIRST_PAUSE_SECONDS * 3**attempt)
         given = f"{self._prefix}.{ending}: {type(failure).__name__} {failure}".strip()
@@ -305,47 +305,47 @@ class _Store:
 
 
 def _hides_failure(error: FileNotFoundError) -> bool:
-    """The driver of web servers says "not found" whatever went wrong; the cause tells."""
+    """Return whether the driver of web servers raised "not found" for another failure, which is the cause."""
     cause = error.__cause__
     return cause is not None and getattr(cause, "status", None) not in NO_OBJECT
 
 
-def _within(seconds: float, call: Callable[[], Answer]) -> Answer:
-    """What a call returns or raises; TimeoutError when it takes longer, and its thread is left to itself.
+def _within(seconds: float, call: Callable[[], Result]) -> Result:
+    """Return a call's result; TimeoutError when it takes longer, and its thread is abandoned.
 
-    Drivers have limits of their own, but some multiply them until nobody is waiting any more.
+    Drivers have time limits of their own, but some multiply them by retries of theirs.
     """
-    answer: Future[Answer] = Future()
+    result: Future[Result] = Future()
 
     def work() -> None:
         try:
-            answer.set_result(call())
+            result.set_result(call())
         except BaseException as error:
-            answer.set_exception(error)
+            result.set_exception(error)
 
     threading.Thread(target=work, daemon=True).start()
     try:
-        return answer.result(seconds)
+        return result.result(seconds)
     except TimeoutError as error:
-        if answer.done():  # the call's own
+        if result.done():  # raised by the call itself
             raise
         raise TimeoutError(f"no answer within {seconds:.0f} s") from error
 
 
-def _fetched(prefix: str, folder: Path) -> Stored:
+def _cache_index(prefix: str, folder: Path) -> CorpusLocation:
     store = _Store(prefix)
     found = store.identity()
-    store.read("idx", 0, 1)  # one that answers with all of it is found out by the smaller of two files
+    store.read("idx", 0, 1)  # finds a store that ignores byte ranges, by the smaller of the two files
     local = folder / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', Path(store.path).name)}-{found.key}"
     index = local.with_name(f"{local.name}.idx")
-    with _only_one_at(local):
+    with _locked(local):
         if not index.is_file():
             if found.sidecar:
                 with written_aside(local.with_name(f"{local.name}.json")) as stream:
                     stream.write(found.sidecar)
             with written_aside(index) as stream:
                 _copy_index(store, found, stream)
-    return Stored(str(local), found.sizes["bin"], partial(RemoteTokens, store))
+    return CorpusLocation(str(local), found.sizes["bin"], partial(RemoteTokens, store))
 
 
 def _copy_index(store: _Store, found: _Identity, stream: IO[bytes]) -> None:
@@ -358,7 +358,7 @@ def _copy_index(store: _Store, found: _Identity, stream: IO[bytes]) -> None:
 
 
 def _no_driver(prefix: str, error: Exception) -> DataError:
-    """Nothing that fsspec knows opens the prefix; `error` names what to install, if there is something."""
+    """Return the error for a prefix that fsspec cannot open; `error` names the package to install, if there is one."""
     from fsspec.registry import known_implementations
 
     scheme = prefix.partition("://")[0]
@@ -373,8 +373,8 @@ def _no_driver(prefix: str, error: Exception) -> DataError:
 
 
 @contextmanager
-def _only_one_at(local: Path) -> Iterator[None]:
-    """Processes of one machine copy one after the other, the first for all; file systems without locks do without."""
+def _locked(local: Path) -> Iterator[None]:
+    """Lock a cached copy: processes of one machine copy one after the other; file systems without locks don't wait."""
     lock = local.with_name(f".{local.name}.lock")
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
@@ -388,5 +388,5 @@ def _only_one_at(local: Path) -> Iterator[None]:
 
 
 def _cache_folder() -> Path:
-    """The user's own cache folder."""
+    """Return the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megazero"

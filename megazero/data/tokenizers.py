@@ -1,9 +1,9 @@
 """Tokenizers: text to ids and back, thin adapters over the `tokenizers` and `sentencepiece` libraries.
 
-Every tokenizer knows its *end-of-document* id (eod), which preprocessing puts after a document on request.
+Every tokenizer has an *end-of-document* id (eod), which preprocessing appends to a document on request.
 
     GPT2BPETokenizer         byte-level BPE from --vocab-file and --merge-file; eod is <|endoftext|>, and that literal
-                             text inside a document becomes the id as well (Megatron-LM's reading)
+                             text inside a document becomes the id as well (as in Megatron-LM)
     SentencePieceTokenizer   --tokenizer-model; eod is the model's end-of-sentence piece; if it has none, a piece
                              called <|endoftext|>, <eod> or <EOD>; if it has none of these, one id more than the model
     ByteTokenizer            the 256 bytes of UTF-8; eod is 256
@@ -40,11 +40,11 @@ EOD_PIECES = (END_OF_TEXT, "<eod>", "<EOD>")
 
 
 class Tokenizer(Protocol):
-    """Ids are in [0, vocab_size); eod is one of them."""
+    """A tokenizer; ids are in [0, vocab_size), and eod is one of them."""
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, eod included."""
+        """The number of ids, eod included."""
         ...
 
     @property
@@ -53,21 +53,21 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without any added id."""
+        """Return the ids of a text, without any added id."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids; eod reads as <|endoftext|>; ids outside the vocabulary and bytes outside UTF-8 as U+FFFD."""
+        """Return the text of ids: eod as <|endoftext|>, foreign ids and bytes that are no UTF-8 as U+FFFD."""
         ...
 
     def token_bytes(self) -> list[int]:
-        """UTF-8 bytes of text every id stands for [vocab_size]; 0 for eod and other signs that are not text."""
+        """Return the UTF-8 bytes of text that every id stands for [vocab_size]; 0 for eod and other signs."""
         ...
 
 
 @dataclass(frozen=True)
 class TokenizerSpec:
-    """Which tokenizer, from which files; what the tokenizer flags say."""
+    """A tokenizer's type and files, as the tokenizer flags set them."""
 
     type: str
     vocab_file: str | None = None
@@ -75,24 +75,24 @@ class TokenizerSpec:
     tokenizer_model: str | None = None
 
     def files(self) -> dict[str, Path]:
-        """The files this type reads, by field name; raises DataError for an unknown type or missing files."""
+        """Return the files this type reads, by field name; raises DataError for an unknown type or missing files."""
         raise_problems(DataError, self.problems())
         return {name: Path(getattr(self, name)) for name in FILES[self.type]}
 
     def problems(self) -> list[Problem]:
-        """An unknown type, or every file that is not given or not there."""
+        """Return the problem of an unknown type, or of every file that is not given or missing."""
         if self.type not in FILES:
             return [Problem(f"--tokenizer-type {self.type}", "is a known tokenizer", ", ".join(FILES))]
         found = [_file_problem(self.type, name, getattr(self, name)) for name in FILES[self.type]]
         return [problem for problem in found if problem]
 
     def digests(self) -> dict[str, str]:
-        """SHA-256 of every file, in hexadecimal, by field name."""
+        """Return the SHA-256 of every file, in hexadecimal, by field name."""
         return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in self.files().items()}
 
 
 def load_tokenizer(spec: TokenizerSpec) -> Tokenizer:
-    """The tokenizer of `spec`; raises DataError for an unknown type and for missing or damaged files."""
+    """Load the tokenizer of `spec`; raises DataError for an unknown type and for missing or damaged files."""
     files = spec.files()
     if spec.type == GPT2_BPE:
         return Gpt2BpeTokenizer(files["vocab_file"], files["merge_file"])
@@ -102,21 +102,21 @@ def load_tokenizer(spec: TokenizerSpec) -> Tokenizer:
 
 
 class ByteTokenizer:
-    """One id a byte."""
+    """A tokenizer with one id for each byte."""
 
     vocab_size = 257
     eod = 256
 
     def encode(self, text: str) -> list[int]:
-        """UTF-8 bytes."""
+        """Return the UTF-8 bytes of a text."""
         return list(text.encode())
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of bytes."""
+        """Return the text of bytes."""
         return _decode_runs(self, ids, lambda run: bytes(run).decode(errors="replace"))
 
     def token_bytes(self) -> list[int]:
-        """One byte each, none for eod."""
+        """Return 1 for every byte, 0 for eod."""
         return [1] * self.eod + [0]
 
 
@@ -135,21 +135,21 @@ class Gpt2BpeTokenizer:
         self.eod = vocab[END_OF_TEXT]
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text."""
+        """Return the ids of a text."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids."""
+        """Return the text of ids."""
         return _decode_runs(self, ids, self._tokenizer.decode)
 
     def description(self) -> str:
-        """All of it as one JSON text, in the library's own form (tokenizer.json)."""
+        """Return the whole tokenizer as one JSON text, in the library's own form (tokenizer.json)."""
         text: str = self._tokenizer.to_str()
         return text
 
     def token_bytes(self) -> list[int]:
-        """A token's characters stand for a byte each."""
+        """Return the bytes of every token: each of its characters stands for one byte."""
         sizes = [0] * self.vocab_size
         for token, number in self._vocab.items():
             sizes[number] = 0 if number == self.eod else len(token)
@@ -174,22 +174,22 @@ class SentencePieceTokenizer:
         self.vocab_size = max(pieces, self.eod + 1)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text."""
+        """Return the ids of a text."""
         ids: list[int] = self._model.encode(text)
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids."""
+        """Return the text of ids."""
         return _decode_runs(self, ids, self._model.decode)
 
     def signs(self) -> list[str]:
-        """Pieces that stand for no text: what is written like one of them is text like any other."""
+        """Return the pieces that stand for no text; their spelling in a document is plain text."""
         model = self._model
         numbers = range(model.get_piece_size())
         return [model.id_to_piece(number) for number in numbers if model.is_control(number) or model.is_unknown(number)]
 
     def token_bytes(self) -> list[int]:
-        """Bytes of every piece; U+2581 in a piece is a space."""
+        """Return the bytes of every piece; U+2581 in a piece is a space."""
         return [self._piece_bytes(number) for number in range(self.vocab_size)]
 
     def _piece_bytes(self, number: int) -> int:
@@ -200,7 +200,7 @@ class SentencePieceTokenizer:
 
 
 def _decode_runs(tokenizer: Tokenizer, ids: Sequence[int], decode_run: Callable[[list[int]], str]) -> str:
-    """Decode what lies between eods and ids outside the vocabulary, and put their signs between."""
+    """Decode the ids between eods and ids outside the vocabulary, and insert signs for those."""
     texts: list[str] = []
     run: list[int] = []
     for token in ids:
@@ -248,7 +248,7 @@ def _read_vocab(path: Path) -> dict[str, int]:
     missing = [symbol for symbol in (*sorted(ByteLevel.alphabet()), END_OF_TEXT) if symbol not in vocab]
     if missing:
         shown = " ".join(missing[:5])
-        rule = f"it holds all 256 byte symbols and {END_OF_TEXT}, else text would be lost"
+        rule = f"it has all 256 byte symbols and {END_OF_TEXT}, else text would be lost"
         raise DataError(Problem(f"{given}: no entry for {shown} ({len(missing)} in all)", rule))
     return vocab
 

@@ -1,8 +1,8 @@
 """Layouts to generate with: one copy of the model, over tensor-parallel ranks and pipeline stages.  Pure.
 
-There is no data parallelism: tensor size times pipeline size is the number of processes.  Stages are cut by what they
-hold, not by what they compute: for one text they take turns, so the sum of their times is the same however it is cut,
-while memory is what a single process may be short of.
+There is no data parallelism: tensor size times pipeline size is the number of processes.  Stages are cut by memory, not
+by computation: for one text they take turns, so the sum of their times is the same however the model is cut, while
+memory is what a single process may be short of.
 """
 
 import math
@@ -22,15 +22,17 @@ ACROSS = "--allow-tensor-parallel-across-nodes"
 
 
 def choose_layout(model: ModelConfig, *, tp: int, pp: int, nodes: Nodes, across_nodes: bool = False) -> Topology:
-    """tp x pp processes for `model` on `nodes`; `across_nodes`: those that share a layer may be on several.
+    """Return a layout of tp x pp processes for `model` on `nodes`.
 
-    Raises TopologyError with everything that speaks against it.
+    across_nodes: whether the processes of one layer may be on several nodes.
+
+    Raises TopologyError with all rules that it breaks.
     """
     world_size = sum(nodes.ranks_per_node)
     raise_problems(TopologyError, _problems(model, tp, pp, world_size))
     layout = Topology(tp=tp, pp=pp)
     inside = [each for each in _fitting(model, world_size) if not any(problems_of_placement(each, nodes, False))]
-    # Sizes that training could have leave processes over here, and there is one rank order.
+    # Unlike training, sizes whose product is smaller leave processes over, and there is one rank order.
     problems = [
         replace(
             problem, given=f"{_spelt(layout)} on {nodes.describe()}", legal="; ".join([*map(_spelt, inside), ACROSS])
@@ -42,7 +44,7 @@ def choose_layout(model: ModelConfig, *, tp: int, pp: int, nodes: Nodes, across_
 
 
 def stage_chunks(model: ModelConfig, vocab_size: int, *, stage: int, layout: Topology) -> tuple[Chunk, ...]:
-    """What a pipeline stage holds: one chunk, the largest of them (by matrices) as small as can be."""
+    """Return a pipeline stage's one chunk, cut so that the largest chunk (by matrices) is as small as can be."""
     hidden, rows = model.hidden_size, padded_rows(vocab_size, layout)
     split = balanced_split(
         model.num_layers,
@@ -55,7 +57,7 @@ def stage_chunks(model: ModelConfig, vocab_size: int, *, stage: int, layout: Top
 
 
 def padded_rows(vocab_size: int, layout: Topology) -> int:
-    """Rows of matrices as wide as the vocabulary, no more of them than an even cut needs."""
+    """Return the rows of matrices as wide as the vocabulary, padded no further than an even cut needs."""
     return padded_vocab_size(vocab_size, divisible_by=1, tensor_parallel_size=layout.tp)
 
 
@@ -85,7 +87,7 @@ def _problems(model: ModelConfig, tp: int, pp: int, world_size: int) -> Iterator
 
 
 def _fitting(model: ModelConfig, world_size: int) -> list[Topology]:
-    """The layouts of so many processes that suit the model."""
+    """Return the layouts of so many processes that suit the model."""
     cuttable = math.gcd(model.num_attention_heads, ffn_hidden_size(model))
     return [
         Topology(tp=size, pp=world_size // size)
@@ -95,7 +97,7 @@ def _fitting(model: ModelConfig, world_size: int) -> list[Topology]:
 
 
 def _most_stages(model: ModelConfig) -> int:
-    """Every layer alone, and the embedding and the head."""
+    """Return the most stages: every layer alone, and the embedding and the head."""
     return model.num_layers + 2
 
 

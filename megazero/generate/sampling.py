@@ -1,4 +1,4 @@
-"""From logits to the next token: greedy, or drawn after temperature, top-k and top-p (nucleus) filtering.
+"""Sampling of the next token: greedy, or drawn after temperature, top-k and top-p (nucleus) filtering.
 
 Filters are pure functions of logits [b, V]: they set what is left out to -inf and keep at least the best token.  They
 apply in the order temperature, top-k, top-p, so top-p counts the probabilities that are left after top-k.
@@ -15,7 +15,7 @@ from megazero.errors import ConfigError, Problem, raise_problems
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to choose; top_k 0 and top_p 1 filter nothing; temperature 0 is the same as greedy.
+    """The settings of sampling; top_k 0 and top_p 1 filter nothing; temperature 0 is the same as greedy.
 
     Raises ConfigError with all values that are out of range.
     """
@@ -42,7 +42,7 @@ class Sampling:
 
 
 def next_tokens(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
-    """logits [b, V] to chosen ids [b], on the CPU; `generator` is a CPU generator, so devices draw alike."""
+    """Choose ids [b] by logits [b, V], on the CPU; `generator` is a CPU generator, so devices draw alike."""
     scores = logits.detach().to("cpu", torch.float64)
     if sampling.greedy or sampling.temperature == 0:
         return scores.argmax(dim=-1)
@@ -51,7 +51,7 @@ def next_tokens(logits: Tensor, sampling: Sampling, generator: torch.Generator) 
 
 
 def keep_top_k(logits: Tensor, top_k: int) -> Tensor:
-    """Only the top_k best of every row (more where the last of them is tied); all of them when top_k is 0."""
+    """Filter all but the top_k best of every row (more where the last of them is tied); nothing when top_k is 0."""
     if top_k == 0 or top_k >= logits.shape[-1]:
         return logits
     worst = logits.topk(top_k, dim=-1).values[..., -1:]
@@ -59,11 +59,11 @@ def keep_top_k(logits: Tensor, top_k: int) -> Tensor:
 
 
 def keep_top_p(logits: Tensor, top_p: float) -> Tensor:
-    """The smallest set of best tokens whose probabilities add up to at least top_p."""
+    """Filter all but the smallest set of best tokens whose probabilities add up to at least top_p."""
     if top_p >= 1:
         return logits
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     probabilities = ordered.softmax(dim=-1)
-    before = probabilities.cumsum(dim=-1) - probabilities  # what better tokens add up to
+    before = probabilities.cumsum(dim=-1) - probabilities  # the sum over better tokens
     dropped = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, before >= top_p)
     return logits.masked_fill(dropped, -torch.inf)

@@ -1,11 +1,11 @@
-"""Text from a checkpoint, over the processes of any layout, whatever layout saved it; one process takes the same path.
+"""Text from a checkpoint, over the processes of any layout, whatever layout saved it.
 
-A *session* holds the model, or this rank's part of it, in evaluation mode.  It reads the *window*, the last tokens of
-the text so far, at most as many as the model has positions, and starts it afresh for every token (no keys and values
-are kept).
+A *session* holds the model, or this rank's part of it, in evaluation mode.  Its input is the *window*, the last tokens
+of the text so far, at most as many as the model has positions, and is computed anew for every token (there is no cache
+of keys and values).
 
-Every rank has all of the text.  The window goes from pipeline stage to pipeline stage; of the last one's ranks the
-first chooses, and all are told:
+Every rank has all of the text.  The window goes from pipeline stage to pipeline stage; the first rank of the last stage
+chooses the tokens and broadcasts them:
 
     window -> stage 0 --[n, h]--> stage 1 --[n, h]--> last stage -> logits [b, V] -> tokens [b] -> every rank
 """
@@ -31,18 +31,18 @@ WORD_EMBEDDING = "embedding.word.weight"
 
 
 class SavedShape(Protocol):
-    """What is known of a saved parameter."""
+    """The shape of a saved parameter."""
 
     @property
     def full_shape(self) -> tuple[int, ...]: ...
 
 
 class Weights(Protocol):
-    """Where a model's weights come from: an open checkpoint."""
+    """The source of a model's weights: an open checkpoint."""
 
     @property
     def step(self) -> int:
-        """Of the run that saved them."""
+        """The step of the run that saved them."""
 
     @property
     def parameters(self) -> Mapping[str, SavedShape]:
@@ -55,24 +55,24 @@ class Weights(Protocol):
 class Session:
     """A model to generate with: this rank's one chunk of it.
 
-    mesh: where the others are, and where to compute.  What is asked of a session is asked of all ranks, alike.
+    Every method is collective: all ranks of the mesh call it with the same arguments.
     """
 
     def __init__(self, model: GPT, mesh: Mesh) -> None:
-        assert len(model.chunks) == 1, "stages take turns once for a token"
+        assert len(model.chunks) == 1, "a stage has one chunk: it runs once for a token"
         self.model = model.eval()
         self._mesh = mesh
         self._chooser = mesh.topology.rank_of(pp=mesh.topology.pp - 1)
 
     @torch.inference_mode()
     def next_logits(self, tokens: Tensor) -> Tensor | None:
-        """tokens [b, any length] to the logits of the token that follows, [b, V]; None before the last stage."""
+        """Return the logits [b, V] of the token after tokens [b, any length]; None before the last stage."""
         window = tokens[:, -self.model.max_positions :].to(self._mesh.device)
-        x = self._through(window)
+        x = self._run_layers(window)
         if x is None:
             return None
         last = self.model.final_norm(x.view(*window.shape, -1)[:, -1])  # [b, h]
-        return self._of_all_rows(self.model.logits(last))[:, : self.model.vocab_size]
+        return self._gather_rows(self.model.logits(last))[:, : self.model.vocab_size]
 
     def generate(
         self,
@@ -88,7 +88,7 @@ class Session:
 
         Every rank has all continuations.
         """
-        assert prompt, "there is nothing to continue"
+        assert prompt, "the prompt has at least one token"
         generator = torch.Generator().manual_seed(seed)
         tokens = torch.tensor([list(prompt)] * num_samples)  # [num_samples, length]
         ended = torch.zeros(num_samples, dtype=torch.bool)
@@ -102,15 +102,15 @@ class Session:
         return [_until(row, stop) for row in tokens[:, len(prompt) :].tolist()]
 
     def _choose(self, tokens: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
-        """tokens [b, any length] to the ones that follow, [b], the same on every rank."""
+        """Return the tokens [b] that follow tokens [b, any length], the same on every rank."""
         logits = self.next_logits(tokens)
         mine = tokens.new_zeros(len(tokens)) if logits is None else next_tokens(logits, sampling, generator)
         chosen = mine.to(self._mesh.device)
         self._mesh.world.broadcast(chosen, self._chooser).wait()
         return chosen.cpu()
 
-    def _through(self, window: Tensor) -> Tensor | None:
-        """The window [b, s] through this rank's layers when their turn comes; [n, h], or None before the last stage."""
+    def _run_layers(self, window: Tensor) -> Tensor | None:
+        """Run this rank's layers, in its turn, on window [b, s]; return [n, h], or None before the last stage."""
         model, chunk, stage = self.model, self.model.chunks[0], self._mesh.coordinate("pp")
         sequences = Sequences(window.shape[1])
         if chunk.is_first:
@@ -124,8 +124,8 @@ class Session:
         self._mesh.channel(ACTIVATIONS, link=stage).send(x.contiguous(), stage + 1).wait()
         return None
 
-    def _of_all_rows(self, logits: Tensor) -> Tensor:
-        """This rank's logits [b, Vp/t] to all of them, [b, Vp]."""
+    def _gather_rows(self, logits: Tensor) -> Tensor:
+        """Gather this rank's logits [b, Vp/t] to the whole rows, [b, Vp]."""
         tp = self._mesh.axis("tp")
         parts = logits.new_empty((tp.size, *logits.shape))  # [t, b, Vp/t]
         tp.all_gather_into(parts.view(-1), logits.contiguous().view(-1)).wait()
@@ -133,10 +133,10 @@ class Session:
 
 
 def load_session(config: RunConfig, weights: Weights, mesh: Mesh) -> Session:
-    """This rank's part of the model of `config`, in float32 (float64 when it was trained so), filled from `weights`.
+    """Load this rank's part of the model of `config`, in float32 (float64 when it was trained so), from `weights`.
 
-    The mesh is of a layout that `layout.choose_layout` lets through for the model.  Raises CheckpointError when
-    the weights don't fit; on all ranks when some have found other weights than the rest.
+    The mesh has a layout that `model_layout.choose_layout` returned for the model.  Raises CheckpointError when the
+    weights don't fit, and on all ranks when some have opened other weights than the rest.
     """
     _check_same_step(weights, mesh)
     dtype = torch.float64 if config.precision.precision == "fp64" else torch.float32
@@ -157,7 +157,7 @@ def load_session(config: RunConfig, weights: Weights, mesh: Mesh) -> Session:
 
 
 def saved_vocab_size(weights: Weights) -> int:
-    """Rows of the word embedding, without padding.  Raises CheckpointError when these are no GPT's weights."""
+    """Return the rows of the word embedding, without padding.  CheckpointError when these are no GPT's weights."""
     saved = weights.parameters.get(WORD_EMBEDDING)
     if saved is None or len(saved.full_shape) != 2:
         known = ", ".join(list(weights.parameters)[:5])
@@ -166,11 +166,11 @@ def saved_vocab_size(weights: Weights) -> int:
 
 
 def _check_same_step(weights: Weights, mesh: Mesh) -> None:
-    """A run that is still going may have saved anew between one rank's look at its folder and another's."""
+    """Raise CheckpointError if ranks opened different steps, as when a run saves while they open its folder."""
     steps = sorted(set(gather_json(mesh.world, weights.step, mesh.device)))
     if len(steps) > 1:
         given = f"a checkpoint of step {steps[0]} on some processes, of step {steps[-1]} on others"
-        raise CheckpointError(Problem(given, "all of them read the same one", f"--step {steps[-1]}"))
+        raise CheckpointError(Problem(given, "all processes read the same checkpoint", f"--step {steps[-1]}"))
 
 
 def _until(tokens: list[int], stop: int | None) -> list[int]:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from megazero.comm.interface import Communicator, Done, ReduceKind, Work
+from megazero.comm.interface import Communicator, CompletedWork, ReduceKind, Work
 from megazero.comm.local import LocalCommunicator
 from megazero.comm.mesh import GATHERING, Mesh
 from megazero.comm.metered import Meter, MeteredCommunicator
@@ -128,7 +128,7 @@ class TwoAxes:
         # Every row gets its own member's tensor first; then the row of the source overrules the others.
         self._inner.broadcast(tensor, column).wait()
         self._outer.broadcast(tensor, row).wait()
-        return Done()
+        return CompletedWork()
 
     def send(self, tensor: Tensor, to: int) -> Work:
         raise AssertionError("what crosses both axes is a sum")

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megazero.checkpoint.agreement import together
+from megazero.checkpoint.agreement import all_or_none
 from megazero.checkpoint.manifest import dtype_name
 from megazero.comm.mesh import Mesh
 from megazero.errors import CheckpointError, UserError
@@ -50,7 +50,7 @@ def save_model(model: nn.Module, units: Sequence[Unit], path: Path, mesh: Mesh) 
             if writer is not None:
                 for item in group:
                     writer.write(item.tensor)
-    together(mesh.world, mesh.device, lambda: None if writer is None else writer.publish(), doing=f"writing {path}")
+    all_or_none(mesh.world, mesh.device, lambda: None if writer is None else writer.publish(), doing=f"writing {path}")
 
 
 def contents(model: nn.Module, units: Sequence[Unit]) -> tuple[list[StoredTensor], dict[str, str]]:

@@ -1,1 +1,1 @@
-"""GPT-2 in plain modules."""
+"""GPT-2 as plain modules."""

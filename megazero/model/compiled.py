@@ -1,11 +1,11 @@
 """torch.compile, block by block.
 
-A block is compiled as a whole where nothing in it has an effect: on one tensor-parallel rank.  Its gradients then go to
-autograd, and hooks fire in the order of the blocks, at which ZeRO works.  Elsewhere a block sends, counts what it
-sends, sets gradients aside, or runs a part of itself again; those are its *borders*, and what lies between two of them
-is compiled: attention, the activation, the additions with the norm.  Neither has a graph break, and all blocks share
-one compilation, since they differ in their parameters alone.  Of the head, what lies between its products and
-collectives is compiled (`tensor_parallel/softmax.py`).
+A block is compiled as a whole where nothing in it has a side effect: on one tensor-parallel rank.  Its gradients then
+go to autograd, and ZeRO's hooks fire block by block.  Elsewhere a block communicates, counts its traffic, defers
+gradients, or recomputes a part of itself; those are its *borders*, and the code between two of them is compiled:
+attention, the activation, the additions with the norm.  Neither has a graph break, and all blocks share one
+compilation, since they differ in their parameters alone.  In the head, the code between its products and collectives is
+compiled (`tensor_parallel/softmax.py`).
 """
 
 import os
@@ -19,24 +19,24 @@ import torch
 from torch import nn
 
 from megazero.errors import ConfigError, Problem
-from megazero.model.gpt import GPT, Block
+from megazero.model.gpt import GPT, TransformerBlock
 from megazero.tensor_parallel.softmax import FusedSoftmax
 
 
 def compile_blocks(model: GPT, *, as_a_whole: bool) -> str:
-    """Have every block, and the head's loss, compiled at their first use; returns what is compiled, in words."""
-    blocks = [block for block in model.layers.values() if isinstance(block, Block)]
+    """Compile every block, and the head's loss, at their first use; return in words what is compiled."""
+    blocks = [block for block in model.layers.values() if isinstance(block, TransformerBlock)]
     if hasattr(model, "head"):
         model.head.softmax = FusedSoftmax()
     for block in blocks:
         parts = [(block, "forward")] if as_a_whole else _between_borders(block)
         for module, method in parts:
             setattr(module, method, _compiled(getattr(module, method)))
-    return "every block as a whole" if as_a_whole else "what lies between the collectives of a block"
+    return "every block as a whole" if as_a_whole else "the code between a block's collectives"
 
 
-def _between_borders(block: Block) -> Iterator[tuple[nn.Module, str]]:
-    """Methods that only compute; those that draw random numbers from a state of their own stay as they are."""
+def _between_borders(block: TransformerBlock) -> Iterator[tuple[nn.Module, str]]:
+    """Yield the methods that only compute, without those that draw random numbers from a state of their own."""
     yield block.mlp, "activate"
     if not block.attention.draws:
         yield block.attention, "core"
@@ -46,27 +46,27 @@ def _between_borders(block: Block) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Whole graphs or an error; a shape is a constant, since training has but one."""
+    """Compile whole graphs, or raise an error; a shape is a constant, since training has but one."""
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 
 def is_compiled(choice: str, device: torch.device) -> bool:
-    """What --compile comes to: "auto" is on for GPUs, on machines that have what it takes."""
+    """Return whether --compile compiles: "auto" does on GPUs, on machines that have a compiler."""
     return choice == "on" or (choice == "auto" and device.type == "cuda" and not lacking(device))
 
 
 def check_compiler(choice: str, device: torch.device) -> Iterator[str]:
-    """What the user should know before the run begins; raises ConfigError where --compile on is impossible."""
+    """Yield notices for the user before the run begins; raises ConfigError where --compile on is impossible."""
     missing = lacking(device)
     if choice == "on" and missing:
-        rule = f"torch.compile translates what it makes on this machine, which lacks {missing}"
+        rule = f"torch.compile builds its kernels on this machine, which lacks {missing}"
         raise ConfigError(Problem("--compile on", rule, "--compile off, or install it"))
     if choice == "auto" and device.type == "cuda" and missing:
         yield f"blocks are not compiled, which costs time: this machine lacks {missing}"
 
 
 def lacking(device: torch.device) -> str:
-    """What torch's compiler needs and this machine doesn't have; empty where nothing is missing."""
+    """Return what torch's compiler needs and this machine doesn't have; empty where nothing is missing."""
     names = (
         (os.environ.get("CXX"), "g++", "clang++") if device.type == "cpu" else (os.environ.get("CC"), "gcc", "clang")
     )

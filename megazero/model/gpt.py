@@ -5,8 +5,8 @@ split, h = hidden, a = heads, d = head_dim = h / a, f = feed-forward width, V = 
 t = tensor-parallel degree.
 
 Nothing here communicates: the layers of `tensor_parallel/` do, at the borders of a block's two sharded regions
-(attention and feed-forward).  A *unit* is a group of parameters that is used at one place and time, the grain at which
-ZeRO lays out, reduces and gathers.  Radford et al. 2019, section 2.3; Shoeybi et al. 2019, section 3.
+(attention and feed-forward).  A *unit* is a group of parameters that is used at one place and time, by which ZeRO lays
+out, reduces and gathers.  Radford et al. 2019, section 2.3; Shoeybi et al. 2019, section 3.
 """
 
 import math
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megazero.activations.recompute import Recomputation
-from megazero.activations.recompute_plan import KEEP_ALL, ActivationPlan
+from megazero.activations.recompute_plan import NO_RECOMPUTATION, ActivationPlan
 from megazero.config.derived import ffn_hidden_size, max_position_embeddings
 from megazero.config.model import ModelConfig
 from megazero.model.sequences import Sequences
@@ -42,7 +42,7 @@ class GPT(nn.Module):
     """The chunks of the model that one rank holds; every parameter is left uninitialised.
 
     vocab_size counts the real ids, padded_vocab_size the rows that the tensor-parallel ranks hold together.  chunks:
-    all of the model, unless told; names are the whole model's.  Between chunks activations are [n, h].
+    all of the model if None; names are the whole model's.  Between chunks activations are [n, h].
 
     A tied head on another pipeline stage than the embedding has its own copy of the matrix, under the same name; the
     gradients of both are summed over the "ends", and only the first is counted and saved.
@@ -55,7 +55,7 @@ class GPT(nn.Module):
         vocab_size: int,
         tp: TensorParallel,
         padded_vocab_size: int,
-        activations: ActivationPlan = KEEP_ALL,
+        activations: ActivationPlan = NO_RECOMPUTATION,
         chunks: Sequence[Chunk] | None = None,
     ) -> None:
         super().__init__()
@@ -73,7 +73,9 @@ class GPT(nn.Module):
         if is_first:
             self.embedding: Embedding | EmbeddingCopy = Embedding(config, tp, sizes)
         held = [index for chunk in self.chunks for index in chunk.layers]
-        self.layers = nn.ModuleDict({str(index): Block(config, tp, activations.core) for index in held})
+        self.layers = nn.ModuleDict(
+            {str(index): TransformerBlock(config, tp, activations.core_recomputation) for index in held}
+        )
         if is_last:
             self.final_norm = LayerNorm(config, tp)
             self.head = TiedHead(tp) if is_tied else _vocabulary_matrix(VocabParallelHead, config, tp, sizes)
@@ -83,11 +85,11 @@ class GPT(nn.Module):
             share_between_ends(self.embedding.word.weight)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens [b, s] to this rank's logits [b, s, Vp/t]; s is at most `max_positions`.  Of an uncut model."""
+        """Map tokens [b, s] to this rank's logits [b, s, Vp/t]; s is at most `max_positions`.  For an uncut model."""
         return self.logits(self.hidden(tokens))
 
     def hidden(self, tokens: Tensor) -> Tensor:
-        """What the head reads: tokens [b, s] to [b, s, h]; of a model that is not cut in any way."""
+        """Map tokens [b, s] to the head's input, [b, s, h]; for a model that is not cut in any way."""
         sequences = Sequences(tokens.shape[1])
         x = self.through(0, self.embed(tokens, sequences), sequences)
         normed: Tensor = self.final_norm(x)
@@ -95,26 +97,26 @@ class GPT(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations, as of parameters."""
+        """The dtype of activations, which is that of parameters."""
         return self._tp.dtype
 
     def activation_shape(self, num_tokens: int) -> tuple[int, int]:
-        """Of the activations of so many tokens, as this rank has them between layers: [n, h]."""
+        """Return the shape of this rank's activations of so many tokens between layers: [n, h]."""
         rows = self._tp.local_rows(num_tokens)
         return rows.stop - rows.start, self._hidden_size
 
     def embed(self, tokens: Tensor, sequences: Sequences) -> Tensor:
-        """Tokens [b, s] to [n, h], which the first chunk's layers read."""
+        """Embed tokens [b, s] as the first chunk's input, [n, h]."""
         x: Tensor = self.embedding(tokens, sequences.positions)
         return x
 
     def through(self, index: int, x: Tensor, sequences: Sequences) -> Tensor:
-        """The layers of chunk `index` of this rank, [n, h] to [n, h]."""
+        """Run the layers of chunk `index` of this rank, [n, h] to [n, h]."""
         if self._recomputation is not None:
             self._recomputation.checkpoints.begin_pass()
         held = self.chunks[index].layers
         for segment in self._segments[index]:
-            layers = [self.layers[str(held[place])] for place in range(segment.start, segment.stop)]
+            layers = [self.layers[str(held[index])] for index in range(segment.start, segment.stop)]
             if segment.is_recomputed and self._recomputation is not None:
                 x = self._recomputation.run(_through, layers, x, sequences)
             else:
@@ -122,12 +124,12 @@ class GPT(nn.Module):
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """What `final_norm` gave, [..., h], to this rank's logits [..., Vp/t] (of all tokens, if they are split)."""
+        """Map the normed [..., h] to this rank's logits [..., Vp/t] (of all tokens, if they are split)."""
         logits: Tensor = self.head(hidden, *self._head_matrix())
         return logits
 
     def loss(self, x: Tensor, labels: Tensor, loss_mask: Tensor | None = None) -> Tensor:
-        """The sum of all positions' cross-entropies, each times its mask, without dimensions; in float32 or float64.
+        """Return the sum of all positions' cross-entropies, each times its mask, a scalar in float32 or float64.
 
         x [n, h]: of the last chunk's last layer.  labels and loss_mask [b, s]; without a mask every position counts 1.
         """
@@ -142,16 +144,16 @@ class GPT(nn.Module):
         loss_mask: Tensor | None = None,
         sequences: Sequences | None = None,
     ) -> Tensor:
-        """The same from tokens [b, s] on; of a model that is not cut into chunks.  sequences: of plain rows if None."""
+        """Return the loss of tokens [b, s], for a model that is not cut into chunks.  sequences: plain rows if None."""
         sequences = sequences or Sequences(tokens.shape[1])
         return self.loss(self.through(0, self.embed(tokens, sequences), sequences), labels, loss_mask)
 
     def _head_matrix(self) -> tuple[Tensor, ...]:
-        """What a head without a matrix of its own must be given."""
+        """Return the embedding's matrix for a head without a matrix of its own."""
         return (self.embedding.word.weight,) if isinstance(self.head, TiedHead) else ()
 
     def units(self) -> list[Unit]:
-        """Every parameter once, chunk by chunk in the order of use; the word embedding, which two need, is alone."""
+        """Return every parameter once, in the order of use; the word embedding, which two modules use, is alone."""
         found = []
         for part, chunk in enumerate(self.chunks):
             names = ["embedding.word", "embedding.position"] if chunk.is_first else []
@@ -171,21 +173,21 @@ class GPT(nn.Module):
 
 
 def _through(layers: Iterable[nn.Module], x: Tensor, sequences: Sequences) -> Tensor:
-    """One layer after the other, [n, h] to [n, h]."""
+    """Run one layer after the other, [n, h] to [n, h]."""
     for layer in layers:
         x = layer(x, sequences)
     return x
 
 
 class _VocabularySizes(NamedTuple):
-    """Rows of a matrix as wide as the vocabulary: real ones, and all."""
+    """The rows of a matrix as wide as the vocabulary: the real ones, and all with padding."""
 
     real: int
     padded: int
 
 
 def _vocabulary_matrix(kind: Callable[..., M], config: ModelConfig, tp: TensorParallel, sizes: _VocabularySizes) -> M:
-    """The word embedding, or a head with a matrix of its own."""
+    """Make the word embedding, or a head with a matrix of its own."""
     return kind(
         tp,
         vocab_size=sizes.real,
@@ -256,13 +258,13 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, weight.shape, weight, bias, self._epsilon)
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); [n, h] to [n, h]."""
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel, core: Recomputation | None) -> None:
+    def __init__(self, config: ModelConfig, tp: TensorParallel, core_recomputation: Recomputation | None) -> None:
         super().__init__()
         self.input_norm = LayerNorm(config, tp)
-        self.attention = Attention(config, tp, core)
+        self.attention = SelfAttention(config, tp, core_recomputation)
         self.post_attention_norm = LayerNorm(config, tp)
         self.mlp = FeedForward(config, tp)
         self._dropout = config.hidden_dropout
@@ -270,7 +272,7 @@ class Block(nn.Module):
 
     @property
     def adds_without_effects(self) -> bool:
-        """Whether all that `between` and `add`, and their backward, do is to compute."""
+        """Whether `between` and `add`, and their backward, only compute."""
         draws = self._dropout > 0 and self._tp.border.splits_sequence
         return self._tp.deferred is None and not draws
 
@@ -279,26 +281,26 @@ class Block(nn.Module):
         return self.add(x, self.mlp(normed))
 
     def between(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """What attention has given is added; the sum, and what the feed-forward layers read."""
+        """Add the output of attention; return the sum, and the input of the feed-forward layers."""
         x = self.add(x, y)
         return x, self.post_attention_norm(x)
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
-        """x + dropout(y)."""
+        """Return x + dropout(y)."""
         return x + self._tp.residual_dropout(y, self._dropout, self.training)
 
 
-class Attention(nn.Module):
-    """Causal self-attention, within documents if so told.
+class SelfAttention(nn.Module):
+    """Causal self-attention, within documents where `sequences` has a mask.
 
     A rank has a/t heads, from its part of the fused query, key and value matrix.
 
-    core: recomputes what is between these three and the projection, if anything does.
+    core_recomputation: recomputes `core`; None where it is not recomputed on its own.
     """
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel, core: Recomputation | None) -> None:
+    def __init__(self, config: ModelConfig, tp: TensorParallel, core_recomputation: Recomputation | None) -> None:
         super().__init__()
-        self._recomputation = core
+        self._recomputation = core_recomputation
         hidden, heads = config.hidden_size, config.num_attention_heads
         self._head_dim = hidden // heads
         self._dropout = config.attention_dropout
@@ -312,7 +314,7 @@ class Attention(nn.Module):
         self.projection = RowParallelLinear(tp, logical_shape=(hidden, hidden), init=_output_init(config))
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
-        qkv = self.qkv(x)  # of all tokens, whoever holds them outside: [b s, 3 h/t]
+        qkv = self.qkv(x)  # of all tokens, also where the sequence is split: [b s, 3 h/t]
         attend = self.core if self._recomputation is None else partial(self._recomputation.run, self.core)
         y: Tensor = self.projection(attend(qkv, sequences))
         return y
@@ -323,7 +325,7 @@ class Attention(nn.Module):
         return self._dropout > 0
 
     def core(self, qkv: Tensor, sequences: Sequences) -> Tensor:
-        """What lies between the two linear layers: [b s, 3 h/t] to [b s, h/t]."""
+        """Compute attention between the two linear layers: [b s, 3 h/t] to [b s, h/t]."""
         heads = qkv.shape[-1] // (3 * self._head_dim)
         qkv = qkv.view(-1, sequences.length, 3, heads, self._head_dim)  # [b, s, 3, a/t, d]
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [b, a/t, s, d]
@@ -335,8 +337,8 @@ class Attention(nn.Module):
         return mixed.transpose(1, 2).flatten(2).flatten(0, 1)
 
     def _dropout_region(self, dropout: float) -> AbstractContextManager[None]:
-        """Each rank has other heads, so it needs other masks; what is compiled draws from the state that is there."""
-        is_drawn = dropout > 0 and not torch.compiler.is_compiling()
+        """Enter the random state of sharded regions: each rank has other heads, so it needs other dropout masks."""
+        is_drawn = dropout > 0 and not torch.compiler.is_compiling()  # compiled code draws from the current state
         return self._random.sharded() if is_drawn else nullcontext()
 
 
@@ -356,10 +358,11 @@ class FeedForward(nn.Module):
         return y
 
     def activate(self, x: Tensor) -> Tensor:
-        """What lies between the two linear layers."""
+        """Apply the activation between the two linear layers."""
         return F.gelu(x, approximate="tanh")
 
 
 def _output_init(config: ModelConfig) -> Init:
-    """The two matrices that write into the residual stream start smaller, so that its variance stays near 1."""
+    """Return the initialisation of the two matrices that write into the residual stream."""
+    # Smaller than the others, so that the residual stream's variance stays near 1.
     return Init("normal", config.init_method_std / math.sqrt(2.0 * config.num_layers))

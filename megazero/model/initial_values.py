@@ -1,10 +1,10 @@
-"""First values that do not depend on the layout: value = f(seed, name, full shape), nothing else.
+"""Initial values that do not depend on the layout: value = f(seed, name, full shape), nothing else.
 
 The logical tensor is seen as [rows, columns] (all dims but the last, the last) and cut into *blocks* of rows of about a
 million elements.  Each block has a random generator of its own, seeded by (seed, name, number of the block), so a rank
-draws only the blocks that touch its box, keeps its rows and columns of each, and never holds more than one block beyond
-its own slice.  Values are drawn in float32 on the CPU whatever the device and dtype, so runs on all of them start
-equal.
+draws only the blocks that touch its box, copies its rows and columns of each, and never holds more than one block
+beyond its own slice.  Values are drawn in float32 on the CPU whatever the device and dtype, so that runs on all of them
+start equal.
 
     blocks           logical rows        the rank's rows (heads 2-3 of a fused QKV)
     0: |xxxxxxxx|    query head 0..3     . . x x
@@ -30,28 +30,28 @@ class _Slice(NamedTuple):
     """The rows of one block that this rank holds."""
 
     block: Tensor  # [rows of the block, columns], all of it
-    rows: Tensor  # which of them are held here
-    places: Tensor  # in which row of the local tensor each goes
+    rows: Tensor  # those of them that are held here
+    local_rows: Tensor  # the row of the local tensor for each
 
 
 def initialize_(model: nn.Module, seed: int) -> None:
-    """Write the first values of all parameters of `model`, in their dtype and on their device."""
+    """Write the initial values of all parameters of `model`, in their dtype and on their device."""
     for spec, parameter in named_specs(model):
         with torch.no_grad():
             fill_initial_(parameter.detach().view(-1), spec, seed)
 
 
 def initial_value(spec: ParamSpec, seed: int, *, like: Tensor | None = None) -> Tensor:
-    """The first value of this rank's tensor, [spec.numel], of the dtype and on the device of `like` (float32, CPU)."""
+    """Return the initial value of this rank's tensor, [spec.numel], with dtype and device of `like` (float32, CPU)."""
     target = torch.empty(spec.numel) if like is None else torch.empty(spec.numel, dtype=like.dtype, device=like.device)
     fill_initial_(target, spec, seed)
     return target
 
 
 def fill_initial_(target: Tensor, spec: ParamSpec, seed: int) -> None:
-    """Write the first value of `spec` into target [spec.numel]; padding becomes zero.
+    """Write the initial value of `spec` into target [spec.numel]; padding becomes zero.
 
-    A fake or meta tensor has no values: it is only touched, so that memory is counted.
+    A fake or meta tensor has no values: it is zeroed, so that its memory is counted.
     """
     target.zero_()
     if isinstance(target, FakeTensor) or target.is_meta or spec.init.kind == "zeros":
@@ -59,13 +59,13 @@ def fill_initial_(target: Tensor, spec: ParamSpec, seed: int) -> None:
     box = spec.box
     local = target.view(-1, spec.local_shape[-1])
     first, width = box.offset[-1], box.lengths[-1]
-    for block, rows, places in _slices(spec, seed):
+    for block, rows, local_rows in _slices(spec, seed):
         values = block[rows, first : first + width].to(target.device, target.dtype)
-        local[places.to(target.device), :width] = values
+        local[local_rows.to(target.device), :width] = values
 
 
 def _slices(spec: ParamSpec, seed: int) -> Iterator[_Slice]:
-    """The blocks that touch this rank's box, one after the other."""
+    """Yield the blocks that touch this rank's box, one after the other."""
     columns = spec.full_shape[-1]
     num_rows = math.prod(spec.full_shape[:-1])
     height = max(1, BLOCK_NUMEL // columns)
@@ -80,7 +80,7 @@ def _slices(spec: ParamSpec, seed: int) -> Iterator[_Slice]:
 
 
 def _row_numbers(offset: tuple[int, ...], lengths: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-    """Row-major numbers, within `shape`, of the rows of a box, in the box's own order."""
+    """Return row-major numbers, within `shape`, of the rows of a box, in the box's own order."""
     numbers = torch.zeros(1, dtype=torch.int64)
     for start, length, size in zip(offset, lengths, shape, strict=True):
         numbers = (numbers[:, None] * size + torch.arange(start, start + length)).flatten()
@@ -88,7 +88,7 @@ def _row_numbers(offset: tuple[int, ...], lengths: tuple[int, ...], shape: tuple
 
 
 def _draw(spec: ParamSpec, seed: int, index: int, shape: tuple[int, int]) -> Tensor:
-    """Block number `index` of the logical tensor."""
+    """Draw block number `index` of the logical tensor."""
     if spec.init.kind == "ones":
         return torch.ones(shape)
     digest = hashlib.blake2b(f"initial value {seed} {spec.name} {index}".encode(), digest_size=8).digest()

@@ -1,1 +1,1 @@
-"""Schedules as lists of actions, and the small runtime that executes them."""
+"""Pipeline schedules as lists of actions, and the small runtime that executes them."""

@@ -1,8 +1,8 @@
 """Point-to-point exchange between neighbouring pipeline stages in one step.
 
-Every message has one shape and dtype, which both sides know: the activations at a cut, or their gradients.  Receives
-are posted ahead and waited for by `take`; a send returns at once, and its tensor is let go when a message proves that
-it has been taken (`plan.proofs`), at the step's end at the latest.
+Every message has one shape and dtype, on which both sides have agreed: the activations at a cut, or their gradients.
+Receives are posted ahead and waited for by `wait`; a send returns at once, and its tensor is released when a message
+proves that it has been received (`stage_plan.proven_receipts`), at the step's end at the latest.
 """
 
 from collections import deque
@@ -15,23 +15,23 @@ from torch import Tensor
 from megazero.comm.interface import Communicator, Work
 from megazero.comm.mesh import ACTIVATIONS, GRADIENTS, Mesh
 from megazero.pipeline.schedule import Action, Kind
-from megazero.pipeline.stage_plan import Taken
+from megazero.pipeline.stage_plan import Receipts
 
 
 class Cut(NamedTuple):
-    """What passes between stages: the shape and dtype of activations."""
+    """The shape and dtype of the activations that pass between stages."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
-class _Arriving(NamedTuple):
+class _InFlight(NamedTuple):
     work: Work
     tensor: Tensor
 
 
 class Route(NamedTuple):
-    """Which way messages of one kind go: the mesh's key, the link (named by the stage before it), the other stage."""
+    """The route of one kind of message: the mesh's key, the link (named by the stage before it), the other stage."""
 
     key: str
     link: int
@@ -39,7 +39,7 @@ class Route(NamedTuple):
 
 
 def routes(stage: int, num_stages: int) -> dict[Kind, Route]:
-    """Of a stage's messages, by kind; none where there is no other stage."""
+    """Return a stage's route for every kind of message; none where there is no other stage."""
     if num_stages == 1:
         return {}
     before, after = (stage - 1) % num_stages, (stage + 1) % num_stages
@@ -51,76 +51,76 @@ def routes(stage: int, num_stages: int) -> dict[Kind, Route]:
     }
 
 
-class _Way(NamedTuple):
-    """Where messages of one kind go, or come from: the communicator, the stage there."""
+class _Channel(NamedTuple):
+    """The communicator for one kind of message, and the stage at its other end."""
 
     communicator: Communicator
     stage: int
 
 
 class Exchange:
-    """Messages of one rank in one step."""
+    """The messages of one rank in one step."""
 
-    def __init__(self, mesh: Mesh, cut: Cut, taken: Mapping[Action, Taken]) -> None:
+    def __init__(self, mesh: Mesh, cut: Cut, receipts: Mapping[Action, Receipts]) -> None:
         self._cut = cut
-        self._taken = taken
+        self._receipts = receipts
         self._device = mesh.device
-        self._ways = {
-            kind: _Way(mesh.channel(route.key, link=route.link), route.stage)
+        self._channels = {
+            kind: _Channel(mesh.channel(route.key, link=route.link), route.stage)
             for kind, route in routes(mesh.coordinate("pp"), mesh.topology.pp).items()
         }
-        self._arriving: dict[Action, _Arriving] = {}
-        self._sent: dict[Kind, deque[_Arriving]] = {Kind.SEND_ACTIVATION: deque(), Kind.SEND_GRADIENT: deque()}
-        self._num_over = dict.fromkeys(self._sent, 0)
+        self._arriving: dict[Action, _InFlight] = {}
+        self._sent: dict[Kind, deque[_InFlight]] = {Kind.SEND_ACTIVATION: deque(), Kind.SEND_GRADIENT: deque()}
+        self._num_released = dict.fromkeys(self._sent, 0)
 
     def receive(self, action: Action) -> None:
         """Post a receive."""
-        way = self._ways[action.kind]
+        channel = self._channels[action.kind]
         tensor = torch.empty(self._cut.shape, dtype=self._cut.dtype, device=self._device)
-        self._arriving[action] = _Arriving(way.communicator.receive_into(tensor, way.stage), tensor)
+        self._arriving[action] = _InFlight(channel.communicator.receive_into(tensor, channel.stage), tensor)
 
-    def take(self, action: Action) -> Tensor:
-        """What a receive has brought, when it is there."""
+    def wait(self, action: Action) -> Tensor:
+        """Wait for a posted receive and return its tensor."""
         arriving = self._arriving.pop(action)
         arriving.work.wait()
-        taken = self._taken[action]
-        self._let_go(Kind.SEND_ACTIVATION, taken.activations)
-        self._let_go(Kind.SEND_GRADIENT, taken.gradients)
+        receipts = self._receipts[action]
+        self._release_sends(Kind.SEND_ACTIVATION, receipts.activations)
+        self._release_sends(Kind.SEND_GRADIENT, receipts.gradients)
         return arriving.tensor
 
     def send(self, action: Action, tensor: Tensor) -> None:
-        """Send a tensor, which must not be written to any more."""
+        """Begin to send a tensor, which must not be written to any more."""
         found = Cut(tuple(tensor.shape), tensor.dtype)
         assert found == self._cut, f"{action} sends {found}, the stages have agreed on {self._cut}"
-        way = self._ways[action.kind]
+        channel = self._channels[action.kind]
         dense = tensor.contiguous()
-        self._sent[action.kind].append(_Arriving(way.communicator.send(dense, way.stage), dense))
+        self._sent[action.kind].append(_InFlight(channel.communicator.send(dense, channel.stage), dense))
 
     def finish(self) -> None:
-        """Return when every message has gone."""
-        assert not self._arriving, f"nobody has taken {[str(action) for action in self._arriving]}"
+        """Wait until every send has completed."""
+        assert not self._arriving, f"received but not used: {[str(action) for action in self._arriving]}"
         for sent in self._sent.values():
             while sent:
                 sent.popleft().work.wait()
 
-    def _let_go(self, kind: Kind, number: int) -> None:
-        """The first `number` messages of a kind have been taken."""
-        while self._num_over[kind] < number:
+    def _release_sends(self, kind: Kind, number: int) -> None:
+        """Release the first `number` sent tensors of a kind, which their receiver is known to have."""
+        while self._num_released[kind] < number:
             self._sent[kind].popleft().work.wait()
-            self._num_over[kind] += 1
+            self._num_released[kind] += 1
 
 
 class ReceivedInput:
-    """A received activation as the beginning of a graph; `gradient` is there after backward.
+    """The beginning of the graph of a received activation; `gradient` is set by backward.
 
-    The graph refers to its memory only where something saves it, so that a checkpoint kept in another form frees it.
+    The graph refers to the activation only where it is saved, so that an activation checkpoint in a copy frees it.
     """
 
     def __init__(self) -> None:
         self.gradient: Tensor | None = None
 
     def enter(self, x: Tensor) -> Tensor:
-        """x as a part of a graph."""
+        """Return x as the beginning of a graph."""
         if not torch.is_grad_enabled():
             return x
         anchor = torch.zeros((), device=x.device, requires_grad=True)

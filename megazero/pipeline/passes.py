@@ -1,6 +1,6 @@
 """Passes over lists of actions: exchanges between pipeline stages, windows of gathered parameters, counts.  Pure.
 
-A *pass* takes a stage's actions and gives them back with others inserted; the runtime executes the result.
+A *pass* takes a stage's actions and returns them with others inserted; the runtime executes the result.
 
 `with_exchanges`, the last two of p = 3 stages under 1f1b with m = 2:
 
@@ -8,10 +8,10 @@ A *pass* takes a stage's actions and gives them back with others inserted; the r
     rf0 F0 rf1 B0 sb0 F1 B1 sb1
 
 A receive is only posted, the computation that needs it waits; posted *before the computation in front* of that one, it
-lets the wire run beside the computing, and costs one buffer.  A send doesn't wait either.  An exchange bears the
+overlaps the transfer with that computation, and costs one buffer.  A send doesn't wait either.  An exchange has the
 micro-batch and the local chunk of its own side's computation.
 
-A *channel* is the way of activations, or of gradients, from one stage to one other.  Messages bear no names: the k-th
+A *channel* carries the activations, or the gradients, from one stage to one other.  Messages have no names: the k-th
 receive of a channel gets the k-th send, so both sides must list them in the same order.  Channels are
 independent: a receive that waits must not hold up a send, nor gradients the activations between the same stages.
 """
@@ -36,7 +36,7 @@ _ADDS_GRADIENTS = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
 
 
 def with_exchanges(computations: Iterable[Action], shape: Shape, stage: int) -> tuple[Action, ...]:
-    """The computations with the receives posted one computation ahead, and the sends right behind."""
+    """Return the computations with each receive posted one computation ahead, and each send right behind."""
     computations = tuple(computations)
     inputs = [*(_exchange(_RECEIVE, action, shape, stage) for action in computations), ()]
     result = [*inputs[0]]
@@ -46,9 +46,9 @@ def with_exchanges(computations: Iterable[Action], shape: Shape, stage: int) -> 
 
 
 def with_windows(actions: Iterable[Action]) -> tuple[Action, ...]:
-    """The actions with a GATHER before and a RELEASE after each window of a chunk.
+    """Return the actions with a GATHER before and a RELEASE after each window of a chunk.
 
-    A *window* is a run of the stage's computations in which the chunk comes up again with at most one other in between,
+    A *window* is a series of the stage's computations in which the chunk recurs with at most one other in between,
     the other half of a pair of a forward and a backward; so two chunks are gathered at once, never three.  A stage with
     one chunk has one window, the whole step; stage 0 of interleaved, p = 2, v = 2, m = 4, gathers chunk 0 four times:
 
@@ -68,18 +68,18 @@ def with_windows(actions: Iterable[Action]) -> tuple[Action, ...]:
 
 
 def num_windows(actions: Iterable[Action], chunk: int) -> int:
-    """How often ZeRO stage 3 gathers a chunk's parameters in this step, when they stay for a window each time."""
+    """Return how often ZeRO stage 3 gathers a chunk's parameters in this step, if they are retained for each window."""
     actions = tuple(actions)
     return sum(actions[first].chunk == chunk for first, _ in _windows(actions))
 
 
 def final_backwards(actions: Iterable[Action]) -> frozenset[Action]:
-    """The last BACKWARD or WEIGHT_GRADIENT of each chunk: after it the chunk's gradients are complete."""
+    """Return the last BACKWARD or WEIGHT_GRADIENT of each chunk, after which the chunk's gradients are complete."""
     return frozenset({action.chunk: action for action in actions if action.kind in _ADDS_GRADIENTS}.values())
 
 
 def most_in_flight(actions: Iterable[Action]) -> dict[int, int]:
-    """By local chunk, the most micro-batches whose activations are held at once; see `most_in_flight_total`."""
+    """Return by local chunk the most micro-batches whose activations are held at once; see `most_in_flight_total`."""
     actions = tuple(actions)
     peaks = dict.fromkeys(sorted({action.chunk for action in actions}), 0)
     for held in _in_flight(actions):
@@ -88,15 +88,15 @@ def most_in_flight(actions: Iterable[Action]) -> dict[int, int]:
 
 
 def most_in_flight_total(actions: Iterable[Action]) -> int:
-    """The most activations a stage holds at once, one for each micro-batch and chunk.
+    """Return the most activations a stage holds at once, one for each micro-batch and chunk.
 
-    Held from the forward until the BACKWARD or the WEIGHT_GRADIENT; a forward without either (evaluation) leaves none.
+    They are held from the forward to the BACKWARD or WEIGHT_GRADIENT; a forward without either (evaluation) holds none.
     """
     return max((held.total() for held in _in_flight(tuple(actions))), default=0)
 
 
 def _exchange(kinds: dict[Kind, Kind], action: Action, shape: Shape, stage: int) -> tuple[Action, ...]:
-    """The receive or the send of a computation; none at the ends of the model, and for what needs no neighbour."""
+    """Return a computation's receive or send; none at the ends of the model, or where no neighbour is involved."""
     kind = kinds.get(action.kind)
     if kind is None:
         return ()
@@ -105,7 +105,7 @@ def _exchange(kinds: dict[Kind, Kind], action: Action, shape: Shape, stage: int)
 
 
 def _windows(actions: Sequence[Action]) -> Iterator[tuple[int, int]]:
-    """Positions in `actions` of the first and the last computation of every window."""
+    """Yield the positions in `actions` of the first and the last computation of every window."""
     positions = [position for position, action in enumerate(actions) if action.kind.is_computation]
     open_windows: dict[int, tuple[int, int]] = {}  # by chunk: the first and the last computation so far, counted
     for count, position in enumerate(positions):
@@ -119,7 +119,7 @@ def _windows(actions: Sequence[Action]) -> Iterator[tuple[int, int]]:
 
 
 def _in_flight(actions: Sequence[Action]) -> Iterator[Counter[int]]:
-    """By chunk, the micro-batches that are held after each forward."""
+    """Yield after each forward the number of micro-batches that are held, by chunk."""
     backwards = {(action.micro_batch, action.chunk) for action in actions if action.kind in _ADDS_GRADIENTS}
     held: Counter[int] = Counter()
     for action in actions:

@@ -1,4 +1,4 @@
-"""The picture of a step: what every pipeline stage computed when, one row a stage; SVG.  Pure.
+"""The picture of a step's timeline, one row for each pipeline stage; SVG.  Pure.
 
 A box is a computation, drawn to scale in the colour of its kind and with its micro-batch (`3`, or `3.1` for micro-batch
 3 through local chunk 1) where there is room; later chunks are paler.  What stays white is idle.
@@ -50,7 +50,7 @@ _UNITS = ((1e-3, "µs", 1e6), (1.0, "ms", 1e3), (math.inf, "s", 1.0))
 
 
 class _Scale(NamedTuple):
-    """From seconds to places; a unit of time has `per_second` in a second."""
+    """The scale of the time axis: seconds to x coordinates; a unit of time has `per_second` in a second."""
 
     makespan: float
     width: float
@@ -65,7 +65,7 @@ class _Scale(NamedTuple):
 
 
 def picture(timeline: Timeline, *, title: str, predicted: float | None = None) -> str:
-    """The SVG file of a timeline in seconds; predicted: the idle share by formula, for the caption."""
+    """Return the SVG file of a timeline in seconds; predicted: the idle share by formula, for the caption."""
     scale = _scale(timeline)
     rows_end = _TOP + len(timeline.stages) * (_ROW + _GAP)
     width, height = _LEFT + scale.width + _RIGHT, rows_end + _AXIS + _CAPTION_LINE
@@ -85,7 +85,7 @@ def picture(timeline: Timeline, *, title: str, predicted: float | None = None) -
 
 
 def caption(timeline: Timeline, predicted: float | None = None) -> str:
-    """`2 stages x 61.2 ms, idle 31.2 % (20.0 % by the formula)`."""
+    """Return the caption: `2 stages x 61.2 ms, idle 31.2 % (20.0 % by the formula)`."""
     scale, number = _scale(timeline), len(timeline.stages)
     stages = f"{number} pipeline stage{'s' * (number > 1)}"
     formula = "" if predicted is None else f" ({100 * predicted:.1f} % by the formula)"
@@ -100,7 +100,7 @@ def _scale(timeline: Timeline) -> _Scale:
 
 
 def _legend(timeline: Timeline) -> Iterator[str]:
-    """A square and a word for every kind that occurs, and for idle time."""
+    """Draw a square and a word for every kind that occurs, and for idle time."""
     found = {span.action.kind for spans in timeline.stages for span in spans}
     entries = [(look.name, look.colour) for kind, look in _LOOKS.items() if kind in found]
     x: float = _LEFT
@@ -111,7 +111,7 @@ def _legend(timeline: Timeline) -> Iterator[str]:
 
 
 def _row(timeline: Timeline, stage: int, scale: _Scale) -> Iterator[str]:
-    """A frame with the name in front, and the boxes in it."""
+    """Draw a stage's frame with its name in front and its boxes inside."""
     y = _TOP + stage * (_ROW + _GAP)
     spans = timeline.stages[stage]
     num_chunks = 1 + max((span.action.chunk for span in spans), default=0)
@@ -135,7 +135,7 @@ def _box(span: Span, y: float, num_chunks: int, scale: _Scale) -> Iterator[str]:
 
 
 def _axis(scale: _Scale, y: float) -> Iterator[str]:
-    """Lines at round times, and the unit."""
+    """Draw lines at round times, and the unit."""
     step = round_up(scale.makespan / 12)
     for count in range(int(scale.makespan / step) + 1):
         x = scale.x(count * step)
@@ -145,6 +145,6 @@ def _axis(scale: _Scale, y: float) -> Iterator[str]:
 
 
 def round_up(amount: float) -> float:
-    """The next of ..., 0.1, 0.2, 0.5, 1, 2, 5, 10, ..."""
+    """Return the least of ..., 0.1, 0.2, 0.5, 1, 2, 5, 10, ... that is not below amount."""
     power: float = 10.0 ** math.floor(math.log10(amount))
     return next(digit * power for digit in (1, 2, 5, 10) if digit * power >= amount * (1 - 1e-9))

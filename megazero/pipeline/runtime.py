@@ -1,4 +1,4 @@
-"""Executes a schedule: the actions know nothing of models, the callbacks nothing of schedules."""
+"""The loop that executes a schedule: actions are independent of models, callbacks independent of schedules."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -8,31 +8,31 @@ from megazero.pipeline.stage_plan import StepActions
 
 
 class Callbacks(Protocol):
-    """What the actions of a schedule mean."""
+    """The functions that carry out the actions of a schedule."""
 
     def forward(self, action: Action) -> None:
-        """Compute a chunk on a micro-batch and keep its graph."""
+        """Compute a chunk on a micro-batch and retain its graph."""
 
     def backward(self, action: Action, *, is_last: bool) -> None:
-        """Backward through the kept graph; is_last: no other gradients of the chunk's parameters follow."""
+        """Run backward through the retained graph; is_last: no other gradients of the chunk's parameters follow."""
 
     def input_gradient(self, action: Action) -> None:
-        """Backward as far as activations need it; gradients of parameters are set aside."""
+        """Run backward as far as activations need it; gradients of parameters are deferred."""
 
     def weight_gradient(self, action: Action, *, is_last: bool) -> None:
-        """The gradients that were set aside; is_last as in `backward`."""
+        """Compute the deferred gradients of parameters; is_last as in `backward`."""
 
     def receive(self, action: Action) -> None:
         """Post a receive."""
 
     def send(self, action: Action) -> None:
-        """Send what a computation has made."""
+        """Send the output of a computation."""
 
-    def keep(self, chunk: int) -> None:
-        """A chunk's gathered parameters may stay from now on."""
+    def retain(self, chunk: int) -> None:
+        """Retain a chunk's gathered parameters until `release`."""
 
-    def let_go(self, chunk: int) -> None:
-        """They needn't stay."""
+    def release(self, chunk: int) -> None:
+        """Release a chunk's gathered parameters, at their next use's end at the latest."""
 
 
 def execute(step: StepActions, callbacks: Callbacks) -> None:
@@ -46,8 +46,8 @@ def execute(step: StepActions, callbacks: Callbacks) -> None:
         Kind.RECEIVE_GRADIENT: callbacks.receive,
         Kind.SEND_ACTIVATION: callbacks.send,
         Kind.SEND_GRADIENT: callbacks.send,
-        Kind.GATHER: lambda action: callbacks.keep(action.chunk),
-        Kind.RELEASE: lambda action: callbacks.let_go(action.chunk),
+        Kind.GATHER: lambda action: callbacks.retain(action.chunk),
+        Kind.RELEASE: lambda action: callbacks.release(action.chunk),
     }
     for action in step.actions:
         do[action.kind](action)

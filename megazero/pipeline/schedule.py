@@ -41,27 +41,27 @@ from typing import NamedTuple
 
 
 class Kind(Enum):
-    """What an action does; the letter is how schedules are drawn."""
+    """The kind of an action; the letter stands for it in drawings of schedules."""
 
     FORWARD = "F"
     BACKWARD = "B"
-    INPUT_GRADIENT = "I"  # the backward as far as the previous chunk needs it; gradients of parameters are set aside
-    WEIGHT_GRADIENT = "W"  # the gradients of parameters that were set aside
+    INPUT_GRADIENT = "I"  # the backward as far as the previous chunk needs it; gradients of parameters are deferred
+    WEIGHT_GRADIENT = "W"  # the deferred gradients of parameters
     RECEIVE_ACTIVATION = "rf"
     SEND_ACTIVATION = "sf"
     RECEIVE_GRADIENT = "rb"
     SEND_GRADIENT = "sb"
-    GATHER = "G"  # ZeRO stage 3: from here on a chunk's parameters may stay gathered
-    RELEASE = "R"  # and here they go
+    GATHER = "G"  # ZeRO stage 3: a chunk's parameters are retained once they are gathered,
+    RELEASE = "R"  # until they are released here
 
     @property
     def is_computation(self) -> bool:
-        """Whether the model computes: the rest moves tensors."""
+        """Return whether the model computes; the other kinds move tensors."""
         return self in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
 
 
 class Action(NamedTuple):
-    """One thing to do with one micro-batch (-1 for GATHER and RELEASE) and one local chunk."""
+    """One action on one micro-batch (-1 for GATHER and RELEASE) and one local chunk."""
 
     kind: Kind
     micro_batch: int
@@ -75,7 +75,7 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """What a schedule depends on: p pipeline stages, m micro-batches, v chunks on each stage."""
+    """The parameters of a schedule: p pipeline stages, m micro-batches, v chunks on each stage."""
 
     num_stages: int
     num_micro_batches: int
@@ -86,22 +86,22 @@ class Shape:
         assert self.num_stages > 1 or self.num_chunks == 1, f"one stage holds the model uncut, not {self}"
 
     def global_chunk(self, stage: int, chunk: int) -> int:
-        """Where a stage's local chunk stands in the model."""
+        """Return the position in the model of a stage's local chunk."""
         return chunk * self.num_stages + stage
 
     def is_first(self, stage: int, chunk: int) -> bool:
-        """Whether the model begins with this chunk."""
+        """Return whether the model begins with this chunk."""
         return self.global_chunk(stage, chunk) == 0
 
     def is_last(self, stage: int, chunk: int) -> bool:
-        """Whether the model ends with this chunk."""
+        """Return whether the model ends with this chunk."""
         return self.global_chunk(stage, chunk) == self.num_stages * self.num_chunks - 1
 
 
 def schedule(name: str, shape: Shape, stage: int) -> tuple[Action, ...]:
-    """The computations of one stage in one step, in order; names as in --pipeline-schedule, without "auto".
+    """Return the computations of one stage in one step, in order; names as in --pipeline-schedule, without "auto".
 
-    Each chunk has its backwards (or its WEIGHT_GRADIENTs) in the order of the micro-batches, in every schedule: so
+    In every schedule each chunk has its backwards (or its WEIGHT_GRADIENTs) in the order of the micro-batches, so that
     gradients are added up in the same order, and are the same to the bit.
     """
     forwards = forward_only(shape, stage)
@@ -112,7 +112,7 @@ def schedule(name: str, shape: Shape, stage: int) -> tuple[Action, ...]:
 
 
 def forward_only(shape: Shape, stage: int) -> tuple[Action, ...]:
-    """An evaluation step: p micro-batches through one local chunk, the same through the next, then the next p."""
+    """Return the forwards of an evaluation: p micro-batches through each local chunk in turn, then the next p."""
     p, m = shape.num_stages, shape.num_micro_batches
     assert 0 <= stage < p, f"there is no stage {stage} among {p}"
     return tuple(
@@ -124,7 +124,7 @@ def forward_only(shape: Shape, stage: int) -> tuple[Action, ...]:
 
 
 def _warm_up(name: str, shape: Shape, stage: int) -> int:
-    """How many forwards a stage does before its first pair of a forward and a backward."""
+    """Return how many forwards a stage runs before its first pair of a forward and a backward."""
     p, m, v = shape.num_stages, shape.num_micro_batches, shape.num_chunks
     following = p - 1 - stage
     if name == "interleaved":
@@ -136,7 +136,7 @@ def _warm_up(name: str, shape: Shape, stage: int) -> int:
 
 
 def _alternate(forwards: Sequence[Action], backwards: Sequence[Action], *, warm_up: int) -> Iterator[Action]:
-    """So many forwards, then a forward and a backward in turn, then the backwards that are left."""
+    """Yield `warm_up` forwards, then a forward and a backward in turn, then the backwards that are left."""
     yield from forwards[:warm_up]
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
         yield from (forward, backward)
@@ -144,7 +144,7 @@ def _alternate(forwards: Sequence[Action], backwards: Sequence[Action], *, warm_
 
 
 def _split_backwards(actions: Iterable[Action], *, num_waiting: int) -> Iterator[Action]:
-    """INPUT_GRADIENTs for BACKWARDs; so many WEIGHT_GRADIENTs wait for the end, where the stage would idle."""
+    """Split BACKWARDs in two; `num_waiting` WEIGHT_GRADIENTs wait for the end, where the stage would idle."""
     waiting: deque[Action] = deque()
     for action in actions:
         if action.kind is not Kind.BACKWARD:

@@ -1,7 +1,8 @@
-"""What one pipeline stage does in a step, made from its schedule.  Pure.
+"""The actions of one pipeline stage in a step, made from its schedule.  Pure.
 
-A *plan* is chosen once for a run; `StagePlan.step` gives the actions for a number of micro-batches, and what else
-follows from the order of actions alone: which backward is the last of its chunk, and which messages are over when.
+A *plan* is chosen once for a run; `StagePlan.step` gives the actions for a number of micro-batches, and two facts that
+follow from the order of actions alone: which backward is the last of its chunk, and when a sent message is known to be
+received.
 """
 
 from collections import Counter
@@ -13,52 +14,52 @@ from megazero.pipeline.passes import final_backwards, with_exchanges, with_windo
 from megazero.pipeline.schedule import Action, Kind, Shape, forward_only, schedule
 
 
-class Taken(NamedTuple):
-    """How many of the activations, and of the gradients, that a stage has sent have been taken by their receivers."""
+class Receipts(NamedTuple):
+    """How many of the activations, and of the gradients, that a stage has sent are known to be received."""
 
     activations: int = 0
     gradients: int = 0
 
 
 class StepActions(NamedTuple):
-    """One stage's step.
+    """The actions of one stage in one step.
 
-    finals: the last BACKWARD or WEIGHT_GRADIENT of every chunk.  taken: by RECEIVE action, what its arrival proves.
+    finals: the last BACKWARD or WEIGHT_GRADIENT of every chunk.  receipts: what each RECEIVE's arrival proves.
     """
 
     actions: tuple[Action, ...]
     finals: frozenset[Action]
-    taken: Mapping[Action, Taken]
+    receipts: Mapping[Action, Receipts]
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """A stage of a pipeline: the schedule's name, degrees, which stage.
+    """A stage of a pipeline: the schedule's name, the degrees, the stage's number.
 
-    keeps_gathered: whether parameters that are gathered for use stay for a window of the schedule.  made: the steps
-    asked for so far.
+    retains_gathered: whether gathered parameters are retained for a window of the schedule.  steps: the steps made so
+    far, by number of micro-batches and whether they train.
     """
 
     schedule: str = "1f1b"
     num_stages: int = 1
     num_chunks: int = 1
     stage: int = 0
-    keeps_gathered: bool = False
-    made: dict[tuple[int, bool], StepActions] = field(default_factory=dict, compare=False, repr=False)
+    retains_gathered: bool = False
+    steps: dict[tuple[int, bool], StepActions] = field(default_factory=dict, compare=False, repr=False)
 
     def step(self, num_micro_batches: int) -> StepActions:
-        """Forwards and backwards of a training step."""
-        return self._made(num_micro_batches, trains=True)
+        """Return the forwards and backwards of a training step."""
+        return self._cached(num_micro_batches, trains=True)
 
     def evaluation(self, num_micro_batches: int) -> StepActions:
-        """Forwards only."""
-        return self._made(num_micro_batches, trains=False)
+        """Return the forwards of an evaluation step."""
+        return self._cached(num_micro_batches, trains=False)
 
-    def _made(self, num_micro_batches: int, *, trains: bool) -> StepActions:
+    def _cached(self, num_micro_batches: int, *, trains: bool) -> StepActions:
         key = num_micro_batches, trains
-        if key not in self.made:
-            self.made[key] = _step(self, num_micro_batches, trains=trains)
-        return self.made[key]
+        if key not in self.steps:
+            self.steps[key] = _step(self, num_micro_batches, trains=trains)
+        return self.steps[key]
 
 
 def _step(plan: StagePlan, num_micro_batches: int, *, trains: bool) -> StepActions:
@@ -70,20 +71,20 @@ def _step(plan: StagePlan, num_micro_batches: int, *, trains: bool) -> StepActio
 
     mine = actions_of(plan.stage)
     around = {(plan.stage + step) % plan.num_stages for step in (-1, 1)} - {plan.stage}
-    taken = proofs(mine, {stage: actions_of(stage) for stage in around}, shape, plan.stage)
+    receipts = proven_receipts(mine, {stage: actions_of(stage) for stage in around}, shape, plan.stage)
     finals = final_backwards(mine)
-    return StepActions(with_windows(mine) if plan.keeps_gathered and trains else mine, finals, taken)
+    return StepActions(with_windows(mine) if plan.retains_gathered and trains else mine, finals, receipts)
 
 
-def proofs(
+def proven_receipts(
     mine: Sequence[Action], around: Mapping[int, Sequence[Action]], shape: Shape, stage: int
-) -> dict[Action, Taken]:
-    """By RECEIVE action of `stage`: which of its sends are over when the message is there.
+) -> dict[Action, Receipts]:
+    """Return by RECEIVE action of `stage` how many of its sends are known to be received when that message arrives.
 
-    A neighbour that has sent something has taken, before that, what its computations had needed until then.  Where a
-    send may not be asked whether it is over, this is how its memory goes in time.
+    A neighbour that sends a message has received everything that its computations needed until then.  Some backends
+    don't report whether a send has completed; with these counts its memory is released all the same.
     """
-    found: dict[Action, Taken] = {}
+    found: dict[Action, Receipts] = {}
     for neighbour, actions in around.items():
         is_next, is_previous = ((stage + step) % shape.num_stages == neighbour for step in (1, -1))
         activations, gradients = _counts_at_sends(actions, shape, neighbour, is_next=is_next, is_previous=is_previous)
@@ -100,17 +101,17 @@ _RECEIVES = (Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT)
 
 def _counts_at_sends(
     actions: Sequence[Action], shape: Shape, stage: int, *, is_next: bool, is_previous: bool
-) -> tuple[list[Taken], list[Taken]]:
-    """What `stage`, our next or previous one, has taken of us when it sends activations, and when gradients."""
-    taken: Counter[Kind] = Counter()
-    at: dict[Kind, list[Taken]] = {Kind.SEND_ACTIVATION: [], Kind.SEND_GRADIENT: []}
+) -> tuple[list[Receipts], list[Receipts]]:
+    """Return what `stage`, a neighbour, has received from us when it sends each activation, and each gradient."""
+    received: Counter[Kind] = Counter()
+    at: dict[Kind, list[Receipts]] = {Kind.SEND_ACTIVATION: [], Kind.SEND_GRADIENT: []}
     for action in actions:
         if action.kind is Kind.FORWARD and is_next and not shape.is_first(stage, action.chunk):
-            taken[Kind.SEND_ACTIVATION] += 1
+            received[Kind.SEND_ACTIVATION] += 1
         elif action.kind in _BACKWARDS and is_previous and not shape.is_last(stage, action.chunk):
-            taken[Kind.SEND_GRADIENT] += 1
+            received[Kind.SEND_GRADIENT] += 1
         elif action.kind in at:
-            at[action.kind].append(Taken(taken[Kind.SEND_ACTIVATION], taken[Kind.SEND_GRADIENT]))
+            at[action.kind].append(Receipts(received[Kind.SEND_ACTIVATION], received[Kind.SEND_GRADIENT]))
     return at[Kind.SEND_ACTIVATION], at[Kind.SEND_GRADIENT]
 
 

@@ -1,4 +1,4 @@
-"""When each computation of a schedule happens, and how long stages idle: by simulation, and by formula.  Pure.
+"""Simulated timelines of schedules, and the idle share of stages: by simulation, and by formula.  Pure.
 
 Durations are those of one chunk, in any unit; the idle share is 1 - (all stages' busy time) / (p x the step's time).
 """
@@ -21,7 +21,7 @@ _THIRDS = (Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
 
 
 class Span(NamedTuple):
-    """A computation and its time."""
+    """A computation with its start and end."""
 
     action: Action
     start: float
@@ -30,13 +30,13 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What every stage computes when; `str` draws it."""
+    """The computations of every stage with their times; `str` draws them."""
 
     stages: tuple[tuple[Span, ...], ...]
 
     @property
     def makespan(self) -> float:
-        """The time of the step: when the last computation ends."""
+        """The time of the step: the end of the last computation."""
         return max(span.end for spans in self.stages for span in spans)
 
     @property
@@ -47,7 +47,7 @@ class Timeline:
         return (total - busy) / total
 
     def __str__(self) -> str:
-        """One line a stage, one column a time unit: the computation that runs at its beginning, or a dot."""
+        """Draw one line a stage, one column a time unit: the computation that runs at its beginning, or a dot."""
         rows = [self._row(spans) for spans in self.stages]
         width = max(len(cell) for row in rows for cell in row)
         label = len(str(len(rows) - 1))
@@ -70,9 +70,9 @@ def simulate(
     durations: Mapping[Kind, float] = EQUAL_PARTS,
     exchange: float = 0,
 ) -> Timeline:
-    """Every computation as early as its stage and its input allow; `exchange` is the way from stage to stage.
+    """Schedule every computation as early as its stage and its input allow; exchange: the time between stages.
 
-    Exchanges and windows among the actions take no time of the stage.  ValueError if stages wait for each other.
+    Exchanges and windows among the actions take no time of the stage.  Raises ValueError on a deadlock.
     """
     left = [deque(action for action in actions if action.kind.is_computation) for actions in all_stages]
     spans: list[list[Span]] = [[] for _ in left]
@@ -93,7 +93,7 @@ def simulate(
 
 
 def predicted_idle_share(name: str, shape: Shape, durations: Mapping[Kind, float] = EQUAL_PARTS) -> float:
-    """The idle share by formula, where exchanges take no time; `simulate` agrees.
+    """Return the idle share by formula, where exchanges take no time; `simulate` agrees.
 
     gpipe, 1f1b   (p - 1) / (m + p - 1): beside m forwards and backwards, a stage waits p - 1 times for both
                   (Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1, there relative to the work)
@@ -115,13 +115,13 @@ _Step = tuple[str, int, int]  # the way ("F", "B", "W") through a micro-batch an
 
 
 def _step(action: Action, shape: Shape, stage: int) -> _Step:
-    """What a computation makes available; BACKWARD and INPUT_GRADIENT both make the gradient of the input."""
+    """Return what a computation makes available; BACKWARD and INPUT_GRADIENT both make the gradient of the input."""
     way = {Kind.FORWARD: "F", Kind.WEIGHT_GRADIENT: "W"}.get(action.kind, "B")
     return way, action.micro_batch, shape.global_chunk(stage, action.chunk)
 
 
 def _inputs(action: Action, shape: Shape, stage: int) -> dict[_Step, bool]:
-    """What a computation needs, and whether it comes from another stage."""
+    """Return the computations whose results this one needs, and whether each comes from another stage."""
     way, micro_batch, chunk = _step(action, shape, stage)
     crosses = shape.num_stages > 1
     if way == "F":

@@ -1,4 +1,4 @@
-"""When a stage computed what: the spans of one rank's computations in a step; and several ranks' as one timeline."""
+"""Traces of computations: the spans of one rank in a step, and several ranks' as one timeline."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,16 +12,16 @@ from megazero.pipeline.timeline import Span, Timeline
 
 
 class AnyTrace(Protocol):
-    """A trace, or one that keeps nothing."""
+    """The interface of a trace; `NO_TRACE` records nothing."""
 
     def computing(self, action: Action) -> AbstractContextManager[None]:
-        """The computation happens inside."""
+        """Record the computation inside as a span."""
 
     def begin(self) -> None:
-        """Keep spans from here on."""
+        """Begin to record spans."""
 
-    def take(self) -> list[Span]:
-        """The spans since `begin`, in seconds on the host's clock, in order; keep no more."""
+    def end(self) -> list[Span]:
+        """Stop recording; return the spans since `begin`, in seconds on the host's clock, in order."""
 
 
 class _NoTrace:
@@ -31,7 +31,7 @@ class _NoTrace:
     def begin(self) -> None:
         return None
 
-    def take(self) -> list[Span]:
+    def end(self) -> list[Span]:
         return []
 
 
@@ -39,27 +39,27 @@ NO_TRACE: AnyTrace = _NoTrace()
 
 
 class Trace:
-    """Keeps the spans between `begin` and `take`: of computations alone, without the wait for their input.
+    """A trace that records spans between `begin` and `end`: of computations alone, without the wait for their input.
 
-    On CUDA kernels are waited for at both ends of a span, which makes the step that is traced slower, and no other.
+    On CUDA the host waits for kernels at both ends of a span, which slows down the traced step, and no other.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._spans: list[Span] = []
-        self._keeps = False
+        self._is_recording = False
 
     def computing(self, action: Action) -> AbstractContextManager[None]:
-        """The computation happens inside."""
-        return self._span(action) if self._keeps else nullcontext()
+        """Record the computation inside as a span, if recording."""
+        return self._span(action) if self._is_recording else nullcontext()
 
     def begin(self) -> None:
-        """Keep spans from here on, and none from before."""
-        self._spans, self._keeps = [], True
+        """Begin to record spans; those from before are dropped."""
+        self._spans, self._is_recording = [], True
 
-    def take(self) -> list[Span]:
-        """The spans since `begin`; none without it."""
-        spans, self._spans, self._keeps = self._spans, [], False
+    def end(self) -> list[Span]:
+        """Stop recording; return the spans since `begin`, none without it."""
+        spans, self._spans, self._is_recording = self._spans, [], False
         return spans
 
     @contextmanager
@@ -74,22 +74,22 @@ class Trace:
         return time.monotonic()  # one clock for all processes of a machine
 
 
-Row = tuple[str, int, int, float, float]  # a span: kind, micro-batch, chunk, start, end
+SpanRow = tuple[str, int, int, float, float]  # a span: kind, micro-batch, chunk, start, end
 
 
-def rows(spans: Sequence[Span]) -> list[Row]:
-    """Spans in a form that JSON has."""
+def rows(spans: Sequence[Span]) -> list[SpanRow]:
+    """Return spans as values that JSON has."""
     return [(span.action.kind.value, *span.action[1:], span.start, span.end) for span in spans]
 
 
 def timeline(stages: Sequence[Sequence[Sequence[Any]]]) -> Timeline:
-    """The stages' `rows` as one timeline, which begins at 0 with the first span."""
+    """Return the stages' `rows` as one timeline, which begins at 0 with the first span."""
     begin = min(row[3] for stage in stages for row in stage)
     return Timeline(tuple(tuple(_span(row, begin) for row in stage) for stage in stages))
 
 
 def mean_durations(measured: Timeline) -> Mapping[Kind, float]:
-    """Mean seconds of every kind that occurs, over all stages and micro-batches."""
+    """Return the mean seconds of every kind that occurs, over all stages and micro-batches."""
     by_kind: dict[Kind, list[float]] = {}
     for span in (span for spans in measured.stages for span in spans):
         by_kind.setdefault(span.action.kind, []).append(span.end - span.start)

@@ -1,1 +1,1 @@
-"""What the tools make before a run: texts, token files, tokenizers, and reports about corpora."""
+"""Preparation of corpora by tools before a run: texts, token files, tokenizers, and reports about corpora."""

@@ -15,7 +15,7 @@ _ASCII = re.compile(r"[\x00-\x7f]+")
 
 
 def positive(text: str) -> int:
-    """An integer of at least 1."""
+    """Parse an integer of at least 1."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not at least 1")
@@ -23,26 +23,26 @@ def positive(text: str) -> int:
 
 
 def local_path(word: str) -> Path:
-    """Where a file is written: on a disk."""
+    """Parse the path of an output file, which must be on a disk."""
     if is_remote(word):
         raise argparse.ArgumentTypeError(f"{word} names an object store: give a path on a disk, and copy it there")
     return Path(word)
 
 
 def separator_text(word: str) -> str:
-    r"""What a word of a command line stands for: \n in it is a line end, \t a tabulator, and so on."""
+    r"""Parse a separator: \n in it is a line end, \t a tabulator, and so on."""
     try:
         text = _ASCII.sub(lambda run: run[0].encode().decode("unicode_escape"), word)
         text.encode()
     except UnicodeError as error:
         raise argparse.ArgumentTypeError(f"{word!r} is no text: {error}") from error
     if not text:
-        raise argparse.ArgumentTypeError("there is nothing in it")
+        raise argparse.ArgumentTypeError("a separator has at least one character")
     return text
 
 
 def add_input_arguments(group: argparse._ArgumentGroup) -> None:
-    """What is read, and what a document in it is."""
+    """Add the flags for the input and its documents."""
     group.add_argument(
         "--input",
         nargs="+",
@@ -52,23 +52,23 @@ def add_input_arguments(group: argparse._ArgumentGroup) -> None:
         "- reads standard input",
     )
     group.add_argument(
-        "--input-format", choices=FORMATS, help="of files whose ending tells none, and of standard input"
+        "--input-format", choices=FORMATS, help="format of standard input, and of files without a known ending"
     )
-    group.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys or columns to take")
-    group.add_argument("--text-rule", choices=TEXT_RULES, help="what a document is in plain text (default: blocks)")
+    group.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys or columns to read")
+    group.add_argument("--text-rule", choices=TEXT_RULES, help="rule for documents in plain text (default: blocks)")
     group.add_argument(
         "--separator",
         type=separator_text,
         metavar="TEXT",
-        help=r"what stands between two documents of plain text; \n is a line end",
+        help=r"text between two documents of plain text; \n is a line end",
     )
     group.add_argument(
-        "--invalid-utf8", choices=INVALID_UTF8, default="refuse", help="what to do with bytes that are no UTF-8"
+        "--invalid-utf8", choices=INVALID_UTF8, default="refuse", help="treatment of bytes that are no UTF-8"
     )
 
 
 def input_rules(arguments: argparse.Namespace) -> DocumentRules:
-    """What they said."""
+    """Return the document rules that the flags set."""
     return DocumentRules(
         json_keys=tuple(arguments.json_keys),
         text_rule=arguments.text_rule or ("separator" if arguments.separator else "blocks"),
@@ -79,41 +79,43 @@ def input_rules(arguments: argparse.Namespace) -> DocumentRules:
 
 
 def add_tokenizer_arguments(group: argparse._ArgumentGroup, *, required: bool) -> None:
-    """Which tokenizer, from which files."""
-    group.add_argument("--tokenizer-type", choices=tuple(FILES), required=required, help="how text becomes ids")
+    """Add the flags for a tokenizer and its files."""
+    group.add_argument("--tokenizer-type", choices=tuple(FILES), required=required, help="type of tokenizer")
     group.add_argument("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
     group.add_argument("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
     group.add_argument("--tokenizer-model", metavar="FILE", help="model of SentencePieceTokenizer")
 
 
 def tokenizer_spec(arguments: argparse.Namespace) -> TokenizerSpec:
-    """What they said."""
+    """Return the tokenizer that the flags set."""
     return TokenizerSpec(
         arguments.tokenizer_type, arguments.vocab_file, arguments.merge_file, arguments.tokenizer_model
     )
 
 
 def add_shard_arguments(group: argparse._ArgumentGroup) -> None:
-    """Which part of the input is taken."""
-    group.add_argument("--num-shards", type=positive, metavar="N", help="how many; tools/merge_datasets.py joins them")
-    group.add_argument("--shard-index", type=int, metavar="I", help="which of them, from 0")
+    """Add the flags for a shard of the input."""
     group.add_argument(
-        "--shards-from-slurm", action="store_true", help="both as SLURM_ARRAY_TASK_ID, _MIN, _MAX and _COUNT say"
+        "--num-shards", type=positive, metavar="N", help="number of shards; tools/merge_datasets.py joins them"
+    )
+    group.add_argument("--shard-index", type=int, metavar="I", help="number of this shard, from 0")
+    group.add_argument(
+        "--shards-from-slurm", action="store_true", help="both from SLURM_ARRAY_TASK_ID, _MIN, _MAX and _COUNT"
     )
 
 
 def chosen_shard(arguments: argparse.Namespace) -> Shard:
-    """The shard of this process; raises ConfigError when half of it is told."""
+    """Return the shard of this process; raises ConfigError when only one of its flags is given."""
     index, count = arguments.shard_index, arguments.num_shards
     if arguments.shards_from_slurm:
         names = [f"SLURM_ARRAY_TASK_{name}" for name in ("ID", "MIN", "MAX", "COUNT")]
-        told = [os.environ.get(name, "") for name in names]
-        if not all(text.isdecimal() for text in told) or index is not None or count is not None:
-            found = ", ".join(f"{name} {text!r}" for name, text in zip(names, told, strict=True))
-            rule = "an array job of Slurm says which shard this is, and nobody else"
+        values = [os.environ.get(name, "") for name in names]
+        if not all(text.isdecimal() for text in values) or index is not None or count is not None:
+            found = ", ".join(f"{name} {text!r}" for name, text in zip(names, values, strict=True))
+            rule = "the shard comes from an array job of Slurm, and from no other flag"
             legal = "sbatch --array=0-7, or --shard-index and --num-shards alone"
             raise ConfigError(Problem(f"--shards-from-slurm with {found}", rule, legal))
-        number, first, last, size = map(int, told)
+        number, first, last, size = map(int, values)
         if last - first + 1 != size:
             given = f"--shards-from-slurm with {size} tasks from {first} to {last}"
             raise ConfigError(Problem(given, "shards are numbered without a gap", f"sbatch --array=0-{size - 1}"))

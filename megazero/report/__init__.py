@@ -1,1 +1,1 @@
-"""What a run tells its user: metrics, writers, the ledger's report, pictures, summaries."""
+"""Reports of a run: metrics, writers, the ledger's report, pictures, summaries."""

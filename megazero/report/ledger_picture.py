@@ -1,7 +1,7 @@
-"""The picture of one step's ledger: live bytes stacked by category over the step's operations; an HTML file by itself.
+"""The picture of one step's ledger: live bytes by category over the step's operations, as one HTML file.
 
-Time runs in operations, which, unlike seconds, are the same in every run.  A picture has a fixed number of columns;
-where several moments fall into one, the highest stands for them, so the peak is never lost.
+Time is counted in operations, which, unlike seconds, are the same in every run.  A picture has a fixed number of
+columns; where several moments fall into one, the highest is drawn, so the peak is never lost.
 """
 
 import math
@@ -22,7 +22,7 @@ _HEIGHT = 420
 _LEFT, _RIGHT, _TOP, _BOTTOM = 80, 20, 34, 48
 _LETTER_WIDTH = 8
 
-# Model states in cold colours, what a pass leaves in warm ones; neighbours in the stack differ in lightness.
+# Model states in cold colours, activations in warm ones; neighbours in the stack differ in lightness.
 _COLOURS: Mapping[Category, str] = {
     "parameters": "#1d4e89",
     "master": "#7b6db0",
@@ -52,7 +52,7 @@ th, td { padding: 3px 20px 3px 0; }
 
 
 class _Scale(NamedTuple):
-    """From operations and bytes to places in the drawing."""
+    """The scale of the drawing: operations and bytes to coordinates."""
 
     operations: int
     top_bytes: float
@@ -71,7 +71,7 @@ def write_picture(path: Path, step: StepMemory, traffic: Mapping[str, Mapping[st
 
 
 def page(step: StepMemory, traffic: Mapping[str, Mapping[str, Any]], *, title: str) -> str:
-    """The HTML page; traffic: {axis: {collective: {"messages": ..., "bytes": ...}}}."""
+    """Return the HTML page; traffic: {axis: {collective: {"messages": ..., "bytes": ...}}}."""
     where = step.peak_operation
     phase = phase_of(step.timeline.phases, where)
     peak = f"{format_bytes(step.peak_bytes)} ({step.peak_bytes} bytes)"
@@ -84,12 +84,12 @@ def page(step: StepMemory, traffic: Mapping[str, Mapping[str, Any]], *, title: s
 
 
 def phase_of(phases: Sequence[PhaseMark], operation: int) -> str:
-    """The phase in which the `operation`-th operation ran; empty before the first phase."""
+    """Return the phase in which the `operation`-th operation ran; empty before the first phase."""
     return next((mark.phase for mark in reversed(phases) if mark.operation < operation), "")
 
 
 def drawing(step: StepMemory) -> str:
-    """The SVG element."""
+    """Return the SVG element."""
     timeline = step.timeline
     scale = _Scale(timeline.num_operations + 1, 1.06 * max(step.peak_bytes, 1))
     width, height = _LEFT + _COLUMNS + _RIGHT, _TOP + _HEIGHT + _BOTTOM
@@ -106,22 +106,22 @@ def drawing(step: StepMemory) -> str:
 
 
 def columns(timeline: Timeline) -> NDArray[np.int64]:
-    """Live bytes [num columns, len(CATEGORIES)]: the highest moment of each column, or what it finds unchanged."""
+    """Return live bytes [num columns, len(CATEGORIES)]: each column's highest moment, or the last one before it."""
     num_columns = min(_COLUMNS, timeline.num_operations + 1)
     column = timeline.operations * num_columns // (timeline.num_operations + 1)
     before = np.searchsorted(column, np.arange(num_columns))
     # A column's own moments, and with less than any height the last one before it.
     point = np.concatenate([np.maximum(before - 1, 0), np.arange(len(column))])
-    place = np.concatenate([np.arange(num_columns), column])
+    columns_of = np.concatenate([np.arange(num_columns), column])
     height = np.concatenate([np.full(num_columns, -1), timeline.totals])
-    order = np.lexsort((height, place))
-    highest = order[np.append(np.diff(place[order]) > 0, True)]
+    order = np.lexsort((height, columns_of))
+    highest = order[np.append(np.diff(columns_of[order]) > 0, True)]
     table: NDArray[np.int64] = timeline.live[point[highest]]
     return table
 
 
 def _areas(step: StepMemory, scale: _Scale) -> list[str]:
-    """One closed path a category, from the bottom of the stack to its top."""
+    """Draw one closed path a category, from the bottom of the stack to its top."""
     table = columns(step.timeline)
     tops = table.cumsum(axis=1)
     paths = []
@@ -136,7 +136,7 @@ def _areas(step: StepMemory, scale: _Scale) -> list[str]:
 
 
 def _steps(heights: NDArray[np.int64], scale: _Scale, *, backwards: bool = False) -> str:
-    """The outline of columns of these heights, from the first one's to the last one's or back."""
+    """Return the outline of columns of these heights, from the first one's to the last one's or back."""
     changes = np.flatnonzero(np.diff(heights)) + 1  # columns higher or lower than the one before
     runs = [0, *changes.tolist()]
     places = [_LEFT + _COLUMNS * run / len(heights) for run in runs] + [_LEFT + _COLUMNS]
@@ -151,7 +151,7 @@ def _steps(heights: NDArray[np.int64], scale: _Scale, *, backwards: bool = False
 
 
 def _phase_bands(timeline: Timeline, scale: _Scale) -> list[str]:
-    """A strip for every phase, every other one shaded, with its name where there is room."""
+    """Draw a strip for every phase, every other one shaded, with its name where there is room."""
     starts = [scale.x(mark.operation + 1) for mark in timeline.phases]
     ends = [*starts, _LEFT + _COLUMNS][1:]
     bands = []
@@ -166,7 +166,7 @@ def _phase_bands(timeline: Timeline, scale: _Scale) -> list[str]:
 
 
 def _grid(scale: _Scale) -> list[str]:
-    """Lines at round numbers of bytes, and of operations along the bottom."""
+    """Draw lines at round numbers of bytes, and of operations along the bottom."""
     lines = []
     for nbytes in range(0, int(scale.top_bytes) + 1, 2 ** max(math.ceil(math.log2(scale.top_bytes / 6)), 0)):
         y = scale.y(nbytes)
@@ -179,7 +179,7 @@ def _grid(scale: _Scale) -> list[str]:
 
 
 def _round_up(count: float) -> int:
-    """The next of 1, 2, 5, 10, 20, 50, ..."""
+    """Return the least of 1, 2, 5, 10, 20, 50, ... that is not below count."""
     power: int = 10 ** max(math.floor(math.log10(count)), 0)
     return next(digit * power for digit in (1, 2, 5, 10) if digit * power >= count)
 
@@ -196,7 +196,7 @@ def _peak_mark(step: StepMemory, scale: _Scale) -> list[str]:
 
 
 def _memory_table(step: StepMemory) -> str:
-    """The key to the colours, in the order of the stack from its top."""
+    """Format the key to the colours, in the order of the stack from its top."""
     rows = [
         f'<tr><td><span class="swatch" style="background:{_COLOURS[category]}"></span>{_words(category)}</td>'
         + _figures(format_bytes(step.at_peak[category]), format_bytes(step.peaks[category]))

@@ -1,4 +1,4 @@
-"""From a ledger to figures: a step's memory and traffic for the metrics file and TensorBoard, and a picture of it.
+"""Figures of a ledger: a step's memory and traffic for the metrics file and TensorBoard, and a picture of it.
 
 A *message* is one collective of one rank on one axis; its bytes are what this rank sends (`comm/metered.py`).
 """
@@ -16,12 +16,12 @@ from megazero.report.ledger_picture import write_picture
 
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 
-# The first step makes what later ones find: buffers, moments in use, the allocator's cache.
+# The first step is not typical: it makes buffers, optimizer moments and the allocator's cache.
 _FIRST_DRAWN = 2
 
 
 class Traffic(NamedTuple):
-    """What one rank sent by one collective."""
+    """The messages and bytes that one rank sent by one collective."""
 
     messages: int
     nbytes: int
@@ -29,13 +29,13 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StepLedger:
-    """One step of one rank.  traffic: {axis: {collective: ...}}."""
+    """The ledger of one step of one rank.  traffic: {axis: {collective: ...}}."""
 
     memory: StepMemory
     traffic: Mapping[str, Mapping[str, Traffic]]
 
     def to_json(self) -> dict[str, Any]:
-        """For the metrics file; without the timeline, which is the picture's."""
+        """Return the record for the metrics file, without the timeline, which only the picture shows."""
         record: dict[str, Any] = {
             "peak_bytes": self.memory.peak_bytes,
             "at_peak": dict(self.memory.at_peak),
@@ -50,7 +50,7 @@ class StepLedger:
 
 
 def traffic(meter: Meter) -> dict[str, dict[str, Traffic]]:
-    """What the meter has counted since its last reset; a rank that is alone on an axis sends nothing."""
+    """Return the traffic counted since the meter's last reset; a rank that is alone on an axis sends nothing."""
     table: dict[str, dict[str, Traffic]] = {}
     for axis in meter.bytes_by_axis():
         counts = {name: meter.count(axis, name) for name in COLLECTIVES}
@@ -59,9 +59,9 @@ def traffic(meter: Meter) -> dict[str, dict[str, Traffic]]:
 
 
 class LedgerReport:
-    """Closes a rank's ledger at every step's end; draws the second step, and every `interval`-th into the same file.
+    """Reports of a rank's ledger: figures of every step, a picture of the second and of every `interval`-th.
 
-    ledger: `NullLedger()` for a run that keeps none.  folder: where pictures go; None for none.
+    ledger: `NullLedger()` for a run without one.  folder: the folder for pictures; None for none.
     Raises DataError when a picture can't be written.
     """
 
@@ -74,11 +74,11 @@ class LedgerReport:
         self._num_steps = 0
 
     def begin_step(self) -> None:
-        """Leave out what happened between the steps."""
+        """Exclude the time between steps from the ledger."""
         self._ledger.reset()
 
     def end_step(self, iteration: int) -> dict[str, Any]:
-        """This rank's figures of the step that ends, as `StepLedger.to_json`; empty where no ledger is kept."""
+        """Return this rank's figures of the step that ends, as `StepLedger.to_json`; empty without a ledger."""
         memory = self._ledger.take()
         if memory is None:
             return {}
@@ -92,18 +92,18 @@ class LedgerReport:
 
 
 def ledger_scalars(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """TensorBoard's scalars, from every rank's `end_step`; none where no ledger is kept.
+    """Return TensorBoard's scalars, from every rank's `end_step`; none without a ledger.
 
     Memory is that of the rank with the highest peak, at its peak, so that categories add up; traffic is the most that
     any rank sent.
     """
-    kept = [record for record in ranks if record]
-    if not kept:
+    records = [record for record in ranks if record]
+    if not records:
         return {}
-    fullest = max(kept, key=lambda record: int(record["peak_bytes"]))
+    fullest = max(records, key=lambda record: int(record["peak_bytes"]))
     scalars: dict[str, float] = {f"memory/{name}": fullest["at_peak"][name] for name in CATEGORIES}
     scalars["memory/peak"] = fullest["peak_bytes"]
-    for record in kept:
+    for record in records:
         for axis, by_collective in record["traffic"].items():
             for collective, sent in by_collective.items():
                 for unit, amount in sent.items():

@@ -1,4 +1,4 @@
-"""What a run says of this rank's memory besides its model states: activations, buffers and arenas (ZeRO-R)."""
+"""Lines about this rank's memory besides its model states: activations, buffers and arenas (ZeRO-R)."""
 
 from megazero.activations.recompute import Recomputation
 from megazero.memory.fused_buffers import FusedBuffers
@@ -7,19 +7,19 @@ from megazero.zero.engine import Engine
 
 
 def opening_line(activations: str, logits_chunk_bytes: int, buffers: FusedBuffers, *, mask_bytes: int = 0) -> str:
-    """What has been chosen; activations: what becomes of them.  buffers: the constant-size ones.
+    """Describe the chosen settings.  activations: the phrase about them.  buffers: the constant-size ones.
 
-    mask_bytes: of one micro-batch's attention mask, 0 where there is none.
+    mask_bytes: those of one micro-batch's attention mask, 0 without one.
     """
     mask = f" | an attention mask of {format_bytes(mask_bytes)} for every micro-batch in flight" if mask_bytes else ""
     return (
-        f"{activations}{mask} | logits in pieces of at most"
+        f"{activations}{mask} | logits in chunks of at most"
         f" {format_bytes(logits_chunk_bytes)} | constant-size buffers of {format_bytes(buffers.buffer_bytes)}"
     )
 
 
 def closing_lines(engine: Engine, recomputation: Recomputation | None) -> list[str]:
-    """What came of it: statistics of arenas and of host memory."""
+    """Return statistics of arenas and of host memory."""
     lines = [f"gradient arena, {name}: {figures.describe()}" for name, figures in engine.gradient_arenas.items()]
-    places = None if recomputation is None else recomputation.checkpoints.places
-    return lines if places is None else [*lines, *places.describe()]
+    copies = None if recomputation is None else recomputation.checkpoints.copies
+    return lines if copies is None else [*lines, *copies.describe()]

@@ -1,6 +1,6 @@
-"""What a run measures: host figures of a step, of a rank, of an interval and of an evaluation.
+"""The metrics of a run: host figures of a step, of a rank, of an interval and of an evaluation.
 
-*Model FLOPs* are the floating-point operations the mathematics of the model asks for, however they are computed; their
+*Model FLOPs* are the floating-point operations in the mathematics of the model, however they are computed; their
 rate against the device's peak is the *MFU*, model FLOPs utilisation (Chowdhery et al., arXiv 2204.02311, appendix B).
 A token costs 6 Psi + 12 L s h: two operations a weight forward and four backward, and the two s x s products of
 attention in each of L blocks, counted in full although the mask hides half.  Psi is the number of weights that take
@@ -15,10 +15,10 @@ from typing import Any
 
 from megazero.config.model import ModelConfig
 
-# exp(20) is 485 million: beyond it a perplexity says only that something is broken.
+# exp(20) is 485 million: beyond it a perplexity has no meaning.
 MAX_LOG_PERPLEXITY = 20.0
 
-# Dense bf16/fp16 matrix products, TFLOP/s, from the makers' data sheets; the first name found in the device's counts.
+# Dense bf16/fp16 matrix products, TFLOP/s, from the makers' data sheets; the first that is part of the device's name.
 PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
     ("GB200", 2500.0),
     ("B200", 2250.0),
@@ -44,7 +44,7 @@ class StepMetrics:
     mfu: fraction of the device's peak, None where no peak is known.  timers: seconds by name.
     overflow_parameter: the first parameter that overflowed, empty unless the step was skipped.
     data_wait_seconds: how long this process waited for its batch.
-    pipeline_idle_share: of the pipeline stages' time in a step that was traced, 0 to 1; else None.
+    pipeline_idle_share: the idle part of the pipeline stages' time in a step that was traced, 0 to 1; else None.
     """
 
     iteration: int
@@ -67,11 +67,11 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class RankMetrics:
-    """What one rank held and sent in a step.
+    """The bytes that one rank held and sent in a step.
 
     model_state_bytes: {"parameters" | "gradients" | "master" | "moments": bytes}.
-    comm_bytes: {axis: {collective: bytes}}.  ledger: `StepLedger.to_json`, empty where none is kept.
-    data_wait_seconds: how long it waited for its batch.
+    comm_bytes: {axis: {collective: bytes}}.  ledger: `StepLedger.to_json`, empty without a ledger.
+    data_wait_seconds: how long this rank waited for its batch.
     """
 
     peak_memory_bytes: int
@@ -85,7 +85,7 @@ class RankMetrics:
 class Evaluation:
     """The loss on one split ("validation" or "test") after `iteration` steps.
 
-    loss: nats a token.  bytes_per_token: of the corpus's text; None when nobody wrote it down.
+    loss: nats a token.  bytes_per_token: those of the corpus's text; None when the corpus has no sidecar.
     """
 
     iteration: int
@@ -101,12 +101,12 @@ class Evaluation:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Bits the model needs for one byte of text, comparable across tokenizers."""
+        """The bits the model needs for one byte of text, comparable across tokenizers."""
         return self.loss / math.log(2) / self.bytes_per_token if self.bytes_per_token else None
 
 
 def matmul_parameters(config: ModelConfig, *, vocab_size: int) -> int:
-    """Weights that take part in matrix products, `vocab_size` being the unpadded vocabulary's."""
+    """Return the weights that take part in matrix products; vocab_size: that of the unpadded vocabulary."""
     hidden = config.hidden_size
     feed_forward = config.ffn_hidden_size or 4 * hidden
     block = 4 * hidden * hidden + 2 * hidden * feed_forward
@@ -114,15 +114,15 @@ def matmul_parameters(config: ModelConfig, *, vocab_size: int) -> int:
 
 
 def flops_per_token(config: ModelConfig, *, vocab_size: int) -> int:
-    """Model FLOPs of one token's forward and backward: 6 Psi + 12 L s h."""
+    """Return the model FLOPs of one token's forward and backward: 6 Psi + 12 L s h."""
     attention = 12 * config.num_layers * config.seq_length * config.hidden_size
     return 6 * matmul_parameters(config, vocab_size=vocab_size) + attention
 
 
 def peak_tflops(device_name: str, *, precision: str) -> float | None:
-    """The dense peak of a device as torch.cuda.get_device_name calls it; None when it is not in the table.
+    """Return the dense peak of a device by its torch.cuda.get_device_name; None when it is not in the table.
 
-    Only bf16 and fp16 have one: what fp32 reaches depends on whether TF32 is allowed.
+    Only bf16 and fp16 have one: that of fp32 depends on whether TF32 is allowed.
     """
     if precision not in ("bf16", "fp16"):
         return None
@@ -131,23 +131,23 @@ def peak_tflops(device_name: str, *, precision: str) -> float | None:
 
 @dataclass(frozen=True)
 class Rates:
-    """Speed of a run of `world_size` processes, each with a device of `device_peak_tflops` (None: not known)."""
+    """The speed of a run of `world_size` processes, each with a device of `device_peak_tflops` (None: not known)."""
 
     flops_per_token: int
     world_size: int
     device_peak_tflops: float | None = None
 
     def tokens_per_second(self, num_tokens: int, *, seconds: float) -> float:
-        """Of the whole run; 0 when no time has passed."""
+        """Return the tokens a second of the whole run; 0 when no time has passed."""
         return num_tokens / seconds if seconds > 0 else 0.0
 
     def tflops_per_device(self, num_tokens: int, *, seconds: float) -> float:
-        """Model TFLOP/s of one device when the run takes `seconds` for `num_tokens`."""
+        """Return the model TFLOP/s of one device when the run takes `seconds` for `num_tokens`."""
         rate = self.tokens_per_second(num_tokens, seconds=seconds)
         return rate * self.flops_per_token / self.world_size / 1e12
 
     def mfu(self, num_tokens: int, *, seconds: float) -> float | None:
-        """Part of the device's peak that the model's mathematics uses."""
+        """Return the share of the device's peak that model FLOPs use."""
         if self.device_peak_tflops is None:
             return None
         return self.tflops_per_device(num_tokens, seconds=seconds) / self.device_peak_tflops
@@ -157,11 +157,11 @@ class Rates:
 class IntervalMetrics:
     """The steps between two log lines.
 
-    last: the interval's last step; its rate, loss scale and gradient norm are what the line shows.
+    last: the interval's last step, whose rate, loss scale and gradient norm the line shows.
     loss: mean over the steps that were not skipped, None when all were.
-    step_seconds, tokens_per_second, tflops_per_device, mfu: of the interval as a whole.
+    step_seconds, tokens_per_second, tflops_per_device, mfu: averages over the interval.
     num_skipped, num_nan: steps that were skipped, and steps whose loss was infinite or NaN.
-    data_wait_seconds: spent waiting for batches, of all steps together.
+    data_wait_seconds: spent waiting for batches, summed over the steps.
     """
 
     last: StepMetrics
@@ -175,12 +175,12 @@ class IntervalMetrics:
     data_wait_seconds: float = 0.0
 
     def eta_seconds(self, train_iters: int) -> float:
-        """Seconds until step `train_iters` at the interval's pace."""
+        """Return the seconds until step `train_iters` at the interval's pace."""
         return max(train_iters - self.last.iteration, 0) * self.step_seconds
 
 
 def interval_metrics(steps: Sequence[StepMetrics]) -> IntervalMetrics:
-    """Averages over `steps`, at least one, in the order they were taken."""
+    """Average over `steps`, at least one, in order."""
     losses = [step.loss for step in steps if not step.skipped]
     seconds = sum(step.step_seconds for step in steps)
     fractions = [step.mfu * step.step_seconds for step in steps if step.mfu is not None]

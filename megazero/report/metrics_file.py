@@ -16,17 +16,17 @@ from megazero.report.metrics import Evaluation, RankMetrics, StepMetrics
 
 
 class MetricsFile:
-    """A writer of such a file; a resumed run goes on where its checkpoint was taken.
+    """A writer of the metrics file; a resumed run continues at its checkpoint's iteration.
 
-    Every line is flushed, so a reader never waits for the next.  Opening the file drops what a run resumed after
-    `resumed_iteration` steps is going to do again, and a last line that a killed run left unfinished; with 0 it starts
-    over.  Raises `ConfigError` when the file cannot be written, and rather than overwrite one that holds anything else.
+    Every line is flushed, so a reader never waits for the next.  Opening the file drops the lines after
+    `resumed_iteration`, whose steps a resumed run repeats, and a last line that a killed run left unfinished; with 0 it
+    starts over.  Raises `ConfigError` when the file cannot be written, or is not a metrics file.
     """
 
     def __init__(self, path: Path, *, resumed_iteration: int = 0) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _keep_until(path, resumed_iteration)
+            _truncate_after(path, resumed_iteration)
             self._file = path.open("a", encoding="utf-8")
         except OSError as error:
             rule = "the metrics file can be written"
@@ -98,30 +98,30 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _keep_until(path: Path, last_iteration: int) -> None:
+def _truncate_after(path: Path, last_iteration: int) -> None:
     """Rewrite `path` without lines past `last_iteration`; a new file replaces the old one in one move."""
     if not path.exists():
         return
-    aside = path.with_name(f".{path.name}.aside")
+    temporary = path.with_name(f".{path.name}.aside")
     try:
-        with path.open(encoding="utf-8", errors="replace") as source, aside.open("w", encoding="utf-8") as kept:
-            _copy_until(path, source, kept, last_iteration=last_iteration)
-            kept.flush()
-            os.fsync(kept.fileno())
-        aside.replace(path)
+        with path.open(encoding="utf-8", errors="replace") as source, temporary.open("w", encoding="utf-8") as target:
+            _copy_until(path, source, target, last_iteration=last_iteration)
+            target.flush()
+            os.fsync(target.fileno())
+        temporary.replace(path)
     finally:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
-def _copy_until(path: Path, source: IO[str], kept: IO[str], *, last_iteration: int) -> None:
+def _copy_until(path: Path, source: IO[str], target: IO[str], *, last_iteration: int) -> None:
     for line, iteration in _iterations(path, source):
-        # A run that starts at 0 evaluates at 0 again, so nothing of an older one is kept.
+        # A run that starts at 0 evaluates at 0 again, so no line of an older one is copied.
         if last_iteration > 0 and iteration <= last_iteration:
-            kept.write(line)
+            target.write(line)
 
 
 def _iterations(path: Path, source: IO[str]) -> Iterator[tuple[str, int]]:
-    """(line, iteration) of every whole line; raises `ConfigError` at one that no run wrote."""
+    """Yield (line, iteration) of every whole line; raises `ConfigError` at one that no run wrote."""
     for number, line in enumerate(source, start=1):
         if not line.endswith("\n"):
             return
@@ -129,6 +129,6 @@ def _iterations(path: Path, source: IO[str]) -> Iterator[tuple[str, int]]:
             record = json.loads(line)
             yield line, int(record.get("evaluation", record)["iteration"])
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            rule = "an existing metrics file holds nothing but steps and evaluations"
+            rule = "an existing metrics file has only steps and evaluations"
             given = f"--metrics-file {path}, line {number}"
             raise ConfigError(Problem(given, rule, "a new file, or the file of this run")) from error

@@ -1,8 +1,9 @@
-"""From a trace to a figure and a picture: when a step's stages computed, and how long they idled.
+"""Reports of pipeline traces: when a step's stages computed, and how long they idled; a figure and a picture.
 
-A *traced step* is the run's second (the first makes what later ones find), every log_interval-th, and the last; in all
-others nothing is kept and nothing is waited for.  Of all pipelines, the data-parallel and tensor-parallel copies of one
-another, rank 0's is traced.  What ZeRO and tensor parallelism wait for inside a computation counts as computing.
+A *traced step* is the run's second (the first is slower, for it allocates buffers), every log_interval-th, and the
+last; in all others nothing is recorded and nothing is synchronised.  Of all pipelines, the data-parallel and
+tensor-parallel copies of one another, rank 0's is traced.  Waits of ZeRO and tensor parallelism inside a computation
+count as computing.
 """
 
 import json
@@ -18,13 +19,13 @@ from megazero.pipeline.picture import caption, picture
 from megazero.pipeline.schedule import Shape
 from megazero.pipeline.stage_plan import StagePlan
 from megazero.pipeline.timeline import EQUAL_PARTS, Timeline, predicted_idle_share
-from megazero.pipeline.trace import AnyTrace, Row, mean_durations, rows, timeline
+from megazero.pipeline.trace import AnyTrace, SpanRow, mean_durations, rows, timeline
 
 _FIRST_TRACED = 2
 
 
 class PipelineReport:
-    """Traces steps into `folder`; None: no step.
+    """A tracer of steps into `folder`; None: no step.
 
     `begin_step` and `publish` are collectives of the pipeline's ranks.  Raises DataError when a file can't be written.
     """
@@ -40,7 +41,7 @@ class PipelineReport:
         self._closing: list[str] = []
 
     def begin_step(self, iteration: int, *, is_last: bool) -> None:
-        """Trace the step that comes, if it is one to be traced."""
+        """Begin to trace the coming step, if it is to be traced."""
         self._num_steps += 1
         due = self._num_steps == _FIRST_TRACED or iteration % self._interval == 0 or is_last
         if self._folder is not None and due:
@@ -48,12 +49,12 @@ class PipelineReport:
             self._together = time.monotonic()
             self._trace.begin()
 
-    def end_step(self) -> Sequence[Row]:
-        """This rank's spans of the step that ends; empty unless it was traced."""
-        return rows(self._trace.take())
+    def end_step(self) -> Sequence[SpanRow]:
+        """Return this rank's spans of the step that ends; none unless it was traced."""
+        return rows(self._trace.end())
 
-    def publish(self, iteration: int, spans: Sequence[Row]) -> float | None:
-        """Gather what `end_step` gave of a step; the idle share, and rank 0 writes files; None of a step not traced."""
+    def publish(self, iteration: int, spans: Sequence[SpanRow]) -> float | None:
+        """Gather a step's spans, write files on rank 0, return the idle share; None if it was not traced."""
         if self._folder is None or not spans:
             return None
         mine = {"machine": platform.node(), "together": self._together, "spans": spans}
@@ -63,7 +64,7 @@ class PipelineReport:
         return measured.idle_share
 
     def closing_lines(self) -> list[str]:
-        """The last traced step, for the end of a run."""
+        """Return a line about the last traced step, for the end of a run."""
         return self._closing
 
     def _write(self, folder: Path, iteration: int, measured: Timeline) -> None:
@@ -78,11 +79,11 @@ class PipelineReport:
         self._closing = [f"pipeline, step {iteration}: {caption(measured, predicted)}; {drawing}"]
 
 
-def on_one_clock(ranks: Sequence[Mapping[str, Any]]) -> list[list[Row]]:
-    """Every rank's spans on one clock.
+def on_one_clock(ranks: Sequence[Mapping[str, Any]]) -> list[list[SpanRow]]:
+    """Return every rank's spans on one clock.
 
-    Processes of a machine share theirs.  Clocks of several machines have nothing in common but `together`, when the
-    ranks left a barrier: true to within the barrier's own spread.
+    Processes of a machine share one clock.  Those of several machines are aligned at `together`, when the ranks left a
+    barrier: exact to within the barrier's own spread.
     """
     alike = len({rank["machine"] for rank in ranks}) == 1
     return [
@@ -96,7 +97,7 @@ def on_one_clock(ranks: Sequence[Mapping[str, Any]]) -> list[list[Row]]:
 
 
 def summary(measured: Timeline, plan: StagePlan) -> dict[str, Any]:
-    """What the file says; `stages` has every stage's spans: kind, micro-batch, chunk, start, end in seconds.
+    """Return the file's content; `stages` has every stage's spans: kind, micro-batch, chunk, start, end in seconds.
 
     The formula takes the measured mean durations, as far as it depends on durations.
     """

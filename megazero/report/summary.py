@@ -1,4 +1,4 @@
-"""What came of a run, read from its metrics file.
+"""The outcome of a run, read from its metrics file.
 
 The figures of interest are the first and the last *evaluation* of the validation split - before and after training -
 and the *pace*, tokens a second over all steps but the first, which pays for warming up.
@@ -19,7 +19,7 @@ class RunSummary:
     """A run's outcome.
 
     before, after: evaluation records of the metrics file; None when the run did not evaluate, and the same record
-    when it did once.  num_steps: steps taken so far.  train_seconds: time in steps, evaluations and saving left out.
+    when it did once.  num_steps: steps so far.  train_seconds: time in steps, without evaluations and saving.
     """
 
     before: Mapping[str, Any] | None
@@ -30,14 +30,14 @@ class RunSummary:
     tokens_per_second: float
 
     def lines(self) -> list[str]:
-        """The summary as people read it."""
+        """Return the summary for the user, line by line."""
         pace = f"{format_duration(self.train_seconds)} in steps, {format_count(self.tokens_per_second)} tokens/s"
         skipped = f", {self.num_skipped} skipped" if self.num_skipped else ""
         steps = f"{'steps':<16} {self.num_steps}{skipped} ({pace})"
         if self.before is None or self.after is None:
             return [steps, "no evaluation"]
-        places = (f"step {record['iteration']}" for record in (self.before, self.after))
-        table = [f"{'':<16} " + " ".join(f"{place:>12}" for place in places)]
+        titles = (f"step {record['iteration']}" for record in (self.before, self.after))
+        table = [f"{'':<16} " + " ".join(f"{title:>12}" for title in titles)]
         for title, name in (
             ("validation loss", "loss"),
             ("perplexity", "perplexity"),
@@ -49,7 +49,7 @@ class RunSummary:
 
 
 def summarize(metrics_file: Path) -> RunSummary:
-    """Read a metrics file; raises `DataError` if it is not there or not one."""
+    """Read a metrics file; raises `DataError` if it is missing or not a metrics file."""
     evaluations: list[Mapping[str, Any]] = []
     num_steps, num_skipped, seconds, timed_seconds, timed_tokens = 0, 0, 0.0, 0.0, 0.0
     for record in _records(metrics_file):
@@ -73,7 +73,7 @@ def summarize(metrics_file: Path) -> RunSummary:
 
 
 def _records(path: Path) -> Iterator[Mapping[str, Any]]:
-    """The file's lines; a last one without its end was cut off and is left out."""
+    """Yield the file's records; a last line without its end was cut off and is left out."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     except OSError as error:
@@ -82,7 +82,7 @@ def _records(path: Path) -> Iterator[Mapping[str, Any]]:
     for number, line in enumerate((line for line in lines if line.endswith("\n")), start=1):
         try:
             record = json.loads(line)
-            # What the summary reads has to be there.
+            # The keys that the summary reads must exist.
             _ = record["evaluation"]["split"] if "evaluation" in record else record["step_seconds"]
         except (ValueError, TypeError, KeyError) as error:
             rule = "every line is a step or an evaluation"

@@ -1,7 +1,7 @@
-"""Where a run's figures go: the console, a file of JSON lines (`metrics_file.py`), TensorBoard.
+"""Writers of a run's figures: the console, a file of JSON lines (`metrics_file.py`), TensorBoard.
 
-A *writer* takes every step and every evaluation and keeps what it wants.  Writers exist on rank 0 only and never ask
-another rank or the device for anything: what they are given are host figures.
+A *writer* is called with every step and every evaluation.  Writers exist on rank 0 only and never communicate with
+another rank or the device: their arguments are host figures.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,25 +17,25 @@ from megazero.report.metrics_file import MetricsFile
 from megazero.units import format_duration
 
 
-class Writer(Protocol):
-    """Something that keeps figures."""
+class MetricsWriter(Protocol):
+    """A destination for figures."""
 
     def step(self, metrics: StepMetrics, ranks: Sequence[RankMetrics]) -> None:
-        """Take one step; `ranks` has an entry for every rank, in rank order."""
+        """Write one step; `ranks` has an entry for every rank, in rank order."""
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """Take one evaluation."""
+        """Write one evaluation."""
 
     def close(self) -> None:
-        """Write what is still held back; nothing comes after it."""
+        """Write everything that is still buffered, and close."""
 
 
-# Timers that somebody has asked for by name (--profile-backward), of the last step.
+# The timers of --profile-backward, of the last step.
 _PROFILED = ("checkpoint-forward", "checkpoint-recompute")
 
 
 class ConsoleWriter:
-    """One line per log interval, one for the very first step and one for the last."""
+    """A writer of one line per log interval, one for the very first step and one for the last."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class ConsoleWriter:
 
 
 def _interval_fields(interval: IntervalMetrics, train_iters: int) -> list[str]:
-    """The console line's fields under Megatron-LM's names, then those megazero adds; waits are the interval's sum."""
+    """Return the console line's fields under Megatron-LM's names, then megazero's own; waits are the interval's sum."""
     last = interval.last
     width = len(str(train_iters))
     return [
@@ -106,12 +106,12 @@ def _evaluation(evaluation: Evaluation) -> str:
 
 
 class TensorBoardWriter:
-    """Scalars under Megatron-LM's names, by iteration and, as "NAME vs samples", by consumed samples.
+    """A writer of scalars under Megatron-LM's names, by iteration and, as "NAME vs samples", by consumed samples.
 
-    data-wait-seconds is the sum since the point before: a single step that waited shows, whichever it was.
+    data-wait-seconds is the sum since the point before, so that every step that waited shows.
 
-    A run resumed from before its last point draws the steps in between twice: TensorBoard can only forget them for
-    both kinds of axis at once.
+    A run resumed from before its last point draws the steps in between twice: TensorBoard can only drop them for both
+    kinds of axis at once.
     """
 
     def __init__(self, config: LoggingConfig, *, world_size: int) -> None:
@@ -151,7 +151,7 @@ class TensorBoardWriter:
         self._events.add_scalar(f"{name} vs samples", value, at.consumed_samples)
 
     def _step_only_scalars(self, metrics: StepMetrics, ranks: Sequence[RankMetrics]) -> dict[str, float]:
-        """Scalars about the machine, which nobody looks at by samples."""
+        """Return the scalars about the machine, which have no axis of samples."""
         scalars = {"iteration-time": metrics.step_seconds, "throughput": metrics.tflops_per_device}
         scalars |= {"tokens-per-second": metrics.tokens_per_second, "data-wait-seconds": self._waited}
         if metrics.mfu is not None:
@@ -178,7 +178,7 @@ def _training_scalars(metrics: StepMetrics, world_size: int) -> dict[str, float]
 
 
 def _memory_scalars(ranks: Sequence[RankMetrics]) -> dict[str, float]:
-    """Bytes of the rank that has most of each: it is the one that runs out first."""
+    """Return the bytes of the rank that has most of each, which runs out first."""
     categories = sorted({name for rank in ranks for name in rank.model_state_bytes})
     scalars: dict[str, float] = {
         f"mem-{name}-bytes": max(rank.model_state_bytes.get(name, 0) for rank in ranks) for name in categories
@@ -188,11 +188,11 @@ def _memory_scalars(ranks: Sequence[RankMetrics]) -> dict[str, float]:
 
 def open_writers(
     config: LoggingConfig, *, console: Console, train_iters: int, world_size: int, resumed_iteration: int = 0
-) -> tuple[Writer, ...]:
-    """The writers a run asks for; none on a rank that does not speak."""
-    if not console.speaks:
+) -> tuple[MetricsWriter, ...]:
+    """Return the writers of the configuration; none on a rank that does not print."""
+    if not console.prints:
         return ()
-    writers: list[Writer] = [ConsoleWriter(console, log_interval=config.log_interval, train_iters=train_iters)]
+    writers: list[MetricsWriter] = [ConsoleWriter(console, log_interval=config.log_interval, train_iters=train_iters)]
     if config.metrics_file is not None:
         writers.append(MetricsFile(config.metrics_file, resumed_iteration=resumed_iteration))
     if config.tensorboard_dir is not None:

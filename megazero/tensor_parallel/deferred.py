@@ -1,16 +1,16 @@
-"""Gradients of parameters, set aside in backward and given to autograd later (zero-bubble schedules).
+"""Deferred gradients of parameters, which autograd accumulates after backward (zero-bubble schedules).
 
-Backward has two parts: I makes the gradients of activations, which the pipeline stage before is waiting for, and W
-those of parameters, for which nobody waits; so W can fill what would be bubbles (Qi et al., arXiv 2401.10241).
+Backward has two parts: I computes the gradients of activations, which the pipeline stage before is waiting for, and W
+those of parameters, which can wait; so W can fill what would be bubbles (Qi et al., arXiv 2401.10241).
 
     forward   layers compute with an *alias* of each parameter: the same values, a leaf of its own
-    I         what autograd finds for an alias is set aside; linear layers only leave word how to make their weight's
-    take      all of this belongs to one backward of one chunk, and is held until its turn comes
-    W         Held.give: every gradient is made, given to its parameter and dropped, one after the other
+    I         an alias's gradient is deferred; linear layers only defer a function that computes their weight's gradient
+    collect   all of this belongs to one backward of one chunk, and is held until its W
+    W         PassGradients.accumulate: every gradient is computed, accumulated in its parameter and freed, one by one
 
-So `.grad` accumulates and its hooks fire as they would have in an undivided backward, once for every parameter.  What
-linear layers have kept are activations and gradients themselves, no copies: until W nobody may write to them, to the
-gradient that backward was started with neither.
+So `.grad` accumulates and its hooks fire as they would have in an undivided backward, once for every parameter.  Linear
+layers retain activations and gradients themselves, no copies: until W they must not be written to, nor the gradient
+that backward was started with.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,73 +20,73 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-Make = Callable[[], Tensor | None]
-"""Makes a gradient; None when it has been written to its slot."""
+MakeGradient = Callable[[], Tensor | None]
+"""A function that computes a gradient, or writes it to its slot and returns None."""
 
 
-class Held:
-    """The gradients of one backward, those that are made already and those that are not."""
+class PassGradients:
+    """The deferred gradients of one backward: some are computed already, the others are functions that compute them."""
 
-    def __init__(self, gradients: Sequence[tuple[nn.Parameter, list[Make]]]) -> None:
-        self._gradients = list(reversed(gradients))  # from here on the last is the next
+    def __init__(self, gradients: Sequence[tuple[nn.Parameter, list[MakeGradient]]]) -> None:
+        self._gradients = list(reversed(gradients))  # popped from the end
 
-    def give(self) -> None:
-        """Hand every parameter its gradient, in the order of `gradients`; where that communicates, a collective call.
+    def accumulate(self) -> None:
+        """Accumulate every parameter's gradient, in the order of `gradients`; a collective if that communicates.
 
         Parameters need no values now, just shape and dtype.
         """
         while self._gradients:
             parameter, contributions = self._gradients.pop()
             with torch.enable_grad():
-                torch.autograd.backward(_given(parameter, contributions))
+                torch.autograd.backward(_accumulate(parameter, contributions))
 
 
 class DeferredGradients:
-    """What backward has found for parameters since the last `take`."""
+    """The gradients that backward has deferred since the last `collect`."""
 
     def __init__(self) -> None:
-        self._places: dict[nn.Parameter, int] = {}  # in the order of the first use in forward
-        self._contributions: dict[nn.Parameter, list[Make]] = {}
+        self._order: dict[nn.Parameter, int] = {}  # of the first use in forward
+        self._contributions: dict[nn.Parameter, list[MakeGradient]] = {}
 
     def alias(self, parameter: nn.Parameter) -> Tensor:
-        """What to compute with: the same values, no part of the parameter's graph.
+        """Return the tensor to compute with: the same values, no part of the parameter's graph.
 
-        The gradient that autograd finds for it is set aside for the parameter.  A frozen parameter is its own alias.
+        The gradient that autograd computes for it is deferred.  A frozen parameter is its own alias.
         """
-        assert isinstance(parameter, nn.Parameter), "an alias of an alias would lead nowhere"
+        assert isinstance(parameter, nn.Parameter), "an alias has no alias"
         if not parameter.requires_grad:
             return parameter
-        self._places.setdefault(parameter, len(self._places))
+        self._order.setdefault(parameter, len(self._order))
         alias = parameter.detach().requires_grad_()
         alias.grad_dtype = parameter.grad_dtype
         when_accumulated: Callable[..., Any] = alias.register_post_accumulate_grad_hook
-        when_accumulated(lambda found: self._set_aside(parameter, found))
+        when_accumulated(lambda leaf: self._defer_gradient_of(parameter, leaf))
         return alias
 
-    def later(self, parameter: nn.Parameter, make: Make) -> None:
-        """A gradient that will be computed at `Held.give`; make returns a tensor that nobody else has."""
-        self._places.setdefault(parameter, len(self._places))
+    def defer(self, parameter: nn.Parameter, make: MakeGradient) -> None:
+        """Defer a gradient until `accumulate`; make returns a new tensor, or None if it has written the gradient."""
+        self._order.setdefault(parameter, len(self._order))
         self._contributions.setdefault(parameter, []).append(make)
 
-    def take(self) -> Held:
-        """Everything set aside since the last take: one micro-batch's backward of one chunk.
+    def collect(self) -> PassGradients:
+        """Return everything deferred since the last call: one micro-batch's backward of one chunk.
 
-        It will be given in the order of an undivided backward: the parameter that forward has used first comes last.
+        It is accumulated in the order of an undivided backward: the parameter that forward has used first comes last.
         """
-        taken, self._contributions = self._contributions, {}
-        return Held(sorted(taken.items(), key=lambda item: self._places[item[0]], reverse=True))
+        collected, self._contributions = self._contributions, {}
+        return PassGradients(sorted(collected.items(), key=lambda item: self._order[item[0]], reverse=True))
 
-    def _set_aside(self, parameter: nn.Parameter, alias: Tensor) -> None:
+    def _defer_gradient_of(self, parameter: nn.Parameter, alias: Tensor) -> None:
         gradient, alias.grad = alias.grad, None
-        if gradient is not None:  # or else a layer has left word how to make it
-            self.later(parameter, lambda: gradient)
+        if gradient is not None:  # None: a linear layer has deferred a function instead
+            self.defer(parameter, lambda: gradient)
 
 
-class _Given(torch.autograd.Function):
-    """Nothing in forward; in backward the sum of the contributions, of which autograd then holds the only reference."""
+class _Accumulate(torch.autograd.Function):
+    """A Function that is empty in forward, and whose backward returns the sum of the deferred gradients."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: nn.Parameter, contributions: list[Make]) -> Tensor:
+    def forward(ctx: Any, parameter: nn.Parameter, contributions: list[MakeGradient]) -> Tensor:
         ctx.contributions = contributions
         return torch.zeros((), device=parameter.device)
 
@@ -97,11 +97,11 @@ class _Given(torch.autograd.Function):
         return _sum(contributions), None
 
 
-_given: Callable[..., Tensor] = _Given.apply
+_accumulate: Callable[..., Tensor] = _Accumulate.apply
 
 
-def _sum(contributions: list[Make]) -> Tensor | None:
-    """Of every contribution, freed as soon as it is added, in the highest precision of any; None if there is none."""
+def _sum(contributions: list[MakeGradient]) -> Tensor | None:
+    """Sum up all contributions in the highest precision of any, freeing each at once; None if there is none."""
     total: Tensor | None = None
     while contributions:
         more = contributions.pop(0)()

@@ -8,14 +8,14 @@ The product of two such tensors is s_a s_b (q_a q_b), summed up before it is rou
 two formats: e4m3 (3 bits of mantissa, up to 448) and e5m2 (2 bits, up to 57,344, a range 2^14 times as wide).
 Activations and weights are e4m3; gradients of outputs, whose magnitudes spread further, are e5m2 in "hybrid".
 
-Scales are found on the device from the tensor at hand; no history is kept, and the host waits for nothing.  They are
-those of one rank: of its slice of a weight, and of its micro-batch.  So two sizes of tensor parallelism round
+Scales are computed on the device from the tensor itself, without a history and without synchronising the host.  They
+are those of one rank: of its slice of a weight, and of its micro-batch.  So two sizes of tensor parallelism round
 differently, while data-parallel layouts of the same micro-batches don't.
 
 Cost: every product quantises both of its operands by itself, each by a search for the maximum, a division and a
-rounding: 9 bytes read and written an element of a bf16 tensor, and 2 more to lay it out afresh where the library wants
+rounding: 9 bytes read and written an element of a bf16 tensor, and 2 more to lay it out anew where the library requires
 the other order: the weight for the input gradient, both operands for the weight gradient.  A linear layer does this for
-three products, so for x, W and dy twice each.  Between passes the 16-bit tensors are kept, nothing of 8 bits is.
+three products, so for x, W and dy twice each.  Between passes the 16-bit tensors are saved, none of 8 bits.
 """
 
 import math
@@ -37,7 +37,7 @@ _CAPABILITY = (8, 9)  # of GPUs with 8-bit matrix products
 
 
 class Quantised(NamedTuple):
-    """x [..] as values [..] of 8 bits times scale [], fp32."""
+    """A tensor x [..] as 8-bit values [..] times scale [], fp32."""
 
     values: Tensor
     scale: Tensor
@@ -48,7 +48,7 @@ class Quantised(NamedTuple):
 
 
 def quantise(x: Tensor, dtype: torch.dtype) -> Quantised:
-    """x [.., ..] with one scale; a NaN or an infinity makes the scale, and so every product, not finite.
+    """Quantise x [.., ..] with one scale; a NaN or an infinity makes the scale, and so every product, not finite.
 
     x / s is rounded to x's format before it is rounded to 8 bits, which takes less memory than fp32 in between: the
     error is about 2^-9 (bf16) + 2^-4 (e4m3) or 2^-3 (e5m2) of a number that is not subnormal in the 8-bit format.
@@ -64,8 +64,8 @@ def quantise(x: Tensor, dtype: torch.dtype) -> Quantised:
 class Float8Products:
     """Products of 8-bit numbers, of two-dimensional tensors on the CPU or on GPUs that have them.
 
-    gradients: the 8-bit format of outputs' gradients.  otherwise: who makes the products of layers one of whose dims
-    (n, in, out) is no multiple of 16; the dims alone decide, so a layer's three products are of one kind.
+    gradients: the 8-bit format of outputs' gradients.  otherwise: the products of layers one of whose dims (n, in, out)
+    is no multiple of 16; the choice depends on the dims alone, so a layer's three products are of one kind.
     """
 
     gradients: torch.dtype
@@ -75,7 +75,7 @@ class Float8Products:
         if not has_8bit_products(*x.shape, weight.shape[0]):
             return self.otherwise.output(x, weight, bias)
         left, right = quantise(x, E4M3), quantise(weight, E4M3).transposed
-        # A GPU may keep these sums in fewer bits than fp32, which is faster; those of gradients it may not.
+        # A GPU may accumulate these sums in fewer bits than fp32, which is faster, but not those of gradients.
         return _product(left, right, x.dtype, bias=bias, fast=True)
 
     def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
@@ -96,12 +96,12 @@ class Float8Products:
 
 
 def float8_products(format: Fp8Format, otherwise: Products = TORCH) -> Products:
-    """The products of `--fp8-format`."""
+    """Return the products for `--fp8-format`."""
     return Float8Products({"e4m3": E4M3, "hybrid": E5M2}[format], otherwise)
 
 
 def check_device(format: Fp8Format | None, device: torch.device) -> tuple[str, ...]:
-    """What the user should know about 8-bit products on this device; raises ConfigError where there are none."""
+    """Return notices about 8-bit products on this device; raises ConfigError where it has none."""
     if format is None:
         return ()
     if device.type != "cuda":
@@ -110,7 +110,7 @@ def check_device(format: Fp8Format | None, device: torch.device) -> tuple[str, .
     if capability < _CAPABILITY:
         has, needs = (".".join(map(str, pair)) for pair in (capability, _CAPABILITY))
         given = f"--fp8-format {format} on {torch.cuda.get_device_name(device)} (compute capability {has})"
-        rule = f"8-bit products are there from compute capability {needs} on (Ada, Hopper)"
+        rule = f"8-bit products need compute capability {needs} or more (Ada, Hopper)"
         raise ConfigError(Problem(given, rule, "leave out --fp8-format"))
     return ()
 
@@ -118,7 +118,7 @@ def check_device(format: Fp8Format | None, device: torch.device) -> tuple[str, .
 def _product(
     left: Quantised, right: Quantised, dtype: torch.dtype, *, bias: Tensor | None = None, fast: bool = False
 ) -> Tensor:
-    """left [m, k] by right [k, n], in the orders of memory that the library knows: by rows and by columns."""
+    """Multiply left [m, k] by right [k, n], laid out as the library requires: by rows and by columns."""
     return torch._scaled_mm(
         left.values.contiguous(),
         right.values.t().contiguous().t(),

@@ -1,14 +1,14 @@
 """The LM head and its loss, a chunk of tokens at a time: whole logits, and their gradient, never exist.
 
 The loss is a *sum* over tokens, so all that lies behind it multiplies its gradients by one number.  Forward therefore
-makes them while it has a chunk's logits in hand, before that number is known, and backward only multiplies:
+computes them while a chunk's logits exist, before that number is known, and backward only multiplies:
 
     for each chunk:   logits = x W^T;  loss;  d = (softmax - one-hot) * weight of the token
                       grad x = d W, summed over the ranks while  grad W += d^T x  is made
     in backward:      both times the gradient of the sum
 
-Nothing is computed twice, neither x nor W is kept for backward, and the logits' memory is that of one chunk: the
-constant-size buffers of ZeRO-R (paper section 6.2).  Rank r of t holds rows [r Vp/t, (r+1) Vp/t) of W; those past the
+Nothing is computed twice, neither x nor W is saved for backward, and the logits' memory is that of one chunk: the
+constant-size buffers of ZeRO-R (ZeRO, section 6.2).  Rank r of t holds rows [r Vp/t, (r+1) Vp/t) of W; those past the
 real vocabulary, the padding, are masked out of the softmax.
 
 Where the sequence is split, a chunk takes the same rows of every rank's part of x: they are gathered on the way in, and
@@ -26,16 +26,16 @@ from torch.autograd.function import once_differentiable
 from megazero.errors import Problem, UsageError
 from megazero.parallel.gradient_slot import GetGradientSlot, GradientSlot, add_to, gradient_slot_of
 from megazero.tensor_parallel.products import TORCH, Products
-from megazero.tensor_parallel.regions import Arriving, Border
+from megazero.tensor_parallel.regions import Border, PendingTensor
 from megazero.tensor_parallel.softmax import IN_PLACE, Labels, Softmax
 
 
 class Targets(NamedTuple):
-    """What the head is to predict.
+    """The labels of the head's loss.
 
     labels: ids in the whole vocabulary, int64 [...], of all tokens on every rank.  token_weights: what every token's
-    loss counts, [...]; 1 where None.  chunk_bytes: the most that a chunk's logits take in the loss's dtype, as far as
-    those of one token (of each rank, where tokens are split) do not take more.
+    loss counts, [...]; 1 where None.  chunk_bytes: the most bytes of a chunk's logits in the loss's dtype, unless those
+    of one token (of each rank, where tokens are split) take more.
     """
 
     labels: Tensor
@@ -44,8 +44,8 @@ class Targets(NamedTuple):
     chunk_bytes: int
 
 
-class _Head(NamedTuple):
-    """What the head computes with, beside tensors; get_slot: where the matrix's gradient is written."""
+class _HeadSettings(NamedTuple):
+    """The settings of one head; get_slot: where the matrix's gradient is written, if there is such a slot."""
 
     targets: Targets
     border: Border
@@ -54,7 +54,7 @@ class _Head(NamedTuple):
     get_slot: GetGradientSlot | None
 
     def num_rows(self, vocab_rows: int, dtype: torch.dtype) -> int:
-        """Tokens of a chunk, of each part."""
+        """Return the tokens of a chunk, for each part."""
         return max(1, self.targets.chunk_bytes // (vocab_rows * dtype.itemsize * self.border.num_parts))
 
 
@@ -67,20 +67,20 @@ def summed_cross_entropy(
     products: Products = TORCH,
     softmax: Softmax = IN_PLACE,
 ) -> Tensor:
-    """The weighted sum of all tokens' cross-entropies, without dimensions, the same on every rank.
+    """Return the weighted sum of all tokens' cross-entropies, a scalar, the same on every rank.
 
     x [..., h]: the same on every rank, or this rank's part of the tokens.  weight [Vp / t, h]: the rows held here.
     Computed and returned in float32 (in float64 for float64 x), in which the weight's gradient is summed too: chunks
     lose nothing against one product.
     """
     rows = x.reshape(-1, x.shape[-1])
-    assert targets.labels.numel() == len(rows) * border.num_parts, "every rank knows all labels"
-    head = _Head(targets, border, products, softmax, gradient_slot_of(weight))
+    assert targets.labels.numel() == len(rows) * border.num_parts, "every rank has all labels"
+    head = _HeadSettings(targets, border, products, softmax, gradient_slot_of(weight))
     return _summed_cross_entropy(rows, weight, head, torch.is_grad_enabled())
 
 
-class _Tokens(NamedTuple):
-    """Some tokens on their way through the head: the same m on every rank, or m of each rank's; x [m or t m, h]."""
+class _TokenChunk(NamedTuple):
+    """A chunk of tokens: the same m on every rank, or m of each rank's; x [m or t m, h]."""
 
     x: Tensor
     labels: Labels
@@ -88,7 +88,7 @@ class _Tokens(NamedTuple):
 
 class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, head: _Head, with_graph: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, head: _HeadSettings, with_graph: bool) -> Tensor:
         wants_x, wants_weight = (with_graph and wanted for wanted in ctx.needs_input_grad[:2])
         dtype = torch.promote_types(x.dtype, torch.float32)
         num_rows = head.num_rows(weight.shape[0], dtype)
@@ -98,21 +98,21 @@ class _SummedCrossEntropy(torch.autograd.Function):
         for tokens, rows in _chunks(x, head, num_rows):
             total += _loss_of_chunk(tokens, weight, head, None if x_sum is None else x_sum.at(rows), weight_sum)
         ctx.get_slot, ctx.num_rows = head.get_slot, num_rows * head.border.num_parts
-        ctx.gradients = tuple(None if gradient is None else gradient.found() for gradient in (x_sum, weight_sum))
+        ctx.gradients = tuple(None if gradient is None else gradient.result() for gradient in (x_sum, weight_sum))
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
-            rule = "the head's gradients are made in forward and given away in backward"
+            rule = "the head's gradients are computed in forward and released in backward"
             raise UsageError(Problem("a second backward through one loss", rule, "a forward for each backward"))
         (grad_x, grad_weight), ctx.gradients = ctx.gradients, None
         if grad_x is not None:
             _multiply(grad_x, grad, ctx.num_rows)
         if grad_weight is not None:
-            # It stays in the loss's dtype: who adds it up casts it to what the parameter's gradient is kept in.
-            grad_weight = _give(grad_weight, grad, None if ctx.get_slot is None else ctx.get_slot())
+            # It stays in the loss's dtype; its accumulation casts it to the dtype of the parameter's gradient.
+            grad_weight = _scale(grad_weight, grad, None if ctx.get_slot is None else ctx.get_slot())
         return grad_x, grad_weight, None, None
 
 
@@ -132,7 +132,7 @@ class _WeightGradient:
         else:
             self._products.add_weight_gradient(self._total, gradient, x, is_first=False)
 
-    def found(self) -> Tensor:
+    def result(self) -> Tensor:
         if self._total is None:  # there was no token
             return torch.zeros_like(self._weight, dtype=self._dtype)
         return self._total
@@ -145,50 +145,50 @@ class _InputGradient:
         self._total = torch.empty_like(x, memory_format=torch.contiguous_format)
         self._border = border
 
-    def at(self, rows: slice) -> Callable[[Tensor], Arriving]:
-        """Takes what our rows of the matrix contribute to these rows."""
-        return partial(self._put, self._total[rows])
+    def at(self, rows: slice) -> Callable[[Tensor], PendingTensor]:
+        """Return the function that reduces this rank's contribution to these rows."""
+        return partial(self._reduce_into, self._total[rows])
 
-    def found(self) -> Tensor:
+    def result(self) -> Tensor:
         return self._total
 
-    def _put(self, place: Tensor, contribution: Tensor) -> Arriving:
+    def _reduce_into(self, rows: Tensor, contribution: Tensor) -> PendingTensor:
         if self._border.splits_sequence:
-            return self._border.reduce(contribution, out=place)
-        return self._border.reduce(place.copy_(contribution))
+            return self._border.reduce(contribution, out=rows)
+        return self._border.reduce(rows.copy_(contribution))
 
 
-def _chunks(x: Tensor, head: _Head, num_rows: int) -> Iterator[tuple[_Tokens, slice]]:
-    """The tokens of every chunk, and its place among the tokens held here."""
+def _chunks(x: Tensor, head: _HeadSettings, num_rows: int) -> Iterator[tuple[_TokenChunk, slice]]:
+    """Yield the tokens of every chunk, and their rows among the tokens held here."""
     targets, border = head.targets, head.border
     parts = border.num_parts
     labels = targets.labels.reshape(parts, len(x))
     token_weights = None if targets.token_weights is None else targets.token_weights.reshape(parts, len(x))
-    gathered = _of_all_ranks(x, border, num_rows)
+    gathered = _gather_buffer(x, border, num_rows)
     for start in range(0, len(x), num_rows):
         rows = slice(start, min(start + num_rows, len(x)))
         length = (rows.stop - rows.start) * parts
         whole = border.gather(x[rows], out=None if gathered is None else gathered[:length]).wait()
         here = None if token_weights is None else token_weights[:, rows].reshape(-1)
-        yield _Tokens(whole, Labels(labels[:, rows].reshape(-1), here, targets.vocab_size)), rows
+        yield _TokenChunk(whole, Labels(labels[:, rows].reshape(-1), here, targets.vocab_size)), rows
 
 
 def _loss_of_chunk(
-    tokens: _Tokens,
+    tokens: _TokenChunk,
     weight: Tensor,
-    head: _Head,
-    give_x: Callable[[Tensor], Arriving] | None,
+    head: _HeadSettings,
+    reduce_x: Callable[[Tensor], PendingTensor] | None,
     weight_sum: _WeightGradient | None,
 ) -> Tensor:
-    """The chunk's weighted loss; its logits [n, Vp / t] become their own gradient, and are gone afterwards."""
+    """Return the chunk's weighted loss; its logits [n, Vp / t] are overwritten by their gradient, then freed."""
     logits = head.products.output(tokens.x, weight, None)
     labels = tokens.labels
     losses, differentiate = head.softmax.losses(logits, labels, head.border.communicator)
     loss = (losses if labels.token_weights is None else losses * labels.token_weights).sum()
-    if give_x is None and weight_sum is None:
+    if reduce_x is None and weight_sum is None:
         return loss
     differentiate()
-    in_flight = None if give_x is None else give_x(head.products.input_gradient(logits, weight))
+    in_flight = None if reduce_x is None else reduce_x(head.products.input_gradient(logits, weight))
     if weight_sum is not None:
         weight_sum.add(logits, tokens.x)
     if in_flight is not None:
@@ -196,13 +196,13 @@ def _loss_of_chunk(
     return loss
 
 
-def _of_all_ranks(x: Tensor, border: Border, num_rows: int) -> Tensor | None:
-    """Memory for a chunk's tokens of all ranks, if they are split."""
+def _gather_buffer(x: Tensor, border: Border, num_rows: int) -> Tensor | None:
+    """Allocate memory for a chunk's tokens of all ranks, if they are split."""
     return x.new_empty((min(num_rows, len(x)) * border.num_parts, x.shape[1])) if border.splits_sequence else None
 
 
-def _give(gradient: Tensor, factor: Tensor, slot: GradientSlot | None) -> Tensor | None:
-    """gradient times factor, written to its slot if there is one."""
+def _scale(gradient: Tensor, factor: Tensor, slot: GradientSlot | None) -> Tensor | None:
+    """Return gradient times factor, or None if it has been written to its slot."""
     if slot is not None and slot.is_first and slot.tensor.dtype == gradient.dtype:
         torch.mul(gradient, factor, out=slot.tensor)
         return None
@@ -214,12 +214,11 @@ def _give(gradient: Tensor, factor: Tensor, slot: GradientSlot | None) -> Tensor
 
 
 def _multiply(gradient: Tensor, factor: Tensor, num_rows: int) -> None:
-    """gradient [n, h] *= factor, in place, at the factor's precision.
+    """Multiply gradient [n, h] by factor, in place, at the factor's precision.
 
-    The factor gets a dim, without which it could first be rounded to a lower precision of the gradient's; and the
-    gradient is taken in pieces, since a CPU converts a whole operand beforehand.
+    The gradient is multiplied in pieces, since a CPU converts a whole operand beforehand.
     """
-    factor = factor.view(1)
+    factor = factor.view(1)  # without a dim it could first be rounded to a lower precision of the gradient's
     if gradient.dtype == factor.dtype:
         gradient *= factor
         return

@@ -1,20 +1,20 @@
 """Linear layers cut over the tensor-parallel ranks (Megatron-LM, section 3).
 
-A *column-parallel* layer cuts its outputs: every rank reads the whole input and makes a part of the output.  A
+A *column-parallel* layer cuts its outputs: every rank reads the whole input and computes a part of the output.  A
 *row-parallel* layer cuts its inputs: every rank reads its part, and the partial sums are added up.  One after the other
 they need a single all-reduce in forward and one in backward:
 
     x [.., h] --column--> [.., f / t] --pointwise--> [.., f / t] --row--> partial [.., h] --all-reduce--> [.., h]
 
-Where the *sequence is split*, an all-gather and a reduce-scatter take the all-reduce's place, and of the input a rank
-keeps its own tokens only, which backward gathers again (Korthikanti et al., arXiv 2205.05198, section 4.2.2):
+Where the *sequence is split*, an all-gather and a reduce-scatter replace the all-reduce, and of the input a rank saves
+its own tokens only, which backward gathers again (Korthikanti et al., arXiv 2205.05198, section 4.2.2):
 
     x [n / t, h] --all-gather--> [n, h] --column--> .. --row--> partial [n, h] --reduce-scatter--> [n / t, h]
 
-Weight gradients are made beside backward's collectives, or *deferred* (`deferred.py`): then two slices are kept, of the
-input and of the output's gradient, and what was whole is gathered when its time comes.
+Weight gradients are computed beside backward's collectives, or *deferred* (`deferred.py`): then a slice of the input
+and one of the output's gradient are retained, and gathered when the weight gradient is computed.
 
-Weights are created uninitialised: first values come from `model/initial_values.py` or a checkpoint.
+Weights are created uninitialised: initial values come from `model/initial_values.py` or a checkpoint.
 """
 
 import math
@@ -33,28 +33,28 @@ from megazero.comm.interface import Communicator
 from megazero.comm.local import LocalCommunicator
 from megazero.parallel.gradient_slot import GetGradientSlot, gradient_slot_of
 from megazero.parallel.param_spec import Init, ParamSpec, attach_spec
-from megazero.tensor_parallel.deferred import DeferredGradients, Make
+from megazero.tensor_parallel.deferred import DeferredGradients, MakeGradient
 from megazero.tensor_parallel.products import TORCH, Products
 from megazero.tensor_parallel.random import RandomRegions
-from megazero.tensor_parallel.regions import Border, leave_region
+from megazero.tensor_parallel.regions import Border, exit_region
 
-Later = Callable[[Make], None]
+Defer = Callable[[MakeGradient], None]
 _ALONE = Border(LocalCommunicator())
 
 
-class Linear(NamedTuple):
-    """How a linear layer computes.
+class LinearSettings(NamedTuple):
+    """The settings of one linear layer's computation.
 
-    later: where to leave word of how to make the weight's gradient.  get_slot: where to write it; autograd's if None.
+    defer: defers the weight's gradient; None computes it in backward.  get_slot: where to write it; None returns it.
     """
 
     border: Border
     products: Products
-    later: Later | None
+    defer: Defer | None
     get_slot: GetGradientSlot | None
 
     def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor | None:
-        """grad [n, out], x [n, in]: the weight's gradient, or None when it has been written to its slot."""
+        """Compute the weight's gradient from grad [n, out], x [n, in]; None if it has been written to its slot."""
         slot = None if self.get_slot is None else self.get_slot()
         if slot is None:
             return self.products.weight_gradient(grad, x)
@@ -64,13 +64,13 @@ class Linear(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """What a layer must know of its surroundings: the tensor-parallel axis, random states, where and what it holds.
+    """The surroundings of a layer: the tensor-parallel axis, random states, dtype, device and options.
 
-    hollow: parameters are made without memory, for an engine that brings their first values itself.
+    hollow: parameters are made without memory, for an engine that allocates and initialises them itself.
     splits_sequence: outside of sharded regions a rank holds its part of the tokens only (sequence parallelism).
-    deferred: collects the gradients of parameters, which are then not given to autograd in backward; None gives them.
-    products: who computes the layers between embedding and head.  head_products: the head.
-    within_compiled: whether those layers lie in compiled functions, which have no effects: they write no gradients.
+    deferred: collects the gradients of parameters for later; None accumulates them in backward.
+    products: the matrix products of layers between embedding and head.  head_products: those of the head.
+    within_compiled: whether those layers are compiled, and so without side effects: they don't write gradients.
     """
 
     communicator: Communicator
@@ -86,11 +86,11 @@ class TensorParallel:
 
     @property
     def border(self) -> Border:
-        """Between what is outside of sharded regions and what is inside."""
+        """The border between the outside and the inside of sharded regions."""
         return Border(self.communicator, self.splits_sequence and self.communicator.size > 1)
 
     def local_rows(self, num_tokens: int) -> slice:
-        """Which of a micro-batch's tokens, as rows, this rank holds outside of sharded regions."""
+        """Return the rows of a micro-batch's tokens that this rank holds outside of sharded regions."""
         if not self.border.splits_sequence:
             return slice(0, num_tokens)
         length, rest = divmod(num_tokens, self.communicator.size)
@@ -98,35 +98,37 @@ class TensorParallel:
         return slice(self.communicator.rank * length, (self.communicator.rank + 1) * length)
 
     def residual_dropout(self, x: Tensor, p: float, training: bool) -> Tensor:
-        """Dropout outside of sharded regions: the same on every rank, unless each has other tokens."""
+        """Apply dropout outside of sharded regions: the same on every rank, unless each has other tokens."""
         if p == 0 or not training:
             return x
         with self.random.sharded() if self.border.splits_sequence else nullcontext():
             return F.dropout(x, p, training)
 
     def use(self, parameter: nn.Parameter) -> Tensor:
-        """What a forward computes with: the parameter, or its alias if its gradient is deferred."""
+        """Return the tensor to compute with: the parameter, or its alias if its gradient is deferred."""
         if self.deferred is None or not torch.is_grad_enabled():
             return parameter
         return self.deferred.alias(parameter)
 
-    def linear(self, weight: nn.Parameter, products: Products) -> Linear:
-        """How a layer computes with this weight."""
-        later = None
+    def linear(self, weight: nn.Parameter, products: Products) -> LinearSettings:
+        """Return the settings for a layer with this weight."""
+        defer = None
         if self.deferred is not None and weight.requires_grad and torch.is_grad_enabled():
-            later = partial(self.deferred.later, weight)
+            defer = partial(self.deferred.defer, weight)
         if torch.compiler.is_compiling():
             # Only whole blocks on one tensor rank come here (`model/compiled.py`): nothing is sent, or counted.
-            assert self.communicator.size == 1 and self.deferred is None, "what has effects is not compiled"
-            return Linear(_ALONE, products, None, None)
-        return Linear(self.border, products, later, gradient_slot_of(weight))
+            assert self.communicator.size == 1 and self.deferred is None, "code with side effects is not compiled"
+            return LinearSettings(_ALONE, products, None, None)
+        return LinearSettings(self.border, products, defer, gradient_slot_of(weight))
 
 
 class ColumnParallelLinear(nn.Module):
-    """y = x W^T + b with the outputs cut: [..., in] to [..., out / t]; [n / t, in] to [n, out / t] if tokens are split.
+    """A layer y = x W^T + b with the outputs cut: [..., in] to [..., out / t].
+
+    If tokens are split: [n / t, in] to [n, out / t].
 
     logical_shape is the weight's, [*out, in], where the outputs may have several dims; split_dim is the one of them
-    that is cut, and the output keeps this rank's part of all of them, flattened.  The bias is cut along.
+    that is cut, and the output has this rank's part of all of them, flattened.  The bias is cut in the same way.
     """
 
     def __init__(self, tp: TensorParallel, *, logical_shape: tuple[int, ...], split_dim: int, init: Init) -> None:
@@ -141,7 +143,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """y = x W^T + b with the inputs cut: [..., in / t] to [..., out], the same on every rank.
+    """A layer y = x W^T + b with the inputs cut: [..., in / t] to [..., out], the same on every rank.
 
     If tokens are split: [n, in / t] to [n / t, out].  logical_shape is [out, in].  The bias is replicated and added
     once, after the partial sums have been added up.
@@ -156,18 +158,18 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tp, weight, bias = self._tp, self._tp.use(self.weight), self._tp.use(self.bias)
         linear = tp.linear(self.weight, tp.products)
-        if tp.communicator.size == 1:  # there is nothing to add up, before the bias or after it
+        if tp.communicator.size == 1:  # one partial sum, to which the bias can be added at once
             return _column_linear(x, weight, bias, linear)
-        if linear.later is None:
-            # A recomputation ends before the exit, since nothing is saved behind the product.
-            return leave_region(_column_linear(x, weight, None, linear._replace(border=_ALONE)), tp.border) + bias
+        if linear.defer is None:
+            # Nothing is saved behind the product, so a recomputation ends before the exit's collective.
+            return exit_region(_column_linear(x, weight, None, linear._replace(border=_ALONE)), tp.border) + bias
         return _deferred_row_linear(x, weight, linear) + bias
 
 
 def column_linear(
     tp: TensorParallel, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, *, products: Products
 ) -> Tensor:
-    """x W^T + b as the entry of a region: x is gathered, its gradient is reduced."""
+    """Return x W^T + b as the entry of a region: x is gathered, its gradient is reduced."""
     used_bias = None if bias is None else tp.use(bias)
     return _column_linear(x, tp.use(weight), used_bias, tp.linear(weight, products))
 
@@ -175,7 +177,7 @@ def column_linear(
 def sharded_parameter(
     tp: TensorParallel, logical_shape: Sequence[int], split_dim: int, *, init: Init, flat: bool = False
 ) -> nn.Parameter:
-    """This rank's equal slice along `split_dim`, uninitialised: [prod(*out), in], or one dim (and no decay) if flat."""
+    """Make this rank's equal slice along `split_dim`: [prod(*out), in], or one dim (and no decay) if flat."""
     size, rank = tp.communicator.size, tp.communicator.rank
     assert logical_shape[split_dim] % size == 0, f"{logical_shape[split_dim]} elements over {size} ranks"
     length = logical_shape[split_dim] // size
@@ -196,7 +198,7 @@ def sharded_parameter(
 
 
 def replicated_parameter(tp: TensorParallel, shape: Sequence[int], *, init: Init, decay: bool) -> nn.Parameter:
-    """A whole parameter that every tensor-parallel rank holds and uses outside of sharded regions, uninitialised."""
+    """Make a parameter that every tensor-parallel rank holds whole and uses outside of sharded regions."""
     whole = tuple(shape)
     summed_over = ("tp",) if tp.border.splits_sequence else ()
     spec = ParamSpec("", whole, whole, (0,) * len(whole), summed_over=summed_over, decay=decay, init=init)
@@ -204,7 +206,7 @@ def replicated_parameter(tp: TensorParallel, shape: Sequence[int], *, init: Init
 
 
 def uninitialised_parameter(tp: TensorParallel, shape: tuple[int, ...], spec: ParamSpec) -> nn.Parameter:
-    """A parameter of this shape with its spec, its values undefined (or, if hollow, not there)."""
+    """Make a parameter of this shape with its spec, its values undefined (or, if hollow, without memory)."""
     tensor = torch.empty(shape, dtype=tp.dtype, device=tp.device)
     if tp.hollow:
         tensor.untyped_storage().resize_(0)
@@ -212,10 +214,10 @@ def uninitialised_parameter(tp: TensorParallel, shape: tuple[int, ...], spec: Pa
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """A linear layer as the entry of a region, in one Function so that the weight gradient is made in the reduction."""
+    """A linear layer as the entry of a region, in one Function so that the weight gradient overlaps the reduction."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, linear: LinearSettings) -> Tensor:
         ctx.linear = linear
         ctx.save_for_backward(x, weight)
         whole = linear.border.gather(x).wait()
@@ -227,7 +229,7 @@ class _ColumnLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         linear, border = ctx.linear, ctx.linear.border
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        makes_weight = wants_weight and linear.later is None
+        makes_weight = wants_weight and linear.defer is None
         rows = _rows(grad)
         grad_weight = reduced = None
         gathering = border.gather(_rows(x)) if makes_weight else None
@@ -239,7 +241,7 @@ class _ColumnLinear(torch.autograd.Function):
         if whole is not None:
             grad_weight = linear.weight_gradient(rows, whole)
         elif wants_weight:
-            linear.later(lambda: linear.weight_gradient(rows, border.gather(_rows(x)).wait()))
+            linear.defer(lambda: linear.weight_gradient(rows, border.gather(_rows(x)).wait()))
         grad_bias = rows.sum(0) if wants_bias else None
         grad_x = None if reduced is None else reduced.wait().view_as(x)
         return grad_x, grad_weight, grad_bias, None
@@ -249,10 +251,10 @@ _column_linear: Callable[..., Tensor] = _ColumnLinear.apply
 
 
 class _DeferredRowLinear(torch.autograd.Function):
-    """A linear layer and the exit of a region; backward leaves the weight gradient for later."""
+    """A linear layer and the exit of a region; backward defers the weight gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, linear: Linear) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, linear: LinearSettings) -> Tensor:
         ctx.linear = linear
         ctx.save_for_backward(x, weight)
         return linear.border.reduce(_in_shape_of(x, linear.products.output(_rows(x), weight, None))).wait()
@@ -261,22 +263,22 @@ class _DeferredRowLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        linear, kept = ctx.linear, _rows(grad)
-        linear.later(lambda: linear.weight_gradient(linear.border.gather(kept).wait(), _rows(x)))
+        linear, rows = ctx.linear, _rows(grad)
+        linear.defer(lambda: linear.weight_gradient(linear.border.gather(rows).wait(), _rows(x)))
         if not ctx.needs_input_grad[0]:
             return None, None, None
-        return linear.products.input_gradient(linear.border.gather(kept).wait(), weight).view_as(x), None, None
+        return linear.products.input_gradient(linear.border.gather(rows).wait(), weight).view_as(x), None, None
 
 
 _deferred_row_linear: Callable[..., Tensor] = _DeferredRowLinear.apply
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[..., k] to [n, k]."""
+    """Reshape [..., k] to [n, k]."""
     return x.reshape(-1, x.shape[-1])
 
 
 def _in_shape_of(x: Tensor, rows: Tensor) -> Tensor:
-    """[n, k] to [..., k], as x is; to autograd no view, which nobody could sum up in place."""
+    """Reshape [n, k] to [..., k], as x is; no view to autograd, which could then not accumulate into it in place."""
     shaped: Tensor = torch.ops.aten._unsafe_view(rows, (*x.shape[:-1], rows.shape[-1]))
     return shaped

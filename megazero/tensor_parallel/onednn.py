@@ -2,8 +2,8 @@
 
 torch leaves float32 products to MKL, which uses no AVX-512 on processors of other makers than its own; oneDNN, which
 comes with torch as well, does.  On such processors it takes about half the time, at the same precision
-(`benchmarks/kernels.py` shows both).  The choice is made by what the processor is, not by a measurement at start-up,
-so that a run has the same products, and the same losses to the bit, whenever it is repeated.
+(`benchmarks/kernels.py` measures both).  The choice depends on the processor's vendor, not on a measurement at
+start-up, so that a run has the same products, and the same losses to the bit, whenever it is repeated.
 """
 
 from pathlib import Path
@@ -16,11 +16,11 @@ from megazero.parallel.gradient_slot import add_to
 from megazero.tensor_parallel.products import TORCH, Products
 
 _PROCESSOR = Path("/proc/cpuinfo")
-_LARGEST_NUMEL = 1 << 18  # of a product on its way to where it belongs: 1 MiB
+_LARGEST_NUMEL = 1 << 18  # of a temporary product: 1 MiB
 
 
 class OneDnnProducts:
-    """float32 products on the CPU."""
+    """The products of float32 tensors on the CPU by oneDNN."""
 
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return _linear(x, weight, bias)
@@ -36,7 +36,7 @@ class OneDnnProducts:
         return total
 
     def add_weight_gradient(self, total: Tensor, grad: Tensor, x: Tensor, *, is_first: bool) -> None:
-        # A product cannot be written to a given place, so of a large one the parts are made one after the other.
+        # A product cannot be written to given memory, so a large one is computed in parts, one after the other.
         num_rows = max(_LARGEST_NUMEL // max(x.shape[1], 1), 1)
         for start in range(0, grad.shape[1], num_rows):
             rows = slice(start, start + num_rows)
@@ -44,29 +44,29 @@ class OneDnnProducts:
 
 
 def fastest_products(device: torch.device, dtype: torch.dtype) -> Products:
-    """Whoever computes products of such tensors best on this machine."""
+    """Return the fastest products of such tensors on this machine."""
     return OneDnnProducts() if is_faster(device, dtype) else TORCH
 
 
 def is_faster(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether oneDNN is the better choice for products of such tensors on this machine."""
+    """Return whether oneDNN is the faster library for products of such tensors on this machine."""
     if device.type != "cpu" or dtype != torch.float32:
         return False
     has_both = torch._C.has_mkl and torch._C._has_mkldnn
-    return has_both and torch.backends.cpu.get_cpu_capability() == "AVX512" and _maker() not in ("", "GenuineIntel")
+    return has_both and torch.backends.cpu.get_cpu_capability() == "AVX512" and _vendor() not in ("", "GenuineIntel")
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x weight^T + bias, all strides allowed."""
-    # torch's compiler takes the weights of this operator for constants, and oneDNN knows no sum of nothing.
+    """Return x weight^T + bias, for any strides."""
+    # torch's compiler treats the weights of this operator as constants, and oneDNN refuses empty sums.
     if torch.compiler.is_compiling() or x.shape[1] == 0:
         return F.linear(x, weight, bias)
     product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return product
 
 
-def _maker() -> str:
-    """Who has made the processor, in its own words; empty where the system doesn't say."""
+def _vendor() -> str:
+    """Return the processor's vendor; empty where the system doesn't name it."""
     if not _PROCESSOR.exists():
         return ""
     lines = _PROCESSOR.read_text(encoding="utf-8", errors="replace").splitlines()

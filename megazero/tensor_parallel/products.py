@@ -1,4 +1,4 @@
-"""The three matrix products of a linear layer, and who computes them.
+"""The three matrix products of a linear layer, and the libraries that compute them.
 
 With x [n, in], W [out, in] and the gradient dy [n, out] of y = x W^T + b:
 
@@ -6,7 +6,7 @@ With x [n, in], W [out, in] and the gradient dy [n, out] of y = x W^T + b:
     input gradient    dx = dy W
     weight gradient   dW = dy^T x
 
-Layers and the LM head ask for them here, so that a number format or a library is chosen in one place: torch's own
+Layers and the LM head use this interface, so that a number format or a library is chosen in one place: torch's own
 product, oneDNN where torch would call a slower library (`onednn.py`), or 8-bit numbers (`float8.py`).
 """
 
@@ -20,26 +20,26 @@ from megazero.parallel.gradient_slot import add_to
 
 
 class Products(Protocol):
-    """Products of two-dimensional tensors; a result is a new tensor that nobody else has."""
+    """An implementation of the products of two-dimensional tensors; every result is a new tensor."""
 
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x [n, in], weight [out, in], bias [out] to [n, out]."""
+        """Return [n, out] from x [n, in], weight [out, in] and bias [out]."""
 
     def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
-        """grad [n, out], weight [out, in] to [n, in]."""
+        """Return [n, in] from grad [n, out] and weight [out, in]."""
 
     def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
-        """grad [n, out], x [n, in] to [out, in]."""
+        """Return [out, in] from grad [n, out] and x [n, in]."""
 
     def add_weight_gradient(self, total: Tensor, grad: Tensor, x: Tensor, *, is_first: bool) -> None:
-        """total [out, in] += the weight gradient; is_first: what total holds is undefined, and is overwritten.
+        """Add the weight gradient to total [out, in]; is_first: total is undefined, and is overwritten.
 
         total may be of a higher precision: the sum is then made there.
         """
 
 
 class TorchProducts:
-    """What torch does with a product by itself."""
+    """The products that torch computes by itself."""
 
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)

@@ -2,18 +2,18 @@
 
 Inside a *region* each tensor-parallel rank holds a part of every token's activation: some heads, some inner elements,
 some of the vocabulary.  Outside, every rank holds the same: all tokens, whole; or, where the *sequence is split*, each
-holds some of the tokens.  On the way in activations are gathered, on the way out partial sums are reduced:
+holds some of the tokens.  At the entry activations are gathered, at the exit partial sums are reduced:
 
-                          in: gather     out: reduce
+                          entry: gather  exit: reduce
     every rank the same   nothing        all-reduce
     sequence is split     all-gather     reduce-scatter
 
-The two are conjugate: gradients are reduced on their way back through the entry, and gathered through the exit.  The
-exit is here; the entry is a part of the layers behind it (`layers.column_linear`, `head_loss.summed_cross_entropy`),
-which hide it behind a weight gradient.
+The two are conjugate: in backward gradients are reduced at the entry, and gathered at the exit.  The exit is here; the
+entry is a part of the layers behind it (`layers.column_linear`, `head_loss.summed_cross_entropy`), which overlap it
+with a weight gradient.
 
-Split activations are [n / t, ..]: rank r holds rows [r n / t, (r + 1) n / t) of the n tokens of a micro-batch.  Nothing
-here knows which axis the communicator belongs to, and one rank takes the same path.
+Split activations are [n / t, ..]: rank r holds rows [r n / t, (r + 1) n / t) of the n tokens of a micro-batch.  The
+code is independent of the communicator's axis, and one rank takes the same path.
 """
 
 from collections.abc import Callable
@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megazero.comm.interface import Communicator, Done, Work
+from megazero.comm.interface import Communicator, CompletedWork, Work
 
 
-class Arriving:
+class PendingTensor:
     """A tensor that a collective in flight fills."""
 
     def __init__(self, tensor: Tensor, work: Work) -> None:
@@ -35,49 +35,49 @@ class Arriving:
         self._work = work
 
     def wait(self) -> Tensor:
-        """The tensor, when it may be read."""
+        """Wait until the tensor may be read, and return it."""
         self._work.wait()
         return self._tensor
 
 
 @dataclass(frozen=True)
 class Border:
-    """How activations come into a region and out of it; splits_sequence: what each rank holds outside differs."""
+    """The border of a region; splits_sequence: outside, each rank holds other tokens."""
 
     communicator: Communicator
     splits_sequence: bool = False
 
     @property
     def num_parts(self) -> int:
-        """Over how many ranks the tokens are split outside."""
+        """The number of ranks over which tokens are split outside."""
         return self.communicator.size if self.splits_sequence else 1
 
-    def gather(self, x: Tensor, *, out: Tensor | None = None) -> Arriving:
-        """x as it is inside: itself, or [n / t, h] to [n, h], which is `out` if that is given."""
+    def gather(self, x: Tensor, *, out: Tensor | None = None) -> PendingTensor:
+        """Gather x for the inside: x itself, or [n / t, h] to [n, h], which is `out` if that is given."""
         if not self.splits_sequence:
-            return Arriving(x, Done())
+            return PendingTensor(x, CompletedWork())
         if out is None:
             out = x.new_empty((x.shape[0] * self.num_parts, *x.shape[1:]))
-        return Arriving(out, self.communicator.all_gather_into(out.view(-1), x.contiguous().view(-1)))
+        return PendingTensor(out, self.communicator.all_gather_into(out.view(-1), x.contiguous().view(-1)))
 
-    def reduce(self, partial: Tensor, *, out: Tensor | None = None) -> Arriving:
-        """The sum over the ranks as it is outside: written over partial, or its part, [.., h] (n in all) to [n / t, h].
+    def reduce(self, partial: Tensor, *, out: Tensor | None = None) -> PendingTensor:
+        """Reduce for the outside: partial, summed in place, or this rank's part, [.., h] (n in all) to [n / t, h].
 
-        partial is dense and nobody else's, and stays as it is until the result has come, which is `out` if that is
-        given and not partial's memory anyway.
+        partial is dense, has no other user, and is not written to until the result has arrived, which is `out` if that
+        is given and the tokens are split.
         """
         assert partial.is_contiguous(), "a strided tensor would be summed wrongly"
         if not self.splits_sequence:
-            return Arriving(partial, self.communicator.all_reduce(partial))
+            return PendingTensor(partial, self.communicator.all_reduce(partial))
         if out is None:
             num_tokens = partial.shape[:-1].numel()
             assert num_tokens % self.num_parts == 0, f"{num_tokens} tokens over {self.num_parts} ranks"
             out = partial.new_empty((num_tokens // self.num_parts, partial.shape[-1]))
-        return Arriving(out, self.communicator.reduce_scatter_into(out.view(-1), partial.view(-1)))
+        return PendingTensor(out, self.communicator.reduce_scatter_into(out.view(-1), partial.view(-1)))
 
 
-def leave_region(partial: Tensor, border: Border) -> Tensor:
-    """The sum of partial over the ranks as it is outside (dense, and not needed by its own backward)."""
+def exit_region(partial: Tensor, border: Border) -> Tensor:
+    """Return the sum of partial over the ranks for the outside (dense, and not saved for its own backward)."""
     if border.splits_sequence:
         return _reduce_scatter(partial, border)
     return _reduce(partial, border)

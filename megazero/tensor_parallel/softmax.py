@@ -1,4 +1,4 @@
-"""What the head's loss does to a chunk of logits between its matrix products.
+"""The softmax and cross-entropy of a chunk of logits, between the head's matrix products.
 
     peak    the largest logit of every token                                  then: maximum over the ranks
     sums    sum of exp(logit - peak), and the label's logit - peak            then: sum over the ranks
@@ -6,9 +6,9 @@
     logits  become (softmax - one-hot) * weight of the token: their own gradient, of order 1 whatever the batch, so that
             fp16 holds it without a loss scale
 
-All of it in the loss's dtype.  *In place*, step by step, it needs the logits once in that dtype, and takes a dozen
-passes over them; *fused* by torch's compiler it takes four, which read the logits as they are: on a GPU, where a pass
-over the logits costs as much as a product, that is most of the head's time.
+All of it is computed in the loss's dtype.  *In place*, step by step, it needs the logits once in that dtype, and takes
+a dozen passes over them; *fused* by torch's compiler it takes four, which read the logits in their own dtype: on a GPU,
+where a pass over the logits costs as much as a product, that saves most of the head's time.
 
     V = vocabulary, Vp = padded vocabulary; rank r of t holds columns [r Vp / t, (r + 1) Vp / t); m tokens
 """
@@ -23,7 +23,7 @@ from megazero.comm.interface import Communicator
 
 
 class Labels(NamedTuple):
-    """What m tokens are followed by: ids in the whole vocabulary [m]; token_weights: what each counts, 1 if None."""
+    """The labels of m tokens: ids in the whole vocabulary [m]; token_weights: what each counts, 1 if None."""
 
     ids: Tensor
     token_weights: Tensor | None
@@ -31,26 +31,26 @@ class Labels(NamedTuple):
 
 
 class Softmax(Protocol):
-    """From logits to losses and gradients."""
+    """An implementation of the loss and its gradient."""
 
     def losses(self, logits: Tensor, labels: Labels, communicator: Communicator) -> tuple[Tensor, Callable[[], None]]:
-        """Losses [m] of logits [m, Vp / t], not weighted; and what turns the logits into their gradient, to call once.
+        """Return the losses [m] of logits [m, Vp / t], unweighted, and a function that overwrites the logits.
 
-        What the logits hold from here on is undefined, until that has been called.
+        The function is called once, and turns the logits into their gradient.  Before that their content is undefined.
         """
 
 
 class InPlaceSoftmax:
-    """Step by step, in as little memory as can be."""
+    """The loss step by step, in as little memory as possible."""
 
     def losses(self, logits: Tensor, labels: Labels, communicator: Communicator) -> tuple[Tensor, Callable[[], None]]:
         x = logits.to(_loss_dtype(logits))
-        place = _Place.of(logits, labels, communicator.rank)
-        x[:, place.num_real :] = -torch.inf
+        local = _VocabRange.of(logits, labels, communicator.rank)
+        x[:, local.num_real :] = -torch.inf
         peak = x.amax(dim=1)
         communicator.all_reduce(peak, "max").wait()
         x -= peak.unsqueeze(1)
-        column, is_here = place.columns(labels.ids)
+        column, is_here = local.columns(labels.ids)
         target = x.gather(1, column.unsqueeze(1)).squeeze(1).masked_fill(~is_here, 0.0)
         sums = torch.stack((x.exp_().sum(dim=1), target))  # [2, m]
         communicator.all_reduce(sums).wait()
@@ -68,65 +68,65 @@ class InPlaceSoftmax:
 
 
 class FusedSoftmax:
-    """The same in three compiled pieces, between which ranks talk."""
+    """The same loss in three compiled functions, between which ranks communicate."""
 
     def __init__(self) -> None:
         self._peak, self._sums, self._gradient = (_compiled(piece) for piece in (_peak, _sums, _gradient))
 
     def losses(self, logits: Tensor, labels: Labels, communicator: Communicator) -> tuple[Tensor, Callable[[], None]]:
-        place = _Place.of(logits, labels, communicator.rank)
-        peak = self._peak(logits, place)
+        local = _VocabRange.of(logits, labels, communicator.rank)
+        peak = self._peak(logits, local)
         communicator.all_reduce(peak, "max").wait()
-        sums = self._sums(logits, peak, labels.ids, place)
+        sums = self._sums(logits, peak, labels.ids, local)
         communicator.all_reduce(sums).wait()
 
         def differentiate() -> None:
-            self._gradient(logits, peak, sums, labels.ids, labels.token_weights, place)
+            self._gradient(logits, peak, sums, labels.ids, labels.token_weights, local)
 
         return sums[0].log() - sums[1], differentiate
 
 
-class _Place(NamedTuple):
-    """Which columns of the vocabulary a rank holds: num_real from start on, then padding."""
+class _VocabRange(NamedTuple):
+    """The columns of the vocabulary that a rank holds: num_real from start on, then padding."""
 
     start: int
     num_real: int
 
     @staticmethod
-    def of(logits: Tensor, labels: Labels, rank: int) -> "_Place":
+    def of(logits: Tensor, labels: Labels, rank: int) -> "_VocabRange":
         width = logits.shape[1]
-        return _Place(rank * width, min(max(labels.vocab_size - rank * width, 0), width))
+        return _VocabRange(rank * width, min(max(labels.vocab_size - rank * width, 0), width))
 
     def columns(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Every label's column here, and whether it is here at all."""
+        """Return every label's column here, and whether it is here at all."""
         column = (ids - self.start).clamp(0, max(self.num_real - 1, 0))
         return column, (ids >= self.start) & (ids < self.start + self.num_real)
 
 
-def _peak(logits: Tensor, place: _Place) -> Tensor:
-    return _real(logits, place).amax(dim=1)
+def _peak(logits: Tensor, local: _VocabRange) -> Tensor:
+    return _real(logits, local).amax(dim=1)
 
 
-def _sums(logits: Tensor, peak: Tensor, ids: Tensor, place: _Place) -> Tensor:
-    column, is_here = place.columns(ids)
+def _sums(logits: Tensor, peak: Tensor, ids: Tensor, local: _VocabRange) -> Tensor:
+    column, is_here = local.columns(ids)
     target = logits.gather(1, column.unsqueeze(1)).squeeze(1).to(peak.dtype) - peak
-    exponentials = (_real(logits, place) - peak.unsqueeze(1)).exp()
+    exponentials = (_real(logits, local) - peak.unsqueeze(1)).exp()
     return torch.stack((exponentials.sum(dim=1), target.masked_fill(~is_here, 0.0)))
 
 
 def _gradient(
-    logits: Tensor, peak: Tensor, sums: Tensor, ids: Tensor, token_weights: Tensor | None, place: _Place
+    logits: Tensor, peak: Tensor, sums: Tensor, ids: Tensor, token_weights: Tensor | None, local: _VocabRange
 ) -> None:
-    softmax = (_real(logits, place) - peak.unsqueeze(1)).exp() / sums[0].unsqueeze(1)
-    column, is_here = place.columns(ids)
+    softmax = (_real(logits, local) - peak.unsqueeze(1)).exp() / sums[0].unsqueeze(1)
+    column, is_here = local.columns(ids)
     is_label = (_columns_of(logits) == column.unsqueeze(1)) & is_here.unsqueeze(1)
     gradient = softmax - is_label.to(softmax.dtype)
     logits.copy_(gradient if token_weights is None else gradient * token_weights.unsqueeze(1))
 
 
-def _real(logits: Tensor, place: _Place) -> Tensor:
-    """In the loss's dtype; of padding minus infinity."""
-    return logits.to(_loss_dtype(logits)).masked_fill(_columns_of(logits) >= place.num_real, -torch.inf)
+def _real(logits: Tensor, local: _VocabRange) -> Tensor:
+    """Return logits in the loss's dtype, with minus infinity for padding."""
+    return logits.to(_loss_dtype(logits)).masked_fill(_columns_of(logits) >= local.num_real, -torch.inf)
 
 
 def _columns_of(logits: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
-"""The two ends that are as wide as the vocabulary: the embedding and the head, cut by vocabulary rows.
+"""The two layers that are as wide as the vocabulary: the embedding and the head, cut by vocabulary rows.
 
 The vocabulary is *padded* so that every rank holds equally many rows; padding rows lie past the real ones, are never
 looked up, and are masked out of the loss's softmax, so they change neither the loss nor any gradient.
 
-A head gives logits, or the summed loss itself when it is told the targets (`head_loss.py`).  Where the sequence is
-split, the embedding gives n / t of n tokens and a head reads as many; ids, labels and logits are of all of them.
+A head returns logits, or the summed loss itself when it has targets (`head_loss.py`).  Where the sequence is split, the
+embedding returns n / t of n tokens and a head reads as many; ids, labels and logits are those of all tokens.
 
     V = vocabulary, Vp = padded vocabulary; rank r of t holds rows [r Vp / t, (r + 1) Vp / t)
 """
@@ -21,7 +21,7 @@ from megazero.parallel.gradient_slot import GetGradientSlot, add_to, gradient_sl
 from megazero.parallel.param_spec import Init, ParamSpec
 from megazero.tensor_parallel.head_loss import Targets, summed_cross_entropy
 from megazero.tensor_parallel.layers import TensorParallel, column_linear, uninitialised_parameter
-from megazero.tensor_parallel.regions import leave_region
+from megazero.tensor_parallel.regions import exit_region
 from megazero.tensor_parallel.softmax import IN_PLACE, Softmax
 
 
@@ -43,11 +43,11 @@ class VocabParallelEmbedding(nn.Module):
         row = ids - self._tp.communicator.rank * num_rows
         elsewhere = (row < 0) | (row >= num_rows)
         found = _look_up(row.clamp(0, num_rows - 1), weight, gradient_slot_of(weight))
-        return leave_region(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self._tp.border)
+        return exit_region(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self._tp.border)
 
 
 class _LookUp(torch.autograd.Function):
-    """F.embedding whose backward can write into the gradient's slot; rows [...], weight [m, h] to [..., h]."""
+    """F.embedding with a backward that can write to the gradient's slot; rows [...], weight [m, h] to [..., h]."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, get_slot: GetGradientSlot | None) -> Tensor:
@@ -71,7 +71,7 @@ _look_up: Callable[..., Tensor] = _LookUp.apply
 
 
 class TiedHead(nn.Module):
-    """Hidden states [..., h] to this rank's logits [..., Vp / t] or the loss of targets, by the embedding's matrix."""
+    """A head with the embedding's matrix: hidden [..., h] to this rank's logits [..., Vp / t], or the summed loss."""
 
     def __init__(self, tp: TensorParallel) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class TiedHead(nn.Module):
 
 
 class VocabParallelHead(nn.Module):
-    """Hidden states [..., h] to this rank's logits [..., Vp / t] or the loss of targets, by a matrix of its own."""
+    """A head with a matrix of its own: hidden [..., h] to this rank's logits [..., Vp / t], or the summed loss."""
 
     def __init__(
         self, tp: TensorParallel, *, vocab_size: int, padded_vocab_size: int, hidden_size: int, init: Init
@@ -100,7 +100,7 @@ class VocabParallelHead(nn.Module):
 def vocab_parameter(
     tp: TensorParallel, vocab_size: int, padded_vocab_size: int, hidden_size: int, *, init: Init
 ) -> nn.Parameter:
-    """This rank's rows of a [V, h] matrix, [Vp / t, h]; some, or all, of the last ranks' rows may be padding."""
+    """Make this rank's rows of a [V, h] matrix, [Vp / t, h]; some, or all, of the last ranks' rows may be padding."""
     size, rank = tp.communicator.size, tp.communicator.rank
     assert padded_vocab_size % size == 0 and padded_vocab_size >= vocab_size, (vocab_size, padded_vocab_size, size)
     local = (padded_vocab_size // size, hidden_size)
@@ -119,7 +119,7 @@ def vocab_parameter(
 def logits_or_loss(
     tp: TensorParallel, x: Tensor, weight: nn.Parameter, targets: Targets | None, softmax: Softmax
 ) -> Tensor:
-    """x [..., h] and the rows held here, [Vp / t, h], to logits [..., Vp / t], or to the summed loss of targets."""
+    """Map x [..., h] by the rows held here, [Vp / t, h], to logits [..., Vp / t], or to the summed loss of targets."""
     if targets is None:
         return column_linear(tp, x, weight, None, products=tp.head_products)
     return summed_cross_entropy(x, tp.use(weight), targets, tp.border, products=tp.head_products, softmax=softmax)

@@ -19,11 +19,11 @@ from megazero.data.loader import BatchLoader
 from megazero.errors import Problem, TrainingError
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.lr_schedule import LearningRate
-from megazero.pipeline.trace import Row
+from megazero.pipeline.trace import SpanRow
 from megazero.report.ledger_report import LedgerReport
 from megazero.report.metrics import Evaluation, RankMetrics, Rates, StepMetrics
 from megazero.report.pipeline_report import PipelineReport
-from megazero.report.writers import Writer
+from megazero.report.writers import MetricsWriter
 from megazero.train.context import StepParts
 from megazero.train.evaluate import EvaluationSet, evaluate
 from megazero.train.saving import Saver
@@ -55,7 +55,7 @@ class Reporting:
     """
 
     console: Console
-    writers: Sequence[Writer]
+    writers: Sequence[MetricsWriter]
     rates: Rates
     global_batch_size: int
     tokens_per_sample: int
@@ -110,7 +110,7 @@ class _Launched(NamedTuple):
     timers: Mapping[str, float]
     comm_bytes: Mapping[str, Mapping[str, int]]
     ledger: Mapping[str, Any]
-    spans: Sequence[Row]
+    spans: Sequence[SpanRow]
     data_wait_seconds: float
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from megazero.activations.assemble import choices
+from megazero.activations.assemble import configured_plan
 from megazero.config import derived
 from megazero.config.engine_sections import ActivationConfig
 from megazero.config.run import RunConfig
@@ -46,7 +46,7 @@ def stage_plan(config: RunConfig, stage: int) -> StagePlan:
         num_stages=config.parallel.pipeline_model_parallel_size,
         num_chunks=derived.num_virtual_chunks(config),
         stage=stage,
-        keeps_gathered=config.zero.zero3_reshard_after == "window",
+        retains_gathered=config.zero.zero3_reshard_after == "window",
     )
 
 
@@ -59,7 +59,7 @@ def activation_config(config: RunConfig) -> ActivationConfig:
 
 def num_checkpoints(config: RunConfig, stage: int, padded_vocab_size: int, num_micro_batches: int) -> int:
     """Checkpoints that a stage holds at once, at the most: those of every micro-batch in flight."""
-    plan = choices(config.activations)
+    plan = configured_plan(config.activations)
     in_flight = most_in_flight(stage_plan(config, stage).step(num_micro_batches).actions)
     chunks = stage_chunks(config, stage, padded_vocab_size)
     return sum(plan.num_checkpoints(len(chunk.layers)) * in_flight[index] for index, chunk in enumerate(chunks))

@@ -3,8 +3,8 @@
 Programs import this module only then: it loads torch, which takes longer than everything else together.
 """
 
-from megazero.comm.shutdown import last_word
-from megazero.comm.startup import choose_device, join, leave
+from megazero.comm.shutdown import single_failure_report
+from megazero.comm.startup import choose_device, destroy_process_groups, join
 from megazero.config.run import RunConfig
 from megazero.console import Console
 from megazero.memory.ledger import open_ledger
@@ -39,10 +39,10 @@ def pretrain(config: RunConfig, launch: Launch, inputs: RunInputs) -> int:
         kernel = choose_kernel(config.training.attention_backend, attention_of(config, device))
         if kernel is not None:
             Console(launch.rank).line(f"attention: kernel {kernel}")
-        with last_word(store, launch.rank), ledger, preferring(kernel):
+        with single_failure_report(store, launch.rank), ledger, preferring(kernel):
             run = assemble(config, launch, device, inputs, ledger)
             train(run)
     finally:
-        leave()
+        destroy_process_groups()
     stopped = run.state.iteration < run.timetable.train_iters
     return config.training.exit_status_when_stopped or 0 if stopped else 0

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import torch
 
-from megazero.activations.assemble import choices
+from megazero.activations.assemble import configured_plan
 from megazero.activations.decision import CheckpointSizes
-from megazero.activations.resolve_auto import settle
+from megazero.activations.resolve_auto import resolve_switches
 from megazero.comm.mesh import Mesh
 from megazero.config import derived
 from megazero.config.engine_sections import ActivationConfig
@@ -41,7 +41,7 @@ def settle_activations(
     model = GPT(  # without memory
         config.model, vocab_size=vocab_size, tp=tp, padded_vocab_size=padded_vocab_size, chunks=chunks
     )
-    decision = settle(
+    decision = resolve_switches(
         mesh,
         _checkpoints(config, plan, chunks),
         num_micro_batches=num_micro_batches,
@@ -61,7 +61,7 @@ def _data_parallel_bytes(config: RunConfig, mesh: Mesh, model: GPT, num_micro_ba
     for part in range(len(model.chunks)):
         names = [name for unit in model.units() if unit.part == part for name in unit.parameters]
         numel = sum(model.get_parameter(name).numel() for name in names)
-        gathers = num_windows(actions, part) if stage.keeps_gathered else None
+        gathers = num_windows(actions, part) if stage.retains_gathered else None
         total += data_parallel_bytes(plan, numel, mesh.topology.dp, num_micro_batches, num_gathers=gathers)
     return total
 
@@ -69,7 +69,7 @@ def _data_parallel_bytes(config: RunConfig, mesh: Mesh, model: GPT, num_micro_ba
 def _checkpoints(config: RunConfig, plan: ZeroPlan, chunks: Sequence[Chunk]) -> CheckpointSizes:
     """Those that a micro-batch leaves on this rank."""
     return CheckpointSizes(
-        number=sum(choices(config.activations).num_checkpoints(len(chunk.layers)) for chunk in chunks),
+        number=sum(configured_plan(config.activations).num_checkpoints(len(chunk.layers)) for chunk in chunks),
         micro_batch_size=config.training.micro_batch_size,
         seq_length=config.model.seq_length,
         hidden_size=config.model.hidden_size,

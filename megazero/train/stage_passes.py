@@ -15,7 +15,7 @@ from megazero.model.sequences import Sequences
 from megazero.pipeline.exchange import Cut, Exchange, ReceivedInput
 from megazero.pipeline.schedule import Action, Kind
 from megazero.pipeline.stage_plan import StepActions
-from megazero.tensor_parallel.deferred import Held
+from megazero.tensor_parallel.deferred import PassGradients
 from megazero.train.context import StepParts
 
 _Key = tuple[int, int]  # micro-batch and chunk
@@ -36,11 +36,11 @@ class StagePasses:
         self._multiplier = multiplier
         device = parts.mesh.device
         cut = Cut(parts.model.activation_shape(micro_batches[0].tokens.numel()), parts.model.dtype)
-        self._exchange = Exchange(parts.mesh, cut, step.taken)
+        self._exchange = Exchange(parts.mesh, cut, step.receipts)
         self._inputs: dict[_Key, ReceivedInput] = {}
         self._roots: dict[_Key, GradientEdge | Tensor] = {}
         self._outgoing: dict[Action, Tensor] = {}
-        self._held: dict[_Key, Held] = {}
+        self._held: dict[_Key, PassGradients] = {}
         self._sequences: dict[int, Sequences] = {}
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self.num_tokens = torch.zeros((), dtype=torch.float64, device=device)
@@ -49,7 +49,7 @@ class StagePasses:
         """A chunk on a micro-batch."""
         self._parts.ledger.phase("forward")
         batch, chunk = self._micro_batches[action.micro_batch], self._model.chunks[action.chunk]
-        received = None if chunk.is_first else self._exchange.take(action._replace(kind=Kind.RECEIVE_ACTIVATION))
+        received = None if chunk.is_first else self._exchange.wait(action._replace(kind=Kind.RECEIVE_ACTIVATION))
         with self._parts.trace.computing(action):
             self._parts.dropout.begin_micro_batch(batch.first_sample, 0 if chunk.is_first else 1 + chunk.layers.start)
             sequences = self._sequences_of(action, batch)
@@ -77,7 +77,7 @@ class StagePasses:
         gradient = self._output_gradient(action)
         with self._parts.trace.computing(action):
             self._walk(action, gradient)
-            self._held[_key(action)] = self._parts.deferred.take()
+            self._held[_key(action)] = self._parts.deferred.collect()
             self._parts.engine.end_walk(ends_pass=False)
 
     def weight_gradient(self, action: Action, *, is_last: bool) -> None:
@@ -85,7 +85,7 @@ class StagePasses:
         engine = self._parts.engine
         with self._parts.trace.computing(action):
             engine.begin_backward(is_last=is_last, part=action.chunk)
-            self._held.pop(_key(action)).give()
+            self._held.pop(_key(action)).accumulate()
             engine.end_backward(ends_pass=self._is_idle)
 
     def receive(self, action: Action) -> None:
@@ -94,10 +94,10 @@ class StagePasses:
     def send(self, action: Action) -> None:
         self._exchange.send(action, self._outgoing.pop(action))
 
-    def keep(self, chunk: int) -> None:
+    def retain(self, chunk: int) -> None:
         self._parts.engine.retain_part(chunk)
 
-    def let_go(self, chunk: int) -> None:
+    def release(self, chunk: int) -> None:
         self._parts.engine.release_part(chunk)
 
     def finish(self) -> None:
@@ -138,7 +138,7 @@ class StagePasses:
         """The gradient of what the chunk has put out; None of a loss, whose is 1."""
         if self._model.chunks[action.chunk].is_last:
             return None
-        return self._exchange.take(action._replace(kind=Kind.RECEIVE_GRADIENT))
+        return self._exchange.wait(action._replace(kind=Kind.RECEIVE_GRADIENT))
 
     def _walk(self, action: Action, gradient: Tensor | None) -> None:
         self._parts.ledger.phase("backward")

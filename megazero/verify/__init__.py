@@ -1,1 +1,1 @@
-"""Whether a layout computes what one process computes."""
+"""Verification: whether a layout computes what one process computes."""

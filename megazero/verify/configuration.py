@@ -1,7 +1,7 @@
 """A configuration whose layout is verified: the same in float64, and the same run on one process.
 
-In float64 and without dropout a layout differs from one process by the order of additions only, so that what differs by
-more is wrong.  How many steps are compared is no setting of a run: it is taken from the words before they are read.
+In float64 and without dropout a layout differs from one process by the order of additions only, so a larger difference
+is an error.  The number of steps to compare is no setting of a run: it is removed from the words before they are read.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,16 +18,16 @@ STEPS_FLAG = "--verify-steps"
 DEFAULT_STEPS = 3
 
 
-class OwnWords(NamedTuple):
-    """What a command line says of the verification, and the words that are the run's."""
+class VerifyArguments(NamedTuple):
+    """The command line of a verification: its number of steps, and the words that are the run's."""
 
     steps: int
     rest: list[str]
     problems: tuple[Problem, ...]
 
 
-def take_steps(argv: Sequence[str]) -> OwnWords:
-    """Take `--verify-steps N` out of the words; the last one counts."""
+def split_verify_steps(argv: Sequence[str]) -> VerifyArguments:
+    """Separate `--verify-steps N` from the words; the last one counts."""
     rest: list[str] = []
     steps, problems = DEFAULT_STEPS, []
     words = list(argv)
@@ -44,18 +44,18 @@ def take_steps(argv: Sequence[str]) -> OwnWords:
         else:
             rule = "the number of steps that are compared is a whole number, at least 1"
             problems.append(Problem(f"{STEPS_FLAG} {value}".rstrip(), rule, f"{STEPS_FLAG} {DEFAULT_STEPS}"))
-    return OwnWords(steps, rest, tuple(problems))
+    return VerifyArguments(steps, rest, tuple(problems))
 
 
-def starting_anew(config: RunConfig) -> RunConfig:
-    """The same without checkpoints and evaluation, which a verification has no use for."""
+def without_checkpoints(config: RunConfig) -> RunConfig:
+    """Return the same configuration without checkpoints and evaluation, which a verification does not need."""
     return replace(config, checkpoint=CheckpointConfig(), training=replace(config.training, eval_iters=0))
 
 
 def in_float64(config: RunConfig) -> RunConfig:
-    """The same layout in float64, without dropout, checkpoints and evaluation."""
+    """Return the same layout in float64, without dropout, checkpoints and evaluation."""
     return replace(
-        starting_anew(config),
+        without_checkpoints(config),
         model=replace(config.model, hidden_dropout=0.0, attention_dropout=0.0),
         precision=PrecisionConfig(precision="fp64"),
         zero=replace(config.zero, communication_data_type="auto"),
@@ -63,7 +63,7 @@ def in_float64(config: RunConfig) -> RunConfig:
 
 
 def on_one_process(config: RunConfig, world_size: int) -> RunConfig:
-    """The plain run that a layout on `world_size` processes has to equal: the same steps, nothing partitioned."""
+    """Return the plain run that a layout on `world_size` processes has to equal: the same steps, unpartitioned."""
     parallel = config.parallel
     return replace(
         config,
@@ -75,7 +75,7 @@ def on_one_process(config: RunConfig, world_size: int) -> RunConfig:
 
 
 def overridden(config: RunConfig) -> str:
-    """The settings that float64 takes the place of, given or not, as flags parted by blanks; "" if there are none."""
+    """Return the settings that float64 overrides, as flags parted by blanks; "" if there are none."""
     return " ".join(_flags(config, in_float64(config)))
 
 
@@ -91,7 +91,7 @@ def _spelt(info: FieldInfo, value: object) -> str:
 
 
 def describe_layout(config: RunConfig) -> str:
-    """What the degrees alone don't say: `ZeRO stage 2, sequence parallel, 1f1b schedule, full recomputation`."""
+    """Describe the layout beyond its degrees: `ZeRO stage 2, sequence parallel, 1f1b schedule, full recomputation`."""
     words = [f"ZeRO stage {config.zero.zero_stage}"]
     if config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size > 1:
         words.append("sequence parallel")

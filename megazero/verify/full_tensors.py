@@ -1,8 +1,8 @@
-"""Parameters' gradients and weights as one process would hold them, put together from what ranks own.
+"""Full gradients and weights of parameters, put together from the elements that ranks own.
 
-Every rank owns some elements of some parameters and knows nothing of the rest; the full tensor is the sum over the
-world of what each has to give, one parameter at a time.  Where several ranks hold the same, one of them gives, and a
-digest of each of these *copies* tells whether they are the same to the bit.
+Every rank owns some elements of some parameters; the full tensor is the sum over the world of the owned elements with
+zeros elsewhere, one parameter at a time.  Where several ranks hold the same element, one of them contributes it, and
+digests of these *copies* are compared to the bit.
 """
 
 import hashlib
@@ -17,15 +17,15 @@ from megazero.parallel.topology import ENDS
 from megazero.train.build import Core
 from megazero.zero.plan import Placement
 
-# What is told of a rank's copies: axis -> kind -> parameter's name -> digest.
+# The digests of a rank's copies: axis -> kind -> parameter's name -> digest.
 Copies = dict[str, dict[str, dict[str, str]]]
 
-# Names of what is compared, and of what the engine calls it.
+# The compared kinds of state, and the engine's names for them.
 KINDS = {"gradient": "gradient", "weight": "master"}
 
 
 class OwnedTensors:
-    """What one rank owns of its model's gradients and weights."""
+    """The elements of its model's gradients and weights that one rank owns."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -36,7 +36,7 @@ class OwnedTensors:
         self._is_first_copy = plan.optimizer.placement is Placement.PARTITIONED or core.mesh.coordinate("dp") == 0
 
     def full(self, name: str, kind: str, shape: tuple[int, ...]) -> Tensor:
-        """A tensor of a parameter's full shape with the elements this rank gives, 0 elsewhere, in float64."""
+        """Return a tensor of a parameter's full shape with the elements this rank owns, 0 elsewhere, in float64."""
         whole = torch.zeros(shape, dtype=torch.float64, device=self._core.mesh.device)
         spec = self.specs.get(name)
         if spec is None or not self._is_first_copy or not spec.is_counted_on(self._place):
@@ -50,7 +50,7 @@ class OwnedTensors:
         return whole
 
     def copies(self, kind: str) -> Copies:
-        """Digests of what this rank holds and others along an axis should hold the same of, "gradient" or "weight"."""
+        """Return digests of what this rank shares with others along an axis; kind: "gradient" or "weight"."""
         found: Copies = {axis: {kind: {}} for axis in ("tp", ENDS, "dp")}
         for name, spec in self.specs.items():
             owned = digest(piece.tensor for piece in self._core.engine.pieces(name, KINDS[kind]))
@@ -68,7 +68,7 @@ def _replicated_along(spec: ParamSpec) -> Iterator[str]:
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
-    """The same for tensors of the same bits."""
+    """Return a hash that is the same for tensors of the same bits."""
     state = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
         state.update(tensor.to("cpu").contiguous().view(-1).view(torch.uint8).numpy().data)

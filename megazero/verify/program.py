@@ -1,7 +1,7 @@
 """Layout verification once its command line has been checked: join the other ranks, compare, leave."""
 
-from megazero.comm.shutdown import last_word
-from megazero.comm.startup import choose_device, join, leave, make_mesh
+from megazero.comm.shutdown import single_failure_report
+from megazero.comm.startup import choose_device, destroy_process_groups, join, make_mesh
 from megazero.config.run import RunConfig
 from megazero.console import Console
 from megazero.memory.fused_buffers import FusedBuffers
@@ -23,10 +23,10 @@ def verify_layout(config: RunConfig, launch: Launch, inputs: RunInputs, *, steps
         Console(launch.rank).line(notice)
     store = join(launch, backend=parallel.distributed_backend, device=device, timeout_minutes=minutes)
     try:
-        with last_word(store, launch.rank):
+        with single_failure_report(store, launch.rank):
             buffers = FusedBuffers(0, device)
             layout = topology(config, launch.world_size)
             mesh = make_mesh(layout, launch.rank, device, buffers, timeout_minutes=minutes)
-            return verify(config, mesh, buffers, inputs, steps=steps, tell=Console(launch.rank).line)
+            return verify(config, mesh, buffers, inputs, steps=steps, print_line=Console(launch.rank).line)
     finally:
-        leave()
+        destroy_process_groups()

@@ -1,12 +1,12 @@
-"""Whether a layout computes what one process computes: both train side by side in float64, and are compared.
+"""Verification of a layout: it and one process train side by side in float64, and are compared.
 
     every rank    build ---- step 1 ---- compare ---- step 2 ---- compare ---- ... ---- weights, copies
     rank 0 too    build ---- step 1 ----/        ---- step 2 ----/                     /
     (one process: no partition, no recomputation, communicators of one rank)
 
 Compared are the loss and the gradient norm of every step; every gradient, by the parameter's name, after reduction;
-in the end every weight; and what several ranks hold the same of, to the bit.  Weights are only looked at in the end,
-since reading them waits for what hands them to other ranks, and a step that forgets to wait would go unnoticed.
+at the end every weight; and the copies that several ranks hold, to the bit.  Weights are only read at the end, since
+reading them waits for their all-gather, and a step without that wait would go unnoticed.
 """
 
 import time
@@ -45,12 +45,12 @@ from megazero.verify.verdict import (
     copy_differences,
 )
 
-Tell = Callable[[str], None]
+PrintLine = Callable[[str], None]
 
 _SILENCE_SECONDS = 5.0
-# A tensor is another one times a factor if nothing is left of it beyond this share of its largest element.
+# A tensor is another one times a factor if the rest is below this share of its largest element.
 _FACTOR_BOUND = 1e-6
-# With this epsilon and below it, Adam makes more of rounding errors in gradients than the bound of weights allows.
+# With this epsilon and below it, Adam amplifies rounding errors of gradients beyond the bound of weights.
 _USUAL_EPSILON = 1e-8
 
 
@@ -61,14 +61,14 @@ def verify(
     inputs: RunInputs,
     *,
     steps: int = DEFAULT_STEPS,
-    tell: Tell = lambda line: None,
+    print_line: PrintLine = lambda line: None,
 ) -> Report:
     """Compare the layout of `mesh` with one process; a collective call with the same report on every rank.
 
-    config: the user's, checked; what it says of precision and dropout doesn't count.  buffers: those that the mesh's
-    communicators borrow from.  tell: is given a line when one is due.
+    config: the user's, checked; its precision and dropout are overridden.  buffers: those that the mesh's communicators
+    borrow from.  print_line: prints a line about progress.
     """
-    comparison = _Comparison(config, mesh, buffers, inputs, tell)
+    comparison = _Comparison(config, mesh, buffers, inputs, print_line)
     try:
         return comparison.run(steps)
     finally:
@@ -86,7 +86,7 @@ class _Side:
         self.tensors = OwnedTensors(core)
 
     def step(self, lr: float) -> tuple[float, float]:
-        """Loss and gradient norm of the next step."""
+        """Train the next step; return its loss and gradient norm."""
         report = training_step(self._parts, next(self._loader), StepControls(lr, 1.0))
         return report.loss.item(), report.grad_norm.item()
 
@@ -96,24 +96,26 @@ class _Side:
 
 
 class _Comparison:
-    """The two runs, and what is known of the whole model."""
+    """The comparison of the two runs, parameter by parameter."""
 
-    def __init__(self, config: RunConfig, mesh: Mesh, buffers: FusedBuffers, inputs: RunInputs, tell: Tell) -> None:
-        self._pace = _Pace(tell)
+    def __init__(
+        self, config: RunConfig, mesh: Mesh, buffers: FusedBuffers, inputs: RunInputs, print_line: PrintLine
+    ) -> None:
+        self._progress = _Progress(print_line)
         self._mesh = mesh
         config = in_float64(config)
         config = replace(config, model=replace(config.model, vocab_size=inputs.vocab_size))
         padded = padded_vocab_size(config, inputs.vocab_size)
         settled, reasons = settle_activations(config, mesh, vocab_size=inputs.vocab_size, padded_vocab_size=padded)
         for reason in reasons:
-            tell(reason)
+            print_line(reason)
         self._config = replace(config, activations=settled)
         self._rate = LearningRate.from_config(
             config.optimizer, train_iters=derived.train_iters(config, mesh.topology.world_size)
         )
         self._here = _Side(self._config, mesh, buffers, inputs)
         self._one = self._one_process(inputs) if mesh.rank == 0 else None
-        self._parameters = self._agree_on_parameters()
+        self._parameters = self._gather_parameters()
         self._num_copies = 0
 
     def run(self, steps: int) -> Report:
@@ -138,31 +140,31 @@ class _Comparison:
             side.close()
 
     def _one_process(self, inputs: RunInputs) -> _Side:
-        """The plain run, on this rank alone."""
+        """Build the plain run, on this rank alone."""
         config, device = on_one_process(self._config, self._mesh.topology.world_size), self._mesh.device
         buffers = FusedBuffers(0, device)
         return _Side(config, make_mesh(Topology(), 0, device, buffers), buffers, inputs)
 
-    def _agree_on_parameters(self) -> tuple[Parameter, ...]:
-        """All of the model, in its order, as rank 0 knows it; where they lie, every rank tells of its own."""
+    def _gather_parameters(self) -> tuple[Parameter, ...]:
+        """Return all parameters of the model, in rank 0's order, with the pipeline stages that hold each."""
         mine: dict[str, Any] = {"stage": self._mesh.coordinate("pp"), "held": list(self._here.tensors.specs)}
         if self._one is not None:
             mine["model"] = [(s.name, s.full_shape, "tp" in s.sharded_axes) for s in self._one.tensors.specs.values()]
-        told = gather_json(self._mesh.world, mine, self._mesh.device)
+        ranks = gather_json(self._mesh.world, mine, self._mesh.device)
         stages: dict[str, set[int]] = {}
-        for rank in told:
+        for rank in ranks:
             for name in rank["held"]:
                 stages.setdefault(name, set()).add(rank["stage"])
         return tuple(
-            Parameter(name, tuple(shape), tuple(sorted(stages[name])), cut) for name, shape, cut in told[0]["model"]
+            Parameter(name, tuple(shape), tuple(sorted(stages[name])), cut) for name, shape, cut in ranks[0]["model"]
         )
 
     def _step(self, number: int, steps: int) -> StepComparison:
         """Train a step on both sides and compare it."""
         lr = self._rate.at(number - 1)
-        self._pace.tell(f"step {number} of {steps}: training on one process")
+        self._progress.show(f"step {number} of {steps}: training on one process")
         loss, norm = self._one.step(lr) if self._one is not None else (0.0, 0.0)
-        self._pace.tell(f"step {number} of {steps}: training in the layout")
+        self._progress.show(f"step {number} of {steps}: training in the layout")
         loss_here, norm_here = self._here.step(lr)
         figures = torch.tensor([loss, norm], dtype=torch.float64, device=self._mesh.device)
         self._mesh.world.broadcast(figures, 0).wait()
@@ -173,9 +175,9 @@ class _Comparison:
         return StepComparison(number, Figure(loss_here, loss), Figure(norm_here, norm), gradients, copies)
 
     def _differences(self, kind: str, least: float, doing: str) -> Iterator[TensorDifference]:
-        """How every parameter's `kind` differs, measured by its largest element and `least` at least; a collective."""
+        """Yield how every parameter's `kind` differs, relative to its largest element or to `least`; a collective."""
         for index, parameter in enumerate(self._parameters):
-            self._pace.tell(f"{doing}, {index} of {len(self._parameters)}")
+            self._progress.show(f"{doing}, {index} of {len(self._parameters)}")
             found = self._here.tensors.full(parameter.name, kind, parameter.shape)
             self._mesh.world.all_reduce(found).wait()
             if self._one is not None:
@@ -186,28 +188,28 @@ class _Comparison:
             yield difference(parameter.name, found, expected, least=least)
 
     def _copies(self, kind: str) -> tuple[CopyDifference, ...]:
-        """Copies that are not the same; a collective."""
-        told = gather_json(self._mesh.world, self._here.tensors.copies(kind), self._mesh.device)
-        self._num_copies += _num_copies(self._mesh.topology, told[0])
-        return copy_differences(self._mesh.topology, told)
+        """Return the copies that are not the same; a collective."""
+        digests = gather_json(self._mesh.world, self._here.tensors.copies(kind), self._mesh.device)
+        self._num_copies += _num_copies(self._mesh.topology, digests[0])
+        return copy_differences(self._mesh.topology, digests)
 
 
-class _Pace:
-    """Tells what is being done when nothing has been told for a while."""
+class _Progress:
+    """Progress messages, printed when nothing has been printed for a while."""
 
-    def __init__(self, tell: Tell) -> None:
-        self._tell = tell
+    def __init__(self, print_line: PrintLine) -> None:
+        self._print_line = print_line
         self._last = time.monotonic()
 
-    def tell(self, text: str) -> None:
+    def show(self, text: str) -> None:
         now = time.monotonic()
         if now - self._last >= _SILENCE_SECONDS:
             self._last = now
-            self._tell(text)
+            self._print_line(text)
 
 
 def difference(name: str, found: Tensor, expected: Tensor, *, least: float) -> TensorDifference:
-    """How a tensor differs from the expected one, of the same shape, measured by its largest element or by `least`."""
+    """Return how a tensor differs from the expected one, relative to its largest element or to `least`."""
     apart = (found - expected).abs()
     highest = float(expected.abs().max())
     scale = max(highest, least)
@@ -219,23 +221,23 @@ def difference(name: str, found: Tensor, expected: Tensor, *, least: float) -> T
 
 
 def _factor(found: Tensor, expected: Tensor, highest: float) -> float | None:
-    """What `expected` has to be multiplied with to become `found`, if anything does that."""
+    """Return the factor by which `found` is `expected`, if there is one."""
     if not highest > 0.0:
         return None
-    scaled = expected / highest  # squares of small gradients would be lost
+    scaled = expected / highest  # otherwise squares of small gradients would underflow
     factor = float((found / highest * scaled).sum() / scaled.square().sum())
     rest = float((found / highest - factor * scaled).abs().max())
     return factor if rest <= _FACTOR_BOUND * abs(factor) else None
 
 
 def _least_weight(config: OptimizerConfig, norms: list[float]) -> float:
-    """What weights are measured by at least: the learning rate, or what Adam makes of gradients' rounding errors."""
+    """Return the scale of small weights: the learning rate, or Adam's update from gradients' rounding errors."""
     clipped = [norm * float(clip_coefficient(torch.tensor(norm), config.clip_grad)) for norm in norms]
     return config.lr * max(1.0, max(clipped) * _USUAL_EPSILON / config.adam_eps)
 
 
 def _num_copies(topology: Topology, copies: Mapping[str, Mapping[str, Mapping[str, str]]]) -> int:
-    """How many parameters of a rank have copies elsewhere, counted along every axis that has several ranks."""
+    """Return how many parameters of a rank have copies elsewhere, counted along every axis that has several ranks."""
     return sum(
         len(digests) for axis in ("tp", ENDS, "dp") if topology.size(axis) > 1 for digests in copies[axis].values()
     )

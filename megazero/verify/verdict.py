@@ -1,7 +1,7 @@
-"""What came of comparing a layout with one process: figures, what differs first, and which axis that points to.
+"""The result of a comparison: figures, the first difference, and the axis that it points to.
 
-Pure: parameters are known by name, shape and where they lie, no tensor is touched.  *Here* is the layout, *one* the
-same run on one process; *copies* are what several ranks hold of the same thing.
+Pure: parameters are given by name, shape and stages, no tensor is read.  *Here* is the layout, *one* the same run on
+one process; *copies* are tensors that several ranks hold alike.
 """
 
 import math
@@ -39,14 +39,14 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure here, and on one process."""
+    """A figure of the layout, and that of one process."""
 
     here: float
     one: float
 
     @property
     def difference(self) -> float:
-        """Relative; inf where that isn't a number."""
+        """The relative difference; inf where it is no number."""
         if self.here == self.one:
             return 0.0
         difference = abs(self.here - self.one) / abs(self.one) if self.one else math.inf
@@ -59,10 +59,10 @@ class Figure:
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """How a parameter's tensor differs: at most by `largest`, which is measured by `scale`; inf where one is no number.
+    """The difference of a parameter's tensor: at most `largest`, measured by `scale`; inf where one is no number.
 
-    beyond: elements whose difference is above the bound, of numel.  factor: what the one process's tensor has to be
-    multiplied with to become the one here (1 where they agree); None if there is none, as between rounding errors.
+    beyond: elements whose difference is above the bound, of numel.  factor: the tensor here divided by the one
+    process's (1 where they agree); None if they are not proportional, as between rounding errors.
     """
 
     name: str
@@ -142,7 +142,7 @@ class Report:
         return all(step.agrees for step in self.steps) and not self.copies and all(w.agrees for w in self.weights)
 
     def lines(self) -> Iterator[str]:
-        """The report as a user reads it."""
+        """Yield the lines of the report for the user."""
         yield f"layout: {self.topology.describe()}, {self.layout}"
         yield from _table(self.steps)
         gradients = [(found, f", step {step.step}") for step in self.steps for found in step.gradients]
@@ -159,7 +159,7 @@ class Report:
         yield from (f"    {hint}" for hint in self.hints())
 
     def first_difference(self) -> str:
-        """What differs in the first step in which anything does, the first parameter in the model's order."""
+        """Describe the first difference: the first step that differs, the first parameter in the model's order."""
         step = self._first_step()
         if step is None:
             return f"after step {len(self.steps)}, {_first_of('weight', self.weights, self.copies)}"
@@ -169,20 +169,20 @@ class Report:
         return f"step {step.step}, {name}: {figure.here!r}, {figure.one!r} on one process"
 
     def hints(self) -> Iterator[str]:
-        """What the pattern of the first difference tells of where it comes from."""
+        """Yield what the pattern of the first difference indicates about its cause."""
         step = self._first_step()
         if step is None:
-            yield "all gradients agree: what updates weights, or hands updated ones to the other ranks"
+            yield "all gradients agree: the update of weights, or the exchange of updated weights between ranks"
         elif step.step > 1:
-            yield f"step {step.step - 1} agrees: what updates weights at its end, or hands updated ones to other ranks"
+            yield f"step {step.step - 1} agrees: the update of weights at its end, or their exchange between ranks"
         elif not step.loss.agrees:
             yield f"the loss differs too, so it is the forward pass: {self._forward_suspects()}"
         elif step.differing:
             yield self._gradient_suspect(step)
         elif step.copies:
-            yield "the copy that counts agrees with one process: what sums or updates the other copies"
+            yield "the copy that is compared agrees with one process: the sum or the update of the other copies"
         else:
-            yield "all gradients agree: how their squares are summed over ranks"
+            yield "all gradients agree: the sum of their squares over ranks"
 
     def _first_step(self) -> StepComparison | None:
         return next((step for step in self.steps if not step.agrees), None)
@@ -196,39 +196,39 @@ class Report:
         return ", ".join(name for name, size in suspects.items() if size > 1) or "recomputation"
 
     def _gradient_suspect(self, step: StepComparison) -> str:
-        """Where gradients go wrong on their way when the loss is right."""
+        """Name the reduction or exchange that gradients pass wrongly when the loss is right."""
         names = {found.name for found in step.differing}
         chosen = [parameter for parameter in self.parameters if parameter.name in names]
         factor = _common_factor(step)
         if factor is not None:
             return f"all gradients are {factor:.6g} times as large: the data-parallel reduction, or its divisor"
         if all(len(parameter.stages) > 1 for parameter in chosen):
-            return "only what the first and the last pipeline stage share differs: the sum of gradients over the two"
+            return "only parameters shared by the first and the last pipeline stage differ: their sum over the two"
         if self.topology.tp > 1 and not any(parameter.cut for parameter in chosen):
-            return "only what every tensor-parallel rank holds whole differs: the sum of gradients over the tensor axis"
+            return "only parameters that every tensor-parallel rank holds whole differ: their sum over the tensor axis"
         if len(chosen) < len(self.parameters) and chosen == list(self.parameters[: len(chosen)]):
             return self._backward_suspect(chosen[-1], self.parameters[len(chosen)])
         return "the reduction of the buckets that hold them, over the data-parallel axis"
 
     def _backward_suspect(self, last: Parameter, behind: Parameter) -> str:
-        """Everything up to `last` differs and nothing from `behind` on: backward brings it down."""
+        """Name the exchange in backward if everything up to `last` differs and nothing from `behind` on."""
         found = f"everything up to {last.name} differs and nothing behind it:"
         if last.stages[0] != behind.stages[0]:
             return f"{found} the gradients that pipeline stage {behind.stages[0]} sends to {last.stages[0]}"
-        return f"{found} what backward passes on from there, over the tensor axis if that has several ranks"
+        return f"{found} the gradients that backward passes on from there, over the tensor axis if it has several ranks"
 
 
 def copy_differences(
-    topology: Topology, told: Sequence[dict[str, dict[str, dict[str, str]]]]
+    topology: Topology, digests: Sequence[dict[str, dict[str, dict[str, str]]]]
 ) -> tuple[CopyDifference, ...]:
-    """Copies that are not the same.  told, by rank: axis -> kind -> parameter's name -> digest of its bits."""
+    """Return the copies that are not the same; digests, by rank: axis -> kind -> parameter's name -> digest."""
     found = []
     for axis in ("tp", ENDS, "dp"):
         for group in topology.groups(axis):
-            first = told[group[0]].get(axis, {})
-            for kind, name in ((kind, name) for kind, digests in first.items() for name in digests):
+            first = digests[group[0]].get(axis, {})
+            for kind, name in ((kind, name) for kind, names in first.items() for name in names):
                 others = [
-                    rank for rank in group if told[rank].get(axis, {}).get(kind, {}).get(name) != first[kind][name]
+                    rank for rank in group if digests[rank].get(axis, {}).get(kind, {}).get(name) != first[kind][name]
                 ]
                 if others:
                     found.append(CopyDifference(axis, kind, name, (group[0], *others)))
@@ -247,13 +247,13 @@ def _table(steps: Sequence[StepComparison]) -> Iterator[str]:
 
 
 def _largest(found: Sequence[tuple[TensorDifference, str]]) -> str:
-    """The largest difference and where it is."""
+    """Describe the largest difference and where it is."""
     worst, where = max(found, key=lambda pair: pair[0].relative)
     return f"largest difference {worst.relative:.1e} ({worst.name}{where})" if worst.relative else "no difference"
 
 
 def _first_of(kind: str, tensors: Sequence[TensorDifference], copies: Sequence[CopyDifference]) -> str:
-    """`gradient of NAME: how it differs; 3 more parameters differ`; what differs from one process comes first."""
+    """Describe the first difference of a kind: `gradient of NAME: how it differs; 3 more parameters differ`."""
     differing: list[TensorDifference | CopyDifference] = [found for found in tensors if not found.agrees]
     differing += copies
     found = differing[0]
@@ -263,7 +263,7 @@ def _first_of(kind: str, tensors: Sequence[TensorDifference], copies: Sequence[C
 
 
 def _common_factor(step: StepComparison) -> float | None:
-    """By what all gradients are wrong alike."""
+    """Return the factor by which all gradients are wrong alike, if there is one."""
     factors = [found.factor for found in step.differing]
     first = factors[0]
     if first is None or any(found.agrees and found.factor is not None for found in step.gradients):

@@ -3,7 +3,7 @@
 #
 # One srun starts one task a GPU; a first one tests the nodes (tools/preflight.py), the next trains.  A run that is
 # asked to stop saves and exits with a status of its own, and the job is requeued: under the same id, with the same
-# command line, it goes on from its last checkpoint.  So does a job that fails, until MAX_FAILURES starts in a row have
+# command line, it resumes from its last checkpoint.  So does a job that fails, until MAX_FAILURES starts in a row have
 # brought no new checkpoint.  Status 0 ends the job; so does 2, which is for a person to mend.
 #
 # Slurm sends the signal of `#SBATCH --signal=USR1@SECONDS` (no "B:") to the tasks and not to this shell.
@@ -38,13 +38,13 @@ check_job() {
     [[ -n "${SLURM_JOB_ID:-}" ]] || fail "this is a batch script: sbatch [options] $0 [flags of pretrain_gpt.py]"
     [[ -f pretrain_gpt.py ]] || fail "no pretrain_gpt.py in $PWD; call sbatch in the project's folder"
     python="${PYTHON:-.venv/bin/python}"
-    command -v "$python" >/dev/null || fail "$python is not there; make it (scripts/test.sh does), or name one with PYTHON=..."
-    [[ -n "${SLURM_NTASKS:-}" ]] || fail "sbatch was not told how many tasks; say --ntasks-per-node, one task a GPU"
+    command -v "$python" >/dev/null || fail "$python is missing; make it (scripts/test.sh does), or name one with PYTHON=..."
+    [[ -n "${SLURM_NTASKS:-}" ]] || fail "the number of tasks is unknown; pass --ntasks-per-node, one task a GPU"
     ((SLURM_NTASKS % SLURM_JOB_NUM_NODES == 0)) ||
-        fail "$SLURM_NTASKS tasks on $SLURM_JOB_NUM_NODES nodes; say --ntasks-per-node, one task a GPU"
+        fail "$SLURM_NTASKS tasks on $SLURM_JOB_NUM_NODES nodes; pass --ntasks-per-node, one task a GPU"
     local word
     for word in "$@"; do
-        [[ ! "$word" =~ ^--(save|load)(=|$) ]] || fail "$word is the job's own; RUN_FOLDER=... says where a run is kept"
+        [[ ! "$word" =~ ^--(save|load)(=|$) ]] || fail "$word is set by the job; RUN_FOLDER=... sets the folder of a run"
     done
     folder="${RUN_FOLDER:-runs/$SLURM_JOB_NAME}"
     mkdir -p "$folder"
@@ -87,7 +87,7 @@ train() {
 count_failure() {
     local record="$folder/failures" now before=none count=0
     now="$(checkpoint)"
-    # A job that somebody has submitted anew starts counting anew.
+    # A job that is submitted anew starts counting anew.
     if [[ -f "$record" ]] && ((${SLURM_RESTART_COUNT:-0} > 0)); then
         read -r before count <"$record"
     fi
@@ -99,7 +99,7 @@ count_failure() {
 # Ends this shell too, unless Slurm refuses.
 requeue() {
     say "$1; requeued"
-    scontrol requeue "$SLURM_JOB_ID" || fail "Slurm does not requeue job $SLURM_JOB_ID; submit it again, and it goes on"
+    scontrol requeue "$SLURM_JOB_ID" || fail "Slurm does not requeue job $SLURM_JOB_ID; submit it again to resume it"
     exit 0
 }
 
@@ -113,7 +113,7 @@ conclude() {
     esac
     failures="$(count_failure)"
     ((failures < ${MAX_FAILURES:-3})) || {
-        say "ended with status $status, $failures times in a row without a new checkpoint: given up"
+        say "ended with status $status, $failures times in a row without a new checkpoint: not started again"
         exit "$status"
     }
     requeue "ended with status $status (failure $failures without a new checkpoint)"

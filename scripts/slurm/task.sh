@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# One task of srun becomes one rank: Slurm's names of who it is, told under torch's names; then the program itself, so
-# that signals reach it and no shell in between.
+# Turns one task of srun into one rank: sets torch's variables from Slurm's, then replaces this shell by the program, so
+# that signals reach it.
 set -euo pipefail
 export RANK="$SLURM_PROCID"
 export WORLD_SIZE="$SLURM_NTASKS"

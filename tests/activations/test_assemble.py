@@ -6,8 +6,8 @@ from support.late_communicator import LateCommunicator
 from support.recomputed_programs import CPU
 from support.thread_world import run_threads
 
-from megazero.activations.assemble import RankParts, activation_plan, choices, describe, recomputation
-from megazero.activations.places import InArena, OnDevice, OnHost
+from megazero.activations.assemble import RankParts, activation_plan, configured_plan, describe, recomputation
+from megazero.activations.copy_stores import ArenaStore, DeviceStore, HostStore
 from megazero.activations.recompute import Recomputation
 from megazero.comm.interface import Communicator
 from megazero.comm.local import LocalCommunicator
@@ -28,7 +28,7 @@ def full(**changes: object) -> ActivationConfig:
 
 
 def runs_of(config: ActivationConfig, num_layers: int = 6) -> Recomputation:
-    number = choices(config).num_checkpoints(num_layers)
+    number = configured_plan(config).num_checkpoints(num_layers)
     found = activation_plan(config, number, rank_parts()).recomputation
     assert found is not None
     return found
@@ -42,8 +42,8 @@ def test_without_recomputation_nobody_carries_it_out() -> None:
 
 def test_selective_recomputes_the_core_and_keeps_its_inputs_themselves() -> None:
     plan = activation_plan(ActivationConfig(recompute_granularity="selective"), 4, rank_parts())
-    assert plan.core is plan.recomputation is not None
-    assert plan.recomputation.checkpoints.places is None
+    assert plan.core_recomputation is plan.recomputation is not None
+    assert plan.recomputation.checkpoints.copies is None
 
 
 @pytest.mark.parametrize(
@@ -59,23 +59,25 @@ def test_selective_recomputes_the_core_and_keeps_its_inputs_themselves() -> None
 def test_recomputed_segments(changes: dict[str, object], segments: list[tuple[int, int]]) -> None:
     plan = activation_plan(full(**changes), 5, rank_parts())
     assert [segment[:2] for segment in plan.segments(5) if segment.is_recomputed] == segments
-    assert plan.core is None and plan == choices(full(**changes)).carried_out_by(plan.recomputation)  # type: ignore[arg-type]
+    assert plan.core_recomputation is None and plan == configured_plan(full(**changes)).with_recomputation(
+        plan.recomputation
+    )  # type: ignore[arg-type]
 
 
 def test_places() -> None:
-    assert runs_of(full()).checkpoints.places is None
-    assert isinstance(runs_of(full(contiguous_checkpointing=True)).checkpoints.places, InArena)
-    on_host = runs_of(full(checkpoint_in_cpu=True)).checkpoints.places
-    assert isinstance(on_host, OnHost) and isinstance(on_host.rooms, OnDevice)
-    both = runs_of(full(checkpoint_in_cpu=True, contiguous_checkpointing=True)).checkpoints.places
-    assert isinstance(both, OnHost) and isinstance(both.rooms, InArena)
+    assert runs_of(full()).checkpoints.copies is None
+    assert isinstance(runs_of(full(contiguous_checkpointing=True)).checkpoints.copies, ArenaStore)
+    on_host = runs_of(full(checkpoint_in_cpu=True)).checkpoints.copies
+    assert isinstance(on_host, HostStore) and isinstance(on_host.device_store, DeviceStore)
+    both = runs_of(full(checkpoint_in_cpu=True, contiguous_checkpointing=True)).checkpoints.copies
+    assert isinstance(both, HostStore) and isinstance(both.device_store, ArenaStore)
 
 
 def arena_bytes(runs: Recomputation, passes: int = 1) -> int:
     """After so many forwards of three calls on 64 bytes each, and their backwards."""
-    places = runs.checkpoints.places
-    arena = places.rooms if isinstance(places, OnHost) else places
-    assert isinstance(arena, InArena)
+    copies = runs.checkpoints.copies
+    arena = copies.device_store if isinstance(copies, HostStore) else copies
+    assert isinstance(arena, ArenaStore)
     for _ in range(passes):
         runs.checkpoints.begin_pass()
         x = torch.ones(16, requires_grad=True) * 1
@@ -141,15 +143,15 @@ def test_times_and_waits() -> None:
 @pytest.mark.parametrize(
     ("config", "phrase"),
     [
-        (ActivationConfig(), "activations: kept until backward"),
+        (ActivationConfig(), "activations: retained until backward"),
         (
             ActivationConfig(recompute_granularity="selective"),
-            "activations: kept until backward, the attention core's recomputed",
+            "activations: retained until backward, the attention core's recomputed",
         ),
-        (full(), "activations: recomputed from 6 checkpoints, each kept on the device"),
+        (full(), "activations: recomputed from 6 activation checkpoints, each stored on the device"),
         (
             full(partition_activations=True, checkpoint_in_cpu=True, contiguous_checkpointing=True),
-            "activations: recomputed from 6 checkpoints, 1/4 of each kept in host memory, in one arena",
+            "activations: recomputed from 6 activation checkpoints, 1/4 of each stored in host memory, in one arena",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""What is kept of checkpoints: whole, in slices, in an arena, on the host; what comes back, when and how much of it."""
+"""Activation checkpoints whole, in slices, in an arena, on the host: the restored tensors, their order and memory."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,8 +20,8 @@ from support.recomputed_programs import (
 from support.thread_world import run_threads
 from torch import Tensor, nn
 
-from megazero.activations.checkpoints import Checkpoints
-from megazero.activations.places import InArena, OnHost
+from megazero.activations.checkpoints import ActivationCheckpoints
+from megazero.activations.copy_stores import ArenaStore, HostStore
 from megazero.activations.recompute import Recomputation
 from megazero.comm.interface import Communicator, ReduceKind, Work
 from megazero.errors import UsageError
@@ -31,8 +31,10 @@ from megazero.memory.ledger import Ledger
 SIZES = [2, 3, 4]
 
 
-def checkpoints(keeping: str = "itself", slices: Communicator | None = None, **more: Any) -> Checkpoints:
-    return Checkpoints(slices=slices, places=places_of(keeping, more.get("ledger")), **more)
+def checkpoints(
+    keeping: str = "itself", partition_over: Communicator | None = None, **more: Any
+) -> ActivationCheckpoints:
+    return ActivationCheckpoints(partition_over=partition_over, copies=places_of(keeping, more.get("ledger")), **more)
 
 
 def various() -> list[Tensor]:
@@ -49,18 +51,18 @@ def is_dense(tensor: Tensor) -> bool:
     )
 
 
-def check_return(keeping: str, slices: Communicator | None) -> None:
-    keeps = checkpoints(keeping, slices)
+def check_return(keeping: str, partition_over: Communicator | None) -> None:
+    keeps = checkpoints(keeping, partition_over)
     keeps.begin_pass()
     given = various()
     expected = [tensor.clone() for tensor in given]
-    kept = keeps.keep(given)
-    kept.leave()
-    if keeping != "itself" or (slices is not None and slices.size > 1):
+    kept = keeps.save(given)
+    kept.release_source()
+    if keeping != "itself" or (partition_over is not None and partition_over.size > 1):
         for tensor in given:
             tensor.untyped_storage().fill_(7)
     for _ in range(2):
-        for tensor, before, values in zip(kept.bring(), given, expected, strict=True):
+        for tensor, before, values in zip(kept.restore(), given, expected, strict=True):
             assert tensor.dtype == values.dtype and torch.equal(tensor, values)
             assert not tensor.requires_grad
             assert not is_dense(before) or tensor.stride() == before.stride()
@@ -88,7 +90,7 @@ def different_bits(rank: int, size: int) -> list[tuple[str, str]]:
     for name, body in PROGRAMS.items():
         expected = outcome(body, plain, dtypes.get(name, torch.float64))
         for keeping in KEEPINGS:
-            runs = recomputation(keeping, slices=axis)
+            runs = recomputation(keeping, partition_over=axis)
             if not same(outcome(body, runs.run, dtypes.get(name, torch.float64)), expected):
                 found.append((name, keeping))
     forget_unfinished(mesh)  # of checkpoints that no backward has asked for
@@ -127,7 +129,7 @@ class Recording:
 def gathers_of_four_layers(rank: int, size: int) -> tuple[list[str], dict[str, dict[str, int]]]:
     """Layer n works on [n + 4, 5] elements of float32."""
     mesh, events = mesh_in_worker(rank, tp=size), []
-    runs = recomputation(slices=Recording(mesh.axis("tp"), events))  # type: ignore[arg-type]
+    runs = recomputation(partition_over=Recording(mesh.axis("tp"), events))  # type: ignore[arg-type]
     weight = nn.Parameter(torch.rand(5))
 
     def part(number: int, x: Tensor) -> Tensor:
@@ -169,10 +171,10 @@ def test_what_is_no_activation_is_kept_as_it_is(keeping: str) -> None:
     """Parameters, what gradients are asked for, ids, masks, lone numbers, nothing."""
     leaf = torch.ones(4, requires_grad=True)
     given = [nn.Parameter(torch.ones(4)), leaf, torch.arange(6), torch.ones(5) > 0, torch.tensor(2.5), torch.ones(0, 3)]
-    kept = checkpoints(keeping, Refusing()).keep(given)  # type: ignore[arg-type]
-    kept.leave()
+    kept = checkpoints(keeping, Refusing()).save(given)  # type: ignore[arg-type]
+    kept.release_source()
     kept.gather()
-    brought = kept.bring()
+    brought = kept.restore()
     assert brought[0] is given[0] and brought[1] is leaf
     assert all(a.data_ptr() == b.data_ptr() and torch.equal(a, b) for a, b in zip(brought, given, strict=True))
 
@@ -239,13 +241,13 @@ def on_the_way_back(runs: Recomputation, look: Callable[[], int], count: int = 6
 
 
 def rooms_in_use(world: LateCommunicator) -> tuple[list[int], int, int, int]:
-    runs = recomputation("host and arena", slices=world)
-    places = runs.checkpoints.places
-    assert isinstance(places, OnHost) and isinstance(places.rooms, InArena)
-    rooms, unit = places.rooms, {1: 128, 2: 64, 3: 64}[world.size]  # of 96, 48 and 32 bytes
-    seen = on_the_way_back(runs, lambda: 0 if rooms.arena is None else rooms.arena.statistics.live_bytes // unit)
-    assert rooms.arena is not None and rooms.arena.statistics.capacity_bytes == 3 * unit
-    return seen, rooms.arena.statistics.live_bytes, rooms.num_outside, places.host.live_bytes
+    runs = recomputation("host and arena", partition_over=world)
+    copies = runs.checkpoints.copies
+    assert isinstance(copies, HostStore) and isinstance(copies.device_store, ArenaStore)
+    store, unit = copies.device_store, {1: 128, 2: 64, 3: 64}[world.size]  # of 96, 48 and 32 bytes
+    seen = on_the_way_back(runs, lambda: 0 if store.arena is None else store.arena.statistics.live_bytes // unit)
+    assert store.arena is not None and store.arena.statistics.capacity_bytes == 3 * unit
+    return seen, store.arena.statistics.live_bytes, store.num_outside, copies.host.live_bytes
 
 
 @pytest.mark.parametrize(
@@ -258,16 +260,16 @@ def test_from_the_host_three_are_on_their_way_at_most(size: int, expected: list[
 
 def test_from_the_host_two_are_fetched_ahead() -> None:
     runs = recomputation("host")
-    host = runs.checkpoints.places.host  # type: ignore[union-attr]
+    host = runs.checkpoints.copies.host  # type: ignore[union-attr]
     assert on_the_way_back(runs, lambda: host.fetched_bytes // 96) == [3, 4, 5, 6, 6, 6]
     assert (host.sent_bytes, host.fetched_bytes, host.live_bytes) == (6 * 96, 6 * 96, 0)
 
 
 def looks_of_an_unknown_model(world: LateCommunicator) -> tuple[list[int], list[str]]:
     events: list[str] = []
-    slices = Recording(world, events)
-    kept = Checkpoints(slices=slices, trusts=False, places=places_of("host", None))  # type: ignore[arg-type]
-    host = kept.places.host  # type: ignore[union-attr]
+    partition_over = Recording(world, events)
+    kept = ActivationCheckpoints(partition_over=partition_over, is_replicated=False, copies=places_of("host", None))  # type: ignore[arg-type]
+    host = kept.copies.host  # type: ignore[union-attr]
     runs = Recomputation(DefaultGenerators(CPU), kept)
     return on_the_way_back(runs, lambda: host.fetched_bytes // 48), [event.split(":")[0] for event in events]
 
@@ -282,7 +284,7 @@ def test_of_an_unknown_model_slices_are_fetched_ahead_and_gathered_when_needed()
 def test_a_pass_begins_with_nothing_before_it() -> None:
     """Its first checkpoint does not bring back the last one of a pass whose backward is still to come."""
     runs = recomputation("host")
-    host = runs.checkpoints.places.host  # type: ignore[union-attr]
+    host = runs.checkpoints.copies.host  # type: ignore[union-attr]
     x = torch.ones(24, requires_grad=True)
     first = runs.run(torch.exp, x * 1)
     runs.checkpoints.begin_pass()
@@ -294,7 +296,7 @@ def test_a_pass_begins_with_nothing_before_it() -> None:
 
 def test_a_checkpoint_that_is_gone_is_not_brought_back() -> None:
     runs = recomputation("host")
-    host = runs.checkpoints.places.host  # type: ignore[union-attr]
+    host = runs.checkpoints.copies.host  # type: ignore[union-attr]
     x = torch.ones(24, requires_grad=True)
     kept = [runs.run(torch.exp, x * factor) for factor in range(3)]
     del kept[1]
@@ -304,7 +306,7 @@ def test_a_checkpoint_that_is_gone_is_not_brought_back() -> None:
 
 def checkpoint_bytes(world: Communicator | None, keeping: str) -> int:
     with Ledger(CPU) as ledger:
-        runs = recomputation(keeping, slices=world, ledger=ledger)
+        runs = recomputation(keeping, partition_over=world, ledger=ledger)
         x = torch.ones(5, 7, requires_grad=True) * 1
         for _ in range(4):
             x = runs.run(lambda x: x.exp().sin(), x)
@@ -346,9 +348,9 @@ def test_an_end_without_backward_gives_everything_back() -> None:
     for keeping in KEEPINGS[1:]:
         runs = recomputation(keeping)
         x = runs.run(torch.exp, runs.run(torch.exp, torch.ones(9, requires_grad=True) * 1))
-        places = runs.checkpoints.places
-        arena = places.rooms if isinstance(places, OnHost) else places
+        copies = runs.checkpoints.copies
+        arena = copies.device_store if isinstance(copies, HostStore) else copies
         del x
-        if isinstance(arena, InArena) and arena.arena is not None:
+        if isinstance(arena, ArenaStore) and arena.arena is not None:
             assert arena.arena.statistics.live_bytes == 0
-        assert not isinstance(places, OnHost) or places.host.live_bytes == 0
+        assert not isinstance(copies, HostStore) or copies.host.live_bytes == 0

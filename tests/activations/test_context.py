@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megazero.activations.checkpoints import Checkpoints
+from megazero.activations.checkpoints import ActivationCheckpoints
 from megazero.activations.context import recompute, recomputing
 from megazero.activations.recompute import Recomputation
 from megazero.generators import DefaultGenerators
@@ -75,7 +75,7 @@ def test_another_thread_has_none() -> None:
 def test_each_forward_is_a_pass() -> None:
     passes = []
 
-    class Noting(Checkpoints):
+    class Noting(ActivationCheckpoints):
         def begin_pass(self) -> None:
             passes.append("begun")
             super().begin_pass()

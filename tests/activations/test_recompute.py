@@ -291,7 +291,7 @@ def test_without_gradients_the_function_is_just_called() -> None:
     runs = recomputation("arena")
     with torch.no_grad():
         y = runs.run(torch.exp, torch.ones(3, requires_grad=True) * 1)
-    assert not y.requires_grad and runs.checkpoints.places.arena is None  # type: ignore[union-attr]
+    assert not y.requires_grad and runs.checkpoints.copies.arena is None  # type: ignore[union-attr]
 
 
 class Watch:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megazero.activations.places import InArena, OnHost
+from megazero.activations.copy_stores import ArenaStore, HostStore
 from megazero.activations.recompute import Recomputation
 from megazero.comm.interface import Communicator
 from megazero.comm.startup import make_mesh
@@ -67,7 +67,7 @@ def test_what_autograd_saves_is_gone_after_forward(keeping: str) -> None:
 def alive_in_the_next_layer(rank: int, size: int, keeping: str) -> list[tuple[bool, ...]]:
     """Which layers' inputs still have their own memory, asked inside every layer of a forward."""
     axis: Communicator | None = mesh_in_worker(rank, tp=size).axis("tp") if size > 1 else None
-    runs, alive = recomputation(keeping, slices=axis), Alive()
+    runs, alive = recomputation(keeping, partition_over=axis), Alive()
     found: list[tuple[bool, ...]] = []
 
     def part(x: Tensor) -> Tensor:
@@ -161,10 +161,10 @@ def test_nested_calls_keep_nothing_of_their_own_after_forward() -> None:
 
 def held(runs: Recomputation) -> list[int]:
     """Bytes in the arena and on the host."""
-    places = runs.checkpoints.places
-    arena = places.rooms if isinstance(places, OnHost) else places
-    in_arena = arena.arena.statistics.live_bytes if isinstance(arena, InArena) and arena.arena is not None else 0
-    return [in_arena, places.host.live_bytes if isinstance(places, OnHost) else 0]
+    copies = runs.checkpoints.copies
+    arena = copies.device_store if isinstance(copies, HostStore) else copies
+    in_arena = arena.arena.statistics.live_bytes if isinstance(arena, ArenaStore) and arena.arena is not None else 0
+    return [in_arena, copies.host.live_bytes if isinstance(copies, HostStore) else 0]
 
 
 @pytest.mark.parametrize("keeping", KEEPINGS)
@@ -214,7 +214,7 @@ def test_a_rank_of_many_with_fake_tensors(keeping: str) -> None:
     rows, size = 1000, 8
     with fake_ranks(size), FakeTensorMode(), Ledger(CPU) as ledger:
         mesh = make_mesh(Topology(tp=size), 1, CPU, FusedBuffers(0, CPU))
-        runs = recomputation(keeping, slices=mesh.axis("tp"), ledger=ledger)
+        runs = recomputation(keeping, partition_over=mesh.axis("tp"), ledger=ledger)
         m = Parts()
         x = torch.ones(rows, WIDTH, requires_grad=True) * 1
         for _ in range(4):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.recomputed_programs import recomputation
 
-from megazero.activations.recompute_plan import KEEP_ALL, ActivationPlan, Granularity, Method, Segment
+from megazero.activations.recompute_plan import NO_RECOMPUTATION, ActivationPlan, Granularity, Method, Segment
 
 
 def spans(plan: ActivationPlan, total: int) -> list[tuple[int, int, bool]]:
@@ -31,7 +31,7 @@ def test_block_recomputes_the_first_layers_one_by_one() -> None:
 @pytest.mark.parametrize("granularity", ["none", "selective"])
 def test_whole_layers_are_recomputed_under_full_alone(granularity: Granularity) -> None:
     assert ActivationPlan(granularity, num_layers=2).segments(4) == (Segment(0, 4, is_recomputed=False),)
-    assert KEEP_ALL.segments(4) == (Segment(0, 4, is_recomputed=False),)
+    assert NO_RECOMPUTATION.segments(4) == (Segment(0, 4, is_recomputed=False),)
 
 
 @given(st.sampled_from(["none", "selective", "full"]), st.sampled_from(["uniform", "block"]), st.data())
@@ -46,10 +46,14 @@ def test_every_layer_runs_once_in_order(granularity: Granularity, method: Method
 
 def test_the_core_is_recomputed_under_selective_alone() -> None:
     runs = recomputation()
-    assert [ActivationPlan(kind, runs).core for kind in ("none", "selective", "full")] == [None, runs, None]  # type: ignore[arg-type]
+    assert [ActivationPlan(kind, runs).core_recomputation for kind in ("none", "selective", "full")] == [
+        None,
+        runs,
+        None,
+    ]  # type: ignore[arg-type]
 
 
 def test_who_carries_it_out_changes_nothing_else() -> None:
     plan, runs = full("block", 3), recomputation()
-    carried = plan.carried_out_by(runs)
-    assert carried.recomputation is runs and carried.carried_out_by(None) == plan  # type: ignore[arg-type]
+    carried = plan.with_recomputation(runs)
+    assert carried.recomputation is runs and carried.with_recomputation(None) == plan  # type: ignore[arg-type]

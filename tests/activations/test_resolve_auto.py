@@ -7,7 +7,7 @@ import torch
 from support.processes import mesh_in_worker, run_ranks
 
 from megazero.activations.decision import CheckpointSizes, Decision, Switch
-from megazero.activations.resolve_auto import measure, settle
+from megazero.activations.resolve_auto import measure, resolve_switches
 from megazero.comm.mesh import Mesh
 from megazero.comm.startup import make_mesh
 from megazero.memory.fused_buffers import FusedBuffers
@@ -23,7 +23,7 @@ def alone() -> Mesh:
 
 
 def test_one_process_needs_neither() -> None:
-    decision = settle(alone(), SMALL, num_micro_batches=4, data_parallel_bytes=0)
+    decision = resolve_switches(alone(), SMALL, num_micro_batches=4, data_parallel_bytes=0)
     assert (decision.partition, decision.in_cpu) == (False, False)
     assert len(decision.reasons) == 2
     speeds = measure(alone(), checkpoint_bytes=1 << 20, data_parallel_bytes=0)
@@ -33,7 +33,9 @@ def test_one_process_needs_neither() -> None:
 def test_what_was_said_is_not_measured() -> None:
     mesh = alone()
     mesh.meter.record("dp", "all_gather", 5)
-    decision = settle(mesh, SMALL, num_micro_batches=1, data_parallel_bytes=HUGE, partition=True, in_cpu=False)
+    decision = resolve_switches(
+        mesh, SMALL, num_micro_batches=1, data_parallel_bytes=HUGE, partition=True, in_cpu=False
+    )
     assert decision == Decision(True, False, ())
     assert mesh.meter.bytes_by_axis() == {"dp": {"all_gather": 5}}  # measuring would have forgotten it
 
@@ -42,7 +44,7 @@ def settled(
     rank: int, tp: int, dp: int, data_parallel_bytes: int, asked: tuple[Switch, Switch]
 ) -> tuple[Decision, dict[str, dict[str, int]]]:
     mesh = mesh_in_worker(rank, tp=tp, dp=dp)
-    decision = settle(
+    decision = resolve_switches(
         mesh,
         SMALL,
         num_micro_batches=3,

@@ -7,7 +7,7 @@ import torch
 from support.late_communicator import LateCommunicator
 from support.thread_world import run_threads
 
-from megazero.checkpoint.agreement import together
+from megazero.checkpoint.agreement import all_or_none
 from megazero.comm.local import LocalCommunicator
 from megazero.errors import CheckpointError, DataError, Problem
 
@@ -20,11 +20,11 @@ def fail_on(rank: int, error: Exception, world: LateCommunicator) -> list[object
             raise error
         return world.rank * 10
 
-    return together(world, CPU, action, doing="trying")
+    return all_or_none(world, CPU, action, doing="trying")
 
 
 def test_results_of_all_ranks_reach_all_ranks() -> None:
-    results = run_threads(3, lambda world: together(world, CPU, lambda: [world.rank, None], doing="x"))
+    results = run_threads(3, lambda world: all_or_none(world, CPU, lambda: [world.rank, None], doing="x"))
     assert results == [[[0, None], [1, None], [2, None]]] * 3
 
 
@@ -49,7 +49,7 @@ def test_what_all_ranks_say_is_said_once() -> None:
     def action() -> None:
         raise CheckpointError(Problem("given", "rule"))
 
-    results = run_threads(3, lambda world: together(world, CPU, action, doing="x"))
+    results = run_threads(3, lambda world: all_or_none(world, CPU, action, doing="x"))
     assert [result.problems for result in results] == [(Problem("given", "rule"),)] * 3
 
 
@@ -63,7 +63,7 @@ def test_a_bug_stays_itself_where_it_is_and_stops_the_others() -> None:
 
 def test_one_rank_alone_takes_the_same_path() -> None:
     world = LocalCommunicator()
-    assert together(world, CPU, lambda: "x", doing="y") == ["x"]
+    assert all_or_none(world, CPU, lambda: "x", doing="y") == ["x"]
     with pytest.raises(CheckpointError) as caught:
-        together(world, CPU, Path("/nonexistent/file").read_bytes, doing="reading")
+        all_or_none(world, CPU, Path("/nonexistent/file").read_bytes, doing="reading")
     assert caught.value.problems == (Problem("/nonexistent/file", "reading: No such file or directory"),)

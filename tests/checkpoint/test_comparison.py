@@ -7,7 +7,7 @@ from support.sharded_state import Layout, make_state, write_checkpoint
 
 from megazero.checkpoint.comparison import (
     NONE,
-    Difference,
+    ValueDifference,
     box_differences,
     difference,
     metadata_differences,
@@ -20,12 +20,12 @@ NAN = float("nan")
 
 def test_difference_counts_elements_and_takes_nan_for_equal_to_nan() -> None:
     a, b = torch.tensor([1.0, 2.0, NAN, 4.0]), torch.tensor([1.0, 2.5, NAN, 1.0])
-    assert difference(a, b) == Difference(2, 3.0)
+    assert difference(a, b) == ValueDifference(2, 3.0)
     assert difference(a, a) == NONE
     count, largest = difference(a, torch.tensor([NAN, 2.0, NAN, 4.0]))
     assert count == 1 and largest != largest
-    assert Difference(1, 2.0).joined(Difference(3, 1.0)) == Difference(4, 2.0)
-    assert Difference(1, NAN).joined(NONE).largest != 0.0
+    assert ValueDifference(1, 2.0).joined(ValueDifference(3, 1.0)) == ValueDifference(4, 2.0)
+    assert ValueDifference(1, NAN).joined(NONE).largest != 0.0
 
 
 def test_other_layouts_of_one_state_are_equal(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def test_import_tells_all_that_does_not_fit(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         read_model(tmp_path)
     told = [problem.given.split(": ")[1] for problem in caught.value.problems]
-    assert told == ["transformer.wpe.weight has shape [5, 12]", "transformer.ln_f.bias is not there"]
+    assert told == ["transformer.wpe.weight has shape [5, 12]", "transformer.ln_f.bias is missing"]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from support.preflight_jobs import HOUR, survey_job
 from torch._C._distributed_c10d import HashStore
 
 from megazero.cluster import preflight
-from megazero.cluster.preflight import Board, Demands, Facts, Node, Survey
+from megazero.cluster.preflight import Board, ClusterNode, Demands, NodeFacts, Survey
 from megazero.errors import CollectiveError, TopologyError
 from megazero.parallel.launch import Launch
 
@@ -17,8 +17,8 @@ DEMANDS = Demands(gpus=8, bandwidth=10e9, clock_skew=1.0, shared_memory=2**30)
 FAST, SLOW = 50e9, 1e9
 
 
-def nodes(count: int) -> tuple[Node, ...]:
-    return tuple(Node(f"n{i}", (2 * i, 2 * i + 1), 8, 2**31) for i in range(count))
+def nodes(count: int) -> tuple[ClusterNode, ...]:
+    return tuple(ClusterNode(f"n{i}", (2 * i, 2 * i + 1), 8, 2**31) for i in range(count))
 
 
 def measured(count: int, bad: set[int]) -> Survey:
@@ -28,7 +28,7 @@ def measured(count: int, bad: set[int]) -> Survey:
         return SLOW if bad & set(pair) else FAST
 
     pairs = {pair: figure(pair) for disjoint in preflight.ring(count) for pair in disjoint}
-    again = preflight.second_look(*preflight.split(pairs, count, DEMANDS.bandwidth))
+    again = preflight.retest_rounds(*preflight.split_suspects(pairs, count, DEMANDS.bandwidth))
     pairs |= {pair: figure(pair) for disjoint in again for pair in disjoint}
     inside = dict.fromkeys(range(count), FAST)
     return Survey(nodes(count), (0.0,) * count, inside, pairs, SLOW if bad else FAST)
@@ -65,7 +65,7 @@ def test_whichever_nodes_are_slow_they_are_named_and_no_others(count: int) -> No
 
 def test_a_sound_node_between_bad_ones_is_seen_a_second_time() -> None:
     found = measured(6, {1, 3})
-    assert preflight.split(measured(6, set()).pairs, 6, DEMANDS.bandwidth)[0] == []
+    assert preflight.split_suspects(measured(6, set()).pairs, 6, DEMANDS.bandwidth)[0] == []
     assert found.pairs[(2, 3)] == SLOW and found.pairs[(1, 2)] == SLOW
     assert any(2 in pair and figure == FAST for pair, figure in found.pairs.items())
     assert given(found) == [f"n{n}: 1.00 GB/s at best beside another node" for n in (1, 3)]
@@ -120,7 +120,7 @@ def test_the_roll_names_absent_ranks_by_their_nodes() -> None:
     board = alone()
     board.post("facts/2", {"node": "b", "gpus": 0, "shared_memory": 1})
     with pytest.raises(TopologyError) as caught:
-        preflight.roll_call(board, Launch(0, 6, 0), Facts("a", 0, 1), ["a", "b", "c"])
+        preflight.gather_nodes(board, Launch(0, 6, 0), NodeFacts("a", 0, 1), ["a", "b", "c"])
     assert [problem.given.split(" has")[0] for problem in caught.value.problems] == [
         "a: rank 1",
         "b: rank 3",
@@ -128,7 +128,7 @@ def test_the_roll_names_absent_ranks_by_their_nodes() -> None:
     ]
     assert caught.value.problems[1].legal.endswith("--exclude=b)")
     with pytest.raises(TopologyError, match="name is not known: rank 1") as caught:
-        preflight.roll_call(alone(), Launch(0, 2, 0), Facts("a", 0, 1), [])
+        preflight.gather_nodes(alone(), Launch(0, 2, 0), NodeFacts("a", 0, 1), [])
     legal = caught.value.problems[0].legal
     assert "exclude" not in legal and legal.startswith("--nodes A,B")
 
@@ -137,12 +137,12 @@ def test_nodes_come_in_the_order_of_ranks_with_the_worst_view() -> None:
     board = alone()
     for rank, (node, gpus) in enumerate([("b", 8), ("b", 7), ("a", 8), ("a", 8)]):
         board.post(f"facts/{rank}", {"node": node, "gpus": gpus, "shared_memory": 10 - rank})
-    found = preflight.roll_call(board, Launch(0, 4, 0), Facts("b", 8, 10), [])
-    assert found == (Node("b", (0, 1), 7, 9), Node("a", (2, 3), 8, 7))
+    found = preflight.gather_nodes(board, Launch(0, 4, 0), NodeFacts("b", 8, 10), [])
+    assert found == (ClusterNode("b", (0, 1), 7, 9), ClusterNode("a", (2, 3), 8, 7))
 
 
 def test_rank_0_that_is_silent_or_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(CollectiveError, match="rank 0 says nothing about facts"):
+    with pytest.raises(CollectiveError, match="rank 0 has not posted facts"):
         Board(HashStore(), 1, 0.1).gather("facts", 1, [0, 1])
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.processes import mesh_in_worker, run_ranks
 
-from megazero.comm.bandwidth import agree, axis_bandwidth
+from megazero.comm.bandwidth import axis_bandwidth, minimum_over_ranks
 from megazero.comm.mesh import Mesh
 from megazero.comm.startup import make_mesh
 from megazero.memory.fused_buffers import FusedBuffers
@@ -22,13 +22,13 @@ def alone() -> Mesh:
 
 def test_alone_there_is_nothing_to_send() -> None:
     assert axis_bandwidth(alone(), "tp", 1000) == math.inf
-    assert agree(alone(), 2.5) == 2.5
+    assert minimum_over_ranks(alone(), 2.5) == 2.5
 
 
 def measured(rank: int, nbytes: int) -> tuple[float, float, float, dict[str, dict[str, int]]]:
     mesh = mesh_in_worker(rank, tp=2, dp=2)
     figures = axis_bandwidth(mesh, "tp", nbytes), axis_bandwidth(mesh, "dp", nbytes)
-    return (*figures, agree(mesh, 7.0 + (rank - 2) ** 2), mesh.meter.bytes_by_axis())
+    return (*figures, minimum_over_ranks(mesh, 7.0 + (rank - 2) ** 2), mesh.meter.bytes_by_axis())
 
 
 @pytest.mark.gloo

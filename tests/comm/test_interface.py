@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 
-from megazero.comm.interface import Communicator, Done
+from megazero.comm.interface import Communicator, CompletedWork
 from megazero.comm.local import LocalCommunicator
 from megazero.comm.metered import MeteredCommunicator
 from megazero.comm.process_group import ProcessGroupCommunicator
@@ -27,6 +27,6 @@ def test_every_communicator_takes_the_same_arguments(kind: type, name: str) -> N
 
 
 def test_what_is_done_needs_no_waiting() -> None:
-    done = Done()
+    done = CompletedWork()
     done.wait()
     done.wait()

@@ -40,7 +40,7 @@ def test_reductions_and_broadcasts_change_nothing() -> None:
 
 def test_nobody_to_exchange_with() -> None:
     alone = LocalCommunicator()
-    with pytest.raises(AssertionError, match="nobody to send to"):
+    with pytest.raises(AssertionError, match="no other rank to send to"):
         alone.send(torch.ones(2), 0)
-    with pytest.raises(AssertionError, match="nobody to receive from"):
+    with pytest.raises(AssertionError, match="no other rank to receive from"):
         alone.receive_into(torch.ones(2), 0)

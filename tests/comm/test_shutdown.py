@@ -3,7 +3,7 @@
 import pytest
 from torch.distributed import HashStore, Store
 
-from megazero.comm.shutdown import last_word
+from megazero.comm.shutdown import single_failure_report
 from megazero.errors import DataError, TrainingError
 
 
@@ -19,7 +19,7 @@ class GoneStore(Store):
 
 def end(store: Store | None, rank: int, error: Exception) -> int:
     """The exit code of a rank whose training raises `error`."""
-    with pytest.raises(SystemExit) as caught, last_word(store, rank):
+    with pytest.raises(SystemExit) as caught, single_failure_report(store, rank):
         raise error
     code = caught.value.code
     assert isinstance(code, int)
@@ -37,26 +37,26 @@ def test_the_first_rank_speaks_and_all_leave_with_its_exit_code(capsys: pytest.C
 
 
 def test_broken_communication_without_a_note_keeps_its_traceback() -> None:
-    with pytest.raises(RuntimeError, match="Connection closed"), last_word(HashStore(), 0):
+    with pytest.raises(RuntimeError, match="Connection closed"), single_failure_report(HashStore(), 0):
         raise RuntimeError("Connection closed by peer")
 
 
 def test_bugs_keep_their_traceback() -> None:
     store = HashStore()
     end(store, 1, DataError("the file is gone"))
-    with pytest.raises(KeyError), last_word(store, 0):
+    with pytest.raises(KeyError), single_failure_report(store, 0):
         raise KeyError("a bug")
 
 
 def test_without_a_store_everyone_speaks(capsys: pytest.CaptureFixture[str]) -> None:
     assert end(GoneStore(), 2, DataError("the file is gone")) == 2
     assert capsys.readouterr() == ("", "data error: the file is gone\n")
-    with pytest.raises(RuntimeError, match="Connection closed"), last_word(GoneStore(), 0):
+    with pytest.raises(RuntimeError, match="Connection closed"), single_failure_report(GoneStore(), 0):
         raise RuntimeError("Connection closed by peer")
 
 
 def test_a_job_of_one_process_raises_as_ever() -> None:
-    with pytest.raises(DataError), last_word(None, 0):
+    with pytest.raises(DataError), single_failure_report(None, 0):
         raise DataError("the file is gone")
-    with last_word(None, 0):
+    with single_failure_report(None, 0):
         pass

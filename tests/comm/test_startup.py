@@ -15,7 +15,7 @@ from support.processes import run_ranks
 from megazero.comm.interface import Work
 from megazero.comm.mesh import ACTIVATIONS, GRADIENTS, channel_key, channel_keys
 from megazero.comm.process_group import ProcessGroupCommunicator
-from megazero.comm.startup import choose_device, join, leave, make_mesh
+from megazero.comm.startup import choose_device, destroy_process_groups, join, make_mesh
 from megazero.errors import TopologyError
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.launch import Launch
@@ -68,7 +68,7 @@ def test_more_processes_than_gpus() -> None:
 def test_one_process_joins_nothing() -> None:
     join(Launch(0, 1, 0), backend="auto", device=CPU, timeout_minutes=1)
     assert not dist.is_initialized()
-    leave()
+    destroy_process_groups()
     mesh = make_mesh(Topology(), 0, CPU, FusedBuffers(0, CPU))
     assert set(mesh.communicators) == {"pp", "dp", "tp", "ends", "world", "dp_gather"}
     for axis in mesh.communicators.values():
@@ -188,7 +188,7 @@ def test_the_time_out_holds_on_every_axis() -> None:
 
 PROGRAM = """
 import torch, torch.distributed as dist
-from megazero.comm.startup import choose_device, join, leave, make_mesh
+from megazero.comm.startup import choose_device, destroy_process_groups, join, make_mesh
 from megazero.parallel.launch import Launch
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.topology import Topology
@@ -200,8 +200,8 @@ mesh = make_mesh(Topology(dp=launch.world_size), launch.rank, device, FusedBuffe
 total = torch.tensor([launch.rank + 1.0])
 mesh.axis("dp").all_reduce(total).wait()
 print(dist.get_backend(), mesh.coordinate("dp"), total.item())
-leave()
-leave()
+destroy_process_groups()
+destroy_process_groups()
 print(dist.is_initialized())
 """
 

@@ -5,10 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.sidecars import write_sidecar
 from support.token_files import count_up, write_corpus
 
 from megazero.data.corpora import Corpora
-from megazero.data.sidecar import Sidecar, write_sidecar
+from megazero.data.sidecar import Sidecar
 from megazero.data.storage import Access
 from megazero.data.tokenizers import TokenizerSpec
 from megazero.errors import DataError

@@ -56,7 +56,7 @@ def test_reader_gives_back_what_the_format_holds(
     middle = len(flat) // 2
     assert dataset.tokens(middle // 2, middle).tolist() == flat[middle // 2 : middle]
     places = [(d, p) for d, document in enumerate(documents) for p in range(sum(map(len, document)))]
-    assert [dataset.place(token) for token in range(len(flat))] == places
+    assert [dataset.locate(token) for token in range(len(flat))] == places
 
 
 @pytest.mark.parametrize(
@@ -78,8 +78,8 @@ DEFECTS: list[tuple[str, Callable[[bytes], bytes], str]] = [
     ("idx", put(9, struct.pack("<Q", 2)), "version 2"),
     ("idx", put(17, b"\x09"), "dtype code 9 .unknown"),
     ("idx", put(17, b"\x07"), "dtype code 7 .floating"),
-    ("idx", put(18, struct.pack("<Q", 3)), "header tells of 3 sequences"),
-    ("idx", put(18, struct.pack("<Q", 2**63)), "header tells of 9223372036854775808 sequences"),
+    ("idx", put(18, struct.pack("<Q", 3)), "header lists 3 sequences"),
+    ("idx", put(18, struct.pack("<Q", 2**63)), "header lists 9223372036854775808 sequences"),
     ("idx", put(26, struct.pack("<Q", 0)), "0 entries"),
     ("idx", put(26, struct.pack("<Q", 7)), "7 entries"),
     ("idx", lambda data: data[:-1], "that takes"),
@@ -87,7 +87,7 @@ DEFECTS: list[tuple[str, Callable[[bytes], bytes], str]] = [
     ("idx", put(34, struct.pack("<i", -3)), "sequence 0 has length -3"),
     ("idx", put(38, struct.pack("<i", 2)), "sequence 2 starts at byte 8; the lengths before it give 10"),
     ("idx", put(FIRST_POINTER + 8, struct.pack("<q", 4)), "sequence 1 starts at byte 4"),
-    ("idx", put(46, struct.pack("<i", 5)), "tells of 11 tokens"),
+    ("idx", put(46, struct.pack("<i", 5)), "lists 11 tokens"),
     ("idx", put(FIRST_ENTRY, struct.pack("<q", 1)), "document index starts with 1"),
     ("idx", put(FIRST_ENTRY + 16, struct.pack("<q", 0)), "entry 2 of the document index goes back"),
     ("idx", put(FIRST_ENTRY + 40, struct.pack("<q", 5)), "ends at 5; the file has 4 sequences"),
@@ -140,7 +140,7 @@ def test_reading_outside_is_an_index_error(tmp_path: Path) -> None:
         lambda: dataset.sequence(-1),
         lambda: dataset.tokens(3, 11),
         lambda: dataset.document(5),
-        lambda: dataset.place(10),
+        lambda: dataset.locate(10),
     ):
         with pytest.raises(IndexError):
             call()
@@ -172,7 +172,7 @@ def all_lookups(dataset: IndexedDataset) -> Iterator[tuple[Callable[[], object],
     for i, document in enumerate(WHOLE):
         yield lambda i=i: dataset.document(i).tolist(), document
     for token, place in enumerate(PLACES):
-        yield lambda token=token: dataset.place(token), place
+        yield lambda token=token: dataset.locate(token), place
 
 
 @pytest.mark.usefixtures("few_checks")
@@ -262,7 +262,7 @@ def resident():
 before, start = resident(), time.process_time()
 dataset = IndexedDataset(sys.argv[1])
 seconds = time.process_time() - start
-print(resident() - before, seconds, dataset.num_documents, *dataset.place(77))
+print(resident() - before, seconds, dataset.num_documents, *dataset.locate(77))
 source = SampleSource(dataset, sequences=range(dataset.num_sequences), seq_length=1024, seed=1, vocab_size=1)
 assert source.sample(3).sum() == 0
 """

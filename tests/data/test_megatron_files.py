@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from support.indexed_writing import add_nested
 from support.token_files import index_bytes, token_bytes, write_corpus, write_gpt2_files
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import BPE
@@ -180,10 +181,7 @@ def test_each_reads_the_others_files(tmp_path: Path, files: Files, texts: list[s
 def test_every_type_of_token_is_written_as_megatron_does(tmp_path: Path, kind: Any, megatron: Any) -> None:
     theirs = by_megatron(megatron, tmp_path / "theirs", SEQUENCES, kind)
     with IndexedDatasetWriter(tmp_path / "ours", np.dtype(kind)) as writer:
-        for document in SEQUENCES:
-            for sequence in document:
-                writer.add_sequence(sequence)
-            writer.end_document()
+        add_nested(writer, SEQUENCES)
     assert both(str(tmp_path / "ours")) == both(theirs)
     read = megatron.IndexedDataset(str(tmp_path / "ours"))
     assert [read[number].tolist() for number in range(len(read))] == sequences_of(SEQUENCES)

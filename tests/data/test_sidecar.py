@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import xxhash
+from support.sidecars import write_sidecar
 from support.token_files import write_corpus
 
 from megazero.data import sidecar as module
 from megazero.data.indexed_dataset import IndexedDataset
-from megazero.data.sidecar import Sidecar, digest_of, load_sidecar, read_sidecar, sidecar_path, write_sidecar
+from megazero.data.sidecar import Sidecar, digest_of, load_sidecar, read_sidecar, sidecar_path
 from megazero.errors import DataError
 
 SIDECAR = Sidecar(

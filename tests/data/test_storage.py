@@ -12,11 +12,12 @@ import fsspec
 import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from support.sidecars import write_sidecar
 from support.token_files import count_up, write_corpus
 
 from megazero.data import storage
 from megazero.data.indexed_dataset import IndexedDataset
-from megazero.data.sidecar import Sidecar, read_sidecar, write_sidecar
+from megazero.data.sidecar import Sidecar, read_sidecar
 from megazero.data.storage import Access, is_remote, output_problems
 from megazero.errors import DataError
 
@@ -78,7 +79,7 @@ def test_every_way_of_reading_gives_the_same(tmp_path: Path, kind: str, code: in
         assert tokens.tolist() == list(range(start, stop))
         assert tokens.dtype == dataset.dtype and not tokens.flags.writeable
     assert dataset.document(3).tolist() == list(range(33, 44))
-    assert dataset.place(50) == (4, 6)
+    assert dataset.locate(50) == (4, 6)
     if kind == "memory://":
         fsspec.filesystem("memory").rm("/bucket", recursive=True)
 
@@ -231,7 +232,7 @@ def test_a_store_that_says_nothing_is_not_waited_for(
 
 def test_a_store_without_ranges_is_refused(stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     patch_reads(monkeypatch, lambda read, path, start, end: read(None, None))
-    with pytest.raises(DataError, match=r"c\.idx: \d+ bytes came for 1\n.*byte ranges"):
+    with pytest.raises(DataError, match=r"c\.idx: \d+ bytes received for 1\n.*byte ranges"):
         IndexedDataset(stored, Access(index_folder=tmp_path / "cache"))
 
 
@@ -240,7 +241,7 @@ def test_tokens_that_are_replaced_while_they_are_read_are_noticed(
     stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     dataset = IndexedDataset(stored, Access(index_folder=tmp_path / "cache"))
-    monkeypatch.setattr(storage, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(storage, "CHECK_SECONDS", 0.0)
     assert dataset.tokens(0, 2).tolist() == [0, 1]
     fsspec.filesystem("memory").pipe_file("/bucket/folder/c.bin", b"\x01" * size)
     with pytest.raises(DataError, match=rf"c\.bin: was replaced by another object, of {size} bytes"):
@@ -249,7 +250,7 @@ def test_tokens_that_are_replaced_while_they_are_read_are_noticed(
 
 def test_a_size_that_is_not_told_is_an_error(stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MemoryFileSystem, "size", lambda self, path: None)
-    with pytest.raises(DataError, match=r"c\.idx: the store does not tell its size"):
+    with pytest.raises(DataError, match=r"c\.idx: the store does not return its size"):
         IndexedDataset(stored, Access(index_folder=tmp_path / "cache"))
 
 
@@ -284,7 +285,7 @@ def test_objects_that_are_not_there_are_named(stored: str, tmp_path: Path) -> No
     assert given == ["memory://bucket/none.idx", "memory://bucket/none.bin"]
     dataset = IndexedDataset(stored, Access(index_folder=tmp_path / "cache"))
     fsspec.filesystem("memory").rm("/bucket/folder/c.bin")
-    with pytest.raises(DataError, match="stays where it is"):
+    with pytest.raises(DataError, match="is not moved"):
         dataset.tokens(0, 3)
 
 

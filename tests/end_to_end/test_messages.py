@@ -202,7 +202,7 @@ ROWS: dict[str, Row] = {
     ),
     "a metrics file of something else": Row(
         {"--metrics-file": "{folder}/notes.jsonl", "--save": None},
-        ("notes.jsonl, line 1", "nothing but steps and evaluations", "a new file"),
+        ("notes.jsonl, line 1", "only steps and evaluations", "a new file"),
         broken_files.notes,
         ranks=1,
     ),

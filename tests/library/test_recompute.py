@@ -9,7 +9,7 @@ from support.processes import mesh_in_worker, run_ranks
 from torch import Tensor, nn
 
 import megazero
-from megazero.activations.places import InArena, OnHost
+from megazero.activations.copy_stores import ArenaStore, HostStore
 from megazero.errors import ConfigError, UsageError
 
 DEPTH, WIDTH, ROWS, STEPS = 4, 10, 7, 3
@@ -64,15 +64,17 @@ def train(rank: int, layout: tuple[int, int], config: dict[str, Any], recomputes
         losses.append(loss.item())
     with megazero.zero.GatheredParameters(model):
         weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    places = engine._recomputation.checkpoints.places
-    rooms = places.rooms if isinstance(places, OnHost) else places
+    copies = engine._recomputation.checkpoints.copies
+    device_store = copies.device_store if isinstance(copies, HostStore) else copies
     timed = set(engine.take_checkpoint_seconds())
     engine.close()
     return Trained(
         losses,
         weights,
-        sent_to_host=places.host.sent_bytes if isinstance(places, OnHost) else 0,
-        arena_bytes=rooms.arena.statistics.capacity_bytes if isinstance(rooms, InArena) and rooms.arena else 0,
+        sent_to_host=copies.host.sent_bytes if isinstance(copies, HostStore) else 0,
+        arena_bytes=device_store.arena.statistics.capacity_bytes
+        if isinstance(device_store, ArenaStore) and device_store.arena
+        else 0,
         tensor_parallel_bytes=mesh_bytes,
         timed=timed,
     )

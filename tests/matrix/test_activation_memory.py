@@ -1,4 +1,4 @@
-"""Checkpoints, gathers and temporaries of real steps, counted by the ledger and the meter (paper sections 6 and 8)."""
+"""Activation memory, gathers and temporaries of real steps, by the ledger and the meter (ZeRO, sections 6 and 8)."""
 
 from typing import Any
 

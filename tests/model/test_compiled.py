@@ -23,7 +23,7 @@ from megazero.train.step import StepControls, training_step
 
 pytestmark = pytest.mark.gloo
 
-WHOLE, PARTS = "every block as a whole", "what lies between the collectives of a block"
+WHOLE, PARTS = "every block as a whole", "the code between a block's collectives"
 PIECES_OF_THE_HEAD = 3
 INDUCTOR_SECONDS = 300.0  # on a busy machine that has compiled nothing yet
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megazero.activations.recompute import Recomputation
-from megazero.activations.recompute_plan import KEEP_ALL, ActivationPlan
+from megazero.activations.recompute_plan import NO_RECOMPUTATION, ActivationPlan
 from megazero.data.loader import BatchLayout, MicroBatch, build_step_batch
 from megazero.model.gpt import GPT
 from megazero.model.initial_values import initial_value
@@ -67,7 +67,7 @@ def weights() -> dict[str, Tensor]:
     return {spec.name: initial_value(spec, 5).view(spec.full_shape).double() * 4 for spec, _ in named_specs(model)}
 
 
-def gpt(activations: ActivationPlan = KEEP_ALL, **changes: float) -> GPT:
+def gpt(activations: ActivationPlan = NO_RECOMPUTATION, **changes: float) -> GPT:
     config = small_config(**changes)
     model = GPT(config, vocab_size=VOCAB, tp=context(), padded_vocab_size=VOCAB, activations=activations)
     put_logical(model, weights())

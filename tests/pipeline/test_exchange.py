@@ -25,7 +25,7 @@ def run_schedule(rank: int, name: str, shape: Shape) -> int:
     """Every action of a schedule, with messages that say what they are; the most sends that were held at once."""
     mesh = mesh_in_worker(rank, pp=shape.num_stages)
     step = StagePlan(name, shape.num_stages, shape.num_chunks, rank).step(shape.num_micro_batches)
-    exchange = Exchange(mesh, CUT, step.taken)
+    exchange = Exchange(mesh, CUT, step.receipts)
     sent: list[weakref.ref[Tensor]] = []
     early = unproven_waits(mesh)
     early.clear()
@@ -55,7 +55,7 @@ def _take_input(exchange: Exchange, action: Action, shape: Shape, stage: int) ->
         kind, at_the_end = Kind.RECEIVE_GRADIENT, shape.is_last(stage, action.chunk)
     if action.kind is Kind.WEIGHT_GRADIENT or at_the_end:
         return
-    found = exchange.take(action._replace(kind=kind))
+    found = exchange.wait(action._replace(kind=kind))
     way = here - (kind is Kind.RECEIVE_ACTIVATION)
     assert torch.equal(found, message(kind, action.micro_batch, way)), (action, found[0, 0])
 

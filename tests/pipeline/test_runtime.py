@@ -37,10 +37,10 @@ class Drawing:
         assert action.kind in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
         self.done.append(str(action))
 
-    def keep(self, chunk: int) -> None:
+    def retain(self, chunk: int) -> None:
         self.done.append(str(Action(Kind.GATHER, -1, chunk)))
 
-    def let_go(self, chunk: int) -> None:
+    def release(self, chunk: int) -> None:
         self.done.append(str(Action(Kind.RELEASE, -1, chunk)))
 
     def _draw(self, kind: Kind, action: Action, *, is_last: bool = False) -> None:

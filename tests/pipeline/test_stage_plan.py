@@ -7,7 +7,7 @@ from support.schedule_drawings import draw, parse_stages, shapes_of
 
 from megazero.pipeline.passes import with_exchanges
 from megazero.pipeline.schedule import Action, Kind, Shape, forward_only, schedule
-from megazero.pipeline.stage_plan import StagePlan, Taken, proofs
+from megazero.pipeline.stage_plan import Receipts, StagePlan, proven_receipts
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 
@@ -15,13 +15,13 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 def test_a_stage_alone_accumulates() -> None:
     step = StagePlan().step(3)
     assert draw(step.actions) == "F0 B0 F1 B1 F2 B2"
-    assert (draw(tuple(step.finals)), step.taken) == ("B2", {})
+    assert (draw(tuple(step.finals)), step.receipts) == ("B2", {})
     assert draw(StagePlan().evaluation(2).actions) == "F0 F1"
 
 
 def test_windows_where_parameters_are_kept() -> None:
-    assert draw(StagePlan(keeps_gathered=True).step(2).actions) == "G F0 B0 F1 B1 R"
-    assert draw(StagePlan(keeps_gathered=True).evaluation(2).actions) == "F0 F1", "an evaluation gathers once anyway"
+    assert draw(StagePlan(retains_gathered=True).step(2).actions) == "G F0 B0 F1 B1 R"
+    assert draw(StagePlan(retains_gathered=True).evaluation(2).actions) == "F0 F1", "an evaluation gathers once anyway"
 
 
 def test_a_step_is_made_once() -> None:
@@ -39,17 +39,17 @@ def test_what_a_message_proves() -> None:
         """
     )
     shape = Shape(2, 3)
-    found = proofs(stages[0], {1: stages[1]}, shape, 0)
+    found = proven_receipts(stages[0], {1: stages[1]}, shape, 0)
     assert {str(action): taken for action, taken in found.items()} == {
-        "rb0": Taken(1, 0),
-        "rb1": Taken(3, 0),
-        "rb2": Taken(3, 0),
+        "rb0": Receipts(1, 0),
+        "rb1": Receipts(3, 0),
+        "rb2": Receipts(3, 0),
     }
-    found = proofs(stages[1], {0: stages[0]}, shape, 1)
+    found = proven_receipts(stages[1], {0: stages[0]}, shape, 1)
     assert {str(action): taken for action, taken in found.items()} == {
-        "rf0": Taken(0, 0),
-        "rf1": Taken(0, 0),
-        "rf2": Taken(0, 1),
+        "rf0": Receipts(0, 0),
+        "rf1": Receipts(0, 0),
+        "rf2": Receipts(0, 1),
     }
 
 
@@ -65,7 +65,7 @@ def test_what_is_proved_has_happened_however_slow_others_are(name: str) -> None:
 def _check_proofs(stages: list[tuple[Action, ...]], shape: Shape, stage: int) -> None:
     p = shape.num_stages
     around = {(stage + 1) % p: stages[(stage + 1) % p], (stage - 1) % p: stages[(stage - 1) % p]}
-    found = proofs(stages[stage], around, shape, stage)
+    found = proven_receipts(stages[stage], around, shape, stage)
     assert set(found) == {action for action in stages[stage] if action.kind.value in ("rf", "rb")}
     world = _Lazy(stages, shape)
     for action in stages[stage]:
@@ -84,7 +84,7 @@ class _Lazy:
         self._taken: dict[tuple[str, int], int] = {}
         self._forced: dict[tuple[str, int], int] = {}
 
-    def force_message(self, stage: int, receive: Action) -> Taken:
+    def force_message(self, stage: int, receive: Action) -> Receipts:
         """Make its sender go on until it has sent the next message of this kind to `stage`."""
         p, kind = self._shape.num_stages, "sf" if receive.kind is Kind.RECEIVE_ACTIVATION else "sb"
         sender = (stage - 1) % p if kind == "sf" else (stage + 1) % p
@@ -92,7 +92,7 @@ class _Lazy:
         while self._sent.get((kind, sender), 0) < number:
             self._do(sender)
         receivers = {"sf": (stage + 1) % p, "sb": (stage - 1) % p}
-        return Taken(*(self._taken.get((k, r), 0) if r == sender else 0 for k, r in receivers.items()))
+        return Receipts(*(self._taken.get((k, r), 0) if r == sender else 0 for k, r in receivers.items()))
 
     def _do(self, stage: int) -> None:
         """The next action of a stage, without asking whether its input is there: who it comes from is far enough."""
@@ -108,4 +108,4 @@ class _Lazy:
 def test_an_evaluation_proves_nothing_but_what_wraps_around() -> None:
     shape = Shape(3, 4)
     actions = [with_exchanges(forward_only(shape, stage), shape, stage) for stage in range(3)]
-    assert set(proofs(actions[1], {0: actions[0], 2: actions[2]}, shape, 1).values()) == {Taken(0, 0)}
+    assert set(proven_receipts(actions[1], {0: actions[0], 2: actions[2]}, shape, 1).values()) == {Receipts(0, 0)}

@@ -27,14 +27,14 @@ def test_spans_are_kept_between_begin_and_take() -> None:
     compute(trace, F0)
     trace.begin()
     compute(trace, F0, F1_2)
-    assert [span.action for span in trace.take()] == [F0, F1_2]
+    assert [span.action for span in trace.end()] == [F0, F1_2]
     compute(trace, B0)
-    assert trace.take() == []
+    assert trace.end() == []
     trace.begin()
     compute(trace, F0)
     trace.begin()  # a step that was not finished
     compute(trace, B0)
-    assert [span.action for span in trace.take()] == [B0]
+    assert [span.action for span in trace.end()] == [B0]
 
 
 def test_a_span_is_the_time_inside_on_the_clock_of_the_machine() -> None:
@@ -45,7 +45,7 @@ def test_a_span_is_the_time_inside_on_the_clock_of_the_machine() -> None:
     time.sleep(0.03)
     compute(trace, B0, seconds=0.01)
     after = time.monotonic()
-    first, second = trace.take()
+    first, second = trace.end()
     assert before <= first.start and second.end <= after
     assert first.end - first.start >= 0.02 and second.end - second.start >= 0.01
     assert second.start - first.end >= 0.03
@@ -56,13 +56,13 @@ def test_a_computation_that_fails_leaves_no_span_and_its_error() -> None:
     trace.begin()
     with pytest.raises(ZeroDivisionError), trace.computing(F0):
         raise ZeroDivisionError
-    assert trace.take() == []
+    assert trace.end() == []
 
 
 def test_no_trace_keeps_nothing() -> None:
     NO_TRACE.begin()
     compute(NO_TRACE, F0)
-    assert NO_TRACE.take() == []
+    assert NO_TRACE.end() == []
 
 
 @pytest.mark.cuda
@@ -71,7 +71,7 @@ def test_kernels_are_waited_for() -> None:
     trace.begin()
     with trace.computing(F0):
         torch.cuda._sleep(100_000_000)
-    (span,) = trace.take()
+    (span,) = trace.end()
     assert span.end - span.start > 0.01
 
 

@@ -13,7 +13,7 @@ SIZE = re.compile(r"\d+(\.\d)? (B|KiB|MiB)")
 
 def said(told: Told) -> list[str]:
     """The lines about memory, sizes left out, in order."""
-    starts = ("activations:", "gradient arena", "checkpoint")
+    starts = ("activations:", "gradient arena", "activation checkpoint")
     return [SIZE.sub("#", line) for line in told.text.splitlines() if line.startswith(starts)]
 
 
@@ -21,16 +21,19 @@ def said(told: Told) -> list[str]:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({}, "kept until backward"),
-        ({"recompute_granularity": "selective"}, "kept until backward, the attention core's recomputed"),
-        (FULL, "recomputed from 2 checkpoints, each kept on the device"),
-        ({**FULL, "recompute_num_layers": 2}, "recomputed from 1 checkpoints, each kept on the device"),
-        ({**FULL, "partition_activations": True}, "recomputed from 2 checkpoints, 1/2 of each kept on the device"),
+        ({}, "retained until backward"),
+        ({"recompute_granularity": "selective"}, "retained until backward, the attention core's recomputed"),
+        (FULL, "recomputed from 2 activation checkpoints, each stored on the device"),
+        ({**FULL, "recompute_num_layers": 2}, "recomputed from 1 activation checkpoints, each stored on the device"),
+        (
+            {**FULL, "partition_activations": True},
+            "recomputed from 2 activation checkpoints, 1/2 of each stored on the device",
+        ),
     ],
 )
 def test_the_choice_is_said_first(settings: dict[str, Any], expected: str) -> None:
     told = run_ranks(2, train_run, 2, {**settings, "tensor_model_parallel_size": 2})[0]
-    assert f"activations: {expected} | logits in pieces of at most # | constant-size buffers of #" in said(told)
+    assert f"activations: {expected} | logits in chunks of at most # | constant-size buffers of #" in said(told)
 
 
 @pytest.mark.gloo
@@ -38,7 +41,7 @@ def test_a_mask_is_said_with_its_size() -> None:
     """2 samples x 8 x 8 elements of 8 bytes."""
     settings = {"reset_attention_mask": True, "vocab_size": 257, "tokenizer_type": "ByteTokenizer"}
     text = run_ranks(1, train_run, 1, settings)[0].text
-    assert "kept until backward | an attention mask of 1.0 KiB for every micro-batch in flight | logits" in text
+    assert "retained until backward | an attention mask of 1.0 KiB for every micro-batch in flight | logits" in text
 
 
 @pytest.mark.gloo
@@ -49,8 +52,8 @@ def test_arenas_and_the_host_are_told_of_at_the_end() -> None:
     assert lines[1:] == [
         f"gradient arena, kept: {arena}",
         f"gradient arena, buckets: {arena}",
-        "checkpoints in host memory: at most #, # sent, # fetched",
-        f"checkpoint arena: {arena}, 0 checkpoints outside",
+        "activation checkpoints in host memory: at most #, # sent, # fetched",
+        f"activation checkpoint arena: {arena}, 0 activation checkpoints outside",
     ]
 
 

@@ -41,7 +41,7 @@ ALONE = {"NUM_NODES": "1", "NODE_RANK": "0", "MASTER_ADDR": "a"}
             ["MASTER_PORT=99999: must be a whole number, at least 1 and at most 65535"],
         ),
         ({**ALONE, "MASTER_PORT": "65536"}, ["MASTER_PORT=65536: must be"]),
-        ({**ALONE, "PYTHON": "no-python"}, ["no-python is not there"]),
+        ({**ALONE, "PYTHON": "no-python"}, ["no-python is missing"]),
     ],
 )
 def test_what_is_missing_is_named(variables: dict[str, str], messages: list[str], tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_a_warned_task_is_requeued(
 
 @pytest.mark.parametrize(
     ("variables", "message"),
-    [({"SLURM_ARRAY_TASK_ID": ""}, "sbatch --array=0-7"), ({"PYTHON": "no/such"}, "no/such is not there")],
+    [({"SLURM_ARRAY_TASK_ID": ""}, "sbatch --array=0-7"), ({"PYTHON": "no/such"}, "no/such is missing")],
 )
 def test_what_is_missing_is_named(surroundings: dict[str, str], variables: dict[str, str], message: str) -> None:
     done = run(surroundings | TASK | variables)

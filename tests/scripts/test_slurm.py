@@ -115,7 +115,7 @@ def test_a_loop_of_crashes_ends(slurm: Cluster, tmp_path: Path) -> None:
     job = Job(slurm, tmp_path, PYTHON=stand_in(tmp_path, "kill -SEGV $$"), PREFLIGHT="no", MAX_FAILURES="2")
     last = job.wait()
     assert (last["JobState"], last["Restarts"]) == ("FAILED", "1"), job.text()
-    assert "status 139, 2 times in a row without a new checkpoint: given up" in job.text()
+    assert "status 139, 2 times in a row without a new checkpoint: not started again" in job.text()
 
 
 def test_a_cancelled_job_stays_cancelled(slurm: Cluster, tmp_path: Path) -> None:

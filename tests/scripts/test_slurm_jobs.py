@@ -146,7 +146,10 @@ def test_failures_are_tried_again_until_they_bring_nothing_new(batch: Batch) -> 
 
 def test_the_last_failure_is_told(batch: Batch) -> None:
     ended = batch.start(0, 134, MAX_FAILURES="1")
-    assert ended.status == 134 and "status 134, 1 times in a row without a new checkpoint: given up" in ended.output
+    assert (
+        ended.status == 134
+        and "status 134, 1 times in a row without a new checkpoint: not started again" in ended.output
+    )
 
 
 @pytest.mark.parametrize("statuses", [(2,), (0, 2)])
@@ -167,7 +170,7 @@ def test_preflight_has_flags_and_can_be_left_out(batch: Batch) -> None:
         ({"SLURM_JOB_ID": ""}, "sbatch [options]"),
         ({"SLURM_NTASKS": ""}, "--ntasks-per-node"),
         ({"SLURM_NTASKS": "3"}, "3 tasks on 2 nodes"),
-        ({"PYTHON": "no/such/python"}, "no/such/python is not there"),
+        ({"PYTHON": "no/such/python"}, "no/such/python is missing"),
     ],
 )
 def test_what_is_missing_is_named(batch: Batch, variables: dict[str, str], message: str) -> None:
@@ -178,7 +181,7 @@ def test_what_is_missing_is_named(batch: Batch, variables: dict[str, str], messa
 @pytest.mark.parametrize("words", [("--save", "x"), ("--lr", "1", "--load=x")])
 def test_where_a_run_is_kept_is_said_once(batch: Batch, words: tuple[str, ...]) -> None:
     ended = batch.start(words=words)
-    assert ended.status == 2 and "is the job's own; RUN_FOLDER=" in ended.output and ended.ranks == []
+    assert ended.status == 2 and "is set by the job; RUN_FOLDER=" in ended.output and ended.ranks == []
 
 
 def test_another_folder_than_the_projects(batch: Batch, tmp_path: Path) -> None:

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import torch
 from support.configs import make_run
+from support.sidecars import write_sidecar
 from support.token_files import write_corpus, write_gpt2_files
 
 from megazero.data.indexed_dataset import IndexedDataset
-from megazero.data.sidecar import Sidecar, write_sidecar
+from megazero.data.sidecar import Sidecar
 from megazero.parallel.launch import Launch
 from megazero.train.build import assemble
 from megazero.train.check import check

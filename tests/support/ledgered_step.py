@@ -7,7 +7,7 @@ import torch
 from support.configs import make_run
 from support.processes import mesh_in_worker
 
-from megazero.activations.places import InArena, OnHost
+from megazero.activations.copy_stores import ArenaStore, HostStore
 from megazero.data.loader import MicroBatch, StepBatch
 from megazero.memory.arena import Arena
 from megazero.memory.fused_buffers import FusedBuffers
@@ -73,16 +73,16 @@ def ledgered_step(rank: int, tp: int, dp: int, changes: dict[str, Any]) -> Held:
 
 
 def _arena(core: Core) -> tuple[Arena | None, int]:
-    places = _places(core)
-    rooms = places.rooms if isinstance(places, OnHost) else places
-    return (rooms.arena, rooms.num_outside) if isinstance(rooms, InArena) else (None, 0)
+    copies = _copy_store(core)
+    device_store = copies.device_store if isinstance(copies, HostStore) else copies
+    return (device_store.arena, device_store.num_outside) if isinstance(device_store, ArenaStore) else (None, 0)
 
 
 def _host_peak(core: Core) -> int:
-    places = _places(core)
-    return places.host.peak_bytes if isinstance(places, OnHost) else 0
+    copies = _copy_store(core)
+    return copies.host.peak_bytes if isinstance(copies, HostStore) else 0
 
 
-def _places(core: Core) -> Any:
+def _copy_store(core: Core) -> Any:
     recomputation = core.activations.recomputation
-    return None if recomputation is None else recomputation.checkpoints.places
+    return None if recomputation is None else recomputation.checkpoints.copies

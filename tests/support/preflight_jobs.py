@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megazero.cluster import preflight
-from megazero.cluster.preflight import Board, Demands, Node, Survey
+from megazero.cluster.preflight import Board, ClusterNode, Demands, Survey
 
 MESSAGE_BYTES = 2**16
 # A slow rank needs 50 ms for what takes others a few.
@@ -55,7 +55,7 @@ def survey_job(crews: Sequence[Sequence[int]], slow: Sequence[int] = ()) -> list
 def _survey(rank: int, crews: list[list[int]], slow: bool, port: int, answer: Connection) -> None:
     torch.set_num_threads(1)
     board = Board(dist.TCPStore("127.0.0.1", port, None, False), rank, 30.0)
-    nodes = tuple(Node(f"n{number}", tuple(ranks), 0, 1) for number, ranks in enumerate(crews))
+    nodes = tuple(ClusterNode(f"n{number}", tuple(ranks), 0, 1) for number, ranks in enumerate(crews))
     reduce_now, now = dist.all_reduce, time.time
 
     def late(*args: Any, **kwargs: Any) -> Any:

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from megazero.activations.checkpoints import Checkpoints
-from megazero.activations.places import InArena, OnDevice, OnHost, Places
+from megazero.activations.checkpoints import ActivationCheckpoints
+from megazero.activations.copy_stores import ArenaStore, CopyStore, DeviceStore, HostStore
 from megazero.activations.recompute import Recomputation
 from megazero.comm.interface import Communicator
 from megazero.generators import DefaultGenerators
@@ -27,21 +27,21 @@ Program = Callable[[Run, "Parts", Tensor], Any]
 KEEPINGS = ("itself", "arena", "small arena", "host", "host and arena")
 
 
-def places_of(keeping: str, ledger: AnyLedger | None = None) -> Places | None:
+def places_of(keeping: str, ledger: AnyLedger | None = None) -> CopyStore | None:
     """Where copies go; None for "itself".  The small arena has room for one checkpoint."""
     ledger = ledger or NullLedger()
     arenas = {"arena": 8, "small arena": 1, "host and arena": 3}
-    arena = InArena(arenas[keeping], CPU, ledger=ledger) if keeping in arenas else None
+    arena = ArenaStore(arenas[keeping], CPU, ledger=ledger) if keeping in arenas else None
     if keeping.startswith("host"):
-        return OnHost(HostMemory(CPU, ledger=ledger), arena or OnDevice(CPU, ledger=ledger))
+        return HostStore(HostMemory(CPU, ledger=ledger), arena or DeviceStore(CPU, ledger=ledger))
     return arena
 
 
 def recomputation(
-    keeping: str = "itself", *, slices: Communicator | None = None, ledger: AnyLedger | None = None, **more: Any
+    keeping: str = "itself", *, partition_over: Communicator | None = None, ledger: AnyLedger | None = None, **more: Any
 ) -> Recomputation:
     """Recomputation with torch's default generators."""
-    checkpoints = Checkpoints(slices=slices, places=places_of(keeping, ledger), ledger=ledger)
+    checkpoints = ActivationCheckpoints(partition_over=partition_over, copies=places_of(keeping, ledger), ledger=ledger)
     return Recomputation(DefaultGenerators(CPU), checkpoints, ledger=ledger or NullLedger(), **more)
 
 

@@ -14,7 +14,7 @@ import torch
 from support.late_communicator import LateCommunicator
 from torch import Tensor
 
-from megazero.comm.interface import Done, ReduceKind, Work
+from megazero.comm.interface import CompletedWork, ReduceKind, Work
 
 _TIMEOUT_SECONDS = 30.0
 
@@ -35,24 +35,24 @@ class ThreadCommunicator:
 
     def all_gather_into(self, output: Tensor, input: Tensor) -> Work:
         output.copy_(torch.cat(self._exchange(input)))
-        return Done()
+        return CompletedWork()
 
     def reduce_scatter_into(self, output: Tensor, input: Tensor) -> Work:
         output.copy_(torch.stack(self._exchange(input)).sum(0).chunk(self.size)[self.rank])
-        return Done()
+        return CompletedWork()
 
     def all_reduce(self, tensor: Tensor, kind: ReduceKind = "sum") -> Work:
         everyone = torch.stack(self._exchange(tensor))
         reduced = {"sum": everyone.sum(0), "max": everyone.amax(0), "min": everyone.amin(0)}
         tensor.copy_(reduced[kind])
-        return Done()
+        return CompletedWork()
 
     def all_reduce_scalars(self, tensor: Tensor, kind: ReduceKind = "sum") -> Work:
         return self.all_reduce(tensor, kind)
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         tensor.copy_(self._exchange(tensor)[source])
-        return Done()
+        return CompletedWork()
 
     def barrier(self) -> None:
         self._shared.barrier.wait(_TIMEOUT_SECONDS)

@@ -46,7 +46,7 @@ def test_a_compiler_sees_a_product_whose_weight_may_change() -> None:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """One where oneDNN is faster, to be changed."""
-    monkeypatch.setattr(onednn, "_maker", lambda: AMD)
+    monkeypatch.setattr(onednn, "_vendor", lambda: AMD)
     monkeypatch.setattr(torch._C, "has_mkl", True)
     monkeypatch.setattr(torch._C, "_has_mkldnn", True)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
@@ -70,7 +70,7 @@ def test_only_float32_on_the_cpu(machine: pytest.MonkeyPatch, device: torch.devi
 
 @pytest.mark.parametrize("maker", [INTEL, ""])
 def test_not_where_mkl_uses_what_there_is(machine: pytest.MonkeyPatch, maker: str) -> None:
-    machine.setattr(onednn, "_maker", lambda: maker)
+    machine.setattr(onednn, "_vendor", lambda: maker)
     assert not is_faster(CPU, torch.float32)
 
 
@@ -98,9 +98,9 @@ def test_not_without_wide_registers(machine: pytest.MonkeyPatch, capability: str
 def test_the_maker_is_the_systems_word(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, maker: str) -> None:
     (tmp_path / "cpuinfo").write_text(text)
     monkeypatch.setattr(onednn, "_PROCESSOR", tmp_path / "cpuinfo")
-    assert onednn._maker() == maker
+    assert onednn._vendor() == maker
 
 
 def test_a_system_without_the_file_names_no_maker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(onednn, "_PROCESSOR", tmp_path / "none")
-    assert onednn._maker() == ""
+    assert onednn._vendor() == ""

@@ -6,7 +6,7 @@ from support.processes import mesh_in_worker, run_ranks
 from torch import Tensor
 
 from megazero.comm.local import LocalCommunicator
-from megazero.tensor_parallel.regions import Border, leave_region
+from megazero.tensor_parallel.regions import Border, exit_region
 
 pytestmark = pytest.mark.gloo
 
@@ -18,7 +18,7 @@ def inputs(rank: int) -> Tensor:
 def leave(rank: int, size: int) -> tuple[Tensor, Tensor]:
     """Output and input gradient, with a loss that weighs every element and rank differently."""
     x = inputs(rank).requires_grad_(True)
-    y = leave_region(x * 1.0, Border(mesh_in_worker(rank, tp=size).axis("tp")))
+    y = exit_region(x * 1.0, Border(mesh_in_worker(rank, tp=size).axis("tp")))
     (y * inputs(100 + rank)).sum().backward()
     assert x.grad is not None
     return y.detach(), x.grad
@@ -34,7 +34,7 @@ def test_reduce_sums_values_and_passes_gradients(size: int) -> None:
 
 def test_reduce_refuses_a_strided_tensor() -> None:
     with pytest.raises(AssertionError, match="strided"):
-        leave_region(torch.ones(4, 4)[:, ::2], Border(LocalCommunicator()))
+        exit_region(torch.ones(4, 4)[:, ::2], Border(LocalCommunicator()))
 
 
 TOKENS_EACH = 3
@@ -48,7 +48,7 @@ def leave_split(rank: int, size: int) -> tuple[Tensor, Tensor]:
     """Output and input gradient, with a loss that weighs every element and rank differently."""
     border = Border(mesh_in_worker(rank, tp=size).axis("tp"), splits_sequence=True)
     x = partial_sums(rank, size).requires_grad_(True)
-    y = leave_region((x * 1.0).view(size, TOKENS_EACH, 5), border)
+    y = exit_region((x * 1.0).view(size, TOKENS_EACH, 5), border)
     (y * partial_sums(100 + rank, 1)).sum().backward()
     assert x.grad is not None
     return y.detach(), x.grad

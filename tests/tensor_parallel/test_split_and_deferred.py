@@ -121,9 +121,9 @@ def through_two_blocks(rank: int, size: int, num_tokens: int, way: Way) -> Found
         grad_x.append(x.grad)
         if tp.deferred is not None:
             assert model.column.weight.grad is None
-            held.append(tp.deferred.take())
+            held.append(tp.deferred.collect())
     for one in held:
-        one.give()
+        one.accumulate()
     sum_partial_gradients(model, tp)
     return Found(outputs, grad_x, pieces(model, gradients=True), hooks)
 
@@ -182,7 +182,7 @@ class Traffic(NamedTuple):
 
     forward: dict[str, int]
     backward: dict[str, int]
-    later: dict[str, int]
+    defer: dict[str, int]
 
 
 def count_traffic(rank: int, size: int, num_tokens: int, way: Way) -> Traffic:
@@ -202,7 +202,7 @@ def count_traffic(rank: int, size: int, num_tokens: int, way: Way) -> Traffic:
     loss.backward()
     count()
     if tp.deferred is not None:
-        tp.deferred.take().give()
+        tp.deferred.collect().accumulate()
     count()
     return Traffic(*counts)
 
@@ -218,10 +218,10 @@ def test_a_split_sequence_sends_what_all_reduces_do_and_one_more_gather(size: in
         assert split.forward == {"all_gather": part, "reduce_scatter": part}
         if deferred:  # the row layer's gradient is gathered once more too
             assert split.backward == {"all_gather": part, "reduce_scatter": part}
-            assert split.later == {"all_gather": 2 * part}
+            assert split.defer == {"all_gather": 2 * part}
         else:
             assert split.backward == {"all_gather": 2 * part, "reduce_scatter": part}
-            assert split.later == {}
+            assert split.defer == {}
 
 
 def traffic_of_wants(rank: int, size: int, x_wants: bool, weight_wants: bool, bias_wants: bool) -> dict[str, int]:
@@ -291,13 +291,13 @@ def bfloat16_block(rank: int, size: int, deferred: bool) -> list[tuple[str, Tens
     assert y.dtype == torch.bfloat16
     y.float().sum().backward()
     if tp.deferred is not None:
-        tp.deferred.take().give()
+        tp.deferred.collect().accumulate()
     sum_partial_gradients(model, tp)
     return [(name, parameter.grad) for name, parameter in model.named_parameters()]
 
 
 def test_bfloat16_with_gradients_of_their_own_precision() -> None:
-    immediate, deferred = (run_ranks(2, bfloat16_block, 2, later) for later in (False, True))
+    immediate, deferred = (run_ranks(2, bfloat16_block, 2, defer) for defer in (False, True))
     for ours, theirs in zip(immediate, deferred, strict=True):
         for (name, first), (_, second) in zip(ours, theirs, strict=True):
             assert first.dtype == second.dtype == torch.float32 and first.any(), name
@@ -313,7 +313,7 @@ def test_use_without_gradients_is_the_parameter() -> None:
     assert tp.use(parameter) is not parameter
     assert context().use(parameter) is parameter
     parameter.requires_grad_(False)
-    assert tp.use(parameter) is parameter and tp.linear(parameter, tp.products).later is None
+    assert tp.use(parameter) is parameter and tp.linear(parameter, tp.products).defer is None
 
 
 def test_frozen_weights_defer_nothing() -> None:
@@ -323,7 +323,7 @@ def test_frozen_weights_defer_nothing() -> None:
     for parameter in (model.column.weight, model.row.weight):
         parameter.requires_grad_(False)
     model(draw(1, 4, WIDTH)).sum().backward()
-    deferred.take().give()
+    deferred.collect().accumulate()
     got = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert got == {"scale", "column.bias", "row.bias"}
 

@@ -121,14 +121,14 @@ def split_ends(rank: int, size: int, vocab_size: int, padded: int, deferred: boo
     traffic = mesh.meter.bytes_by_axis()["tp"]
     columns = slice(rank * padded // size, (rank + 1) * padded // size)
     (F.pad(logit_weights(vocab_size, size), (0, padded - vocab_size))[:, columns] * logits).sum().backward()
-    first = tp.deferred.take() if deferred else None
+    first = tp.deferred.collect() if deferred else None
     x = torch.tanh(embedding(ids))
     loss = head(x, embedding.weight, targets=Targets(ids.flip(0), weights, vocab_size, chunk_bytes=200))
     loss.backward()
     if first is not None:
         assert embedding.weight.grad is None and not fired
-        first.give()
-        tp.deferred.take().give()
+        first.accumulate()
+        tp.deferred.collect().accumulate()
     assert len(fired) == 2, "one gradient of both ends in each backward"
     return vectors.detach(), logits.detach(), traffic, loss.detach(), pieces(embedding, gradients=True)
 
@@ -170,7 +170,7 @@ def untied_loss(rank: int, size: int, deferred: bool):
     x = F.embedding(ids, matrix)[tp.local_rows(len(ids))].requires_grad_(True)
     head(x, targets=Targets(ids.flip(0), weights, 13, chunk_bytes=700)).backward()
     if tp.deferred is not None:
-        tp.deferred.take().give()
+        tp.deferred.collect().accumulate()
     return x.grad, pieces(head, gradients=True)
 
 

@@ -52,7 +52,7 @@ def test_bad_lines_are_told(
     assert "in.jsonl:3" in capsys.readouterr().err
     assert start(monkeypatch, *flags, "--skip-bad-lines") == 0
     told = capsys.readouterr().out
-    assert "20 bad lines passed over, such as" in told and told.count("in.jsonl:") == 10
+    assert "20 bad lines skipped, such as" in told and told.count("in.jsonl:") == 10
 
 
 def test_user_errors_have_no_traceback(

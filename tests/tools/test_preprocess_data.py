@@ -107,10 +107,10 @@ def test_an_interruption_is_told_in_a_word_and_can_be_gone_on_from(tmp_path: Pat
         finally:
             process.kill()
     assert (process.returncode, stderr) == (130, "interrupted\n")
-    assert stdout.splitlines()[-1].startswith("what was finished is kept in")
+    assert stdout.splitlines()[-1].startswith("finished partitions are in")
     assert contents(tmp_path / "out") == {}
     done = subprocess.run(command(tmp_path, "--resume"), capture_output=True, text=True, check=True, timeout=120)
-    assert "going on after" in done.stdout
+    assert "resuming after" in done.stdout
     found = contents(tmp_path / "out")
     subprocess.run(command(tmp_path), capture_output=True, check=True, timeout=120)
     assert found == contents(tmp_path / "out") and len(found) == 3

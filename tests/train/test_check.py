@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.sidecars import write_sidecar
 from support.small_runs import TINY, VOCAB, tiny_run
 from support.token_files import count_up, write_corpus
 
-from megazero.data.sidecar import Sidecar, sidecar_path, write_sidecar
+from megazero.data.sidecar import Sidecar, sidecar_path
 from megazero.errors import UserError
 from megazero.parallel.launch import Launch
 from megazero.parallel.topology import Topology

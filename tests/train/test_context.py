@@ -22,5 +22,5 @@ def test_plans_are_not_shared_by_default() -> None:
         name: getattr(step_parts(tiny_run(), core), name) for name in ("engine", "model", "mesh", "dropout", "timers")
     }
     one, two = (StepParts(**given, num_positions=1, clip_grad=0.0, checks_overflow=False) for _ in range(2))
-    assert one.plan == two.plan and one.plan.made is not two.plan.made
+    assert one.plan == two.plan and one.plan.steps is not two.plan.steps
     core.engine.close()

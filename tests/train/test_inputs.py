@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.sidecars import write_sidecar
 from support.token_files import write_corpus, write_gpt2_files
 
 from megazero.config.model import ModelConfig
 from megazero.config.run import DataConfig
-from megazero.data.sidecar import Sidecar, write_sidecar
+from megazero.data.sidecar import Sidecar
 from megazero.data.tokenizers import TokenizerSpec
 from megazero.errors import DataError
 from megazero.train.inputs import RunInputs, open_inputs, tokenizer_spec
@@ -141,7 +142,7 @@ def test_a_test_share_is_optional(described: str) -> None:
 
 def test_an_empty_validation_split_matters_only_when_it_is_read(described: str) -> None:
     opened(data_path=(described,), split="1")
-    with pytest.raises(DataError, match="valid is asked for samples"):
+    with pytest.raises(DataError, match="valid has no sample"):
         opened(data_path=(described,), split="1", evaluates=True)
 
 

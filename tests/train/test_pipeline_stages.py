@@ -3,7 +3,7 @@
 import pytest
 from support.configs import make_run
 
-from megazero.activations.assemble import choices
+from megazero.activations.assemble import configured_plan
 from megazero.parallel.layer_split import Chunk
 from megazero.train.pipeline_stages import (
     activation_config,
@@ -61,7 +61,7 @@ def test_checkpoints_of_every_micro_batch_in_flight(schedule: str, stage: int, n
 
 def test_without_a_pipeline_one_micro_batch_is_in_flight() -> None:
     config = make_run(num_layers=6, recompute_granularity="full", recompute_num_layers=4)
-    assert num_checkpoints(config, 0, 128, 8) == choices(config.activations).num_checkpoints(6) == 2
+    assert num_checkpoints(config, 0, 128, 8) == configured_plan(config.activations).num_checkpoints(6) == 2
 
 
 def test_slices_are_not_cut_again() -> None:

@@ -7,7 +7,7 @@ from support.configs import make_run
 from support.ledgered_step import SETTINGS
 from support.processes import mesh_in_worker, run_ranks
 
-from megazero.activations import resolve_auto as settle
+from megazero.activations import resolve_auto as resolve_switches
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.train.build import build_core, padded_vocab_size
 from megazero.train.resolve_activations import settle_activations
@@ -53,10 +53,10 @@ def volumes(rank: int, stage: int, method: dict[str, Any]) -> tuple[Any, ...]:
 
     def noting(mesh: Any, sizes: Any, **rest: Any) -> Any:
         asked.update(sizes=sizes, **rest)
-        return settle.settle(mesh, sizes, **rest)
+        return resolve_switches.resolve_switches(mesh, sizes, **rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megazero.train.resolve_activations.settle", noting)
+        patch.setattr("megazero.train.resolve_activations.resolve_switches", noting)
         settle_activations(config, mesh, vocab_size=257, padded_vocab_size=padded_vocab_size(config, 257))
     plain = make_run(**{**FULL, "tensor_model_parallel_size": 2})
     core = build_core(plain, mesh, FusedBuffers(0, mesh.device), vocab_size=257)

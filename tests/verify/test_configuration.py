@@ -12,8 +12,8 @@ from megazero.verify.configuration import (
     in_float64,
     on_one_process,
     overridden,
-    starting_anew,
-    take_steps,
+    split_verify_steps,
+    without_checkpoints,
 )
 
 
@@ -86,8 +86,8 @@ def test_what_float64_overrides_is_told() -> None:
 
 def test_precision_is_still_checked_when_the_run_starts_anew() -> None:
     config = make_run(precision="bf16", loss_scale=8.0, load="x")
-    assert starting_anew(config).precision == config.precision
-    assert len(rules.check(starting_anew(config), 1)) == 1
+    assert without_checkpoints(config).precision == config.precision
+    assert len(rules.check(without_checkpoints(config), 1)) == 1
 
 
 @pytest.mark.parametrize(
@@ -99,14 +99,14 @@ def test_precision_is_still_checked_when_the_run_starts_anew() -> None:
     ],
 )
 def test_the_number_of_steps_is_taken_from_the_words(words: list[str], steps: int, rest: list[str]) -> None:
-    assert take_steps(words) == (steps, rest, ())
+    assert split_verify_steps(words) == (steps, rest, ())
 
 
 @pytest.mark.parametrize(
     "words", [["--verify-steps"], ["--verify-steps", "0"], ["--verify-steps=x"], ["--verify-steps", "-1"]]
 )
 def test_a_number_that_is_none_is_a_problem(words: list[str]) -> None:
-    own = take_steps([*words, "--bf16"])
+    own = split_verify_steps([*words, "--bf16"])
     assert own.rest == ["--bf16"]
     (problem,) = own.problems
     assert problem.given == " ".join(words).replace("=", " ") and problem.legal == "--verify-steps 3"

@@ -11,7 +11,7 @@ from support.configs import make_run
 from support.processes import mesh_in_worker, run_ranks
 from torch import Tensor
 
-from megazero.comm.interface import Done
+from megazero.comm.interface import CompletedWork
 from megazero.comm.mesh import Mesh
 from megazero.comm.startup import make_mesh
 from megazero.config.run import RunConfig
@@ -85,13 +85,13 @@ class Tampered:
 
 
 def left_out(method: Callable[..., Any], *arguments: Any) -> Any:
-    return Done()
+    return CompletedWork()
 
 
 def doubled(method: Callable[..., Any], tensor: Tensor) -> Any:
     method(tensor).wait()
     tensor *= 2
-    return Done()
+    return CompletedWork()
 
 
 def given_twice(method: Callable[..., Any], output: Tensor, input: Tensor) -> Any:
@@ -107,7 +107,7 @@ def one_element_wrong(method: Callable[..., Any], output: Tensor, input: Tensor)
 def one_element_received_wrong(method: Callable[..., Any], output: Tensor, input: Tensor) -> Any:
     method(output, input).wait()
     output[0] += 1e-3  # which the other rank has sent
-    return Done()
+    return CompletedWork()
 
 
 def altered(method: Callable[..., Any], tensor: Tensor, to: int) -> Any:
@@ -208,14 +208,14 @@ ONE_BATCH = 8  # samples of a micro-batch that is a whole step
             Layout(tp=2, micro=ONE_BATCH),
             Fault("tp", "all_reduce", doubled, first=14),
             "step 1, gradient of embedding.word.weight",
-            "everything up to layers.2.post_attention_norm.bias differs and nothing behind it: what backward passes on",
+            "everything up to layers.2.post_attention_norm.bias differs and nothing behind it: the gradients that",
             id="tp: a sum of backward is doubled",
         ),
         pytest.param(
             Layout(tp=2, micro=ONE_BATCH, settings=SEQUENCE),
             Fault("tp", "all_reduce", left_out, first=2, every=2),
             "step 1, gradient of embedding.position.weight",
-            "only what every tensor-parallel rank holds whole differs: the sum of gradients over the tensor axis",
+            "only parameters that every tensor-parallel rank holds whole differ: their sum over the tensor axis",
             id="sequence parallel: gradients of norms are not summed",
         ),
         pytest.param(
@@ -236,14 +236,14 @@ ONE_BATCH = 8  # samples of a micro-batch that is a whole step
             Layout(dp=2, settings={"zero_stage": 2}),
             Fault("dp_gather", "all_gather_into", one_element_received_wrong, first=3, ranks=(1,)),
             "step 2, ",
-            "step 1 agrees: what updates weights at its end, or hands updated ones to other ranks",
+            "step 1 agrees: the update of weights at its end, or their exchange between ranks",
             id="dp: published parameters",
         ),
         pytest.param(
             Layout(pp=2, settings=HALVES),
             Fault("ends", "all_reduce", left_out, every=1),
             "step 1, gradient of embedding.word.weight",
-            "only what the first and the last pipeline stage share differs: the sum of gradients over the two",
+            "only parameters shared by the first and the last pipeline stage differ: their sum over the two",
             id="ends: not summed",
         ),
         pytest.param(
@@ -304,7 +304,7 @@ def test_one_process_is_compared_with_itself() -> None:
     buffers = FusedBuffers(0, torch.device("cpu"))
     inputs = open_inputs(config.data, config.model, seed=config.training.seed, evaluates=False)
     mesh, told = make_mesh(Topology(), 0, torch.device("cpu"), buffers), []
-    report = verify(config, mesh, buffers, inputs, steps=1, tell=told.append)
+    report = verify(config, mesh, buffers, inputs, steps=1, print_line=told.append)
     assert report.agrees and report.num_copies == 0 and told == []
 
 

@@ -75,16 +75,19 @@ def test_the_first_difference_is_the_first_step_s_first_parameter() -> None:
         "FIRST DIFFERENCE: step 2, gradient of 0.up: differs by 0.25 at most, 5.0e-01 of 0.5, in 3 of 4 elements;"
         " 1 more parameter differs"
     )
-    assert lines[-1] == "    step 1 agrees: what updates weights at its end, or hands updated ones to other ranks"
+    assert lines[-1] == "    step 1 agrees: the update of weights at its end, or their exchange between ranks"
 
 
 @pytest.mark.parametrize(
     ("wrong", "expected"),
     [
-        (("embedding",), "the first and the last pipeline stage share differs"),
-        (("1.norm", "final"), "the sum of gradients over the tensor axis"),
+        (("embedding",), "parameters shared by the first and the last pipeline stage differ"),
+        (("1.norm", "final"), "their sum over the tensor axis"),
         (("embedding", "0.norm", "0.up"), "the gradients that pipeline stage 1 sends to 0"),
-        (("embedding", "0.norm"), "everything up to 0.norm differs and nothing behind it: what backward passes on"),
+        (
+            ("embedding", "0.norm"),
+            "everything up to 0.norm differs and nothing behind it: the gradients that backward passes on",
+        ),
         (("0.up",), "the reduction of the buckets that hold them"),
         (("0.up", "1.norm"), "the reduction of the buckets that hold them"),
     ],
@@ -115,14 +118,14 @@ def test_a_loss_that_differs_is_of_the_forward_pass() -> None:
 def test_a_norm_that_differs_alone_is_of_its_sum() -> None:
     found = report(replace(step(), norm=OTHER))
     assert found.first_difference() == "step 1, gradient norm: 2.5, 2.0 on one process"
-    assert "how their squares are summed" in hint(found)
+    assert "the sum of their squares" in hint(found)
 
 
 def test_copies_that_differ() -> None:
     found = report(replace(step(), copies=(COPY,)))
     text = "step 1, gradient of 1.norm: the tensor-parallel copies on ranks 0 and 1 are not the same"
     assert found.first_difference() == text
-    assert "the copy that counts agrees" in hint(found)
+    assert "the copy that is compared agrees" in hint(found)
     assert "copies on several ranks: 14 compared, 1 not the same" in list(found.lines())
     both = report(replace(step("0.up"), copies=(COPY,)))
     assert both.first_difference().startswith("step 1, gradient of 0.up: differs")

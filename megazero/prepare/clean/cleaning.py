@@ -1,11 +1,11 @@
-"""Cleaning a corpus: documents in, those worth learning from out, and a count of what every step has dropped.
+"""Cleaning of a corpus: documents that pass all steps, and a count of what every step has dropped.
 
-The steps asked for are applied to every document in this order, and a document goes at the first that drops it:
+The chosen steps are applied to every document in this order, and the first that drops it is the last:
 
     fix text -> characters -> printable -> languages -> exact duplicates -> near duplicates
 
-so that lengths, languages and duplicates are those of mended texts, and the dear steps see the fewest documents.
-Documents stay in order; everything else an object holds besides its text is kept as it is.
+so that lengths, languages and duplicates are those of mended texts, and the slow steps have the fewest documents.
+Documents stay in order; everything else in an object besides its text is copied unchanged.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +37,7 @@ _MEBIBYTE = 1 << 20
 
 @dataclass(frozen=True)
 class StepChoice:
-    """Which steps, and what each allows; every field is the flag of its name, and None or empty leaves a step out."""
+    """The chosen steps and their limits; every field is the flag of its name, and None or empty leaves a step out."""
 
     fix_text: bool = False
     min_characters: int | None = None
@@ -49,7 +49,7 @@ class StepChoice:
     near_threshold: float | None = None
 
     def problems(self) -> list[Problem]:
-        """Everything that is wrong with it."""
+        """Return the problems of all fields."""
         found = []
         least, most = self.min_characters, self.max_characters
         if least is not None and most is not None and least > most:
@@ -72,14 +72,14 @@ class StepChoice:
         return found
 
     def steps(self) -> list[Step]:
-        """The steps in their order; raises DataError with all that lack a library, or a language."""
+        """Return the steps in their order; raises DataError for every missing library or unknown language."""
         lengths = self.min_characters, self.max_characters
-        printable, threshold = self.min_printable, _told(self.near_threshold, DEFAULT_NEAR_THRESHOLD)
-        probability = _told(self.min_language_probability, 0.0)
+        printable, threshold = self.min_printable, _or_default(self.near_threshold, DEFAULT_NEAR_THRESHOLD)
+        probability = _or_default(self.min_language_probability, 0.0)
         makers: list[tuple[bool, Callable[[], Step]]] = [
             (self.fix_text, FixText),
             (lengths != (None, None), lambda: Characters(*lengths)),
-            (printable is not None, lambda: Printable(_told(printable, 0.0))),
+            (printable is not None, lambda: Printable(_or_default(printable, 0.0))),
             (bool(self.languages), lambda: Languages(self.languages, probability)),
             (EXACT in self.deduplicate, ExactDuplicates),
             (NEAR in self.deduplicate, lambda: NearDuplicates(threshold)),
@@ -98,9 +98,9 @@ class StepChoice:
 
 @dataclass(frozen=True)
 class CleaningRequest:
-    """What to do: --input, --output, --json-key (the first of the rules' keys), the steps.
+    """A job of cleaning: --input, --output, --json-key (the first of the rules' keys), the steps.
 
-    dropped: where what is dropped goes, if anywhere.
+    dropped: the file for dropped documents, if any.
     """
 
     inputs: tuple[str, ...]
@@ -117,7 +117,7 @@ class CleaningRequest:
 
 @dataclass
 class StepCount:
-    """What went through a step; text_bytes are those it kept, as it left them, in UTF-8."""
+    """The documents that went through a step; text_bytes: those that passed it, after it, in UTF-8."""
 
     name: str
     documents: int = 0
@@ -127,9 +127,9 @@ class StepCount:
 
 
 def clean_corpus(request: CleaningRequest, console: Console, bad: BadLines | None = None) -> list[StepCount]:
-    """Write the output, and what was dropped where asked for; returns a count for the reading and for every step.
+    """Write the output, and the dropped documents if a file is given; returns the counts of every step.
 
-    bad: lines that cannot be used are noted in it instead of refused.  Raises DataError for what cannot be read, and
+    bad: collects lines that cannot be used; None: they are errors.  Raises DataError for input that cannot be read, and
     when no document is left; nothing is written then.
     """
     raise_problems(DataError, [*request.choice.problems(), *_path_problems(request)])
@@ -149,7 +149,7 @@ def clean_corpus(request: CleaningRequest, console: Console, bad: BadLines | Non
 
 
 def summary_lines(counts: Sequence[StepCount]) -> list[str]:
-    """A table: what came into every step, what it dropped, what it kept."""
+    """Format a table: the documents that entered every step, those it dropped, those it kept."""
     read, *steps = counts
     rows = [("", "documents", "dropped", "kept", "bytes kept")]
     rows += [(read.name, str(read.documents), "", str(read.documents), format_bytes(read.text_bytes))]
@@ -164,7 +164,7 @@ def summary_lines(counts: Sequence[StepCount]) -> list[str]:
 
 
 def _through(text: str, steps: Sequence[Step], counts: Sequence[StepCount]) -> str | Dropped:
-    """One document through the steps, counted; the last of them, or the one that dropped it, decides."""
+    """Run one document through the steps, counted; returns its text, or the reason of the step that dropped it."""
     size = len(text.encode())
     counts[0].documents += 1
     counts[0].text_bytes += size
@@ -182,7 +182,7 @@ def _through(text: str, steps: Sequence[Step], counts: Sequence[StepCount]) -> s
 
 
 def _objects(request: CleaningRequest, console: Console, bad: BadLines | None) -> Iterator[dict[str, Any]]:
-    """Everything in the input, under a bar of mebibytes."""
+    """Yield every object of the input, under a bar of mebibytes."""
     files = readable_files(request.inputs, request.rules)
     with console.progress() as progress:
         size = sum(file.size for file in files)
@@ -219,5 +219,5 @@ def _refuse_nothing(request: CleaningRequest, counts: Sequence[StepCount]) -> No
         raise DataError(Problem(given, "some document passes all steps", "\n".join(["", *summary_lines(counts)])))
 
 
-def _told(value: float | None, default: float) -> float:
+def _or_default(value: float | None, default: float) -> float:
     return default if value is None else value

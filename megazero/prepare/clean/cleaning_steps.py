@@ -1,4 +1,4 @@
-"""Steps of cleaning that look at one document at a time: each gives the text back, or mended, or says why it goes."""
+"""Steps of cleaning that judge one document at a time: each returns the text, or mended, or a reason to drop it."""
 
 import re
 import unicodedata
@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 from megazero.errors import DataError, Problem
 
-# What a language is told from; more makes it slower and hardly surer.
+# The characters from which a language is identified; more is slower and hardly more certain.
 LANGUAGE_CHARACTERS = 4096
 _REPLACEMENT = "\ufffd"
 # Anything but the characters of ASCII that are no control characters and begin no character's name.
@@ -14,7 +14,7 @@ _MENDABLE = re.compile("[^\\n\\t -%'-~]")
 
 
 class Dropped(NamedTuple):
-    """Why a document is left out."""
+    """The reason why a document is dropped."""
 
     reason: str
 
@@ -24,11 +24,11 @@ class Step(Protocol):
 
     @property
     def name(self) -> str:
-        """Its flag, as the summary calls it."""
+        """The step's flag, for the summary."""
         ...
 
     def apply(self, text: str) -> str | Dropped:
-        """The text as it goes on, or why it does not."""
+        """Return the text, as it is or mended, or the reason to drop it."""
         ...
 
 
@@ -36,8 +36,8 @@ class FixText:
     """Mends what programs did to a text, by ftfy's rules: wrong encodings (`\u00c3\u00a9`), HTML's names of characters,
     control characters, ligatures, curly quotes, line ends; the result is in Unicode's form NFC.
 
-    The library looks at every line by itself and takes its time, so it is given only those that hold something it could
-    mend; the result is what it makes of the whole.  Raises DataError where it is missing.
+    The library works line by line and is slow, so it is called only for lines with a character that it could mend; the
+    result is the same as for the whole text.  Raises DataError where it is missing.
     """
 
     name = "--fix-text"
@@ -49,11 +49,11 @@ class FixText:
             raise DataError(missing_package(self.name, "ftfy")) from error
         self._fix = ftfy.fix_text
         self._config = ftfy.TextFixerConfig(explain=False)
-        # From the first line with a < on, a text is taken for HTML's source; names of characters stay as they are.
+        # From the first line with a < on, a text counts as HTML's source; there names of characters are not replaced.
         self._config_of_html = self._config._replace(unescape_html=False)
 
     def apply(self, text: str) -> str | Dropped:
-        """The text, mended."""
+        """Return the mended text."""
         first_bracket = text.find("<")
         pieces, done = [], 0
         while found := _MENDABLE.search(text, done):
@@ -66,7 +66,7 @@ class FixText:
 
 
 class Characters:
-    """Drops texts that are shorter or longer than asked."""
+    """Drops texts that are shorter or longer than the limits."""
 
     name = "--min/max-characters"
 
@@ -75,7 +75,7 @@ class Characters:
         self._most = most
 
     def apply(self, text: str) -> str | Dropped:
-        """The text, or its length."""
+        """Return the text, or its length as the reason."""
         if self._least is not None and len(text) < self._least:
             return Dropped(f"{len(text)} characters, fewer than {self._least}")
         if self._most is not None and len(text) > self._most:
@@ -84,7 +84,7 @@ class Characters:
 
 
 class Printable:
-    """Drops texts of which too much is not for reading: control characters, codes without a character, U+FFFD."""
+    """Drops texts with too many characters that cannot be printed: control characters, unassigned codes, U+FFFD."""
 
     name = "--min-printable"
 
@@ -92,16 +92,16 @@ class Printable:
         self._least = least
 
     def apply(self, text: str) -> str | Dropped:
-        """The text, or the fraction of it that can be printed."""
+        """Return the text, or its printable fraction as the reason."""
         share = printable_share(text)
         return text if share >= self._least else Dropped(f"{share:.3f} of it is printable, less than {self._least}")
 
 
 class Languages:
-    """Drops texts whose most probable language is none of those asked for, or not probable enough.
+    """Drops texts whose most probable language is not in the list, or not probable enough.
 
-    Judged by the beginning of the text, LANGUAGE_CHARACTERS long.  Raises DataError without the library, and for
-    languages it does not know.
+    The language is that of the text's first LANGUAGE_CHARACTERS.  Raises DataError without the library, and for
+    languages that it does not support.
     """
 
     name = "--languages"
@@ -117,28 +117,28 @@ class Languages:
         unknown = sorted(self._languages.difference(self._identifier.labels))
         if unknown:
             legal = " ".join(sorted(self._identifier.labels))
-            raise DataError(Problem(f"{self.name} {' '.join(unknown)}", "languages go by their ISO 639 codes", legal))
+            raise DataError(Problem(f"{self.name} {' '.join(unknown)}", "languages are given by ISO 639 codes", legal))
 
     def apply(self, text: str) -> str | Dropped:
-        """The text, or its language and how probable that is."""
+        """Return the text, or its language and probability as the reason."""
         language, probability = self._identifier.classify(text[:LANGUAGE_CHARACTERS])
         if language not in self._languages:
             return Dropped(f"language {language} ({probability:.2f})")
         if probability < self._least:
-            return Dropped(f"language {language} ({probability:.2f}), less sure than {self._least}")
+            return Dropped(f"language {language} ({probability:.2f}), less probable than {self._least}")
         return text
 
 
 def printable_share(text: str) -> float:
-    """The fraction of a text's characters that can be printed, white space included; 1 for an empty text."""
+    """Return the fraction of a text's characters that can be printed, white space included; 1 for an empty text."""
     if not text:
         return 1.0
     return 1.0 - sum(text.count(character) for character in set(text) if not _is_printable(character)) / len(text)
 
 
 def missing_package(flag: str, package: str) -> Problem:
-    """A step whose library is not installed."""
-    return Problem(f"{flag} without the package {package}", "it does the work", 'pip install "megazero[corpora]"')
+    """Return the problem of a step whose library is not installed."""
+    return Problem(f"{flag} without the package {package}", "the step needs it", 'pip install "megazero[corpora]"')
 
 
 def _is_printable(character: str) -> bool:

@@ -1,13 +1,13 @@
-"""Finding documents that came before: the very same text, or nearly the same.
+"""Deduplication: documents whose text is the same as an earlier one's, or nearly the same, are dropped.
 
 *Exact*: texts are compared by 128 bits of xxh3; among 1e12 documents two different ones collide with a chance of 1e-15.
 
-*Near*: a text is the set of its *shingles*, runs of five words; two texts are as similar as the share of shingles they
-have in common among those that either has (Jaccard).  128 numbers (MinHash) stand for a set: the share of equal ones
-estimates the similarity with a standard error of at most 0.044.  The numbers are cut into bands, and only documents
-with an equal band are compared (locality-sensitive hashing): at the threshold itself four pairs of five meet, well
-above it nearly all.  A document is remembered by its bands' hashes and the low bytes of its numbers (its *signature*).
-Everything follows from the texts and their order alone.
+*Near*: a text is the set of its *shingles*, runs of five words; the similarity of two texts is the share of shingles
+they have in common among those that either has (Jaccard).  128 numbers (MinHash) stand for a set: the share of equal
+ones estimates the similarity with a standard error of at most 0.044.  The numbers are cut into bands, and only
+documents with an equal band are compared (locality-sensitive hashing): at the threshold itself four pairs of five meet,
+well above it nearly all.  A document is remembered by its bands' hashes and the low bytes of its numbers (its
+*signature*).  Everything follows from the texts and their order alone.
 
 Both keep the first document and drop those that come later.
 """
@@ -32,7 +32,7 @@ DEFAULT_NEAR_THRESHOLD = 0.8
 NEAR_THRESHOLDS = (0.3, 0.99)
 SHINGLE_WORDS = 5
 SIGNATURE_NUMBERS = 128
-# What a pair too many and a pair missed cost, by which bands are cut: those too many are told by their signatures.
+# The costs of a false pair and a missed pair, by which bands are cut: false pairs are found by their signatures.
 _BAND_WEIGHTS = (0.1, 0.9)
 _SEED = 1
 # Pairs wait for being merged until they are this many, and as many as a share of those that are.
@@ -40,13 +40,13 @@ _LEAST_LATEST = 4096
 _LATEST_SHARE = 32
 # Shingles that are hashed at a time: 128 numbers for each are 512 KiB.
 _BATCH = 1024
-# Odd and without pattern in its bits; multiplication by it tells the order of words.
+# Odd and without pattern in its bits; multiplication by it makes hashes depend on the order of words.
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 # Scripts without spaces between words (Thai to Khmer, kana, ideographs): every letter counts as a word.
 _WORD = re.compile(
     r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]|\w+"
 )
-# Everything that no word is made of becomes a space.
+# Every character that is not part of a word becomes a space.
 _ASCII_WORDS = bytes(code if _WORD.fullmatch(chr(code)) else ord(" ") for code in range(128)) + b" " * 128
 
 
@@ -66,7 +66,7 @@ class PairTable:
         return len(self._keys) + self._num_latest
 
     def find(self, keys: Sequence[int]) -> list[int]:
-        """The numbers that were added with one of the keys."""
+        """Return the numbers that were added with one of the keys."""
         found = [number for key in keys for number in self._latest.get(key, ())]
         wanted = np.array(keys, np.uint64)
         starts = np.searchsorted(self._keys, wanted)
@@ -78,7 +78,7 @@ class PairTable:
         ]
 
     def add(self, key: int, number: int) -> None:
-        """Take a pair in."""
+        """Add a pair."""
         self._latest.setdefault(key, []).append(number)
         self._num_latest += 1
         if self._num_latest >= max(_LEAST_LATEST, len(self._keys) // _LATEST_SHARE):
@@ -89,13 +89,13 @@ class PairTable:
         self._latest, self._num_latest = {}, 0
         keys = np.fromiter((key for key, _ in pairs), np.uint64, len(pairs))
         numbers = np.fromiter((number for _, number in pairs), self._numbers.dtype, len(pairs))
-        places = np.searchsorted(self._keys, keys)
-        self._keys = np.insert(self._keys, places, keys)
-        self._numbers = np.insert(self._numbers, places, numbers)
+        positions = np.searchsorted(self._keys, keys)
+        self._keys = np.insert(self._keys, positions, keys)
+        self._numbers = np.insert(self._numbers, positions, numbers)
 
 
 class ExactDuplicates:
-    """Drops a text that came before."""
+    """Drops a text that is the same as an earlier one."""
 
     name = "--deduplicate exact"
 
@@ -103,7 +103,7 @@ class ExactDuplicates:
         self._seen = PairTable(np.uint64)
 
     def apply(self, text: str) -> str | Dropped:
-        """The text, or why it goes."""
+        """Return the text, or the reason to drop it."""
         high, low = divmod(xxh3_128_intdigest(text.encode()), 1 << 64)
         if low in self._seen.find((high,)):
             return Dropped("an earlier document is the same")
@@ -112,7 +112,7 @@ class ExactDuplicates:
 
 
 class NearDuplicates:
-    """Drops a text that is as similar to one that was kept as the threshold says, or more.
+    """Drops a text whose similarity to a kept one reaches the threshold.
 
     Raises DataError where the library is missing.
     """
@@ -125,16 +125,16 @@ class NearDuplicates:
         except ImportError as error:
             raise DataError(missing_package(self.name, "datasketch")) from error
         self._threshold = threshold
-        # The library knows the best cut; its own tables take sixteen times the memory.
+        # The library computes the best cut; its own tables take sixteen times the memory.
         cut = MinHashLSH(threshold, SIGNATURE_NUMBERS, weights=_BAND_WEIGHTS)
         self._bands = [slice(band * cut.r, (band + 1) * cut.r) for band in range(cut.b)]
-        # What the sketch is given are hashes already, so it is to take them as they are.
+        # The sketch's input is hashed already.
         self._empty = MinHash(SIGNATURE_NUMBERS, seed=_SEED, hashfunc=int, scheme="affine32")
         self._kept_by_band = PairTable(np.uint32)
         self._signatures = bytearray()
 
     def apply(self, text: str) -> str | Dropped:
-        """The text, or why it goes: the most similar document kept, counted from 1, and how similar it is."""
+        """Return the text, or the most similar kept document, counted from 1, and the similarity as the reason."""
         numbers = self._sketch(text)
         keys = [xxh3_64_intdigest(numbers[band].tobytes(), band.start) for band in self._bands]
         signature = numbers.astype(np.uint8)
@@ -149,21 +149,21 @@ class NearDuplicates:
         return text
 
     def _sketch(self, text: str) -> NDArray[np.uint32]:
-        """The numbers of a text."""
+        """Return the numbers of a text."""
         sketch, hashes = self._empty.copy(), shingles(text)
         for start in range(0, len(hashes), _BATCH):
             sketch.update_batch(hashes[start : start + _BATCH].tolist())
         return np.asarray(sketch.hashvalues, np.uint32)
 
     def _similarity(self, number: int, signature: NDArray[np.uint8]) -> float:
-        """Estimated from the low bytes of the numbers, of which one in 256 is equal by chance."""
+        """Estimate a similarity from the low bytes of the numbers, of which one in 256 is equal by chance."""
         kept = np.frombuffer(self._signatures, np.uint8, SIGNATURE_NUMBERS, number * SIGNATURE_NUMBERS)
         equal = np.count_nonzero(kept == signature) / SIGNATURE_NUMBERS
         return float(equal - 1 / 256) / (1 - 1 / 256)
 
 
 def shingles(text: str) -> NDArray[np.uint32]:
-    """Hashes of 32 bits, sorted, of the different runs of five words of a text; case and punctuation don't count.
+    """Return sorted 32-bit hashes of a text's different runs of five words; case and punctuation don't count.
 
     A text of fewer words is one run of those it has; one without any is a run of its own, punctuation and all.
     """
@@ -171,15 +171,15 @@ def shingles(text: str) -> NDArray[np.uint32]:
     hashes = np.fromiter(map(xxh32_intdigest, words), np.uint64, len(words))
     length = min(SHINGLE_WORDS, len(words))
     runs = np.zeros(len(words) - length + 1, np.uint64)
-    for place in range(length):
+    for index in range(length):
         runs *= _MULTIPLIER  # wraps around at 64 bits
-        runs += hashes[place : len(words) - length + 1 + place]
+        runs += hashes[index : len(words) - length + 1 + index]
     runs *= _MULTIPLIER
     return np.unique((runs >> np.uint64(32)).astype(np.uint32))
 
 
 def _words(text: str) -> list[bytes]:
-    """What _WORD finds; in ASCII by a way that is four times as fast."""
+    """Return the matches of _WORD; for ASCII by a way that is four times as fast."""
     if text.isascii():
         return text.encode().translate(_ASCII_WORDS).split()
     return [word.encode() for word in _WORD.findall(text)]

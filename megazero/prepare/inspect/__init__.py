@@ -1,1 +1,1 @@
-"""What a corpus holds, whether it is whole, and where two corpora differ."""
+"""Inspection of corpora: their content, whether they are whole, and where two of them differ."""

@@ -1,4 +1,4 @@
-"""Whether two corpora are the same, and if not, where they part; both are read in blocks, side by side.
+"""Comparison of two corpora, which finds the first difference; both are read in blocks, side by side.
 
 Equal corpora have the same documents of the same sequences of the same ids, in the same integer type: their files are
 the same byte for byte.
@@ -19,11 +19,11 @@ _AROUND = 8
 Pair = tuple[IndexedDataset, IndexedDataset]
 
 
-class Difference(NamedTuple):
-    """Where two corpora part, in the order of documents; None for what the one corpus or the other does not have.
+class CorpusDifference(NamedTuple):
+    """The first difference of two corpora, in the order of documents; None for what one of them does not have.
 
-    position: in the document, or None when the documents hold the same ids.
-    tokens: the ids there.  what: what differs, for a person.
+    position: the token's in the document, or None when the documents have the same ids.
+    tokens: the ids there.  what: the kind of difference, in words.
     """
 
     document: int | None
@@ -32,15 +32,17 @@ class Difference(NamedTuple):
     what: str
 
 
-def find_difference(one: IndexedDataset, other: IndexedDataset, advance: Callable[[int], None]) -> Difference | None:
-    """The first difference, or None; `advance` is told the number of tokens whenever a block has been compared."""
+def find_difference(
+    one: IndexedDataset, other: IndexedDataset, advance: Callable[[int], None]
+) -> CorpusDifference | None:
+    """Return the first difference, or None; calls advance(tokens) after every block."""
     pair = (one, other)
     token = _first_token(pair, advance)
     return _in_documents(pair, token) or _in_sequences(pair) or _in_types(pair)
 
 
 def _first_token(pair: Pair, advance: Callable[[int], None]) -> int | None:
-    """Number of the first token that differs in the two rows of all tokens, as far as both go."""
+    """Return the number of the first token that differs in the two rows of all tokens, as far as both go."""
     both = min(dataset.num_tokens for dataset in pair)
     for start in range(0, both, CHECK_BLOCK):
         stop = min(start + CHECK_BLOCK, both)
@@ -52,8 +54,8 @@ def _first_token(pair: Pair, advance: Callable[[int], None]) -> int | None:
     return None
 
 
-def _in_documents(pair: Pair, token: int | None) -> Difference | None:
-    """A difference in ids: before the first document whose length differs, or in it."""
+def _in_documents(pair: Pair, token: int | None) -> CorpusDifference | None:
+    """Return a difference in ids: before the first document whose length differs, or in it."""
     document = start = 0
     for blocks in zip(*map(document_lengths, pair), strict=False):
         count = min(map(len, blocks))
@@ -68,11 +70,11 @@ def _in_documents(pair: Pair, token: int | None) -> Difference | None:
         return _at(pair, token)
     if pair[0].num_documents == pair[1].num_documents:
         return None
-    return Difference(document, None, (None, None), "one corpus ends here")
+    return CorpusDifference(document, None, (None, None), "one corpus ends here")
 
 
-def _here(pair: Pair, document: int, start: int, token: int | None) -> Difference:
-    """In document number `document`, which starts at token `start` in both, or before it."""
+def _here(pair: Pair, document: int, start: int, token: int | None) -> CorpusDifference:
+    """Return the difference in document number `document`, which starts at token `start` in both, or before it."""
     if token is not None and token < start:
         return _at(pair, token)
     mine, theirs = (dataset.document(document) for dataset in pair)
@@ -81,53 +83,55 @@ def _here(pair: Pair, document: int, start: int, token: int | None) -> Differenc
         position = min(position, token - start)
     ids = tuple(int(tokens[position]) if position < len(tokens) else None for tokens in (mine, theirs))
     what = "one document ends here" if None in ids else "another id"
-    return Difference(document, position, (ids[0], ids[1]), what)
+    return CorpusDifference(document, position, (ids[0], ids[1]), what)
 
 
-def _at(pair: Pair, token: int) -> Difference:
-    """In a document that starts at the same token in both."""
-    document, position = pair[0].place(token)
+def _at(pair: Pair, token: int) -> CorpusDifference:
+    """Return the difference at a token in a document that starts at the same token in both."""
+    document, position = pair[0].locate(token)
     mine, theirs = (int(dataset.tokens(token, token + 1)[0]) for dataset in pair)
-    return Difference(document, position, (mine, theirs), "another id")
+    return CorpusDifference(document, position, (mine, theirs), "another id")
 
 
-def _in_sequences(pair: Pair) -> Difference | None:
-    """The first document that is cut into sequences in another way, all ids being the same."""
+def _in_sequences(pair: Pair) -> CorpusDifference | None:
+    """Return the first document that is cut into other sequences, all ids being the same."""
     for first in range(0, pair[0].num_documents, CHECK_BLOCK):
         stop = min(first + CHECK_BLOCK, pair[0].num_documents)
         found = _first(*(dataset.document_ends(first, stop) for dataset in pair))
         if found is not None:
-            return Difference(first + found, None, (None, None), "another number of sequences")
+            return CorpusDifference(first + found, None, (None, None), "another number of sequences")
     for first in range(0, pair[0].num_sequences, CHECK_BLOCK):
         stop = min(first + CHECK_BLOCK, pair[0].num_sequences)
         mine, theirs = (dataset.sequence_lengths(first, stop) for dataset in pair)
         found = _first(mine, theirs)
         if found is not None:
-            document = pair[0].place(pair[0].sequence_start(first + found)).document
-            return Difference(document, None, (None, None), f"sequence {first + found} has another length")
+            document = pair[0].locate(pair[0].sequence_start(first + found)).document
+            return CorpusDifference(document, None, (None, None), f"sequence {first + found} has another length")
     return None
 
 
-def _in_types(pair: Pair) -> Difference | None:
+def _in_types(pair: Pair) -> CorpusDifference | None:
     one, other = pair
     if one.dtype != other.dtype:
-        return Difference(None, None, (None, None), f"the ids are {one.dtype.name} here and {other.dtype.name} there")
+        return CorpusDifference(
+            None, None, (None, None), f"the ids are {one.dtype.name} here and {other.dtype.name} there"
+        )
     if one.has_modes != other.has_modes:
-        return Difference(None, None, (None, None), "one corpus has modes")
+        return CorpusDifference(None, None, (None, None), "one corpus has modes")
     return None
 
 
 def _first(mine: Tokens, theirs: Tokens) -> int | None:
-    """The first place at which two arrays of one length differ."""
+    """Return the first index at which two arrays of one length differ."""
     differs = mine != theirs
-    place = int(np.argmax(differs)) if len(differs) else 0
-    return place if len(differs) and bool(differs[place]) else None
+    index = int(np.argmax(differs)) if len(differs) else 0
+    return index if len(differs) and bool(differs[index]) else None
 
 
 def difference_lines(
-    one: IndexedDataset, other: IndexedDataset, difference: Difference | None, tokenizer: Tokenizer | None
+    one: IndexedDataset, other: IndexedDataset, difference: CorpusDifference | None, tokenizer: Tokenizer | None
 ) -> list[str]:
-    """What is found, for a person: the verdict, the place in both, the counts."""
+    """Format the result for the user: the verdict, the position in both, the counts."""
     if difference is None:
         return [f"equal          {one.name} and {other.name}: every document, sequence and id"]
     place = "" if difference.document is None else f"document {difference.document}"
@@ -141,8 +145,10 @@ def difference_lines(
     return lines
 
 
-def _shown(dataset: IndexedDataset, difference: Difference, token: int | None, tokenizer: Tokenizer | None) -> str:
-    """The id that differs, with its neighbours: ids, or text before and after."""
+def _shown(
+    dataset: IndexedDataset, difference: CorpusDifference, token: int | None, tokenizer: Tokenizer | None
+) -> str:
+    """Format the id that differs, with its neighbours: ids, or text before and after."""
     assert difference.document is not None and difference.position is not None
     tokens, position = dataset.document(difference.document), difference.position
     before = [int(each) for each in tokens[max(0, position - _AROUND) : position]]

@@ -1,4 +1,4 @@
-"""How long the documents of a corpus are: read block by block, counted exactly.
+"""Lengths of a corpus's documents: read block by block, counted exactly.
 
 *Ranges* of lengths double: 1, 2-3, 4-7, ... tokens; documents without a token have a range of their own.  The q-th
 percentile is the shortest length that q percent of the documents do not exceed, the median the 50th.
@@ -35,7 +35,7 @@ class LengthRange(NamedTuple):
 
     @property
     def name(self) -> str:
-        """`0`, `1`, `2-3`, ..."""
+        """The range as text: `0`, `1`, `2-3`, ..."""
         return str(self.shortest) if self.shortest == self.longest else f"{self.shortest}-{self.longest}"
 
 
@@ -53,19 +53,19 @@ class Lengths(NamedTuple):
 
     @property
     def mean(self) -> float:
-        """Tokens a document."""
+        """The mean tokens of a document."""
         return self.tokens / max(1, self.documents)
 
 
 def num_blocks(dataset: IndexedDataset) -> int:
-    """Blocks that `document_lengths` gives."""
+    """Return the number of blocks that `document_lengths` yields."""
     return math.ceil(dataset.num_documents / CHECK_BLOCK)
 
 
 def document_lengths(dataset: IndexedDataset) -> Iterator[NDArray[np.int64]]:
-    """The length of every document in tokens, up to CHECK_BLOCK documents at a time.
+    """Yield the length of every document in tokens, up to CHECK_BLOCK documents at a time.
 
-    Raises DataError at the end if the index tells of more or fewer tokens than there are.
+    Raises DataError at the end if the index lists more or fewer tokens than there are.
     """
     sequences = tokens = 0
     for first in range(0, dataset.num_documents, CHECK_BLOCK):
@@ -83,11 +83,11 @@ def document_lengths(dataset: IndexedDataset) -> Iterator[NDArray[np.int64]]:
         yield np.diff(token_ends, prepend=before)
     if tokens != dataset.num_tokens:
         given = f"{dataset.name}: the lengths in the index add up to {tokens} tokens of {dataset.num_tokens}"
-        raise DataError(Problem(given, "the .idx lists what the .bin holds", "--verify, to find the place"))
+        raise DataError(Problem(given, "the .idx lists the tokens of the .bin", "--verify, to find the defect"))
 
 
 def count_lengths(blocks: Iterable[NDArray[np.int64]]) -> Lengths:
-    """Sum up what `document_lengths` gives."""
+    """Sum up the blocks of `document_lengths`."""
     table = np.zeros(TABLE_SIZE, np.int64)
     long = [np.empty(0, np.int64)]
     tokens = 0
@@ -110,7 +110,7 @@ def count_lengths(blocks: Iterable[NDArray[np.int64]]) -> Lengths:
 
 
 def _ranges(values: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[LengthRange, ...]:
-    """From the shortest document to the longest, without gap."""
+    """Return the ranges from the shortest document to the longest, without gap."""
     first, last = int(values[0]).bit_length(), int(values[-1]).bit_length()
     found = []
     for bits in range(first, last + 1):
@@ -126,7 +126,7 @@ _COLUMN, _GAP, _HEIGHT = 52, 8, 260
 
 
 def length_lines(lengths: Lengths) -> list[str]:
-    """Figures, then a line with a bar for every range."""
+    """Return the figures, then a line with a bar for every range."""
     lines = [
         f"lengths        shortest {lengths.shortest}, median {lengths.median}, mean {lengths.mean:.1f}, "
         f"95th percentile {lengths.percentile_95}, longest {lengths.longest} tokens",
@@ -153,7 +153,7 @@ def write_length_picture(path: Path, lengths: Lengths, *, title: str) -> None:
 
 
 def length_picture(lengths: Lengths, *, title: str) -> str:
-    """The SVG file: a column for every range, on a linear scale, with its count above."""
+    """Return the SVG file: a column for every range, on a linear scale, with its count above."""
     width = max(_LEFT + len(lengths.ranges) * (_COLUMN + _GAP) + _RIGHT, 640)
     height = _TOP + _HEIGHT + _BOTTOM
     figures = (
@@ -191,7 +191,7 @@ def _columns(ranges: Sequence[LengthRange]) -> Iterator[str]:
 
 
 def _binary(length: int) -> str:
-    """1024 reads 1Ki; smaller ones, all of them powers of two, as they are."""
+    """Format a length: 1024 as 1Ki; smaller ones, all of them powers of two, as they are."""
     for shift, unit in ((30, "Gi"), (20, "Mi"), (10, "Ki")):
         if length >> shift:
             return f"{length >> shift}{unit}"

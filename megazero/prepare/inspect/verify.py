@@ -1,4 +1,4 @@
-"""Whether a corpus is whole: its index consistent, its files those that were written, its ids in the vocabulary."""
+"""Verification of a corpus: a consistent index, files as they were written, ids in the vocabulary."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -22,7 +22,7 @@ class TokenScan(NamedTuple):
 
 
 def verify(dataset: IndexedDataset, sidecar: Sidecar | None, vocab_size: int | None, console: Console) -> list[str]:
-    """Read everything there is, under progress bars; returns what is found, for a person.
+    """Read the whole corpus, under progress bars; returns the results for the user.
 
     Raises DataError with all that is wrong.
     """
@@ -46,12 +46,12 @@ def verify(dataset: IndexedDataset, sidecar: Sidecar | None, vocab_size: int | N
             found["idx"] = digest_of(idx_path(dataset.prefix), lambda nbytes: progress.advance(of_idx, nbytes))
         problems += digest_problems(dataset, known, found)
     raise_problems(DataError, problems)
-    told = f"{' and '.join(known)} are as written" if known else "the .json has none to compare with"
-    return [f"ids            {scan.lowest} to {scan.highest}", "index          consistent", f"digests        {told}"]
+    verdict = f"{' and '.join(known)} are as written" if known else "the .json has none to compare with"
+    return [f"ids            {scan.lowest} to {scan.highest}", "index          consistent", f"digests        {verdict}"]
 
 
 def scan_tokens(dataset: IndexedDataset, advance: Advance) -> TokenScan:
-    """Read every token, a block at a time; `advance` is told the tokens of each."""
+    """Read every token, a block at a time; calls advance(tokens) after each."""
     lowest, highest, digest = 0, -1, xxhash.xxh3_128()
     for start in range(0, dataset.num_tokens, CHECK_BLOCK):
         block = dataset.tokens(start, min(start + CHECK_BLOCK, dataset.num_tokens))
@@ -63,7 +63,7 @@ def scan_tokens(dataset: IndexedDataset, advance: Advance) -> TokenScan:
 
 
 def token_problems(dataset: IndexedDataset, scan: TokenScan, vocab_size: int | None) -> list[Problem]:
-    """Ids that leave the vocabulary."""
+    """Return the problem of ids outside the vocabulary."""
     if scan.lowest >= 0 and (vocab_size is None or scan.highest < vocab_size):
         return []
     rule = "ids are at least 0" + ("" if vocab_size is None else f" and below the vocabulary size {vocab_size}")
@@ -71,11 +71,11 @@ def token_problems(dataset: IndexedDataset, scan: TokenScan, vocab_size: int | N
 
 
 def digest_problems(dataset: IndexedDataset, known: Mapping[str, str], found: Mapping[str, str]) -> list[Problem]:
-    """Files that are not those that were written, by ending; `known` is what the sidecar says."""
+    """Return the problems of files that have changed since they were written; known: the sidecar's digests."""
     return [
         Problem(
             f"{dataset.name}.{ending}: xxh3_128 {found[ending]}",
-            f"the file is what was written, which the .json beside it knows as {digest}",
+            f"the file is as it was written, with the digest {digest} in the .json beside it",
             "an undamaged copy, or preprocess the text again",
         )
         for ending, digest in known.items()

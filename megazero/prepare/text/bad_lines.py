@@ -1,4 +1,4 @@
-"""Lines of the input that cannot be used, noted instead of refused (--skip-bad-lines)."""
+"""Lines of the input that cannot be used, collected instead of raised as errors (--skip-bad-lines)."""
 
 from collections.abc import Callable
 
@@ -9,50 +9,50 @@ READ_BYTES = 1 << 20
 
 
 class LineCounter:
-    """Counts line ends in the beginnings of files.
+    """A counter of line ends in the beginnings of files.
 
-    It goes on from where it was asked last: places in order cost one pass over a file, however many they are.
+    It continues after the last position: positions in ascending order cost one pass over a file, however many.
     """
 
     def __init__(self) -> None:
-        self._path, self._place, self._count = "", 0, 0
+        self._path, self._position, self._count = "", 0, 0
 
     def before(self, file: InputFile, stop: int) -> int:
-        """Line ends in the first `stop` bytes; raises DataError when the file cannot be read."""
-        if file.path != self._path or stop < self._place:
-            self._path, self._place, self._count = file.path, 0, 0
+        """Return the line ends in the first `stop` bytes; raises DataError when the file cannot be read."""
+        if file.path != self._path or stop < self._position:
+            self._path, self._position, self._count = file.path, 0, 0
         try:
             with open(file.path, "rb") as stream:
-                stream.seek(self._place)
+                stream.seek(self._position)
                 # In pieces, because they may be more than memory holds.
-                for start in range(self._place, stop, READ_BYTES):
+                for start in range(self._position, stop, READ_BYTES):
                     self._count += stream.read(min(READ_BYTES, stop - start)).count(b"\n")
         except OSError as error:
             raise cannot_read(file.path, error) from error
-        self._place = stop
+        self._position = stop
         return self._count
 
 
 def line_numbers(data: bytes, first: Callable[[], int]) -> Callable[[int], int]:
-    """A function from offsets in `data`, asked for in order, to numbers of lines.
+    """Return a function from offsets in `data`, in ascending order, to numbers of lines.
 
-    first: tells that of the first line; called once at most.
+    first: returns the number of the first line; called once at most.
     """
     offset, line = 0, 0
 
-    def number(place: int) -> int:
+    def number(position: int) -> int:
         nonlocal offset, line
-        line = (line or first()) + data.count(b"\n", offset, place)
-        offset = place
+        line = (line or first()) + data.count(b"\n", offset, position)
+        offset = position
         return line
 
     return number
 
 
 class BadLines:
-    """Where a line, row or document was passed over, and why; in the order of the input.
+    """The lines, rows or documents that were skipped, with reasons; in the order of the input.
 
-    counter: tells their numbers.
+    counter: counts their numbers.
     """
 
     def __init__(self) -> None:
@@ -61,18 +61,18 @@ class BadLines:
 
     @property
     def count(self) -> int:
-        """How many."""
+        """The number of skipped lines."""
         return len(self._lines)
 
-    def note(self, where: str, reason: str) -> None:
-        """Pass one over.  where: file and line."""
+    def add(self, where: str, reason: str) -> None:
+        """Record a skipped line.  where: file and line."""
         self._lines.append(f"{where}: {reason}")
 
     def lines(self) -> list[str]:
-        """Each as FILE:LINE: REASON."""
+        """Return each as FILE:LINE: REASON."""
         return list(self._lines)
 
-    def take(self) -> list[str]:
-        """The same, and forget them."""
+    def pop_lines(self) -> list[str]:
+        """Return each as in `lines`, and clear the list."""
         lines, self._lines = self._lines, []
         return lines

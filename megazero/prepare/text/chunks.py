@@ -1,14 +1,14 @@
-"""Chunks: the input cut into pieces that workers can share out, and machines.
+"""Chunks: the input cut into pieces that can be distributed over workers and machines.
 
-A chunk is made of about a mebibyte of whole documents.  Where it begins depends on the files alone, never on how many
-read them: a file that can be read from its middle is cut at multiples of CHUNK_BYTES, and a line belongs to the chunk
-in which it begins; what can only be read from its beginning is cut by whoever reads it, at the same lines.
+A chunk is made of about a mebibyte of whole documents.  Its beginning depends on the files alone, never on the number
+of workers: a file that can be read from its middle is cut at multiples of CHUNK_BYTES, and a line belongs to the chunk
+in which it begins; a file that can only be read from its beginning is cut by its reader, at the same lines.
 
-    LineRange   the lines that begin in bytes [start, stop) of a file; whoever has the chunk reads them
+    LineRange   the lines that begin in bytes [start, stop) of a file, which the worker reads
     LineBlock   whole lines that have been read already, out of a compressed file or standard input
-    Records     rows of a table, or what lies between separators, that have been read already
+    Records     rows of a table, or documents between separators, that have been read already
 
-A *shard* is what one of several machines takes: the chunks that begin in its share of all bytes, and whole files where
+A *shard* is the part of one of several machines: the chunks that begin in its share of all bytes, and whole files where
 a file cannot be cut.  The shards one after the other are the whole.
 """
 
@@ -29,12 +29,12 @@ INVALID_UTF8 = ("refuse", "replace")
 
 @dataclass(frozen=True)
 class DocumentRules:
-    """What a document is.
+    """The rules by which documents are found in the input.
 
-    json_keys: the keys (or columns) whose texts are taken.  text_rule: one of TEXT_RULES, for plain text.
-    separator: what stands between documents of plain text under the rule "separator".
+    json_keys: the keys (or columns) whose texts are read.  text_rule: one of TEXT_RULES, for plain text.
+    separator: the text between documents of plain text under the rule "separator".
     invalid_utf8: bytes that are no UTF-8 are refused, or replaced by U+FFFD.
-    input_format: of files whose ending tells none, and of standard input.
+    input_format: the format of standard input, and of files without a known ending.
     """
 
     json_keys: tuple[str, ...] = ("text",)
@@ -45,7 +45,7 @@ class DocumentRules:
 
 
 class LineRange(NamedTuple):
-    """The lines that begin in [start, stop); input_bytes: of the file, as in every chunk."""
+    """The lines that begin in [start, stop); input_bytes: those of the file, as in every chunk."""
 
     file: InputFile
     start: int
@@ -57,7 +57,7 @@ class LineRange(NamedTuple):
 
 
 class LineBlock(NamedTuple):
-    """Whole lines; first_line counts from 1."""
+    """A block of whole lines; first_line counts from 1."""
 
     file: InputFile
     first_line: int
@@ -66,7 +66,7 @@ class LineBlock(NamedTuple):
 
 
 class Records(NamedTuple):
-    """Objects with texts as str, or as bytes that are still to be decoded; first counts from 1, in `unit`s."""
+    """Objects with texts as str, or as bytes that are not decoded yet; first counts from 1, in `unit`s."""
 
     file: InputFile
     first: int
@@ -80,21 +80,21 @@ Chunk = LineRange | LineBlock | Records
 
 @dataclass(frozen=True)
 class Shard:
-    """Number `index`, from 0, of `count`."""
+    """The part number `index`, from 0, of `count`."""
 
     index: int
     count: int
 
-    def owns(self, place: int, total: int) -> bool:
-        """Whether what begins at byte `place` of `total` belongs to it; what begins at the end is the last one's."""
-        return min(place, max(0, total - 1)) * self.count // max(1, total) == self.index
+    def owns(self, start: int, total: int) -> bool:
+        """Return whether a chunk at byte `start` of `total` belongs to the shard; the end is the last shard's."""
+        return min(start, max(0, total - 1)) * self.count // max(1, total) == self.index
 
 
 WHOLE = Shard(0, 1)
 
 
 def rule_problems(files: Sequence[InputFile], rules: DocumentRules) -> list[Problem]:
-    """What speaks against reading these files by these rules."""
+    """Return the problems of reading these files by these rules."""
     problems = []
     keys = " ".join(rules.json_keys)
     once = " ".join(dict.fromkeys(rules.json_keys))
@@ -111,7 +111,7 @@ def rule_problems(files: Sequence[InputFile], rules: DocumentRules) -> list[Prob
 
 
 def readable_files(words: Sequence[str], rules: DocumentRules) -> list[InputFile]:
-    """Every file that the words of --input name; raises DataError if there is none, or not for these rules."""
+    """Return every file that the words of --input name; raises DataError if there is none, or not for these rules."""
     files = find_inputs(words, rules.input_format)
     raise_problems(DataError, rule_problems(files, rules))
     return files
@@ -120,9 +120,9 @@ def readable_files(words: Sequence[str], rules: DocumentRules) -> list[InputFile
 def find_chunks(
     files: Sequence[InputFile], rules: DocumentRules, shard: Shard = WHOLE, columns: Sequence[str] | None = None
 ) -> Iterator[Chunk]:
-    """The chunks of a shard in order; files that can be cut are not looked into.
+    """Yield the chunks of a shard in order; files that can be cut are not opened.
 
-    columns: of tables; all, unless told.  Raises DataError for a file that cannot be read.
+    columns: those of tables to read; None: all.  Raises DataError for a file that cannot be read.
     """
     total, before = sum(file.size for file in files), 0
     for file in files:
@@ -154,8 +154,8 @@ def _whole_file(file: InputFile, rules: DocumentRules, columns: Sequence[str] | 
 
 
 def _line_blocks(file: InputFile) -> Iterator[LineBlock]:
-    """Cut where a file that can be cut would be: a chunk holds the lines that begin between two multiples."""
-    held, offset, searched, line, told, position = bytearray(), 0, 0, 1, 0, 0
+    """Cut as a seekable file is cut: a chunk holds the lines that begin between two multiples."""
+    held, offset, searched, line, counted, position = bytearray(), 0, 0, 1, 0, 0
     for block in read_blocks(file):
         held += block.data
         position = block.position
@@ -167,31 +167,31 @@ def _line_blocks(file: InputFile) -> Iterator[LineBlock]:
                 break
             data = bytes(held[:cut])
             del held[:cut]
-            yield LineBlock(file, line, data, position - told)
-            offset, searched, line, told = offset + cut, 0, line + data.count(b"\n"), position
+            yield LineBlock(file, line, data, position - counted)
+            offset, searched, line, counted = offset + cut, 0, line + data.count(b"\n"), position
     if held:
-        yield LineBlock(file, line, bytes(held), position - told)
+        yield LineBlock(file, line, bytes(held), position - counted)
 
 
 def _separated(file: InputFile, key: str, separator: bytes) -> Iterator[Records]:
-    """What lies between separators, about CHUNK_BYTES together."""
+    """Yield the documents between separators, about CHUNK_BYTES at a time."""
     rows: list[dict[str, Any]] = []
-    size, first, told, position = 0, 1, 0, 0
+    size, first, counted, position = 0, 1, 0, 0
     for text, position in _between(file, separator):
         rows.append({key: text})
         size += len(text) + len(separator)
         if size >= CHUNK_BYTES:
-            yield Records(file, first, tuple(rows), position - told, "document")
-            first, rows, size, told = first + len(rows), [], 0, position
+            yield Records(file, first, tuple(rows), position - counted, "document")
+            first, rows, size, counted = first + len(rows), [], 0, position
     if rows:
-        yield Records(file, first, tuple(rows), position - told, "document")
+        yield Records(file, first, tuple(rows), position - counted, "document")
 
 
 def _between(file: InputFile, separator: bytes) -> Iterator[tuple[bytes, int]]:
-    """What lies between separators, and how far the file has been read then."""
+    """Yield every document between separators, and how far the file has been read by then."""
     held, position, mark = bytearray(), 0, BYTE_ORDER_MARK
     for block in read_blocks(file):
-        # What is held has been searched; a separator that ends in the block begins in its last bytes at the earliest.
+        # The held bytes have been searched; a separator that ends in the block begins at most in their last bytes.
         unsearched = max(0, len(held) - len(separator) + 1)
         held += block.data
         position = block.position

@@ -1,15 +1,15 @@
 """Documents: the texts of a chunk, or its objects with all their keys.
 
-    JSON lines   one object a line, one document each; lines of white space alone are passed over
+    JSON lines   one object a line, one document each; lines of white space alone are skipped
     plain text   has no documents of its own, so a rule makes them:
                  blocks      cut at the first blank line after 4 KiB, or the first line's end after 16 KiB; nothing is
                              lost, the documents put together are the file
                  lines       every line that is not blank is a document, without its line end
                  file        the whole file is one document
-                 separator   what lies between two separators, where it is not white space alone
+                separator   the text between two separators, where it is not white space alone
     tables       a document a row
 
-What cannot be read is an error that names file and line, or is noted and passed over.
+A record that cannot be read is an error that names file and line, or is skipped and listed.
 """
 
 import json
@@ -38,10 +38,10 @@ BLOCK_LIMIT_BYTES = 4 * BLOCK_BYTES
 
 
 class Document(NamedTuple):
-    """One document: a text for every key asked for.
+    """One document: a text for every key.
 
-    contents: the same in UTF-8; ASCII, which is nearly all there is, stays what it was, as nothing else would be made
-    of it.  The length of each is its size in bytes.
+    contents: the same in UTF-8; ASCII, which is most text, stays a str, since encoding it would only copy it.  The
+    length of each is its size in bytes.
     """
 
     texts: tuple[str, ...]
@@ -49,38 +49,38 @@ class Document(NamedTuple):
 
 
 class _Unusable(Exception):
-    """A rule that a record breaks, what would be legal, and, of a line of text, where in it."""
+    """An unusable record: the rule that it breaks, what would be legal, and, in a line of text, the position."""
 
     def __init__(self, rule: str, legal: str = "", offset: int = 0) -> None:
         super().__init__(rule)
         self.rule, self.legal, self.offset = rule, legal, offset
 
 
-# Bytes from the beginning of the chunk's lines, or the number of a row in its chunk; and what lies there.
+# A raw record: bytes from the beginning of the chunk's lines, or the number of a row in its chunk; and its content.
 _Record = tuple[int, Any]
 
 
 class _Opened(NamedTuple):
-    """The records of a chunk as they lie there, how to read one, and where a byte of the one at an offset is.
+    """The opened records of a chunk: the raw records, a function that parses one, and one that locates an error.
 
-    Telling is asked for errors only, and in order: counting lines takes a look at everything before.
+    locate is called for errors only, and in order: counting lines reads everything before.
     """
 
     records: Iterator[_Record]
     read: Callable[[Any], dict[str, Any]]
-    tell: Callable[[int, int], str]
+    locate: Callable[[int, int], str]
 
 
 def read_documents(chunk: Chunk, rules: DocumentRules, bad: BadLines | None = None) -> Iterator[Document]:
-    """The documents of a chunk in order; raises DataError with file and line for one that cannot be read.
+    """Yield the documents of a chunk in order; raises DataError with file and line for one that cannot be read.
 
-    bad: notes it instead.
+    bad: collects it instead.
     """
     yield from _usable(_open(chunk, rules, bad), bad, lambda content: _document(content, rules))
 
 
 def read_objects(chunk: Chunk, rules: DocumentRules, bad: BadLines | None = None) -> Iterator[dict[str, Any]]:
-    """The same with all keys and integers of any size; the keys of `rules` hold text."""
+    """Yield whole objects, with all keys and integers of any size; the keys of `rules` hold text."""
 
     def checked(content: dict[str, Any]) -> dict[str, Any]:
         return {**content, **dict(zip(rules.json_keys, _document(content, rules).texts, strict=True))}
@@ -88,34 +88,34 @@ def read_objects(chunk: Chunk, rules: DocumentRules, bad: BadLines | None = None
     yield from _usable(_open(chunk, rules, bad, is_exact=True), bad, checked)
 
 
-def _usable(opened: _Opened, bad: BadLines | None, take: Callable[[Any], Any]) -> Iterator[Any]:
-    """What `take` makes of each record's object."""
-    records, read, tell = opened
+def _usable(opened: _Opened, bad: BadLines | None, convert: Callable[[Any], Any]) -> Iterator[Any]:
+    """Yield the results of `convert` for each record's object."""
+    records, read, locate = opened
     for offset, content in records:
         try:
-            taken = take(read(content))
+            converted = convert(read(content))
         except _Unusable as error:
-            problem = Problem(tell(offset, error.offset), f"every line {error.rule}", error.legal)
+            problem = Problem(locate(offset, error.offset), f"every line {error.rule}", error.legal)
             if bad is None:
                 raise DataError(problem) from error
-            bad.note(problem.given, error.rule)
+            bad.add(problem.given, error.rule)
         else:
-            yield taken
+            yield converted
 
 
 def _open(chunk: Chunk, rules: DocumentRules, bad: BadLines | None, *, is_exact: bool = False) -> _Opened:
-    """is_exact: integers of any size are kept."""
+    """Open a chunk.  is_exact: integers of any size keep their value."""
     if isinstance(chunk, Records):
         return _open_records(chunk)
     start, data = _read_lines(chunk)
     is_first = start == 0 if isinstance(chunk, LineRange) else chunk.first_line == 1
     mark = len(BYTE_ORDER_MARK) if is_first and data.startswith(BYTE_ORDER_MARK) else 0
-    tell = _teller(chunk, start, data, bad.counter if bad else LineCounter())
+    locate = _locator(chunk, start, data, bad.counter if bad else LineCounter())
     if chunk.file.format != JSON:
         key = rules.json_keys[0]
-        return _Opened(_text_documents(data, mark, rules.text_rule), lambda text: {key: text}, tell)
+        return _Opened(_text_documents(data, mark, rules.text_rule), lambda text: {key: text}, locate)
     lines = ((offset, line) for offset, line in _lines(data, mark) if not line.isspace())
-    return _Opened(lines, partial(_object, replaces=rules.invalid_utf8 == "replace", is_exact=is_exact), tell)
+    return _Opened(lines, partial(_object, replaces=rules.invalid_utf8 == "replace", is_exact=is_exact), locate)
 
 
 def _open_records(chunk: Records) -> _Opened:
@@ -124,7 +124,7 @@ def _open_records(chunk: Records) -> _Opened:
 
 
 def _is_blank(row: dict[str, Any], unit: str) -> bool:
-    """Between two separators there may be nothing; a row is a document whatever is in it."""
+    """Return whether a record is no document: between two separators there may be nothing; a row always counts."""
     return unit == "document" and not any(text.strip() for text in row.values())
 
 
@@ -133,7 +133,7 @@ def _as_it_is(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_lines(chunk: LineRange | LineBlock) -> tuple[int, bytes]:
-    """Where in the file the first line begins, and all lines; of a block, as it is."""
+    """Return the position of the first line in the file, and all lines; a block's position is 0."""
     if isinstance(chunk, LineBlock):
         return 0, chunk.data
     try:
@@ -144,9 +144,9 @@ def _read_lines(chunk: LineRange | LineBlock) -> tuple[int, bytes]:
 
 
 def _range_lines(stream: BinaryIO, start: int, stop: int) -> tuple[int, bytes]:
-    """The lines that begin in [start, stop)."""
+    """Return the position and the bytes of the lines that begin in [start, stop)."""
     if start:
-        # The line that holds the byte before is another chunk's; all of this range may lie in it.
+        # The line with the byte before belongs to another chunk; all of this range may lie in it.
         stream.seek(start - 1)
         head = stream.readline(stop - start + 1)
         if not head.endswith(b"\n"):
@@ -159,7 +159,7 @@ def _range_lines(stream: BinaryIO, start: int, stop: int) -> tuple[int, bytes]:
 
 
 def _lines(data: bytes, start: int = 0) -> Iterator[_Record]:
-    """Lines with their ends.  Only a line feed ends a line: JSON strings may hold other separators."""
+    """Yield lines with their ends.  Only a line feed ends a line: JSON strings may hold other separators."""
     stream = BytesIO(data)
     offset = stream.seek(start)
     for line in stream:
@@ -189,13 +189,13 @@ def _blocks(data: bytes, start: int) -> Iterator[_Record]:
 
 
 def _object(line: bytes, *, replaces: bool, is_exact: bool) -> dict[str, Any]:
-    """The object of a line of JSON; the fast reader makes floats of long integers."""
+    """Parse a line of JSON; the fast reader turns long integers into floats."""
     try:
         content = orjson.loads(line)
         if is_exact and _may_be_rounded(content):
             content = _lenient_object(line, replaces=replaces)
     except orjson.JSONDecodeError:
-        # The stricter and faster of two readers; what it refuses the other one may take, or tell better.
+        # The stricter and faster of two readers; the other one may accept the line, or has a better message.
         content = _lenient_object(line, replaces=replaces)
     if not isinstance(content, dict):
         raise _Unusable(f"is a JSON object, not {type(content).__name__}")
@@ -203,7 +203,7 @@ def _object(line: bytes, *, replaces: bool, is_exact: bool) -> dict[str, Any]:
 
 
 def _may_be_rounded(value: Any) -> bool:
-    """Whether there is a float in it that may have been an integer of more than 64 bits."""
+    """Return whether it has a float that may have been an integer of more than 64 bits."""
     if isinstance(value, float):
         return abs(value) >= 1 << 63
     if isinstance(value, dict):
@@ -231,7 +231,7 @@ def _document(content: dict[str, Any], rules: DocumentRules) -> Document:
 
 
 def _text(content: dict[str, Any], key: str, rules: DocumentRules) -> tuple[str, str | bytes]:
-    """The text under a key, and its UTF-8 if it is not ASCII."""
+    """Return the text under a key, and its UTF-8 if it is not ASCII."""
     try:
         value = content[key]
     except KeyError:
@@ -242,7 +242,7 @@ def _text(content: dict[str, Any], key: str, rules: DocumentRules) -> tuple[str,
         except UnicodeDecodeError as error:
             raise _not_utf8(value, error) from error
     if not isinstance(value, str):
-        raise _Unusable(f"holds a string under {key!r}, not {type(value).__name__}")
+        raise _Unusable(f"has a string under {key!r}, not {type(value).__name__}")
     if value.isascii():
         return value, value
     try:
@@ -251,7 +251,7 @@ def _text(content: dict[str, Any], key: str, rules: DocumentRules) -> tuple[str,
         if rules.invalid_utf8 == "replace":
             value = value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             return value, value.encode()
-        raise _Unusable(f"holds Unicode text: {error.reason} at character {error.start}") from error
+        raise _Unusable(f"has Unicode text: {error.reason} at character {error.start}") from error
 
 
 def _not_utf8(data: bytes, error: UnicodeDecodeError) -> _Unusable:
@@ -259,8 +259,8 @@ def _not_utf8(data: bytes, error: UnicodeDecodeError) -> _Unusable:
     return _Unusable(f"is UTF-8: {error.reason} (0x{data[error.start]:02x})", legal, offset=error.start)
 
 
-def _teller(chunk: LineRange | LineBlock, start: int, data: bytes, counter: LineCounter) -> Callable[[int, int], str]:
-    """A function from an offset in the chunk, and one in what lies there, to FILE:LINE."""
+def _locator(chunk: LineRange | LineBlock, start: int, data: bytes, counter: LineCounter) -> Callable[[int, int], str]:
+    """Return a function from a record's offset in the chunk, and an offset in the record, to FILE:LINE."""
 
     def first() -> int:
         return 1 + counter.before(chunk.file, start) if isinstance(chunk, LineRange) else chunk.first_line

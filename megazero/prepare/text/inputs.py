@@ -1,9 +1,9 @@
-"""--input: files, folders, patterns and standard input, found, checked and told apart by their endings.
+"""The files of --input: files, folders, patterns and standard input, found, checked and recognised by their endings.
 
     .jsonl .json .ndjson   JSON lines          .gz .zst after any of the first two rows: compressed
     .txt                   plain text
     .parquet               a table
-    -                      standard input: JSON lines unless --input-format says otherwise
+    -                      standard input: JSON lines, or the format of --input-format
 
 A folder stands for all files below it with such an ending, a pattern (`*`, `?`, `[...]`, `**`) for all files it
 matches; both in the order of their names, and without names that begin with a dot.
@@ -31,8 +31,8 @@ class InputFile(NamedTuple):
     """A file to read.
 
     path: "-" for standard input.  format: one of FORMATS.  compression: "gzip", "zstd" or "".
-    size: bytes as it lies on the disk, 0 where nobody knows.  modified: nanoseconds of its last change.
-    is_pipe: what has been read from it is gone.
+    size: bytes of the file on the disk, 0 if not known.  modified: nanoseconds of its last change.
+    is_pipe: it can be read only once.
     """
 
     path: str
@@ -49,9 +49,9 @@ class InputFile(NamedTuple):
 
 
 def find_inputs(words: Sequence[str], input_format: str | None = None) -> list[InputFile]:
-    """Every file that `words` stand for, in order; raises DataError with all words that stand for none.
+    """Return every file that `words` name, in order; raises DataError with all words that name none.
 
-    input_format: taken for files whose ending tells nothing, and for standard input.
+    input_format: the format of standard input, and of files without a known ending.
     """
     found: list[InputFile] = []
     problems: list[Problem] = []
@@ -70,7 +70,7 @@ def find_inputs(words: Sequence[str], input_format: str | None = None) -> list[I
 
 
 def file_format(path: str) -> tuple[str | None, str]:
-    """Format (None where the ending tells none) and compression of a file's name."""
+    """Return format (None for an unknown ending) and compression of a file's name."""
     endings = [ending.lower() for ending in Path(path).suffixes[-2:]]
     compression = COMPRESSION_ENDINGS.get(endings[-1], "") if endings else ""
     if compression:
@@ -108,14 +108,14 @@ def _expand(word: str, input_format: str | None) -> Iterator[InputFile | Problem
 
 
 def _below(top: str, problems: list[Problem]) -> Iterator[str]:
-    """All that lies below a folder and is none; links are followed, but no folder is entered twice."""
+    """Yield all files below a folder; links are followed, but no folder is entered twice."""
 
     def refuse(error: OSError) -> None:
         problems.append(Problem(f"--input {error.filename}", f"must be a readable folder: {error.strerror}"))
 
     entered: set[str] = set()
     for folder, below, names in os.walk(top, onerror=refuse, followlinks=True):
-        # Assigned in place: os.walk goes down into what is left.
+        # Assigned in place: os.walk enters the folders in this list.
         below[:] = sorted(name for name in below if not name.startswith("."))
         if (real := os.path.realpath(folder)) in entered:
             below.clear()
@@ -125,21 +125,21 @@ def _below(top: str, problems: list[Problem]) -> Iterator[str]:
 
 
 def _opened(name: str, input_format: str | None) -> InputFile | Problem:
-    """Looked at, not read."""
+    """Check a file without reading it."""
     if not name:
         return Problem("--input ''", "must be a file")
     try:
         status = os.stat(name)
     except OSError as error:
         return Problem(f"--input {name}", f"must be a file: {error.strerror or error}")
-    told, compression = file_format(name)
-    chosen = told or input_format
+    known, compression = file_format(name)
+    chosen = known or input_format
     if not (stat.S_ISREG(status.st_mode) or stat.S_ISFIFO(status.st_mode)):
         return Problem(f"--input {name}", "must be a file")
     if not os.access(name, os.R_OK):
         return Problem(f"--input {name}", "must be a readable file")
     if chosen is None:
-        return Problem(f"--input {name}", "the ending tells the format", f"{_endings()}, or --input-format")
+        return Problem(f"--input {name}", "must have a known ending", f"{_endings()}, or --input-format")
     if compression and chosen == PARQUET:
         return Problem(f"--input {name}", "a table compresses its columns itself", "a .parquet file")
     is_pipe = stat.S_ISFIFO(status.st_mode)
@@ -154,13 +154,13 @@ def _endings() -> str:
 
 
 def pipe_problems(files: Sequence[InputFile], *, resumes: bool, num_shards: int) -> list[Problem]:
-    """What cannot be done with standard input and other pipes, which are read once and by one."""
+    """Return the problems of standard input and other pipes, which can be read only once, by one process."""
     pipe = next((file.path for file in files if file.is_pipe), None)
     if pipe is None:
         return []
     problems = []
     if resumes:
-        problems.append(Problem(f"--input {pipe} with --resume", "what was read from a pipe is gone", "files"))
+        problems.append(Problem(f"--input {pipe} with --resume", "a pipe can be read only once", "files"))
     if num_shards > 1:
-        problems.append(Problem(f"--input {pipe} with --num-shards", "machines share out files", "files"))
+        problems.append(Problem(f"--input {pipe} with --num-shards", "shards are parts of files", "files"))
     return problems

@@ -1,7 +1,7 @@
-"""Writing a jsonl corpus: a JSON object a line, packed as the file's ending says, there whole or not at all.
+"""Writing of a jsonl corpus: a JSON object a line, compressed by the file's ending, whole or not at all.
 
 .jsonl .json   plain
-.gz            gzip; the same objects give the same bytes, as no time is noted in the file
+.gz            gzip; the same objects give the same bytes, as no time is written to the file
 .zst           Zstandard
 """
 
@@ -24,15 +24,15 @@ _ZSTANDARD_LEVEL = 3
 
 
 def ending_problems(flag: str, path: Path) -> list[Problem]:
-    """A name whose ending tells no format."""
+    """Return the problem of a name whose ending is not one of ENDINGS."""
     if path.name.lower().endswith(ENDINGS):
         return []
-    return [Problem(f"{flag} {path}", "the ending tells how it is written", ", ".join(ENDINGS))]
+    return [Problem(f"{flag} {path}", "must have one of these endings", ", ".join(ENDINGS))]
 
 
 @contextmanager
 def written_lines(path: Path) -> Iterator[IO[bytes]]:
-    """A stream of lines that becomes `path`, packed by its ending; what fails leaves no trace.
+    """Open a stream of lines that becomes `path`, compressed by its ending, and leaves no trace after an error.
 
     Raises DataError when the file cannot be written.
     """
@@ -50,20 +50,20 @@ def written_lines(path: Path) -> Iterator[IO[bytes]]:
 
 
 def json_line(content: Mapping[str, Any]) -> bytes:
-    """An object as a line.  Raises DataError for what JSON cannot say."""
+    """Return an object as a line.  Raises DataError for values that JSON does not have."""
     try:
         line = orjson.dumps(content, option=orjson.OPT_APPEND_NEWLINE)
-        # It writes NaN and Infinity, which readers of JSON take, as null.
+        # orjson writes NaN and Infinity as null, while the other writer's output can be read back.
         if b"null" not in line or _is_finite(content):
             return line
     except TypeError:
         pass
-    # The stricter and faster of two writers; this one takes large integers and halves of surrogate pairs as well.
+    # orjson is the stricter and faster of two writers; json accepts large integers and lone surrogates as well.
     try:
         return json.dumps(content).encode() + b"\n"
     except TypeError as error:
         shown = ", ".join(content)
-        raise DataError(Problem(f"an object of the keys {shown}", f"holds what JSON can say: {error}")) from error
+        raise DataError(Problem(f"an object of the keys {shown}", f"must be made of JSON's types: {error}")) from error
 
 
 def _is_finite(content: Mapping[str, Any]) -> bool:

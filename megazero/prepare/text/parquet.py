@@ -1,4 +1,4 @@
-"""Rows of Parquet files, through pyarrow, which is asked for only when there is such a file."""
+"""Rows of Parquet files, through pyarrow, which is imported only when there is such a file."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 from megazero.errors import DataError, Problem
 from megazero.prepare.text.inputs import InputFile
 
-# Rows that are taken out of their columns at a time; texts may be long.
+# Rows that are read from their columns at a time; texts may be long.
 BATCH_ROWS = 256
-# What a row takes whatever is in it.
+# The memory of a row besides its content.
 ROW_BYTES = 64
 
 
@@ -21,16 +21,16 @@ class Rows(NamedTuple):
 
 
 def read_rows(file: InputFile, columns: Sequence[str] | None, num_bytes: int) -> Iterator[Rows]:
-    """The rows of a file in order, as many at a time as make `num_bytes` or more; texts that are no UTF-8 as bytes.
+    """Yield the rows of a file in order, in groups of `num_bytes` or more; texts that are no UTF-8 as bytes.
 
-    Raises DataError for a damaged file, a column that is not there, or when pyarrow is not.
+    Raises DataError for a damaged file, a missing column, or when pyarrow is not installed.
     """
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
         given = f"--input {file.path} without the package pyarrow"
-        raise DataError(Problem(given, "it reads Parquet files", 'pip install "megazero[corpora]"')) from error
+        raise DataError(Problem(given, "Parquet files are read by it", 'pip install "megazero[corpora]"')) from error
     try:
         # One batch after the other: reading ahead would hold whole row groups.
         options = {"pre_buffer": False, "buffer_size": 1 << 20, "page_checksum_verification": True}
@@ -72,7 +72,7 @@ def _grouped(file: InputFile, batches: Iterator[Any], total: int, num_bytes: int
 
 
 def _taken(batch: Any, file: InputFile, first: int) -> list[dict[str, Any]]:
-    """The rows of a batch; pyarrow does not look whether what calls itself text is."""
+    """Return the rows of a batch; pyarrow does not check that text columns are UTF-8."""
     try:
         rows: list[dict[str, Any]] = batch.to_pylist()
     except UnicodeDecodeError:

@@ -1,7 +1,7 @@
-"""Folders of text files as a corpus: one JSON object a line, for a file each, or for every piece between separators.
+"""Corpora of text files: one JSON object a line, for every file, or for every piece between separators.
 
-Files come in the order of a hash of their names, so any contiguous part of the corpus (a held-out split, say) is a fair
-sample of the whole, on every machine.
+Files are sorted by a hash of their names, so any contiguous part of the corpus (a held-out split, say) is a fair sample
+of the whole, on every machine.
 """
 
 import json
@@ -22,19 +22,19 @@ from megazero.prepare.text.inputs import TEXT, InputFile, file_format
 from megazero.prepare.text.jsonl_output import ending_problems, written_lines
 
 # Installed packages are not the standard library; its tests are tables of cases more than text, and its code pages
-# tables of hexadecimal digits, an eighth of all bytes, which a small model would rather write than anything else.
+# tables of hexadecimal digits, an eighth of all bytes, which would dominate a small model's output.
 STDLIB_EXCLUDED = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings")
 
 
 class SourceFile(NamedTuple):
-    """A file and the name it gets in the corpus: relative, with / between folders."""
+    """A file and its name in the corpus: relative, with / between folders."""
 
     name: str
     path: Path
 
 
 class SourceSummary(NamedTuple):
-    """What was written.  skipped: files (or pieces) that are not UTF-8, and files that hold white space alone."""
+    """The result of writing.  skipped: files (or pieces) that are not UTF-8, and files of white space alone."""
 
     documents: int
     text_bytes: int
@@ -42,10 +42,10 @@ class SourceSummary(NamedTuple):
 
 
 def find_sources(roots: Sequence[Path], patterns: Sequence[str], excluded: Sequence[str]) -> list[SourceFile]:
-    """Files below `roots` whose name matches one of `patterns`, in hashed order.
+    """Return the files below `roots` whose name matches one of `patterns`, in hashed order.
 
     excluded: patterns too; a file is left out when one matches its relative name or any folder or file name in it.
-    A root that is a file is taken whatever its name.  Raises DataError for missing roots, or when nothing is found.
+    A root that is a file is read whatever its name.  Raises DataError for missing roots, or when nothing is found.
     """
     missing = [Problem(f"--input {root}", "must be a folder or a file") for root in roots if not root.exists()]
     if missing:
@@ -58,12 +58,12 @@ def find_sources(roots: Sequence[Path], patterns: Sequence[str], excluded: Seque
 
 
 def find_stdlib() -> list[SourceFile]:
-    """The sources of the running interpreter's standard library, without tests and installed packages."""
+    """Return the sources of the running interpreter's standard library, without tests and installed packages."""
     return find_sources([Path(sysconfig.get_paths()["stdlib"])], ["*.py"], STDLIB_EXCLUDED)
 
 
 def write_jsonl(sources: Iterable[SourceFile], output: Path, separator: str | None = None) -> SourceSummary:
-    """Write {"text": ..., "name": ...} lines, atomically, packed as the ending of `output` says.
+    """Write {"text": ..., "name": ...} lines, atomically, compressed by the ending of `output`.
 
     separator: cuts a file into documents called NAME#1, NAME#2, ...; such files may be larger than memory, and .gz or
     .zst.
@@ -77,7 +77,7 @@ def write_jsonl(sources: Iterable[SourceFile], output: Path, separator: str | No
                     skipped += 1
                     continue
                 line = json.dumps({"text": text, "name": name}, ensure_ascii=False)
-                # Only a file's name can hold what is no Unicode; it becomes a question mark.
+                # Only a file's name can have characters outside Unicode; they become question marks.
                 stream.write(line.encode(errors="replace") + b"\n")
                 documents += 1
                 text_bytes += len(text.encode())
@@ -87,7 +87,7 @@ def write_jsonl(sources: Iterable[SourceFile], output: Path, separator: str | No
 
 
 def _pieces(source: SourceFile, separator: str) -> Iterator[tuple[str, str | None]]:
-    """Name and text of what lies between separators, unless that is white space alone; None where it is not UTF-8."""
+    """Yield name and text of every piece that is not white space alone; the text is None where it is not UTF-8."""
     path, bad = str(source.path), BadLines()
     rules = DocumentRules(text_rule="separator", separator=separator)
     file = InputFile(path, TEXT, file_format(path)[1])
@@ -101,7 +101,7 @@ def _walk(root: Path, patterns: Sequence[str], excluded: Sequence[str]) -> Itera
         yield SourceFile(root.name, root)
         return
     for folder, below, files in os.walk(root):
-        # Assigned in place: os.walk goes down into what is left, so nothing excluded is even listed.
+        # Assigned in place: os.walk enters only the folders in this list, so nothing excluded is even listed.
         below[:] = [name for name in below if not _matches(name, excluded)]
         for file in files:
             path = Path(folder, file)

@@ -1,6 +1,6 @@
-"""Bytes of files that can only be read from their beginning: compressed ones and standard input.
+"""Blocks of files that can only be read from their beginning: compressed ones and standard input.
 
-A truncated file is an error, not a short file: both formats say where they end, and that end must come.
+A truncated file is an error, not a short file: both formats mark their end, which must be present.
 """
 
 import sys
@@ -14,20 +14,20 @@ from megazero.errors import DataError, Problem
 from megazero.prepare.text.inputs import STANDARD_INPUT, InputFile
 
 READ_BYTES = 1 << 20
-# So few, because a byte of a compressed file may stand for ten thousands.
+# So few, because a byte of a compressed file may expand to ten thousands.
 PACKED_BYTES = 512
 _GZIP = 16 + zlib.MAX_WBITS
 
 
-class Block(NamedTuple):
-    """Some bytes of a file's content; position: bytes of the file itself that have been read for it and before."""
+class FileBlock(NamedTuple):
+    """Some bytes of a file's content; position: the file's bytes read so far."""
 
     data: bytes
     position: int
 
 
-def read_blocks(file: InputFile) -> Iterator[Block]:
-    """The content of a file, decompressed, in blocks; raises DataError when it cannot be read or is damaged."""
+def read_blocks(file: InputFile) -> Iterator[FileBlock]:
+    """Yield the content of a file, decompressed, in blocks; raises DataError when it cannot be read or is damaged."""
     try:
         if file.path == STANDARD_INPUT:
             yield from _content(sys.stdin.buffer, file)
@@ -40,23 +40,23 @@ def read_blocks(file: InputFile) -> Iterator[Block]:
         raise DataError(Problem(file.path, f"must be a readable file: {error.strerror or error}")) from error
 
 
-def _content(stream: BinaryIO, file: InputFile) -> Iterator[Block]:
+def _content(stream: BinaryIO, file: InputFile) -> Iterator[FileBlock]:
     if file.compression:
         yield from _unpacked(stream, file)
         return
     position = 0
     while data := stream.read(READ_BYTES):
         position += len(data)
-        yield Block(data, position)
+        yield FileBlock(data, position)
 
 
-def _unpacked(stream: BinaryIO, file: InputFile) -> Iterator[Block]:
+def _unpacked(stream: BinaryIO, file: InputFile) -> Iterator[FileBlock]:
     openers: dict[str, Callable[[], Any]] = {
         "gzip": lambda: zlib.decompressobj(_GZIP),
         "zstd": lambda: zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj(),
     }
     opener = openers[file.compression]
-    # A file may be several compressed ones put together, and what follows one of gzip be filled up with zeros.
+    # A file may be several compressed ones put together, and gzip's may be followed by padding zeros.
     member, filling, position = None, b"", 0
     while data := stream.read(PACKED_BYTES):
         position += len(data)
@@ -64,7 +64,7 @@ def _unpacked(stream: BinaryIO, file: InputFile) -> Iterator[Block]:
             member = member or opener()
             content = member.decompress(data)
             if content:
-                yield Block(content, position)
+                yield FileBlock(content, position)
             if not member.eof:
                 break
             data, member, filling = member.unused_data, None, b"\0" if file.compression == "gzip" else b""

@@ -1,10 +1,10 @@
 """Training a byte-level BPE and writing it as GPT-2's two files.
 
-    vocab.json   token to id: the 256 byte symbols in GPT-2's order, then what was learnt in the order of learning, and
-                 <|endoftext|> as the last id
+    vocab.json   token to id: the 256 byte symbols in GPT-2's order, then the learnt tokens in the order of learning,
+                 and <|endoftext|> as the last id
     merges.txt   the version line, then the pairs in that order
 
-Every byte has a symbol, so every text reads back; words are cut as GPT-2 cuts them, and no space is put in front.
+Every byte has a symbol, so decoding restores every text; words are cut as in GPT-2, and no space is put in front.
 """
 
 import json
@@ -41,12 +41,12 @@ def learn_byte_level(text: TrainingText, vocab_size: int) -> ByteLevelModel:
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     trainer = BpeTrainer(
         vocab_size=vocab_size - 1,
-        # A pair that was seen once is a chance, not a rule.
+        # A pair that occurs only once is chance.
         min_frequency=2,
         initial_alphabet=ByteLevel.alphabet(),
         show_progress=False,
     )
-    # The sign is an id of its own wherever it stands, so nothing is to be learnt from its letters.
+    # <|endoftext|> is always one id, so no token is learnt from its letters.
     tokenizer.train_from_iterator((part for whole in text.texts for part in whole.split(END_OF_TEXT)), trainer)
     model = json.loads(tokenizer.to_str())["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
@@ -60,8 +60,8 @@ def learn_byte_level(text: TrainingText, vocab_size: int) -> ByteLevelModel:
 def write_byte_level(folder: Path, model: ByteLevelModel) -> None:
     """Write both files into a folder.
 
-    What is written has no name before all of it is on the disk, and merges.txt goes first and comes last, so that files
-    of two vocabularies are never there together.
+    The files are renamed only when both are on the disk, and an old merges.txt is removed first and the new one renamed
+    last, so that files of two vocabularies are never there together.
     """
     vocab = {token: number for number, token in enumerate(model.tokens)}
     lines = [_VERSION, *(f"{first} {second}" for first, second in model.merges), ""]

@@ -24,16 +24,16 @@ BYTE_LEVEL = "byte-level-bpe"
 MODEL_TYPES = ("bpe", "unigram", BYTE_LEVEL)
 # Bytes every piece vocabulary starts with: the unknown piece, the end-of-document piece and 256 byte pieces.
 NUM_RESERVED_PIECES = 258
-# Characters handed to the trainer at a time; it forgets what is longer than its own limit in bytes.
+# Characters passed to the trainer at a time; it drops sentences that are longer than its own limit in bytes.
 PIECE_CHARACTERS = 2000
-# The trainer drops whatever contains one of these, so text is cut at them; they are encoded as bytes.
+# The trainer drops sentences with one of these characters, so text is cut at them; they are encoded as bytes.
 UNTRAINABLE = str.maketrans({"\t": "\x00"})
 SEPARATOR = "\x00"
 
 
 @dataclass(frozen=True)
 class TokenizerRequest:
-    """What to train: --output (a file, or a folder for byte-level-bpe), --vocab-size (all pieces, special ones
+    """A tokenizer to train: --output (a file, or a folder for byte-level-bpe), --vocab-size (all pieces, special ones
     included), --model-type.
     """
 
@@ -42,11 +42,11 @@ class TokenizerRequest:
     model_type: str = "bpe"
 
     def problems(self) -> list[Problem]:
-        """What can be told before any text is read."""
+        """Return the problems that are known before any text is read."""
         found = []
         least = MIN_VOCAB_SIZE if self.model_type == BYTE_LEVEL else NUM_RESERVED_PIECES + 1
         if self.vocab_size < least:
-            rule = "holds 256 bytes, the special pieces and what is learnt"
+            rule = "counts 256 bytes, the special pieces and at least one learnt piece"
             found.append(Problem(f"--vocab-size {self.vocab_size}", rule, f"{least} or more"))
         if self.model_type == BYTE_LEVEL and self.output.exists() and not self.output.is_dir():
             found.append(Problem(f"--output {self.output}", "is a folder, for vocab.json and merges.txt"))
@@ -56,7 +56,7 @@ class TokenizerRequest:
 
 
 def train_tokenizer(request: TokenizerRequest, text: TrainingText) -> None:
-    """Learn a model from `text` and write it to `request.output`; deterministic; there whole or not at all.
+    """Learn a model from `text` and write it to `request.output`, whole or not at all; deterministic.
 
     Raises DataError when the vocabulary does not fit the text.
     """
@@ -70,7 +70,7 @@ def train_tokenizer(request: TokenizerRequest, text: TrainingText) -> None:
 
 
 def _learn_pieces(request: TokenizerRequest, text: TrainingText) -> bytes:
-    """A SentencePiece model as its file has it."""
+    """Return a SentencePiece model as the content of its file."""
     model = io.BytesIO()
     try:
         SentencePieceTrainer.train(
@@ -104,7 +104,7 @@ def _learn_pieces(request: TokenizerRequest, text: TrainingText) -> bytes:
 
 
 def cut_runs(text: str) -> Iterator[str]:
-    """Runs of whole lines of at most PIECE_CHARACTERS characters, without what the trainer cannot take."""
+    """Yield runs of whole lines of at most PIECE_CHARACTERS characters, without UNTRAINABLE characters."""
     for part in text.translate(UNTRAINABLE).split(SEPARATOR):
         start = 0
         while start < len(part):

@@ -1,4 +1,4 @@
-"""The text a tokenizer learns from: a bounded share of a corpus, taken evenly from all over it."""
+"""The text that a tokenizer learns from: a bounded share of a corpus, sampled evenly."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -20,10 +20,10 @@ class TrainingText(NamedTuple):
 
 
 def sample_text(inputs: Sequence[str], rules: DocumentRules, max_bytes: int, console: Console) -> TrainingText:
-    """About `max_bytes` bytes of text, evenly from all over the input; raises DataError when there is none.
+    """Return about `max_bytes` bytes of text, sampled evenly from the input; raises DataError when there is none.
 
-    Where the size of the input is known, every chunk gives its share, so little of it is decoded.  Where it is not
-    (standard input), documents are thinned out as they come.
+    Where the size of the input is known, a share of every chunk is read, so little of it is decoded.  Where it is not
+    (standard input), documents are thinned out while they are read.
     """
     files = readable_files(inputs, rules)
     parts = (
@@ -33,14 +33,14 @@ def sample_text(inputs: Sequence[str], rules: DocumentRules, max_bytes: int, con
     )
     texts = [text for text in parts if text]
     if not texts:
-        raise DataError(Problem(f"--input {' '.join(inputs)}", "holds some text to learn from"))
+        raise DataError(Problem(f"--input {' '.join(inputs)}", "has some text to learn from"))
     return TrainingText(texts, sum(len(text.encode()) for text in texts))
 
 
 def _shares(files: Sequence[InputFile], rules: DocumentRules, max_bytes: int, console: Console) -> Iterator[str]:
-    """The beginning of every chunk: as much of it as it is of the input.
+    """Yield the beginning of every chunk, in proportion to its part of the input.
 
-    What a chunk has too little text for, the next one gives: the bytes of a compressed file come in fits and starts.
+    A chunk with too little text is made up for by the next one: text is spread unevenly over a compressed file's bytes.
     """
     size, left = sum(file.size for file in files), 0.0
     with console.progress() as progress:
@@ -59,9 +59,9 @@ def _shares(files: Sequence[InputFile], rules: DocumentRules, max_bytes: int, co
 
 
 def _every_so_many(files: Sequence[InputFile], rules: DocumentRules, max_bytes: int) -> Iterator[str]:
-    """Every document at first; whenever they are too many, every second of those held goes, and of those to come.
+    """Yield a thinned-out share: whenever too many documents are held, every second one is dropped.
 
-    What is held in the end, once or twice what was asked for, gives the same share of every document.
+    In the end the held text is one to two times max_bytes, and the same share of every document is taken.
     """
     held: list[str] = []
     size, step = 0, 1

@@ -1,8 +1,8 @@
-"""Which corpora are meant on a command line, and in which order.
+"""The corpora that a command line names, in order.
 
 *Shards* are the corpora that one preprocessing made in several jobs, `NAME_shard_00003_of_00008_KEY_document`.  They
-come in the order of their numbers, however they are given, and all of them or none.  Other corpora keep the order in
-which they are given; those of a folder or a pattern are in the order of their names.
+are sorted by their numbers, however they are given, and must be complete.  Other corpora stay in the order in which
+they are given; those of a folder or a pattern are in the order of their names.
 """
 
 import os
@@ -19,19 +19,19 @@ from megazero.errors import DataError, Problem, raise_problems
 
 _NAME = re.compile(r"(.*)_shard_(\d+)_of_(\d+)(_[^/]*)")
 _ENDING = re.compile(r"\.(idx|bin|json)$")
-# Names that a message lists before it says how many more there are.
+# Names that a message lists before the number of the remaining ones.
 _NAMED = 10
 
 
 class Family(NamedTuple):
-    """What the names of all shards of one preprocessing and one key have before and after the numbers."""
+    """The parts that the names of all shards of one preprocessing and one key share, before and after the numbers."""
 
     head: str
     rest: str
 
 
 class ShardName(NamedTuple):
-    """What the name of a shard says; width: digits of the numbers."""
+    """The parts of a shard's name; width: digits of the numbers."""
 
     family: Family
     number: int
@@ -39,18 +39,18 @@ class ShardName(NamedTuple):
     width: int
 
     def sibling(self, number: int) -> str:
-        """The prefix of another shard of the family."""
+        """Return the prefix of another shard of the family."""
         number_text, count_text = (f"{each:0{self.width}d}" for each in (number, self.num_shards))
         return f"{self.family.head}_shard_{number_text}_of_{count_text}{self.family.rest}"
 
 
-class _Meant(NamedTuple):
+class _NamedCorpus(NamedTuple):
     prefix: str
     ending: str  # of the file that was named; empty for what was named as a corpus
 
 
 def parse_shard(prefix: str) -> ShardName | None:
-    """What a prefix says about itself; None for the name of something that is no shard."""
+    """Parse a shard's prefix; None for the name of something that is no shard."""
     found = _NAME.fullmatch(os.path.normpath(prefix))
     if found is None:
         return None
@@ -59,20 +59,20 @@ def parse_shard(prefix: str) -> ShardName | None:
 
 
 def find_prefixes(words: Sequence[str]) -> tuple[str, ...]:
-    """The corpora that the words of --input mean, shards in order.
+    """Return the corpora that the words of --input name, shards in order.
 
     A word is a prefix, a folder (for all corpora in it), a file of a corpus, or a pattern with * ? [] of prefixes or
     of files.  Raises DataError with every word that means none, every corpus that is given twice, and everything that
     is wrong with the shards.
     """
-    meant: list[_Meant] = []
+    meant: list[_NamedCorpus] = []
     problems: list[Problem] = []
     for word in words:
         here = list(_corpora(word))
         meant += here
         if not here:
             legal = "a prefix PREFIX of PREFIX.bin and PREFIX.idx, a folder of corpora, or a pattern such as 'out_*'"
-            problems.append(Problem(f"--input {word}", "there is such a corpus, or a folder with some", legal))
+            problems.append(Problem(f"--input {word}", "must name a corpus, or a folder of corpora", legal))
     problems += _repetitions(meant)
     prefixes = _ordered(dict.fromkeys(each.prefix for each in meant))
     raise_problems(DataError, [*problems, *_shard_problems(prefixes)])
@@ -80,32 +80,32 @@ def find_prefixes(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def names(prefixes: Sequence[str]) -> str:
-    """Some of them, and how many more."""
+    """List some of the prefixes, and how many more there are."""
     more = f" and {len(prefixes) - _NAMED} more" if len(prefixes) > _NAMED else ""
     return ", ".join(prefixes[:_NAMED]) + more
 
 
-def _corpora(word: str) -> Iterator[_Meant]:
+def _corpora(word: str) -> Iterator[_NamedCorpus]:
     ending = Path(word).suffix if _ENDING.search(word) else ""
     if _is_corpus(word) or is_remote(word):
-        yield _Meant(word, "")
+        yield _NamedCorpus(word, "")
     elif os.path.isdir(word):
         found = sorted(path.removesuffix(".idx") for path in glob(f"{escape(word)}/*.idx"))
-        yield from (_Meant(prefix, "") for prefix in found)
+        yield from (_NamedCorpus(prefix, "") for prefix in found)
     elif ending and _is_corpus(word.removesuffix(ending)) and os.path.exists(word):
-        yield _Meant(word.removesuffix(ending), ending)
+        yield _NamedCorpus(word.removesuffix(ending), ending)
     elif has_magic(word):
         stems = {_ENDING.sub("", path) for path in (*glob(word), *glob(f"{word}.idx"))}
-        yield from (_Meant(stem, "") for stem in sorted(stems) if _is_corpus(stem))
+        yield from (_NamedCorpus(stem, "") for stem in sorted(stems) if _is_corpus(stem))
 
 
 def _is_corpus(prefix: str) -> bool:
-    """Or half of one, which is told when it is opened."""
+    """Return whether there is a corpus, or half of one, which is an error when it is opened."""
     return idx_path(prefix).is_file() or bin_path(prefix).is_file()
 
 
-def _repetitions(meant: Sequence[_Meant]) -> list[Problem]:
-    """Corpora that are given twice; the shell makes three files of a corpus out of `out_*`, which is once."""
+def _repetitions(meant: Sequence[_NamedCorpus]) -> list[Problem]:
+    """Return the problem of repeated corpora; the three files of one corpus, as of `out_*`, count as one."""
     times = Counter((os.path.realpath(idx_path(each.prefix)), each.ending) for each in meant)
     as_files = {path for path, ending in times if ending}
     twice = {path for (path, ending), count in times.items() if count > 1 or (not ending and path in as_files)}
@@ -117,17 +117,17 @@ def _repetitions(meant: Sequence[_Meant]) -> list[Problem]:
 
 
 def _ordered(prefixes: Sequence[str] | dict[str, None]) -> tuple[str, ...]:
-    """Every family at the place of the first of its shards that is given."""
+    """Order the prefixes, every family at the position of its first shard."""
     keyed = {prefix: parse_shard(prefix) for prefix in prefixes}
-    places: dict[Family | str, int] = {}
+    order: dict[Family | str, int] = {}
     for prefix, shard in keyed.items():
-        places.setdefault(shard.family if shard else prefix, len(places))
+        order.setdefault(shard.family if shard else prefix, len(order))
 
-    def place(prefix: str) -> tuple[int, int]:
+    def sort_key(prefix: str) -> tuple[int, int]:
         shard = keyed[prefix]
-        return places[shard.family if shard else prefix], shard.number if shard else 0
+        return order[shard.family if shard else prefix], shard.number if shard else 0
 
-    return tuple(sorted(keyed, key=place))
+    return tuple(sorted(keyed, key=sort_key))
 
 
 def _shard_problems(prefixes: Sequence[str]) -> list[Problem]:
@@ -138,12 +138,12 @@ def _shard_problems(prefixes: Sequence[str]) -> list[Problem]:
 
 
 def _family_problems(shards: Sequence[ShardName]) -> list[Problem]:
-    """Of shards of one name."""
+    """Return the problems of the shards of one name."""
     counts = sorted({shard.num_shards for shard in shards})
     name = f"--input {shards[0].family.head}_shard_*{shards[0].family.rest}"
     if len(counts) > 1:
-        told = " and ".join(map(str, counts))
-        return [Problem(f"{name}: shards of {told}", "the shards come from one preprocessing", "the shards of one")]
+        listed = " and ".join(map(str, counts))
+        return [Problem(f"{name}: shards of {listed}", "the shards come from one preprocessing", "the shards of one")]
     numbers = Counter(shard.number for shard in shards)
     first, count = shards[0], counts[0]
     missing = [first.sibling(number) for number in range(count) if number not in numbers]

@@ -1,4 +1,4 @@
-"""Encoding a chunk: its documents become one row of tokens for every key, ready to be written."""
+"""Encoding of a chunk: its documents become one row of tokens for every key, ready to be written."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ from megazero.prepare.tokens.encoders import Encoder, Ids, fastest_encoder
 
 @dataclass(frozen=True)
 class EncodeRules:
-    """What becomes of a document.
+    """The rules by which a document is encoded.
 
-    append_eod: it ends with the end-of-document id, unless it gave no token.  split_documents: longest sequence in
-    tokens, 0 for any; a longer document is several sequences.  skip_bad_lines: note them instead of refusing.
+    append_eod: it ends with the end-of-document id, unless it has no token.  split_documents: longest sequence in
+    tokens, 0 for any; a longer document is several sequences.  skip_bad_lines: collect them instead of raising.
     """
 
     documents: DocumentRules
@@ -44,9 +44,9 @@ class EncodedTexts(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """One chunk, encoded; `texts` has an entry for every key, `bad_lines` one for every line passed over.
+    """One encoded chunk; `texts` has an entry for every key, `bad_lines` one for every line skipped.
 
-    library: what encodes.  notice: why nothing faster does, or not for all documents; "" when there is no reason.
+    library: the encoder's.  notice: the reason why it is not the fastest one, or not for all documents; "" if it is.
     """
 
     texts: tuple[EncodedTexts, ...]
@@ -57,15 +57,15 @@ class Encoded(NamedTuple):
 
 
 def chunk_encoder(spec: TokenizerSpec, rules: EncodeRules) -> Callable[[Chunk], Encoded]:
-    """A function that encodes chunks, with a tokenizer of its own."""
+    """Return a function that encodes chunks, with a tokenizer of its own."""
     tokenizer = load_tokenizer(spec)
     return encode_with(tokenizer, fastest_encoder(tokenizer), rules)
 
 
 def encode_with(tokenizer: Tokenizer, encoder: Encoder, rules: EncodeRules) -> Callable[[Chunk], Encoded]:
-    """A function that encodes chunks; `encoder` gives the ids that `tokenizer` would."""
+    """Return a function that encodes chunks; `encoder` returns the same ids as `tokenizer`."""
     end = np.array([tokenizer.eod], np.uint32) if rules.append_eod else None
-    # One for all chunks: it remembers how many lines stand before the last one.
+    # One for all chunks, for it stores the number of lines before the last one.
     bad = BadLines() if rules.skip_bad_lines else None
     return partial(_encode_chunk, encoder, token_dtype(tokenizer.vocab_size), end, rules, bad)
 
@@ -86,7 +86,7 @@ def _encode_chunk(
             ids[index].append(encode(content))
             sizes[index] += len(content)
     texts = (_joined(texts, end, dtype, rules, size) for texts, size in zip(ids, sizes, strict=True))
-    bad_lines = bad.take() if bad else []
+    bad_lines = bad.pop_lines() if bad else []
     return Encoded(tuple(texts), bad_lines, chunk.input_bytes, encoder.library, encoder.notice)
 
 
@@ -109,7 +109,7 @@ def _joined(
 
 
 def _cut(lengths: NDArray[np.int64], limit: int) -> NDArray[np.int64]:
-    """Every length as a row of lengths of at most `limit`; only the last of a row is shorter."""
+    """Cut every length into lengths of at most `limit`; only the last of each is shorter."""
     counts = -(-lengths // limit)
     cut = np.full(int(counts.sum()), limit, np.int64)
     cut[np.cumsum(counts) - 1] = lengths - (counts - 1) * limit

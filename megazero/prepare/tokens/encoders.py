@@ -1,13 +1,13 @@
-"""Encoding at full speed: gigatoken, where it gives what the tokenizer's own library gives.
+"""Fast encoding: by gigatoken, where it returns the same ids as the tokenizer's own library.
 
 gigatoken is some hundred times faster than `tokenizers` and ten times faster than `sentencepiece`, and a second
 implementation, so it is trusted only where both agree:
 
-* when a tokenizer is loaded both encode `PROBES`; where they differ on ASCII text the tokenizer's own library does all
-  the work, where they differ on other text it does all documents that are not ASCII;
-* byte-level BPE tells letters from other characters by tables of Unicode, and the libraries' tables are of different
-  years: lines with a character that one of them may not know go to the tokenizer's own library;
-* so do whole documents that hold, as text, what gigatoken would read as a sign of a SentencePiece model;
+* when a tokenizer is loaded both encode `PROBES`; where they differ on ASCII text the tokenizer's own library encodes
+  everything, where they differ on other text it encodes all documents that are not ASCII;
+* byte-level BPE separates letters from other characters by tables of Unicode, and the libraries' tables are of
+  different years: lines with a character that one table may lack go to the tokenizer's own library;
+* so do whole documents with text that gigatoken would read as a sign of a SentencePiece model;
 * a SentencePiece model that normalises text is trusted with ASCII alone, and one whose user-defined symbols hold a
   space not at all.
 """
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from megazero.data.tokenizers import END_OF_TEXT, Gpt2BpeTokenizer, SentencePieceTokenizer, Tokenizer
 
 Ids = Sequence[int] | NDArray[Any]
-# A text, or its UTF-8, whichever is at hand: gigatoken reads either, and to make one of the other takes time.
+# A text, or its UTF-8, whichever exists: gigatoken reads either, and conversion takes time.
 Content = str | bytes
 Encode = Callable[[Content], Ids]
 
@@ -38,16 +38,16 @@ NEW_LETTERS = (
     " \U0001e6e4-\U0001e6e5 \U0001e6e7-\U0001e6ed \U0001e6f0-\U0001e6f4 \U0001e6fe-\U0001e6ff \U0002b73a-\U0002b73f"
     " \U0002cea2-\U0002cead \U000323b0-\U00033479"
 )
-# Blocks of pictures, where Unicode keeps every place for more of them: no letter or digit will ever be here.
+# Blocks of pictures, where Unicode reserves every code for more of them: there will be no letter or digit here.
 PICTURES = range(0x1F300, 0x1FB00)
 # Planes with characters of their own, and those that are for private use; the others are empty.
 ASSIGNED = (range(0x40000), range(0xE0000, 0xF0000))
 PRIVATE = range(0xF0000, 0x110000)
 ASCII = bytes(range(128))
-# Where byte-level BPE always begins anew: what makes words of text never goes from a visible character to a line's end.
+# Positions where byte-level BPE always begins a new word: no word goes from a visible character to a line's end.
 BEFORE_LINE_END = re.compile(r"(?<=[!-~])(?=\n)")
 SPACE_PIECE = "\u2581"
-# What SentencePiece itself brings along; of ASCII they change nothing but single characters, which the probes hold.
+# SentencePiece's own normalisers; of ASCII they change only single characters, which the probes contain.
 NORMALISERS = ("nfkc", "nmt_nfkc", "nfkc_cf", "nmt_nfkc_cf")
 ASCII_PROBES = (
     "",
@@ -76,9 +76,9 @@ OTHER_PROBES = (
 
 
 class Encoder(NamedTuple):
-    """A tokenizer's fastest way from text to ids.
+    """The fastest encoder of a tokenizer.
 
-    library: what does the work.  notice: why it is not the fastest one, or not for all documents; "" when it is.
+    library: the library that encodes.  notice: why it is not the fastest one, or not for all documents; "" when it is.
     """
 
     encode: Encode
@@ -87,7 +87,7 @@ class Encoder(NamedTuple):
 
 
 def fastest_encoder(tokenizer: Tokenizer) -> Encoder:
-    """The fastest encoder that gives the ids of `tokenizer.encode`."""
+    """Return the fastest encoder with the same ids as `tokenizer.encode`."""
     if isinstance(tokenizer, Gpt2BpeTokenizer):
         return _checked(tokenizer, "tokenizers", _byte_level)
     if isinstance(tokenizer, SentencePieceTokenizer):
@@ -96,10 +96,10 @@ def fastest_encoder(tokenizer: Tokenizer) -> Encoder:
 
 
 class _Fast(NamedTuple):
-    """gigatoken's encoder of a tokenizer, and the texts it is to be trusted with.
+    """gigatoken's encoder of a tokenizer, and a test for the texts that it encodes the same.
 
-    caution: why it is to be trusted with ASCII alone, whatever the probes say; "" when they decide.
-    cut: parts of a text that can be encoded one by one; the text itself where nobody knows how.
+    caution: the reason to trust it with ASCII alone, whatever the probes' result; "" when they decide.
+    cut: splits a text into parts that can be encoded one by one; the text itself where that is not possible.
     """
 
     encode: Encode
@@ -109,7 +109,7 @@ class _Fast(NamedTuple):
 
 
 def _checked(tokenizer: Tokenizer, library: str, make: Callable[[Any, Any], _Fast]) -> Encoder:
-    """gigatoken where it agrees with `library`, of which the tokenizer is made."""
+    """Return gigatoken where it agrees with `library`, the tokenizer's own."""
 
     def slow(content: Content) -> Ids:
         return tokenizer.encode(content if isinstance(content, str) else content.decode())
@@ -120,7 +120,7 @@ def _checked(tokenizer: Tokenizer, library: str, make: Callable[[Any, Any], _Fas
         fast = make(gigatoken.Tokenizer, tokenizer)
     except ImportError:
         return Encoder(slow, library, f"gigatoken is not installed: {library} encodes, much slower")
-    except (AttributeError, ValueError) as error:  # another version's interface, a model it does not know
+    except (AttributeError, ValueError) as error:  # another version's interface, a model it does not support
         return Encoder(slow, library, f"{library} encodes, slower: {error}")
     odd = next((probe for probe in ASCII_PROBES if _differs(fast, slow, probe)), None)
     if odd is not None:
@@ -145,7 +145,7 @@ def _either(fast: _Fast, slow: Encode) -> Encode:
 
 
 def _by_parts(fast: _Fast, slow: Encode, content: Content) -> Ids:
-    """What is trusted of a text that as a whole is not goes fast as well."""
+    """Encode a text in parts, by gigatoken where it is trusted with a part."""
     parts = fast.cut(content if isinstance(content, str) else content.decode())
     runs = groupby(parts, fast.trusts)
     found = ((fast.encode if trusted else slow)("".join(run)) for trusted, run in runs)
@@ -156,7 +156,7 @@ def _byte_level(library: Any, tokenizer: Gpt2BpeTokenizer) -> _Fast:
     known = _KnownCharacters()
     return _Fast(
         library.from_json(tokenizer.description()).backend.encode,
-        lambda content: content.isascii() or known.hold(content),
+        lambda content: content.isascii() or known.contain_all_of(content),
         cut=BEFORE_LINE_END.split,
     )
 
@@ -182,7 +182,7 @@ def _sentence_pieces(library: Any, tokenizer: SentencePieceTokenizer) -> _Fast:
 
 
 def _facts(content: bytes) -> tuple[list[str], str]:
-    """A SentencePiece model's user-defined symbols, and the name of its normaliser; "" when it leaves text as it is."""
+    """Return a SentencePiece model's user-defined symbols, and the name of its normaliser ("": none)."""
     from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]  # made when imported
 
     model = ModelProto.FromString(content)
@@ -196,11 +196,11 @@ def _utf8(content: Content) -> bytes:
 
 
 class _KnownCharacters:
-    """Characters that every library knows the kind of: assigned as far as Python knows, and not NEW_LETTERS."""
+    """The characters whose kind is the same in every library: assigned in Python's tables, and not NEW_LETTERS."""
 
-    def hold(self, content: Content) -> bool:
-        """Whether all of a text's are."""
-        others = _utf8(content).translate(None, ASCII).decode()  # most are ASCII as a rule, and go quickly
+    def contain_all_of(self, content: Content) -> bool:
+        """Return whether all characters of a text are known."""
+        others = _utf8(content).translate(None, ASCII).decode()  # most characters are ASCII, and removed quickly
         return not self._unknown[np.frombuffer(others.encode("utf-32-le"), np.uint32)].any()
 
     @cached_property

@@ -1,9 +1,9 @@
 """Writing token files: `PREFIX.bin` and `PREFIX.idx`, byte for byte as Megatron-LM's tools do, in constant memory.
 
 A corpus grows in a *scratch folder* beside its destination: tokens, sequence lengths and document ends each in a file
-of their own.  *Sealing* makes the index out of these, in blocks, and brings everything to the disk; *publishing* gives
-the files their names, the .idx last.  Each move of publishing can be done again, so whoever is interrupted in it ends
-it by publishing once more.
+of their own.  *Sealing* makes the index out of these, in blocks, and syncs everything to the disk; *publishing* renames
+the files to their final names, the .idx last.  Each rename can be repeated, so an interrupted publication is completed
+by publishing once more.
 """
 
 import os
@@ -34,13 +34,13 @@ from megazero.files import cannot_write, move_into_place, remove_file
 
 # Bytes of a file that are read at a time.
 BLOCK_BYTES = 8 << 20
-# What a corpus consists of besides its tokens and its index: the sidecar, which only some writers make.
+# The files of a corpus: its tokens, its index, and the sidecar, which only some writers make.
 ENDINGS = ("bin", "idx", "json")
 SPOOLED = ("lengths", "documents")
 
 
 class Position(NamedTuple):
-    """How far a corpus has been written; digests: of what has been, by file, for whoever goes on there to compare."""
+    """The size of a corpus written so far; digests: those of its files, which a later writer compares."""
 
     tokens: int = 0
     sequences: int = 0
@@ -49,9 +49,9 @@ class Position(NamedTuple):
 
 
 class Spool:
-    """A file that grows; what is beyond `size` when it is opened is forgotten.
+    """A file that grows; bytes beyond `size` when it is opened are cut off.
 
-    Raises DataError when the disk refuses, or holds less than `size` bytes, or others than those of `digest` if told.
+    Raises DataError when the disk refuses, or has fewer than `size` bytes, or others than those of `digest`, if given.
     """
 
     def __init__(self, path: Path, size: int = 0, digest: str = "") -> None:
@@ -71,7 +71,7 @@ class Spool:
             lost = "other bytes than those that were written"
         if lost:
             self._stream.close()
-            rule = "what an earlier run finished is still there"
+            rule = "the files of an earlier run are unchanged"
             raise DataError(Problem(f"{path}: {lost}", rule, "start again, without it"))
 
     @property
@@ -88,7 +88,7 @@ class Spool:
         self._digest.update(content)
 
     def sync(self) -> None:
-        """Bring every byte to the disk."""
+        """Sync every byte to the disk."""
         try:
             self._stream.flush()
             os.fsync(self._stream.fileno())
@@ -96,16 +96,16 @@ class Spool:
             raise cannot_write(self.path, error) from error
 
     def close(self) -> None:
-        """Without a promise about what had not been synced; harmless when closed."""
+        """Close without syncing; harmless when closed."""
         with suppress(OSError):
             self._stream.close()
 
 
 class IndexedDatasetWriter:
-    """Writes a corpus and publishes it when the `with` block ends well; leaves nothing when it does not.
+    """A writer of a corpus, which is published when the `with` block ends well, and removed when it does not.
 
-    scratch: a folder that somebody else removes; a private one beside the corpus, unless told.
-    position: how much of what an earlier writer left in `scratch` counts; nothing, unless told.
+    scratch: a folder that the caller removes; None: a private one beside the corpus.
+    position: the size up to which an earlier writer's files in `scratch` are continued; None: they are overwritten.
     `digests`, after sealing: xxh3_128 in hexadecimal by file ending.
     """
 
@@ -131,38 +131,23 @@ class IndexedDatasetWriter:
 
     @property
     def position(self) -> Position:
-        """What has been written so far."""
+        """The size written so far."""
         return self._position
 
     @property
     def num_sequences(self) -> int:
-        """Sequences written so far."""
+        """The number of sequences written so far."""
         return self._position.sequences
 
     @property
     def num_documents(self) -> int:
-        """Documents ended so far."""
+        """The number of documents ended so far."""
         return self._position.documents
 
     @property
     def num_tokens(self) -> int:
-        """Tokens written so far."""
+        """The number of tokens written so far."""
         return self._position.tokens
-
-    def add_sequence(self, tokens: Tokens | Sequence[int]) -> None:
-        """Append one sequence [length] to the open document; nothing is written for an empty one."""
-        if len(tokens):
-            self._append(np.asarray(tokens), np.array([len(tokens)]), np.empty(0, np.int64))
-
-    def end_document(self) -> None:
-        """Close the open document; without sequences since the last one it is an empty document."""
-        self._append(np.empty(0, self.dtype), np.empty(0, np.int64), np.array([self.num_sequences]))
-
-    def add_documents(self, tokens: Tokens, lengths: Iterable[int] | NDArray[Any]) -> None:
-        """Append whole documents of one sequence each: `tokens` [sum of lengths], 0 for an empty document."""
-        sizes = lengths if isinstance(lengths, np.ndarray) else np.array(list(lengths), np.int64)
-        written = sizes > 0
-        self.add(tokens, sizes[written], written)
 
     def add(self, tokens: Tokens, lengths: NDArray[Any], counts: NDArray[Any]) -> None:
         """Append whole documents: `lengths` of all sequences, none of them 0, and `counts` of sequences by document."""
@@ -183,7 +168,7 @@ class IndexedDatasetWriter:
             self._append(None, nothing, before + dataset.document_ends(first, stop))
 
     def _append(self, tokens: Tokens | None, lengths: NDArray[Any] | None, ends: NDArray[np.int64]) -> None:
-        """Append to each of the three rows; None: of a part that is added by itself."""
+        """Append to each of the three files; None: that file is appended to by a separate call."""
         sizes = np.empty(0, np.int64) if lengths is None else lengths
         if tokens is not None and len(tokens):
             assert lengths is None or int(sizes.sum()) == len(tokens), "lengths and tokens disagree"
@@ -209,7 +194,7 @@ class IndexedDatasetWriter:
             )
 
     def sync(self) -> Position:
-        """Bring all of it to the disk, from where a later writer goes on at this position."""
+        """Sync everything to the disk, so that a later writer can continue at this position."""
         for spool in (self._tokens, self._lengths, self._documents):
             spool.sync()
         return self._position._replace(
@@ -217,7 +202,7 @@ class IndexedDatasetWriter:
         )
 
     def seal(self) -> None:
-        """Bring the whole corpus to the disk, under its scratch names; nothing can be added any more."""
+        """Sync the whole corpus to the disk, under its scratch names; nothing can be added afterwards."""
         self.sync()
         index = Spool(self._tokens.path.with_suffix(".idx"))
         try:
@@ -245,14 +230,14 @@ class IndexedDatasetWriter:
             index.write(block)
 
     def publish(self) -> None:
-        """Give both files their names; the corpus is readable afterwards."""
+        """Rename both files to their final names; the corpus is readable afterwards."""
         if not self.digests:
             self.seal()
         publish_corpus(self._scratch, self.prefix)
         self.discard()
 
     def discard(self) -> None:
-        """Leave nothing behind in a scratch folder of its own; harmless after `publish`."""
+        """Remove a private scratch folder; harmless after `publish`."""
         for spool in (self._tokens, self._lengths, self._documents):
             spool.close()
         if self._owns_scratch:
@@ -272,7 +257,7 @@ class IndexedDatasetWriter:
 
 
 def publish_corpus(scratch: Path, prefix: str | Path) -> None:
-    """Move what is in `scratch` for a corpus to its names; what an earlier call has moved stays.
+    """Move a corpus's files from `scratch` to their final names; files that an earlier call has moved stay.
 
     An index or sidecar of an earlier corpus is removed before the new tokens get their name, so no moment pairs an old
     index with new tokens.

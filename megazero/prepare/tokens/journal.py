@@ -1,8 +1,8 @@
-"""What has been finished of a long piece of work, so that it can be gone on with after any interruption.
+"""The journal of a long piece of work, by which it can be resumed after any interruption.
 
-A scratch folder beside the destination holds what has been made so far and a *journal*: a first line that tells what
-the work is, then a line for every *partition* that was finished and brought to the disk.  A line counts when it is
-whole; the last one is where the work goes on.
+A scratch folder beside the destination holds the files made so far and a *journal*: a first line that describes the
+work, then a line for every *partition* that was finished and synced to the disk.  A line counts when it is whole; the
+work continues after the last one.
 """
 
 import errno
@@ -21,20 +21,21 @@ from megazero.errors import DataError, Problem
 from megazero.files import cannot_write, sync_path
 
 JOURNAL = "journal.jsonl"
-# A disk, a quota or a limit on file sizes that is used up.
+# Errors of a disk, a quota or a limit on file sizes that is used up.
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-# File systems of clusters may know no locks; work goes on there, and nobody is kept from doing it twice.
+# Errors of file systems without locks, as some clusters have; there the same work can run twice at once.
 LOCKLESS = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK})
 
 
 class Journal:
     """The scratch folder of one piece of work, locked while it is open; as a context manager.
 
-    work: what is done, as plain JSON values.  resume: go on after the last partition; else what is there is removed.
-    Raises DataError when somebody else is at it, or when what is there belongs to other work.
+    work: the description of the work, as plain JSON values.  resume: continue after the last partition; else the
+    folder's files are removed.  Raises DataError when another process has the lock, or when the folder belongs to other
+    work.
 
     A `with` block that ends well removes the folder.  One that is interrupted leaves it if a partition was finished;
-    a full disk leaves nothing.
+    after a full disk it is removed.
     """
 
     def __init__(self, folder: Path, work: Mapping[str, Any], *, resume: bool) -> None:
@@ -60,15 +61,15 @@ class Journal:
             raise
 
     @property
-    def has_finished_some(self) -> bool:
-        """Whether a later run can go on from here."""
+    def can_resume(self) -> bool:
+        """Whether a later run can resume from here."""
         return self.last is not None
 
     def _lock(self) -> None:
         try:
             fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            rule = "one process at a time makes a corpus; another one is at it"
+            rule = "one process at a time makes a corpus; another one is running"
             raise DataError(Problem(str(self.folder), rule, "another --output-prefix, or wait")) from error
         except OSError as error:
             if error.errno not in LOCKLESS:
@@ -89,7 +90,7 @@ class Journal:
 
     def _begin(self, work: Mapping[str, Any]) -> None:
         try:
-            # First, or a journal could tell of what has been removed.
+            # First, or a journal could list files that have been removed.
             self._stream.truncate(0)
             os.fsync(self._stream.fileno())
             for path in self.folder.iterdir():
@@ -102,7 +103,7 @@ class Journal:
             raise
 
     def finish(self, state: Mapping[str, Any]) -> None:
-        """A partition is on the disk, and `state` tells how to go on after it."""
+        """Record that a partition is on the disk, and the `state` from which to continue."""
         try:
             self._append(state)
         except OSError as error:
@@ -122,18 +123,18 @@ class Journal:
     ) -> None:
         is_full = isinstance(error, DataError) and getattr(error.__cause__, "errno", None) in FULL
         try:
-            if kind is None or is_full or not self.has_finished_some:
+            if kind is None or is_full or not self.can_resume:
                 shutil.rmtree(self.folder, ignore_errors=True)
         finally:
             self._close()
 
     def _close(self) -> None:
-        with suppress(OSError):  # what the disk has refused, it is offered once more
+        with suppress(OSError):  # writes again what the disk has refused
             self._stream.close()
 
 
 def _whole_lines(content: bytes) -> Iterator[bytes]:
-    """Up to the first that was cut off, or never reached the disk when the machine stopped."""
+    """Yield the lines before the first that was cut off, or never reached the disk when the machine stopped."""
     for line in content.splitlines(keepends=True):
         if not line.endswith(b"}\n"):
             return
@@ -145,6 +146,6 @@ def _other_work(folder: Path, key: str, earlier: Any, now: Any) -> Problem:
         earlier, now = next(pair for pair in zip_longest(earlier, now) if pair[0] != pair[1])
     return Problem(
         f"--resume: {key} was {json.dumps(earlier)[:200]} when {folder} was made, and is {json.dumps(now)[:200]}",
-        "a run goes on with the same work",
+        "a run resumes the same work",
         "the same flags and files, or start again without --resume",
     )

@@ -1,4 +1,4 @@
-"""Several corpora become one: the same files, byte for byte, as if all their text had been preprocessed at once."""
+"""Merging of corpora: the same files, byte for byte, as if all their text had been preprocessed at once."""
 
 import json
 import os
@@ -20,12 +20,12 @@ from megazero.prepare.tokens.indexed_writer import IndexedDatasetWriter
 
 # Fields of the sidecar that corpora have in common when one tokenizer and one --append-eod made them.
 _ALIKE = ("tokenizer_type", "tokenizer_files", "vocab_size", "eod", "append_eod", "split_documents")
-# A disk that fails while all of a file is read is then an error, not a signal that ends the process.
+# Reads instead of a map: a disk that fails is then an error, not a signal that ends the process.
 _BY_READING = Access(maps=False)
 
 
-class Part(NamedTuple):
-    """A corpus to be merged, looked at and closed again: most systems let no process open a thousand files."""
+class MergeInput(NamedTuple):
+    """A corpus to be merged, opened and closed again: most systems limit open files to fewer than a thousand."""
 
     prefix: str
     dtype: "np.dtype[Any]"
@@ -36,7 +36,7 @@ class Part(NamedTuple):
 
 
 class Merged(NamedTuple):
-    """A corpus that was written; it has a sidecar unless some of its parts are `without`."""
+    """A corpus that was written; it has a sidecar unless some of its inputs are `without`."""
 
     documents: int
     tokens: int
@@ -44,23 +44,23 @@ class Merged(NamedTuple):
     without: tuple[str, ...]
 
 
-def look_at_parts(prefixes: Sequence[str], output_prefix: str) -> tuple[Part, ...]:
-    """Open every corpus once; raises DataError with everything that speaks against making one of them."""
+def open_inputs(prefixes: Sequence[str], output_prefix: str) -> tuple[MergeInput, ...]:
+    """Open every corpus once; raises DataError with all rules that a merge of them would break."""
     problems = _output_problems(prefixes, output_prefix)
-    parts: list[Part] = []
+    parts: list[MergeInput] = []
     for prefix in prefixes:
         try:
-            parts.append(_look_at(prefix))
+            parts.append(_open_input(prefix))
         except DataError as error:
             problems += error.problems
     raise_problems(DataError, [*problems, *_mode_problems(parts), *_disagreements(parts)])
     return tuple(parts)
 
 
-def merge(parts: Sequence[Part], output_prefix: str, advance: Callable[[int], None]) -> Merged:
-    """Write OUTPUT-PREFIX.{bin,idx,json}; `advance` is told the tokens of every part that is done.
+def merge(parts: Sequence[MergeInput], output_prefix: str, advance: Callable[[int], None]) -> Merged:
+    """Write OUTPUT-PREFIX.{bin,idx,json}; calls advance(tokens) after every input.
 
-    Raises DataError when a part is damaged or has changed, or the disk is full; nothing has the final names then.
+    Raises DataError when an input is damaged or has changed, or the disk is full; no file has its final name then.
     """
     name = Path(output_prefix).name
     scratch = Path(output_prefix).with_name(f".{name}.{os.getpid()}.tmp")
@@ -80,21 +80,23 @@ def merge(parts: Sequence[Part], output_prefix: str, advance: Callable[[int], No
     return Merged(writer.num_documents, writer.num_tokens, sidecar, without)
 
 
-def _look_at(prefix: str) -> Part:
+def _open_input(prefix: str) -> MergeInput:
     dataset = IndexedDataset(prefix)
     counts = dataset.num_documents, dataset.num_tokens
-    return Part(prefix, dataset.dtype, dataset.has_modes, *counts, read_sidecar(dataset))
+    return MergeInput(prefix, dataset.dtype, dataset.has_modes, *counts, read_sidecar(dataset))
 
 
-def _reopened(part: Part) -> IndexedDataset:
-    """The same corpus once more; what a large one's opening leaves unchecked is checked as it is copied."""
+def _reopened(part: MergeInput) -> IndexedDataset:
+    """Open the corpus again; what a large one's opening leaves unchecked is checked as it is copied."""
     dataset = IndexedDataset(part.prefix, _BY_READING)
     if (dataset.dtype, dataset.num_documents, dataset.num_tokens) != (part.dtype, part.documents, part.tokens):
-        raise DataError(Problem(f"{part.prefix}: has changed since it was looked at", "a corpus stays as it is"))
+        raise DataError(
+            Problem(f"{part.prefix}: has changed since it was opened first", "a corpus is not changed while it is read")
+        )
     return dataset
 
 
-def _merged_sidecar(parts: Sequence[Part], writer: IndexedDatasetWriter) -> Sidecar | None:
+def _merged_sidecar(parts: Sequence[MergeInput], writer: IndexedDatasetWriter) -> Sidecar | None:
     sidecars = [part.sidecar for part in parts if part.sidecar is not None]
     if len(sidecars) < len(parts):
         return None
@@ -109,7 +111,7 @@ def _merged_sidecar(parts: Sequence[Part], writer: IndexedDatasetWriter) -> Side
 
 
 def _output_problems(prefixes: Sequence[str], output_prefix: str) -> list[Problem]:
-    """The corpus that is written is none of those that are read."""
+    """Return the problem of an output that is one of the inputs."""
     output = {os.path.realpath(path) for path in (bin_path(output_prefix), idx_path(output_prefix))}
     read = [p for p in prefixes if {os.path.realpath(path) for path in (bin_path(p), idx_path(p))} & output]
     rule = "the merged corpus gets files of its own"
@@ -117,15 +119,15 @@ def _output_problems(prefixes: Sequence[str], output_prefix: str) -> list[Proble
     return [*among, *output_problems(output_prefix)]
 
 
-def _mode_problems(parts: Sequence[Part]) -> list[Problem]:
+def _mode_problems(parts: Sequence[MergeInput]) -> list[Problem]:
     found = [part.prefix for part in parts if part.has_modes]
     if not found:
         return []
     return [Problem(f"multimodal: {names(found)}", "corpora are of text alone: modes would be lost", "leave them out")]
 
 
-def _disagreements(parts: Sequence[Part]) -> list[Problem]:
-    """One problem for everything in which the parts are not alike, with the parts on each side."""
+def _disagreements(parts: Sequence[MergeInput]) -> list[Problem]:
+    """Return one problem for every field that differs between inputs, with the inputs on each side."""
     types = _sides((part.dtype.name, part.prefix) for part in parts)
     problems = [_disagreement("token types", types)] if len(types) > 1 else []
     for field in _ALIKE:

@@ -1,8 +1,8 @@
 """Preprocessing: texts become token files.
 
-The input is cut into chunks, any number of workers encode them, and this process writes them down in the input's order,
-so the files are the same for any number of workers.  Every *partition* of the input that is finished is brought to the
-disk and noted in a journal, where a later run goes on.  Nothing gets its final name before everything is written.
+The input is cut into chunks, any number of workers encode them, and this process writes them in the input's order, so
+the files are the same for any number of workers.  Every *partition* of the input that is finished is synced to the disk
+and recorded in a journal, after which a later run continues.  Files get their final names when everything is written.
 """
 
 import sys
@@ -27,11 +27,11 @@ from megazero.prepare.tokens.encode import Encoded, EncodeRules, chunk_encoder, 
 from megazero.prepare.tokens.encoders import fastest_encoder
 from megazero.prepare.tokens.indexed_writer import IndexedDatasetWriter, Position, Spool, publish_corpus
 from megazero.prepare.tokens.journal import Journal
-from megazero.prepare.tokens.progress import Done, TextProgress
+from megazero.prepare.tokens.progress import TextProgress, WorkCount
 from megazero.prepare.tokens.workers import worker_pool
 from megazero.units import format_bytes
 
-# Input between two entries in the journal: what an interruption costs at most.
+# Input between two entries in the journal: the most that an interruption costs.
 PARTITION_BYTES = 256 << 20
 # Bad lines that are shown one by one.
 SHOWN_BAD_LINES = 20
@@ -39,11 +39,11 @@ SHOWN_BAD_LINES = 20
 
 @dataclass(frozen=True)
 class PreprocessRequest:
-    """What to do: --input, --output-prefix, tokenizer flags, and so on.
+    """A job of preprocessing: --input, --output-prefix, tokenizer flags, and so on.
 
-    workers: processes; 1 does the work in this one.  log_interval: documents between two lines of progress.
+    workers: processes; 1 encodes in this one.  log_interval: documents between two lines of progress.
     split_documents: longest sequence in tokens, 0 for any.  partitions: parts of the input after each of which a run
-    can go on, 0 for one every PARTITION_BYTES.
+    can be resumed, 0 for one every PARTITION_BYTES.
     """
 
     inputs: tuple[str, ...]
@@ -61,16 +61,16 @@ class PreprocessRequest:
 
     @property
     def prefix(self) -> str:
-        """Of all files that are written, which tell of a shard."""
+        """The prefix of all files that are written, with the shard's number."""
         shard = self.shard
         return self.output_prefix + (f"_shard_{shard.index:05d}_of_{shard.count:05d}" if shard.count > 1 else "")
 
     def corpus_prefixes(self) -> list[str]:
-        """A corpus for every key."""
+        """Return the prefix of a corpus for every key."""
         return [f"{self.prefix}_{key}_document" for key in self.rules.json_keys]
 
 
-class Corpus(NamedTuple):
+class WrittenCorpus(NamedTuple):
     """A corpus that was written."""
 
     prefix: str
@@ -81,12 +81,12 @@ EncodeChunks = Callable[[Iterable[Chunk]], Iterator[Encoded]]
 
 
 class Preprocessed(NamedTuple):
-    """What was written; library: what encoded, "" when an earlier run had encoded everything.
+    """The result of preprocessing; library: the encoder's, "" when an earlier run had encoded everything.
 
-    bad_lines: how many were passed over, and where the list of them is.
+    bad_lines: how many were skipped; bad_lines_file: the list of them.
     """
 
-    corpora: list[Corpus]
+    corpora: list[WrittenCorpus]
     library: str
     bad_lines: int
     bad_lines_file: Path
@@ -101,24 +101,24 @@ def preprocess(request: PreprocessRequest, console: Console) -> Preprocessed:
     scratch = Path(f"{request.prefix}.partial")
     with _encoding(request) as (tokenizer, encode):
         journal = Journal(scratch.with_name(f".{scratch.name}"), _work(request, files), resume=request.resume)
-        run = _Run(request, files, tokenizer, journal, console)
+        run = _PreprocessRun(request, files, tokenizer, journal, console)
         try:
             with journal:
                 if journal.last is None or not journal.last["is_sealed"]:
                     run.write(encode)
                 sealed = journal.last
-                assert sealed is not None, "a run that ended well has told so"
+                assert sealed is not None, "a run that ended well is in the journal"
                 corpora = _publish(request, journal.folder, sealed)
         except BaseException:
             if journal.folder.exists():
-                console.line(f"what was finished is kept in {journal.folder}: --resume goes on from there")
+                console.line(f"finished partitions are in {journal.folder}: --resume continues from there")
             raise
     return Preprocessed(corpora, run.library, sealed["bad_lines"], _bad_lines(request))
 
 
 @contextmanager
 def _encoding(request: PreprocessRequest) -> Iterator[tuple[Tokenizer, EncodeChunks]]:
-    """The tokenizer, and what encodes chunks, in this process or in workers."""
+    """Yield the tokenizer, and the function that encodes chunks, in this process or in workers."""
     rules = EncodeRules(request.rules, request.append_eod, request.split_documents, request.skip_bad_lines)
     if request.workers == 1:
         tokenizer = load_tokenizer(request.tokenizer)
@@ -130,7 +130,7 @@ def _encoding(request: PreprocessRequest) -> Iterator[tuple[Tokenizer, EncodeChu
 
 
 def _checked_inputs(request: PreprocessRequest) -> list[InputFile]:
-    """Every file to read; raises DataError with all that is wrong with files, rules and tokenizer."""
+    """Return every file to read; raises DataError with all problems of files, rules and tokenizer."""
     problems: list[Problem] = []
     files: list[InputFile] = []
     try:
@@ -148,7 +148,7 @@ def _checked_inputs(request: PreprocessRequest) -> list[InputFile]:
 
 
 def _work(request: PreprocessRequest, files: Sequence[InputFile]) -> dict[str, Any]:
-    """All that decides what is written, for the journal."""
+    """Return everything that determines the output, for the journal."""
     return {
         "input": [[file.path, file.size, file.modified] for file in files],
         "rules": asdict(request.rules),
@@ -164,8 +164,8 @@ def _bad_lines(request: PreprocessRequest) -> Path:
     return Path(f"{request.prefix}_bad_lines.txt")
 
 
-class _Run:
-    """From where the journal says to the sealed corpora."""
+class _PreprocessRun:
+    """A run from the journal's last state to the sealed corpora."""
 
     def __init__(
         self,
@@ -191,12 +191,12 @@ class _Run:
         self._bad_bytes = last.get("bad_bytes", 0)
 
     def write(self, encode: EncodeChunks) -> None:
-        """Encode and write what is left, partition by partition; seal."""
+        """Encode and write the remaining chunks, partition by partition; seal."""
         request, dtype = self._request, token_dtype(self._tokenizer.vocab_size)
         chunks = find_chunks(self._files, request.rules, request.shard, request.rules.json_keys)
         partition = self._partition_bytes()
         if self._chunks:
-            self._console.line(f"going on after {format_bytes(self._input_bytes)} of input")
+            self._console.line(f"resuming after {format_bytes(self._input_bytes)} of input")
         with ExitStack() as stack:
             writers = [
                 IndexedDatasetWriter(prefix, dtype, scratch=self._journal.folder, position=position)
@@ -209,10 +209,10 @@ class _Run:
             progress = self._progress()
             stack.enter_context(progress)
             for encoded in encode(islice(chunks, self._chunks, None)):
-                self._tell_library(encoded)
-                self._take(encoded, writers, bad)
+                self._print_notice(encoded)
+                self._write_chunk(encoded, writers, bad)
                 documents, tokens = len(encoded.texts[0].counts), sum(len(texts.tokens) for texts in encoded.texts)
-                progress.advance(Done(documents, tokens, encoded.input_bytes))
+                progress.advance(WorkCount(documents, tokens, encoded.input_bytes))
                 if self._input_bytes // partition > (self._input_bytes - encoded.input_bytes) // partition:
                     self._finish(writers, bad, is_sealed=False)
             _refuse_empty(request, writers)
@@ -220,32 +220,32 @@ class _Run:
             self._finish(writers, bad, is_sealed=True)
 
     def _progress(self) -> TextProgress:
-        done = Done(self._positions[0].documents, sum(place.tokens for place in self._positions), self._input_bytes)
+        done = WorkCount(self._positions[0].documents, sum(each.tokens for each in self._positions), self._input_bytes)
         return TextProgress(self._console, self._total_bytes(), self._request.log_interval, done)
 
     def _partition_bytes(self) -> int:
         if any(file.is_pipe for file in self._files):
-            return sys.maxsize  # nobody can go on in a pipe
+            return sys.maxsize  # a pipe cannot be resumed
         total = self._total_bytes()
         return max(1, total // self._request.partitions) if total and self._request.partitions else PARTITION_BYTES
 
     def _total_bytes(self) -> int:
-        """Of this shard's input, about; 0 where nobody knows."""
+        """Return about the bytes of this shard's input; 0 where they are not known."""
         return sum(file.size for file in self._files) // self._request.shard.count
 
-    def _tell_library(self, encoded: Encoded) -> None:
-        """With the first chunk."""
+    def _print_notice(self, encoded: Encoded) -> None:
+        """Print the encoder's notice, with the first chunk."""
         if encoded.notice and not self.library:
             self._console.line(f"note: {encoded.notice}")
         self.library = encoded.library
 
-    def _take(self, encoded: Encoded, writers: Sequence[IndexedDatasetWriter], bad: Spool) -> None:
+    def _write_chunk(self, encoded: Encoded, writers: Sequence[IndexedDatasetWriter], bad: Spool) -> None:
         for index, (writer, texts) in enumerate(zip(writers, encoded.texts, strict=True)):
             writer.add(texts.tokens, texts.lengths, texts.counts)
             self._text_bytes[index] += texts.text_bytes
         for line in encoded.bad_lines:
             if self._num_bad < SHOWN_BAD_LINES:
-                self._console.line(f"passed over {line}")
+                self._console.line(f"skipped {line}")
             content = line.encode(errors="replace") + b"\n"
             bad.write(content)
             self._num_bad += 1
@@ -254,7 +254,7 @@ class _Run:
         self._input_bytes += encoded.input_bytes
 
     def _finish(self, writers: Sequence[IndexedDatasetWriter], bad: Spool, *, is_sealed: bool) -> None:
-        """Bring what has been made to the disk, and say so."""
+        """Sync everything to the disk, and record it in the journal."""
         bad.sync()
         positions = [writer.position if is_sealed else writer.sync() for writer in writers]
         self._journal.finish(
@@ -270,7 +270,7 @@ class _Run:
         )
 
     def _seal(self, writers: Sequence[IndexedDatasetWriter]) -> None:
-        """Everything that will have a name lies ready in the scratch folder."""
+        """Write every file that will be published to the scratch folder."""
         for writer, text_bytes in zip(writers, self._text_bytes, strict=True):
             writer.seal()
             sidecar = _sidecar(self._request, self._tokenizer, writer, text_bytes)
@@ -280,12 +280,12 @@ class _Run:
             path.close()
 
 
-def _publish(request: PreprocessRequest, folder: Path, sealed: Mapping[str, Any]) -> list[Corpus]:
-    """Give everything its name; what an interrupted run has named stays."""
+def _publish(request: PreprocessRequest, folder: Path, sealed: Mapping[str, Any]) -> list[WrittenCorpus]:
+    """Rename everything to its final name; files that an interrupted run has renamed stay."""
     bad, corpora = _bad_lines(request), []
     for prefix in request.corpus_prefixes():
         publish_corpus(folder, prefix)
-        corpora.append(Corpus(prefix, load_sidecar(sidecar_path(prefix))))
+        corpora.append(WrittenCorpus(prefix, load_sidecar(sidecar_path(prefix))))
     if sealed["bad_lines"]:
         move_into_place(folder / bad.name, bad)
     else:
@@ -313,7 +313,7 @@ def _sidecar(
 
 
 def _refuse_empty(request: PreprocessRequest, writers: Sequence[IndexedDatasetWriter]) -> None:
-    """A corpus has some text; a shard of one need not."""
+    """Raise DataError for a corpus without text; a shard of one may be empty."""
     if request.shard.count > 1:
         return
     names = ", ".join(request.inputs)

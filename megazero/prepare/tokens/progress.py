@@ -1,4 +1,4 @@
-"""How far a long piece of work on text is: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of long work on text: a bar on a terminal, a line now and then elsewhere."""
 
 import time
 from types import TracebackType
@@ -11,26 +11,26 @@ from megazero.console import Console
 from megazero.units import format_bytes, format_count, format_duration
 
 
-class Done(NamedTuple):
-    """An amount of work; input_bytes: of the files as they lie on the disk."""
+class WorkCount(NamedTuple):
+    """An amount of work; input_bytes: those of the files on the disk."""
 
     documents: int = 0
     tokens: int = 0
     input_bytes: int = 0
 
 
-NOTHING = Done()
+NOTHING = WorkCount()
 BAR_WIDTH = 16
 
 
 class TextProgress:
-    """Counts documents, tokens and bytes of input, and shows their rates; as a context manager.
+    """A count of documents, tokens and bytes of input, with their rates; as a context manager.
 
-    total_bytes: of all input, 0 where nobody knows.  interval: documents between two lines where there is no terminal.
-    earlier: what an earlier process had done; it counts, but not for the rates.
+    total_bytes: those of all input, 0 if not known.  interval: documents between two lines where there is no terminal.
+    earlier: the work of an earlier process, which counts, but not for the rates.
     """
 
-    def __init__(self, console: Console, total_bytes: int, interval: int, earlier: Done = NOTHING) -> None:
+    def __init__(self, console: Console, total_bytes: int, interval: int, earlier: WorkCount = NOTHING) -> None:
         self._console = console
         self._total = total_bytes
         self._interval = interval
@@ -38,23 +38,23 @@ class TextProgress:
         self._earlier = self._done = earlier
         self._bar: Progress | None = None
         if console.on_terminal:
-            # In a narrow terminal the text loses its end, and nothing else its place.
+            # In a narrow terminal only the text is cut off.
             share = TextColumn("{task.percentage:>3.0f}%", table_column=Column(min_width=4))
             bar = BarColumn(BAR_WIDTH, table_column=Column(min_width=BAR_WIDTH))
             self._bar = console.progress(share, bar, TextColumn("{task.description}"))
             self._task = self._bar.add_task("", total=total_bytes or None, completed=earlier.input_bytes)
 
-    def advance(self, more: Done) -> None:
-        """Count some more."""
+    def advance(self, more: WorkCount) -> None:
+        """Add to the counts."""
         before = self._done.documents
-        self._done = Done(*map(sum, zip(self._done, more, strict=True)))
+        self._done = WorkCount(*map(sum, zip(self._done, more, strict=True)))
         if self._bar is not None:
             self._bar.update(self._task, completed=self._done.input_bytes, description=self._brief())
         elif self._done.documents // self._interval > before // self._interval:
             self._console.line(self._text())
 
     def _brief(self) -> str:
-        """What fits beside a bar."""
+        """Return the text beside a bar."""
         documents, tokens, _ = map(format_count, self._done)
         return f"{documents} documents, {tokens} tokens{self._speed()}"
 

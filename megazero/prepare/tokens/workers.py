@@ -1,11 +1,11 @@
-"""The same work on many tasks by several processes, with the results in the order of the tasks.
+"""A pool of processes that do the same work on many tasks, with the results in the order of the tasks.
 
-Task number i goes to worker i modulo their number, so nobody needs to say who did what; a worker has a few tasks ahead
-of it and takes them in with a thread of its own, so neither side can wait for the other for ever.
+Task number i goes to worker i modulo their number, so results need no task numbers; a worker has a few tasks queued and
+receives them in a thread of its own, so neither side can wait for the other for ever.
 
-The arrays of a result lie in memory that a worker shares with this process, so they are copied once and never read out
-of a pipe.  A worker has as many slots there as tasks: the next result for a slot is of a task that was given out after
-the earlier one had been used.
+The arrays of a result lie in memory that a worker shares with this process, so they are copied once and never sent
+through a pipe.  A worker has as many slots there as queued tasks: a slot's next task is sent only after its earlier
+result has been used.
 """
 
 import mmap
@@ -31,30 +31,30 @@ from megazero.errors import DataError, Problem, UserError
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
-# Tasks that a worker has been given and whose results have not been used.
+# Tasks that a worker has received and whose results have not been used.
 AHEAD = 3
-# Room for the arrays of a result; of a larger one they go through the pipe.  Memory is used as far as it is written to.
+# Room for the arrays of a result; those of a larger one go through the pipe.  Only memory that is written to is used.
 SLOT_BYTES = 16 << 20
 # Bytes; every array begins at a multiple.
 ALIGNMENT = 64
 
 
 class _Failure(NamedTuple):
-    """What a worker sends instead of a result: the user's problems, or the traceback of a bug."""
+    """A worker's message instead of a result: the user's problems, or the traceback of a bug."""
 
     problems: tuple[Problem, ...]
     trace: str
 
 
 class _Packed(NamedTuple):
-    """A result: its pickle, and the bytes of every buffer that is not in there but in the slot, one after the other."""
+    """A pickled result, and the sizes of its buffers, which lie in the slot, one after the other."""
 
     content: bytes
     sizes: list[int]
 
 
 class _Slots:
-    """Memory for results, which goes to a worker when it is started."""
+    """Memory for results, shared with one worker."""
 
     def __init__(self, file: int) -> None:
         self._file = file
@@ -70,11 +70,11 @@ class _Slots:
         return _received, (reduction.DupFd(self._file),)
 
     def in_turn(self) -> Iterator[memoryview]:
-        """Every slot, again and again."""
+        """Return every slot, again and again."""
         return cycle([self._memory[n * SLOT_BYTES : (n + 1) * SLOT_BYTES] for n in range(AHEAD)])
 
     def close_file(self) -> None:
-        """The memory stays until its last user is gone."""
+        """Close the file; the memory stays until its last user is gone."""
         os.close(self._file)
 
 
@@ -93,13 +93,13 @@ class _Worker(NamedTuple):
 def worker_pool(
     start: Callable[[], Callable[[Task], Result]], count: int
 ) -> Iterator[Callable[[Iterable[Task]], Iterator[Result]]]:
-    """While the `with` block lasts, a function that gives the results of tasks, in their order; call it once.
+    """Yield a function that returns the results of tasks, in their order; it is called once.
 
     start: makes the function that does one task; called once in each worker, so it must be picklable, as tasks and
-    results must.  Arrays in a result are good until the next one is asked for.  Raises what a task raises, when its
-    turn comes: a UserError with its problems, anything else as a RuntimeError with the worker's traceback.
+    results must.  Arrays in a result are valid until the next result.  Raises a task's error in its turn: a UserError
+    with its problems, anything else as a RuntimeError with the worker's traceback.
     """
-    # spawn, not fork: the tokenizer libraries hold threads, which do not survive a fork.
+    # spawn, not fork: the tokenizer libraries have threads, which do not survive a fork.
     context = multiprocessing.get_context("spawn")
     pool: list[_Worker] = []
     try:
@@ -126,7 +126,7 @@ def _start_worker(context: SpawnContext, start: Callable[[], Callable[[Task], Re
     process = context.Process(target=_work, args=(start, task_end, result_end, slots), daemon=True)
     with _uninterrupted():
         process.start()
-    # Only the worker has its ends now, so that a death on either side reads as the end of a pipe.
+    # Only the worker has its ends now, so that the death of either side closes the pipe for the other.
     task_end.close()
     result_end.close()
     slots.close_file()
@@ -135,8 +135,8 @@ def _start_worker(context: SpawnContext, start: Callable[[], Callable[[Task], Re
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits, and never reaches processes that are started here: it is for this one, which ends them."""
-    resource_tracker.ensure_running()  # which the first start would do, and let Ctrl-C through afterwards
+    """Block Ctrl-C meanwhile, also for processes that are started inside: this process ends them."""
+    resource_tracker.ensure_running()  # the first start would do this, and unblock Ctrl-C afterwards
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -149,7 +149,7 @@ def _results(pool: list[_Worker], tasks: Iterable[Any]) -> Iterator[Any]:
     for worker, task in zip(cycle(pool), tasks, strict=False):
         if len(waiting) == AHEAD * len(pool):
             yield _receive(waiting.popleft())
-        with suppress(BrokenPipeError):  # it has died, and reading its result tells
+        with suppress(BrokenPipeError):  # the worker has died, which reading its result reports
             worker.tasks.send(task)
         waiting.append(worker)
     while waiting:
@@ -177,18 +177,18 @@ def _pack(result: Any, slot: memoryview) -> _Packed:
     sizes = [part.nbytes for part in parts]
     if sum(map(_aligned, sizes)) > len(slot):
         return _Packed(pickle.dumps(result), [])
-    for part, place in zip(parts, _places(slot, sizes), strict=True):
-        place[:] = part
+    for part, memory in zip(parts, _buffers(slot, sizes), strict=True):
+        memory[:] = part
     return _Packed(content, sizes)
 
 
 def _unpack(packed: _Packed, slot: memoryview) -> Any:
-    # From a worker that this process has started, by a pipe that nobody else holds: never from a file.
-    return pickle.loads(packed.content, buffers=_places(slot, packed.sizes))
+    # From a worker that this process has started, through a private pipe: never from a file.
+    return pickle.loads(packed.content, buffers=_buffers(slot, packed.sizes))
 
 
-def _places(slot: memoryview, sizes: list[int]) -> Iterator[memoryview]:
-    """Where the buffers are, one after the other."""
+def _buffers(slot: memoryview, sizes: list[int]) -> Iterator[memoryview]:
+    """Yield the memory of every buffer, one after the other."""
     offset = 0
     for size in sizes:
         yield slot[offset : offset + size]
@@ -200,10 +200,10 @@ def _aligned(size: int) -> int:
 
 
 def _work(start: Callable[[], Callable[[Task], Result]], tasks: Connection, results: Connection, slots: _Slots) -> None:
-    """A worker's life: take in tasks, do them in order, send each result."""
+    """Run a worker: receive tasks, do them in order, send each result."""
     todo: queue.Queue[Task | None] = queue.Queue()
     threading.Thread(target=_take_in, args=(tasks, todo), daemon=True).start()
-    with suppress(BrokenPipeError):  # the parent is going, and has said why
+    with suppress(BrokenPipeError):  # the parent is ending, and has printed the reason
         try:
             work, free = start(), slots.in_turn()
             while (task := todo.get()) is not None:

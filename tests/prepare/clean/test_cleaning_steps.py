@@ -76,7 +76,7 @@ def test_an_unsure_language_is_dropped() -> None:
     assert Languages(("en",), 0.9).apply(ENGLISH * 3) == ENGLISH * 3
     dropped = [Languages(("en", "de", "fr"), 1.0).apply(text) for text in (ENGLISH[:9], GERMAN[:9], FRENCH[:9])]
     assert all(isinstance(found, Dropped) for found in dropped)
-    assert any("less sure than 1.0" in found.reason for found in dropped if isinstance(found, Dropped))
+    assert any("less probable than 1.0" in found.reason for found in dropped if isinstance(found, Dropped))
 
 
 def test_a_language_is_told_by_the_beginning() -> None:

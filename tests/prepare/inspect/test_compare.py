@@ -10,12 +10,12 @@ from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.tokenizers import ByteTokenizer
 from megazero.prepare.inspect import compare as module
 from megazero.prepare.inspect import lengths
-from megazero.prepare.inspect.compare import Difference, difference_lines, find_difference
+from megazero.prepare.inspect.compare import CorpusDifference, difference_lines, find_difference
 
 BASE = [[[1, 2, 3]], [], [[4, 5], [6]], [[7]]]
 
 
-def differ(folder: Path, one: Documents, other: Documents, code: int = 8) -> Difference | None:
+def differ(folder: Path, one: Documents, other: Documents, code: int = 8) -> CorpusDifference | None:
     pair = (
         IndexedDataset(write_corpus(folder / "one", one)),
         IndexedDataset(write_corpus(folder / "other", other, code)),
@@ -120,5 +120,5 @@ def test_a_difference_is_told_with_what_is_around_it(tmp_path: Path) -> None:
     lines = difference_lines(one, other, found, ByteTokenizer())
     assert lines[2].strip() == "' cat sat' then 32 ' ', 'down'" and lines[4].strip() == "' cat sat' then the end, ''"
     assert difference_lines(one, one, None, None)[0].startswith("equal ")
-    types = difference_lines(one, other, Difference(None, None, (None, None), "types"), None)
+    types = difference_lines(one, other, CorpusDifference(None, None, (None, None), "types"), None)
     assert types[0] == "different      types" and len(types) == 3

@@ -105,7 +105,7 @@ def test_patterns(tmp_path: Path) -> None:
     assert names(tmp_path, "**/*.jsonl") == names(tmp_path, "**/**/*.jsonl") == deep
     assert names(tmp_path, "d/**", "c.txt") == ["d/b.jsonl", "d/e/a.jsonl", "c.txt"]
     assert names(tmp_path, "x.jsonl/*", input_format=TEXT) == ["x.jsonl/y"]
-    assert "x.jsonl/y: the ending tells the format" in told(f"{tmp_path}/x.jsonl/*")[0]
+    assert "x.jsonl/y: must have a known ending" in told(f"{tmp_path}/x.jsonl/*")[0]
     assert "q*: the pattern matches some file" in told(f"{tmp_path}/q*")[0]
 
 
@@ -122,8 +122,8 @@ def test_all_problems_are_told_together(tmp_path: Path) -> None:
         tmp_path / "none.jsonl", tmp_path / "x*", "/dev/null", "", "a" * 5000, tmp_path / "fine.jsonl/a.txt",
     )  # fmt: skip
     assert [text.split(": ", 1)[1].split(": ")[0] for text in found] == [
-        "the ending tells the format",
-        "the ending tells the format",
+        "must have a known ending",
+        "must have a known ending",
         "a table compresses its columns itself",
         "some file in the folder has a known ending",
         "must be a file",
@@ -208,7 +208,7 @@ def test_substituted_processes() -> None:
     os.write(writing, LINE * 2)
     os.close(writing)
     word = f"/dev/fd/{reading}"
-    assert "the ending tells the format" in told(word)[0]
+    assert "must have a known ending" in told(word)[0]
     rules = DocumentRules(input_format=JSON)
     assert [content["text"] for content in objects_of(word, rules=rules)] == ["x", "x"]
     os.close(reading)

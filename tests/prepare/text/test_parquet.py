@@ -79,12 +79,12 @@ def test_several_columns_in_the_order_asked_for(tmp_path: Path) -> None:
 
 def test_an_empty_text_is_a_document_and_a_null_is_none(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", {"text": ["a", "", " ", None, "b", None]})
-    assert "a.parquet: row 4\n    rule:  every line holds a string under 'text', not NoneType" in refusal(path)
+    assert "a.parquet: row 4\n    rule:  every line has a string under 'text', not NoneType" in refusal(path)
     bad = BadLines()
     with small_chunks(1):
         assert texts_of(path, bad=bad) == [("a",), ("",), (" ",), ("b",)]
     assert bad.lines() == [
-        f"{path}: row {number}: holds a string under 'text', not NoneType" for number in (4, 6)
+        f"{path}: row {number}: has a string under 'text', not NoneType" for number in (4, 6)
     ]  # fmt: skip
     numbers = write(tmp_path / "b.parquet", {"text": [1, 2]})
     assert "row 1\n" in refusal(numbers) and "not int" in refusal(numbers)

@@ -115,5 +115,5 @@ def test_the_output_is_packed_by_its_ending(tree: Path, tmp_path: Path) -> None:
     plain = (tmp_path / "out.jsonl").read_bytes()
     assert gzip.decompress((tmp_path / "out.jsonl.gz").read_bytes()) == plain
     assert zstandard.ZstdDecompressor().decompressobj().decompress((tmp_path / "out.jsonl.zst").read_bytes()) == plain
-    with pytest.raises(DataError, match="the ending tells how it is written"):
+    with pytest.raises(DataError, match="must have one of these endings"):
         write_jsonl(sources, tmp_path / "out.csv")

@@ -11,7 +11,7 @@ from support.input_files import SKIPPABLE, gzip_member, packed, small_chunks, zs
 
 from megazero.errors import DataError
 from megazero.prepare.text.inputs import JSON, InputFile, find_inputs
-from megazero.prepare.text.streams import Block, read_blocks
+from megazero.prepare.text.streams import FileBlock, read_blocks
 
 PACKED = (".gz", ".zst")
 NAMES = {".gz": "gzip", ".zst": "zstd"}
@@ -23,7 +23,7 @@ def write(path: Path, content: bytes) -> Path:
     return path
 
 
-def blocks(path: Path) -> list[Block]:
+def blocks(path: Path) -> list[FileBlock]:
     (file,) = find_inputs([str(path)], JSON)
     return list(read_blocks(file))
 

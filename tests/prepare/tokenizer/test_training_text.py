@@ -75,7 +75,7 @@ def test_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"")
     (tmp_path / "b.jsonl").write_text('{"text": ""}\n')
     for name in ("a.txt", "b.jsonl"):
-        with pytest.raises(DataError, match=f"--input .*{name}\n.*holds some text"):
+        with pytest.raises(DataError, match=f"--input .*{name}\n.*has some text"):
             sample(tmp_path / name)
     with pytest.raises(DataError, match=r"b.jsonl:1"):
         sample(tmp_path / "b.jsonl", keys=("no",))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.indexed_writing import add_documents, add_nested
 from support.token_files import index_bytes, token_bytes, write_corpus
 
 from megazero import files
@@ -30,19 +31,16 @@ def test_writer_is_byte_identical_to_the_format(
 ) -> None:
     prefix = tmp_path_factory.mktemp("written") / "c"
     with IndexedDatasetWriter(prefix, np.dtype(indexed_dataset.INTEGER_TYPES[code])) as writer:
-        for document in documents:
-            for sequence in document:
-                writer.add_sequence(sequence)
-            writer.end_document()
+        add_nested(writer, documents)
     assert Path(f"{prefix}.idx").read_bytes() == index_bytes(documents, code)
     assert Path(f"{prefix}.bin").read_bytes() == token_bytes(documents, code)
 
 
 def test_bulk_writing_equals_writing_one_by_one(tmp_path: Path) -> None:
     with IndexedDatasetWriter(tmp_path / "bulk", np.dtype(np.uint16)) as writer:
-        writer.add_documents(np.array([1, 2, 3]), [3, 0])
-        writer.add_documents(np.array([], np.int64), [])
-        writer.add_documents(np.array([4, 5, 6, 7]), [0, 4])
+        add_documents(writer, np.array([1, 2, 3]), [3, 0])
+        add_documents(writer, np.array([], np.int64), [])
+        add_documents(writer, np.array([4, 5, 6, 7]), [0, 4])
     documents = [[[1, 2, 3]], [], [], [[4, 5, 6, 7]]]
     assert (tmp_path / "bulk.idx").read_bytes() == index_bytes(documents)
     assert (tmp_path / "bulk.bin").read_bytes() == token_bytes(documents)
@@ -51,7 +49,7 @@ def test_bulk_writing_equals_writing_one_by_one(tmp_path: Path) -> None:
 def test_a_known_file_byte_for_byte(tmp_path: Path) -> None:
     """Two documents, [5, 6, 7] and [8], in uint16; the hexadecimal text was written by hand from the table."""
     with IndexedDatasetWriter(tmp_path / "c", np.dtype(np.uint16)) as writer:
-        writer.add_documents(np.array([5, 6, 7, 8]), [3, 1])
+        add_documents(writer, np.array([5, 6, 7, 8]), [3, 1])
     expected = (
         "4d4d49444944580000"  # magic
         "0100000000000000 08 0200000000000000 0300000000000000"  # version, dtype, sequences, document entries
@@ -67,7 +65,7 @@ def test_a_failed_write_leaves_the_old_corpus(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path / "c", DOCUMENTS)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(KeyError), IndexedDatasetWriter(prefix, np.dtype(np.uint16)) as writer:
-        writer.add_sequence([1])
+        add_nested(writer, [[[1]]])
         raise KeyError("planted")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
@@ -78,7 +76,7 @@ def test_a_token_that_does_not_fit_is_refused(tmp_path: Path, token: int) -> Non
         pytest.raises(DataError, match="must fit uint16"),
         IndexedDatasetWriter(tmp_path / "c", np.dtype("u2")) as writer,
     ):
-        writer.add_sequence([1, token])
+        add_nested(writer, [[[1, token]]])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -109,14 +107,14 @@ def test_a_later_writer_goes_on_where_an_earlier_one_synced(tmp_path: Path) -> N
     """What came after the position is forgotten, whether or not it reached the disk."""
     scratch, prefix = tmp_path / "scratch", tmp_path / "c"
     first = write_from(Position(), scratch, prefix)
-    first.add_documents(np.array([1, 2, 3]), [3, 0])
+    add_documents(first, np.array([1, 2, 3]), [3, 0])
     position = first.sync()
-    first.add_documents(np.array([90, 91]), [1, 0, 1])
+    add_documents(first, np.array([90, 91]), [1, 0, 1])
     first.sync()
     first.discard()
     assert not Path(f"{prefix}.bin").exists()
     with write_from(position, scratch, prefix) as second:
-        second.add_documents(np.array([4, 5, 6, 7]), [0, 4])
+        add_documents(second, np.array([4, 5, 6, 7]), [0, 4])
     documents = [[[1, 2, 3]], [], [], [[4, 5, 6, 7]]]
     assert Path(f"{prefix}.idx").read_bytes() == index_bytes(documents)
     assert Path(f"{prefix}.bin").read_bytes() == token_bytes(documents)
@@ -124,7 +122,7 @@ def test_a_later_writer_goes_on_where_an_earlier_one_synced(tmp_path: Path) -> N
 
 def test_a_scratch_folder_that_lost_what_was_finished_is_refused(tmp_path: Path) -> None:
     first = write_from(Position(), tmp_path, tmp_path / "c")
-    first.add_documents(np.array([1, 2, 3]), [3])
+    add_documents(first, np.array([1, 2, 3]), [3])
     position = first.sync()
     first.discard()
     (tmp_path / "c.bin").write_bytes(b"12")
@@ -136,7 +134,7 @@ def test_a_scratch_folder_that_lost_what_was_finished_is_refused(tmp_path: Path)
 def test_a_scratch_folder_whose_files_have_changed_is_refused(tmp_path: Path, ending: str) -> None:
     """By a byte that would do no harm to the format."""
     first = write_from(Position(), tmp_path, tmp_path / "c")
-    first.add_documents(np.array([1, 2, 3]), [2, 1])
+    add_documents(first, np.array([1, 2, 3]), [2, 1])
     position = first.sync()
     first.discard()
     write_from(position, tmp_path, tmp_path / "c").discard()
@@ -153,7 +151,7 @@ def test_publishing_again_ends_what_was_interrupted(tmp_path: Path, moved: int) 
     prefix = Path(write_corpus(tmp_path / "c", [[[9, 9]]]))
     Path(f"{prefix}.json").write_text("of the earlier corpus")
     writer = write_from(Position(), scratch, prefix)
-    writer.add_documents(np.array([1, 2, 3]), [3])
+    add_documents(writer, np.array([1, 2, 3]), [3])
     writer.seal()
     real, left = files.os.replace, iter(range(moved))
 

@@ -35,9 +35,9 @@ def interrupted(
 
 def test_work_that_ends_well_leaves_nothing(tmp_path: Path) -> None:
     with Journal(tmp_path / "deep" / "s", WORK, resume=False) as journal:
-        assert journal.last is None and not journal.has_finished_some
+        assert journal.last is None and not journal.can_resume
         journal.finish({"chunks": 1})
-        assert journal.last == {"chunks": 1} and journal.has_finished_some
+        assert journal.last == {"chunks": 1} and journal.can_resume
         assert len(states(journal.folder)) == 2
     assert not journal.folder.exists()
 
@@ -133,7 +133,7 @@ def test_one_at_a_time(tmp_path: Path, resume: bool) -> None:
     with Journal(tmp_path / "s", WORK, resume=False) as journal:
         journal.finish({"chunks": 1})
         before = (journal.folder / JOURNAL).read_bytes()
-        with pytest.raises(DataError, match="another one is at it"):
+        with pytest.raises(DataError, match="another one is running"):
             Journal(tmp_path / "s", WORK, resume=resume)
         assert (journal.folder / JOURNAL).read_bytes() == before
 

@@ -9,18 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.sidecars import write_sidecar
 from support.token_files import Documents, index_bytes, token_bytes, write_corpus
 
 from megazero.console import Console
 from megazero.data.indexed_dataset import IndexedDataset
-from megazero.data.sidecar import Sidecar, write_sidecar
+from megazero.data.sidecar import Sidecar
 from megazero.data.tokenizers import BYTE, TokenizerSpec
 from megazero.errors import DataError
 from megazero.prepare.text import chunks
 from megazero.prepare.text.chunks import WHOLE, DocumentRules, Shard
 from megazero.prepare.tokens import merge as module
 from megazero.prepare.tokens.array_shards import find_prefixes
-from megazero.prepare.tokens.merge import Merged, look_at_parts, merge
+from megazero.prepare.tokens.merge import Merged, merge, open_inputs
 from megazero.prepare.tokens.preprocess import PreprocessRequest, preprocess
 
 PARTS: Sequence[Documents] = (
@@ -36,7 +37,7 @@ SIDECAR = Sidecar(
 
 
 def merged(prefixes: Sequence[str], output: Path) -> Merged:
-    return merge(look_at_parts(prefixes, str(output)), str(output), lambda tokens: None)
+    return merge(open_inputs(prefixes, str(output)), str(output), lambda tokens: None)
 
 
 def files(prefix: object) -> dict[str, bytes]:
@@ -55,7 +56,7 @@ def described(prefix: str, **changes: Any) -> str:
 
 def problems(prefixes: Sequence[str], output: Path) -> list[str]:
     with pytest.raises(DataError) as caught:
-        look_at_parts(prefixes, str(output))
+        open_inputs(prefixes, str(output))
     return [str(problem) for problem in caught.value.problems]
 
 
@@ -120,7 +121,7 @@ def test_a_sidecar_that_is_missing_somewhere_is_missing_in_the_end(tmp_path: Pat
 def test_progress_is_told_by_part(tmp_path: Path) -> None:
     prefixes = [write_corpus(tmp_path / str(number), part) for number, part in enumerate(PARTS)]
     done: list[int] = []
-    merge(look_at_parts(prefixes, str(tmp_path / "all")), str(tmp_path / "all"), done.append)
+    merge(open_inputs(prefixes, str(tmp_path / "all")), str(tmp_path / "all"), done.append)
     assert done == [6, 0, 0, 2, 1]
 
 
@@ -150,7 +151,7 @@ def test_everything_that_speaks_against_it_is_told_at_once(tmp_path: Path) -> No
 def test_a_store_is_no_output(tmp_path: Path) -> None:
     a = write_corpus(tmp_path / "a", PARTS[0])
     with pytest.raises(DataError, match=r"--output-prefix s3://b/c\n.*written to a disk"):
-        look_at_parts([a], "s3://b/c")
+        open_inputs([a], "s3://b/c")
 
 
 def test_the_output_is_none_of_the_inputs_by_any_name(tmp_path: Path) -> None:
@@ -174,14 +175,14 @@ def test_an_interruption_leaves_what_was_there(tmp_path: Path) -> None:
         raise Stopped
 
     with pytest.raises(Stopped):
-        merge(look_at_parts(prefixes, str(tmp_path / "all")), str(tmp_path / "all"), interrupt)
+        merge(open_inputs(prefixes, str(tmp_path / "all")), str(tmp_path / "all"), interrupt)
     assert sorted(tmp_path.iterdir()) == before
     assert IndexedDataset(tmp_path / "all").document(0).tolist() == [42]
 
 
 def test_parts_that_change_meanwhile_are_refused(tmp_path: Path) -> None:
     a, b = (write_corpus(tmp_path / name, PARTS[0]) for name in "ab")
-    parts = look_at_parts([a, b], str(tmp_path / "all"))
+    parts = open_inputs([a, b], str(tmp_path / "all"))
     write_corpus(tmp_path / "b", PARTS[3])
     with pytest.raises(DataError, match="has changed"):
         merge(parts, str(tmp_path / "all"), lambda tokens: None)
@@ -196,7 +197,7 @@ def test_all_of_every_index_is_checked(
 ) -> None:
     """Opening a large corpus looks at some of it only."""
     a = write_corpus(tmp_path / "a", PARTS[0])
-    parts = look_at_parts([a], str(tmp_path / "all"))
+    parts = open_inputs([a], str(tmp_path / "all"))
     index = bytearray(Path(f"{a}.idx").read_bytes())
     index[place] += 40
     Path(f"{a}.idx").write_bytes(index)

@@ -25,7 +25,7 @@ from megazero.prepare.text.chunks import DocumentRules, Shard, find_chunks
 from megazero.prepare.text.inputs import find_inputs
 from megazero.prepare.tokens import preprocess as module
 from megazero.prepare.tokens.indexed_writer import IndexedDatasetWriter, Spool
-from megazero.prepare.tokens.preprocess import Corpus, Preprocessed, PreprocessRequest, preprocess
+from megazero.prepare.tokens.preprocess import Preprocessed, PreprocessRequest, WrittenCorpus, preprocess
 
 BYTES = TokenizerSpec("ByteTokenizer")
 TEXTS = ["hello", "", "\u00e9", "a\nb", "", "last one"]
@@ -42,7 +42,7 @@ def make(folder: Path, *inputs: Path, **options: Any) -> Preprocessed:
     return preprocess(request, Console(rank=0))
 
 
-def run(tmp_path: Path, *inputs: Path, **options: Any) -> list[Corpus]:
+def run(tmp_path: Path, *inputs: Path, **options: Any) -> list[WrittenCorpus]:
     return make(tmp_path, *inputs, **options).corpora
 
 
@@ -427,7 +427,7 @@ def test_workers_and_partitions_may_change_on_the_way(
         make(folder, *paths, **{**MANY, "workers": 3})
     make(folder, *paths, **{**MANY, "workers": 2, "partitions": 9}, resume=True)
     assert contents(folder) == whole
-    assert "going on after" in capsys.readouterr().out
+    assert "resuming after" in capsys.readouterr().out
 
 
 def test_a_second_run_at_the_same_prefix_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,7 +436,7 @@ def test_a_second_run_at_the_same_prefix_is_refused(tmp_path: Path, monkeypatch:
 
     def at_once(*arguments: Any) -> Any:
         for resume in (False, True):
-            with pytest.raises(DataError, match="another one is at it") as error:
+            with pytest.raises(DataError, match="another one is running") as error:
                 run(tmp_path, path, resume=resume)
             caught.append(error)
         return real(*arguments)

@@ -14,7 +14,7 @@ import pytest
 
 from megazero.console import Console
 from megazero.prepare.tokens import progress as module
-from megazero.prepare.tokens.progress import NOTHING, Done, TextProgress
+from megazero.prepare.tokens.progress import NOTHING, TextProgress, WorkCount
 
 ROOT = Path(__file__).parents[3]
 
@@ -35,7 +35,7 @@ def test_a_line_every_so_many_documents(clock: list[float], capsys: pytest.Captu
     with TextProgress(Console(rank=0), 10 << 20, 100, NOTHING) as progress:
         for _ in range(10):
             clock[0] += 0.5
-            progress.advance(Done(40, 1000, 1 << 20))
+            progress.advance(WorkCount(40, 1000, 1 << 20))
     found = lines(capsys)
     assert [line.split()[0] for line in found] == ["120", "200", "320", "400"]
     assert found[1] == "200 documents, 5.0K tokens, 5.0 MiB of 10.0 MiB | 80 documents/s | 2.1 MB/s | ETA 2.5s"
@@ -45,27 +45,27 @@ def test_a_line_every_so_many_documents(clock: list[float], capsys: pytest.Captu
 def test_what_was_done_earlier_counts_but_not_for_the_rates(
     clock: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with TextProgress(Console(rank=0), 9_000_000, 1, Done(500, 50_000, 5_000_000)) as progress:
+    with TextProgress(Console(rank=0), 9_000_000, 1, WorkCount(500, 50_000, 5_000_000)) as progress:
         clock[0] = 2.0
-        progress.advance(Done(20, 2000, 2_000_000))
+        progress.advance(WorkCount(20, 2000, 2_000_000))
     assert lines(capsys) == ["520 documents, 52.0K tokens, 6.7 MiB of 8.6 MiB | 10 documents/s | 1.0 MB/s | ETA 2.0s"]
 
 
 def test_of_a_pipe_nobody_knows_the_end(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     with TextProgress(Console(rank=0), 0, 1, NOTHING) as progress:
         clock[0] = 1.0
-        progress.advance(Done(1, 10, 3_000_000))
+        progress.advance(WorkCount(1, 10, 3_000_000))
     assert lines(capsys) == ["1 documents, 10 tokens, 2.9 MiB | 1 documents/s | 3.0 MB/s"]
 
 
 PROGRAM = """
 import time
 from megazero.console import Console
-from megazero.prepare.tokens.progress import Done, TextProgress
+from megazero.prepare.tokens.progress import WorkCount, TextProgress
 console = Console(rank=0)
 with TextProgress(console, 50_000_000, 1) as progress:
     for number in range(50):
-        progress.advance(Done(1000, 1_000_000, 1_000_000))
+        progress.advance(WorkCount(1000, 1_000_000, 1_000_000))
         if number == 25:
             console.line("a line between")
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Places: what is put comes back, wherever it has been, and every byte of room is given back."""
+"""Stores of copies: what is stored comes back, wherever it has been, and all memory is released."""
 
 from collections.abc import Callable
 from threading import Thread
@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from support.recomputed_programs import CPU, places_of
 from torch import Tensor
 
-from megazero.activations.places import GivenUp, InArena, OnDevice, OnHost, Place, Places
+from megazero.activations.copy_stores import ArenaStore, CopyStore, DeviceStore, HostStore, ReleaseQueue, StoredCopy
 from megazero.memory.host import HostMemory
 from megazero.memory.ledger import Ledger
 from megazero.memory.ledger_interface import NullLedger
 
-KINDS: dict[str, Callable[[], Places]] = {
-    "on the device": lambda: OnDevice(CPU, ledger=NullLedger()),
+KINDS: dict[str, Callable[[], CopyStore]] = {
+    "on the device": lambda: DeviceStore(CPU, ledger=NullLedger()),
     **{keeping: lambda keeping=keeping: places_of(keeping) for keeping in ("arena", "small arena")},  # type: ignore[dict-item, misc]
-    "unknown number": lambda: InArena(None, CPU, ledger=NullLedger()),
+    "unknown number": lambda: ArenaStore(None, CPU, ledger=NullLedger()),
     **{keeping: lambda keeping=keeping: places_of(keeping) for keeping in ("host", "host and arena")},  # type: ignore[dict-item, misc]
 }
 
@@ -27,38 +27,38 @@ def source(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randint(0, 100, (numel,)).to(dtype)
 
 
-def arena_of(places: Places) -> InArena | None:
-    places = places.rooms if isinstance(places, OnHost) else places
-    return places if isinstance(places, InArena) else None
+def arena_of(copies: CopyStore) -> ArenaStore | None:
+    copies = copies.device_store if isinstance(copies, HostStore) else copies
+    return copies if isinstance(copies, ArenaStore) else None
 
 
-def live_bytes(places: Places) -> int:
+def live_bytes(copies: CopyStore) -> int:
     """In arena and host buffers."""
-    arena = arena_of(places)
+    arena = arena_of(copies)
     in_arena = 0 if arena is None or arena.arena is None else arena.arena.statistics.live_bytes
-    return in_arena + (places.host.live_bytes if isinstance(places, OnHost) else 0)
+    return in_arena + (copies.host.live_bytes if isinstance(copies, HostStore) else 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_copy_comes_back_as_it_was(kind: str, dtype: torch.dtype) -> None:
-    places = KINDS[kind]()
+    copies = KINDS[kind]()
     for _ in range(2):
-        places.begin_pass()
+        copies.begin_pass()
         given = [source(numel, dtype) for numel in (7, 7, 1, 3)]
         expected = [tensor.clone() for tensor in given]
-        kept = [places.put(tensor) for tensor in given]
+        kept = [copies.store(tensor) for tensor in given]
         for place, tensor in zip(kept, given, strict=True):
-            place.leave()
+            place.release_source()
             tensor.fill_(-1)
-        kept[1].fetch()
+        kept[1].prefetch()
         for place, values in zip(kept, expected, strict=True):
             assert place.tensor().shape == values.shape and torch.equal(place.tensor(), values)
-            place.read()
+            place.unpin()
             assert torch.equal(place.tensor(), values), "it may be read again"
         for place in kept:
             place.release()
-        assert live_bytes(places) == 0
+        assert live_bytes(copies) == 0
 
 
 ACTIONS = st.lists(st.tuples(st.sampled_from(["put", "put", "fetch", "hold", "read", "release"]), st.integers(0, 30)))
@@ -67,26 +67,26 @@ ACTIONS = st.lists(st.tuples(st.sampled_from(["put", "put", "fetch", "hold", "re
 @given(st.sampled_from(list(KINDS)), ACTIONS)
 def test_any_history(kind: str, actions: list[tuple[str, int]]) -> None:
     """What is held stays where it is; everything else may move."""
-    places = KINDS[kind]()
-    live: list[tuple[Place, Tensor]] = []
-    held: dict[Place, Tensor] = {}
+    copies = KINDS[kind]()
+    live: list[tuple[StoredCopy, Tensor]] = []
+    held: dict[StoredCopy, Tensor] = {}
     for action, which in actions:
         if action == "put":
             if which % 7 == 0:
-                places.begin_pass()
+                copies.begin_pass()
             tensor = source(which + 1)
-            live.append((places.put(tensor), tensor.clone()))
-            live[-1][0].leave()
+            live.append((copies.store(tensor), tensor.clone()))
+            live[-1][0].release_source()
             tensor.zero_()
         elif live:
             place, values = live[which % len(live)]
             if action == "fetch":
-                place.fetch()
+                place.prefetch()
             elif action == "hold":
                 held[place] = place.tensor().view(-1)
             elif action == "read":
                 held.pop(place, None)
-                place.read()
+                place.unpin()
             else:
                 held.pop(place, None)
                 place.release()
@@ -96,93 +96,93 @@ def test_any_history(kind: str, actions: list[tuple[str, int]]) -> None:
     for place, values in live:
         assert torch.equal(place.tensor(), values)
         place.release()
-    assert live_bytes(places) == 0
+    assert live_bytes(copies) == 0
 
 
 def test_an_arena_has_room_for_so_many_of_the_first_one() -> None:
-    places = InArena(3, CPU, ledger=NullLedger())
-    assert places.arena is None and places.describe() == ()
-    kept = [places.put(source(5)) for _ in range(3)]  # 20 bytes each, in units of 64
-    assert places.arena is not None and places.arena.statistics.capacity_bytes == 3 * 64
-    assert all(places.arena.contains(place.tensor()) for place in kept) and places.num_outside == 0
-    more = places.put(source(5))
-    assert not places.arena.contains(more.tensor()) and places.num_outside == 1
-    assert "1 checkpoints outside" in places.describe()[0]
+    copies = ArenaStore(3, CPU, ledger=NullLedger())
+    assert copies.arena is None and copies.describe() == ()
+    kept = [copies.store(source(5)) for _ in range(3)]  # 20 bytes each, in units of 64
+    assert copies.arena is not None and copies.arena.statistics.capacity_bytes == 3 * 64
+    assert all(copies.arena.contains(place.tensor()) for place in kept) and copies.num_outside == 0
+    more = copies.store(source(5))
+    assert not copies.arena.contains(more.tensor()) and copies.num_outside == 1
+    assert "1 activation checkpoints outside" in copies.describe()[0]
     kept[1].release()
-    assert places.arena.contains(places.put(source(16)).tensor()) and places.num_outside == 1
-    assert not places.arena.contains(places.put(source(17)).tensor()) and places.num_outside == 2
+    assert copies.arena.contains(copies.store(source(16)).tensor()) and copies.num_outside == 1
+    assert not copies.arena.contains(copies.store(source(17)).tensor()) and copies.num_outside == 2
 
 
 def test_an_arena_of_an_unknown_number_is_as_large_as_the_first_pass() -> None:
-    places = InArena(None, CPU, ledger=NullLedger())
-    places.begin_pass()
-    first = [places.put(source(numel)) for numel in (5, 40)]  # 64 and 192 bytes
-    assert places.arena is None and places.num_outside == 0
-    places.begin_pass()
-    assert places.arena is not None and places.arena.statistics.capacity_bytes == 256
-    made = places.arena
-    second = [places.put(source(numel)) for numel in (5, 40, 1)]
-    assert [made.contains(place.tensor()) for place in second] == [True, True, False] and places.num_outside == 1
-    places.begin_pass()
-    assert places.arena is made
+    copies = ArenaStore(None, CPU, ledger=NullLedger())
+    copies.begin_pass()
+    first = [copies.store(source(numel)) for numel in (5, 40)]  # 64 and 192 bytes
+    assert copies.arena is None and copies.num_outside == 0
+    copies.begin_pass()
+    assert copies.arena is not None and copies.arena.statistics.capacity_bytes == 256
+    made = copies.arena
+    second = [copies.store(source(numel)) for numel in (5, 40, 1)]
+    assert [made.contains(place.tensor()) for place in second] == [True, True, False] and copies.num_outside == 1
+    copies.begin_pass()
+    assert copies.arena is made
     for place in (*first, *second):
         place.release()
     assert made.statistics.live_bytes == 0
 
 
 def test_a_gap_is_closed_around_what_is_not_being_read() -> None:
-    places = InArena(4, CPU, ledger=NullLedger())
+    copies = ArenaStore(4, CPU, ledger=NullLedger())
     values = [source(16) for _ in range(4)]
-    kept = [places.put(tensor) for tensor in values]
+    kept = [copies.store(tensor) for tensor in values]
     kept[0].release()
     kept[2].release()
     held = kept[3].tensor()
-    large = places.put(source(32))  # the second one moves down, the fourth must not
-    assert places.arena is not None and places.arena.statistics.num_compactions == 1 and places.num_outside == 0
+    large = copies.store(source(32))  # the second one moves down, the fourth must not
+    assert copies.arena is not None and copies.arena.statistics.num_compactions == 1 and copies.num_outside == 0
     assert torch.equal(kept[1].tensor(), values[1]) and torch.equal(held, values[3])
     large.release()
-    kept[1].read()
-    kept[3].read()
+    kept[1].unpin()
+    kept[3].unpin()
     kept[1].release()
-    places.put(source(16))
-    places.put(source(16))
+    copies.store(source(16))
+    copies.store(source(16))
     assert torch.equal(kept[3].tensor(), values[3])
 
 
 def test_what_is_being_read_does_not_move() -> None:
     """The only way to make room would be over it, so the newcomer goes outside."""
-    places = InArena(3, CPU, ledger=NullLedger())
-    kept = [places.put(source(16)) for _ in range(3)]
+    copies = ArenaStore(3, CPU, ledger=NullLedger())
+    kept = [copies.store(source(16)) for _ in range(3)]
     held = kept[1].tensor()
     address, values = held.data_ptr(), held.clone()
     kept[0].release()
     kept[2].release()
-    large = places.put(source(32))
-    assert places.num_outside == 1 and held.data_ptr() == address and torch.equal(held, values)
+    large = copies.store(source(32))
+    assert copies.num_outside == 1 and held.data_ptr() == address and torch.equal(held, values)
     large.release()
-    kept[1].read()
-    places.put(source(32))
-    assert places.num_outside == 1
+    kept[1].unpin()
+    copies.store(source(32))
+    assert copies.num_outside == 1
 
 
 def test_on_the_host_rooms_are_there_from_fetch_to_read() -> None:
-    rooms = InArena(2, CPU, ledger=NullLedger())
-    places = OnHost(HostMemory(CPU), rooms)
-    kept = [places.put(source(16)) for _ in range(5)]
-    assert places.host.live_bytes == 5 * 64 and rooms.arena is None
+    device_store = ArenaStore(2, CPU, ledger=NullLedger())
+    copies = HostStore(HostMemory(CPU), device_store)
+    kept = [copies.store(source(16)) for _ in range(5)]
+    assert copies.host.live_bytes == 5 * 64 and device_store.arena is None
     for place in reversed(kept):
-        place.fetch()
-        place.fetch()
-        assert rooms.arena is not None and rooms.arena.statistics.live_bytes == 64
-        assert rooms.arena.contains(place.tensor())
-        place.read()
-        assert rooms.arena.statistics.live_bytes == 0
-    kept[0].fetch()
+        place.prefetch()
+        place.prefetch()
+        assert device_store.arena is not None and device_store.arena.statistics.live_bytes == 64
+        assert device_store.arena.contains(place.tensor())
+        place.unpin()
+        assert device_store.arena.statistics.live_bytes == 0
+    kept[0].prefetch()
     for place in kept:
         place.release()
-    assert live_bytes(places) == 0 and rooms.num_outside == 0
-    assert places.host.sent_bytes == 5 * 64 and places.host.fetched_bytes == 6 * 64
-    assert places.describe()[0].startswith("checkpoints in host memory: at most 320")
+    assert live_bytes(copies) == 0 and device_store.num_outside == 0
+    assert copies.host.sent_bytes == 5 * 64 and copies.host.fetched_bytes == 6 * 64
+    assert copies.describe()[0].startswith("activation checkpoints in host memory: at most 320")
 
 
 @pytest.mark.parametrize(
@@ -192,13 +192,13 @@ def test_on_the_host_rooms_are_there_from_fetch_to_read() -> None:
 def test_a_ledger_counts_what_is_on_the_device(kind: str, kept: int, fetched: int) -> None:
     """28 bytes at a time, or the whole arena."""
     with Ledger(CPU) as ledger:
-        places = OnDevice(CPU, ledger=ledger) if kind == "on the device" else places_of(kind, ledger)
-        assert places is not None
-        all_places = [places.put(source(7)) for _ in range(3)]
+        copies = DeviceStore(CPU, ledger=ledger) if kind == "on the device" else places_of(kind, ledger)
+        assert copies is not None
+        all_places = [copies.store(source(7)) for _ in range(3)]
         for place in all_places:
-            place.leave()
+            place.release_source()
         assert ledger.live_bytes()["activation_checkpoints"] == kept
-        all_places[2].fetch()
+        all_places[2].prefetch()
         assert ledger.live_bytes()["activation_checkpoints"] == fetched
         for place in all_places:
             place.release()
@@ -220,37 +220,37 @@ class Noting:
 
 def test_nothing_is_released_while_places_are_in_use() -> None:
     seen: list[str] = []
-    given_up = GivenUp()
-    with given_up.hold():
-        given_up.add(Noting(seen, "a"))  # type: ignore[arg-type]
-        with given_up.hold():
-            given_up.add(Noting(seen, "b"))  # type: ignore[arg-type]
-        thread = Thread(target=given_up.add, args=(Noting(seen, "c"),))
+    releases = ReleaseQueue()
+    with releases.deferred():
+        releases.add(Noting(seen, "a"))  # type: ignore[arg-type]
+        with releases.deferred():
+            releases.add(Noting(seen, "b"))  # type: ignore[arg-type]
+        thread = Thread(target=releases.add, args=(Noting(seen, "c"),))
         thread.start()
         thread.join()
         assert seen == []
     assert seen == [f"{name} {end}" for name in "abc" for end in ("begins", "ends")]
-    given_up.add(Noting(seen, "d"))  # type: ignore[arg-type]
+    releases.add(Noting(seen, "d"))  # type: ignore[arg-type]
     assert seen[-2:] == ["d begins", "d ends"]
 
 
 def test_one_is_released_after_the_other() -> None:
     """Releasing one may end another graph, in the middle."""
     seen: list[str] = []
-    given_up = GivenUp()
-    given_up.add(Noting(seen, "a", lambda: given_up.add(Noting(seen, "b"))))  # type: ignore[arg-type]
+    releases = ReleaseQueue()
+    releases.add(Noting(seen, "a", lambda: releases.add(Noting(seen, "b"))))  # type: ignore[arg-type]
     assert seen == ["a begins", "a ends", "b begins", "b ends"]
 
 
 def test_an_arena_of_unknown_size_grows_with_its_passes() -> None:
-    places = InArena(None, CPU, ledger=NullLedger())
+    copies = ArenaStore(None, CPU, ledger=NullLedger())
     for numel, capacity in ((10, None), (100, 64), (10, 448), (10, 448)):
-        places.begin_pass()
-        found = None if places.arena is None else places.arena.statistics.capacity_bytes
+        copies.begin_pass()
+        found = None if copies.arena is None else copies.arena.statistics.capacity_bytes
         assert found == capacity
-        kept = places.put(torch.ones(numel))
+        kept = copies.store(torch.ones(numel))
         kept.release()
-    kept = places.put(torch.ones(1000))  # beside the 10 of this pass
-    places.begin_pass()
-    assert places.arena is not None and places.arena.statistics.capacity_bytes == 4032 + 64
+    kept = copies.store(torch.ones(1000))  # beside the 10 of this pass
+    copies.begin_pass()
+    assert copies.arena is not None and copies.arena.statistics.capacity_bytes == 4032 + 64
     kept.release()
