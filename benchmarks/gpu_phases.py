@@ -37,10 +37,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megazero.comm import startup
-from megazero.comm.interface import Communicator, Scratch
+from megazero.comm.interface import Communicator
 from megazero.comm.process_group import ProcessGroupCommunicator
 from megazero.config import derived
 from megazero.config.run import RunConfig
+from megazero.memory.lease import Scratch
 from megazero.memory.ledger import Ledger
 from megazero.parallel.launch import Launch
 from megazero.report.metrics import flops_per_token, peak_tflops

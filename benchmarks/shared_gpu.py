@@ -14,8 +14,9 @@ from torch import Tensor
 
 from megazero.__main__ import main as run
 from megazero.comm import startup
-from megazero.comm.interface import ReduceKind, Scratch, Work
+from megazero.comm.interface import ReduceKind, Work
 from megazero.comm.process_group import ProcessGroupCommunicator
+from megazero.memory.lease import Scratch
 
 
 class _Copied:

@@ -194,6 +194,8 @@ def _take_flags(
     precision = without.settings.get("precision")
     file = read_deepspeed(content, names[0])
     translation = adopt(file, wants_fp16=precision is not None and precision.value == "fp16")
+    for name in translation.unknown:  # a weaker source's value is not what the user wants
+        gathered.settings.pop(name, None)
     _take(gathered, [*translation.written, *flags])
     translation.unknown |= gathered.broken.keys()
     data_parallel_size = max(world_size // _model_parallel_size(gathered.settings), 1)

@@ -35,57 +35,57 @@ class BatchSizes:
 
 
 @dataclass(frozen=True)
-class SaidSizes:
-    """What was said of the three, None where nothing was."""
+class GivenSizes:
+    """The sizes that are given, None for the others."""
 
     train: int | None = None
     micro: int | None = None
     accumulation: int | None = None
 
 
-def solve(said: SaidSizes, data_parallel_size: int, names: Mapping[str, str] = KEYS) -> BatchSizes | Problem:
+def solve(given: GivenSizes, data_parallel_size: int, names: Mapping[str, str] = KEYS) -> BatchSizes | Problem:
     """The three sizes on so many data-parallel processes, or why there are none; `names` as the user knows them."""
-    train, micro, accumulation = said.train, said.micro, said.accumulation
+    train, micro, accumulation = given.train, given.micro, given.accumulation
     if train is None:
         count = accumulation or 1
         return BatchSizes(None if micro is None else micro * count * data_parallel_size, micro, count)
     if micro is not None and accumulation is not None and train != micro * accumulation * data_parallel_size:
-        return _contradiction(said, data_parallel_size, names)
+        return _contradiction(given, data_parallel_size, names)
     fixed = (micro or 1) * (accumulation or 1) * data_parallel_size
     if train % fixed:
-        return _does_not_divide(said, data_parallel_size, names)
+        return _does_not_divide(given, data_parallel_size, names)
     rest = train // fixed
     if micro is None:
         return BatchSizes(train, rest, accumulation or 1)
     return BatchSizes(train, micro, accumulation or rest)
 
 
-def _given(said: SaidSizes, parts: Iterable[str], data_parallel_size: int, names: Mapping[str, str]) -> str:
-    values = [f"{names[part]} {getattr(said, part)}" for part in parts if getattr(said, part) is not None]
+def _given(given: GivenSizes, parts: Iterable[str], data_parallel_size: int, names: Mapping[str, str]) -> str:
+    values = [f"{names[part]} {getattr(given, part)}" for part in parts if getattr(given, part) is not None]
     return f"{', '.join(values)} on {data_parallel_size} data-parallel processes"
 
 
-def _contradiction(said: SaidSizes, data_parallel_size: int, names: Mapping[str, str]) -> Problem:
-    assert said.train is not None and said.micro is not None and said.accumulation is not None
-    legal = [f"{names['train']} {said.micro * said.accumulation * data_parallel_size}"]
-    for part, other in (("accumulation", said.micro), ("micro", said.accumulation)):
-        if said.train % (other * data_parallel_size) == 0:
-            legal.append(f"{names[part]} {said.train // (other * data_parallel_size)}")
+def _contradiction(given: GivenSizes, data_parallel_size: int, names: Mapping[str, str]) -> Problem:
+    assert given.train is not None and given.micro is not None and given.accumulation is not None
+    legal = [f"{names['train']} {given.micro * given.accumulation * data_parallel_size}"]
+    for part, other in (("accumulation", given.micro), ("micro", given.accumulation)):
+        if given.train % (other * data_parallel_size) == 0:
+            legal.append(f"{names[part]} {given.train // (other * data_parallel_size)}")
     return Problem(
-        _given(said, ("train", "micro", "accumulation"), data_parallel_size, names),
+        _given(given, ("train", "micro", "accumulation"), data_parallel_size, names),
         "a step's samples are micro-batch size x accumulation x data-parallel size:"
-        f" {said.micro} x {said.accumulation} x {data_parallel_size} is not {said.train}",
+        f" {given.micro} x {given.accumulation} x {data_parallel_size} is not {given.train}",
         ", ".join(legal),
     )
 
 
-def _does_not_divide(said: SaidSizes, data_parallel_size: int, names: Mapping[str, str]) -> Problem:
-    assert said.train is not None
-    known = [size for size in (said.micro, said.accumulation) if size is not None]
+def _does_not_divide(given: GivenSizes, data_parallel_size: int, names: Mapping[str, str]) -> Problem:
+    assert given.train is not None
+    known = [size for size in (given.micro, given.accumulation) if size is not None]
     step = data_parallel_size * (known[0] if known else 1)
     product = " x ".join(str(size) for size in (*known, data_parallel_size))
     return Problem(
-        _given(said, ("train", "micro", "accumulation"), data_parallel_size, names),
+        _given(given, ("train", "micro", "accumulation"), data_parallel_size, names),
         f"every process has an equal share of a step's samples: {product} divides {names['train']}",
-        ", ".join(f"{names['train']} {count}" for count in neighbours(said.train, step)),
+        ", ".join(f"{names['train']} {count}" for count in neighbours(given.train, step)),
     )

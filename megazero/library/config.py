@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from megazero.config.batch import KEYS, BatchSizes, SaidSizes, solve
+from megazero.config.batch import KEYS, BatchSizes, GivenSizes, solve
 from megazero.config.choices import LR, OptimizerChoice, SchedulerChoice, choose_optimizer, choose_scheduler
 from megazero.config.engine_sections import ActivationConfig, PrecisionConfig, ZeroConfig
 from megazero.config.fields import STRICT, FieldInfo, describe
@@ -98,8 +98,10 @@ def load_engine_config(config: EngineConfig | Mapping[str, Any] | str | Path) ->
 
 def resolve_batch(config: EngineConfig, data_parallel_size: int) -> BatchSizes:
     """The batch's sizes on so many data-parallel processes; raises ConfigError when they contradict each other."""
-    said = SaidSizes(config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps)
-    sizes = solve(said, data_parallel_size)
+    given = GivenSizes(
+        config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+    )
+    sizes = solve(given, data_parallel_size)
     if isinstance(sizes, Problem):
         raise ConfigError(sizes)
     return sizes

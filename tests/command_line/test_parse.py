@@ -184,6 +184,24 @@ def test_the_modules_of_selective_recomputation_are_fixed(tmp_path: Path) -> Non
 
 def test_two_spellings_of_one_value_agree() -> None:
     assert run("--lr-warmup-fraction 0.01 --warmup 1e-2").config.optimizer.lr_warmup_fraction == 0.01
+    assert run("--micro-batch-size 4 --batch-size 4.0").config.training.micro_batch_size == 4
+
+
+def test_shorthands_and_fixed_flags_have_the_same_truth_values_everywhere(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("fp16: 1\ncpu_offload_optimizer: false\n")
+    for flags in (f"--config {file}", "--fp16 on --cpu-offload-optimizer false", "--fp16=true"):
+        assert run(flags).config.precision.precision == "fp16"
+    file.write_text("fp16: 'off'\n")
+    for flags in (f"--config {file}", "--fp16 0", "--fp16 False"):
+        assert run(flags).config.precision.precision == "fp32"
+
+
+def test_a_stronger_source_replaces_an_illegal_value(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("seed: many\nzero_stage: 7\n")
+    assert only_problem(f"--config {file} --seed 5").given == f"{file}: zero_stage: 7"
+    assert only_problem(f"--config {file} --zero-stage 2 --seed few").given == "--seed few"
 
 
 def test_kernel_flags_and_fixed_values_earn_a_notice() -> None:

@@ -5,6 +5,7 @@ from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
+from megazero.config.engine_sections import ZeroConfig
 from megazero.config.fields import STRICT, FieldInfo, describe, setting
 
 
@@ -66,3 +67,13 @@ def test_what_is_legal_reads_as_a_phrase() -> None:
         "kept": "one of true, false, auto",
         "only": "1",
     }
+
+
+def test_optional_settings_may_be_null() -> None:
+    assert [name for name, info in by_name().items() if info.optional] == ["rate", "colour", "place"]
+
+
+def test_what_an_unset_setting_stands_for_is_in_its_help() -> None:
+    zero = {info.name: info for info in describe("zero", ZeroConfig)}
+    assert zero["prefetch_bucket_size"].when_unset == "as many as the largest unit has"
+    assert by_name()["rate"].when_unset == "not set"

@@ -17,6 +17,7 @@ from megazero.library.config import (
     EngineConfig,
     OptimizerChoice,
     SchedulerChoice,
+    automatic_sizes,
     load_engine_config,
     resolve_batch,
 )
@@ -275,3 +276,21 @@ def test_a_batch_that_contradicts_itself() -> None:
         resolve_batch(load_engine_config(DEEPSPEED), 3)
     with pytest.raises(ConfigError, match="4 x 1 x 8 is not 64"):
         resolve_batch(load_engine_config({**DEEPSPEED, "gradient_accumulation_steps": 1}), 8)
+
+
+def test_automatic_sizes_report_what_they_became() -> None:
+    content = {**DEEPSPEED, "train_batch_size": "auto", "gradient_accumulation_steps": "auto"}
+    config = load_engine_config(content)
+    assert automatic_sizes(config, resolve_batch(config, 8)) == (
+        'config: train_batch_size: "auto" became 32',
+        'config: gradient_accumulation_steps: "auto" became 1',
+    )
+    free = load_engine_config({**content, "train_micro_batch_size_per_gpu": "auto"})
+    assert automatic_sizes(free, resolve_batch(free, 8))[1] == (
+        'config: train_micro_batch_size_per_gpu: "auto" became the size of what the program passes'
+    )
+    assert automatic_sizes(load_engine_config(DEEPSPEED), resolve_batch(load_engine_config(DEEPSPEED), 8)) == ()
+
+
+def test_a_sub_group_of_0_is_a_whole_bucket() -> None:
+    assert load_engine_config({"zero_optimization": {"stage": 3, "sub_group_size": 0}}).zero.sub_group_size == 0

@@ -337,6 +337,7 @@ OTHERS: list[tuple[dict[str, Any], tuple[int, ...]]] = [
     ({"allgather_partitions": False}, PUBLISHING),
     ({"allgather_partitions": False, "param_persistence_threshold": 100}, GATHERING),
     ({"overlap_comm": False}, ALL),
+    ({"sub_group_size": 0}, ALL),
     ({"sub_group_size": 1}, ALL),
     ({"sub_group_size": 7}, ALL),
     ({"prefetch_bucket_size": 0}, GATHERING),

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from megazero.config.run import RunConfig
+from megazero.config.run import DataConfig, RunConfig
 from megazero.config.validate import validate
 from megazero.config.values import RawValue
 
@@ -29,3 +29,8 @@ def make_run(**settings: Any) -> RunConfig:
     outcome = validate({name: RawValue(name, value, name) for name, value in {**SMALL, **settings}.items()})
     assert outcome.config is not None, outcome.problems
     return outcome.config
+
+
+def make_data(**settings: Any) -> DataConfig:
+    """The corpus's section of a run; one corpus needs no list, and a path may be a text."""
+    return make_run(**{"mock_data": False, **settings}).data

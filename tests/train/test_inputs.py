@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.configs import make_data
 from support.sidecars import write_sidecar
 from support.token_files import write_corpus, write_gpt2_files
 
 from megazero.config.model import ModelConfig
-from megazero.config.run import DataConfig
 from megazero.data.sidecar import Sidecar
 from megazero.data.tokenizers import TokenizerSpec
 from megazero.errors import DataError
@@ -51,7 +51,7 @@ def model(vocab_size: int | None = None) -> ModelConfig:
 
 
 def opened(vocab_size: int | None = None, *, evaluates: bool = False, seed: int = 5, **data: Any) -> RunInputs:
-    return open_inputs(DataConfig(**data), model(vocab_size), seed=seed, evaluates=evaluates)
+    return open_inputs(make_data(**data), model(vocab_size), seed=seed, evaluates=evaluates)
 
 
 def gpt2_files(folder: Path) -> dict[str, Path]:
@@ -250,9 +250,9 @@ def test_the_seed_changes_the_order(described: str) -> None:
 
 
 def test_tokenizer_of_a_configuration() -> None:
-    assert tokenizer_spec(DataConfig()) is None
-    assert tokenizer_spec(DataConfig(tokenizer_type="ByteTokenizer")) == TokenizerSpec("ByteTokenizer")
-    spec = tokenizer_spec(DataConfig(tokenizer_type="GPT2BPETokenizer", vocab_file="v.json", merge_file="m.txt"))
+    assert tokenizer_spec(make_data()) is None
+    assert tokenizer_spec(make_data(tokenizer_type="ByteTokenizer")) == TokenizerSpec("ByteTokenizer")
+    spec = tokenizer_spec(make_data(tokenizer_type="GPT2BPETokenizer", vocab_file="v.json", merge_file="m.txt"))
     assert spec == TokenizerSpec("GPT2BPETokenizer", vocab_file="v.json", merge_file="m.txt")
-    spec = tokenizer_spec(DataConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=Path("t.model")))
+    spec = tokenizer_spec(make_data(tokenizer_type="SentencePieceTokenizer", tokenizer_model=Path("t.model")))
     assert spec == TokenizerSpec("SentencePieceTokenizer", tokenizer_model="t.model")

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 from megazero.config import derived
-from megazero.config.batch import KEYS, SaidSizes, solve
+from megazero.config.batch import KEYS, GivenSizes, solve
 from megazero.config.choices import AUTO
 from megazero.config.run import RunConfig
 from megazero.config.validate import INFO
@@ -121,7 +121,7 @@ def _against_batch(
     if accumulation is not None:
         numbers["accumulation"] = accumulation.value
         names["accumulation"] = str(accumulation.location)
-    sizes = solve(SaidSizes(**numbers), data_parallel_size, names)
+    sizes = solve(GivenSizes(**numbers), data_parallel_size, names)
     if isinstance(sizes, Problem):
         # The run's own rules would find the same contradiction again.
         translation.unknown |= {*_SIZES.values()}

@@ -125,7 +125,10 @@ def _to_key(setting: str, value: Any) -> Any:
     """The key's value for a setting's, the inverse of `_to_setting`."""
     if setting == "loss_scale":
         return value or 0
-    return math.log2(value) if setting == "initial_loss_scale" else value
+    if setting == "initial_loss_scale":
+        power = math.log2(value)
+        return int(power) if power.is_integer() else power
+    return value
 
 
 def resolve(translation: Translation, settings: dict[str, ParsedValue]) -> None:

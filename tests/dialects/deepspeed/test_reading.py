@@ -198,6 +198,28 @@ def test_messages(path: str, value: Any, given: str, legal: str) -> None:
     assert problem.given.startswith(f"ds.json: {given}") and legal in problem.legal and problem.rule
 
 
+@pytest.mark.parametrize("value", [1, "true", "on", "True"])
+def test_a_switch_is_on_by_any_word_for_it(value: Any) -> None:
+    assert only(of("wandb.enabled", value)).rule.startswith("refused: ")
+    assert only(of("zero_optimization.cpu_offload", value)).rule.startswith("refused: ")
+    assert of("bf16.enabled", value).get("bf16.enabled", None) is True
+
+
+@pytest.mark.parametrize("value", [0, "false", "off"])
+def test_a_switch_is_off_by_any_word_for_it(value: Any) -> None:
+    assert of("wandb.enabled", value).diagnostics.problems == []
+    assert clean(of("zero_optimization.cpu_offload", value))
+    assert of("bf16.enabled", value).get("bf16.enabled", None) is False
+
+
+def test_automatic_sections_and_refused_keys_are_remembered() -> None:
+    content = {"zero_optimization": {"cpu_offload": "auto"}, "activation_checkpointing": "auto"}
+    assert [str(location) for location in read(content, "x").off] == [
+        "x: zero_optimization.cpu_offload",
+        "x: activation_checkpointing",
+    ]
+
+
 def test_formats_have_several_names() -> None:
     names = {"float16": "fp16", "Half": "fp16", "bfloat16": "bf16", "FP32": "fp32", "fp64": "fp64"}
     assert {name: of("communication_data_type", name).get("communication_data_type", None) for name in names} == names

@@ -346,6 +346,69 @@ def test_all_findings_come_together() -> None:
     assert {"tensorboard", "--lr x", "--num-layers is missing"} <= given
 
 
+@pytest.mark.parametrize(
+    ("content", "flags", "given"),
+    [
+        ({"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "max_grad_norm": 1.0}}}, "", "max_grad_norm: 1.0"),
+        ({"optimizer": {"type": "Adam", "params": {"lr": "fast"}}}, "", 'optimizer.params.lr: "fast"'),
+        ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}}, "", 'optimizer.type: "OneBitAdam"'),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3}}}, "", "warmup_type"),
+        (
+            {"train_batch_size": 7, "gradient_accumulation_steps": 2},
+            "--lr 1 --micro-batch-size 2",
+            "train_batch_size 7",
+        ),
+        ({"train_micro_batch_size_per_gpu": 0}, "--lr 1", "train_micro_batch_size_per_gpu: 0"),
+        ({"zero_optimization": {"stage": 7}}, "--lr 1 --fp8", "zero_optimization.stage: 7"),
+    ],
+)
+def test_a_problem_of_the_file_makes_no_other_problem(content: dict[str, Any], flags: str, given: str) -> None:
+    micro = "" if "micro" in flags or "train_micro_batch_size_per_gpu" in content else "--micro-batch-size 2"
+    bf16 = "--bf16" if "fp8" in flags else ""
+    found = only(content, f"{BASE} {micro} {bf16} {flags}", world_size=1)
+    assert given in found.given
+
+
+def test_a_weaker_value_does_not_stand_in_for_an_illegal_one() -> None:
+    Path("run.yaml").write_text("zero_stage: 3\nrecompute_granularity: selective\nlr: 1\n")
+    content = {"optimizer": {"type": "Lamb", "params": {"lr": 0.5}}}
+    # The weaker rate of 1 would be below the end of the decay.
+    assert only(content, f"{BASE} --micro-batch-size 2 --config run.yaml --min-lr 2").given.startswith("ds.json")
+
+
+def test_a_missing_rate_is_reported_where_the_file_leaves_it_to_the_run() -> None:
+    content = {"optimizer": {"type": "Adam", "params": {"lr": "auto", "max_grad_norm": 1.0}}}
+    given = [problem.given for problem in problems(content, f"{BASE} --micro-batch-size 2")]
+    assert given == ["ds.json: optimizer.params.max_grad_norm: 1.0", "--lr is missing"]
+
+
+def test_automatic_keys_report_what_they_became() -> None:
+    content = {
+        "train_batch_size": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "fp16": {"enabled": "auto", "loss_scale": "auto", "initial_scale_power": "auto"},
+        "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": "auto", "cpu_offload": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "torch_adam": "auto"}},
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {"warmup_type": "linear", "total_num_steps": "auto", "warmup_num_steps": "auto"},
+        },
+        "activation_checkpointing": "auto",
+    }
+    parsed = run(content, f"{SIZED} --global-batch-size 48 --fp16 --clip-grad 3 --initial-loss-scale 4096")
+    assert [notice for notice in parsed.notices if "became" in notice] == [
+        'ds.json: "auto" became train_batch_size: 48, gradient_accumulation_steps: 3, gradient_clipping: 3.0,'
+        " activation_checkpointing: left out",
+        'ds.json: fp16: "auto" became enabled: true, loss_scale: 0, initial_scale_power: 12',
+        'ds.json: zero_optimization: "auto" became stage3_prefetch_bucket_size: as many as the largest unit has,'
+        " cpu_offload: left out",
+        'ds.json: optimizer.params: "auto" became lr: 0.001, betas: [0.9, 0.999], torch_adam: megazero\'s own',
+        'ds.json: scheduler.params: "auto" became total_num_steps: 100, warmup_num_steps: 0',
+    ]
+    assert not any("became" in notice for notice in run({"zero_optimization": {"stage": 2}}, SIZED).notices)
+
+
 def test_the_pieces_need_no_file() -> None:
     file = read({"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": 2}, "ds")
     translation = adopt(file, wants_fp16=False)

@@ -7,8 +7,9 @@ import pytest
 
 from megazero.config.choices import OptimizerChoice, SchedulerChoice
 from megazero.config.engine_sections import ActivationConfig, PrecisionConfig, ZeroConfig
+from megazero.config.values import RawValue
 from megazero.dialects.deepspeed.reading import ParsedFile, read
-from megazero.dialects.deepspeed.sections import EngineParts, engine_parts
+from megazero.dialects.deepspeed.sections import EngineParts, engine_parts, translate
 from megazero.errors import Problem
 
 # The shapes of configurations as tutorials and integrations publish them.
@@ -244,3 +245,43 @@ def test_gradients_in_the_models_own_format_are_no_wider() -> None:
     content = {"data_types": {"grad_accum_dtype": "bf16"}, "bf16": {"enabled": True}}
     assert parts(content)[0].precision == PrecisionConfig(precision="bf16")
     assert parts({"data_types": {"grad_accum_dtype": "fp32"}})[0].precision == PrecisionConfig()
+
+
+# --- the translation for both doors ----------------------------------------------------------------------------------
+
+
+def test_a_translation_keeps_sources_and_tells_written_settings_from_defaults() -> None:
+    content = {"zero_optimization": {"stage3_max_live_parameters": "5e8"}, "fp16": {"enabled": True, "loss_scale": 0}}
+    found = translate(read(content, "ds.json"))
+    assert found.written == [
+        RawValue(
+            "max_live_parameters", 500_000_000, "ds.json: zero_optimization.stage3_max_live_parameters: 500000000"
+        ),
+        RawValue("precision", "fp16", "ds.json: fp16.enabled: true"),
+        RawValue("loss_scale", None, "ds.json: fp16.loss_scale: 0.0"),
+    ]
+    defaults = {item.name: item for item in found.defaults}
+    assert defaults["zero_stage"].value == 0 and defaults["initial_loss_scale"].value == 65536.0
+    assert defaults["zero_stage"].source == "ds.json: zero_optimization.stage: 0 (DeepSpeed's default)"
+    assert "prescale_gradients" not in defaults and "partition_activations" not in defaults
+    whole = {item.name for item in translate(read(content, "ds.json"), whole=True).defaults}
+    assert whole > set(defaults) and {"prescale_gradients", "partition_activations"} < whole
+
+
+def test_a_key_with_an_illegal_value_leaves_its_setting_unknown() -> None:
+    content = {"zero_optimization": {"stage": 7}, "bf16": {"enabled": "perhaps"}}
+    found = translate(read(content, "ds.json"))
+    assert found.unknown == {"zero_stage", "precision"} and "zero_stage" not in {item.name for item in found.defaults}
+
+
+def test_automatic_keys_report_what_they_became() -> None:
+    notices = parts(AUTO_ZERO_3)[1].diagnostics.notices
+    assert [notice for notice in notices if "became" in notice] == [
+        'ds.json: fp16: "auto" became enabled: false',
+        'ds.json: bf16: "auto" became enabled: false',
+        'ds.json: zero_optimization: "auto" became reduce_bucket_size: 16777216,'
+        " stage3_prefetch_bucket_size: as many as the largest unit has, stage3_param_persistence_threshold: 0",
+        'ds.json: "auto" became gradient_clipping: 0.0',
+        'ds.json: optimizer.params: "auto" became lr: 0.001, betas: [0.9, 0.999], eps: 1e-08, weight_decay: 0.01',
+        'ds.json: scheduler.params: "auto" became warmup_min_lr: 0.0, warmup_max_lr: 0.001, warmup_num_steps: 1000',
+    ]

@@ -1,0 +1,138 @@
+"""Every setting of a run meets the same values as a flag, in a run file and in a DeepSpeed configuration.
+
+There is one verdict, that of tests/support/raw_values.py, and tests/library/test_one_grammar.py holds the library's
+doors to the same.  A flag is always a word, so `--seed 2` stands for both 2 and "2" of a file; `as_words` names the
+forms that a command line cannot express.  NaN and infinity as YAML writes them are a test of their own.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.configs import SMALL
+from support.raw_values import FORMS, REFUSED, as_words, expected, same
+
+from megazero.command_line.parse import from_yaml, parse
+from megazero.config.run import FIELDS, RunConfig
+from megazero.config.validate import INFO
+from megazero.dialects.deepspeed.keys import ACTIVATION_KEYS, PRECISION_KEYS, ZERO_KEYS
+from megazero.errors import ConfigError
+
+MINIMUM = {name: value for name, value in SMALL.items() if INFO[name].required}
+
+
+def refused(problems: ConfigError) -> set[str]:
+    """Settings that a message calls illegal: "--seed is a whole number ...", "--split has an empty value ..."."""
+    by_flag = {info.flag: info.name for info in FIELDS}
+    return {by_flag[problem.rule.split()[0]] for problem in problems.problems}
+
+
+def value(config: RunConfig, name: str) -> Any:
+    return getattr(getattr(config, INFO[name].section), name)
+
+
+def verdicts_of_flags(form: str) -> dict[str, Any]:
+    """The verdict on every setting that can be given the form on a command line, all of them in one line."""
+    words = {info.name: found for info in FIELDS if (found := as_words(info, form)) is not None}
+    given = {name: [f"{INFO[name].flag}={item}"] for name, item in MINIMUM.items()}
+    wanted = {
+        name: [f"{INFO[name].flag}={found[0]}"] if len(found) == 1 else [INFO[name].flag, *found]
+        for name, found in words.items()
+    }
+    wrong: set[str] = set()
+    try:
+        parse([word for item in (given | wanted).values() for word in item])
+    except ConfigError as error:
+        flags = [problem.given.split("=")[0].split()[0] for problem in error.problems]
+        wrong = {name for name in words if INFO[name].flag in flags}
+    accepted = given | {name: item for name, item in wanted.items() if name not in wrong}
+    config = parse([word for item in accepted.values() for word in item]).config
+    return {name: REFUSED if name in wrong else value(config, name) for name in words}
+
+
+def verdicts_of_a_file(form: str, path: Path) -> dict[str, Any]:
+    """The verdict on every setting, all of them in one file."""
+    wrong: set[str] = set()
+    try:
+        from_yaml(as_yaml(dict.fromkeys(INFO, FORMS[form])))
+    except ConfigError as error:
+        wrong = refused(error)
+    path.write_text(as_yaml(MINIMUM | {name: FORMS[form] for name in INFO if name not in wrong}))
+    config = parse(["--config", str(path)]).config
+    return {name: REFUSED if name in wrong else value(config, name) for name in INFO}
+
+
+def as_yaml(settings: Mapping[str, Any]) -> str:
+    """One line a setting, with texts in quotes."""
+    return "".join(f"{name}: {json.dumps(item)}\n" for name, item in settings.items())
+
+
+def unexpected(form: str, verdicts: Mapping[str, Any]) -> dict[str, Any]:
+    """Verdicts beside those of the table, where they differ."""
+    wanted = {name: expected(INFO[name], form) for name in verdicts}
+    return {name: (item, wanted[name]) for name, item in verdicts.items() if not same(item, wanted[name])}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_flags(form: str) -> None:
+    verdicts = verdicts_of_flags(form)
+    assert unexpected(form, verdicts) == {} and (form in ("null", "list of one") or len(verdicts) > 90)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_run_files(form: str, tmp_path: Path) -> None:
+    verdicts = verdicts_of_a_file(form, tmp_path / "run.yaml")
+    assert unexpected(form, verdicts) == {} and set(verdicts) == set(INFO)
+
+
+# DeepSpeed's keys that have a setting's value as it stands; a count of checkpoints has an effect beside an arena.
+KEYS = {
+    key: name
+    for name, key in {**ZERO_KEYS, **ACTIVATION_KEYS, **PRECISION_KEYS, "clip_grad": "gradient_clipping"}.items()
+    if name not in ("communication_data_type", "contiguous_checkpointing", "min_loss_scale")
+    and name not in ("loss_scale", "initial_loss_scale")
+}
+
+
+def deepspeed_file(settings: Mapping[str, Any], path: Path) -> str:
+    """The command line of a run with a DeepSpeed configuration of these keys."""
+    content: dict[str, Any] = {
+        "fp16": {"enabled": True},
+        "activation_checkpointing": {"contiguous_memory_optimization": True},
+    }
+    for key, item in settings.items():
+        section, _, name = key.rpartition(".")
+        (content.setdefault(section, {}) if section else content)[name] = item
+    path.write_text(json.dumps(content))
+    base = " ".join(f"{INFO[name].flag} {item}" for name, item in MINIMUM.items())
+    return f"{base} --deepspeed-config {path}"
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form not in ("auto", "null")])
+def test_deepspeed_configurations(form: str, tmp_path: Path) -> None:
+    """ "auto" and null have meanings of their own there, and are left out."""
+    path = tmp_path / "ds.json"
+    wrong: set[str] = set()
+    try:
+        parse(deepspeed_file(dict.fromkeys(KEYS, FORMS[form]), path).split())
+    except ConfigError as error:
+        wrong = {problem.given.removeprefix(f"{path}: ").partition(":")[0] for problem in error.problems}
+    accepted = {key: FORMS[form] for key in KEYS if key not in wrong}
+    config = parse(deepspeed_file(accepted, path).split()).config
+    verdicts = {name: REFUSED if key in wrong else value(config, name) for key, name in KEYS.items()}
+    assert unexpected(form, verdicts) == {} and len(verdicts) > 25
+
+
+@pytest.mark.parametrize("text", [".nan", ".inf", "-.inf"])
+def test_yamls_own_numbers_that_are_not_finite(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_yaml("".join(f"{info.name}: {text}\n" for info in FIELDS))
+    assert refused(caught.value) == set(INFO)
+
+
+@pytest.mark.parametrize("text", ["5e8", "5.0e8", "5.0e+8", "500_000_000", "'5e8'"])
+def test_yaml_without_quotes(text: str) -> None:
+    config = from_yaml(f"{as_yaml(MINIMUM)}reduce_bucket_size: {text}\n")
+    assert config.zero.reduce_bucket_size == 500_000_000

@@ -1,0 +1,117 @@
+"""Every setting of the library's sections meets the same values through all its doors, with one verdict.
+
+The verdict is that of tests/support/raw_values.py, to which tests/command_line/test_one_grammar.py holds a run's doors.
+A value is read by `load_engine_config` from a mapping, a JSON file and a YAML file with megazero's own sections, and
+from a mapping with DeepSpeed's keys where a key has the setting's value as it stands.  In a DeepSpeed configuration
+"auto" and null have a meaning of their own, so they are left out there, and so are keys whose value is another one than
+the setting's (a power of 2, a number format under several names).  A setting that only a run has any use for is refused
+by a rule with a sentence of its own; the verdict of the grammar is told from it by the sentence.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support.raw_values import FORMS, NOT_FINITE, REFUSED, expected, same
+
+from megazero.config.engine_sections import ActivationConfig, PrecisionConfig, ZeroConfig
+from megazero.config.fields import FieldInfo, describe
+from megazero.dialects.deepspeed.keys import ACTIVATION_KEYS, PRECISION_KEYS, ZERO_KEYS
+from megazero.errors import ConfigError
+from megazero.library.config import EngineConfig, load_engine_config
+
+SECTIONS = {"zero": ZeroConfig, "precision": PrecisionConfig, "activations": ActivationConfig}
+SETTINGS = {(section, info.name): info for section, cls in SECTIONS.items() for info in describe(section, cls)}
+# Settings beside which one is legal: a loss scale is for fp16, a count of checkpoints for an arena.
+BESIDE = {"precision": {"precision": "fp16"}, "activations": {"contiguous_checkpointing": True}}
+# A rule between settings found the value after the grammar had accepted it.
+ACCEPTED = "accepted"
+
+
+def verdict(config: Any, section: str, info: FieldInfo, name: str) -> Any:
+    """The value that the setting has, or REFUSED where the grammar refuses it, `name` being the key in messages."""
+    try:
+        loaded = load_engine_config(config)
+    except ConfigError as error:
+        rules = [problem.rule for problem in error.problems]
+        return REFUSED if any(rule.startswith((f"{name} is ", f"{name} has an empty")) for rule in rules) else ACCEPTED
+    assert isinstance(loaded, EngineConfig)
+    return getattr(getattr(loaded, section), info.name)
+
+
+def own(section: str, name: str, value: Any) -> dict[str, Any]:
+    return {section: {**BESIDE.get(section, {}), name: value}}
+
+
+def from_mapping(content: dict[str, Any], folder: Path) -> Any:
+    return content
+
+
+def from_json(content: dict[str, Any], folder: Path) -> Any:
+    (folder / "engine.json").write_text(json.dumps(content))
+    return folder / "engine.json"
+
+
+def from_yaml_file(content: dict[str, Any], folder: Path) -> Any:
+    (folder / "engine.yaml").write_text(yaml.safe_dump(content))
+    return folder / "engine.yaml"
+
+
+def unexpected(form: str, verdicts: dict[str, tuple[FieldInfo, Any]]) -> dict[str, Any]:
+    """Verdicts beside those of the table, where they differ."""
+    wanted = {name: expected(info, form) for name, (info, _) in verdicts.items()}
+    return {
+        name: (item, wanted[name])
+        for name, (_, item) in verdicts.items()
+        if not same(item, wanted[name]) and not (item == ACCEPTED and wanted[name] != REFUSED)
+    }
+
+
+@pytest.mark.parametrize("door", [from_mapping, from_json, from_yaml_file])
+@pytest.mark.parametrize("form", FORMS)
+def test_megazeros_own_sections(form: str, door: Callable[[Any, Path], Any], tmp_path: Path) -> None:
+    verdicts = {
+        name: (info, verdict(door(own(section, name, FORMS[form]), tmp_path), section, info, f"{section}.{name}"))
+        for (section, name), info in SETTINGS.items()
+    }
+    assert unexpected(form, verdicts) == {} and len(verdicts) == len(SETTINGS)
+
+
+KEYS = {
+    **{key: ("zero", name) for name, key in ZERO_KEYS.items() if name != "communication_data_type"},
+    **{key: ("activations", name) for name, key in ACTIVATION_KEYS.items()},
+    **{
+        key: ("precision", name)
+        for name, key in PRECISION_KEYS.items()
+        if "scale" not in name or name == "loss_scale_window"
+    },
+}
+
+
+def foreign(key: str, value: Any) -> dict[str, Any]:
+    section, _, name = key.rpartition(".")
+    if not section:
+        return {name: value}
+    beside = {"fp16": {"enabled": True}, "activation_checkpointing": {"contiguous_memory_optimization": True}}
+    return {section: {**beside.get(section, {}), name: value}}
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form not in ("auto", "null")])
+def test_deepspeeds_keys(form: str) -> None:
+    verdicts = {
+        key: (SETTINGS[setting], verdict(foreign(key, FORMS[form]), setting[0], SETTINGS[setting], key))
+        for key, setting in KEYS.items()
+    }
+    assert unexpected(form, verdicts) == {} and len(verdicts) > 25
+
+
+@pytest.mark.parametrize("form", NOT_FINITE)
+def test_numbers_that_are_not_finite(form: str) -> None:
+    for (section, name), info in SETTINGS.items():
+        found = verdict(own(section, name, NOT_FINITE[form]), section, info, f"{section}.{name}")
+        assert found == REFUSED, name
+    for key, (section, name) in KEYS.items():
+        assert verdict(foreign(key, NOT_FINITE[form]), section, SETTINGS[section, name], key) == REFUSED, key
