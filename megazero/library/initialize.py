@@ -67,16 +67,16 @@ def initialize(
         raise
     buffers.resize(core.largest_buffer_bytes)
     schedule = None if settings.scheduler is None else make_schedule(settings.scheduler.type, settings.scheduler.params)
+    timers = Timers(mesh.device, waits=settings.activations.profile_backward)
     stepper = Stepper(
         core,
-        mesh,
+        timers,
         rates=LearningRates(chosen.groups, schedule),
         scaler=LossScaler.from_config(settings.precision),
         clip_grad=settings.gradient_clipping,
         accumulation=batch.accumulation,
     )
     passes.start(core, stepper.gradient_scale)
-    timers = Timers(mesh.device, waits=settings.activations.profile_backward)
     rank = RankParts(mesh.axis("tp"), mesh.device, DefaultGenerators(mesh.device), NullLedger(), timers)
     parts = EngineParts(
         settings,

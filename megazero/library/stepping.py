@@ -12,15 +12,14 @@ schedule's rate of step k - 1.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from megazero.comm.mesh import Mesh
-from megazero.optim.grad_norm import clip_coefficient
-from megazero.optim.inner import StepInputs
+from megazero.optim.inner import Elementwise
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.warmup import Schedule
+from megazero.timers import Timers
 from megazero.zero.engine import Engine
+from megazero.zero.step import first_overflow, reduce_gradients, update_parameters
 
 
 class StepOutcome(NamedTuple):
@@ -60,12 +59,19 @@ class Stepper:
     """Takes the steps of one engine."""
 
     def __init__(
-        self, core: Engine, mesh: Mesh, *, rates: LearningRates, scaler: LossScaler, clip_grad: float, accumulation: int
+        self,
+        core: Engine,
+        timers: Timers,
+        *,
+        rates: LearningRates,
+        scaler: LossScaler,
+        clip_grad: float,
+        accumulation: int,
     ) -> None:
         """clip_grad: largest gradient norm, 0 for none.  accumulation: micro-batches of a step."""
         self._core = core
         self._accumulation = accumulation
-        self._mesh = mesh
+        self._timers = timers
         self._clip_grad = clip_grad
         self._scaler = scaler
         self._state = scaler.start()
@@ -86,25 +92,23 @@ class Stepper:
         Where gradients pass through fp16, one that is not finite skips the update and lowers the loss scale.  Raises
         TrainingError after too many such steps at the lowest scale.
         """
-        self._core.finish_reductions()
-        local = self._core.local_norms()
-        square = local.square.clone()
-        self._mesh.world.all_reduce_scalars(square).wait()
-        scale = self._core.gradient_scale
-        grad_norm = square.sqrt() * scale
-        overflow = self._core.plan.may_overflow and not bool(torch.isfinite(square).item())
-        if not overflow:
-            factor = clip_coefficient(grad_norm, self._clip_grad) * scale
-            self._core.update(StepInputs(self.rates.current()[0], factor, None))
-            # Parameters may be read anywhere between two steps, not only where a forward waits for them.
-            self._core.ensure_parameters()
+        core = self._core
+        reduced = reduce_gradients(core, self._timers)
+        update = update_parameters(
+            core,
+            self._timers,
+            reduced,
+            scale=core.gradient_scale,
+            clip_grad=self._clip_grad,
+            lr=None if isinstance(core.settings.optimizer, Elementwise) else self.rates.current()[0],
+        )
+        # Parameters may be read anywhere between two steps, not only where a forward waits for them.
+        core.ensure_parameters()
+        skipped = update.skipped is not None and bool(update.skipped.item())
+        self._state = self._scaler.after_step(self._state, overflow=skipped)
+        if not skipped:
             self.rates.advance()
-        self._state = self._scaler.after_step(self._state, overflow=overflow)
-        if overflow:
-            self._check_not_exhausted(local.first_overflow)
-        return StepOutcome(grad_norm, not overflow)
-
-    def _check_not_exhausted(self, first_overflow: Tensor) -> None:
-        first = first_overflow.clone()
-        self._mesh.world.all_reduce_scalars(first, "min").wait()
-        self._scaler.check_not_exhausted(self._state, parameter=self._core.parameter_name(int(first.item())))
+        elif self._scaler.exhausted(self._state):
+            first = int(first_overflow(core, reduced).item())
+            self._scaler.check_not_exhausted(self._state, parameter=core.parameter_name(first))
+        return StepOutcome(update.grad_norm, not skipped)

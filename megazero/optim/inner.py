@@ -43,11 +43,11 @@ class Run(NamedTuple):
 class StepInputs(NamedTuple):
     """What one optimizer step depends on beside the state; the tensors have no dimensions.
 
-    lr: learning rate.  factor: what gradients are multiplied with (unscaling and clipping).  found_inf: float32, 1 when
-    the step is to be skipped; None where overflow is no subject.
+    lr: learning rate; None: param groups have their own.  factor: what gradients are multiplied with (unscaling and
+    clipping).  found_inf: float32, 1 when the step is to be skipped; None where overflow is no subject.
     """
 
-    lr: float
+    lr: float | None
     factor: Tensor
     found_inf: Tensor | None
 
@@ -58,6 +58,10 @@ class InnerOptimizer(Protocol):
     @property
     def moments(self) -> tuple[str, ...]:
         """Names of the flat tensors that the engine keeps for it, each of the master weights' shape."""
+
+    @property
+    def skips_on_host(self) -> bool:
+        """Whether a step that is to be skipped must not reach `update`; else `found_inf` skips it on the device."""
 
     def group_of(self, spec: ParamSpec, parameter: nn.Parameter) -> int:
         """The group a parameter belongs to; parameters of one group are treated alike, and lie side by side."""
@@ -86,6 +90,7 @@ class FusedAdamW:
     """AdamW with one learning rate, which decays only what its spec says decays."""
 
     moments = ("exp_avg", "exp_avg_sq")
+    skips_on_host = False
 
     def __init__(self, settings: AdamWSettings) -> None:
         self._settings = settings
@@ -108,6 +113,7 @@ class FusedAdamW:
         lease.release()
 
     def _update_piece(self, run: Run, step: Tensor, inputs: StepInputs, memory: Tensor) -> None:
+        assert inputs.lr is not None, "this optimizer has no groups with rates of their own"
         torch._fused_adamw_(
             [run.master],
             [_scaled(run.gradient, inputs.factor, memory)],
@@ -134,6 +140,7 @@ class Elementwise:
     """
 
     moments: tuple[str, ...] = ()
+    skips_on_host = True
 
     def __init__(self, optimizer: TorchOptimizer) -> None:
         self.optimizer = optimizer
@@ -149,11 +156,11 @@ class Elementwise:
         self.optimizer.bind([FlatRun(run.master, run.group) for _, run in updated])
 
     def update(self, index: int, run: Run, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> None:
-        skipped = inputs.found_inf is not None and bool(inputs.found_inf.item())
-        if skipped or index not in self._places:
+        if index not in self._places:
             return
         lease = buffers.lease(run.master.numel(), run.master.dtype)
-        self.optimizer.step_run(self._places[index], _scaled(run.gradient, inputs.factor, lease.tensor))
+        gradient = _scaled(run.gradient, inputs.factor, lease.tensor)
+        self.optimizer.step_run(self._places[index], gradient, lr=inputs.lr)
         lease.release()
 
     def state(self, index: int, run: Run) -> Mapping[str, Tensor]:

@@ -1,8 +1,8 @@
 """The engine: wires layout, shards, gathering, reduction, update and publishing around a module, for every ZeRO stage.
 
 A step is: `begin_step`, then for every micro-batch forward and `backward` (their gathers and reductions run beside
-them), `finish_reductions`, `local_norms` (the caller sums them over ranks and derives the factor), `update`.  Which
-stage it is shows nowhere but in the plan.
+them), then `finish_reductions`, `local_norms` and `update`, which `step.py` puts together.  Which stage it is shows
+nowhere but in the plan.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -114,6 +114,8 @@ class Engine:
         """Whether the gradients of a whole step are kept: from its last backward until the next step begins."""
         self._unfinished: set[int] = set()  # parts whose last micro-batch has not come
         self._mesh = mesh
+        self.world = mesh.world
+        """All ranks of the job."""
         axis = mesh.axis("dp")
         self._parameters = dict(model.named_parameters())
         self._coordinates = {axis: mesh.coordinate(axis) for axis in ("tp", ENDS)}

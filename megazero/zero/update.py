@@ -102,7 +102,12 @@ class ShardUpdate:
         return LocalNorms(square, first_overflow(norms, self._fragment_parameters))
 
     def apply(self, inputs: StepInputs, buffers: Scratch) -> None:
-        """One optimizer step on the owned ranges; each bucket is published as soon as it is done."""
+        """One optimizer step on the owned ranges; each bucket is published as soon as it is done.
+
+        Where overflow may skip it and a torch optimizer has to be kept from stepping, the host waits for the device.
+        """
+        if self._optimizer.skips_on_host and inputs.found_inf is not None and bool(inputs.found_inf.item()):
+            return
         step = self._shards.optimizer_step
         advance(step, inputs)
         for index, (bucket, _, run) in enumerate(self.runs):
