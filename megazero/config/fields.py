@@ -6,6 +6,7 @@ all made from `FieldInfo`, the description read back by `describe`.
 """
 
 import types
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
@@ -89,6 +90,16 @@ class FieldInfo:
             return f"{bounds['ge']:.12g}"
         words = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "less than"}
         return ", ".join([nouns[self.kind], *(f"{words[name]} {value:.12g}" for name, value in self.bounds)])
+
+
+def parameter(name: str, kind: str, default: Any, *, choices: tuple[str, ...] = (), **bounds: float) -> FieldInfo:
+    """A value that a table describes and no section holds; without a default (None) it is required."""
+    return FieldInfo("", name, kind, choices, default, default is None, "", "", (), "", tuple(bounds.items()))
+
+
+def by_name(*parameters: FieldInfo) -> Mapping[str, FieldInfo]:
+    """A frozen table of parameters."""
+    return types.MappingProxyType({info.name: info for info in parameters})
 
 
 def describe(section: str, cls: type) -> tuple[FieldInfo, ...]:

@@ -16,9 +16,10 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from megazero.config.batch import BatchSizes, SaidSizes, solve
-from megazero.config.choices import LR, OptimizerChoice, SchedulerChoice, choose_optimizer, choose_scheduler
+from megazero.config.choices import OptimizerChoice, SchedulerChoice, choose_optimizer, choose_scheduler
 from megazero.config.engine_sections import ActivationConfig, PrecisionConfig, ZeroConfig
 from megazero.config.fields import STRICT, FieldInfo, describe
+from megazero.config.optimizers import LR
 from megazero.config.values import Findings, Place, Unfit, conform, unknown, violation
 from megazero.config.yaml_file import read_nested
 from megazero.dialects.deepspeed.keys import HONOURED, TOP_LEVEL

@@ -5,18 +5,19 @@ What makes the average of them is one factor, `gradient_scale`:
 
     average = sum x predivisor / (data-parallel ranks x micro-batches x loss scale)
 
-A learning rate moves on after each update that was not skipped, as DeepSpeed's do: update k (from 0) takes the
-schedule's rate of step k - 1.
+A learning rate moves on after each update that was not skipped.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from megazero.config.choices import SchedulerChoice
+from megazero.errors import ConfigError, Problem, raise_problems
 from megazero.optim.inner import Elementwise
 from megazero.optim.loss_scaler import LossScaler
-from megazero.optim.warmup import Schedule
+from megazero.optim.schedules import rate_of
 from megazero.timers import Timers
 from megazero.zero.engine import Engine
 from megazero.zero.step import first_overflow, reduce_gradients, update_parameters
@@ -32,12 +33,16 @@ class StepOutcome(NamedTuple):
 class LearningRates:
     """The rates of an optimizer's groups: a schedule's, or whatever stands in the groups."""
 
-    def __init__(self, groups: Sequence[dict[str, Any]], schedule: Schedule | None) -> None:
-        """groups: param groups with an "lr" each, which a schedule takes as its base and writes to."""
+    def __init__(self, groups: Sequence[dict[str, Any]], schedule: SchedulerChoice | None) -> None:
+        """groups: param groups with an "lr" each, which a schedule takes as its base and writes to.
+
+        Raises ConfigError where one is below a rate that the schedule starts or ends with.
+        """
         self._groups = groups
         self._schedule = schedule
         self._bases = [float(group["lr"]) for group in groups]
         self._num_updates = 0
+        raise_problems(ConfigError, self._problems())
         self._write()
 
     def current(self) -> list[float]:
@@ -49,10 +54,17 @@ class LearningRates:
         self._num_updates += 1
         self._write()
 
+    def _problems(self) -> Iterator[Problem]:
+        params = {} if self._schedule is None else self._schedule.params
+        for name in ("lr_warmup_init", "min_lr"):
+            if params.get(name, 0.0) > min(self._bases):
+                given = f"scheduler.params.{name}: {params[name]:g} with a learning rate of {min(self._bases):g}"
+                yield Problem(given, "the optimizer's learning rate is the schedule's peak", f"{name}: 0")
+
     def _write(self) -> None:
         if self._schedule is not None:
             for group, base in zip(self._groups, self._bases, strict=True):
-                group["lr"] = self._schedule.rate(self._num_updates - 1, base)
+                group["lr"] = rate_of(self._schedule, self._num_updates, base)
 
 
 class Stepper:

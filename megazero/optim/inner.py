@@ -75,6 +75,15 @@ class InnerOptimizer(Protocol):
     def state(self, index: int, run: Run) -> Mapping[str, Tensor]:
         """What it keeps for each element of a run, by name; empty where nothing has been kept yet."""
 
+    def numbers(self) -> Mapping[str, float] | None:
+        """What it keeps beside that, the same for all runs; None where no state has been kept yet."""
+
+    def start(self, numbers: Mapping[str, float]) -> None:
+        """Make the state of all runs, whose elements are to be filled from a checkpoint.
+
+        Raises CheckpointError when these are another optimizer's numbers.
+        """
+
 
 @dataclass(frozen=True)
 class AdamWSettings:
@@ -103,6 +112,12 @@ class FusedAdamW:
 
     def state(self, index: int, run: Run) -> Mapping[str, Tensor]:
         return run.moments
+
+    def numbers(self) -> Mapping[str, float]:
+        return {}
+
+    def start(self, numbers: Mapping[str, float]) -> None:
+        """The moments are there already; steps are counted beside them."""
 
     def update(self, index: int, run: Run, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> None:
         numel = run.master.numel()
@@ -165,6 +180,13 @@ class Elementwise:
 
     def state(self, index: int, run: Run) -> Mapping[str, Tensor]:
         return self.optimizer.state_of(self._places[index]).tensors if index in self._places else {}
+
+    def numbers(self) -> Mapping[str, float] | None:
+        state = self.optimizer.state_of(0) if self._places else None
+        return None if state is None or not self.optimizer.has_stepped else state.numbers
+
+    def start(self, numbers: Mapping[str, float]) -> None:
+        self.optimizer.start(numbers)
 
 
 def _scaled(gradient: Tensor, factor: Tensor, memory: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ nowhere but in the plan.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -114,8 +115,7 @@ class Engine:
         """Whether the gradients of a whole step are kept: from its last backward until the next step begins."""
         self._unfinished: set[int] = set()  # parts whose last micro-batch has not come
         self._mesh = mesh
-        self.world = mesh.world
-        """All ranks of the job."""
+        self.world = mesh.world  # all ranks of the job
         axis = mesh.axis("dp")
         self._parameters = dict(model.named_parameters())
         self._coordinates = {axis: mesh.coordinate(axis) for axis in ("tp", ENDS)}
@@ -248,7 +248,7 @@ class Engine:
 
     def model_state_bytes(self) -> ModelStateBytes:
         """Bytes of model states this rank really holds."""
-        return self._shards.model_state_bytes()
+        return self._shards.model_state_bytes(kept_by_optimizer=self._update.optimizer_bytes())
 
     @property
     def gradient_arenas(self) -> dict[str, ArenaStatistics]:
@@ -257,11 +257,11 @@ class Engine:
 
     def owned_state(self) -> Iterator[StateFragment]:
         """What this rank saves: over all ranks, every element of every parameter and kind exactly once."""
-        yield from owned_state(self._shards, self._coordinates)
+        yield from chain(owned_state(self._shards, self._coordinates), self._update.kept_by_optimizer(is_saved=True))
 
     def wanted_state(self) -> Iterator[StateFragment]:
         """What this rank must be given to go on from a checkpoint; follow with `state_loaded`."""
-        yield from wanted_state(self._shards)
+        yield from chain(wanted_state(self._shards), self._update.kept_by_optimizer(is_saved=False))
 
     def state_loaded(self, *, weights_only: bool = False) -> None:
         """Make working parameters follow what has been written into `wanted_state`.

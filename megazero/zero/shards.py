@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megazero.memory.arena import Arena
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
-from megazero.parallel.param_spec import ParamSpec, StateFragment, StateKind
+from megazero.parallel.param_spec import ParamSpec, StateFragment
 from megazero.zero.layout import Bucket, FlatLayout, Fragment, Range, Section, Slot
 from megazero.zero.plan import Lifetime, ModelStateBytes, Placement, Row, ZeroPlan
 
@@ -153,15 +153,15 @@ class Shards:
             owned = self.owned(bucket)
             self.working(bucket, owned).copy_(self.master(bucket, owned))
 
-    def model_state_bytes(self) -> ModelStateBytes:
-        """Bytes the persistent flat tensors really occupy; gathered parameters are not among them."""
+    def model_state_bytes(self, *, kept_by_optimizer: int = 0) -> ModelStateBytes:
+        """Bytes the persistent flat tensors and a torch optimizer's own really occupy, without gathered parameters."""
         gradients = (*self._resident_gradients.values(), self._gradient_shard)
         whole = (self._flats[section.index] for section in self.layout.sections if not section.partitioned)
         return ModelStateBytes(
             parameters=sum(map(_nbytes, whole)) + sum(map(_nbytes, self._working_shards.values())),
             gradients=sum(flat.numel() * flat.element_size() for flat in gradients),  # an arena's storage is shared
             master=0 if self._master is None else _nbytes(self._master),
-            moments=sum(map(_nbytes, self._moments.values())),
+            moments=sum(map(_nbytes, self._moments.values())) + kept_by_optimizer,
         )
 
     def _adopt(self, section: Section, first_value: FirstValue) -> Tensor:
@@ -313,9 +313,6 @@ def _nbytes(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes()
 
 
-_SAVED_MOMENTS: tuple[StateKind, ...] = ("exp_avg", "exp_avg_sq")
-
-
 def owned_state(shards: Shards, coordinates: Mapping[str, int]) -> Iterator[StateFragment]:
     """Of the partitions of the rank at these coordinates, what no other rank counts."""
     for section in shards.layout.sections:
@@ -339,6 +336,5 @@ def _state_of(shards: Shards, bucket: Bucket, fragment: Fragment) -> Iterator[St
         yield StateFragment(fragment.spec, "weight", *place, shards.working(bucket, within))
         return
     yield StateFragment(fragment.spec, "weight", *place, shards.master(bucket, within))
-    for kind in _SAVED_MOMENTS:
-        if kind in shards.moment_kinds:
-            yield StateFragment(fragment.spec, kind, *place, shards.moment(kind, bucket, within))
+    for kind in shards.moment_kinds:
+        yield StateFragment(fragment.spec, kind, *place, shards.moment(kind, bucket, within))

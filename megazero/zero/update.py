@@ -9,6 +9,7 @@ from torch import Tensor
 from megazero.comm.interface import Scratch
 from megazero.optim.grad_norm import first_overflow, fragment_norms, sum_dtype
 from megazero.optim.inner import NOT_UPDATED, InnerOptimizer, Run, StepInputs, advance
+from megazero.parallel.param_spec import StateFragment
 from megazero.zero.layout import Bucket, Fragment, Range
 from megazero.zero.publish import ParameterPublisher
 from megazero.zero.shards import Shards
@@ -129,6 +130,32 @@ class ShardUpdate:
                 if found is not None:
                     offset = fragment.section_start - within.start
                     yield Piece(fragment.start, fragment.stop, found[offset : offset + fragment.numel])
+
+    def kept_by_optimizer(self, *, is_saved: bool) -> Iterator[StateFragment]:
+        """State of the owned ranges that the optimizer keeps itself, beside the moments in the shards.
+
+        is_saved: what this rank saves, which no other one counts; else all that it has.
+        """
+        for index, (bucket, within, run) in enumerate(self.runs):
+            state = {} if self._optimizer.moments else self._optimizer.state(index, run)
+            saved = self._shards.partition(bucket) if is_saved else within
+            part = Range(max(saved.start, within.start), min(saved.stop, within.stop))
+            if not state or part.start >= part.stop:
+                continue
+            for fragment in self._shards.layout.sections[bucket.section].fragments(part):
+                if is_saved and not fragment.spec.is_counted_on(self._coordinates):
+                    continue
+                start = fragment.section_start - within.start
+                for kind, tensor in state.items():
+                    piece = tensor[start : start + fragment.numel]
+                    yield StateFragment(fragment.spec, kind, fragment.start, fragment.stop, piece)
+
+    def optimizer_bytes(self) -> int:
+        """Bytes of that state."""
+        if self._optimizer.moments:
+            return 0
+        kept = (self._optimizer.state(index, owned.run) for index, owned in enumerate(self.runs))
+        return sum(tensor.nbytes for state in kept for tensor in state.values())
 
     def publish_all(self) -> None:
         """Publish every bucket, after state has been loaded into the owned ranges."""
