@@ -62,6 +62,7 @@ _strict = ConfigDict(extra="forbid", strict=True)
 _Dim = Annotated[int, Field(ge=0, le=2**48)]
 _Dims = Annotated[tuple[_Dim, ...], Field(max_length=16)]
 _Position = Annotated[int, Field(ge=0, le=2**62)]
+_Kind = Annotated[StateKind, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
 _Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -70,7 +71,7 @@ class TensorEntry:
     """One kind of state of one parameter: its full, unpadded shape and its dtype."""
 
     parameter: str
-    kind: StateKind
+    kind: _Kind
     shape: _Dims
     dtype: DtypeName
 
@@ -80,7 +81,7 @@ class BoxEntry:
     """One stored box: the region it covers, the bytes of its file that hold it, and their hash."""
 
     parameter: str
-    kind: StateKind
+    kind: _Kind
     offset: _Dims
     lengths: _Dims
     begin: _Position

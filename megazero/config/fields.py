@@ -6,6 +6,7 @@ all made from `FieldInfo`, the description read back by `describe`.
 """
 
 import types
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
@@ -97,6 +98,16 @@ class FieldInfo:
     def when_unset(self) -> str:
         """What an unset optional setting stands for, in the words of its help: "as many as the largest unit has"."""
         return self.help.partition("without it, ")[2].partition(";")[0] or "not set"
+
+
+def parameter(name: str, kind: str, default: Any, *, choices: tuple[str, ...] = (), **bounds: float) -> FieldInfo:
+    """A value that a table describes and no section holds; without a default (None) it is required."""
+    return FieldInfo("", name, kind, choices, default, default is None, "", "", (), "", tuple(bounds.items()))
+
+
+def by_name(*parameters: FieldInfo) -> Mapping[str, FieldInfo]:
+    """A frozen table of parameters."""
+    return types.MappingProxyType({info.name: info for info in parameters})
 
 
 def describe(section: str, cls: type) -> tuple[FieldInfo, ...]:

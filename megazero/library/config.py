@@ -17,9 +17,10 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from megazero.config.batch import KEYS, BatchSizes, GivenSizes, solve
-from megazero.config.choices import LR, OptimizerChoice, SchedulerChoice, choose_optimizer, choose_scheduler
+from megazero.config.choices import OptimizerChoice, SchedulerChoice, choose_optimizer, choose_scheduler
 from megazero.config.engine_sections import ActivationConfig, PrecisionConfig, ZeroConfig
 from megazero.config.fields import STRICT, FieldInfo, describe
+from megazero.config.optimizers import LR
 from megazero.config.values import Diagnostics, InvalidValue, Location, coerce, shown, unknown, violation
 from megazero.config.yaml_file import read_nested
 from megazero.dialects.deepspeed.keys import HONOURED, TOP_LEVEL

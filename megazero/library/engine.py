@@ -180,7 +180,7 @@ class DataParallelEngine:
 
         Empty unless the configuration's profile_backward (DeepSpeed's profile) is on.
         """
-        return self._timers.take()
+        return {name: seconds for name, seconds in self._timers.take().items() if name.startswith("checkpoint-")}
 
     def empty_partition_cache(self) -> None:
         """Release gathered parameters that are kept for a next use."""

@@ -23,7 +23,6 @@ from megazero.library.stepping import LearningRates, Stepper
 from megazero.library.zero_init import first_value
 from megazero.memory.ledger_interface import NullLedger
 from megazero.optim.loss_scaler import LossScaler
-from megazero.optim.warmup import make_schedule
 from megazero.timers import Timers
 from megazero.zero.engine import Engine, EngineSettings
 from megazero.zero.plan import resolve
@@ -56,6 +55,7 @@ def initialize(
     unwrap_dtensors(model, mesh)
     prepare(model, mesh, plan.parameter.dtype)
     chosen = choose(optimizer, settings.optimizer, model)
+    rates = LearningRates(chosen.groups, settings.scheduler)
     passes = BackwardPasses(batch.accumulation, needs_scale=settings.precision.precision == "fp16")
     passes.watch(model)
     units = choose_units(model)
@@ -66,17 +66,16 @@ def initialize(
         passes.close()
         raise
     buffers.resize(core.largest_buffer_bytes)
-    schedule = None if settings.scheduler is None else make_schedule(settings.scheduler.type, settings.scheduler.params)
+    timers = Timers(mesh.device, waits=settings.activations.profile_backward)
     stepper = Stepper(
         core,
-        mesh,
-        rates=LearningRates(chosen.groups, schedule),
+        timers,
+        rates=rates,
         scaler=LossScaler.from_config(settings.precision),
         clip_grad=settings.gradient_clipping,
         accumulation=batch.accumulation,
     )
     passes.start(core, stepper.gradient_scale)
-    timers = Timers(mesh.device, waits=settings.activations.profile_backward)
     rank = RankParts(mesh.axis("tp"), mesh.device, DefaultGenerators(mesh.device), NullLedger(), timers)
     parts = EngineParts(
         settings,

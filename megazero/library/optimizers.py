@@ -3,18 +3,16 @@
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from megazero.config.choices import OptimizerChoice
 from megazero.errors import ConfigError, Problem, UsageError
-from megazero.optim.inner import AdamWSettings, Elementwise, FusedAdamW, InnerOptimizer
+from megazero.optim.configured import make_optimizer
+from megazero.optim.inner import Elementwise, FusedAdamW, InnerOptimizer
 from megazero.optim.torch_optimizer import TorchOptimizer
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
-
-_ADAMW_SETTINGS = {"betas", "eps", "weight_decay"}
 
 
 class EngineOptimizer(NamedTuple):
@@ -34,23 +32,18 @@ def choose(given: Optimizer | MakeOptimizer | None, choice: OptimizerChoice, mod
         return _configured(choice, model)
     template = given if isinstance(given, Optimizer) else given(_trainable(model))
     _check_is_for(template, model)
-    return _over(template)
+    return _with_groups(Elementwise(TorchOptimizer(template)))
 
 
 def _configured(choice: OptimizerChoice, model: nn.Module) -> EngineOptimizer:
-    others = {name for name, value in choice.params.items() if name not in _ADAMW_SETTINGS and value}
-    if choice.type == "AdamW" and not others:
-        # Without a word about them, torch's own defaults.
-        standard = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=choice.lr, **choice.params).defaults
-        (beta1, beta2), eps, weight_decay = standard["betas"], standard["eps"], standard["weight_decay"]
-        return EngineOptimizer(FusedAdamW(AdamWSettings(beta1, beta2, eps, weight_decay)), [{"lr": choice.lr}])
-    kind: Callable[..., Optimizer] = getattr(torch.optim, choice.type)
-    with torch._C.DisableTorchFunctionSubclass():  # Adagrad makes state of its parameters' shapes, not of their values
-        return _over(kind(_trainable(model), lr=choice.lr, **choice.params))
+    inner = make_optimizer(choice, model)
+    if isinstance(inner, FusedAdamW):
+        return EngineOptimizer(inner, [{"lr": choice.lr}])
+    return _with_groups(inner)
 
 
-def _over(template: Optimizer) -> EngineOptimizer:
-    inner = Elementwise(TorchOptimizer(template))
+def _with_groups(inner: Elementwise) -> EngineOptimizer:
+    template = inner.optimizer.template
     template.register_step_pre_hook(_refuse_to_step)
     return EngineOptimizer(inner, template.param_groups, template)
 

@@ -5,22 +5,22 @@ What makes the average of them is one factor, `gradient_scale`:
 
     average = sum x predivisor / (data-parallel ranks x micro-batches x loss scale)
 
-A learning rate moves on after each update that was not skipped, as DeepSpeed's do: update k (from 0) takes the
-schedule's rate of step k - 1.
+A learning rate moves on after each update that was not skipped.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from megazero.comm.mesh import Mesh
-from megazero.optim.grad_norm import clip_coefficient
-from megazero.optim.inner import StepInputs
+from megazero.config.choices import SchedulerChoice
+from megazero.errors import ConfigError, Problem, raise_problems
+from megazero.optim.inner import Elementwise
 from megazero.optim.loss_scaler import LossScaler
-from megazero.optim.warmup import Schedule
+from megazero.optim.schedules import rate_of
+from megazero.timers import Timers
 from megazero.zero.engine import Engine
+from megazero.zero.step import first_overflow, reduce_gradients, update_parameters
 
 
 class StepOutcome(NamedTuple):
@@ -33,12 +33,16 @@ class StepOutcome(NamedTuple):
 class LearningRates:
     """The rates of an optimizer's groups: a schedule's, or whatever stands in the groups."""
 
-    def __init__(self, groups: Sequence[dict[str, Any]], schedule: Schedule | None) -> None:
-        """groups: param groups with an "lr" each, which a schedule takes as its base and writes to."""
+    def __init__(self, groups: Sequence[dict[str, Any]], schedule: SchedulerChoice | None) -> None:
+        """groups: param groups with an "lr" each, which a schedule takes as its base and writes to.
+
+        Raises ConfigError where one is below a rate that the schedule starts or ends with.
+        """
         self._groups = groups
         self._schedule = schedule
         self._bases = [float(group["lr"]) for group in groups]
         self._num_updates = 0
+        raise_problems(ConfigError, self._problems())
         self._write()
 
     def current(self) -> list[float]:
@@ -50,22 +54,36 @@ class LearningRates:
         self._num_updates += 1
         self._write()
 
+    def _problems(self) -> Iterator[Problem]:
+        params = {} if self._schedule is None else self._schedule.params
+        for name in ("lr_warmup_init", "min_lr"):
+            if params.get(name, 0.0) > min(self._bases):
+                given = f"scheduler.params.{name}: {params[name]:g} with a learning rate of {min(self._bases):g}"
+                yield Problem(given, "the optimizer's learning rate is the schedule's peak", f"{name}: 0")
+
     def _write(self) -> None:
         if self._schedule is not None:
             for group, base in zip(self._groups, self._bases, strict=True):
-                group["lr"] = self._schedule.rate(self._num_updates - 1, base)
+                group["lr"] = rate_of(self._schedule, self._num_updates, base)
 
 
 class Stepper:
     """Takes the steps of one engine."""
 
     def __init__(
-        self, core: Engine, mesh: Mesh, *, rates: LearningRates, scaler: LossScaler, clip_grad: float, accumulation: int
+        self,
+        core: Engine,
+        timers: Timers,
+        *,
+        rates: LearningRates,
+        scaler: LossScaler,
+        clip_grad: float,
+        accumulation: int,
     ) -> None:
         """clip_grad: largest gradient norm, 0 for none.  accumulation: micro-batches of a step."""
         self._core = core
         self._accumulation = accumulation
-        self._mesh = mesh
+        self._timers = timers
         self._clip_grad = clip_grad
         self._scaler = scaler
         self._state = scaler.start()
@@ -86,25 +104,23 @@ class Stepper:
         Where gradients pass through fp16, one that is not finite skips the update and lowers the loss scale.  Raises
         TrainingError after too many such steps at the lowest scale.
         """
-        self._core.finish_reductions()
-        local = self._core.local_norms()
-        square = local.square.clone()
-        self._mesh.world.all_reduce_scalars(square).wait()
-        scale = self._core.gradient_scale
-        grad_norm = square.sqrt() * scale
-        overflow = self._core.plan.may_overflow and not bool(torch.isfinite(square).item())
-        if not overflow:
-            factor = clip_coefficient(grad_norm, self._clip_grad) * scale
-            self._core.update(StepInputs(self.rates.current()[0], factor, None))
-            # Parameters may be read anywhere between two steps, not only where a forward waits for them.
-            self._core.ensure_parameters()
+        core = self._core
+        reduced = reduce_gradients(core, self._timers)
+        update = update_parameters(
+            core,
+            self._timers,
+            reduced,
+            scale=core.gradient_scale,
+            clip_grad=self._clip_grad,
+            lr=None if isinstance(core.settings.optimizer, Elementwise) else self.rates.current()[0],
+        )
+        # Parameters may be read anywhere between two steps, not only where a forward waits for them.
+        core.ensure_parameters()
+        skipped = update.skipped is not None and bool(update.skipped.item())
+        self._state = self._scaler.after_step(self._state, overflow=skipped)
+        if not skipped:
             self.rates.advance()
-        self._state = self._scaler.after_step(self._state, overflow=overflow)
-        if overflow:
-            self._check_not_exhausted(local.first_overflow)
-        return StepOutcome(grad_norm, not overflow)
-
-    def _check_not_exhausted(self, first_overflow: Tensor) -> None:
-        first = first_overflow.clone()
-        self._mesh.world.all_reduce_scalars(first, "min").wait()
-        self._scaler.check_not_exhausted(self._state, parameter=self._core.parameter_name(int(first.item())))
+        elif self._scaler.exhausted(self._state):
+            first = int(first_overflow(core, reduced).item())
+            self._scaler.check_not_exhausted(self._state, parameter=core.parameter_name(first))
+        return StepOutcome(update.grad_norm, not skipped)

@@ -43,11 +43,11 @@ class Run(NamedTuple):
 class StepInputs(NamedTuple):
     """What one optimizer step depends on beside the state; the tensors have no dimensions.
 
-    lr: learning rate.  factor: what gradients are multiplied with (unscaling and clipping).  found_inf: float32, 1 when
-    the step is to be skipped; None where overflow is no subject.
+    lr: learning rate; None: param groups have their own.  factor: what gradients are multiplied with (unscaling and
+    clipping).  found_inf: float32, 1 when the step is to be skipped; None where overflow is no subject.
     """
 
-    lr: float
+    lr: float | None
     factor: Tensor
     found_inf: Tensor | None
 
@@ -58,6 +58,10 @@ class InnerOptimizer(Protocol):
     @property
     def moments(self) -> tuple[str, ...]:
         """Names of the flat tensors that the engine keeps for it, each of the master weights' shape."""
+
+    @property
+    def skips_on_host(self) -> bool:
+        """Whether a step that is to be skipped must not reach `update`; else `found_inf` skips it on the device."""
 
     def group_of(self, spec: ParamSpec, parameter: nn.Parameter) -> int:
         """The group a parameter belongs to; parameters of one group are treated alike, and lie side by side."""
@@ -70,6 +74,15 @@ class InnerOptimizer(Protocol):
 
     def state(self, index: int, run: Run) -> Mapping[str, Tensor]:
         """What it keeps for each element of a run, by name; empty where nothing has been kept yet."""
+
+    def numbers(self) -> Mapping[str, float] | None:
+        """What it keeps beside that, the same for all runs; None where no state has been kept yet."""
+
+    def start(self, numbers: Mapping[str, float]) -> None:
+        """Make the state of all runs, whose elements are to be filled from a checkpoint.
+
+        Raises CheckpointError when these are another optimizer's numbers.
+        """
 
 
 @dataclass(frozen=True)
@@ -86,6 +99,7 @@ class FusedAdamW:
     """AdamW with one learning rate, which decays only what its spec says decays."""
 
     moments = ("exp_avg", "exp_avg_sq")
+    skips_on_host = False
 
     def __init__(self, settings: AdamWSettings) -> None:
         self._settings = settings
@@ -99,6 +113,12 @@ class FusedAdamW:
     def state(self, index: int, run: Run) -> Mapping[str, Tensor]:
         return run.moments
 
+    def numbers(self) -> Mapping[str, float]:
+        return {}
+
+    def start(self, numbers: Mapping[str, float]) -> None:
+        """The moments are there already; steps are counted beside them."""
+
     def update(self, index: int, run: Run, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> None:
         numel = run.master.numel()
         piece = min(numel, _CACHED_NUMEL) if run.master.device.type == "cpu" else numel
@@ -108,6 +128,7 @@ class FusedAdamW:
         lease.release()
 
     def _update_piece(self, run: Run, step: Tensor, inputs: StepInputs, memory: Tensor) -> None:
+        assert inputs.lr is not None, "this optimizer has no groups with rates of their own"
         torch._fused_adamw_(
             [run.master],
             [_scaled(run.gradient, inputs.factor, memory)],
@@ -134,6 +155,7 @@ class Elementwise:
     """
 
     moments: tuple[str, ...] = ()
+    skips_on_host = True
 
     def __init__(self, optimizer: TorchOptimizer) -> None:
         self.optimizer = optimizer
@@ -149,15 +171,22 @@ class Elementwise:
         self.optimizer.bind([FlatRun(run.master, run.group) for _, run in updated])
 
     def update(self, index: int, run: Run, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> None:
-        skipped = inputs.found_inf is not None and bool(inputs.found_inf.item())
-        if skipped or index not in self._places:
+        if index not in self._places:
             return
         lease = buffers.lease(run.master.numel(), run.master.dtype)
-        self.optimizer.step_run(self._places[index], _scaled(run.gradient, inputs.factor, lease.tensor))
+        gradient = _scaled(run.gradient, inputs.factor, lease.tensor)
+        self.optimizer.step_run(self._places[index], gradient, lr=inputs.lr)
         lease.release()
 
     def state(self, index: int, run: Run) -> Mapping[str, Tensor]:
         return self.optimizer.state_of(self._places[index]).tensors if index in self._places else {}
+
+    def numbers(self) -> Mapping[str, float] | None:
+        state = self.optimizer.state_of(0) if self._places else None
+        return None if state is None or not self.optimizer.has_stepped else state.numbers
+
+    def start(self, numbers: Mapping[str, float]) -> None:
+        self.optimizer.start(numbers)
 
 
 def _scaled(gradient: Tensor, factor: Tensor, memory: Tensor) -> Tensor:

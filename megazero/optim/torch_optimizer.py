@@ -102,6 +102,16 @@ class TorchOptimizer:
         """The state of a run; its tensors are the optimizer's own."""
         return self._pieces[index].state()
 
+    @property
+    def has_stepped(self) -> bool:
+        """Whether runs have state: all of them step together."""
+        return bool(self._pieces) and self._pieces[0].has_state
+
+    def start(self, numbers: Mapping[str, float]) -> None:
+        """Give every run the state of an optimizer with these numbers, whose tensors are zero and to be filled."""
+        for piece in self._pieces:
+            piece.restore(RunState(piece.zeros(), dict(numbers)))
+
     def set_state(self, index: int, state: RunState) -> None:
         """Replace a run's state by a copy of `state`; raises `CheckpointError` when it is another optimizer's."""
         self._pieces[index].restore(state)
@@ -207,6 +217,14 @@ class _Piece:
     @property
     def values(self) -> Tensor:
         return self._parameter.detach()
+
+    @property
+    def has_state(self) -> bool:
+        return self._has_state
+
+    def zeros(self) -> dict[str, Tensor]:
+        """For every tensor of the state, by name, a zero that stands for all of its elements."""
+        return {name: self.values.new_zeros(()) for name in self._learned.tensors}
 
     def take_options(self, options: Mapping[str, Any]) -> None:
         """Set the options that changed; entries in which the optimizer itself keeps count are left to it."""

@@ -20,7 +20,8 @@ from megazero.parallel.topology import ENDS
 _ATTRIBUTE = "megazero_spec"
 
 InitKind = Literal["normal", "zeros", "ones"]
-StateKind = Literal["weight", "exp_avg", "exp_avg_sq"]
+# "weight", or what the optimizer calls what it keeps for every element: "exp_avg", "momentum_buffer".
+StateKind = str
 
 
 @dataclass(frozen=True)

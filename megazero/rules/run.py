@@ -13,11 +13,13 @@ from megazero.config import derived
 from megazero.config.nearest import counted, flags, near_divisors, neighbours
 from megazero.config.run import RunConfig
 from megazero.config.validate import Unknown
+from megazero.config.values import Diagnostics
 from megazero.errors import Problem
 from megazero.rules import activations as activation_rules
 from megazero.rules import files as file_rules
 from megazero.rules import float8 as float8_rules
 from megazero.rules import pipeline as pipeline_rules
+from megazero.rules.optimizer import choose_for_run
 from megazero.rules.states import STATE_RULES, StateRule
 
 _TENSOR, _PIPELINE = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
@@ -211,7 +213,20 @@ def length_is_a_step(config: RunConfig, world_size: int) -> Iterator[Problem]:
         )
 
 
-# --- learning rate ---------------------------------------------------------------------------------------------------
+# --- optimizer and learning rate -------------------------------------------------------------------------------------
+
+
+def optimizer_takes_its_parameters(config: RunConfig, world_size: int) -> Iterable[Problem]:
+    findings = Diagnostics()
+    choose_for_run(config.optimizer, findings)
+    return findings.problems
+
+
+def lr_is_above_its_start(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    lr, start = config.optimizer.lr, config.optimizer.lr_warmup_init
+    if start > lr:
+        given = f"--lr {lr:g} --lr-warmup-init {start:g}"
+        yield Problem(given, "lr_warmup_init is at most lr", f"--lr-warmup-init {lr:g}, --lr {start:g}")
 
 
 def lr_is_above_its_end(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -276,6 +291,8 @@ RULES: tuple[Rule, ...] = (
     micro_batches_fill_global_batch,
     length_is_given_once,
     length_is_a_step,
+    optimizer_takes_its_parameters,
+    lr_is_above_its_start,
     lr_is_above_its_end,
     warmup_is_given_once,
     warmup_ends_before_decay,

@@ -14,7 +14,6 @@ from megazero.comm.local import LocalCommunicator
 from megazero.comm.mesh import Mesh
 from megazero.comm.startup import make_mesh
 from megazero.config import derived
-from megazero.config.engine_sections import OptimizerConfig
 from megazero.config.run import RunConfig
 from megazero.config.yaml_file import to_yaml
 from megazero.console import Console
@@ -25,9 +24,9 @@ from megazero.memory.ledger_interface import AnyLedger, NullLedger
 from megazero.model.compiled import compile_blocks, is_compiled
 from megazero.model.gpt import GPT
 from megazero.model.initial_values import initial_value
-from megazero.optim.inner import AdamWSettings, FusedAdamW
+from megazero.optim.configured import make_optimizer, saved_kinds
 from megazero.optim.loss_scaler import LossScaler
-from megazero.optim.lr_schedule import LearningRate, reconcile
+from megazero.optim.schedules import LearningRate, reconcile
 from megazero.parallel.drawing import draw_layout
 from megazero.parallel.launch import Launch
 from megazero.pipeline.stage_plan import StagePlan
@@ -37,6 +36,7 @@ from megazero.report.memory_report import closing_lines, opening_line
 from megazero.report.metrics import Rates, flops_per_token, peak_tflops
 from megazero.report.pipeline_report import PipelineReport
 from megazero.report.writers import open_writers
+from megazero.rules.optimizer import optimizer_choice
 from megazero.tensor_parallel.deferred import DeferredGradients
 from megazero.tensor_parallel.float8 import float8_products
 from megazero.tensor_parallel.layers import TensorParallel
@@ -50,7 +50,16 @@ from megazero.train.inputs import RunInputs
 from megazero.train.loop import Reporting, Run, Timetable
 from megazero.train.pipeline_stages import activation_config, describe_stages, num_checkpoints, stage_chunks, stage_plan
 from megazero.train.resolve_activations import settle_activations
-from megazero.train.saving import Saver, check_compatible, check_model, check_shapes, find_checkpoint, restore_engine
+from megazero.train.saving import (
+    Saver,
+    check_compatible,
+    check_model,
+    check_optimizer,
+    check_shapes,
+    find_checkpoint,
+    has_stepped,
+    restore_engine,
+)
 from megazero.train.state import TrainState
 from megazero.zero.engine import Engine, EngineSettings
 from megazero.zero.plan import DTYPES, resolve
@@ -69,7 +78,12 @@ def check_checkpoint(config: RunConfig, inputs: RunInputs) -> None:
     vocab_size = inputs.vocab_size
     check_model(checkpoint, replace(config.model, vocab_size=vocab_size))
     model = _without_memory(config, vocab_size=vocab_size)
-    check_shapes(checkpoint, model, with_optimizer=not _takes_weights_only(config))
+    kinds: tuple[str, ...] = ("weight",)
+    if not _takes_weights_only(config):
+        choice = optimizer_choice(config.optimizer)
+        check_optimizer(checkpoint, choice.type)
+        kinds += saved_kinds(choice) if has_stepped(checkpoint) else ()
+    check_shapes(checkpoint, model, kinds=kinds)
     if not config.checkpoint.finetune:
         check_compatible(checkpoint, seed=config.training.seed, seq_length=config.model.seq_length)
 
@@ -158,7 +172,7 @@ def tensor_parallel(config: RunConfig, mesh: Mesh, random: RandomRegions, *, spl
 def _build_engine(config: RunConfig, model: GPT, mesh: Mesh, buffers: FusedBuffers, ledger: AnyLedger) -> Engine:
     settings = EngineSettings(
         config.zero,
-        FusedAdamW(adamw_settings(config.optimizer)),
+        make_optimizer(optimizer_choice(config.optimizer), model),
         lambda spec, parameter: initial_value(spec, config.training.seed, like=parameter),
         ledger,
         parameter_names=_all_parameters(config, model) if mesh.topology.pp > 1 else (),
@@ -186,10 +200,6 @@ def padded_vocab_size(config: RunConfig, vocab_size: int) -> int:
         divisible_by=config.model.make_vocab_size_divisible_by,
         tensor_parallel_size=config.parallel.tensor_model_parallel_size,
     )
-
-
-def adamw_settings(config: OptimizerConfig) -> AdamWSettings:
-    return AdamWSettings(config.adam_beta1, config.adam_beta2, config.adam_eps, config.weight_decay)
 
 
 def step_parts(config: RunConfig, core: Core) -> StepParts:
@@ -339,6 +349,7 @@ def _saver(config: RunConfig, core: Core, resumed: _Resumed) -> Saver | None:
     goes_on_there = source is not None and source.resolve() in (root.resolve(), *root.resolve().glob("step_*"))
     extra = {
         "learning_rate": resumed.learning_rate.to_json(),
+        "optimizer": optimizer_choice(config.optimizer).type,
         "loss_scale_is_dynamic": LossScaler.from_config(config.precision).dynamic,
         "seed": config.training.seed,
         "seq_length": config.model.seq_length,

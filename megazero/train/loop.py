@@ -18,7 +18,7 @@ from megazero.console import Console
 from megazero.data.loader import BatchLoader
 from megazero.errors import Problem, TrainingError
 from megazero.optim.loss_scaler import LossScaler
-from megazero.optim.lr_schedule import LearningRate
+from megazero.optim.schedules import LearningRate
 from megazero.pipeline.trace import SpanRow
 from megazero.report.ledger_report import LedgerReport
 from megazero.report.metrics import Evaluation, RankMetrics, Rates, StepMetrics

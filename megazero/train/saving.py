@@ -1,9 +1,9 @@
 """A run's checkpoints: what goes in beside the engine's state, and what a resumed run must agree with."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import nn
 
@@ -21,6 +21,8 @@ from megazero.files import written_aside
 from megazero.parallel.param_spec import StateFragment, StateKind, named_specs
 from megazero.train.state import TrainState
 from megazero.zero.engine import Engine
+
+_OPTIMIZER, _NUMBERS = "optimizer", "optimizer_numbers"
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,11 @@ class Saver:
     def save(self, state: TrainState) -> Path:
         """Write one checkpoint, on all ranks together; returns its folder."""
         self.engine.ensure_parameters()
-        draft = Draft(self.root, state.iteration, {**state.to_json(), **self.extra}, self.config_yaml)
+        progress = {**state.to_json(), **self.extra}
+        numbers = self.engine.settings.optimizer.numbers()
+        if numbers is None or numbers:
+            progress[_NUMBERS] = None if numbers is None else dict(numbers)
+        draft = Draft(self.root, state.iteration, progress, self.config_yaml)
         return save(draft, self._fragments(), world=self.mesh.world, device=self.mesh.device)
 
     def _fragments(self) -> Iterator[StateFragment]:
@@ -126,9 +132,29 @@ def _shaping_settings(model: ModelConfig) -> Iterator[_Setting]:
     yield _Setting("--untie-embeddings-and-output-weights", model.untie_embeddings_and_output_weights)
 
 
-def check_shapes(checkpoint: Checkpoint, model: nn.Module, *, with_optimizer: bool) -> None:
-    """Raise CheckpointError unless checkpoint and model have the same parameters; no tensor is read."""
-    kinds: tuple[StateKind, ...] = ("weight", "exp_avg", "exp_avg_sq") if with_optimizer else ("weight",)
+def check_optimizer(checkpoint: Checkpoint, kind: str) -> None:
+    """Raise CheckpointError unless the checkpoint's optimizer is the one of this kind ("AdamW"), with sound numbers."""
+    saved, numbers = checkpoint.progress.get(_OPTIMIZER, "AdamW"), checkpoint.progress.get(_NUMBERS, {})
+    if saved != kind:
+        given = f"--optimizer of kind {kind}; {checkpoint.folder} was saved with {saved}"
+        rule = "a resumed run goes on with the optimizer it began with, whose state the checkpoint has"
+        raise CheckpointError(Problem(given, rule, f"{saved}, or --no-load-optim to start the optimizer anew"))
+    are_numbers = isinstance(numbers, dict) and all(type(value) in (int, float) for value in numbers.values())
+    if numbers is not None and not are_numbers:
+        given = f"the checkpoint's {_NUMBERS} {numbers}"
+        raise CheckpointError(Problem(given, "what an optimizer keeps beside its elements' state is numbers"))
+
+
+def has_stepped(checkpoint: Checkpoint) -> bool:
+    """Whether the checkpoint's optimizer had state of its own; AdamW's is there from the start."""
+    return checkpoint.progress.get(_NUMBERS, {}) is not None
+
+
+def check_shapes(checkpoint: Checkpoint, model: nn.Module, *, kinds: Sequence[StateKind]) -> None:
+    """Raise CheckpointError unless checkpoint and model have the same parameters; no tensor is read.
+
+    kinds: of state that a run takes from it, "weight" among them.
+    """
     parameters = list(named_specs(model))
     names = {spec.name for spec, _ in parameters}
     unknown = (name for name in checkpoint.parameters if name not in names)
@@ -145,6 +171,9 @@ def check_shapes(checkpoint: Checkpoint, model: nn.Module, *, with_optimizer: bo
 
 def restore_engine(checkpoint: Checkpoint, engine: Engine, mesh: Mesh, *, with_optimizer: bool) -> None:
     """Fill the engine's state from a checkpoint of any layout."""
+    numbers = checkpoint.progress.get(_NUMBERS, {})
+    if with_optimizer and isinstance(numbers, dict):
+        engine.settings.optimizer.start(cast(dict[str, float], numbers))
     wanted = (piece for piece in engine.wanted_state() if with_optimizer or piece.kind == "weight")
     restore(checkpoint, wanted, world=mesh.world, device=mesh.device)
     engine.state_loaded(weights_only=not with_optimizer)

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from megazero.data.loader import StepBatch
-from megazero.optim.grad_norm import clip_coefficient
-from megazero.optim.inner import StepInputs
 from megazero.pipeline.runtime import execute
 from megazero.train.context import StepParts
 from megazero.train.stage_passes import StagePasses
+from megazero.zero.step import first_overflow, reduce_gradients, update_parameters
 
 
 class StepControls(NamedTuple):
@@ -50,30 +49,15 @@ def training_step(parts: StepParts, batch: StepBatch, controls: StepControls) ->
     with parts.timers.measure("forward-backward"):
         execute(actions, passes)
         passes.finish()
-    parts.ledger.phase("reduce")
-    with parts.timers.measure("all-grads-sync"):
-        engine.finish_reductions()
-
-    parts.ledger.phase("update")
-    local = engine.local_norms()
     counts = 1.0 if parts.mesh.coordinate("tp") == 0 else 0.0  # tensor-parallel ranks all hold the same loss
-    wish = torch.full_like(local.square, float(controls.stop))
-    totals = torch.stack([local.square, passes.loss_sum * counts, passes.num_tokens * counts, wish])
-    parts.mesh.world.all_reduce_scalars(totals).wait()
-    square, loss_sum, num_tokens, stop = totals.unbind()
+    wish = torch.full_like(passes.loss_sum, float(controls.stop))
+    reduced = reduce_gradients(engine, parts.timers, passes.loss_sum * counts, passes.num_tokens * counts, wish)
+    loss_sum, num_tokens, stop = reduced.figures
+    num_tokens = num_tokens.clamp(min=1.0)
 
-    correction = engine.predivisor * parts.num_positions / num_tokens.clamp(min=1.0)
-    grad_norm = square.sqrt() * (correction / controls.loss_scale)
-    skipped, overflow = _overflow(parts, square, local.first_overflow)
-    factor = clip_coefficient(grad_norm, parts.clip_grad) * (correction / controls.loss_scale)
-    with parts.timers.measure("optimizer"):
-        engine.update(StepInputs(controls.lr, factor, skipped.float() if parts.checks_overflow else None))
-    return StepReport(loss_sum / num_tokens.clamp(min=1.0), grad_norm, stop, skipped, overflow)
-
-
-def _overflow(parts: StepParts, square: Tensor, first_overflow: Tensor) -> tuple[Tensor, Tensor]:
-    """(skipped, index of the parameter to blame), agreed on by all ranks; zeros where overflow is no subject."""
-    if not parts.checks_overflow:
-        return torch.zeros_like(square), torch.zeros_like(square)
-    parts.mesh.world.all_reduce_scalars(first_overflow, "min").wait()
-    return (~torch.isfinite(square)).to(square.dtype), first_overflow.to(square.dtype)
+    zero = torch.zeros_like(reduced.square)
+    overflow = first_overflow(engine, reduced).to(zero.dtype) if parts.checks_overflow else zero
+    scale = engine.predivisor * parts.num_positions / num_tokens / controls.loss_scale
+    update = update_parameters(engine, parts.timers, reduced, scale=scale, clip_grad=parts.clip_grad, lr=controls.lr)
+    skipped = zero if update.skipped is None else update.skipped
+    return StepReport(loss_sum / num_tokens, update.grad_norm, stop, skipped, overflow)

@@ -25,7 +25,7 @@ from megazero.config.run import RunConfig
 from megazero.data.loader import BatchLoader
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.optim.grad_norm import clip_coefficient
-from megazero.optim.lr_schedule import LearningRate
+from megazero.optim.schedules import LearningRate
 from megazero.parallel.topology import ENDS, Topology
 from megazero.train.build import batch_layout, build_core, padded_vocab_size, step_parts
 from megazero.train.inputs import RunInputs

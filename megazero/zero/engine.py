@@ -1,13 +1,14 @@
 """The engine: wires layout, shards, gathering, reduction, update and publishing around a module, for every ZeRO stage.
 
 A step is: `begin_step`, then for every micro-batch forward and `backward` (their gathers and reductions run beside
-them), `finish_reductions`, `local_norms` (the caller sums them over ranks and derives the factor), `update`.  Which
-stage it is shows nowhere but in the plan.
+them), then `finish_reductions`, `local_norms` and `update`, which `step.py` puts together.  Which stage it is shows
+nowhere but in the plan.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -96,6 +97,7 @@ class Engine:
         """Whether the gradients of a whole step exist: from its last backward until the next step begins."""
         self._unfinished: set[int] = set()  # parts whose last backward has not begun
         self._mesh = mesh
+        self.world = mesh.world  # all ranks of the job
         axis = mesh.axis("dp")
         self._parameters = dict(model.named_parameters())
         self._coordinates = {axis: mesh.coordinate(axis) for axis in ("tp", ENDS)}
@@ -244,7 +246,7 @@ class Engine:
 
     def model_state_bytes(self) -> ModelStateBytes:
         """Bytes of model states that this rank has allocated."""
-        return self._shards.model_state_bytes()
+        return self._shards.model_state_bytes(optimizer_bytes=self._update.optimizer_bytes())
 
     @property
     def gradient_arenas(self) -> dict[str, ArenaStatistics]:
@@ -253,12 +255,12 @@ class Engine:
 
     def owned_state(self) -> Iterator[StateFragment]:
         """What this rank saves: over all ranks, every element of every parameter and kind exactly once."""
-        yield from self._shards.owned_state(self._coordinates)
+        yield from chain(self._shards.owned_state(self._coordinates), self._update.optimizer_state(is_saved=True))
 
     def wanted_state(self) -> Iterator[StateFragment]:
         """What this rank must be given to go on from a checkpoint; follow with `state_loaded`."""
         self.ensure_parameters()  # what is still being published must not be written to
-        yield from self._shards.wanted_state()
+        yield from chain(self._shards.wanted_state(), self._update.optimizer_state(is_saved=False))
 
     def state_loaded(self, *, weights_only: bool = False) -> None:
         """Copy what has been written into `wanted_state` to the working parameters of all ranks.

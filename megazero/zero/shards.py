@@ -17,13 +17,11 @@ from torch import Tensor, nn
 
 from megazero.memory.arena import Arena
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
-from megazero.parallel.param_spec import ParamSpec, StateFragment, StateKind
+from megazero.parallel.param_spec import ParamSpec, StateFragment
 from megazero.zero.layout import Bucket, FlatLayout, Fragment, Range, Section, Slot
 from megazero.zero.plan import Lifetime, ModelStateBytes, Placement, ZeroPlan
 
 FirstValue = Callable[[ParamSpec, nn.Parameter], Tensor]
-
-_SAVED_MOMENTS: tuple[StateKind, ...] = ("exp_avg", "exp_avg_sq")
 
 
 def value_of_parameter(spec: ParamSpec, parameter: nn.Parameter) -> Tensor:
@@ -184,19 +182,18 @@ class Shards:
             yield StateFragment(spec, "weight", start, stop, self.working(bucket, within))
             return
         yield StateFragment(spec, "weight", start, stop, self.master(bucket, within))
-        for kind in _SAVED_MOMENTS:
-            if kind in self.moment_kinds:
-                yield StateFragment(spec, kind, start, stop, self.moment(kind, bucket, within))
+        for kind in self.moment_kinds:
+            yield StateFragment(spec, kind, start, stop, self.moment(kind, bucket, within))
 
-    def model_state_bytes(self) -> ModelStateBytes:
-        """Bytes the persistent flat tensors really occupy; gathered parameters are not among them."""
+    def model_state_bytes(self, *, optimizer_bytes: int = 0) -> ModelStateBytes:
+        """Bytes of the persistent flat tensors and of a torch optimizer's own state, without gathered parameters."""
         gradients = (*self._resident_gradients.values(), self._gradient_shard)
         whole = (self._flats[section.index] for section in self.layout.sections if not section.partitioned)
         return ModelStateBytes(
             parameters=sum(map(_nbytes, whole)) + sum(map(_nbytes, self._working_shards.values())),
             gradients=sum(flat.numel() * flat.element_size() for flat in gradients),  # an arena's storage is shared
             master=0 if self._master is None else _nbytes(self._master),
-            moments=sum(map(_nbytes, self._moments.values())),
+            moments=sum(map(_nbytes, self._moments.values())) + optimizer_bytes,
         )
 
     def _attach_parameters(self, section: Section, first_value: FirstValue) -> Tensor:

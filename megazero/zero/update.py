@@ -9,6 +9,7 @@ from torch import Tensor
 from megazero.memory.lease import Scratch
 from megazero.optim.grad_norm import first_overflow, fragment_norms, sum_dtype
 from megazero.optim.inner import NOT_UPDATED, InnerOptimizer, Run, StepInputs, advance
+from megazero.parallel.param_spec import StateFragment
 from megazero.zero.layout import Bucket, Range
 from megazero.zero.publish import ParameterPublisher
 from megazero.zero.shards import Shards
@@ -103,7 +104,12 @@ class ShardUpdate:
         return LocalNorms(square, first_overflow(norms, self._fragment_parameters))
 
     def apply(self, inputs: StepInputs, buffers: Scratch) -> None:
-        """One optimizer step on the owned ranges; each bucket is published as soon as it is done."""
+        """One optimizer step on the owned ranges; each bucket is published as soon as it is done.
+
+        Where overflow may skip it and a torch optimizer has to be kept from stepping, the host waits for the device.
+        """
+        if self._optimizer.skips_on_host and inputs.found_inf is not None and bool(inputs.found_inf.item()):
+            return
         step = self._shards.optimizer_step
         advance(step, inputs)
         for index, (bucket, _, run) in enumerate(self.runs):
@@ -126,6 +132,32 @@ class ShardUpdate:
             if found is not None:
                 offset = fragment.within.start - within.start
                 yield Piece(fragment.start, fragment.stop, found[offset : offset + fragment.numel])
+
+    def optimizer_state(self, *, is_saved: bool) -> Iterator[StateFragment]:
+        """State of the owned ranges that a torch optimizer allocates itself, beside the moments in the shards.
+
+        is_saved: what this rank saves, which no other one counts; else all that it has.
+        """
+        for index, (bucket, within, run) in enumerate(self.runs):
+            state = {} if self._optimizer.moments else self._optimizer.state(index, run)
+            saved = self._shards.partition(bucket) if is_saved else within
+            part = Range(max(saved.start, within.start), min(saved.stop, within.stop))
+            if not state or part.start >= part.stop:
+                continue
+            for fragment in bucket.fragments_in(part):
+                if is_saved and not fragment.spec.is_counted_on(self._coordinates):
+                    continue
+                start = fragment.within.start - within.start
+                for kind, tensor in state.items():
+                    piece = tensor[start : start + fragment.numel]
+                    yield StateFragment(fragment.spec, kind, fragment.start, fragment.stop, piece)
+
+    def optimizer_bytes(self) -> int:
+        """Bytes of that state."""
+        if self._optimizer.moments:
+            return 0
+        kept = (self._optimizer.state(index, owned.run) for index, owned in enumerate(self.runs))
+        return sum(tensor.nbytes for state in kept for tensor in state.values())
 
     def publish_all(self) -> None:
         """Publish every bucket, after state has been loaded into the owned ranges."""

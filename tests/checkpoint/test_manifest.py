@@ -170,7 +170,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "many dims": (_tensor(shape=[1] * 17), "at most 16"),
     "negative dim": (_tensor(shape=[-4, 3]), "greater than or equal"),
     "unknown dtype": (_tensor(dtype="F32; rm"), "Input should be"),
-    "unknown kind": (_tensor(kind="pickle"), "Input should be"),
+    "no kind": (_tensor(kind="../pickle"), "String should match pattern"),
     "tensor twice": (lambda body: body["tensors"].append(body["tensors"][0]), "listed more than once"),
     "two shapes": (
         lambda body: body["tensors"].append({**body["tensors"][0], "kind": "exp_avg", "shape": [4, 4]}),

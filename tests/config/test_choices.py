@@ -1,55 +1,139 @@
-"""The tables of optimizers and schedules, against torch itself and DeepSpeed's documented defaults."""
+"""Words in a configuration to a choice of optimizer and schedule."""
 
-import inspect
+from typing import Any
 
 import pytest
 import torch
 
-from megazero.config.choices import (
-    IMPLEMENTATION,
-    OPTIMIZERS,
-    REFUSED_OPTIMIZERS,
-    REFUSED_SCHEDULERS,
-    SCHEDULERS,
-)
+from megazero.config.choices import OptimizerChoice, SchedulerChoice, choose_optimizer, choose_scheduler
+from megazero.config.optimizers import OPTIMIZERS
+from megazero.config.schedules import SCHEDULES
+from megazero.config.values import Diagnostics, Location
+from megazero.errors import Problem
+from megazero.optim.schedules import rate_of
+
+
+def optimizer(name: Any, **params: Any) -> tuple[OptimizerChoice, Diagnostics]:
+    findings = Diagnostics()
+    return choose_optimizer(Location("ds.json", "optimizer"), name, params, findings, defaults={}), findings
+
+
+def scheduler(name: Any, *, free: tuple[str, ...] = (), **params: Any) -> tuple[SchedulerChoice | None, Diagnostics]:
+    findings, place = Diagnostics(), Location("ds.json", "scheduler")
+    return choose_scheduler(place, name, params, findings, lr=0.25, may_be_auto=free), findings
+
+
+def only(findings: Diagnostics) -> Problem:
+    assert len(findings.problems) == 1, findings.problems
+    return findings.problems[0]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_arguments_and_defaults_are_torchs(name: str) -> None:
-    arguments = inspect.signature(getattr(torch.optim, name)).parameters
-    ours = {"lr": OPTIMIZERS[name].lr} | {key: info.default for key, info in OPTIMIZERS[name].params.items()}
-    theirs = {
-        key: argument.default
-        for key, argument in arguments.items()
-        if key not in ("params", "differentiable", *IMPLEMENTATION)
-    }
-    assert ours == theirs
+def test_a_choice_makes_a_torch_optimizer(name: str) -> None:
+    choice, findings = optimizer(name.upper(), lr=0.125)
+    assert findings == Diagnostics() and choice.type == name
+    made = getattr(torch.optim, choice.type)([torch.zeros(2, requires_grad=True)], lr=choice.lr, **choice.params)
+    assert made.defaults["lr"] == 0.125
 
 
-def test_every_optimizer_of_torch_is_there_or_refused() -> None:
-    theirs = {
-        name
-        for name, value in vars(torch.optim).items()
-        if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
-    }
-    assert theirs <= set(OPTIMIZERS) | set(REFUSED_OPTIMIZERS)
+def test_what_was_said_wins_over_defaults_and_auto_takes_them() -> None:
+    choice, findings = optimizer("AdamW", lr="auto", betas=[0.9, 0.95], eps="auto", weight_decay=1)
+    assert findings == Diagnostics()
+    assert choice.lr == 1e-3 and choice.params["betas"] == (0.9, 0.95)
+    assert (choice.params["eps"], choice.params["weight_decay"], choice.params["amsgrad"]) == (1e-8, 1.0, False)
 
 
-def test_deepspeeds_optimizers_are_there_or_refused() -> None:
-    theirs = {"adagrad", "adam", "adamw", "lamb", "onebitadam", "onebitlamb", "zerooneadam", "lion", "muon"}
-    theirs |= {"muadam", "muadamw", "musgd"}
-    known = {name.lower() for name in (*OPTIMIZERS, *REFUSED_OPTIMIZERS)}
-    assert theirs <= known
-    assert not set(OPTIMIZERS) & set(REFUSED_OPTIMIZERS) and all(REFUSED_OPTIMIZERS.values())
+def test_what_chooses_an_implementation_earns_a_notice() -> None:
+    choice, findings = optimizer("Adam", fused=True, torch_adam=True)
+    assert "fused" not in choice.params and not findings.problems
+    assert [notice.split(": ")[1] for notice in findings.notices] == [
+        "optimizer.params.fused",
+        "optimizer.params.torch_adam",
+    ]
 
 
-def test_schedules_have_their_documented_parameters() -> None:
-    warmup = {"warmup_num_steps": 1000, "warmup_type": "log"}
-    rates = {"warmup_min_lr": 0.0, "warmup_max_lr": 0.001}
-    documented = {
-        "WarmupLR": rates | warmup,
-        "WarmupDecayLR": {"total_num_steps": None} | rates | warmup,
-        "WarmupCosineLR": {"total_num_steps": None, "warmup_min_ratio": 0.0, "cos_min_ratio": 0.0001} | warmup,
-    }
-    assert {name: {key: i.default for key, i in table.items()} for name, table in SCHEDULERS.items()} == documented
-    assert set(REFUSED_SCHEDULERS) == {"LRRangeTest", "OneCycle"}
+@pytest.mark.parametrize(
+    ("name", "params", "given", "rule", "legal"),
+    [
+        ("Lamb", {}, 'optimizer.type: "Lamb"', "flat slices", "AdamW, Adam, SGD"),
+        ("onebitadam", {}, 'optimizer.type: "onebitadam"', "compresses", "AdamW"),
+        ("LION", {}, 'optimizer.type: "LION"', "torch has no such", "AdamW"),
+        ("LBFGS", {}, 'optimizer.type: "LBFGS"', "several times", "AdamW"),
+        ("Adamm", {}, 'optimizer.type: "Adamm"', "nothing of this name", "Adam, AdamW"),
+        (None, {}, "optimizer.type: null", "optimizer.type is a name", "AdamW"),
+        ("SGD", {"betas": [0.9, 0.9]}, "optimizer.params.betas", "no key of this name", "lr"),
+        ("SGD", {"moment": 0.9}, "optimizer.params.moment: 0.9", "no key of this name", "momentum"),
+        ("AdamW", {"betas": [0.9, 1.5]}, "optimizer.params.betas: [0.9, 1.5]", "two numbers", "less than 1"),
+        ("AdamW", {"lr": "x"}, 'optimizer.params.lr: "x"', "a number, at least 0", "a number"),
+        ("SGD", {"nesterov": True}, "optimizer.params.nesterov: true", "has a momentum", "momentum: 0.9"),
+        ("Rprop", {"etas": [1.5, 2]}, "optimizer.params.etas: [1.5, 2.0]", "shrinks", "[0.5, 1.2]"),
+        ("Rprop", {"step_sizes": [2, 1]}, "optimizer.params.step_sizes: [2.0, 1.0]", "least", "[1e-06, 50.0]"),
+    ],
+)
+def test_a_refused_optimizer(name: Any, params: dict[str, Any], given: str, rule: str, legal: str) -> None:
+    problem = only(optimizer(name, **params)[1])
+    assert problem.given.startswith(f"ds.json: {given}") and rule in problem.rule and legal in problem.legal
+
+
+def test_parameters_of_a_schedule_are_complete() -> None:
+    choice, findings = scheduler("warmupdecaylr", total_num_steps=5e4, last_batch_iteration=-1, warmup_type="linear")
+    assert findings == Diagnostics()
+    assert choice == SchedulerChoice(
+        type="WarmupDecayLR",
+        params={
+            "total_num_steps": 50_000,
+            "warmup_min_lr": 0.0,
+            "warmup_max_lr": 0.001,
+            "warmup_num_steps": 1000,
+            "warmup_type": "linear",
+        },
+    )
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_choice_makes_a_schedule(name: str) -> None:
+    length = {key: 2000 for key in ("total_num_steps", "lr_decay_iters") if key in SCHEDULES[name]}
+    warmup = {} if "warmup_num_steps" in SCHEDULES[name] else {"lr_warmup_iters": 1000}
+    choice, findings = scheduler(name, **length, **warmup)
+    assert findings == Diagnostics() and choice is not None
+    assert rate_of(choice, 1000, 0.001) == pytest.approx(0.001)
+
+
+def test_an_automatic_peak_is_the_optimizers_rate() -> None:
+    choice, _ = scheduler("WarmupLR", warmup_max_lr="auto", warmup_num_steps="auto")
+    assert choice is not None and choice.params["warmup_max_lr"] == 0.25 and choice.params["warmup_num_steps"] == 1000
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "given", "rule"),
+    [
+        ("LRRangeTest", {}, 'scheduler.type: "LRRangeTest"', "refused"),
+        ("OneCycle", {}, 'scheduler.type: "OneCycle"', "refused"),
+        ("CosineAnnealingLR", {}, 'scheduler.type: "CosineAnnealingLR"', "nothing of this name"),
+        ("WarmupDecayLR", {}, "scheduler.params.total_num_steps is missing", "nobody else knows"),
+        ("WarmupCosineLR", {"total_num_steps": "auto"}, "scheduler.params.total_num_steps is missing", "nobody else"),
+        ("WarmupDecayLR", {"total_num_steps": 0}, "scheduler.params.total_num_steps: 0", "at least 1"),
+        ("WarmupDecayLR", {"total_num_steps": 999}, "scheduler.params.total_num_steps: 999 with warmup", "ends after"),
+        ("WarmupLR", {"total_num_steps": 9}, "scheduler.params.total_num_steps: 9", "no key of this name"),
+        ("WarmupLR", {"warmup_type": "cubic"}, 'scheduler.params.warmup_type: "cubic"', "one of log, linear"),
+        ("WarmupLR", {"warmup_num_steps": 0.5}, "scheduler.params.warmup_num_steps: 0.5", "whole number"),
+        ("WarmupLR", {"warmup_min_lr": 0.002}, "scheduler.params.warmup_min_lr: 0.002 with", "does not fall"),
+        ("cosine", {}, "scheduler.params.lr_decay_iters is missing", "nobody else knows"),
+        (
+            "linear",
+            {"lr_decay_iters": 9, "lr_warmup_iters": 9},
+            "scheduler.params.lr_warmup_iters: 9 with",
+            "ends before",
+        ),
+        ("WarmupLR", {"last_batch_iteration": 7}, "scheduler.params.last_batch_iteration: 7", "from a checkpoint"),
+    ],
+)
+def test_a_refused_schedule(name: str, params: dict[str, Any], given: str, rule: str) -> None:
+    problem = only(scheduler(name, **params)[1])
+    assert problem.given.startswith(f"ds.json: {given}") and rule in problem.rule and problem.legal
+
+
+def test_who_knows_the_length_may_leave_it_open() -> None:
+    choice, findings = scheduler("WarmupDecayLR", free=("total_num_steps",), total_num_steps="auto")
+    assert findings == Diagnostics() and choice is not None and "total_num_steps" not in choice.params
+    assert len(scheduler("WarmupDecayLR", free=("total_num_steps",))[1].problems) == 1

@@ -24,7 +24,7 @@ def test_defaults_are_megatrons() -> None:
         ("clip_grad", -1),
         ("lr_warmup_fraction", 1.0),
         ("lr_decay_style", "polynomial"),
-        ("optimizer", "sgd"),
+        ("optimizer", "lion"),
     ],
 )
 def test_out_of_range_is_refused(name: str, value: object) -> None:

@@ -214,8 +214,8 @@ def test_it_is_frozen_and_strict() -> None:
         ({"zero": {}, "optimizer": {"params": {"lr": 1}}}, "config: optimizer.params.lr: 1", "beside", "optimizer.lr"),
         ({"optimizer": {"type": "SGD", "lr": None}}, "config: optimizer.lr: null", "a number, at least 0", "number"),
         (
-            {"zero": {}, "scheduler": {"type": "Cosine"}},
-            'config: scheduler.type: "Cosine"',
+            {"zero": {}, "scheduler": {"type": "CosineAnnealing"}},
+            'config: scheduler.type: "CosineAnnealing"',
             "nothing",
             "WarmupCosineLR",
         ),

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import megazero
-from megazero.config.choices import OPTIMIZERS, OptimizerChoice
+from megazero.config.choices import OptimizerChoice
+from megazero.config.optimizers import OPTIMIZERS
 from megazero.errors import ConfigError, UsageError
 from megazero.library.engine import DataParallelEngine
 from megazero.library.optimizers import choose

@@ -10,10 +10,10 @@ from support.processes import mesh_in_worker, run_ranks
 from torch import Tensor, nn
 
 import megazero
-from megazero.errors import TrainingError
+from megazero.config.choices import SchedulerChoice
+from megazero.errors import ConfigError, TrainingError
 from megazero.library.engine import DataParallelEngine
 from megazero.library.stepping import LearningRates
-from megazero.optim.warmup import WarmupLR
 from megazero.zero.gathered import GatheredParameters
 
 LR = 0.1
@@ -196,7 +196,8 @@ def test_the_norm_counts_every_slice_and_every_whole_parameter_once(stage: int, 
 
 def test_a_schedule_is_one_call_behind() -> None:
     groups: list[dict[str, Any]] = [{"lr": 0.5}, {"lr": 0.25}]
-    schedule = WarmupLR(warmup_max_lr=None, warmup_num_steps=4, warmup_type="linear")
+    params = {"warmup_min_lr": 0.0, "warmup_max_lr": None, "warmup_num_steps": 4, "warmup_type": "linear"}
+    schedule = SchedulerChoice(type="WarmupLR", params=params)
     rates = LearningRates(groups, schedule)
     seen = []
     for _ in range(6):
@@ -221,3 +222,27 @@ def test_a_schedule_of_the_configuration(kind: str) -> None:
         moved.append(any(not torch.equal(*pair) for pair in zip(before, working(engine), strict=True)))
     assert rates == [[0.0], [0.0], [pytest.approx(0.1)], [pytest.approx(0.2)]]
     assert moved == [False, False, True, True]
+
+
+def test_a_runs_schedule_by_name() -> None:
+    """A line from 0.4 down to 0.1, behind a warm-up that begins at 0.2: no call behind, as in a run."""
+    params = {"lr_warmup_iters": 2, "lr_warmup_init": 0.2, "lr_decay_iters": 4, "min_lr": 0.1}
+    schedule = {"type": "linear", "params": params}
+    engine = megazero.initialize(make_model(), {"optimizer": {"type": "SGD", "lr": 0.4}, "scheduler": schedule})
+    rates = []
+    for step in range(6):
+        rates += engine.get_lr()
+        engine.backward(engine(batch(step)).square().mean())
+        engine.step()
+    assert rates == pytest.approx([0.2, 0.3, 0.4, 0.25, 0.1, 0.1], rel=1e-14)
+
+
+def test_a_peak_below_the_schedules_ends_is_refused() -> None:
+    """The rates of a given optimizer count, not the configuration's."""
+    schedule = {"type": "cosine", "params": {"lr_decay_iters": 4, "min_lr": 0.1, "lr_warmup_init": 0.2}}
+    config = {"zero": {}, "scheduler": schedule}
+    model = make_model()
+    engine = megazero.initialize(model, config, optimizer=torch.optim.SGD(model.parameters(), lr=0.25))
+    assert engine.get_lr() == [0.25]
+    with pytest.raises(ConfigError, match=r"lr_warmup_init: 0.2(?s:.*)min_lr: 0.1 with a learning rate of 0.01"):
+        megazero.initialize(make_model(), {**config, "optimizer": {"type": "SGD", "lr": 0.01}})

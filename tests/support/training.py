@@ -28,7 +28,7 @@ from megazero.data.loader import BatchLoader
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.model.initial_values import initial_value
 from megazero.optim.loss_scaler import LossScaler
-from megazero.optim.lr_schedule import LearningRate
+from megazero.optim.schedules import LearningRate
 from megazero.parallel.param_spec import ParamSpec, StateFragment, named_specs
 from megazero.parallel.topology import ENDS
 from megazero.train.build import Core, batch_layout, build_core, step_parts

@@ -16,7 +16,7 @@ from torch import Tensor
 from megazero.checkpoint.reader import open_checkpoint
 from megazero.config.run import RunConfig
 from megazero.errors import CheckpointError, ConfigError, UserError
-from megazero.optim.lr_schedule import LearningRate
+from megazero.optim.schedules import LearningRate
 from megazero.parallel.launch import Launch
 from megazero.train.build import Core, assemble, batch_layout, check_checkpoint, padded_vocab_size, step_parts
 from megazero.train.check import check

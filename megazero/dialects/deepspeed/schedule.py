@@ -1,9 +1,11 @@
-"""Optimizer and schedule of a DeepSpeed configuration as settings of a run, which has AdamW and its own schedules.
+"""Optimizer and schedule of a DeepSpeed configuration as settings of a run.
 
-Other optimizers are refused, and schedules that a run's can't express exactly; with a straight warm-up from 0 they can:
+An optimizer is --optimizer, the settings that are called after its parameters, and --optimizer-params for the others.
+Schedules are those of a run, of which the last can't begin elsewhere than at 0:
 
-    WarmupLR        --lr-decay-style constant, --lr-warmup-iters warmup_num_steps
-    WarmupDecayLR   --lr-decay-style linear, the same, --lr-decay-iters total_num_steps, --min-lr 0
+    WarmupLR        --lr-decay-style constant, --lr-warmup-iters warmup_num_steps, at least 2, --lr-warmup-type,
+                    --lr-warmup-init warmup_min_lr
+    WarmupDecayLR   --lr-decay-style linear, the same, --lr-decay-iters total_num_steps, --min-lr warmup_min_lr
     WarmupCosineLR  --lr-decay-style cosine, the same, --min-lr cos_min_ratio x lr
 
 A step then has the schedule's rate at that step.  DeepSpeed calls its schedule after a step, so there the rate comes
@@ -14,42 +16,50 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from megazero.config.choices import AUTO, SCHEDULERS, SchedulerChoice, choose_scheduler
+from megazero.config.choices import AUTO, SchedulerChoice, choose_scheduler
+from megazero.config.optimizers import DECOUPLED, OPTIMIZERS, RUN_NAMES, run_settings
+from megazero.config.schedules import SCHEDULES
 from megazero.dialects.deepspeed.sections import Floor, Translation, optimizer_of
 
+_RUN_NAMES: Mapping[str, str] = MappingProxyType({"Adam": "adam", **{kind: name for name, kind in RUN_NAMES.items()}})
 _STYLES: Mapping[str, str] = MappingProxyType(
     {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-)
-_STEPS: Mapping[str, str] = MappingProxyType(
-    {"warmup_num_steps": "lr_warmup_iters", "total_num_steps": "lr_decay_iters"}
 )
 
 
 def adopt_optimizer(adopted: Translation) -> None:
-    """Adam's settings, if the optimizer is what a run trains with."""
+    """The optimizer and its parameters as settings of a run."""
     file = adopted.file
     before = len(file.diagnostics.problems)
     choice = optimizer_of(file)
     if len(file.diagnostics.problems) > before:
         return
-    decay = choice.params.get("weight_decay")
-    # Without decay it makes no difference whether it is decoupled.
-    if choice.type != "AdamW" and not (choice.type == "Adam" and decay == 0):
-        said = file.written("optimizer.type")
-        given = said.source if said is not None else str(adopted.file.location("optimizer"))
-        if choice.type == "Adam":
-            given += f" with adam_w_mode: false and weight_decay: {decay:g}"
-        adopted.refuse(given, "a run trains with AdamW, whose weight decay is decoupled", 'type: "AdamW"')
-        return
-    for name in ("amsgrad", "maximize", "decoupled_weight_decay"):
-        if choice.params.get(name):
-            given = adopted.file.location(f"optimizer.params.{name}").quote(True)
-            adopted.refuse(given, "a run trains with plain AdamW", f"{name}: false")
-    beta1, beta2 = choice.params["betas"]
+    # Without decay it makes no difference whether it is decoupled, which the fused kernel's is.
+    is_adamw = choice.type == "Adam" and not choice.params["weight_decay"]
+    kind = "AdamW" if is_adamw else choice.type
+    said = file.written("optimizer.type")
+    if said is not None:
+        adopted.write("optimizer", _RUN_NAMES[kind], said.source)
     _adopt_param(adopted, "lr", {"lr": choice.lr})
-    _adopt_param(adopted, "betas", {"adam_beta1": beta1, "adam_beta2": beta2})
-    _adopt_param(adopted, "eps", {"adam_eps": choice.params["eps"]})
-    _adopt_param(adopted, "weight_decay", {"weight_decay": decay})
+    own = run_settings(kind)
+    for param, settings in own.items():
+        value = choice.params[param]
+        _adopt_param(adopted, param, dict(zip(settings, value if len(settings) > 1 else (value,), strict=True)))
+    others = {name: value for name, value in choice.params.items() if name in OPTIMIZERS[kind].params.keys() - own}
+    words = [
+        f"{name}={_word(value)}" for name, value in others.items() if value != OPTIMIZERS[kind].params[name].default
+    ]
+    if kind == "Adam":
+        words.append(f"{DECOUPLED}=false")
+    if words:
+        adopted.write("optimizer_params", tuple(words), f"{file.location('optimizer')}: {' '.join(words)}")
+
+
+def _word(value: Any) -> str:
+    """The value of a parameter as --optimizer-params has it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(str(item) for item in value) if isinstance(value, tuple) else str(value)
 
 
 def _adopt_param(adopted: Translation, name: str, settings: Mapping[str, Any]) -> None:
@@ -76,23 +86,25 @@ def adopt_scheduler(adopted: Translation) -> None:
         said.value,
         params,
         file.diagnostics,
-        lr=0.0,
+        lr=None,
         may_be_auto=("total_num_steps",),
     )
     if choice is None or len(file.diagnostics.problems) > before:
         return
-    _refuse_other_warmups(adopted, choice, params)
-    if len(file.diagnostics.problems) > before:
+    if choice.type not in _STYLES:  # one of a run's own
+        adopted.write("lr_decay_style", choice.type, said.source)
+        for name, value in choice.params.items():
+            _adopt_written(adopted, name, name, value)
+        return
+    if choice.params.get("warmup_min_ratio"):
+        given = adopted.file.location("scheduler.params.warmup_min_ratio").quote(choice.params["warmup_min_ratio"])
+        adopted.refuse(given, "the warm-up of a cosine starts at 0, or at --lr-warmup-init", "warmup_min_ratio: 0")
         return
     file.diagnostics.notices.append(
         f"{said.source}: taken as --lr-decay-style {_STYLES[choice.type]}; DeepSpeed applies a rate one step later"
     )
     adopted.write("lr_decay_style", _STYLES[choice.type], said.source)
-    if choice.type == "WarmupDecayLR":
-        adopted.write("min_lr", 0.0, said.source)
-    for name, setting in _STEPS.items():
-        if name in SCHEDULERS[choice.type]:
-            _adopt_written(adopted, name, setting, choice.params.get(name))
+    _adopt_warmup(adopted, choice)
     if choice.type == "WarmupCosineLR":
         path = "scheduler.params.cos_min_ratio"
         if params.get("cos_min_ratio") != AUTO:
@@ -103,19 +115,19 @@ def adopt_scheduler(adopted: Translation) -> None:
         _adopt_peak(adopted, choice.params["warmup_max_lr"], written="warmup_max_lr" in params)
 
 
-def _refuse_other_warmups(adopted: Translation, choice: SchedulerChoice, params: Mapping[str, Any]) -> None:
-    """Refuse a warm-up that isn't a straight line from zero, with the flags that make one."""
-    style, steps = _STYLES[choice.type], choice.params["warmup_num_steps"]
-    flags = f"no scheduler but --lr-decay-style {style} --lr-warmup-iters {steps}"
-    kind = choice.params["warmup_type"]
-    if kind != "linear" and params.get("warmup_type") != AUTO:
-        given = adopted.file.location("scheduler.params.warmup_type").quote(kind)
-        given += "" if "warmup_type" in params else " (DeepSpeed's default)"
-        adopted.refuse(given, "a run's warm-up is a straight line", f'warmup_type: "linear", or {flags}')
-    start = "warmup_min_ratio" if choice.type == "WarmupCosineLR" else "warmup_min_lr"
-    if choice.params[start] != 0:
-        given = adopted.file.location(f"scheduler.params.{start}").quote(choice.params[start])
-        adopted.refuse(given, "a run's warm-up starts at 0", f"{start}: 0, or {flags}")
+def _adopt_warmup(adopted: Translation, choice: SchedulerChoice) -> None:
+    """Length, shape and start of the warm-up, and the end of the decay."""
+    values = {**choice.params, "warmup_num_steps": max(2, choice.params["warmup_num_steps"])}
+    _adopt_written(adopted, "warmup_num_steps", "lr_warmup_iters", values["warmup_num_steps"])
+    _adopt_written(adopted, "warmup_type", "lr_warmup_type", values["warmup_type"])
+    if "total_num_steps" in SCHEDULES[choice.type]:
+        _adopt_written(adopted, "total_num_steps", "lr_decay_iters", values.get("total_num_steps"))
+    if "warmup_min_lr" in values:
+        _adopt_written(adopted, "warmup_min_lr", "lr_warmup_init", values["warmup_min_lr"])
+    if choice.type == "WarmupDecayLR":
+        said = adopted.file.written("scheduler.type")
+        assert said is not None, "the schedule has been chosen"
+        adopted.write("min_lr", values["warmup_min_lr"], said.source)
 
 
 def _adopt_written(adopted: Translation, name: str, setting: str, value: Any) -> None:

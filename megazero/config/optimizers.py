@@ -1,0 +1,143 @@
+"""Optimizers by name: what parameters each takes, how a run's settings give them, and why others are refused.
+
+An optimizer is a class of torch.optim that updates every element by itself, so that it may run on flat slices of
+parameters; its parameters have torch's names and defaults.  The library chooses one under torch's name; a run under
+Megatron-LM's, where `adam` is AdamW.  A run's settings (--adam-beta1, --sgd-momentum, --weight-decay) are the
+parameters that they are called after; all others go by --optimizer-params.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from megazero.config.fields import FieldInfo, by_name, parameter
+
+_BETAS = parameter("betas", "pair", (0.9, 0.999), ge=0, lt=1)
+_EPS = parameter("eps", "float", 1e-8, ge=0)
+_NO_DECAY = parameter("weight_decay", "float", 0.0, ge=0)
+_MAXIMIZE = parameter("maximize", "bool", False)
+_DECOUPLED = parameter("decoupled_weight_decay", "bool", False)
+_AMSGRAD = parameter("amsgrad", "bool", False)
+_MOMENTUM = parameter("momentum", "float", 0.0, ge=0)
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """One class of torch.optim: torch's default learning rate, and its arguments."""
+
+    lr: float
+    params: Mapping[str, FieldInfo]
+
+
+OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
+    {
+        "AdamW": Optimizer(
+            1e-3, by_name(_BETAS, _EPS, parameter("weight_decay", "float", 0.01, ge=0), _AMSGRAD, _MAXIMIZE)
+        ),
+        "Adam": Optimizer(1e-3, by_name(_BETAS, _EPS, _NO_DECAY, _AMSGRAD, _MAXIMIZE, _DECOUPLED)),
+        "SGD": Optimizer(
+            1e-3,
+            by_name(
+                _MOMENTUM,
+                parameter("dampening", "float", 0.0),
+                _NO_DECAY,
+                parameter("nesterov", "bool", False),
+                _MAXIMIZE,
+            ),
+        ),
+        "Adagrad": Optimizer(
+            1e-2,
+            by_name(
+                parameter("lr_decay", "float", 0.0, ge=0),
+                _NO_DECAY,
+                parameter("initial_accumulator_value", "float", 0.0, ge=0),
+                parameter("eps", "float", 1e-10, ge=0),
+                _MAXIMIZE,
+            ),
+        ),
+        "Adadelta": Optimizer(
+            1.0,
+            by_name(
+                parameter("rho", "float", 0.9, ge=0, le=1), parameter("eps", "float", 1e-6, ge=0), _NO_DECAY, _MAXIMIZE
+            ),
+        ),
+        "Adamax": Optimizer(2e-3, by_name(_BETAS, _EPS, _NO_DECAY, _MAXIMIZE)),
+        "NAdam": Optimizer(
+            2e-3,
+            by_name(_BETAS, _EPS, _NO_DECAY, parameter("momentum_decay", "float", 4e-3, ge=0), _DECOUPLED, _MAXIMIZE),
+        ),
+        "RAdam": Optimizer(1e-3, by_name(_BETAS, _EPS, _NO_DECAY, _DECOUPLED, _MAXIMIZE)),
+        "RMSprop": Optimizer(
+            1e-2,
+            by_name(
+                parameter("alpha", "float", 0.99, ge=0),
+                _EPS,
+                _NO_DECAY,
+                _MOMENTUM,
+                parameter("centered", "bool", False),
+                _MAXIMIZE,
+            ),
+        ),
+        "Rprop": Optimizer(
+            1e-2,
+            by_name(
+                parameter("etas", "pair", (0.5, 1.2), gt=0),
+                parameter("step_sizes", "pair", (1e-6, 50.0), gt=0),
+                _MAXIMIZE,
+            ),
+        ),
+        "ASGD": Optimizer(
+            1e-2,
+            by_name(
+                parameter("lambd", "float", 1e-4),
+                parameter("alpha", "float", 0.75),
+                parameter("t0", "float", 1e6),
+                _NO_DECAY,
+                _MAXIMIZE,
+            ),
+        ),
+    }
+)
+
+LR = parameter("lr", "float", None, ge=0)
+
+# Arguments that choose between implementations of one update rule, torch's or DeepSpeed's.
+IMPLEMENTATION = ("foreach", "fused", "capturable", "torch_adam", "set_grad_none")
+
+_COMPRESSED = "it compresses what the processes exchange, and here gradients are exchanged in full"
+_WHOLE = "its update of one element depends on others, and an optimizer here sees flat slices of parameters"
+_MUP = "it scales learning rates by shapes that only the mup package knows"
+
+REFUSED_OPTIMIZERS: Mapping[str, str] = MappingProxyType(
+    {
+        "Lamb": _WHOLE,
+        "OneBitLamb": _COMPRESSED,
+        "OneBitAdam": _COMPRESSED,
+        "ZeroOneAdam": _COMPRESSED,
+        "Lion": "torch has no such optimizer",
+        "Muon": _WHOLE,
+        "Adafactor": _WHOLE,
+        "LBFGS": "it evaluates the model several times a step",
+        "SparseAdam": "gradients are dense",
+        "MuAdam": _MUP,
+        "MuAdamW": _MUP,
+        "MuSGD": _MUP,
+    }
+)
+
+# --- at the command line ---------------------------------------------------------------------------------------------
+
+# What `--optimizer` may say, beside "adam" with decoupled_weight_decay=false, which is torch's Adam.
+RUN_NAMES: Mapping[str, str] = MappingProxyType(
+    {"adam": "AdamW"} | {name.lower(): name for name in OPTIMIZERS if name not in ("AdamW", "Adam")}
+)
+DECOUPLED = _DECOUPLED.name
+
+
+def run_settings(kind: str) -> Mapping[str, tuple[str, ...]]:
+    """Parameter of an optimizer -> the settings of a run that give it; those of Adam serve all that have its betas."""
+    params = OPTIMIZERS[kind].params
+    adams = {"betas": ("adam_beta1", "adam_beta2"), "eps": ("adam_eps",)} if "betas" in params else {}
+    momentum = {"momentum": ("sgd_momentum",)} if kind == "SGD" else {}
+    decay = {"weight_decay": ("weight_decay",)} if "weight_decay" in params else {}
+    return MappingProxyType({**adams, **momentum, **decay})

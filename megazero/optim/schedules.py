@@ -1,0 +1,256 @@
+"""Learning-rate schedules as pure functions of the number of updates already made.
+
+`RATES[name](k, base_lr, **params)` is the rate of update number k, counted from 0; a step that was skipped because of
+an overflow makes no update.  `base_lr` is the optimizer's learning rate; the parameters are those of
+`megazero/config/schedules.py`.  Every schedule rises in a *warm-up* of w updates from a start to the peak, and then
+falls, or stays where it is:
+
+    peak  |      /\\               linear warm-up   share k / w                  reaches the peak at k = w
+          |    /    \\             log warm-up      share log(k + 1) / log(w)    reaches the peak at k = w - 1
+    start |  /         \\_______   end
+          +---------------------
+          0  w             end
+
+`constant`, `linear` and `cosine` are Megatron-LM's rules, which count samples; with a constant global batch the ratios
+are the same.  `WarmupLR`, `WarmupDecayLR` and `WarmupCosineLR` are DeepSpeed's.  DeepSpeed's engine updates first and
+calls its scheduler afterwards, so update k has the rate of call number k - 1: the first two updates have the start's.
+Its warm-up has at least two steps, and its cosine has taken its first step when the warm-up ends.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
+from typing import Any
+
+from megazero.config.choices import SchedulerChoice
+from megazero.config.engine_sections import OptimizerConfig
+from megazero.config.schedules import WARMUP_TYPES
+from megazero.errors import CheckpointError, ConfigError, Problem, raise_problems
+
+
+def constant(
+    updates: int, base_lr: float, *, lr_warmup_iters: float, lr_warmup_init: float, lr_warmup_type: str
+) -> float:
+    """From lr_warmup_init up to base_lr, where it stays."""
+    return _warmed(updates, lr_warmup_init, base_lr, num_steps=lr_warmup_iters, shape=lr_warmup_type)
+
+
+def linear(updates: int, base_lr: float, *, lr_decay_iters: int, min_lr: float, **warmup: Any) -> float:
+    """Up to base_lr as `constant`, then in a straight line to min_lr, which it reaches at update lr_decay_iters."""
+    return _decayed(updates, base_lr, lambda done: 1.0 - done, end=lr_decay_iters, min_lr=min_lr, warmup=warmup)
+
+
+def cosine(updates: int, base_lr: float, *, lr_decay_iters: int, min_lr: float, **warmup: Any) -> float:
+    """Up to base_lr as `constant`, then along half a cosine to min_lr, which it reaches at update lr_decay_iters."""
+    return _decayed(updates, base_lr, _half_cosine, end=lr_decay_iters, min_lr=min_lr, warmup=warmup)
+
+
+def warmup_lr(
+    updates: int,
+    base_lr: float,
+    *,
+    warmup_min_lr: float,
+    warmup_max_lr: float | None,
+    warmup_num_steps: int,
+    warmup_type: str,
+) -> float:
+    """From warmup_min_lr up to warmup_max_lr, where it stays; None there is base_lr."""
+    peak = base_lr if warmup_max_lr is None else warmup_max_lr
+    return _warmed(max(updates - 1, 0), warmup_min_lr, peak, num_steps=max(2, warmup_num_steps), shape=warmup_type)
+
+
+def warmup_decay_lr(updates: int, base_lr: float, *, total_num_steps: int, **warmup: Any) -> float:
+    """Up as `warmup_lr`, then in a straight line back to warmup_min_lr, which call total_num_steps reaches."""
+    call, length = updates - 1, max(2, warmup["warmup_num_steps"])
+    if call < length:
+        return warmup_lr(updates, base_lr, **warmup)
+    low, peak = warmup["warmup_min_lr"], warmup_lr(length + 1, base_lr, **warmup)
+    left = max(0.0, (total_num_steps - call) / max(1, total_num_steps - length))
+    return float(low + left * (peak - low))
+
+
+def warmup_cosine_lr(
+    updates: int, base_lr: float, *, total_num_steps: int, cos_min_ratio: float, **warmup: Any
+) -> float:
+    """Parts of base_lr: from warmup_min_ratio up to 1, then half a cosine down to cos_min_ratio.
+
+    Before the first call, at update 0, the rate is 0, whatever warmup_min_ratio says.
+    """
+    call, length = updates - 1, max(2, warmup["warmup_num_steps"])
+    if call < 0:
+        return 0.0
+    if call < length:
+        start, shape = warmup["warmup_min_ratio"], warmup["warmup_type"]
+        return base_lr * _warmed(call, start, 1.0, num_steps=length, shape=shape)
+    done = min(1.0, (call - length + 1) / max(1, total_num_steps - length))
+    return base_lr * (cos_min_ratio + _half_cosine(done) * (1.0 - cos_min_ratio))
+
+
+RATES: Mapping[str, Callable[..., float]] = MappingProxyType(
+    {
+        "WarmupLR": warmup_lr,
+        "WarmupDecayLR": warmup_decay_lr,
+        "WarmupCosineLR": warmup_cosine_lr,
+        "constant": constant,
+        "linear": linear,
+        "cosine": cosine,
+    }
+)
+
+
+def rate_of(choice: SchedulerChoice, updates: int, base_lr: float) -> float:
+    """The rate of update number `updates` under a chosen schedule."""
+    return RATES[choice.type](updates, base_lr, **choice.params)
+
+
+def _decayed(
+    updates: int,
+    peak: float,
+    remaining: Callable[[float], float],
+    *,
+    end: int,
+    min_lr: float,
+    warmup: Mapping[str, Any],
+) -> float:
+    """A warm-up, then the decay, of which `remaining` says what is left when a part of it is over."""
+    start = warmup["lr_warmup_iters"]
+    if start > 0 and updates <= start:
+        return constant(updates, peak, **warmup)
+    if updates > end:
+        return min_lr
+    return min_lr + remaining((updates - start) / (end - start)) * (peak - min_lr)
+
+
+def _warmed(step: int, start: float, peak: float, *, num_steps: float, shape: str) -> float:
+    """The rate at a step of a warm-up over num_steps, and the peak behind it."""
+    part, whole = (math.log(step + 1), math.log(max(2, num_steps))) if shape == "log" else (step, num_steps)
+    return peak if num_steps == 0 or part > whole else start + (peak - start) * part / whole
+
+
+def _half_cosine(done: float) -> float:
+    """From 1 down to 0 as `done` goes from 0 to 1."""
+    return 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+# --- the schedule of a run -------------------------------------------------------------------------------------------
+
+STYLES = ("constant", "linear", "cosine")
+_FLAGS: Mapping[str, str] = MappingProxyType(
+    {
+        "peak": "--lr",
+        "minimum": "--min-lr",
+        "style": "--lr-decay-style",
+        "warmup_steps": "--lr-warmup-iters",
+        "decay_steps": "--lr-decay-iters (--train-iters without it)",
+        "warmup_init": "--lr-warmup-init",
+        "warmup_type": "--lr-warmup-type",
+    }
+)
+_UNUSED_BY_CONSTANT = ("minimum", "decay_steps")
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """The schedule of a run, as its checkpoints keep it.
+
+    peak, minimum, warmup_init: rates, all per step.
+    style: how it falls after the warm-up, one of `STYLES`; constant never falls, not even to the minimum.
+    warmup_steps: length of the warm-up; a fraction of the decay gives a number that need not be whole.
+    decay_steps: the step at which the minimum is reached, the warm-up included.
+    """
+
+    peak: float
+    minimum: float
+    style: str
+    warmup_steps: float
+    decay_steps: int
+    warmup_init: float = 0.0
+    warmup_type: str = "linear"
+
+    def __post_init__(self) -> None:
+        raise_problems(ConfigError, self._problems())
+
+    @classmethod
+    def from_config(cls, config: OptimizerConfig, *, train_iters: int) -> "LearningRate":
+        """The schedule a user asked for; without --lr-decay-iters the decay lasts the whole run of `train_iters`."""
+        decay_steps = train_iters if config.lr_decay_iters is None else config.lr_decay_iters
+        fraction = config.lr_warmup_fraction
+        return cls(
+            peak=config.lr,
+            minimum=config.min_lr,
+            style=config.lr_decay_style,
+            warmup_steps=config.lr_warmup_iters if fraction is None else fraction * decay_steps,
+            decay_steps=decay_steps,
+            warmup_init=config.lr_warmup_init,
+            warmup_type=config.lr_warmup_type,
+        )
+
+    def at(self, updates: int) -> float:
+        """The rate of the step that follows `updates` finished ones."""
+        warmup = {
+            "lr_warmup_iters": self.warmup_steps,
+            "lr_warmup_init": self.warmup_init,
+            "lr_warmup_type": self.warmup_type,
+        }
+        decay = {} if self.style == "constant" else {"lr_decay_iters": self.decay_steps, "min_lr": self.minimum}
+        return RATES[self.style](updates, self.peak, **warmup, **decay)
+
+    def to_json(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the schedule."""
+        return asdict(self)
+
+    def _problems(self) -> list[Problem]:
+        problems = []
+        if self.style not in STYLES:
+            rule = "the decay style is a known one"
+            problems.append(Problem(f"--lr-decay-style {self.style}", rule, ", ".join(STYLES)))
+        if self.warmup_type not in WARMUP_TYPES:
+            rule = "the warm-up has a known shape"
+            problems.append(Problem(f"--lr-warmup-type {self.warmup_type}", rule, ", ".join(WARMUP_TYPES)))
+        if not 0 <= self.minimum <= self.peak:
+            given = f"--min-lr {self.minimum:g} with --lr {self.peak:g}"
+            problems.append(Problem(given, "the minimum lies between 0 and the peak", f"0 to {self.peak:g}"))
+        if not 0 <= self.warmup_init <= self.peak:
+            given = f"--lr-warmup-init {self.warmup_init:g} with --lr {self.peak:g}"
+            problems.append(Problem(given, "a warm-up does not fall", f"0 to {self.peak:g}"))
+        if self.decay_steps < 1:
+            given = f"--lr-decay-iters {self.decay_steps}"
+            problems.append(Problem(given, "the learning rate decays over at least one step", "1 and above"))
+        elif not 0 <= self.warmup_steps < self.decay_steps:
+            given = f"a warm-up of {self.warmup_steps:g} steps in a decay of {self.decay_steps}"
+            legal = f"--lr-warmup-iters 0 to {self.decay_steps - 1}, or --lr-warmup-fraction below 1"
+            problems.append(Problem(given, "the warm-up ends before the decay does", legal))
+        return problems
+
+
+def reconcile(given: LearningRate, saved: Mapping[str, Any], config: OptimizerConfig) -> LearningRate:
+    """The schedule of a resumed run: `given` by this command line against `saved` in the checkpoint.
+
+    They have to agree unless the user says which one counts: --override-opt-param-scheduler takes the command line's,
+    --use-checkpoint-opt-param-scheduler the checkpoint's.  Raises `CheckpointError` with every field that differs.
+    """
+    if config.override_opt_param_scheduler:
+        return given
+    if config.use_checkpoint_opt_param_scheduler:
+        return _from_json(saved)
+    saved = {"warmup_init": 0.0, "warmup_type": "linear", **saved}  # what older checkpoints do not say
+    problems = [
+        Problem(
+            f"{_FLAGS[name]} {value}; the checkpoint was saved with {saved.get(name)}",
+            "a resumed run keeps its learning-rate schedule",
+            "the same, or --override-opt-param-scheduler, or --use-checkpoint-opt-param-scheduler",
+        )
+        for name, value in given.to_json().items()
+        if value != saved.get(name) and not (given.style == "constant" and name in _UNUSED_BY_CONSTANT)
+    ]
+    raise_problems(CheckpointError, problems)
+    return given
+
+
+def _from_json(saved: Mapping[str, Any]) -> LearningRate:
+    try:
+        return LearningRate(**saved)
+    except TypeError as error:
+        rule = "the saved learning-rate schedule has the fields of this version"
+        raise CheckpointError(Problem(f"the checkpoint's schedule: {error}", rule)) from error

@@ -1,0 +1,77 @@
+"""The optimizer of a run: its settings, and --optimizer-params, against the table of optimizers."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from megazero.config.choices import OptimizerChoice, defaults_of, optimizer_conflicts, read_params
+from megazero.config.engine_sections import OptimizerConfig
+from megazero.config.fields import describe
+from megazero.config.optimizers import DECOUPLED, OPTIMIZERS, RUN_NAMES, run_settings
+from megazero.config.values import Diagnostics, Location
+from megazero.errors import ConfigError, Problem, raise_problems
+
+
+def optimizer_choice(config: OptimizerConfig) -> OptimizerChoice:
+    """The optimizer of a run, whose learning rate is the schedule's peak; raises ConfigError with what is wrong."""
+    findings = Diagnostics()
+    choice = choose_for_run(config, findings)
+    raise_problems(ConfigError, findings.problems)
+    return choice
+
+
+def choose_for_run(config: OptimizerConfig, findings: Diagnostics) -> OptimizerChoice:
+    """The same; what is wrong goes to `findings`."""
+    kind = RUN_NAMES[config.optimizer]
+    place, given = Location("--optimizer-params"), _key_values(config.optimizer_params, findings)
+    if kind == "AdamW" and given.pop(DECOUPLED, True) is False:
+        kind = "Adam"
+    optimizer, own = OPTIMIZERS[kind], run_settings(kind)
+    for name in own.keys() & given.keys():
+        rule = f"{name} has a setting of its own"
+        findings.problems.append(Problem(place.key(name).quote(given.pop(name)), rule, _flags(own[name])))
+    numbers = {
+        "adam_beta1": config.adam_beta1,
+        "adam_beta2": config.adam_beta2,
+        "adam_eps": config.adam_eps,
+        "sgd_momentum": config.sgd_momentum,
+        "weight_decay": config.weight_decay,
+    }
+    others = {name: info for name, info in optimizer.params.items() if name not in own}
+    findings.problems.extend(_without_effect(config.optimizer, numbers, own, others))
+    values = defaults_of(others) | read_params(place, others, given, findings)
+    for name, settings in own.items():
+        both = tuple(numbers[setting] for setting in settings)
+        values[name] = both if optimizer.params[name].kind == "pair" else both[0]
+    findings.problems.extend(optimizer_conflicts(place, values))
+    return OptimizerChoice(type=kind, lr=config.lr, params=values)
+
+
+def _without_effect(
+    optimizer: str, numbers: Mapping[str, float], own: Mapping[str, tuple[str, ...]], others: Iterable[str]
+) -> Iterable[Problem]:
+    """Settings away from their defaults that are parameters of other optimizers only."""
+    defaults = {info.name: info.default for info in describe("optimizer", OptimizerConfig)}
+    taken = {setting for settings in own.values() for setting in settings}
+    for name, value in numbers.items():
+        if name not in taken and value != defaults[name]:
+            legal = [*(_flags(settings) for settings in own.values()), *(f"{other}=..." for other in others)]
+            rule = f"--optimizer {optimizer} takes the parameters that it has"
+            yield Problem(f"{_flags((name,))} {value:g}", rule, ", ".join(legal))
+
+
+def _flags(settings: Iterable[str]) -> str:
+    return " ".join(f"--{name.replace('_', '-')}" for name in settings)
+
+
+def _key_values(words: Iterable[str], findings: Diagnostics) -> dict[str, Any]:
+    """The values of --optimizer-params by name, as words: `nesterov=true`, or a list, `etas=0.5,1.2`."""
+    values: dict[str, Any] = {}
+    for word in words:
+        name, _, text = word.partition("=")
+        if not name or not text or name in values:
+            rule = "a parameter is given once" if name in values else "a parameter is a name and its value"
+            findings.problems.append(Problem(f"--optimizer-params {word}", rule, "nesterov=true, etas=0.5,1.2"))
+            continue
+        items = text.split(",")
+        values[name] = text if len(items) == 1 else items
+    return values

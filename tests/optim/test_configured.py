@@ -1,0 +1,56 @@
+"""The optimizer that a configuration has chosen: which of the two kinds, its groups, what checkpoints keep of it."""
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from megazero.config.choices import OptimizerChoice
+from megazero.config.optimizers import OPTIMIZERS
+from megazero.optim.configured import make_optimizer, saved_kinds
+from megazero.optim.inner import Elementwise, FusedAdamW
+
+
+def choice(kind: str, **params: Any) -> OptimizerChoice:
+    table = OPTIMIZERS[kind].params
+    return OptimizerChoice(type=kind, lr=0.125, params={name: info.default for name, info in table.items()} | params)
+
+
+def groups(chosen: OptimizerChoice, model: nn.Module) -> list[dict[str, Any]]:
+    optimizer = make_optimizer(chosen, model)
+    assert isinstance(optimizer, Elementwise)
+    return optimizer.optimizer.template.param_groups
+
+
+def test_plain_adamw_is_the_fused_kernel() -> None:
+    optimizer = make_optimizer(choice("AdamW", betas=(0.5, 0.75), weight_decay=0.25), nn.Linear(2, 2))
+    assert isinstance(optimizer, FusedAdamW) and optimizer._settings.beta2 == 0.75
+    assert optimizer._settings.weight_decay == 0.25
+    assert isinstance(make_optimizer(choice("AdamW", amsgrad=True), nn.Linear(2, 2)), Elementwise)
+
+
+def test_weight_decay_is_for_what_decays() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, bias=False))
+    model[1].weight.requires_grad_(False)
+    decayed, others = groups(choice("SGD", momentum=0.5, weight_decay=0.25), model)
+    assert decayed["params"] == [model[0].weight] and others["params"] == [model[0].bias]
+    assert (decayed["weight_decay"], others["weight_decay"], others["momentum"]) == (0.25, 0.0, 0.5)
+    assert len(groups(choice("Rprop"), model)) == 2, "the groups are the same where nothing decays"
+    assert len(groups(choice("Adamax"), nn.Linear(3, 2, bias=False))) == 1
+
+
+@pytest.mark.parametrize(
+    ("chosen", "kinds"),
+    [
+        (choice("AdamW"), {"exp_avg", "exp_avg_sq"}),
+        (choice("AdamW", amsgrad=True), {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
+        (choice("SGD"), set()),
+        (choice("SGD", momentum=0.5), {"momentum_buffer"}),
+        (choice("Adagrad"), {"sum"}),
+        (choice("RMSprop", centered=True), {"square_avg", "grad_avg"}),
+        (choice("Adadelta"), {"square_avg", "acc_delta"}),
+    ],
+    ids=str,
+)
+def test_what_a_checkpoint_keeps(chosen: OptimizerChoice, kinds: set[str]) -> None:
+    assert set(saved_kinds(chosen)) == kinds

@@ -1,0 +1,333 @@
+"""Schedules: literal tables, the formulas of Megatron-LM, DeepSpeed and transformers, limits; what a resume refuses."""
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from megazero.config.choices import SchedulerChoice
+from megazero.config.engine_sections import OptimizerConfig
+from megazero.config.schedules import SCHEDULES
+from megazero.errors import CheckpointError, ConfigError
+from megazero.optim.schedules import RATES, LearningRate, rate_of, reconcile
+
+BASE = 0.5  # the optimizer's own rate
+
+
+def choice(kind: str, **params: Any) -> SchedulerChoice:
+    """With the table's defaults for what is left out."""
+    table = SCHEDULES[kind]
+    assert params.keys() <= table.keys()
+    return SchedulerChoice(type=kind, params={name: info.default for name, info in table.items()} | params)
+
+
+def rates(kind: str, count: int, base: float = BASE, **params: Any) -> list[float]:
+    """Of updates 0, 1, 2, ..."""
+    return [rate_of(choice(kind, **params), updates, base) for updates in range(count)]
+
+
+def test_every_schedule_takes_the_parameters_of_its_table() -> None:
+    assert RATES.keys() == SCHEDULES.keys()
+    for kind, table in SCHEDULES.items():
+        params = {name: 9 if info.required else info.default for name, info in table.items()}
+        params |= {"lr_warmup_iters": 5} if "lr_warmup_iters" in table else {}
+        assert all(RATES[kind](updates, BASE, **params) <= BASE for updates in range(12))
+        for name in table:
+            with pytest.raises((TypeError, KeyError), match=name):
+                RATES[kind](1, BASE, **{other: value for other, value in params.items() if other != name})
+
+
+# --- DeepSpeed's -----------------------------------------------------------------------------------------------------
+
+
+def warmup(low: float, peak: float | None, steps: int, shape: str = "log") -> SchedulerChoice:
+    params = {"warmup_min_lr": low, "warmup_max_lr": peak, "warmup_num_steps": steps, "warmup_type": shape}
+    return SchedulerChoice(type="WarmupLR", params=params)
+
+
+def decay(total: int, low: float, peak: float | None, steps: int, shape: str = "log") -> SchedulerChoice:
+    params = {**warmup(low, peak, steps, shape).params, "total_num_steps": total}
+    return SchedulerChoice(type="WarmupDecayLR", params=params)
+
+
+def cosine(total: int, low: float, steps: int, floor: float, shape: str = "log") -> SchedulerChoice:
+    ratios = {"warmup_min_ratio": low, "cos_min_ratio": floor}
+    params = {"total_num_steps": total, "warmup_num_steps": steps, "warmup_type": shape}
+    return SchedulerChoice(type="WarmupCosineLR", params=params | ratios)
+
+
+# log(step + 1) / log(8) for steps 0 to 8: exact at 0, 1, 3 and 7, where step + 1 is a power of two.
+EIGHTH = [0, 1 / 3, 0.5283208335737187, 2 / 3, 0.7739760316291208, 0.8616541669070520, 0.9357849740192014, 1, 1]
+ROOT = math.sqrt(0.5) / 2
+
+# Rates of updates 0, 1, 2, ..., which DeepSpeed's calls -1, 0, 1, ... set.
+WARMUP_TABLES: dict[str, tuple[SchedulerChoice, list[float]]] = {
+    "log": (warmup(0.0, 1.0, 8), [0, *EIGHTH, 1]),
+    "log between two rates": (warmup(0.2, 0.5, 8), [0.2, *(0.2 + 0.3 * part for part in EIGHTH), 0.5]),
+    "linear": (warmup(0.0, 1.0, 4, "linear"), [0, 0, 0.25, 0.5, 0.75, 1, 1]),
+    "linear to the optimizer's rate": (warmup(0.1, None, 4, "linear"), [0.1, 0.1, 0.2, 0.3, 0.4, 0.5, 0.5]),
+    # One step of warm-up counts as two.
+    "log of two steps": (warmup(0.0, 1.0, 1), [0, 0, 1, 1]),
+    "linear of two steps": (warmup(0.0, 1.0, 1, "linear"), [0, 0, 0.5, 1, 1]),
+    # 4 steps up, 5 down: at step 9 it is over.
+    "decay": (decay(9, 0.0, 1.0, 4, "linear"), [0, 0, 0.25, 0.5, 0.75, 1, 0.8, 0.6, 0.4, 0.2, 0, 0, 0]),
+    "decay to the start rate": (decay(4, 0.2, 1.0, 2, "linear"), [0.2, 0.2, 0.6, 1.0, 0.6, 0.2, 0.2]),
+    # log(step + 1) / log 4 is 0, 1/2, 0.792..., 1: the peak stands for two steps.
+    "decay after log": (decay(6, 0.0, 1.0, 4), [0, 0, 0.5, 0.7924812503605781, 1, 1, 0.5, 0, 0]),
+    "decay to the optimizer's rate": (decay(4, 0.0, None, 2, "linear"), [0, 0, 0.25, 0.5, 0.25, 0]),
+    "warm-up longer than the run": (decay(2, 0.1, 1.0, 4, "linear"), [0.1, 0.1, 0.325, 0.55, 0.775, 0.1, 0.1]),
+    # Parts of 0.5; 2 steps up, 4 down by cos(pi/4), cos(pi/2), ...: the end comes at step 5 of 6.
+    "cosine": (
+        cosine(6, 0.0, 2, 0.0, "linear"),
+        [0, 0, 0.25, BASE * (0.5 + ROOT), 0.25, BASE * (0.5 - ROOT), 0, 0, 0],
+    ),
+    # 0.5 (0.2 + 0.8 / 2) = 0.3 half way down; the start is 0.5 * 0.4, and nothing at all before the first call.
+    "cosine between ratios": (cosine(4, 0.4, 2, 0.2, "linear"), [0, 0.2, 0.35, 0.3, 0.1, 0.1, 0.1]),
+    "cosine after log": (cosine(6, 0.0, 4, 0.0), [0, 0, 0.25, 0.5 * 0.7924812503605781, 0.5, 0.25, 0, 0]),
+    "cosine without a decay": (cosine(2, 0.0, 2, 0.2, "linear"), [0, 0, 0.25, 0.1, 0.1]),
+}
+
+
+@pytest.mark.parametrize("name", WARMUP_TABLES)
+def test_tables_of_deepspeeds_schedules(name: str) -> None:
+    schedule, expected = WARMUP_TABLES[name]
+    found = [rate_of(schedule, updates, BASE) for updates in range(len(expected))]
+    assert found == pytest.approx(expected, rel=1e-14, abs=1e-15)
+
+
+def test_defaults() -> None:
+    """A thousand steps by the logarithm, up to 0.001 or the optimizer's own rate."""
+    found = rates("WarmupLR", 1001)
+    assert found[32] == pytest.approx(0.001 * 5 * math.log(2) / (3 * math.log(10)), rel=1e-14)
+    assert found[999] < found[1000] == pytest.approx(0.001, rel=1e-14)
+    assert rates("WarmupDecayLR", 2002, total_num_steps=3000)[2001] == pytest.approx(0.0005, rel=1e-14)
+    assert rates("WarmupCosineLR", 2001, total_num_steps=2000)[2000] == pytest.approx(BASE * 0.0001, rel=1e-12)
+
+
+def deepspeed(kind: str, call: int, base: float, params: dict[str, Any]) -> float:
+    """What DeepSpeed's scheduler sets in call number `call`, as its documentation and sources have it."""
+    warmup = max(2, params["warmup_num_steps"])
+
+    def gamma(after: float) -> float:
+        if call >= warmup:
+            return after
+        return call / warmup if params["warmup_type"] == "linear" else math.log(call + 1) / math.log(warmup)
+
+    total = params.get("total_num_steps", 0)
+    if kind == "WarmupCosineLR":
+        part = (1 + math.cos(math.pi * min(1.0, (call - warmup + 1) / max(1, total - warmup)))) / 2
+        low = params["cos_min_ratio"] if call >= warmup else params["warmup_min_ratio"]
+        return base * (low + (1 - low) * gamma(part))
+    after = 1.0 if kind == "WarmupLR" else max(0.0, (total - call) / max(1.0, total - warmup))
+    return params["warmup_min_lr"] + (params["warmup_max_lr"] - params["warmup_min_lr"]) * gamma(after)
+
+
+@given(
+    kind=st.sampled_from(["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]),
+    warmup=st.integers(1, 50),
+    more=st.integers(0, 80),
+    warmup_type=st.sampled_from(["log", "linear"]),
+    low=st.floats(0, 0.5),
+)
+def test_deepspeeds_formulas(kind: str, warmup: int, more: int, warmup_type: str, low: float) -> None:
+    params: dict[str, Any] = {"warmup_num_steps": warmup, "warmup_type": warmup_type}
+    params |= {} if kind == "WarmupLR" else {"total_num_steps": warmup + more}
+    params |= (
+        {"warmup_min_ratio": low, "cos_min_ratio": low / 3}
+        if kind == "WarmupCosineLR"
+        else {"warmup_min_lr": low, "warmup_max_lr": 0.75}
+    )
+    found = rates(kind, 140, **params)
+    expected = [deepspeed(kind, call, BASE, params) for call in range(139)]
+    assert found[1:] == pytest.approx(expected, rel=1e-12, abs=1e-15)
+    assert found[0] == (0.0 if kind == "WarmupCosineLR" else low)
+
+
+@given(
+    kind=st.sampled_from(["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]),
+    warmup=st.integers(1, 50),
+    total=st.integers(1, 80),
+    warmup_type=st.sampled_from(["log", "linear"]),
+)
+def test_deepspeeds_rise_then_fall_within_limits(kind: str, warmup: int, total: int, warmup_type: str) -> None:
+    params: dict[str, Any] = {"warmup_num_steps": warmup, "warmup_type": warmup_type}
+    params |= {} if kind == "WarmupLR" else {"total_num_steps": total}
+    found = rates(kind, 141, base=0.001, **params)
+    turn = max(2, warmup) + 1
+    rising, falling = found[:turn], found[turn:]
+    assert rising == sorted(rising) and falling == sorted(falling, reverse=True)
+    assert found[0] == found[1] == 0.0 and max(found) <= 0.001 * (1 + 1e-12)
+    assert found[-1] == pytest.approx({"WarmupLR": 0.001, "WarmupDecayLR": 0.0, "WarmupCosineLR": 1e-7}[kind])
+
+
+# --- a run's ---------------------------------------------------------------------------------------------------------
+
+TABLES: dict[str, tuple[dict[str, Any], list[float]]] = {
+    "linear, no warm-up": ({"style": "linear"}, [1.0, 0.75, 0.5, 0.25, 0.0, 0.0, 0.0]),
+    "linear to a minimum": ({"style": "linear", "minimum": 0.2}, [1.0, 0.8, 0.6, 0.4, 0.2, 0.2]),
+    "linear, warm-up": ({"style": "linear", "warmup_steps": 2, "decay_steps": 6}, [0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0]),
+    "cosine": ({"style": "cosine"}, [1.0, 0.5 + ROOT, 0.5, 0.5 - ROOT, 0.0, 0.0]),
+    "cosine, warm-up": ({"style": "cosine", "warmup_steps": 2}, [0.0, 0.5, 1.0, 0.5, 0.0, 0.0]),
+    "constant": ({"style": "constant", "minimum": 0.1, "warmup_steps": 2}, [0.0, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+    # 2.5 steps of warm-up: the fraction of a step is kept.
+    "from a rate above zero": (
+        {"style": "constant", "warmup_steps": 4, "decay_steps": 6, "warmup_init": 0.2},
+        [0.2, 0.4, 0.6, 0.8, 1, 1],
+    ),
+    "log": ({"style": "constant", "warmup_steps": 8, "decay_steps": 9, "warmup_type": "log"}, [*EIGHTH, 1]),
+    "log before a decay": (
+        {"style": "linear", "warmup_steps": 4, "decay_steps": 6, "warmup_type": "log", "minimum": 0.1},
+        [0, 0.5, 0.7924812503605781, 1, 1, 0.55, 0.1, 0.1],
+    ),
+    "warm-up of a fraction": ({"style": "linear", "warmup_steps": 2.5, "decay_steps": 5}, [0.0, 0.4, 0.8, 0.8, 0.4, 0]),
+}
+
+
+def schedule(**changes: Any) -> LearningRate:
+    fields = {"peak": 1.0, "minimum": 0.0, "style": "linear", "warmup_steps": 0, "decay_steps": 4}
+    return LearningRate(**{**fields, **changes})
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_of_a_runs_schedules(name: str) -> None:
+    fields, expected = TABLES[name]
+    rate = schedule(**fields)
+    assert [rate.at(step) for step in range(len(expected))] == pytest.approx(expected, abs=1e-15)
+
+
+def megatron(samples: int, *, peak: float, minimum: float, style: str, warmup: float, decay: int) -> float:
+    """The rate after `samples` samples, `warmup` and `decay` being samples too."""
+    if warmup > 0 and samples <= warmup:
+        return peak / warmup * samples
+    if style == "constant":
+        return peak
+    progress = min(1.0, (samples - warmup) / (decay - warmup))
+    if style == "linear":
+        return peak * (1 - progress) + minimum * progress
+    return minimum + (peak - minimum) * math.cos(math.pi * progress / 2) ** 2
+
+
+@given(
+    style=st.sampled_from(["linear", "cosine", "constant"]),
+    batch=st.integers(1, 64),
+    decay=st.integers(1, 200),
+    warmup=st.floats(0, 0.99),
+    minimum=st.floats(0, 1),
+    step=st.integers(0, 300),
+)
+def test_same_as_counting_samples(style: str, batch: int, decay: int, warmup: float, minimum: float, step: int) -> None:
+    rate = schedule(style=style, minimum=minimum, warmup_steps=warmup * decay, decay_steps=decay)
+    expected = megatron(
+        step * batch, peak=1.0, minimum=minimum, style=style, warmup=warmup * decay * batch, decay=decay * batch
+    )
+    assert rate.at(step) == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+@given(
+    style=st.sampled_from(["linear", "cosine", "constant"]),
+    decay=st.integers(1, 100),
+    warmup=st.floats(0, 0.99),
+    minimum=st.floats(0, 1),
+)
+def test_rises_then_falls_within_limits(style: str, decay: int, warmup: float, minimum: float) -> None:
+    rate = schedule(style=style, minimum=minimum, warmup_steps=warmup * decay, decay_steps=decay)
+    found = [rate.at(step) for step in range(decay + 3)]
+    turn = math.floor(warmup * decay)
+    assert all(a <= b for a, b in pairwise(found[: turn + 1]))
+    assert all(a >= b - 1e-15 for a, b in pairwise(found[turn + 1 :]))
+    assert all(0 <= value <= 1 + 1e-15 for value in found)
+    assert found[-1] == (1.0 if style == "constant" else minimum)
+
+
+def test_from_config() -> None:
+    whole_run = OptimizerConfig(lr=3e-4, min_lr=3e-5, lr_decay_style="cosine", lr_warmup_iters=10)
+    assert LearningRate.from_config(whole_run, train_iters=100) == LearningRate(3e-4, 3e-5, "cosine", 10, 100)
+    own_decay = OptimizerConfig(lr=3e-4, lr_decay_iters=50, lr_warmup_fraction=0.05)
+    assert LearningRate.from_config(own_decay, train_iters=100) == LearningRate(3e-4, 0.0, "linear", 2.5, 50)
+
+
+def test_all_problems_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        schedule(style="stairs", minimum=2.0, warmup_steps=4)
+    given = [problem.given for problem in caught.value.problems]
+    assert given == ["--lr-decay-style stairs", "--min-lr 2 with --lr 1", "a warm-up of 4 steps in a decay of 4"]
+
+
+def test_resume_refuses_another_schedule() -> None:
+    config = OptimizerConfig(lr=1.0)
+    saved = schedule(peak=2.0, decay_steps=8).to_json()
+    with pytest.raises(CheckpointError) as caught:
+        reconcile(schedule(), saved, config)
+    assert [problem.given.split()[0] for problem in caught.value.problems] == ["--lr", "--lr-decay-iters"]
+    assert reconcile(schedule(), schedule().to_json(), config) == schedule()
+
+
+def test_resume_takes_the_side_the_user_names() -> None:
+    saved = schedule(peak=2.0)
+    here = OptimizerConfig(lr=1.0, override_opt_param_scheduler=True)
+    there = OptimizerConfig(lr=1.0, use_checkpoint_opt_param_scheduler=True)
+    assert reconcile(schedule(), saved.to_json(), here) == schedule()
+    assert reconcile(schedule(), saved.to_json(), there) == saved
+    with pytest.raises(CheckpointError, match="slope"):
+        reconcile(schedule(), saved.to_json() | {"slope": 1}, there)
+
+
+def test_constant_rate_may_be_trained_longer() -> None:
+    longer = schedule(style="constant", decay_steps=9)
+    assert reconcile(longer, schedule(style="constant").to_json(), OptimizerConfig(lr=1.0)) == longer
+
+
+def test_a_checkpoint_without_the_warm_ups_start_and_shape_had_the_plain_one() -> None:
+    saved = {
+        key: value
+        for key, value in schedule().to_json().items()
+        if not key.startswith("warmup_") or key == "warmup_steps"
+    }
+    assert reconcile(schedule(), saved, OptimizerConfig(lr=1.0)) == schedule()
+    with pytest.raises(CheckpointError, match="--lr-warmup-type log; the checkpoint was saved with linear"):
+        reconcile(schedule(warmup_type="log"), saved, OptimizerConfig(lr=1.0))
+
+
+# --- the same at both doors ------------------------------------------------------------------------------------------
+
+
+@given(
+    style=st.sampled_from(["linear", "cosine", "constant"]),
+    shape=st.sampled_from(["linear", "log"]),
+    warmup=st.integers(0, 20),
+    more=st.integers(1, 40),
+    low=st.floats(0, BASE),
+)
+def test_the_library_has_a_runs_schedules_by_name(style: str, shape: str, warmup: int, more: int, low: float) -> None:
+    run = LearningRate(BASE, low / 2, style, warmup, warmup + more, low, shape)
+    params = {"lr_warmup_iters": warmup, "lr_warmup_init": low, "lr_warmup_type": shape}
+    params |= {} if style == "constant" else {"lr_decay_iters": warmup + more, "min_lr": low / 2}
+    assert rates(style, 70, **params) == [run.at(step) for step in range(70)]
+
+
+@pytest.mark.parametrize(
+    ("style", "make"),
+    [
+        ("constant", lambda o: transformers.get_constant_schedule_with_warmup(o, 5)),
+        ("linear", lambda o: transformers.get_linear_schedule_with_warmup(o, 5, 23)),
+        ("cosine", lambda o: transformers.get_cosine_schedule_with_warmup(o, 5, 23)),
+    ],
+)
+def test_transformers_schedules(style: str, make: Callable[[torch.optim.Optimizer], Any]) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=BASE)
+    theirs, scheduler = [], make(optimizer)
+    for _ in range(30):
+        theirs.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    params = {"lr_warmup_iters": 5} | ({} if style == "constant" else {"lr_decay_iters": 23})
+    # transformers' cosine rises again behind its end.
+    count = 24 if style == "cosine" else 30
+    assert rates(style, count, **params) == pytest.approx(theirs[:count], rel=1e-12, abs=1e-15)

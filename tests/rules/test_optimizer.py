@@ -1,0 +1,68 @@
+"""The settings of a run as parameters of its optimizer, and those that it does not take."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from megazero.config.choices import OptimizerChoice
+from megazero.config.engine_sections import OptimizerConfig
+from megazero.config.optimizers import OPTIMIZERS, RUN_NAMES
+from megazero.config.values import Diagnostics
+from megazero.errors import ConfigError
+from megazero.rules.optimizer import choose_for_run, optimizer_choice
+
+
+def of_run(**settings: Any) -> OptimizerChoice:
+    return optimizer_choice(OptimizerConfig(lr=0.125, **settings))
+
+
+@pytest.mark.parametrize("name", RUN_NAMES)
+def test_settings_of_a_run_are_parameters(name: str) -> None:
+    choice = of_run(optimizer=name)
+    assert (choice.type, choice.lr) == (RUN_NAMES[name], 0.125)
+    assert choice.params.keys() == OPTIMIZERS[choice.type].params.keys()
+    assert choice.params.get("betas", (0.9, 0.999)) == (0.9, 0.999) and choice.params.get("weight_decay", 0.01) == 0.01
+    getattr(torch.optim, choice.type)([torch.zeros(2, requires_grad=True)], lr=choice.lr, **choice.params)
+
+
+def test_parameters_that_are_no_settings() -> None:
+    choice = of_run(optimizer="sgd", sgd_momentum=0.5, optimizer_params=("nesterov=true",), weight_decay=0.25)
+    expected = {"momentum": 0.5, "dampening": 0.0, "weight_decay": 0.25, "nesterov": True, "maximize": False}
+    assert (choice.type, dict(choice.params)) == ("SGD", expected)
+    assert of_run(optimizer="rprop", optimizer_params=("etas=0.5,1.5",)).params["etas"] == (0.5, 1.5)
+    coupled = of_run(optimizer_params=("decoupled_weight_decay=false", "amsgrad=true"), adam_beta2=0.95)
+    assert coupled.type == "Adam" and coupled.params["betas"] == (0.9, 0.95) and coupled.params["amsgrad"] is True
+    assert of_run(optimizer_params=("decoupled_weight_decay=true",)) == of_run()
+
+
+@pytest.mark.parametrize(
+    ("settings", "given", "legal"),
+    [
+        ({"optimizer_params": ("nesterov=true",)}, "--optimizer-params: nesterov: true", "amsgrad"),
+        ({"optimizer": "sgd", "optimizer_params": ("nesterov",)}, "--optimizer-params nesterov", "nesterov=true"),
+        ({"optimizer": "sgd", "optimizer_params": ("nesterov=1.5",)}, "--optimizer-params: nesterov: 1.5", "true"),
+        ({"optimizer": "sgd", "optimizer_params": ("maximize=true",) * 2}, "--optimizer-params maximize=true", "="),
+        (
+            {"optimizer": "sgd", "sgd_momentum": 0.0, "optimizer_params": ("nesterov=true",)},
+            "--optimizer-params: nesterov: true",
+            "momentum: 0.9",
+        ),
+        (
+            {"optimizer": "sgd", "optimizer_params": ("momentum=0.5",)},
+            "--optimizer-params: momentum: 0.5",
+            "--sgd-momentum",
+        ),
+        ({"optimizer": "sgd", "adam_beta1": 0.5}, "--adam-beta1 0.5", "--sgd-momentum, --weight-decay, dampening="),
+        ({"sgd_momentum": 0.5}, "--sgd-momentum 0.5", "--adam-beta1 --adam-beta2, --adam-eps, --weight-decay"),
+        ({"optimizer": "rprop", "weight_decay": 0.5}, "--weight-decay 0.5", "etas=..., step_sizes="),
+    ],
+    ids=str,
+)
+def test_parameters_that_an_optimizer_does_not_take(settings: dict[str, Any], given: str, legal: str) -> None:
+    findings = Diagnostics()
+    choose_for_run(OptimizerConfig(lr=0.125, **settings), findings)
+    (problem,) = findings.problems
+    assert problem.given == given and legal in problem.legal
+    with pytest.raises(ConfigError):
+        of_run(**settings)

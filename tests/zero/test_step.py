@@ -1,0 +1,59 @@
+"""The end of a step: figures summed beside the norm, clipping, overflow; several ranks are in tests of both doors."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import megazero
+from megazero.library.engine import DataParallelEngine
+from megazero.timers import Timers
+from megazero.zero.step import first_overflow, reduce_gradients, update_parameters
+
+X = torch.tensor([[1.0, 2.0, -2.0]])
+TIMERS = Timers(torch.device("cpu"), waits=False)
+
+
+def with_gradients(kind: str, precision: str, factor: float) -> DataParallelEngine:
+    """A linear layer from 3 to 2 after one backward: each row of the weight has the gradient X, each bias 1."""
+    config = {"zero": {"zero_stage": 1}, "precision": {"precision": precision}, "optimizer": {"type": kind, "lr": 1.0}}
+    torch.manual_seed(1)
+    engine = megazero.initialize(nn.Linear(3, 2), config)
+    engine.backward(engine(X.to(engine.module.weight.dtype)).sum() * factor)
+    return engine
+
+
+def weights(engine: DataParallelEngine) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in engine.module.parameters()]
+
+
+def test_norm_and_figures_come_together() -> None:
+    core = with_gradients("SGD", "fp64", 1.0).core
+    reduced = reduce_gradients(core, TIMERS, torch.tensor(3.0).double(), torch.tensor(-1.0).double())
+    assert reduced.square.item() == pytest.approx(2 * 9 + 2) and [f.item() for f in reduced.figures] == [3.0, -1.0]
+
+
+@pytest.mark.parametrize(("clip", "factor"), [(0.0, 0.5), (1e6, 0.5), (0.25, 0.25 / 20**0.5)])
+def test_gradients_are_scaled_then_clipped(clip: float, factor: float) -> None:
+    engine = with_gradients("SGD", "fp64", 1.0)
+    before = weights(engine)
+    reduced = reduce_gradients(engine.core, TIMERS)
+    update = update_parameters(engine.core, TIMERS, reduced, scale=0.5, clip_grad=clip, lr=None)
+    engine.core.ensure_parameters()
+    assert update.skipped is None and update.grad_norm.item() == pytest.approx(0.5 * 20**0.5)
+    for old, new, gradient in zip(before, weights(engine), (X.double().expand(2, 3), torch.ones(2)), strict=True):
+        torch.testing.assert_close(new, old - factor * gradient, rtol=1e-5, atol=1e-6)
+    assert {"all-grads-sync", "optimizer"} <= TIMERS.take().keys()
+
+
+@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+def test_an_overflow_skips_the_update(kind: str) -> None:
+    engine = with_gradients(kind, "fp16", 1e5)
+    before = weights(engine)
+    reduced = reduce_gradients(engine.core, TIMERS)
+    lr = 1.0 if kind == "AdamW" else None
+    update = update_parameters(engine.core, TIMERS, reduced, scale=1.0, clip_grad=1.0, lr=lr)
+    engine.core.ensure_parameters()
+    assert update.skipped is not None and update.skipped.item() == 1.0
+    assert engine.core.parameter_name(int(first_overflow(engine.core, reduced).item())) == "weight"
+    assert all(torch.equal(*pair) for pair in zip(before, weights(engine), strict=True))
+    assert engine.core.optimizer_step.item() == 0.0
