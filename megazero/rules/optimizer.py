@@ -7,7 +7,7 @@ from megazero.config.choices import OptimizerChoice, defaults_of, optimizer_conf
 from megazero.config.engine_sections import OptimizerConfig
 from megazero.config.fields import describe
 from megazero.config.optimizers import DECOUPLED, OPTIMIZERS, RUN_NAMES, run_settings
-from megazero.config.values import Diagnostics, Location
+from megazero.config.values import Diagnostics, Location, as_number
 from megazero.errors import ConfigError, Problem, raise_problems
 
 
@@ -64,7 +64,7 @@ def _flags(settings: Iterable[str]) -> str:
 
 
 def _key_values(words: Iterable[str], findings: Diagnostics) -> dict[str, Any]:
-    """The values of --optimizer-params by name, as words: `nesterov=true`, or a list, `etas=0.5,1.2`."""
+    """The values of --optimizer-params by name: `nesterov=true`, or a list, `etas=0.5,1.2`."""
     values: dict[str, Any] = {}
     for word in words:
         name, _, text = word.partition("=")
@@ -72,6 +72,14 @@ def _key_values(words: Iterable[str], findings: Diagnostics) -> dict[str, Any]:
             rule = "a parameter is given once" if name in values else "a parameter is a name and its value"
             findings.problems.append(Problem(f"--optimizer-params {word}", rule, "nesterov=true, etas=0.5,1.2"))
             continue
-        items = text.split(",")
-        values[name] = text if len(items) == 1 else items
+        items = [_typed(item) for item in text.split(",")]
+        values[name] = items[0] if len(items) == 1 else items
     return values
+
+
+def _typed(word: str) -> Any:
+    """The word as a file would have it, so that messages quote numbers and truth values without quotation marks."""
+    if word.lower() in ("true", "false"):
+        return word.lower() == "true"
+    number = as_number(word)
+    return word if number is None else number

@@ -81,7 +81,9 @@ def unread(outside: tuple[Source, ...], derived: Source) -> list[str]:
 
 # What declares, parses and checks settings does not act on them.
 CONFIGURATION = ("config", "rules", "dialects", "command_line")
-OUTSIDE = tuple(s for s in sources("megazero", *PROGRAMS) if s.package not in CONFIGURATION)
+# The choice of an optimizer that a run is built with is made of the settings where they are checked.
+ACTING = "megazero/rules/optimizer.py"
+OUTSIDE = tuple(s for s in sources("megazero", *PROGRAMS) if s.package not in CONFIGURATION or s.name == ACTING)
 (DERIVED,) = sources("megazero/config/derived.py")
 
 

@@ -352,7 +352,7 @@ def test_all_findings_come_together() -> None:
         ({"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "max_grad_norm": 1.0}}}, "", "max_grad_norm: 1.0"),
         ({"optimizer": {"type": "Adam", "params": {"lr": "fast"}}}, "", 'optimizer.params.lr: "fast"'),
         ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}}, "", 'optimizer.type: "OneBitAdam"'),
-        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3}}}, "", "warmup_type"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": -1}}}, "", "warmup_num_steps: -1"),
         (
             {"train_batch_size": 7, "gradient_accumulation_steps": 2},
             "--lr 1 --micro-batch-size 2",
