@@ -157,6 +157,14 @@ def test_figures(here: float, one: float, agrees: bool) -> None:
     assert Figure(here, one).agrees is agrees
 
 
+@pytest.mark.parametrize(
+    ("largest", "scale", "agrees"),
+    [(0.0, 0.0, True), (1e-10, 1.0, True), (1e-8, 1.0, False), (1e-30, 0.0, False), (math.inf, 1.0, False)],
+)
+def test_tensors(largest: float, scale: float, agrees: bool) -> None:
+    assert TensorDifference("up", largest, scale, 0, 4).agrees is agrees
+
+
 def test_copies_are_compared_along_their_axis() -> None:
     """Ranks 0 1 | 2 3 are tensor-parallel pairs, 0 2 | 1 3 data-parallel ones."""
     told = [
