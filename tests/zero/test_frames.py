@@ -310,6 +310,7 @@ def on_two_ranks(rank: int) -> dict[str, list[Found]]:
         return {name: passes(body, mesh, {}, steps=2) for name, body in CASES.items()}
 
 
+@pytest.mark.gloo
 def test_the_same_on_two_ranks() -> None:
     found = run_ranks(2, on_two_ranks)
     for name, body in CASES.items():

@@ -81,6 +81,7 @@ def test_every_logical_element_is_counted_once(tp: int, dp: int) -> None:
         assert square == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.gloo
 def test_frozen_parameters_have_no_name_in_the_update() -> None:
     names = {name for name, parameter in make_model().named_parameters() if parameter.requires_grad}
     assert set(run_ranks(1, trained_names)[0]) == names
