@@ -313,6 +313,7 @@ def checkpoint_bytes(world: Communicator | None, keeping: str) -> int:
         return ledger.live_bytes()["activation_checkpoints"]
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize(
     ("size", "keeping", "nbytes"),
     [
