@@ -66,7 +66,7 @@ def test_what_autograd_saves_is_gone_after_forward(keeping: str) -> None:
 
 def alive_in_the_next_layer(rank: int, size: int, keeping: str) -> list[tuple[bool, ...]]:
     """Which layers' inputs still have their own memory, asked inside every layer of a forward."""
-    axis: Communicator | None = mesh_in_worker(rank, tp=size).axis("tp") if size > 1 else None
+    axis: Communicator | None = mesh_in_worker(rank, tp=size, is_late=False).axis("tp") if size > 1 else None
     runs, alive = recomputation(keeping, partition_over=axis), Alive()
     found: list[tuple[bool, ...]] = []
 

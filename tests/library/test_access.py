@@ -136,6 +136,7 @@ def when_there_are_gradients(rank: int, stage: int) -> list[bool]:
     take_step(engine)
     engine.begin_step()
     note()
+    engine.ensure_parameters()
     return found
 
 
@@ -174,6 +175,7 @@ def set_everything(rank: int, stage: int, precision: str) -> list[Tensor]:
     engine.gradient_scale = 1.0
     take_step(engine)
     after = [safe_get_full_fp32_param(parameter) for parameter in (model.middle.weight, model.scale)]
+    engine.ensure_parameters()
     return [value for value in after if value is not None]
 
 
@@ -290,6 +292,7 @@ def momentum(rank: int, stage: int) -> list[str]:
     refused(safe_get_full_optimizer_state, model.last.weight, key)
     refused(safe_get_full_optimizer_state, model.first.bias, key)
     assert safe_get_full_optimizer_state(model.frozen.weight, key) is None
+    engine.ensure_parameters()
     return refusals
 
 

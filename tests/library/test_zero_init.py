@@ -254,7 +254,7 @@ class WideBlock(nn.Module):
 def memory_of_making(rank: int, dp: int) -> tuple[int, int]:
     """Bytes at the most while a model is made, and while its values are taken over one by one."""
     with patch.object(kept, "_GATHERED_NUMEL", 512):
-        with LiveBytes() as making, Init(mesh=mesh_in_worker(rank, dp=dp)):
+        with LiveBytes() as making, Init(mesh=mesh_in_worker(rank, dp=dp, is_late=False)):
             model = Wide()
         with LiveBytes() as giving:
             for name, parameter in model.named_parameters():

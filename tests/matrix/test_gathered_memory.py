@@ -48,7 +48,7 @@ class Seen(NamedTuple):
 def third_step(rank: int, num_layers: int, changes: dict[str, Any]) -> Seen:
     settings = {"num_layers": num_layers, "zero_stage": 3, "precision": "fp32", "mock_data": True}
     config = make_run(**{**SETTINGS, **settings, "micro_batch_size": 2, "global_batch_size": 4, **changes})
-    mesh = mesh_in_worker(rank, dp=RANKS)
+    mesh = mesh_in_worker(rank, dp=RANKS, is_late=False)
     core = build_core(config, mesh, FusedBuffers(0, mesh.device), vocab_size=257)
     parts = step_parts(config, core)
     tokens = torch.arange(48).view(2, 24) % 257

@@ -79,7 +79,7 @@ def two_steps(rank: int, tp: int, dp: int, settings: dict[str, Any], pool_only: 
     """pool_only: buckets are leased from the pool instead, as without an arena."""
     changes = {**SETTINGS, "precision": "fp32", "mock_data": True, "tensor_model_parallel_size": tp, **settings}
     config = make_run(**{**changes, "micro_batch_size": 2, "global_batch_size": 4 * dp})
-    mesh = mesh_in_worker(rank, tp=tp, dp=dp)
+    mesh = mesh_in_worker(rank, tp=tp, dp=dp, is_late=False)
     buffers = FusedBuffers(0, mesh.device)
     core = build_core(config, mesh, buffers, vocab_size=257)
     engine, reducer = core.engine, core.engine._reducer

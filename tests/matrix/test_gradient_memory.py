@@ -22,7 +22,7 @@ def peak_of_a_step(rank: int, num_layers: int, stage: int, untied: bool = False)
     changes = {"num_layers": num_layers, "zero_stage": stage, "precision": "fp32", "mock_data": True}
     changes["untie_embeddings_and_output_weights"] = untied
     config = make_run(**{**SETTINGS, **changes, "micro_batch_size": 2, "global_batch_size": 4})
-    mesh = mesh_in_worker(rank, dp=2)
+    mesh = mesh_in_worker(rank, dp=2, is_late=False)
     buffers = FusedBuffers(0, mesh.device)
     core = build_core(config, mesh, buffers, vocab_size=257)
     matrices = {name.name: parameter.numel() for name, parameter in named_specs(core.model) if parameter.ndim > 1}

@@ -40,7 +40,7 @@ def step_on_rank(rank: int, dp: int, num_micro_batches: int, changes: dict[str, 
     """Two steps; `changes` go over SETTINGS."""
     batch_size = {"global_batch_size": num_micro_batches * BATCH * dp}
     config = make_run(**{**SETTINGS, **batch_size, **changes})
-    mesh = mesh_in_worker(rank, dp=dp, pp=config.parallel.pipeline_model_parallel_size)
+    mesh = mesh_in_worker(rank, dp=dp, pp=config.parallel.pipeline_model_parallel_size, is_late=False)
     with Ledger(mesh.device) as ledger:
         buffers = FusedBuffers(0, mesh.device, ledger=ledger)
         core = build_core(config, mesh, buffers, vocab_size=VOCABULARY, ledger=ledger)

@@ -43,7 +43,7 @@ def make_chain(rank: int, zero: dict[str, Any], last: int = WIDTH, precision: st
     torch.manual_seed(5)
     model = Chain(last).to({"fp64": torch.float64, "bf16": torch.bfloat16}[precision])
     settings = {"reduce_bucket_size": HUGE, **zero}
-    return model, engine_around(model, mesh_in_worker(rank, dp=RANKS), precision=precision, **settings)
+    return model, engine_around(model, mesh_in_worker(rank, dp=RANKS, is_late=False), precision=precision, **settings)
 
 
 def run_pass(model: nn.Module, engine: Engine) -> None:
@@ -64,7 +64,7 @@ class Gathered(NamedTuple):
 
 def count_gathers(rank: int, zero: dict[str, Any]) -> Gathered:
     model, engine = make_chain(rank, zero)
-    mesh = mesh_in_worker(rank, dp=RANKS)
+    mesh = mesh_in_worker(rank, dp=RANKS, is_late=False)
     for _ in range(3):
         mesh.meter.reset()
         run_pass(model, engine)

@@ -135,7 +135,7 @@ def test_a_dry_step_has_the_ledger_of_a_real_one(zero_stage: int) -> None:
 
 def ledger_of_two_ranks(rank: int, folder: str) -> dict[str, Any]:
     with Ledger(CPU) as ledger:
-        steps = Steps(ledger, mesh_in_worker(rank, dp=2), zero_stage=2, precision="bf16")
+        steps = Steps(ledger, mesh_in_worker(rank, dp=2, is_late=False), zero_stage=2, precision="bf16")
         report = LedgerReport(ledger, steps.mesh.meter, rank=rank, folder=Path(folder), interval=4)
         names = []
         for iteration in range(1, 5):

@@ -46,7 +46,7 @@ class Held:
 
 def ledgered_step(rank: int, tp: int, dp: int, changes: dict[str, Any]) -> Held:
     """Two steps; `changes` go over SETTINGS."""
-    mesh = mesh_in_worker(rank, tp=tp, dp=dp)
+    mesh = mesh_in_worker(rank, tp=tp, dp=dp, is_late=False)  # late works hold copies
     config = make_run(**{**SETTINGS, "global_batch_size": 2 * BATCH * dp, "tensor_model_parallel_size": tp, **changes})
     with Ledger(mesh.device) as ledger:
         buffers = FusedBuffers(0, mesh.device, ledger=ledger)
