@@ -155,7 +155,7 @@ def test_only_fp16_looks_for_overflow(precision: str, checks: bool) -> None:
 
 
 def weights(core_or_run: Run | RunComponents) -> dict[str, Tensor]:
-    engine = core_or_run.parts.engine if isinstance(core_or_run, Run) else core_or_run.engine
+    engine = core_or_run.context.engine if isinstance(core_or_run, Run) else core_or_run.engine
     found = [box for fragment in engine.owned_state() for box in boxes(fragment)]
     return training.assemble(box for box in found if box.kind == "weight")
 
