@@ -50,7 +50,7 @@ from megazero.memory.fused_buffers import FusedBuffers
 from megazero.memory.ledger import Ledger
 from megazero.memory.ledger_figures import Phase
 from megazero.parallel.topology import Topology
-from megazero.train.build import build_core, step_parts
+from megazero.train.build import build_components, step_context
 from megazero.train.step import StepControls, training_step
 
 GB = 10**9
@@ -137,11 +137,11 @@ def dry_run(case: Case) -> Seen:
             stack.enter_context(context)
         buffers = FusedBuffers(0, device, ledger=ledger)
         mesh = make_mesh(Topology(tp=case.tp, dp=case.dp), 0, device, buffers)
-        core = build_core(config, mesh, buffers, vocab_size=VOCABULARY, ledger=ledger)
+        core = build_components(config, mesh, buffers, vocab_size=VOCABULARY, ledger=ledger)
         tokens = torch.zeros(case.micro_batch_size, case.seq_length, dtype=torch.int64)
         ledger.reset()
         batch = StepBatch(0, [MicroBatch(0, tokens, tokens, None)])
-        training_step(step_parts(config, core), batch, StepControls(lr=1e-4, loss_scale=1.0))
+        training_step(step_context(config, core), batch, StepControls(lr=1e-4, loss_scale=1.0))
         step = ledger.take()
         core.engine.close()
     dist.destroy_process_group()

@@ -171,8 +171,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "library/stepping.py",
         "accumulated gradients are summed, not averaged",
-        "(self._core.data_parallel.size * self._accumulation * self.loss_scale)",
-        "(self._core.data_parallel.size * self.loss_scale)",
+        "(self._engine.data_parallel.size * self._accumulation * self.loss_scale)",
+        "(self._engine.data_parallel.size * self.loss_scale)",
         ("tests/library/test_stepping.py",),
     ),
     Fault(

@@ -30,7 +30,7 @@ from megazero.memory.fused_buffers import FusedBuffers
 from megazero.optim.inner import FusedAdamW
 from megazero.tensor_parallel.random import RandomRegions
 from megazero.timers import Timers
-from megazero.train.step import StepControls, StepParts, training_step
+from megazero.train.step import StepContext, StepControls, training_step
 from megazero.zero.engine import Engine, EngineSettings
 from megazero.zero.plan import resolve
 
@@ -94,7 +94,7 @@ class Side:
     """The engine with or without look-ahead, and its trace."""
 
     name: str
-    parts: StepParts
+    parts: StepContext
     traced: Traced
     seconds: list[float]
 
@@ -111,7 +111,7 @@ def make_side(name: str, zero: ZeroConfig, config: ModelConfig, shared: Mesh, nu
     )
     buffers.resize(engine.largest_buffer_bytes)
     random, timers = RandomRegions(1, 0, mesh.device), Timers(mesh.device, waits=False)
-    return Side(name, StepParts(engine, model, mesh, random, timers, num_positions, 1.0, False), traced, [])
+    return Side(name, StepContext(engine, model, mesh, random, timers, num_positions, 1.0, False), traced, [])
 
 
 def take_steps(side: Side, mesh: Mesh, options: argparse.Namespace, turn: int) -> None:

@@ -45,7 +45,7 @@ from megazero.memory.lease import Scratch
 from megazero.memory.ledger import Ledger
 from megazero.parallel.launch import Launch
 from megazero.report.metrics import flops_per_token, peak_tflops
-from megazero.train.attention_kernel import attention_of, choose_kernel, preferring
+from megazero.train.attention_kernel import attention_call, choose_kernel, prefer_kernel
 from megazero.train.step import StepControls, training_step
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -124,8 +124,8 @@ def ceilings(bench: Bench) -> dict[str, Any]:
 def training(bench: Bench, words: Sequence[str], ledger: Any = None) -> Iterator[Steps]:
     """Steps of the run that a user gets by these flags on one process, with its choice of an attention kernel."""
     config = configuration_of(words, 1)
-    kernel = choose_kernel(config.training.attention_backend, attention_of(config, bench.device))
-    with preferring(kernel):
+    kernel = choose_kernel(config.training.attention_backend, attention_call(config, bench.device))
+    with prefer_kernel(kernel):
         steps = Steps(config, Place(Launch(0, 1, 0), bench.device, lambda: None), ledger)
         try:
             yield steps

@@ -40,7 +40,7 @@ from megazero.pipeline.picture import picture
 from megazero.pipeline.schedule import Kind, Shape, schedule
 from megazero.pipeline.timeline import EQUAL_PARTS, Timeline, predicted_idle_share, simulate
 from megazero.pipeline.trace import SpanRow, Trace, mean_durations, rows, timeline
-from megazero.train.build import build_core, step_parts
+from megazero.train.build import build_components, step_context
 from megazero.train.check import topology
 from megazero.train.step import StepControls, training_step
 
@@ -138,9 +138,9 @@ class System:
         buffers = FusedBuffers(0, place.device, ledger=ledger)
         self.mesh = make_mesh(topology(config, place.launch.world_size), place.launch.rank, place.device, buffers)
         assert config.model.vocab_size is not None, "made-up samples have a stated vocabulary"
-        core = build_core(config, self.mesh, buffers, vocab_size=config.model.vocab_size, ledger=ledger)
+        core = build_components(config, self.mesh, buffers, vocab_size=config.model.vocab_size, ledger=ledger)
         self.trace = Trace(place.device)
-        self.parts = replace(step_parts(config, core), trace=self.trace)
+        self.parts = replace(step_context(config, core), trace=self.trace)
         self._rows = config.training.micro_batch_size
         self._samples = MockSamples(config.model.vocab_size, config.model.seq_length, seed=1)
 

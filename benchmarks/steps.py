@@ -22,7 +22,7 @@ from megazero.memory.ledger import Ledger
 from megazero.memory.ledger_interface import AnyLedger
 from megazero.optim.loss_scaler import LossScaler
 from megazero.rules import run as rules
-from megazero.train.build import batch_layout, build_core, step_parts
+from megazero.train.build import batch_layout, build_components, step_context
 from megazero.train.check import topology
 from megazero.train.step import StepControls, training_step
 
@@ -52,8 +52,8 @@ class Steps:
         buffers = FusedBuffers(0, place.device, ledger=ledger)
         self.mesh = make_mesh(layout, place.launch.rank, place.device, buffers)
         assert config.model.vocab_size is not None, "made-up samples have a stated vocabulary"
-        self.core = build_core(config, self.mesh, buffers, vocab_size=config.model.vocab_size, ledger=ledger)
-        self.parts = step_parts(config, self.core)
+        self.core = build_components(config, self.mesh, buffers, vocab_size=config.model.vocab_size, ledger=ledger)
+        self.parts = step_context(config, self.core)
         self._samples = MockSamples(config.model.vocab_size, config.model.seq_length, seed=1)
         self._layout = batch_layout(config, self.mesh, eod=None)
         self.tokens = self._layout.global_batch_size // layout.dp * config.model.seq_length

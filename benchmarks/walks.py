@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 TODAY: Mapping[str, str] = {
     "a loss": """
         train/step:training_step
-        train/context:StepParts
+        train/context:StepContext
         pipeline/stage_plan:StagePlan.step
         pipeline/schedule:schedule
         pipeline/passes:with_exchanges
@@ -35,7 +35,7 @@ TODAY: Mapping[str, str] = {
         train/step:StepReport
         comm/metered:MeteredCommunicator.all_reduce_scalars
         comm/local:LocalCommunicator.all_reduce_scalars
-        train/loop:_Loop._settle
+        train/loop:_Loop._report_steps
         report/metrics:StepMetrics
         train/loop:_Loop._metrics
         report/writers:Writer.step
@@ -87,7 +87,7 @@ TODAY: Mapping[str, str] = {
         rules/states:fp32_gradients_are_wider
         rules/pipeline:pipeline_settings_need_a_pipeline
         train/program:pretrain
-        train/build:build_core
+        train/build:build_components
         zero/plan:resolve
         zero/shards:Shards
         zero/reduce:GradientReducer.finish

@@ -1,17 +1,18 @@
-"""What an engine keeps of a parameter, for looking at it and for changing it: fp32 weights, gradient, optimizer state.
+"""Read and change the state of a parameter that an engine owns: fp32 weights, gradient, optimizer state.
 
-Any parameter of a model that an engine has taken over, at every ZeRO stage.  *Full* forms speak of the whole parameter
-(with tensor parallelism: of this process's slice) and are collective calls, which every data-parallel rank makes with
-the same parameter and, to set it, the same value.  *Local* forms speak of what this rank owns: its pieces one after
-the other, one-dimensional, often none.
+The functions take any parameter of a model that an engine was made for, at every ZeRO stage.  *Full* forms are about
+the whole parameter (with tensor parallelism: this process's slice).  They are collective calls, which every
+data-parallel rank makes with the same parameter and, for setters, the same value.  *Local* forms are about the elements
+that this rank owns: its pieces one after the other, one-dimensional, often none.
 
-Weights are master weights; what they are changed to reaches the working parameters at once, so `safe_set_local_*` of
-weights is a collective call too.  Gradients are those of a step's last backward: summed over its micro-batches,
-averaged, without loss scale.  State is what the optimizer keeps for every element ("exp_avg").
+Weights are master weights; a change reaches the working parameters at once, so `safe_set_local_*` of weights is a
+collective call too.  Gradients are those of a step's last backward: summed over its micro-batches, averaged, without
+loss scale.  State is a tensor with one value per element, such as "exp_avg".
 
-Getters return copies in the master weights' number format, or None where there is nothing: frozen parameters, gradients
-before a step's last backward, state before the optimizer's first step.  Setters raise UsageError there, and where the
-shape is another; both do where no engine has the parameter, or the optimizer keeps no such state.
+Getters return copies in the master weights' number format.  They return None where there is no such state: for frozen
+parameters, for gradients before a step's last backward, for state before the optimizer's first step.  There setters
+raise UsageError, as for a value of another shape.  Both raise it if no engine owns the parameter, or if the optimizer
+has no such state.
 """
 
 from collections.abc import Iterable
@@ -30,18 +31,18 @@ _MASTER, _GRADIENT = "master", "gradient"
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """The master weights of a parameter, in its shape; a collective call."""
+    """Get the master weights of a parameter, in its shape; a collective call."""
     return _State(param, _MASTER).get_full()
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """The gradient of a parameter, in its shape; a collective call."""
+    """Get the gradient of a parameter, in its shape; a collective call."""
     return _State(param, _GRADIENT).get_full()
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """What the optimizer keeps under this key, in the parameter's shape; a collective call."""
-    return _State(param, _known(param, optim_state_key)).get_full()
+    """Get the optimizer state of this key, in the parameter's shape; a collective call."""
+    return _State(param, _checked_key(param, optim_state_key)).get_full()
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
@@ -55,42 +56,42 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Change what the optimizer keeps under this key; a collective call."""
-    _State(param, _known(param, optim_state_key)).set_full(value)
+    """Change the optimizer state of this key; a collective call."""
+    _State(param, _checked_key(param, optim_state_key)).set_full(value)
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """What this rank owns of the master weights, [elements owned]."""
+    """Get this rank's master weights of a parameter, [elements owned]."""
     return _State(param, _MASTER).get_local()
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    """What this rank owns of the gradient, [elements owned]; a collective call where reductions are on their way."""
+    """Get this rank's gradient of a parameter, [elements owned]; a collective call while reductions are in flight."""
     return _State(param, _GRADIENT).get_local()
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """What this rank owns of what the optimizer keeps under this key, [elements owned]."""
-    return _State(param, _known(param, optim_state_key)).get_local()
+    """Get this rank's optimizer state of this key, [elements owned]."""
+    return _State(param, _checked_key(param, optim_state_key)).get_local()
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Change what this rank owns of the master weights, [elements owned]; a collective call."""
+    """Change this rank's master weights of a parameter, [elements owned]; a collective call."""
     _State(param, _MASTER).set_local(value)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Change what this rank owns of the gradient, [elements owned]."""
+    """Change this rank's gradient of a parameter, [elements owned]."""
     _State(param, _GRADIENT).set_local(value)
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Change what this rank owns of what the optimizer keeps under this key, [elements owned]."""
-    _State(param, _known(param, optim_state_key)).set_local(value)
+    """Change this rank's optimizer state of this key, [elements owned]."""
+    _State(param, _checked_key(param, optim_state_key)).set_local(value)
 
 
 class _State:
-    """One kind of state of one parameter: "master", "gradient", or what the optimizer calls it."""
+    """One kind of state of one parameter: "master", "gradient", or the optimizer's name for it."""
 
     def __init__(self, param: nn.Parameter, kind: str) -> None:
         self._engine, self._name = _engine_of(param)
@@ -99,10 +100,10 @@ class _State:
             self._engine.finish_reductions()
         self._scale = self._engine.gradient_scale if kind == _GRADIENT else 1.0
         is_trained = _is_trained(self._engine, self._name)
-        self._is_kept = is_trained and (kind != _GRADIENT or self._engine.has_gradients)
+        self._has_state = is_trained and (kind != _GRADIENT or self._engine.has_gradients)
 
     def get_full(self) -> Tensor | None:
-        if not self._is_there():
+        if not self._exists():
             return None
         full = self._zeros(self._param.numel())
         for start, stop, piece in self._pieces():
@@ -112,26 +113,26 @@ class _State:
         return full.view(self._param.shape)
 
     def set_full(self, value: Tensor) -> None:
-        self._check_there(self._is_there())
+        self._check_exists(self._exists())
         self._check_shape(value, tuple(self._param.shape))
         self._write(value.detach().reshape(-1), ((piece, piece.start) for piece in self._pieces()))
 
     def get_local(self) -> Tensor | None:
-        if not self._is_there_locally():
+        if not self._exists_locally():
             return None
         pieces = [piece.tensor for piece in self._pieces()]
         return torch.cat([self._zeros(0), *pieces]).mul_(self._scale)
 
     def set_local(self, value: Tensor) -> None:
-        self._check_there(self._is_there_locally())
+        self._check_exists(self._exists_locally())
         pieces = self._pieces()
         self._check_shape(value, (sum(piece.tensor.numel() for piece in pieces),))
         starts = [sum(piece.tensor.numel() for piece in pieces[:index]) for index in range(len(pieces))]
         self._write(value.detach(), zip(pieces, starts, strict=True))
 
-    def _write(self, value: Tensor, places: Iterable[tuple[Piece, int]]) -> None:
-        """Each piece becomes the value's elements from its place on."""
-        for piece, start in places:
+    def _write(self, value: Tensor, starts: Iterable[tuple[Piece, int]]) -> None:
+        """Fill each piece with the value's elements from its start on."""
+        for piece, start in starts:
             piece.tensor.copy_(value[start : start + piece.tensor.numel()] / self._scale)
         if self._kind == _MASTER:
             self._engine.republish(self._name)
@@ -143,22 +144,22 @@ class _State:
     def _is_partitioned(self) -> bool:
         return self._engine.plan.optimizer.placement is Placement.PARTITIONED
 
-    def _is_there(self) -> bool:
-        """Whether all elements have such state, by whatever rank it is owned."""
-        if not self._is_kept or self._kind in (_MASTER, _GRADIENT):
-            return self._is_kept
+    def _exists(self) -> bool:
+        """True if every element has such state, on any rank."""
+        if not self._has_state or self._kind in (_MASTER, _GRADIENT):
+            return self._has_state
         found = torch.tensor(sum(piece.tensor.numel() for piece in self._pieces()), device=self._param.device)
         if self._is_partitioned:
             self._engine.data_parallel.all_reduce_scalars(found).wait()
         return int(found) == self._param.numel()
 
-    def _is_there_locally(self) -> bool:
-        """The same of what this rank owns."""
-        owned = list(self._engine.pieces(self._name, _MASTER)) if self._is_kept else []
-        return self._is_kept and len(self._pieces()) == len(owned)
+    def _exists_locally(self) -> bool:
+        """True if every element that this rank owns has such state."""
+        owned = list(self._engine.pieces(self._name, _MASTER)) if self._has_state else []
+        return self._has_state and len(self._pieces()) == len(owned)
 
-    def _check_there(self, is_there: bool) -> None:
-        if not is_there:
+    def _check_exists(self, exists: bool) -> None:
+        if not exists:
             given = f"setting the {self._kind} of parameter {self._name}"
             rule = (
                 "there is none: it is frozen, or a step's last backward or the optimizer's first step has yet to come"
@@ -175,7 +176,7 @@ class _State:
 
 
 def _engine_of(param: nn.Parameter) -> tuple[Engine, str]:
-    """The engine that keeps the parameter, and the parameter's name there."""
+    """The engine that owns the parameter, and the parameter's name there."""
     handle = handle_of(param)
     if handle is None or not isinstance(handle.owner, Engine):
         given = f"a parameter of shape {tuple(param.shape)} without an engine"
@@ -189,8 +190,8 @@ def _is_trained(engine: Engine, name: str) -> bool:
     return next(slot.spec.trainable for slot in slots if slot.spec.name == name)
 
 
-def _known(param: nn.Parameter, key: str) -> str:
-    """The key, if the parameter's optimizer keeps such state from its first step on; raises UsageError if not."""
+def _checked_key(param: nn.Parameter, key: str) -> str:
+    """The key, if the parameter's optimizer has such state from its first step on; raises UsageError if not."""
     engine, name = _engine_of(param)
     inner = engine.settings.optimizer
     keys = inner.moments

@@ -1,7 +1,7 @@
-"""One communicator over process groups that somebody else has made, for whoever needs no mesh of them.
+"""A communicator over one process group that the user has made, for callers that need no mesh.
 
-Where no group is given all processes of the job are meant.  They join here, as the launcher says, if nobody has had
-them join yet.
+Without a group it is over all processes of the job.  They join here, as the launcher's environment says, if torch's
+default group does not exist yet.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from megazero.parallel.launch import Launch
 
 
 def adopt_group(group: Any = None) -> Communicator:
-    """Collectives over a torch process group; None: over all processes of the job, and one alone needs no group.
+    """A communicator over a torch process group; None: over all processes of the job.  One alone needs no group.
 
     Raises TopologyError when this process is not in the group.
     """
@@ -30,14 +30,20 @@ def adopt_group(group: Any = None) -> Communicator:
         return LocalCommunicator()
     if dist.get_rank(group) < 0:
         given = f"a group of ranks {dist.get_process_group_ranks(group)} on rank {dist.get_rank()}"
-        raise TopologyError(Problem(given, "a process talks in groups that it belongs to", "this process's own group"))
+        raise TopologyError(
+            Problem(given, "a process communicates in groups that it belongs to", "this process's own group")
+        )
     chosen = dist.group.WORLD if group is None else group
     assert chosen is not None, "there is a default group"
-    return LocalCommunicator() if dist.get_world_size(chosen) == 1 else ProcessGroupCommunicator(chosen, _NewMemory())
+    return (
+        LocalCommunicator()
+        if dist.get_world_size(chosen) == 1
+        else ProcessGroupCommunicator(chosen, _AllocatedScratch())
+    )
 
 
 def own_device() -> torch.device:
-    """Where this process computes: where its default group does or, alone, on the GPU that is there, or the CPU."""
+    """The device of this process: its default group's or, without a group, its GPU, else the CPU."""
     return joined_device() if is_joined() else choose_device("auto", Launch.from_environment().local_rank)
 
 
@@ -49,16 +55,16 @@ def _join_others() -> None:
         join(launch, backend="auto", device=device, timeout_minutes=minutes)
 
 
-class _NewMemory:
-    """Scratch that is made for each lease, and gone after it: for collectives that are few."""
+class _AllocatedScratch:
+    """Scratch memory allocated for each lease and freed after it, for rare collectives."""
 
-    def lease(self, numel: int, dtype: torch.dtype) -> "_Lent":
-        return _Lent(torch.empty(numel, dtype=dtype, device=own_device()))
+    def lease(self, numel: int, dtype: torch.dtype) -> "_Lease":
+        return _Lease(torch.empty(numel, dtype=dtype, device=own_device()))
 
 
-class _Lent:
+class _Lease:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
     def release(self) -> None:
-        """Its memory goes with it."""
+        """The memory is freed with this object."""

@@ -1,16 +1,16 @@
-"""A mesh over process groups that somebody else has made.
+"""A mesh over process groups that the user's program has made.
 
-Whoever brings a model to the library may have joined the job already, and may run tensor parallelism of its own.  What
-it hands over says who belongs together; three forms are understood:
+The program may have joined the job already, and may run tensor parallelism of its own.  Its groups are given in one of
+three forms:
 
     nothing       all processes of the default group are one data-parallel axis
     DeviceMesh    torch's: its only dim, or the dims called "dp" and (if there is one) "tp"
     mpu           an object or module with `get_data_parallel_group()` and, with model parallelism, one of
                   `get_model_parallel_group()` and `get_tensor_model_parallel_group()`, as Megatron-LM has it
 
-Ranks need not be numbered as a `Topology` numbers them: this rank's number is made of its places in the two groups, and
-collectives over "world" go first over one group, then over the other.  The second data-parallel group, over which
-parameters travel, is made here, and that takes every process of the job.
+Ranks need not be numbered as a `Topology` numbers them: this rank's number follows from its places in the two groups,
+and collectives over "world" run over one group first, then over the other.  The second data-parallel group, over which
+parameters are gathered, is made here, which every process of the job takes part in.
 """
 
 from collections.abc import Callable
@@ -42,24 +42,24 @@ class ForeignGroups(NamedTuple):
 
 
 def is_joined() -> bool:
-    """Whether this process has a default process group already."""
+    """True if this process has a default process group."""
     return dist.is_available() and dist.is_initialized()
 
 
 def joined_device() -> torch.device:
-    """Where the default process group computes: this process's current GPU, or the CPU."""
+    """The device of the default process group: this process's current GPU, or the CPU."""
     uses_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config(_default_group())
     return torch.device("cuda", torch.cuda.current_device()) if uses_gpu else torch.device("cpu")
 
 
 def adopt_default(device: torch.device, scratch: Scratch) -> Mesh:
-    """A mesh in which all processes of the default group are data parallel; every one of them calls this."""
+    """A mesh in which all processes of the default group are data parallel; a collective call."""
     group = _default_group()
     return make_mesh(Topology(dp=dist.get_world_size(group)), dist.get_rank(group), device, scratch)
 
 
 def adopt(foreign: Any, device: torch.device, scratch: Scratch) -> Mesh:
-    """A mesh over somebody else's groups; every process of the job calls this.  Raises TopologyError."""
+    """A mesh over the user's groups; every process of the job calls this.  Raises TopologyError."""
     groups = find_groups(foreign)
     data = dist.get_process_group_ranks(groups.data)
     tensor = [dist.get_rank()] if groups.tensor is None else dist.get_process_group_ranks(groups.tensor)
@@ -82,13 +82,13 @@ def adopt(foreign: Any, device: torch.device, scratch: Scratch) -> Mesh:
 
 
 def find_groups(foreign: Any) -> ForeignGroups:
-    """The groups in what the user has handed over; raises TopologyError when they are not to be found."""
+    """Find the groups in the object that the user has given; raises TopologyError if it has none."""
     if isinstance(foreign, DeviceMesh):
         return _of_device_mesh(foreign)
     data = _call(foreign, "get_data_parallel_group")
     if data is None:
         given = f"mesh of type {type(foreign).__name__}"
-        raise TopologyError(Problem(given, "a mesh tells the data-parallel group of this process", _LEGAL))
+        raise TopologyError(Problem(given, "a mesh has the data-parallel group of this process", _LEGAL))
     tensor = _call(foreign, "get_tensor_model_parallel_group")
     model = _call(foreign, "get_model_parallel_group")
     if tensor is not None and model is not None and dist.get_world_size(tensor) != dist.get_world_size(model):
@@ -125,16 +125,16 @@ class TwoAxes:
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         row, column = divmod(source, self._inner.size)
-        # Every row gets its own member's tensor first; then the row of the source overrules the others.
+        # Every row broadcasts its own member's tensor first; then the row of the source overwrites the others.
         self._inner.broadcast(tensor, column).wait()
         self._outer.broadcast(tensor, row).wait()
         return CompletedWork()
 
     def send(self, tensor: Tensor, to: int) -> Work:
-        raise AssertionError("what crosses both axes is a sum")
+        raise AssertionError("only sums cross both axes")
 
     def receive_into(self, tensor: Tensor, source: int) -> Work:
-        raise AssertionError("what crosses both axes is a sum")
+        raise AssertionError("only sums cross both axes")
 
     def barrier(self) -> None:
         self._inner.barrier()
@@ -143,7 +143,7 @@ class TwoAxes:
 
 def _default_group() -> dist.ProcessGroup:
     group = dist.group.WORLD
-    assert group is not None, "nobody has joined yet"
+    assert group is not None, "torch.distributed is not initialised"
     return group
 
 
@@ -163,7 +163,7 @@ def _of_device_mesh(mesh: DeviceMesh) -> ForeignGroups:
 
 
 def _check_ranks(data: list[int], tensor: list[int]) -> None:
-    """That the two groups cross in this process, and that their order is torch's."""
+    """Raise TopologyError unless the groups have this process alone in common, and their ranks ascend."""
     me = dist.get_rank()
     given = f"data-parallel ranks {data}, tensor-parallel ranks {tensor} on rank {me}"
     if set(data) & set(tensor) != {me}:
@@ -177,7 +177,10 @@ def _communicator(group: dist.ProcessGroup, scratch: Scratch) -> Communicator:
 
 
 def _second_group(ranks: list[int], device: torch.device) -> dist.ProcessGroup:
-    """Another group of the same ranks; all processes make those of all data-parallel axes, in the same order."""
+    """Make another group of the same ranks.
+
+    All processes make the groups of all data-parallel axes in the same order, as torch requires.
+    """
     world = _default_group()
     first_ranks = torch.empty(dist.get_world_size(world), dtype=torch.int64, device=device)
     whole = ProcessGroupCommunicator(world, _NoScratch())
@@ -191,7 +194,7 @@ def _second_group(ranks: list[int], device: torch.device) -> dist.ProcessGroup:
 
 
 class _NoScratch:
-    """For communicators that only gather."""
+    """A scratch for communicators that only gather, which need none."""
 
     def lease(self, numel: int, dtype: torch.dtype) -> Any:
-        raise AssertionError("gathering borrows no memory")
+        raise AssertionError("gathering needs no scratch memory")

@@ -1,8 +1,8 @@
 """Models whose parameters are DTensors: tensor parallelism as torch's `parallelize_module` does it.
 
-The engine lays out plain tensors, so each DTensor parameter gives way to an ordinary parameter, this rank's *local
-tensor*; while its module's forward runs, the module sees the DTensor again, made from the local tensor in a way that
-gradients go back to it.  What a parameter is beside the others (a slice, or the same on every rank) goes into its spec.
+The engine lays out plain tensors, so each DTensor parameter is replaced by an ordinary parameter, this rank's *local
+tensor*.  While its module's forward runs, the module has the DTensor again, made from the local tensor so that
+gradients reach it.  The spec of a parameter records whether it is a slice, or the same on every rank.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ from megazero.parallel.param_spec import ParamSpec, attach_spec
 
 
 class _Wrapping(NamedTuple):
-    """What a local tensor is a part of."""
+    """The DTensor that a local tensor is a part of."""
 
     mesh: DeviceMesh
     placements: Sequence[Placement]
@@ -31,7 +31,7 @@ class _Wrapping(NamedTuple):
 
 
 def unwrap_dtensors(model: nn.Module, mesh: Mesh) -> None:
-    """Put local tensors in the places of the model's DTensor parameters, for good.
+    """Replace the model's DTensor parameters by local tensors, permanently.
 
     A collective call where there are any.  Raises ConfigError where a parameter is distributed over other ranks than
     the mesh's tensor-parallel axis, or is a partial sum.
@@ -57,7 +57,7 @@ def _dtensor_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]
 
 
 def _ranks_of_axis(mesh: Mesh) -> list[int]:
-    """The processes of this one's tensor-parallel axis, by their numbers in the job."""
+    """The ranks in the job of this process's tensor-parallel axis."""
     axis = mesh.axis("tp")
     ranks = torch.empty(axis.size, dtype=torch.int64, device=mesh.device)
     axis.all_gather_into(ranks, torch.tensor([dist.get_rank()], device=mesh.device)).wait()
@@ -87,11 +87,11 @@ def _local_parameter(parameter: Any) -> nn.Parameter:
 
 
 def _wrap_in_forward(module: nn.Module, name: str, wrapping: _Wrapping) -> None:
-    """An attribute of the instance hides the registered parameter for the length of a forward."""
+    """Register hooks that hide the registered parameter by an attribute of the instance during a forward."""
 
     def wrap(owner: nn.Module, _inputs: Any) -> None:
         local = owner._parameters[name]
-        assert local is not None, f"{name} is there as long as its module"
+        assert local is not None, f"{name} exists as long as its module"
         owner.__dict__[name] = DTensor.from_local(
             local,
             wrapping.mesh,

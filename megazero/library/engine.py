@@ -6,8 +6,8 @@
         engine.backward(loss)          # or loss.backward()
         engine.step()                  # acts after gradient_accumulation_steps backwards
 
-Everything else is asked of the model, through the engine if one likes: `engine.my_method()`.  Where parameters are
-partitioned they are saved by `save_16bit_model`; `state_dict` would want them whole.
+Attributes that the engine does not have are the model's: `engine.my_method()`.  Partitioned parameters are saved by
+`save_16bit_model`, since `state_dict` needs them whole.
 """
 
 from contextlib import AbstractContextManager
@@ -38,14 +38,14 @@ WEIGHTS_FILE = "model.safetensors"
 
 
 @dataclass(frozen=True)
-class EngineParts:
-    """What an engine is made of; `initialize` makes it."""
+class EngineComponents:
+    """The components of an engine, which `initialize` makes."""
 
     config: EngineConfig
     batch: BatchSizes
     mesh: Mesh
     units: list[Unit]
-    core: Engine
+    zero_engine: Engine
     passes: BackwardPasses
     stepper: Stepper
     optimizer: Optimizer | None
@@ -54,32 +54,32 @@ class EngineParts:
 
 
 class DataParallelEngine:
-    """Trains `module` on this rank's share of the data; made by `megazero.initialize`.
+    """An engine that trains `module` on this rank's share of the data; `megazero.initialize` makes it.
 
-    Every rank makes the same calls in the same order.  What it does not know itself it asks of the module.
+    Every rank makes the same calls in the same order.  Attributes that the engine does not have are the module's.
     """
 
-    def __init__(self, module: nn.Module, parts: EngineParts) -> None:
+    def __init__(self, module: nn.Module, components: EngineComponents) -> None:
         self.module = module
-        self.core = parts.core
-        """The ZeRO engine beneath."""
-        self.mesh = parts.mesh
-        self.config = parts.config
-        self.optimizer = parts.optimizer
-        """The torch optimizer whose param groups hold, None for the configuration's AdamW.  It never steps itself."""
+        self.zero_engine = components.zero_engine
+        """The ZeRO engine, which owns the parameters."""
+        self.mesh = components.mesh
+        self.config = components.config
+        self.optimizer = components.optimizer
+        """The torch optimizer whose param groups set the options, which never steps; None for the fused AdamW."""
         self.global_steps = 0
-        """Steps so far, skipped ones among them."""
+        """The number of steps so far, skipped ones included."""
         self.skipped_steps = 0
-        """Steps that an overflow has skipped (fp16)."""
-        self._batch, self._units = parts.batch, parts.units
-        self._passes, self._stepper = parts.passes, parts.stepper
-        self._recomputation, self._timers = parts.recomputation, parts.timers
-        self._buffers = ModuleBuffers(module, parts.core.data_parallel)
+        """The number of steps skipped because of an overflow (fp16)."""
+        self._batch, self._units = components.batch, components.units
+        self._passes, self._stepper = components.passes, components.stepper
+        self._recomputation, self._timers = components.recomputation, components.timers
+        self._buffers = ModuleBuffers(module, components.zero_engine.data_parallel)
         self._last: StepOutcome | None = None
         self._was_applied = False
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
-        """The model's forward; its buffers are data-parallel rank 0's, as under DistributedDataParallel."""
+        """Run the model's forward; its buffers are data-parallel rank 0's, as under DistributedDataParallel."""
         self._buffers.before_forward()
         try:
             with recomputing(self._recomputation):
@@ -95,29 +95,29 @@ class DataParallelEngine:
     forward = __call__
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> None:
-        """Backward of one micro-batch.  `loss` is this rank's mean; gradients are means over ranks and micro-batches.
+        """Run backward of one micro-batch.  loss: this rank's mean; gradients are means over ranks and micro-batches.
 
         scale_wrt_gas: False adds the gradients of the micro-batches up instead.  Raises UsageError when the step is
-        complete already.  An error on the way discards the whole step: its micro-batches begin anew.
+        complete already.  An error during backward discards the whole step: its micro-batches start again.
         """
         weight = 1.0 if scale_wrt_gas else float(self._batch.accumulation)
         self._passes.run(_multiplied(loss, weight * self.loss_scale), retain_graph=retain_graph)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the loss scale, to begin a plain `backward()` with; needed in fp16."""
+        """The loss times the loss scale, from which a plain `backward()` starts; needed in fp16."""
         scaled = _multiplied(loss, self.loss_scale)
         self._passes.expect_scaled(scaled)
         return scaled
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """A block whose backward passes accumulate gradients without counting as the step's.
+        """A context whose backward passes accumulate gradients without being counted as the step's.
 
-        Where gradients are partitioned they are reduced all the same, since there is no place for whole ones.
+        Partitioned gradients are reduced nevertheless, since no rank has memory for whole ones.
         """
         return self._passes.no_sync()
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the micro-batch that is being worked on is the last of its step."""
+        """True if the current micro-batch is the last of its step."""
         return self._passes.is_boundary
 
     def step(self) -> None:
@@ -132,38 +132,38 @@ class DataParallelEngine:
         self._was_applied = self._last.applied
         self.global_steps += 1
         self.skipped_steps += not self._last.applied
-        self._passes.start_over()
+        self._passes.reset()
 
     def was_step_applied(self) -> bool:
-        """Whether the last call of `step` has changed the parameters."""
+        """True if the last call of `step` changed the parameters."""
         return self._was_applied
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: a step's gradients go when it is over."""
+        """Do nothing: a step frees its gradients at its end."""
 
     @property
     def loss_scale(self) -> float:
-        """The factor of the next loss; 1 but in fp16."""
+        """The factor of the next loss; 1 except in fp16."""
         return self._stepper.loss_scale
 
     def get_global_grad_norm(self) -> float | None:
-        """Norm of the last step's averaged gradients over all ranks, before clipping; None before the first step."""
+        """The norm of the last step's averaged gradients, before clipping; None before the first step."""
         return None if self._last is None else float(self._last.grad_norm.item())
 
     def get_lr(self) -> list[float]:
-        """Learning rates of the next update, one for each param group."""
+        """The learning rates of the next update, one for each param group."""
         return self._stepper.rates.current()
 
     def gradient_accumulation_steps(self) -> int:
-        """Backward passes of a step."""
+        """The number of backward passes of a step."""
         return self._batch.accumulation
 
     def train_micro_batch_size_per_gpu(self) -> int | None:
-        """Samples of a backward pass on one rank, where the configuration says it."""
+        """The samples of a backward pass on one rank; None if the configuration leaves them out."""
         return self._batch.micro
 
     def train_batch_size(self) -> int | None:
-        """Samples of a step over all ranks, where the configuration says it."""
+        """The samples of a step over all ranks; None if the configuration does not give them."""
         return self._batch.train
 
     def train(self, mode: bool = True) -> Self:
@@ -183,8 +183,8 @@ class DataParallelEngine:
         return {name: seconds for name, seconds in self._timers.take().items() if name.startswith("checkpoint-")}
 
     def empty_partition_cache(self) -> None:
-        """Release gathered parameters that are kept for a next use."""
-        self.core.release_all()
+        """Release gathered parameters that are retained for their next use."""
+        self.zero_engine.release_all()
 
     def save_16bit_model(self, folder: str | Path, filename: str = WEIGHTS_FILE) -> bool:
         """Write the working parameters and buffers to folder/filename, a safetensors file; a collective call.
@@ -192,7 +192,7 @@ class DataParallelEngine:
         Raises UsageError where parameters are partitioned and the configuration does not allow to gather them, or a
         rank has slices of them only; CheckpointError when the file cannot be written.
         """
-        partitioned = self.core.plan.parameter.placement is Placement.PARTITIONED
+        partitioned = self.zero_engine.plan.parameter.placement is Placement.PARTITIONED
         if partitioned and not self.config.zero.gather_16bit_weights_on_model_save:
             rule = "partitioned parameters are gathered to be saved only where the configuration says so"
             legal = (
@@ -206,17 +206,17 @@ class DataParallelEngine:
         return True
 
     def close(self) -> None:
-        """Take everything off the module again; partitioned parameters stay without values."""
+        """Remove all hooks from the module; partitioned parameters remain without values."""
         self._passes.close()
-        self.core.close()
+        self.zero_engine.close()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "module":  # not there yet
+        if name == "module":  # __init__ has not set it yet
             raise AttributeError(name)
         return getattr(self.module, name)
 
 
 def _multiplied(loss: Tensor, factor: float) -> Tensor:
-    """A loss of 16 bits is widened first: it could overflow when it is multiplied."""
+    """The loss times a factor, in 32 bits at least: the product could overflow in 16."""
     wide = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
     return wide * factor

@@ -1,9 +1,9 @@
-"""The parameters that an Init keeps: their slices on this rank, and when they are whole.
+"""The parameters that a zero.Init has partitioned: their slices on this rank, and the time in which they are whole.
 
-    whole --take, empty--> slice --fill--> whole
+    whole --partition, release--> slice --gather--> whole
 
-A parameter that is filled gets new memory each time.  Somebody who still refers to the old (an *alias*: a view of the
-parameter, a tensor that shares its values) keeps it, with the values of that time.
+A parameter that is gathered gets new memory each time.  An *alias* of the old memory (a view of the parameter, a tensor
+that shares its values) retains that memory, with the values of that time.
 """
 
 import gc
@@ -19,18 +19,18 @@ from megazero.errors import Problem, UsageError, raise_problems
 from megazero.zero.guard import guard, unguard
 
 GATHERED = "with megazero.zero.GatheredParameters([parameter], modifier_rank=0): ..."
-# Elements that are gathered at once.  They are copied to where they belong: a backend may refer to the memory that it
-# has worked on for longer than it works, which would look like an alias.
+# Elements gathered by one collective.  They are copied from a buffer of their own into the parameter: a backend may
+# refer to its output for longer than the collective lasts, which would look like an alias.
 _GATHERED_NUMEL = 1 << 22
 
 
-class Kept:
-    """A parameter whose slice an Init keeps, and what can happen to it."""
+class SlicedParameter:
+    """A parameter with this rank's slice of it, between which and the whole it moves."""
 
     def __init__(self, name: str, parameter: nn.Parameter, communicator: Communicator, device: torch.device) -> None:
         self.name = name
         self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self.pins = 0  # how many hold it gathered
+        self.pins = 0  # the number of blocks that need it whole
         self._communicator, self._device = communicator, device
         self._parameter = weakref.ref(parameter)
         self._slice: Tensor | None = None
@@ -43,13 +43,13 @@ class Kept:
     @property
     def parameter(self) -> nn.Parameter:
         parameter = self._parameter()
-        assert parameter is not None, f"somebody asks for {self.name}"
+        assert parameter is not None, f"{self.name} is still in use"
         return parameter
 
-    def take(self, source: int) -> None:
-        """The whole parameter's values on rank `source` are everyone's, and of them this rank keeps its slice.
+    def partition(self, source: int) -> None:
+        """Broadcast the whole parameter's values from rank `source`, and copy this rank's slice of them.
 
-        Memory that others refer to is left to them.
+        Memory that has an alias is not written to.
         """
         parameter = self.parameter
         values = parameter.detach().to(self._device).contiguous()
@@ -65,27 +65,27 @@ class Kept:
         self._slice[: mine.numel()].copy_(mine)
         self._shape = parameter.shape
 
-    def empty(self, *, just_taken: bool = False) -> None:
-        """The parameter has no memory any more; touches come to its owner.
+    def release(self, *, just_partitioned: bool = False) -> None:
+        """Free the parameter's memory, and guard it: its owner's `touched` is called at its next use.
 
-        just_taken: `take` has just seen to it that nobody else refers to the memory.
+        just_partitioned: True directly after `partition`, which leaves the memory without aliases.
         """
-        assert self._slice is not None, "what is emptied has been taken before"
+        assert self._slice is not None, "a parameter is partitioned before it is released"
         parameter = self.parameter
         unguard(parameter)
-        is_as_kept = parameter.shape == self._shape and parameter.dtype == self._slice.dtype
-        if is_as_kept and (just_taken or not has_alias(parameter)) and parameter.untyped_storage().resizable():
+        is_unchanged = parameter.shape == self._shape and parameter.dtype == self._slice.dtype
+        if is_unchanged and (just_partitioned or not has_alias(parameter)) and parameter.untyped_storage().resizable():
             parameter.untyped_storage().resize_(0)
         else:
-            parameter.data = self._slice.new_empty(0)  # what it held goes before the next line asks for as much
+            parameter.data = self._slice.new_empty(0)  # free the memory before the next line allocates as much
             hollow = torch.empty(self._shape, dtype=self._slice.dtype, device=self._device)
             hollow.untyped_storage().resize_(0)
             parameter.data = hollow
         guard(parameter)
 
     def values(self) -> Tensor:
-        """All values of an emptied parameter, [numel], gathered from all ranks, piece by piece of their slices."""
-        assert self._slice is not None, "what is gathered has been taken before"
+        """All values of a released parameter, [numel], gathered from all ranks in pieces of their slices."""
+        assert self._slice is not None, "a parameter is partitioned before it is gathered"
         whole = self._slice.new_empty(self._shape.numel())
         ranks, numel = self._communicator.size, self._slice.numel()
         step = min(max(_GATHERED_NUMEL // ranks, 1), numel)
@@ -99,28 +99,28 @@ class Kept:
                 target.copy_(piece[: target.numel()])
         return whole
 
-    def fill(self) -> None:
-        """The parameter is whole, in memory of its own, and unguarded."""
+    def gather(self) -> None:
+        """Make the parameter whole again, in new memory, and unguarded; a collective call."""
         values = self.values()
         unguard(self.parameter)
         self.parameter.data = values.view(self._shape)
 
     def convert(self, dtype: torch.dtype) -> None:
-        """Keep an emptied floating-point parameter in another number format."""
+        """Convert a released floating-point parameter to another number format."""
         if self._slice is not None and self._slice.is_floating_point() and self._slice.dtype != dtype:
             self._slice = self._slice.to(dtype)
-            self.empty()
+            self.release()
 
 
 @dataclass
-class _Whole:
-    """A parameter that is whole until further notice.
+class _WholeParameter:
+    """A parameter that is whole now.
 
-    made_for: the module that it was made for, as long as this may be in the making.
-    call: the function for which it was filled; version, memory: of the parameter at that time.
+    made_for: the module that registered a new parameter, which stays whole while the module is under construction.
+    call: the function for which the parameter was gathered; version, memory: the parameter's at that time.
     """
 
-    kept: Kept
+    sliced: SlicedParameter
     parameter: nn.Parameter
     made_for: nn.Module | None = None
     call: str = ""
@@ -130,94 +130,98 @@ class _Whole:
 
 
 class WholeParameters:
-    """The parameters of an Init that are whole now, new ones and those filled for a call: when they are put away."""
+    """The parameters of an Init that are whole now: new ones, and those gathered for a call."""
 
-    def __init__(self, communicator: Communicator, device: torch.device, then: Callable[[Kept], None]) -> None:
-        """then: is called with each parameter that has been put away."""
+    def __init__(
+        self, communicator: Communicator, device: torch.device, on_release: Callable[[SlicedParameter], None]
+    ) -> None:
+        """on_release: called with each parameter after its release."""
         self._communicator, self._device = communicator, device
-        self._then = then
-        self._whole: dict[Kept, _Whole] = {}
+        self._on_release = on_release
+        self._whole: dict[SlicedParameter, _WholeParameter] = {}
 
-    def __contains__(self, kept: Kept) -> bool:
-        return kept in self._whole
+    def __contains__(self, sliced: SlicedParameter) -> bool:
+        return sliced in self._whole
 
-    def made(self, kept: Kept, parameter: nn.Parameter, module: nn.Module) -> None:
-        """There is a new parameter, which is whole as long as the module that it was made for is in the making."""
-        self._whole[kept] = _Whole(kept, parameter, made_for=module)
+    def add_new(self, sliced: SlicedParameter, parameter: nn.Parameter, module: nn.Module) -> None:
+        """Add a new parameter, which is whole while the module that registered it is under construction."""
+        self._whole[sliced] = _WholeParameter(sliced, parameter, made_for=module)
 
-    def fill(self, kept: Kept, call: str) -> None:
-        """Make a parameter whole for a call."""
-        kept.fill()
-        parameter = kept.parameter
-        self._whole[kept] = _Whole(kept, parameter, call=call, version=parameter._version, memory=address(parameter))
+    def gather_for_call(self, sliced: SlicedParameter, call: str) -> None:
+        """Gather a parameter for a call; a collective call."""
+        sliced.gather()
+        parameter = sliced.parameter
+        self._whole[sliced] = _WholeParameter(
+            sliced, parameter, call=call, version=parameter._version, memory=address(parameter)
+        )
 
     def call_ended(self) -> None:
-        """Put away what was filled for a call that is over, unless an alias of it has been handed out."""
+        """Release the parameters gathered for a call that has returned, except those with an alias."""
         for whole in [whole for whole in self._whole.values() if whole.call and not whole.was_aliased]:
-            if address(whole.parameter) != whole.memory:  # it has been given other memory
-                self._put_away(whole)
+            if address(whole.parameter) != whole.memory:  # the call has replaced the memory
+                self._release(whole)
             elif has_alias(whole.parameter):
                 whole.was_aliased = True
             else:
-                self._put_away(whole, changed=whole.parameter._version != whole.version)
+                self._release(whole, changed=whole.parameter._version != whole.version)
 
-    def settle(self, in_the_making: set[int]) -> None:
-        """Put away what is whole for no reason any more; in_the_making: identities of modules."""
-        for whole in self._not_held(filled=False):
-            if id(whole.made_for) not in in_the_making:
-                self._put_away(whole)
-        if filled := self._not_held(filled=True):
-            # These are the same on all ranks.  Whether they have aliases is not, where garbage waits to be collected.
-            aliased = torch.tensor([int(has_alias(whole.parameter)) for whole in filled], device=self._device)
+    def release_unused(self, under_construction: set[int]) -> None:
+        """Release the parameters that need not be whole any more.  under_construction: identities of modules."""
+        for whole in self._unpinned(gathered=False):
+            if id(whole.made_for) not in under_construction:
+                self._release(whole)
+        if gathered := self._unpinned(gathered=True):
+            # These are the same on all ranks.  Their aliases are not, as garbage may be collected at different times.
+            aliased = torch.tensor([int(has_alias(whole.parameter)) for whole in gathered], device=self._device)
             self._communicator.all_reduce_scalars(aliased, "max").wait()
-            for whole, is_aliased in zip(filled, aliased.tolist(), strict=True):
+            for whole, is_aliased in zip(gathered, aliased.tolist(), strict=True):
                 if not is_aliased:
-                    self._put_away(whole)
+                    self._release(whole)
 
-    def finish(self) -> None:
-        """Put everything away; raises UsageError for what has aliases still."""
-        if self._not_held(filled=True):
+    def release_all(self) -> None:
+        """Release all parameters; raises UsageError for those that still have aliases."""
+        if self._unpinned(gathered=True):
             gc.collect()
-        self.settle(set())
-        raise_problems(UsageError, [_problem_of_alias(whole) for whole in self._not_held(filled=True)])
+        self.release_unused(set())
+        raise_problems(UsageError, [_problem_of_alias(whole) for whole in self._unpinned(gathered=True)])
 
-    def drop_new(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Forget everything; tells which parameters have not been partitioned yet."""
-        yield from [(kept.name, whole.parameter) for kept, whole in self._whole.items() if not whole.call]
+    def reset(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Clear the collection; yields the new parameters, which have not been partitioned yet."""
+        yield from [(sliced.name, whole.parameter) for sliced, whole in self._whole.items() if not whole.call]
         self._whole.clear()
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """What autograd saves of a parameter must outlive the time in which it is whole."""
+        """Copy a tensor that autograd saves if it shares a parameter's memory, which may be freed before backward."""
         if not torch._C._has_storage(tensor):
             return tensor
         memory = address(tensor)
-        is_ours = any(address(whole.parameter) == memory for whole in self._whole.values())
-        return tensor.detach().clone() if is_ours else tensor
+        is_parameter = any(address(whole.parameter) == memory for whole in self._whole.values())
+        return tensor.detach().clone() if is_parameter else tensor
 
-    def _not_held(self, *, filled: bool) -> list[_Whole]:
-        """Those filled for a call, or those that are new, as far as nobody holds them gathered."""
-        return [whole for whole in self._whole.values() if bool(whole.call) == filled and not whole.kept.pins]
+    def _unpinned(self, *, gathered: bool) -> list[_WholeParameter]:
+        """The parameters without pins that were gathered for a call, or those that are new."""
+        return [whole for whole in self._whole.values() if bool(whole.call) == gathered and not whole.sliced.pins]
 
-    def _put_away(self, whole: _Whole, *, changed: bool = True) -> None:
-        del self._whole[whole.kept]
+    def _release(self, whole: _WholeParameter, *, changed: bool = True) -> None:
+        del self._whole[whole.sliced]
         if changed:
-            whole.kept.take(0)
-        whole.kept.empty(just_taken=changed)
-        self._then(whole.kept)
+            whole.sliced.partition(0)
+        whole.sliced.release(just_partitioned=changed)
+        self._on_release(whole.sliced)
 
 
-def _problem_of_alias(whole: _Whole) -> Problem:
-    given = f"{whole.call} of parameter {whole.kept.name} is still used at the end of zero.Init"
+def _problem_of_alias(whole: _WholeParameter) -> Problem:
+    given = f"{whole.call} of parameter {whole.sliced.name} is still used at the end of zero.Init"
     rule = "the parameter is partitioned from here on: what is written to its old memory would be lost"
     return Problem(given, rule, f"{GATHERED}; or a copy of the values (clone())")
 
 
 def address(tensor: Tensor) -> int:
-    """Identity of the memory that a tensor lies in."""
+    """The identity of the memory of a tensor."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def has_alias(tensor: Tensor, names: int = 1) -> bool:
-    """Whether more than `names` tensors, this one included, lie in its memory."""
+    """True if more than `names` tensors, this one included, share its memory."""
     uses: int = torch._C._storage_Use_Count(address(tensor))
     return uses > names + 1

@@ -13,7 +13,7 @@ from megazero.comm.mesh import Mesh
 from megazero.generators import DefaultGenerators
 from megazero.library.config import BatchSizes, EngineConfig, automatic_sizes, load_engine_config, resolve_batch
 from megazero.library.dtensors import unwrap_dtensors
-from megazero.library.engine import DataParallelEngine, EngineParts
+from megazero.library.engine import DataParallelEngine, EngineComponents
 from megazero.library.join import mesh_and_buffers
 from megazero.library.module_units import choose_units
 from megazero.library.optimizers import MakeOptimizer, choose
@@ -77,7 +77,7 @@ def initialize(
     )
     passes.start(core, stepper.gradient_scale)
     rank = RankParts(mesh.axis("tp"), mesh.device, DefaultGenerators(mesh.device), NullLedger(), timers)
-    parts = EngineParts(
+    parts = EngineComponents(
         settings,
         batch,
         mesh,

@@ -15,7 +15,7 @@ from megazero.comm.interface import Communicator
 
 
 class ModuleBuffers:
-    """Keeps the buffers of one model equal to data-parallel rank 0's."""
+    """A synchroniser that sets the buffers of one model to data-parallel rank 0's."""
 
     def __init__(self, model: nn.Module, data_parallel: Communicator) -> None:
         self._communicator = data_parallel
@@ -23,23 +23,23 @@ class ModuleBuffers:
         self._is_due = True
 
     def before_forward(self) -> None:
-        """A collective call when the last forward was synchronised."""
+        """Broadcast the buffers if the last forward was synchronised; a collective call then."""
         if self._is_due:
             self._send()
 
     def after_forward(self, *, synchronised: bool) -> None:
-        """synchronised: whether the gradients of this forward will be."""
+        """Record a forward.  synchronised: True if its gradients will be synchronised."""
         self._is_due = synchronised
 
     def _send(self) -> None:
         buffers = {id(b): b for module in self._owners for b in module._buffers.values() if b is not None}
         ordered = sorted(buffers.values(), key=lambda buffer: str(buffer.dtype))
-        # A forward before may have saved the buffers for its backward, and their values are of no matter there.
+        # An earlier forward may have saved the buffers for its backward, which does not depend on their values.
         with torch.no_grad(), _unsafe_preserve_version_counter(tuple(ordered)):
             for _, alike in groupby(ordered, key=lambda buffer: buffer.dtype):
-                self._send_together(list(alike))
+                self._broadcast(list(alike))
 
-    def _send_together(self, buffers: list[Tensor]) -> None:
+    def _broadcast(self, buffers: list[Tensor]) -> None:
         flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
         self._communicator.broadcast(flat, 0).wait()
         for buffer, sent in zip(buffers, torch.split(flat, [buffer.numel() for buffer in buffers]), strict=True):

@@ -1,9 +1,9 @@
-"""The units of any module: what is gathered and released together, when the model itself does not say.
+"""The units of any module, whose parameters are gathered and released together, for models that define none.
 
 A *block* is an element of an `nn.ModuleList` or `nn.Sequential` that is not cut further: it has a forward, and holds no
 list of its own with two or more elements that have parameters.  The parameters of a block are one unit.  Outside of
-blocks every module with parameters of its own is a unit; and so is what several modules share, whatever they belong to,
-since it is used in several places.  The *consumers* of a unit are the modules whose forwards read it.
+blocks every module with parameters of its own is a unit; parameters that several modules share are a unit too, since
+they are used in several places.  The *consumers* of a unit are the modules whose forwards read it.
 
     model                      units                 consumers
     |- embed.weight  <-----+   embed.weight          embed, head
@@ -16,7 +16,7 @@ since it is used in several places.  The *consumers* of a unit are the modules w
     |- norm                |   norm                  norm
     `- head.weight  -------+
 
-Units stand in the order in which their first parameters are registered, which is taken for the order of use.
+Units stand in the order in which their first parameters are registered, which is assumed to be the order of use.
 """
 
 from collections.abc import Iterator, Mapping
@@ -68,7 +68,7 @@ def _blocks(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_cut_further(module: nn.Module) -> bool:
-    if type(module).forward is nn.Module.forward:  # a list of lists: nobody calls it as a whole
+    if type(module).forward is nn.Module.forward:  # a list of lists, which has no forward of its own
         return True
     lists = (part for part in module.modules() if isinstance(part, nn.ModuleList | nn.Sequential))
     return any(sum(1 for element in part if _has_parameters(element)) > 1 for part in lists)

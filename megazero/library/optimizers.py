@@ -1,4 +1,4 @@
-"""The optimizer of an engine: the configuration's, or one that the user has made."""
+"""The optimizer of an engine: the one that the configuration describes, or one that the user has made."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -16,7 +16,11 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 class EngineOptimizer(NamedTuple):
-    """inner: what updates flat pieces.  groups: its param groups, whose "lr" hold.  template: the torch optimizer."""
+    """An engine's optimizer.
+
+    inner: the optimizer of flat pieces.  groups: its param groups, whose "lr" are the learning rates.
+    template: the torch optimizer from which it was made, None for the fused AdamW.
+    """
 
     inner: InnerOptimizer
     groups: list[dict[str, Any]]
@@ -24,7 +28,7 @@ class EngineOptimizer(NamedTuple):
 
 
 def choose(given: Optimizer | MakeOptimizer | None, choice: OptimizerChoice, model: nn.Module) -> EngineOptimizer:
-    """What the user has given, or else the configuration's choice over all of the model's parameters.
+    """The optimizer that the user has given, or else the configuration's over all of the model's parameters.
 
     Raises ConfigError when it does not work on flat pieces, or updates something else than the model.
     """

@@ -1,7 +1,7 @@
-"""A user's module made ready for the engine: device, number format, equal values on all ranks, descriptions.
+"""Prepare a user's module for the engine: device, number format, equal values on all ranks, specs.
 
-Parameters that `zero.Init` keeps have their places and values already.  What they lack is the number format: they have
-no memory, so it is enough to say another.
+Parameters that `zero.Init` has partitioned are on the device, with equal values, already.  Only their number format
+changes: they have no memory, so a new empty tensor of the format is enough.
 """
 
 from collections.abc import Iterator
@@ -17,14 +17,14 @@ from megazero.parallel.param_spec import ParamSpec, attach_spec
 from megazero.zero.engine import Engine
 from megazero.zero.guard import guard, handle_of, unguard
 
-# What tensor-parallel libraries call a parameter of which every rank has another slice.
+# Attributes by which tensor-parallel libraries mark a parameter of which every rank has another slice.
 _SHARDED = ("tensor_model_parallel", "model_parallel")
 
 
 def prepare(model: nn.Module, mesh: Mesh, dtype: torch.dtype) -> None:
-    """Bring `model` to the mesh's device and to `dtype`, with data-parallel rank 0's values on all of them.
+    """Move `model` to the mesh's device and to `dtype`, with data-parallel rank 0's values on all ranks.
 
-    dtype: of everything that is floating point.  Raises UsageError with all that keeps the model from being trained.
+    dtype: of all floating-point parameters and buffers.  Raises UsageError with all reasons against training it.
     """
     raise_problems(UsageError, _problems(model))
     own = [parameter for parameter in model.parameters() if handle_of(parameter) is None]
@@ -41,7 +41,7 @@ def prepare(model: nn.Module, mesh: Mesh, dtype: torch.dtype) -> None:
 
 
 def broadcast(tensors: list[Tensor], communicator: Communicator) -> None:
-    """Every rank gets rank 0's values."""
+    """Set the tensors to rank 0's values on every rank."""
     with torch.no_grad():
         dense = [tensor.detach().contiguous() for tensor in tensors]
         for work in [communicator.broadcast(tensor, 0) for tensor in dense]:
@@ -54,7 +54,7 @@ def broadcast(tensors: list[Tensor], communicator: Communicator) -> None:
 def describe(parameter: nn.Parameter, mesh: Mesh) -> None:
     """Attach a spec to a parameter without one: whole, or one of its tensor-parallel slices; weight decay applies.
 
-    The dim that is sliced is `partition_dim`, where the parameter says it.
+    The sliced dim is the parameter's attribute `partition_dim`, else 0.
     """
     if isinstance(getattr(parameter, "megazero_spec", None), ParamSpec):
         return
@@ -69,7 +69,7 @@ def describe(parameter: nn.Parameter, mesh: Mesh) -> None:
 
 
 def _convert_hollow(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    """Give a parameter without memory another number format; its values are converted when they come."""
+    """Give a parameter without memory another number format; its values are converted when they are gathered."""
     hollow = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
     hollow.untyped_storage().resize_(0)
     unguard(parameter)

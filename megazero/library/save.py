@@ -1,9 +1,9 @@
-"""A model's working parameters as one safetensors file, gathered unit by unit and written as they come.
+"""Save a model's working parameters as one safetensors file, gathered and written unit by unit.
 
-The file has what the model's state_dict has.  Its header needs shapes only, so it comes first; then each unit is made
-whole on all ranks, rank 0 writes its tensors, and the unit is let go: no rank ever holds more than one unit.  A tensor
-that has several names is stored under the first, and the others are noted in the header's metadata, {name: stored as},
-which is what safetensors.torch.save_model does.
+The file has the entries of the model's state_dict.  Its header needs shapes only, so it is written first; then each
+unit is gathered on all ranks, rank 0 writes its tensors, and the unit is released: no rank has more than one unit.
+A tensor that has several names is stored under the first, and the others are recorded in the header's metadata,
+{name: stored as}, as safetensors.torch.save_model does.
 """
 
 import json
@@ -28,7 +28,7 @@ _NO_UNIT = -1  # buffers, which every rank has
 
 
 class StoredTensor(NamedTuple):
-    """A tensor to store; `unit` is the place of its unit in the model."""
+    """A tensor to store; `unit` is the index of its unit in the model."""
 
     name: str
     tensor: Tensor
@@ -54,7 +54,7 @@ def save_model(model: nn.Module, units: Sequence[Unit], path: Path, mesh: Mesh) 
 
 
 def contents(model: nn.Module, units: Sequence[Unit]) -> tuple[list[StoredTensor], dict[str, str]]:
-    """What is stored, in file order, and {further name: name it is stored under}.
+    """The tensors to store, in file order, and {further name: name it is stored under}.
 
     Wide elements come first, so that every tensor is aligned to its element size; within them units stay together.
     """
@@ -72,7 +72,7 @@ def contents(model: nn.Module, units: Sequence[Unit]) -> tuple[list[StoredTensor
 
 
 def header(stored: Sequence[StoredTensor], aliases: dict[str, str]) -> bytes:
-    """Length of the JSON, 8 bytes little-endian; then name -> dtype, shape, bytes; padded with spaces."""
+    """The header: the length of the JSON, 8 bytes little-endian; then name -> dtype, shape, bytes, space-padded."""
     table: dict[str, object] = {"__metadata__": {"format": "pt", **aliases}}
     position = 0
     for item in stored:
@@ -86,7 +86,7 @@ def header(stored: Sequence[StoredTensor], aliases: dict[str, str]) -> bytes:
 
 
 def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of the state_dict, which cannot be asked: it reads values."""
+    """The names and tensors of the state_dict, without calling it: partitioned parameters have no values to read."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         persistent = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
         for name, tensor in (*module._parameters.items(), *persistent.items()):
@@ -95,7 +95,7 @@ def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class _Writer:
-    """Rank 0's file.  An error waits until all ranks may hear of it."""
+    """A writer of rank 0's file.  An error is stored and raised in `publish`, where all ranks learn of it."""
 
     def __init__(self, path: Path, start: bytes) -> None:
         self._error: UserError | None = None
@@ -110,14 +110,14 @@ class _Writer:
         if self._file is None or self._error is not None:
             return
         try:
-            # A copy: memory that numpy has seen could not be released any more.
+            # Copy, because memory that a numpy array refers to could not be released any more.
             dense = tensor.detach().to("cpu", copy=True).contiguous().reshape(-1).view(torch.uint8)
             self._file.write(dense.numpy().data)
         except UserError as error:
             self._error = error
 
     def publish(self) -> None:
-        """Give the file its name, or raise CheckpointError with what has gone wrong on the way."""
+        """Rename the file to its final name, or raise CheckpointError with the first error."""
         try:
             if self._error is None and self._file is not None:
                 self._file.publish()

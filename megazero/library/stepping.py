@@ -1,11 +1,11 @@
 """One optimizer step: norm over all ranks, clipping, overflow check, update, loss scale, learning rates.
 
 Gradients arrive as sums over micro-batches and data-parallel ranks, of losses that were multiplied by the loss scale.
-What makes the average of them is one factor, `gradient_scale`:
+One factor turns the sums into averages, `gradient_scale`:
 
     average = sum x predivisor / (data-parallel ranks x micro-batches x loss scale)
 
-A learning rate moves on after each update that was not skipped.
+The learning rate advances after each update that was not skipped.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,19 +24,22 @@ from megazero.zero.step import first_overflow, reduce_gradients, update_paramete
 
 
 class StepOutcome(NamedTuple):
-    """grad_norm: before clipping, unscaled; float64 without dimensions.  applied: False after an overflow."""
+    """The outcome of a step.
+
+    grad_norm: before clipping, unscaled; a float64 scalar.  applied: False after an overflow.
+    """
 
     grad_norm: Tensor
     applied: bool
 
 
 class LearningRates:
-    """The rates of an optimizer's groups: a schedule's, or whatever stands in the groups."""
+    """The learning rates of an optimizer's groups: a schedule's, or those that the user sets in the groups."""
 
     def __init__(self, groups: Sequence[dict[str, Any]], schedule: SchedulerChoice | None) -> None:
         """groups: param groups with an "lr" each, which a schedule takes as its base and writes to.
 
-        Raises ConfigError where one is below a rate that the schedule starts or ends with.
+        Raises ConfigError if one is below the rate at which the schedule starts or ends.
         """
         self._groups = groups
         self._schedule = schedule
@@ -50,7 +53,7 @@ class LearningRates:
         return [float(group["lr"]) for group in self._groups]
 
     def advance(self) -> None:
-        """An update has been made."""
+        """Count an update, and write the next rates to the groups."""
         self._num_updates += 1
         self._write()
 
@@ -68,11 +71,11 @@ class LearningRates:
 
 
 class Stepper:
-    """Takes the steps of one engine."""
+    """The optimizer steps of one engine."""
 
     def __init__(
         self,
-        core: Engine,
+        engine: Engine,
         timers: Timers,
         *,
         rates: LearningRates,
@@ -81,7 +84,7 @@ class Stepper:
         accumulation: int,
     ) -> None:
         """clip_grad: largest gradient norm, 0 for none.  accumulation: micro-batches of a step."""
-        self._core = core
+        self._engine = engine
         self._accumulation = accumulation
         self._timers = timers
         self._clip_grad = clip_grad
@@ -91,12 +94,12 @@ class Stepper:
 
     @property
     def loss_scale(self) -> float:
-        """What the next backward's loss is multiplied with."""
+        """The factor of the next backward's loss."""
         return self._state.scale
 
     def gradient_scale(self) -> float:
-        """What summed gradients are multiplied with to be averages."""
-        return self._core.predivisor / (self._core.data_parallel.size * self._accumulation * self.loss_scale)
+        """The factor that turns summed gradients into averages."""
+        return self._engine.predivisor / (self._engine.data_parallel.size * self._accumulation * self.loss_scale)
 
     def step(self) -> StepOutcome:
         """Update the parameters, which are up to date on every rank when this returns.
@@ -104,23 +107,23 @@ class Stepper:
         Where gradients pass through fp16, one that is not finite skips the update and lowers the loss scale.  Raises
         TrainingError after too many such steps at the lowest scale.
         """
-        core = self._core
-        reduced = reduce_gradients(core, self._timers)
+        engine = self._engine
+        reduced = reduce_gradients(engine, self._timers)
         update = update_parameters(
-            core,
+            engine,
             self._timers,
             reduced,
-            scale=core.gradient_scale,
+            scale=engine.gradient_scale,
             clip_grad=self._clip_grad,
-            lr=None if isinstance(core.settings.optimizer, Elementwise) else self.rates.current()[0],
+            lr=None if isinstance(engine.settings.optimizer, Elementwise) else self.rates.current()[0],
         )
         # Parameters may be read anywhere between two steps, not only where a forward waits for them.
-        core.ensure_parameters()
+        engine.ensure_parameters()
         skipped = update.skipped is not None and bool(update.skipped.item())
         self._state = self._scaler.after_step(self._state, overflow=skipped)
         if not skipped:
             self.rates.advance()
         elif self._scaler.exhausted(self._state):
-            first = int(first_overflow(core, reduced).item())
-            self._scaler.check_not_exhausted(self._state, parameter=core.parameter_name(first))
+            first = int(first_overflow(engine, reduced).item())
+            self._scaler.check_not_exhausted(self._state, parameter=engine.parameter_name(first))
         return StepOutcome(update.grad_norm, not skipped)

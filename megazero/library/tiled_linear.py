@@ -2,7 +2,7 @@
 
 Memory-centric tiling (ZeRO-Infinity, arXiv 2104.07857, section 5.1.3): a layer whose weight alone would not fit, or
 would need one piece of memory larger than any that is free, becomes a grid of small linear layers, used one after the
-other.  Each is a module of its own, so whatever gathers and releases parameters module by module holds one tile.
+other.  Each is a module of its own, so ZeRO stage 3, which gathers parameters module by module, has one tile in memory.
 
              in_splits
            +-----+-----+-----+
@@ -31,7 +31,7 @@ class TiledLinear(nn.Module):
 
     input_is_already_split: forward takes the in_splits parts of x in a sequence, instead of x.
     combine_out_splits: False makes forward return the list of the out_splits parts of y, and y is never whole.
-    linear_cls: the class of a tile, called with (inputs, outputs, bias=.., **kwargs); it has a weight and a bias.
+    linear_cls: the class of a tile, constructed with (inputs, outputs, bias=.., **kwargs); it has a weight and a bias.
     init_linear: a linear layer of the whole size, whose values the tiles take.  Without it each tile starts with
     linear_cls's own values, which are wider than the whole layer's where they depend on the number of inputs.
     kwargs: further arguments of linear_cls (device, dtype).
@@ -101,18 +101,18 @@ class TiledLinear(nn.Module):
         )
 
     def _tiles(self) -> Iterator[tuple[nn.Linear, slice, slice]]:
-        """Every tile with its outputs and its inputs among the whole layer's."""
+        """Every tile, with the slices of its outputs and inputs in the whole layer."""
         for row, outputs in zip(self.linears, _slices(self._out_sizes), strict=True):
             for tile, inputs in zip(cast(nn.ModuleList, row), _slices(self._in_sizes), strict=True):
                 yield cast(nn.Linear, tile), outputs, inputs
 
     @staticmethod
     def _output_part(row: nn.ModuleList, parts: Sequence[Tensor]) -> Tensor:
-        """One part of y: the row's tiles, one after the other, each on its part of x."""
+        """Compute one part of y: the row's tiles, one after the other, each on its part of x."""
         total: Tensor | None = None
         for tile, part in zip(row, parts, strict=True):
             share = tile(part)
-            # Not added in place: a hook may have handed out the tile's output as a view.
+            # Not added in place: the tile's output may be a view that a hook has made.
             total = share if total is None else total + share
         assert total is not None, "a row has at least one tile"
         return total
@@ -159,5 +159,5 @@ def _cut(size: int, splits: int) -> list[int]:
 
 
 def _slices(sizes: Sequence[int]) -> list[slice]:
-    """Where each part stands in the whole."""
+    """The slice of each part in the whole."""
     return [slice(begin, end) for begin, end in pairwise(accumulate(sizes, initial=0))]

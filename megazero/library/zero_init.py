@@ -3,19 +3,19 @@
     with megazero.zero.Init():
         model = Model()
 
-A parameter is *whole* on every rank from its making until its module has been made; then rank 0's values are shared
-out, each rank keeps its *slice*, and the memory goes.  So at most the modules in the making are whole beside the
-slices, and the model comes out as if it had been made on rank 0 and partitioned afterwards: what its constructors do
-with partitioned parameters (they draw values anew, tie, compare) finds them whole for the length of the call.
+A parameter is *whole* on every rank until the constructor of its module returns.  Then rank 0's values are
+partitioned, each rank retains its *slice*, and the memory is freed.  So only the modules under construction are whole,
+beside the slices.  The model equals one that is made on rank 0 and partitioned afterwards: a constructor that uses a
+partitioned parameter (to draw values anew, to tie, to compare) finds it whole for the length of the call.
 
-    whole --its module is made--> slice --touched, or gathered--> whole --the call, the block is over--> slice
+    whole --its module is made--> slice --touched, or gathered--> whole --the call, the block ends--> slice
 
-A call may hand out another name for a parameter's memory (`p.data`, `p[0]`, `p.t()`).  As long as such an *alias* is
-used the parameter is whole, and what is written through it counts.  One that is still there when the block of Init ends
-is an error: what is written to it later would be lost.
+A call may return an *alias* of a parameter's memory (`p.data`, `p[0]`, `p.t()`).  While an alias exists the parameter
+stays whole, and writes to the alias change the parameter.  An alias that still exists when the block of Init ends is an
+error: later writes to it would be lost.
 
-Only torch's own hooks are used: on the registration of modules and parameters, and a function mode, which tells where a
-call ends and where memory is about to be asked for.  An engine takes the values over by `first_value`.
+Only torch's own hooks are used: on the registration of modules and parameters, and a function mode, which observes the
+ends of calls and allocations of memory.  An engine gets the values by `first_value`.
 """
 
 import weakref
@@ -42,8 +42,8 @@ from megazero.errors import ConfigError, Problem, UsageError, raise_problems
 from megazero.library.adopted_group import adopt_group, own_device
 from megazero.library.adopted_mesh import find_groups
 from megazero.library.config import EngineConfig, load_engine_config
-from megazero.library.constructors import CallsOfConstructors, in_the_making, innermost, is_running
-from megazero.library.init_parameters import GATHERED, Kept, WholeParameters
+from megazero.library.constructors import ConstructorCalls, innermost, is_running, under_construction
+from megazero.library.init_parameters import GATHERED, SlicedParameter, WholeParameters
 from megazero.parallel.param_spec import ParamSpec
 from megazero.zero.guard import attach_handle, detach_handle, handle_of
 from megazero.zero.module_apply import gather_around_apply, restore_apply
@@ -51,29 +51,29 @@ from megazero.zero.plan import resolve
 
 
 def first_value(spec: ParamSpec, parameter: nn.Parameter) -> Tensor:
-    """The first value of any parameter, for an engine; one that an Init keeps is gathered and given up to the engine.
+    """The initial value of any parameter, for an engine; one that an Init has partitioned is gathered and detached.
 
-    A collective call.  Until it has memory of the engine's, such a parameter has none.
+    A collective call.  A detached parameter has no memory until the engine attaches its own.
     """
     handle = handle_of(parameter)
     if handle is None or not isinstance(handle.owner, Init):
         return parameter.detach()
-    return handle.owner.give_up(handle.name)
+    return handle.owner.detach_parameter(handle.name)
 
 
 @dataclass(eq=False)
 class Init:
     """Partitions the parameters of modules made in its block over the data-parallel ranks; all ranks do the same.
 
-    module: a module that is there already, which is partitioned at once; no block is needed then.
-    mesh: a megazero Mesh, torch's DeviceMesh, or an object like Megatron-LM's mpu; or DeepSpeed's ways to say over
-    which processes: sequence_data_parallel_group, data_parallel_group, mpu.  By default over all of the job.
-    dtype: of all floating-point parameters and buffers when the block has ended; by default that of the configuration,
-    or else what they were made in.  Values are drawn in the latter, so they are those of `model.to(dtype)`.
-    config_dict_or_path (config is an older name): what the engine will be given.
-    enabled: False makes all this do nothing.
-    mem_efficient_linear: accepted; how backward comes by weights is the engine's business.
-    remote_device, pin_memory, param_swapper, zero_param_parallel_group, zero_quantized_*: refused, not there.
+    module: an existing module, which is partitioned at once; no block is needed then.
+    mesh: a megazero Mesh, torch's DeviceMesh, or an object like Megatron-LM's mpu; or one of
+    DeepSpeed's arguments: sequence_data_parallel_group, data_parallel_group, mpu.  By default all processes of the job.
+    dtype: of all floating-point parameters and buffers after the block; by default that of the configuration, or else
+    the one they were made in.  Values are drawn in the latter, so they are those of `model.to(dtype)`.
+    config_dict_or_path (config is an older name): the configuration that the engine will be given.
+    enabled: False makes the block do nothing.
+    mem_efficient_linear: accepted without effect; the engine gathers weights for backward in any case.
+    remote_device, pin_memory, param_swapper, zero_param_parallel_group, zero_quantized_*: refused, not implemented.
     """
 
     module: nn.Module | None = None
@@ -95,20 +95,20 @@ class Init:
 
     def __post_init__(self) -> None:
         self._gathers_for_apply = True
-        self._kept: dict[str, Kept] = {}
+        self._sliced: dict[str, SlicedParameter] = {}
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._inner: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # those that are registered in others
+        self._inner: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the modules that are children of others
         self._hooks: list[RemovableHandle] = []
         self._block = ExitStack()
         if self.enabled:
             raise_problems(ConfigError, _problems(self))
             self._read_config()
-            self._communicator, self._device = _axis_of(self)
-            self._whole = WholeParameters(self._communicator, self._device, self._is_put_away)
+            self._communicator, self._device = _communicator_of(self)
+            self._whole = WholeParameters(self._communicator, self._device, self._on_release)
             if self.module is not None:
                 module, self.module = self.module, None
                 with torch._C.DisableTorchFunction():
-                    self._note_all(module)
+                    self._register_all(module)
                     self._finish()
 
     def __enter__(self) -> Self:
@@ -122,7 +122,7 @@ class Init:
                 register_module_module_registration_hook(self._module_registered),
                 register_module_buffer_registration_hook(self._buffer_registered),
             ]
-            self._block.enter_context(CallsOfConstructors(self))
+            self._block.enter_context(ConstructorCalls(self))
             self._block.enter_context(saved_tensors_hooks(self._whole.pack, lambda tensor: tensor))
         return self
 
@@ -135,16 +135,16 @@ class Init:
         self._hooks = []
         with torch._C.DisableTorchFunction():
             if exc[0] is not None:
-                self._leave()
+                self._abort()
                 return
             self._finish()
-            if (outer := _block()) is not None:
-                outer._take_over(self)
+            if (outer := _innermost_init()) is not None:
+                outer._merge(self)
 
-    # --- what guard.py's Owner is asked for ---------------------------------------------------------------------------
+    # --- the interface of guard.py's Owner ----------------------------------------------------------------------------
 
     def touched(self, name: str, call: str) -> None:
-        """In the block of Init: make the parameter whole for the call.  Raises UsageError elsewhere."""
+        """Gather the parameter for the call, in the block of Init.  Raises UsageError elsewhere."""
         if not self._hooks:
             rule = f"{name} is partitioned until an engine takes it over: it is whole inside zero.Init's block only"
             raise UsageError(Problem(f"{call} of parameter {name} after zero.Init", rule, f"{GATHERED} to change it"))
@@ -152,131 +152,134 @@ class Init:
             rule = f"{name} is partitioned, and override_module_apply is false: Module.apply shows what is there"
             raise UsageError(Problem(f"{call} of parameter {name} in Module.apply", rule, GATHERED))
         with torch._C.DisableTorchFunction():
-            self._whole.fill(self._kept[name], call)
+            self._whole.gather_for_call(self._sliced[name], call)
 
     def gather(self, names: Iterable[str], why: str) -> None:
-        """Make parameters whole on every rank until `release`; a collective call."""
+        """Gather parameters, and pin them on every rank until `release`; a collective call."""
         with torch._C.DisableTorchFunction():
-            for kept in (self._kept[name] for name in names):
-                if not kept.pins and kept not in self._whole:
-                    kept.fill()
-                kept.pins += 1
+            for sliced in (self._sliced[name] for name in names):
+                if not sliced.pins and sliced not in self._whole:
+                    sliced.gather()
+                sliced.pins += 1
 
     def release(self, names: Iterable[str], *, modifier_rank: int | None) -> None:
-        """Let parameters go; with modifier_rank every rank keeps what they are on that rank."""
+        """Unpin parameters, and release those without pins.
+
+        modifier_rank: the rank whose values are broadcast to all ranks before; None if nothing has been modified.
+        """
         with torch._C.DisableTorchFunction():
-            for kept in (self._kept[name] for name in names):
+            for sliced in (self._sliced[name] for name in names):
                 if modifier_rank is not None:
-                    kept.take(modifier_rank)
-                kept.pins = max(kept.pins - 1, 0)  # 0: the block began before it was a parameter of ours
-                if not kept.pins and kept not in self._whole:
-                    kept.empty(just_taken=modifier_rank is not None)
+                    sliced.partition(modifier_rank)
+                sliced.pins = max(sliced.pins - 1, 0)  # 0: the block began before this Init had the parameter
+                if not sliced.pins and sliced not in self._whole:
+                    sliced.release(just_partitioned=modifier_rank is not None)
 
     def register_external(self, module: nn.Module, name: str) -> None:
-        """Nothing to do before there are forwards; the engine finds such parameters when they are touched."""
+        """Do nothing: the engine finds such parameters at their first use in a forward."""
 
-    def give_up(self, name: str) -> Tensor:
-        """All values of a parameter, [numel], which is nobody's and without memory afterwards; a collective call."""
-        if self._hooks or self._kept[name].pins:
+    def detach_parameter(self, name: str) -> Tensor:
+        """Gather a parameter's values, [numel], and detach it, without memory, from this Init; a collective call."""
+        if self._hooks or self._sliced[name].pins:
             given = f"an engine that takes over {name} inside a block of zero.Init or GatheredParameters"
             raise UsageError(Problem(given, "an engine is made of parameters that nobody holds", "after the block"))
         with torch._C.DisableTorchFunction():
-            kept = self._kept.pop(name)
-            values = kept.values()
-            detach_handle(kept.parameter)
-            for module in kept.modules:
+            sliced = self._sliced.pop(name)
+            values = sliced.values()
+            detach_handle(sliced.parameter)
+            for module in sliced.modules:
                 restore_apply(module)
             return values
 
-    # --- while modules are being made ---------------------------------------------------------------------------------
+    # --- construction of modules --------------------------------------------------------------------------------------
 
     def _parameter_registered(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        if _block() is self:
+        if _innermost_init() is self:
             with torch._C.DisableTorchFunction():
-                self.settle()
-                self._note(module, name, parameter)
+                self.release_unused()
+                self._register(module, name, parameter)
 
     def _module_registered(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
-        if _block() is self:
+        if _innermost_init() is self:
             with torch._C.DisableTorchFunction():
                 self._modules.add(module)
                 if child is not None:
                     self._inner.add(child)
-                    self._note_all(child)
-                self.settle()
+                    self._register_all(child)
+                self.release_unused()
 
     def _buffer_registered(self, module: nn.Module, name: str, buffer: Tensor | None) -> None:
-        if _block() is self:
+        if _innermost_init() is self:
             self._modules.add(module)
 
-    def _note_all(self, module: nn.Module) -> None:
-        """Note the parameters below a module; those of a copied one have not been registered one by one."""
+    def _register_all(self, module: nn.Module) -> None:
+        """Register the parameters of a module and its children, which a copied module has without registration."""
         for part in module.modules():
             self._modules.add(part)
             self._inner.update(part.children())
             for name, parameter in part._parameters.items():
                 if parameter is not None:
-                    self._note(part, name, parameter)
+                    self._register(part, name, parameter)
 
-    def _note(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        """`module` has a parameter, new or not; one of an earlier Init changes hands."""
+    def _register(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        """Register a parameter of `module`; one of an earlier Init is moved to this one."""
         self._modules.add(module)
         handle = handle_of(parameter)
         if handle is None:
             if not _has_values(parameter):
                 return
-            kept = Kept("", parameter, self._communicator, self._device)
-            self._own(kept, f"{type(module).__name__}.{name}")
-            self._whole.made(kept, parameter, module)
+            sliced = SlicedParameter("", parameter, self._communicator, self._device)
+            self._attach(sliced, f"{type(module).__name__}.{name}")
+            self._whole.add_new(sliced, parameter, module)
         elif isinstance(handle.owner, Init) and (handle.owner is self or not handle.owner._hooks):
-            kept = handle.owner._kept[handle.name]
+            sliced = handle.owner._sliced[handle.name]
             if handle.owner is not self:
-                self._own(handle.owner._kept.pop(handle.name), handle.name)
+                self._attach(handle.owner._sliced.pop(handle.name), handle.name)
         else:
             return
-        kept.modules.add(module)
-        if self._gathers_for_apply and kept not in self._whole:
+        sliced.modules.add(module)
+        if self._gathers_for_apply and sliced not in self._whole:
             gather_around_apply(module)
 
-    def _take_over(self, inner: "Init") -> None:
-        """What has been made in a block within this one is at home in this one from now on."""
+    def _merge(self, inner: "Init") -> None:
+        """Move the modules and parameters of a block within this one to this one."""
         self._modules.update(inner._modules)
         self._inner.update(inner._inner)
-        while inner._kept:
-            name, kept = inner._kept.popitem()
-            self._own(kept, name)
+        while inner._sliced:
+            name, sliced = inner._sliced.popitem()
+            self._attach(sliced, name)
 
-    def _own(self, kept: Kept, wish: str) -> None:
-        """Keep a parameter under the name wished for, or one like it."""
-        number, name = 1, wish
-        while name in self._kept:
+    def _attach(self, sliced: SlicedParameter, base: str) -> None:
+        """Attach a parameter to this Init under the name `base`, with a number if the name is used already."""
+        number, name = 1, base
+        while name in self._sliced:
             number += 1
-            name = f"{wish} ({number})"
-        kept.name, self._kept[name] = name, kept
-        attach_handle(kept.parameter, name, self)
+            name = f"{base} ({number})"
+        sliced.name, self._sliced[name] = name, sliced
+        attach_handle(sliced.parameter, name, self)
 
-    def settle(self) -> None:
-        """Put away what is whole for no reason any more."""
-        self._whole.settle(in_the_making())
+    def release_unused(self) -> None:
+        """Release the parameters that need not be whole any more."""
+        self._whole.release_unused(under_construction())
 
     def call_ended(self) -> None:
-        """Put away what was filled for a call that is over."""
+        """Release the parameters gathered for a call that has returned."""
         self._whole.call_ended()
 
-    def _is_put_away(self, kept: Kept) -> None:
+    def _on_release(self, sliced: SlicedParameter) -> None:
         if self._gathers_for_apply:
-            for module in kept.modules:
+            for module in sliced.modules:
                 gather_around_apply(module)
 
-    # --- when they have been made -------------------------------------------------------------------------------------
+    # --- the end of the block -----------------------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        self._whole.finish()
-        self._kept = {name: kept for name, kept in self._kept.items() if kept.is_alive}
-        for kept in self._kept.values():
+        self._whole.release_all()
+        self._sliced = {name: sliced for name, sliced in self._sliced.items() if sliced.is_alive}
+        for sliced in self._sliced.values():
             if self.dtype is not None:
-                kept.convert(self.dtype)
-        outer = _block()
+                sliced.convert(self.dtype)
+        outer = _innermost_init()
         for module in self._modules:
             if outer is None or module not in outer._modules:
                 self._convert_buffers(module)
@@ -289,35 +292,35 @@ class Init:
                 module._buffers[name] = buffer.to(device=self._device, dtype=dtype)
 
     def _use_full_names(self) -> None:
-        """Parameters are called by their places in the model, now that there is one."""
+        """Rename parameters to their full names in the model, which has been made."""
         for root in [module for module in self._modules if module not in self._inner]:
             for name, parameter in root.named_parameters():
                 handle = handle_of(parameter)
                 if handle is not None and handle.owner is self and handle.name != name:
-                    self._own(self._kept.pop(handle.name), name)
+                    self._attach(self._sliced.pop(handle.name), name)
 
-    def _leave(self) -> None:
-        """The block has failed: what was whole is an ordinary parameter again."""
-        for name, parameter in self._whole.drop_new():
-            del self._kept[name]
+    def _abort(self) -> None:
+        """Detach the new parameters after an error in the block; they are ordinary parameters again."""
+        for name, parameter in self._whole.reset():
+            del self._sliced[name]
             detach_handle(parameter)
 
     def _read_config(self) -> None:
-        said = self.config if self.config_dict_or_path is None else self.config_dict_or_path
-        if said is not None:
-            config = load_engine_config(said)
+        given = self.config if self.config_dict_or_path is None else self.config_dict_or_path
+        if given is not None:
+            config = load_engine_config(given)
             self._gathers_for_apply = config.zero.override_module_apply
             self.dtype = self.dtype or resolve(config.zero, config.precision).parameter.dtype
 
 
-def _block() -> Init | None:
-    """The Init in whose block this thread is, the innermost one."""
-    keeper = innermost()
-    return keeper if isinstance(keeper, Init) else None
+def _innermost_init() -> Init | None:
+    """The Init of the innermost block of this thread; None outside of a block."""
+    hooks = innermost()
+    return hooks if isinstance(hooks, Init) else None
 
 
 def _problems(init: Init) -> Iterator[Problem]:
-    """What is said that is not there, or contradicts itself."""
+    """A problem for every argument that is not implemented, or contradicts another one."""
     if init.remote_device not in (None, "none"):
         rule = "parameters stay on the device that computes with them"
         yield Problem(f"Init(remote_device={init.remote_device!r})", rule, "leave remote_device out")
@@ -338,8 +341,8 @@ def _problems(init: Init) -> Iterator[Problem]:
         yield Problem(f"Init(dtype={init.dtype})", "parameters are floating-point numbers", "torch.float32, ...")
 
 
-def _axis_of(init: Init) -> tuple[Communicator, torch.device]:
-    """The processes over which parameters are partitioned, and where this one computes."""
+def _communicator_of(init: Init) -> tuple[Communicator, torch.device]:
+    """The communicator over which parameters are partitioned, and the device of this process."""
     if isinstance(init.mesh, Mesh):
         return init.mesh.gathering, init.mesh.device
     foreign = init.mpu if init.mesh is None else init.mesh

@@ -1,11 +1,11 @@
 """The global gradient norm, every logical element counted once.
 
-Norms are taken per fragment, because a flat partition mixes parameters of different nature: one that is replicated over
-tensor-parallel ranks counts on one of them only.  A fragment's norm is summed in float32 (float64 for float64
-gradients), and the squares are added up in float64 over all ranks.
+Norms are taken per fragment, because a flat partition has both sharded and replicated parameters: one that is
+replicated over tensor-parallel ranks is counted on one of them only.  A fragment's norm is summed in float32 (float64
+for float64 gradients), and the squares are added up in float64 over all ranks.
 
 On a CPU torch widens narrow numbers into memory of its own before it sums them; here that memory is a leased
-constant-size buffer, one fragment at a time (CB, paper section 6.2).
+constant-size buffer, one fragment at a time (CB: ZeRO, section 6.2).
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,9 @@ _NONE = torch.iinfo(torch.int32).max
 
 
 def fragment_norms(gradients: Sequence[Tensor], device: torch.device, buffers: Scratch) -> Tensor:
-    """L2 norm of every tensor, float64 [len(gradients)]; inf or nan where a tensor holds one.
+    """The L2 norm of every tensor, float64 [len(gradients)]; inf or nan for a tensor that contains one.
 
-    buffers: lends one that holds the largest tensor in the dtype of sums.
+    buffers: leases memory for the largest tensor in the dtype of sums.
     """
     if not gradients:
         return torch.zeros(0, dtype=torch.float64, device=device)
@@ -34,7 +34,7 @@ def fragment_norms(gradients: Sequence[Tensor], device: torch.device, buffers: S
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What a fragment of this dtype is summed in."""
+    """The dtype in which a fragment of `dtype` is summed."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -46,14 +46,14 @@ def _norm_of_narrow(gradient: Tensor, dtype: torch.dtype, buffers: Scratch) -> T
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
-    """What gradients are multiplied with so that their norm stays below max_norm (0: no clipping); no dimensions."""
+    """The factor, a scalar tensor, that reduces the gradients' norm to max_norm at most (0: no clipping)."""
     if max_norm <= 0:
         return torch.ones_like(norm)
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def first_overflow(norms: Tensor, parameter_indices: Tensor) -> Tensor:
-    """The smallest index in `parameter_indices` whose norm is not finite, int32; a large number when all are finite."""
+    """The smallest of `parameter_indices` whose norm is not finite, int32; the largest int32 if all are finite."""
     if norms.numel() == 0:
         return torch.full((), _NONE, dtype=torch.int32, device=norms.device)
     bad = torch.where(torch.isfinite(norms), _NONE, parameter_indices)

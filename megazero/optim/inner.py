@@ -1,11 +1,11 @@
-"""The inner optimizer: what happens to flat pieces of master weights once their gradients are reduced.
+"""The inner optimizers, which update flat pieces of master weights after their gradients are reduced.
 
-Two of them.  `FusedAdamW` is torch's fused kernel on flat tensors, with its moments in the engine's shards; `found_inf`
-travels into the kernel: on overflow weights, moments and step count stay untouched, without a branch on the host.
-`Elementwise` runs any torch optimizer that works element by element, which keeps its own state.
+`FusedAdamW` is torch's fused kernel on flat tensors, with its moments in the engine's shards; `found_inf` is an
+argument of the kernel: on overflow weights, moments and step count stay untouched, without a branch on the host.
+`Elementwise` runs any torch optimizer that works element by element, which owns its state.
 
-Either wants gradients in the master weights' dtype, so each run of gradients is scaled into a leased constant-size
-buffer on its way; unscaling and clipping are one factor there.
+Both take gradients in the master weights' dtype, so each run of gradients is scaled into a leased constant-size buffer
+before its update; unscaling and clipping are one factor there.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,17 +34,17 @@ class Run(NamedTuple):
     group: int
 
     def part(self, start: int, stop: int) -> "Run":
-        """Elements [start, stop) of it."""
+        """The elements [start, stop) of the run."""
         within = slice(start, stop)
         moments = {name: moment[within] for name, moment in self.moments.items()}
         return Run(self.master[within], self.gradient[within], moments, self.group)
 
 
 class StepInputs(NamedTuple):
-    """What one optimizer step depends on beside the state; the tensors have no dimensions.
+    """The inputs of one optimizer step beside the state; the tensors are scalars.
 
-    lr: learning rate; None: param groups have their own.  factor: what gradients are multiplied with (unscaling and
-    clipping).  found_inf: float32, 1 when the step is to be skipped; None where overflow is no subject.
+    lr: learning rate; None: param groups have their own.  factor: the factor of gradients (unscaling and clipping).
+    found_inf: float32, 1 if the step is to be skipped; None for formats that cannot overflow.
     """
 
     lr: float | None
@@ -53,35 +53,35 @@ class StepInputs(NamedTuple):
 
 
 class InnerOptimizer(Protocol):
-    """Updates runs; a run is known by its place in what `bind` was given."""
+    """An optimizer of runs; `index` is a run's position in the argument of `bind`."""
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """Names of the flat tensors that the engine keeps for it, each of the master weights' shape."""
+        """Names of the flat tensors that the engine's shards have for it, each of the master weights' shape."""
 
     @property
     def skips_on_host(self) -> bool:
-        """Whether a step that is to be skipped must not reach `update`; else `found_inf` skips it on the device."""
+        """True if the caller must not call `update` for a skipped step; else `found_inf` skips it on the device."""
 
     def group_of(self, spec: ParamSpec, parameter: nn.Parameter) -> int:
-        """The group a parameter belongs to; parameters of one group are treated alike, and lie side by side."""
+        """The group of a parameter; parameters of one group have the same options and are contiguous."""
 
     def bind(self, runs: Sequence[Run]) -> None:
-        """These are the runs, from now on."""
+        """Set the runs that `update` takes; called once."""
 
     def update(self, index: int, run: Run, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> None:
-        """One step of one run in place; `step` (float32, no dimensions) already counts it."""
+        """Update one run in place; step: the number of this step, from 1, a float32 scalar."""
 
     def state(self, index: int, run: Run) -> Mapping[str, Tensor]:
-        """What it keeps for each element of a run, by name; empty where nothing has been kept yet."""
+        """The state of a run with one value per element, by name; empty before the first step."""
 
     def numbers(self) -> Mapping[str, float] | None:
-        """What it keeps beside that, the same for all runs; None where no state has been kept yet."""
+        """The numbers of the state, the same for all runs; None before there is any state."""
 
     def start(self, numbers: Mapping[str, float]) -> None:
-        """Make the state of all runs, whose elements are to be filled from a checkpoint.
+        """Make the state of all runs, whose elements the caller fills from a checkpoint.
 
-        Raises CheckpointError when these are another optimizer's numbers.
+        Raises CheckpointError if these are another optimizer's numbers.
         """
 
 
@@ -96,7 +96,7 @@ class AdamWSettings:
 
 
 class FusedAdamW:
-    """AdamW with one learning rate, which decays only what its spec says decays."""
+    """AdamW with one learning rate; weight decay applies to parameters whose spec has `decay`."""
 
     moments = ("exp_avg", "exp_avg_sq")
     skips_on_host = False
@@ -108,7 +108,7 @@ class FusedAdamW:
         return _DECAYED if spec.decay else _UNDECAYED
 
     def bind(self, runs: Sequence[Run]) -> None:
-        """Nothing is kept beside the moments."""
+        """Do nothing: the moments are the only state."""
 
     def state(self, index: int, run: Run) -> Mapping[str, Tensor]:
         return run.moments
@@ -117,7 +117,7 @@ class FusedAdamW:
         return {}
 
     def start(self, numbers: Mapping[str, float]) -> None:
-        """The moments are there already; steps are counted beside them."""
+        """Do nothing: the engine has made the moments, and counts steps itself."""
 
     def update(self, index: int, run: Run, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> None:
         numel = run.master.numel()
@@ -151,7 +151,7 @@ class FusedAdamW:
 class Elementwise:
     """A torch optimizer with its own groups and learning rates; parameters it was not given stay as they are.
 
-    On overflow the host decides, so each step of an fp16 run waits for the device once.
+    The host skips a step on overflow, so each step of an fp16 run waits for the device once.
     """
 
     moments: tuple[str, ...] = ()
@@ -159,7 +159,7 @@ class Elementwise:
 
     def __init__(self, optimizer: TorchOptimizer) -> None:
         self.optimizer = optimizer
-        self._places: dict[int, int] = {}
+        self._positions: dict[int, int] = {}
 
     def group_of(self, spec: ParamSpec, parameter: nn.Parameter) -> int:
         group = self.optimizer.group_of(parameter)
@@ -167,22 +167,22 @@ class Elementwise:
 
     def bind(self, runs: Sequence[Run]) -> None:
         updated = [(index, run) for index, run in enumerate(runs) if run.group != NOT_UPDATED]
-        self._places = {index: place for place, (index, _) in enumerate(updated)}
+        self._positions = {index: place for place, (index, _) in enumerate(updated)}
         self.optimizer.bind([FlatRun(run.master, run.group) for _, run in updated])
 
     def update(self, index: int, run: Run, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> None:
-        if index not in self._places:
+        if index not in self._positions:
             return
         lease = buffers.lease(run.master.numel(), run.master.dtype)
         gradient = _scaled(run.gradient, inputs.factor, lease.tensor)
-        self.optimizer.step_run(self._places[index], gradient, lr=inputs.lr)
+        self.optimizer.step_run(self._positions[index], gradient, lr=inputs.lr)
         lease.release()
 
     def state(self, index: int, run: Run) -> Mapping[str, Tensor]:
-        return self.optimizer.state_of(self._places[index]).tensors if index in self._places else {}
+        return self.optimizer.state_of(self._positions[index]).tensors if index in self._positions else {}
 
     def numbers(self) -> Mapping[str, float] | None:
-        state = self.optimizer.state_of(0) if self._places else None
+        state = self.optimizer.state_of(0) if self._positions else None
         return None if state is None or not self.optimizer.has_stepped else state.numbers
 
     def start(self, numbers: Mapping[str, float]) -> None:
@@ -190,7 +190,7 @@ class Elementwise:
 
 
 def _scaled(gradient: Tensor, factor: Tensor, memory: Tensor) -> Tensor:
-    """gradient * factor at the precision of `memory`, where it goes; without the graph of a pass with create_graph."""
+    """gradient * factor, written to `memory` in its dtype; detached, in case the pass had create_graph."""
     gradient, target = gradient.detach(), memory[: gradient.numel()]
     if gradient.dtype == target.dtype:
         return torch.mul(gradient, factor, out=target)
@@ -198,5 +198,5 @@ def _scaled(gradient: Tensor, factor: Tensor, memory: Tensor) -> Tensor:
 
 
 def advance(step: Tensor, inputs: StepInputs) -> None:
-    """Count one optimizer step in `step` (float32, no dimensions), unless it is skipped."""
+    """Count one optimizer step in `step`, a float32 scalar, unless it is skipped."""
     step.add_(1.0 if inputs.found_inf is None else 1.0 - inputs.found_inf)

@@ -3,10 +3,10 @@
 fp16 gradients below 6e-8 are zero, so the loss is multiplied by a *loss scale* before backward and the gradients are
 divided by it before the update.  An *overflow* (an infinity or a NaN in a gradient) skips the step.  A *static* scale
 never moves.  A *dynamic* one doubles after a *window* of good steps and halves on overflow, but only once the
-*hysteresis* - the number of overflows it puts up with - is used up; growing refills the hysteresis (Micikevicius et
+*hysteresis* - the number of overflows that it tolerates - is used up; growing refills the hysteresis (Micikevicius et
 al., arXiv 1710.03740, section 3.2, with Megatron-LM's meaning of the four figures).
 
-Below fp16 nobody needs a scale: bf16, fp32 and fp64 are the static scale 1.
+Other formats need no scale: for bf16, fp32 and fp64 it is the static scale 1.
 """
 
 from collections.abc import Mapping
@@ -22,11 +22,11 @@ BACKOFF = 0.5
 
 @dataclass(frozen=True)
 class LossScale:
-    """Where the loss scale stands between two steps.
+    """The state of the loss scale between two steps.
 
     scale: the factor of the next step's loss.
     good_steps: steps without overflow since the last overflow or growth.
-    hysteresis_left: overflows that are still put up with before the scale halves.
+    hysteresis_left: overflows that are still tolerated before the scale halves.
     skips_at_minimum: steps skipped in a row while the scale could fall no further.
     """
 
@@ -36,12 +36,12 @@ class LossScale:
     skips_at_minimum: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """The state as a checkpoint stores it."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> "LossScale":
-        """Back from a checkpoint; raises `CheckpointError` when a field is missing, foreign or not a number."""
+        """The state from a checkpoint; raises `CheckpointError` if a field is missing, unknown or not a number."""
         expected = {"scale": float, "good_steps": int, "hysteresis_left": int, "skips_at_minimum": int}
         if set(saved) != set(expected) or any(type(saved[name]) is not kind for name, kind in expected.items()):
             rule = "a saved loss scale has the numbers " + ", ".join(expected)
@@ -51,11 +51,11 @@ class LossScale:
 
 @dataclass(frozen=True)
 class LossScaler:
-    """How the loss scale moves.
+    """The transition function of the loss scale, and its constants.
 
-    initial, minimum: where it starts and the least it falls to; equal for a static scale.
+    initial, minimum: the first and the least value; equal for a static scale.
     window: good steps before it doubles.  hysteresis: overflows before it halves.
-    consecutive_hysteresis: whether a good step between overflows starts their count anew.
+    consecutive_hysteresis: True if a good step between overflows resets their count.
     max_skips_at_minimum: steps skipped in a row at the minimum after which the run is `exhausted`.
     """
 
@@ -69,7 +69,7 @@ class LossScaler:
 
     @classmethod
     def from_config(cls, config: PrecisionConfig) -> "LossScaler":
-        """Static with --loss-scale; dynamic in fp16 without it; else the static scale 1."""
+        """Make a static scale with --loss-scale, a dynamic one in fp16 without it, else the static scale 1."""
         dynamic = config.loss_scale is None and config.precision == "fp16"
         fixed = 1.0 if config.loss_scale is None else config.loss_scale
         return cls(
@@ -87,11 +87,11 @@ class LossScaler:
         return LossScale(scale=self.initial, hysteresis_left=self.hysteresis)
 
     def after_step(self, state: LossScale, *, overflow: bool) -> LossScale:
-        """The state after one step, which was skipped when there was an `overflow`."""
+        """The state after one step, which was skipped if there was an `overflow`."""
         return self._after_overflow(state) if overflow else self._after_good_step(state)
 
     def exhausted(self, state: LossScale) -> bool:
-        """Whether so many steps were skipped in a row at the minimum that going on is of no use."""
+        """True if `max_skips_at_minimum` steps in a row were skipped at the minimum."""
         return state.skips_at_minimum >= self.max_skips_at_minimum
 
     def check_not_exhausted(self, state: LossScale, *, parameter: str) -> None:

@@ -32,17 +32,17 @@ from megazero.errors import CheckpointError, ConfigError, Problem, raise_problem
 def constant(
     updates: int, base_lr: float, *, lr_warmup_iters: float, lr_warmup_init: float, lr_warmup_type: str
 ) -> float:
-    """From lr_warmup_init up to base_lr, where it stays."""
+    """The rate rises from lr_warmup_init to base_lr, and stays there."""
     return _warmed(updates, lr_warmup_init, base_lr, num_steps=lr_warmup_iters, shape=lr_warmup_type)
 
 
 def linear(updates: int, base_lr: float, *, lr_decay_iters: int, min_lr: float, **warmup: Any) -> float:
-    """Up to base_lr as `constant`, then in a straight line to min_lr, which it reaches at update lr_decay_iters."""
+    """The rate rises as `constant`, then falls in a straight line to min_lr, reached at update lr_decay_iters."""
     return _decayed(updates, base_lr, lambda done: 1.0 - done, end=lr_decay_iters, min_lr=min_lr, warmup=warmup)
 
 
 def cosine(updates: int, base_lr: float, *, lr_decay_iters: int, min_lr: float, **warmup: Any) -> float:
-    """Up to base_lr as `constant`, then along half a cosine to min_lr, which it reaches at update lr_decay_iters."""
+    """The rate rises as `constant`, then falls along half a cosine to min_lr, reached at update lr_decay_iters."""
     return _decayed(updates, base_lr, _half_cosine, end=lr_decay_iters, min_lr=min_lr, warmup=warmup)
 
 
@@ -55,13 +55,13 @@ def warmup_lr(
     warmup_num_steps: int,
     warmup_type: str,
 ) -> float:
-    """From warmup_min_lr up to warmup_max_lr, where it stays; None there is base_lr."""
+    """The rate rises from warmup_min_lr to warmup_max_lr (None: base_lr), and stays there."""
     peak = base_lr if warmup_max_lr is None else warmup_max_lr
     return _warmed(max(updates - 1, 0), warmup_min_lr, peak, num_steps=max(2, warmup_num_steps), shape=warmup_type)
 
 
 def warmup_decay_lr(updates: int, base_lr: float, *, total_num_steps: int, **warmup: Any) -> float:
-    """Up as `warmup_lr`, then in a straight line back to warmup_min_lr, which call total_num_steps reaches."""
+    """The rate rises as `warmup_lr`, then falls straight to warmup_min_lr, reached at call total_num_steps."""
     call, length = updates - 1, max(2, warmup["warmup_num_steps"])
     if call < length:
         return warmup_lr(updates, base_lr, **warmup)
@@ -73,9 +73,9 @@ def warmup_decay_lr(updates: int, base_lr: float, *, total_num_steps: int, **war
 def warmup_cosine_lr(
     updates: int, base_lr: float, *, total_num_steps: int, cos_min_ratio: float, **warmup: Any
 ) -> float:
-    """Parts of base_lr: from warmup_min_ratio up to 1, then half a cosine down to cos_min_ratio.
+    """The ratio to base_lr rises from warmup_min_ratio to 1, then falls along half a cosine to cos_min_ratio.
 
-    Before the first call, at update 0, the rate is 0, whatever warmup_min_ratio says.
+    Before the first call, at update 0, the rate is 0, whatever warmup_min_ratio is.
     """
     call, length = updates - 1, max(2, warmup["warmup_num_steps"])
     if call < 0:
@@ -113,7 +113,7 @@ def _decayed(
     min_lr: float,
     warmup: Mapping[str, Any],
 ) -> float:
-    """A warm-up, then the decay, of which `remaining` says what is left when a part of it is over."""
+    """The rate of a warm-up and a decay; `remaining` maps the finished part of the decay to the height that is left."""
     start = warmup["lr_warmup_iters"]
     if start > 0 and updates <= start:
         return constant(updates, peak, **warmup)
@@ -123,13 +123,13 @@ def _decayed(
 
 
 def _warmed(step: int, start: float, peak: float, *, num_steps: float, shape: str) -> float:
-    """The rate at a step of a warm-up over num_steps, and the peak behind it."""
+    """The rate at a step of a warm-up over num_steps; the peak after it."""
     part, whole = (math.log(step + 1), math.log(max(2, num_steps))) if shape == "log" else (step, num_steps)
     return peak if num_steps == 0 or part > whole else start + (peak - start) * part / whole
 
 
 def _half_cosine(done: float) -> float:
-    """From 1 down to 0 as `done` goes from 0 to 1."""
+    """Half a cosine, which falls from 1 to 0 as `done` rises from 0 to 1."""
     return 0.5 * (1.0 + math.cos(math.pi * done))
 
 
@@ -152,10 +152,10 @@ _UNUSED_BY_CONSTANT = ("minimum", "decay_steps")
 
 @dataclass(frozen=True)
 class LearningRate:
-    """The schedule of a run, as its checkpoints keep it.
+    """The schedule of a run, as its checkpoints store it.
 
     peak, minimum, warmup_init: rates, all per step.
-    style: how it falls after the warm-up, one of `STYLES`; constant never falls, not even to the minimum.
+    style: the decay after the warm-up, one of `STYLES`; constant never falls, not even to the minimum.
     warmup_steps: length of the warm-up; a fraction of the decay gives a number that need not be whole.
     decay_steps: the step at which the minimum is reached, the warm-up included.
     """
@@ -197,7 +197,7 @@ class LearningRate:
         return RATES[self.style](updates, self.peak, **warmup, **decay)
 
     def to_json(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the schedule."""
+        """The schedule as a checkpoint stores it."""
         return asdict(self)
 
     def _problems(self) -> list[Problem]:
@@ -227,14 +227,14 @@ class LearningRate:
 def reconcile(given: LearningRate, saved: Mapping[str, Any], config: OptimizerConfig) -> LearningRate:
     """The schedule of a resumed run: `given` by this command line against `saved` in the checkpoint.
 
-    They have to agree unless the user says which one counts: --override-opt-param-scheduler takes the command line's,
+    They have to agree unless the user chooses one: --override-opt-param-scheduler takes the command line's,
     --use-checkpoint-opt-param-scheduler the checkpoint's.  Raises `CheckpointError` with every field that differs.
     """
     if config.override_opt_param_scheduler:
         return given
     if config.use_checkpoint_opt_param_scheduler:
         return _from_json(saved)
-    saved = {"warmup_init": 0.0, "warmup_type": "linear", **saved}  # what older checkpoints do not say
+    saved = {"warmup_init": 0.0, "warmup_type": "linear", **saved}  # fields that older checkpoints do not have
     problems = [
         Problem(
             f"{_FLAGS[name]} {value}; the checkpoint was saved with {saved.get(name)}",

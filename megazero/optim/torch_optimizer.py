@@ -2,13 +2,13 @@
 
 The user's optimizer, the *template*, was made for whole parameters and never steps.  Each *run* - a contiguous piece of
 a flat tensor whose elements share a parameter group - gets an optimizer of the same class and options of its own, over
-a parameter that aliases the run.  So runs are updated one by one, each with a gradient that is only lent.  Options stay
-in the template: what a learning-rate scheduler writes into its groups acts on the next step.  Hooks on its step don't
-run.
+a parameter that aliases the run.  So runs are updated one by one, each with a gradient in leased memory.  Options stay
+in the template: a value that a learning-rate scheduler writes into its groups acts on the next step.  Hooks on its step
+are not called.
 
 That is the same update only if the optimizer is *elementwise*: an element's new value depends on this element's value,
-gradient and state alone, and on *numbers* that are the same for all elements (a step count).  `check_elementwise` finds
-out by trying: a small matrix, updated whole and as two flat pieces, has to come out the same, also when the pieces'
+gradient and state alone, and on *numbers* that are the same for all elements (a step count).  `check_elementwise` tries
+it: a small matrix, updated whole and as two flat pieces, has to come out the same, also when the pieces'
 state is saved and restored on the way.
 """
 
@@ -33,7 +33,7 @@ _LEGAL = (
     "SGD, Adam, AdamW, RMSprop, Adagrad, NAdam, RAdam, Adamax, Adadelta, Rprop, ASGD, or an elementwise one of yours"
 )
 
-# The trial.  Its learning rate is not the template's, which a warm-up may have set to zero, where nothing would show.
+# The trial.  Its learning rate is not the template's, which a warm-up may have set to zero: no weight would change.
 _TRIAL_RATE = 0.05
 _TRIAL_STEPS = 4
 _TRIAL_SHAPE = (6, 5)
@@ -64,7 +64,7 @@ class TorchOptimizer:
     """A torch optimizer over flat runs of master weights, in place of the parameters it was made for."""
 
     def __init__(self, template: Optimizer) -> None:
-        """Raises `ConfigError` when `template` has taken steps already or does not work element by element."""
+        """Raises `ConfigError` if `template` has stepped already or does not work element by element."""
         self.template = template
         self._attributes = {name: value for name, value in vars(template).items() if isinstance(value, _PLAIN)}
         raise_problems(ConfigError, self._problems())
@@ -73,11 +73,11 @@ class TorchOptimizer:
         self._pieces: tuple[_Piece, ...] = ()
 
     def group_of(self, parameter: nn.Parameter) -> int | None:
-        """Index of the parameter's group; None for one that the optimizer was not given and so does not update."""
+        """The index of the parameter's group; None for one that the optimizer does not have, and so does not update."""
         return self._group_of.get(parameter)
 
     def bind(self, runs: Sequence[FlatRun]) -> None:
-        """Update these runs from now on, known by their places in `runs`; frees what state the template holds."""
+        """Set the runs that are updated, whose index is their position in `runs`; frees the template's state."""
         assert not self._pieces, "an optimizer is bound once"
         assert all(run.master.dim() == 1 for run in runs), "runs are one-dimensional"
         self._groups = tuple(run.group for run in runs)
@@ -85,15 +85,15 @@ class TorchOptimizer:
         self.template.state.clear()
 
     def step_run(self, index: int, gradient: Tensor, *, lr: float | None = None) -> None:
-        """One step of run `index`, in place; the other runs stay untouched.
+        """Update run `index` in place; the other runs stay untouched.
 
-        gradient: unscaled and clipped, of the run's shape and dtype; it is not kept, but may be written to.
-        lr: this step's rate; None takes the one that stands in the template's group.
+        gradient: unscaled and clipped, of the run's shape and dtype; it is not retained, but may be written to.
+        lr: this step's rate; None takes that of the template's group.
         """
         piece = self._pieces[index]
-        piece.take_options(self._recipe(self._groups[index], gradient.device).options)
+        piece.set_options(self._recipe(self._groups[index], gradient.device).options)
         if lr is not None:
-            piece.take_options({"lr": lr})
+            piece.set_options({"lr": lr})
         piece.step(gradient)
         # torch's schedulers warn when they step before the optimizer they were made for.
         vars(self.template)["_opt_called"] = True
@@ -104,24 +104,24 @@ class TorchOptimizer:
 
     @property
     def has_stepped(self) -> bool:
-        """Whether runs have state: all of them step together."""
+        """True if runs have state; all of them step together."""
         return bool(self._pieces) and self._pieces[0].has_state
 
     def start(self, numbers: Mapping[str, float]) -> None:
-        """Give every run the state of an optimizer with these numbers, whose tensors are zero and to be filled."""
+        """Give every run the state of an optimizer with these numbers; its tensors are zero, for the caller to fill."""
         for piece in self._pieces:
             piece.restore(RunState(piece.zeros(), dict(numbers)))
 
     def set_state(self, index: int, state: RunState) -> None:
-        """Replace a run's state by a copy of `state`; raises `CheckpointError` when it is another optimizer's."""
+        """Replace a run's state by a copy of `state`; raises `CheckpointError` if it is another optimizer's."""
         self._pieces[index].restore(state)
 
     def state_names(self, group: int) -> tuple[str, ...]:
-        """Names of the tensors that a run of this group has from its first step on."""
-        return _learn(self._recipe(group, torch.device("cpu")), torch.zeros(0)).tensors
+        """The names of the tensors that a run of this group has from its first step on."""
+        return _trial_entries(self._recipe(group, torch.device("cpu")), torch.zeros(0)).tensors
 
     def _recipe(self, group: int, device: torch.device) -> "_Recipe":
-        """How to make the optimizer of a run of this group, with the options of this moment."""
+        """The recipe of a run's optimizer in this group, with the template's current options."""
         options = _options(self.template.param_groups[group], device)
         return _Recipe(type(self.template), options, self._attributes)
 
@@ -132,7 +132,7 @@ class TorchOptimizer:
         for recipe in map(_Recipe.at_trial_rate, recipes):
             if not any(_same(recipe.options, other.options) for other in distinct):
                 distinct.append(recipe)
-        reasons = dict.fromkeys(reason for reason in map(_objection, distinct) if reason is not None)
+        reasons = dict.fromkeys(reason for reason in map(_reason_against, distinct) if reason is not None)
         if reasons:
             return [_refusal(type(self.template), reason) for reason in reasons]
         if not any(_has_stepped(self.template, index, recipe) for index, recipe in enumerate(recipes)):
@@ -143,8 +143,8 @@ class TorchOptimizer:
 
 
 def check_elementwise(optimizer_class: type[Optimizer], options: Mapping[str, Any]) -> Problem | None:
-    """What keeps this class, with these options of a param group, from working on flat pieces; None: nothing."""
-    reason = _objection(_Recipe(optimizer_class, _options(options, torch.device("cpu")), {}).at_trial_rate())
+    """The problem of this class, with these options of a param group, on flat pieces; None if it works."""
+    reason = _reason_against(_Recipe(optimizer_class, _options(options, torch.device("cpu")), {}).at_trial_rate())
     return None if reason is None else _refusal(optimizer_class, reason)
 
 
@@ -153,7 +153,7 @@ def _refusal(optimizer_class: type[Optimizer], reason: str) -> Problem:
 
 
 def _options(group: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """The options of a param group, as they fit master weights on `device`; "capturable" is for accelerators only."""
+    """The options of a param group for master weights on `device`; "capturable" is for accelerators only."""
     options = {name: value for name, value in group.items() if name not in _PARAMETERS}
     if device.type == "cpu" and options.get("capturable"):
         options["capturable"] = False
@@ -161,7 +161,7 @@ def _options(group: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two options are equal; tensors are equal to themselves only, as they change in place."""
+    """True if two options are equal; tensors equal themselves only, since they change in place."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return one is other
     if isinstance(one, dict) and isinstance(other, dict):
@@ -171,9 +171,9 @@ def _same(one: Any, other: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Recipe:
-    """How to make an optimizer like the user's over one tensor.
+    """The class, options and attributes from which an optimizer like the user's is made over one tensor.
 
-    options: of its param group.  attributes: what it keeps beside them, for constructors that take more than options.
+    options: of its param group.  attributes: further ones of the optimizer, for constructors with more arguments.
     """
 
     kind: type[Optimizer]
@@ -188,17 +188,17 @@ class _Recipe:
         return made
 
     def at_trial_rate(self) -> "_Recipe":
-        """The same with the trial's learning rate, unless the optimizer finds its own."""
+        """The recipe with the trial's learning rate, unless the optimizer has no learning rate option."""
         if self.options.get("lr") is None:
             return self
         return replace(self, options={**self.options, "lr": _TRIAL_RATE})
 
 
-class _Kept(NamedTuple):
-    """Everything that an optimizer keeps of a parameter, by name.
+class _StateEntries(NamedTuple):
+    """The entries of an optimizer's state for one parameter.
 
-    tensors: names of those of the parameter's shape.  numbers: names of those that are one number.
-    values: all of them.
+    tensors: names of the entries of the parameter's shape.  numbers: names of those that are one number.
+    values: all entries, by name.
     """
 
     tensors: tuple[str, ...]
@@ -223,11 +223,11 @@ class _Piece:
         return self._has_state
 
     def zeros(self) -> dict[str, Tensor]:
-        """For every tensor of the state, by name, a zero that stands for all of its elements."""
-        return {name: self.values.new_zeros(()) for name in self._learned.tensors}
+        """For every tensor of the state, by name, a scalar zero, which `restore` broadcasts."""
+        return {name: self.values.new_zeros(()) for name in self._entries.tensors}
 
-    def take_options(self, options: Mapping[str, Any]) -> None:
-        """Set the options that changed; entries in which the optimizer itself keeps count are left to it."""
+    def set_options(self, options: Mapping[str, Any]) -> None:
+        """Set the options that changed; entries in which the optimizer itself counts are not overwritten."""
         for name, value in options.items():
             if name not in self._given or not _same(self._given[name], value):
                 self._group[name] = self._given[name] = value
@@ -238,7 +238,7 @@ class _Piece:
         self._parameter.grad = None
         self._has_state = True
 
-    def kept(self) -> dict[str, Any]:
+    def entries(self) -> dict[str, Any]:
         """The parameter's state, and as "group.X" the entries of the param group that the optimizer has changed."""
         changed = {
             _GROUP + name: value
@@ -253,8 +253,8 @@ class _Piece:
         values = {**self._optimizer.state[self._parameter]}
         values |= {_GROUP + name: value for name, value in self._group.items()}
         return RunState(
-            {name: values[name] for name in self._learned.tensors},
-            {name: float(values[name]) for name in self._learned.numbers},
+            {name: values[name] for name in self._entries.tensors},
+            {name: float(values[name]) for name in self._entries.numbers},
         )
 
     def restore(self, state: RunState) -> None:
@@ -262,14 +262,14 @@ class _Piece:
         if not state.tensors and not state.numbers:
             return
         self._check_names(state)
-        held = self._optimizer.state[self._parameter]
-        for name, example in self._learned.values.items():
-            if name in self._learned.tensors:
-                held[name] = torch.empty_like(self.values, dtype=example.dtype).copy_(state.tensors[name])
+        restored = self._optimizer.state[self._parameter]
+        for name, example in self._entries.values.items():
+            if name in self._entries.tensors:
+                restored[name] = torch.empty_like(self.values, dtype=example.dtype).copy_(state.tensors[name])
             elif name.startswith(_GROUP):
                 self._group[name.removeprefix(_GROUP)] = _like(example, state.numbers[name])
             else:
-                held[name] = None if example is None else _like(example, state.numbers[name])
+                restored[name] = None if example is None else _like(example, state.numbers[name])
         self._has_state = True
 
     def _start(self) -> None:
@@ -282,11 +282,11 @@ class _Piece:
         return self._optimizer.param_groups[0]
 
     @cached_property
-    def _learned(self) -> _Kept:
-        return _learn(self._recipe, self._parameter)
+    def _entries(self) -> _StateEntries:
+        return _trial_entries(self._recipe, self._parameter)
 
     def _check_names(self, state: RunState) -> None:
-        wanted = {*self._learned.tensors, *self._learned.numbers}
+        wanted = {*self._entries.tensors, *self._entries.numbers}
         found = {*state.tensors, *state.numbers}
         if found != wanted:
             given = f"a saved optimizer state of {', '.join(sorted(found))}"
@@ -294,23 +294,23 @@ class _Piece:
             raise CheckpointError(Problem(given, rule, "a checkpoint of the same optimizer with the same options"))
 
 
-def _learn(recipe: _Recipe, like: Tensor) -> _Kept:
-    """What an optimizer keeps after its first step, learned on three elements of the same dtype in the same place."""
+def _trial_entries(recipe: _Recipe, like: Tensor) -> _StateEntries:
+    """The state entries of an optimizer after its first step, from a trial of three elements like those of `like`."""
     piece = _Piece(recipe.at_trial_rate(), torch.zeros(3, dtype=like.dtype, device=like.device))
     piece.step(torch.zeros_like(piece.values))
-    kept = piece.kept()
-    tensors = tuple(name for name, value in kept.items() if isinstance(value, Tensor) and value.shape == (3,))
-    numbers = tuple(name for name, value in kept.items() if value is not None and name not in tensors)
-    return _Kept(tensors, numbers, kept)
+    entries = piece.entries()
+    tensors = tuple(name for name, value in entries.items() if isinstance(value, Tensor) and value.shape == (3,))
+    numbers = tuple(name for name, value in entries.items() if value is not None and name not in tensors)
+    return _StateEntries(tensors, numbers, entries)
 
 
 def _like(example: Any, number: float) -> Any:
-    """The number in the example's type, and for a tensor in its dtype and place."""
+    """The number in the example's type, for a tensor with its dtype and device."""
     return torch.full_like(example, number) if isinstance(example, Tensor) else type(example)(number)
 
 
 def _has_stepped(template: Optimizer, group: int, recipe: _Recipe) -> bool:
-    """Whether a parameter of the group has another state than a new optimizer's, which may have one from the start."""
+    """True if a parameter of the group has another state than in a new optimizer, where some have one at once."""
     parameter = nn.Parameter(torch.zeros(3))
     fresh = recipe.build(parameter).state.get(parameter, {})
     numbers = {name: float(value) for name, value in fresh.items() if _is_number(value)}
@@ -325,16 +325,16 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (bool, int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
-def _objection(recipe: _Recipe) -> str | None:
-    """Why this optimizer is not elementwise, or not to be saved; None when the trial went well."""
+def _reason_against(recipe: _Recipe) -> str | None:
+    """The reason that this optimizer is not elementwise, or cannot be saved; None if the trial succeeds."""
     closure = inspect.signature(recipe.kind.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         return "its step asks for a closure that evaluates the model again"
     with torch.random.fork_rng(devices=[]):
         for trial, place in (
-            (_odd_state, "a matrix with a dense gradient"),
-            (_odd_pieces, "a flat piece"),
-            (_odd_resumption, "a flat piece whose state was restored"),
+            (_reason_against_state, "a matrix with a dense gradient"),
+            (_reason_against_pieces, "a flat piece"),
+            (_reason_against_restoring, "a flat piece whose state was restored"),
         ):
             try:
                 reason = trial(recipe)
@@ -345,17 +345,17 @@ def _objection(recipe: _Recipe) -> str | None:
     return None
 
 
-def _odd_state(recipe: _Recipe) -> str | None:
-    """State that is neither one value an element nor one number."""
+def _reason_against_state(recipe: _Recipe) -> str | None:
+    """The reason that a state entry cannot be saved: it is neither one value per element nor one number."""
     start, gradients = _trial_values()
     piece = _Piece(recipe, start)
     for gradient in gradients:
         piece.step(gradient)
         if any(
-            isinstance(value, Tensor) and value.data_ptr() == gradient.data_ptr() for value in piece.kept().values()
+            isinstance(value, Tensor) and value.data_ptr() == gradient.data_ptr() for value in piece.entries().values()
         ):
             return "it keeps the gradient itself instead of a copy"
-    for name, value in piece.kept().items():
+    for name, value in piece.entries().items():
         if isinstance(value, Tensor) and value.shape != _TRIAL_SHAPE and value.numel() != 1:
             return f"its state {name!r} has shape {list(value.shape)} for a parameter of shape {list(_TRIAL_SHAPE)}"
         if value is not None and not isinstance(value, Tensor) and not _is_number(value):
@@ -363,14 +363,14 @@ def _odd_state(recipe: _Recipe) -> str | None:
     return None
 
 
-def _odd_pieces(recipe: _Recipe) -> str | None:
+def _reason_against_pieces(recipe: _Recipe) -> str | None:
     whole, pieces = _whole_and_pieces(recipe, restored_before=None)
     if torch.allclose(whole, pieces, rtol=_TOLERANCE, atol=_TOLERANCE):
         return None
     return f"elements of a flat piece differ from the same ones of a matrix by up to {_gap(whole, pieces)}"
 
 
-def _odd_resumption(recipe: _Recipe) -> str | None:
+def _reason_against_restoring(recipe: _Recipe) -> str | None:
     whole, pieces = _whole_and_pieces(recipe, restored_before=_TRIAL_STEPS // 2)
     if torch.allclose(whole, pieces, rtol=_TOLERANCE, atol=_TOLERANCE):
         return None
@@ -391,22 +391,22 @@ def _whole_and_pieces(recipe: _Recipe, *, restored_before: int | None) -> tuple[
     masters = (flat[:_TRIAL_CUT], flat[_TRIAL_CUT:])
     whole = _Piece(recipe, start)
     pieces = [_Piece(recipe, master) for master in masters]
-    lent = torch.empty_like(flat)
+    buffer = torch.empty_like(flat)
     for step, gradient in enumerate(gradients):
         if step == restored_before:
             states = [piece.state() for piece in pieces]
             pieces = [_Piece(recipe, master) for master in masters]
             for piece, state in zip(pieces, states, strict=True):
                 piece.restore(state)
-        lent.copy_(gradient.flatten())
-        for piece, part in zip(pieces, (lent[:_TRIAL_CUT], lent[_TRIAL_CUT:]), strict=True):
+        buffer.copy_(gradient.flatten())
+        for piece, part in zip(pieces, (buffer[:_TRIAL_CUT], buffer[_TRIAL_CUT:]), strict=True):
             piece.step(part)
         whole.step(gradient)
     return whole.values.flatten(), flat
 
 
 def _trial_values() -> tuple[Tensor, list[Tensor]]:
-    """Weights and gradients, whose rows are of very different sizes; both new on every call."""
+    """Make weights and gradients, whose rows have very different magnitudes."""
     generator = torch.Generator().manual_seed(0)
     sizes = torch.logspace(-2, 2, _TRIAL_SHAPE[0], dtype=torch.float64).unsqueeze(1)
     values = torch.randn(1 + _TRIAL_STEPS, *_TRIAL_SHAPE, generator=generator, dtype=torch.float64)

@@ -1,7 +1,7 @@
 """Rules between the settings of recomputation and the rest of a run; `rules.check` tries them.
 
-`count_has_an_arena` is also the library's: there the user's model says itself what is recomputed, so the others don't
-apply.
+`count_has_an_arena` is also a rule of the library.  The others are not, since there the user's model chooses the layers
+that are recomputed.
 """
 
 from collections.abc import Iterator
@@ -11,8 +11,8 @@ from megazero.config.run import RunConfig
 from megazero.errors import Problem
 from megazero.rules.states import Spell
 
-# What only full recomputation has, in the order of `--help`.
-_OF_SEGMENTS = (
+# The settings of full recomputation, in the order of `--help`.
+_SEGMENT_SETTINGS = (
     "recompute_method",
     "recompute_num_layers",
     "partition_activations",
@@ -30,19 +30,22 @@ def _flag(name: str) -> str:
 
 def segments_are_of_full_recomputation(config: RunConfig, world_size: int) -> Iterator[Problem]:
     granularity = config.activations.recompute_granularity
-    values = {_flag(name): getattr(config.activations, name) for name in _OF_SEGMENTS}
-    said = {flag: value for flag, value in values.items() if value is not None and value is not False}
-    if granularity != "full" and said:
-        given = " ".join(flag if value is True else f"{flag} {value}" for flag, value in said.items())
+    values = {_flag(name): getattr(config.activations, name) for name in _SEGMENT_SETTINGS}
+    active = {flag: value for flag, value in values.items() if value is not None and value is not False}
+    if granularity != "full" and active:
+        given = " ".join(flag if value is True else f"{flag} {value}" for flag, value in active.items())
         yield Problem(
             f"{given} with --recompute-granularity {granularity}",
             "only layers that are recomputed whole form segments and keep checkpoints",
-            f"--recompute-granularity full, or {', '.join(_without(flag, value) for flag, value in said.items())}",
+            f"--recompute-granularity full, or {', '.join(_without(flag, value) for flag, value in active.items())}",
         )
 
 
 def _without(flag: str, value: object) -> str:
-    """How to say that it isn't wanted, which a weaker source may want."""
+    """A spelling that switches the setting off.
+
+    "false" overrides a switch that is on in a weaker source, such as a file, where leaving the flag out does not.
+    """
     return f"{flag} false" if value is True or value == "auto" else f"without {flag}"
 
 

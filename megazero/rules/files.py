@@ -1,6 +1,6 @@
 """Rules between settings that name data, tokenizers, checkpoints and reports; `rules.check` tries them.
 
-Of the file system only the existence of named files is asked; what is in them is the readers' matter.
+The rules check only whether named files exist; the readers of the files check their contents.
 """
 
 import math
@@ -67,7 +67,7 @@ def mixture_has_weights(config: RunConfig, world_size: int) -> Iterator[Problem]
 
 
 def _paths(data: DataConfig) -> dict[str, tuple[str, ...]]:
-    """Flag -> what it was given."""
+    """The arguments of every flag that names corpora, by flag."""
     return {
         DATA_PATH: data.data_path,
         "--train-data-path": data.train_data_path,
@@ -77,7 +77,7 @@ def _paths(data: DataConfig) -> dict[str, tuple[str, ...]]:
 
 
 def _number(text: str) -> float | None:
-    """A weight such as 0.3 or 1/3; 0 for one that is none (nan, inf, 1/0); None for a word."""
+    """A weight such as 0.3 or 1/3; 0 for an invalid number (nan, inf, 1/0); None for a word."""
     numerator, slash, denominator = text.partition("/")
     try:
         value = float(numerator) / float(denominator if slash else 1)
@@ -89,7 +89,7 @@ def _number(text: str) -> float | None:
 
 
 def split_shares(split: str) -> tuple[float, float, float] | None:
-    """Shares of (training, validation, test) that add up to 1; None when `split` doesn't say any."""
+    """Shares of (training, validation, test) that add up to 1; None if `split` is not valid."""
     try:
         weights = [float(part) for part in split.replace("/", ",").split(",")]
     except ValueError:
@@ -127,7 +127,7 @@ def split_has_what_is_read(config: RunConfig, world_size: int) -> Iterator[Probl
 
 
 def span_of_samples(word: str) -> range | None:
-    """The samples of "A-B", both included; None when `word` doesn't say any."""
+    """The samples of "A-B", both included; None if `word` is no such span."""
     found = re.fullmatch(r"([0-9]+)-([0-9]+)", word)
     span = range(int(found[1]), int(found[2]) + 1) if found else range(0)
     return span if span else None

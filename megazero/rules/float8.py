@@ -1,8 +1,8 @@
-"""Rules about 8-bit matrix products, which come in multiples of 16; `rules.check` tries them.
+"""Rules about 8-bit matrix products, whose dims are multiples of 16; `rules.check` tries them.
 
 A linear layer of a block has 8-bit products if the tokens of a micro-batch and this rank's inputs and outputs of the
-layer are all multiples of 16, and otherwise those of the working precision.  `advice` names the layers that don't have
-them; where none has, nothing would be as asked for, and that is a problem.
+layer are all multiples of 16, and otherwise those of the working precision.  `advice` names the layers without
+8-bit products.  If no layer has them, the setting has no effect, and that is a problem.
 """
 
 import math
@@ -14,11 +14,11 @@ from megazero.config.nearest import flags, neighbours
 from megazero.config.run import RunConfig
 from megazero.errors import Problem
 
-MULTIPLE = 16  # what the libraries' 8-bit products need of every dim
+MULTIPLE = 16  # of every dim, as the libraries of 8-bit products require
 
 
 def has_8bit_products(*dims: int) -> bool:
-    """Whether a product of these dims can be made of 8-bit numbers."""
+    """True if a product of these dims can be computed from 8-bit numbers."""
     return all(dim > 0 and dim % MULTIPLE == 0 for dim in dims)
 
 
@@ -35,14 +35,14 @@ class _Layer(NamedTuple):
 
 
 def advice(config: RunConfig) -> Iterator[str]:
-    """A notice of the layers that keep the working precision."""
+    """A notice that names the layers whose products remain in the working precision."""
     if config.precision.fp8_format is None:
         return
     left_out = [layer for layer in _layers(config) if not layer.fits]
     if left_out:
         named = ", ".join(f"{layer.name} ({layer.inputs} to {layer.outputs})" for layer in left_out)
         yield (
-            f"{_said(config)}: {config.precision.precision} products remain in {named} of every block: 8-bit products"
+            f"{_flag(config)}: {config.precision.precision} products remain in {named} of every block: 8-bit products"
             f" need multiples of {MULTIPLE}"
         )
 
@@ -51,7 +51,7 @@ def products_are_beside_bf16(config: RunConfig, world_size: int) -> Iterator[Pro
     precision = config.precision.precision
     if config.precision.fp8_format is not None and precision != "bf16":
         yield Problem(
-            f"{_said(config)} with --precision {precision}",
+            f"{_flag(config)} with --precision {precision}",
             "what is made of 8-bit products is kept in bf16",
             "--precision bf16, or leave out --fp8-format",
         )
@@ -63,7 +63,7 @@ def micro_batch_fits_products(config: RunConfig, world_size: int) -> Iterator[Pr
         return
     micro, length = config.training.micro_batch_size, config.model.seq_length
     yield Problem(
-        f"{_said(config)} with --micro-batch-size {micro} --seq-length {length}",
+        f"{_flag(config)} with --micro-batch-size {micro} --seq-length {length}",
         f"8-bit products are of multiples of {MULTIPLE} tokens, and a micro-batch has {tokens}",
         flags("--micro-batch-size", neighbours(micro, MULTIPLE // math.gcd(MULTIPLE, length)))
         + ", "
@@ -81,23 +81,23 @@ def a_layer_fits_products(config: RunConfig, world_size: int) -> Iterator[Proble
         sizes = ", ".join(f"{layer.name} has {layer.inputs} to {layer.outputs}" for layer in layers)
         step = math.lcm(MULTIPLE * degree, config.model.num_attention_heads)
         yield Problem(
-            f"{_said(config)} with --hidden-size {hidden} --tensor-model-parallel-size {degree}",
+            f"{_flag(config)} with --hidden-size {hidden} --tensor-model-parallel-size {degree}",
             f"8-bit products are of multiples of {MULTIPLE} inputs and outputs, and on a process {sizes}",
             flags("--hidden-size", neighbours(hidden, step)),
         )
 
 
-def _said(config: RunConfig) -> str:
+def _flag(config: RunConfig) -> str:
     return f"--fp8-format {config.precision.fp8_format}"
 
 
 def _tokens(config: RunConfig) -> int:
-    """Tokens of a micro-batch, all of which a layer's products see, split sequence or not."""
+    """The number of tokens in a micro-batch, which is a dim of every product, with or without sequence parallelism."""
     return config.training.micro_batch_size * config.model.seq_length
 
 
 def _layers(config: RunConfig) -> tuple[_Layer, ...]:
-    """The linear layers of a block, by the names they have in `model/gpt.py`."""
+    """The linear layers of a block, with their names in `model/gpt.py`."""
     degree, hidden = config.parallel.tensor_model_parallel_size, config.model.hidden_size
     width, inner = hidden // degree, derived.ffn_hidden_size(config.model) // degree
     return (

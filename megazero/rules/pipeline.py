@@ -1,7 +1,7 @@
 """Rules about pipelines and about splitting activations along the sequence; `rules.check` tries them.
 
-A *chunk* is a run of layers on one pipeline stage.  `advice` are notices about settings of these kinds that are legal
-and do nothing.
+A *chunk* is a run of layers on one pipeline stage.  `advice` yields notices about settings of these kinds that are
+legal and have no effect.
 """
 
 import math
@@ -21,18 +21,18 @@ def pipeline_settings_need_a_pipeline(config: RunConfig, world_size: int) -> Ite
     parallel = config.parallel
     if parallel.pipeline_model_parallel_size > 1:
         return
-    said = []
+    settings = []
     if parallel.num_layers_per_virtual_pipeline_stage is not None:
-        said.append((_VIRTUAL, str(parallel.num_layers_per_virtual_pipeline_stage)))
+        settings.append((_VIRTUAL, str(parallel.num_layers_per_virtual_pipeline_stage)))
     if parallel.pipeline_schedule in ("interleaved", "zero-bubble"):
-        said.append(("--pipeline-schedule", parallel.pipeline_schedule))
+        settings.append(("--pipeline-schedule", parallel.pipeline_schedule))
     if parallel.pipeline_split is not None:
-        said.append(("--pipeline-split", parallel.pipeline_split))
-    if said:
+        settings.append(("--pipeline-split", parallel.pipeline_split))
+    if settings:
         yield Problem(
-            f"{' '.join(f'{flag} {value}' for flag, value in said)} with {_STAGES} 1",
+            f"{' '.join(f'{flag} {value}' for flag, value in settings)} with {_STAGES} 1",
             "chunks and their order are of a pipeline of at least 2 pipeline stages",
-            f"{_STAGES} 2, or leave out {', '.join(flag for flag, _ in said)}",
+            f"{_STAGES} 2, or leave out {', '.join(flag for flag, _ in settings)}",
         )
 
 
@@ -91,9 +91,9 @@ def micro_batches_fill_turns(config: RunConfig, world_size: int) -> Iterator[Pro
 
 
 def turns(config: RunConfig) -> int:
-    """Micro-batches that the schedule asked for takes at once: as many as stages where it is the interleaved one.
+    """The number of micro-batches in a turn of the requested schedule: the stages if it is interleaved, else 1.
 
-    It is asked for by a length of chunks, too, even one that leaves a rest: mended, it would be there.
+    A length of chunks requests it, too, even an illegal one, since legal values near it would.
     """
     parallel = config.parallel
     asked = parallel.num_layers_per_virtual_pipeline_stage is not None or parallel.pipeline_schedule == "interleaved"
@@ -101,7 +101,7 @@ def turns(config: RunConfig) -> int:
 
 
 def known(read: Callable[[], int | None], otherwise: int | None) -> int | None:
-    """What `read` finds in a configuration; `otherwise` where it reads an invalid setting."""
+    """The result of `read`; `otherwise` if it reads an invalid setting."""
     try:
         return read()
     except Unknown:
@@ -140,7 +140,7 @@ def split_has_all_layers(config: RunConfig, world_size: int) -> Iterator[Problem
 
 
 def _even(layers: int, count: int) -> str:
-    """So many layers in so many chunks, as evenly as can be; where they don't suffice, the ends go without."""
+    """A split of layers into `count` chunks, as even as possible; if there are too few, the outer chunks have none."""
     if layers < count:
         return ",".join(["1" if layers == count - 1 else "0", *["1"] * (count - 2), "0"])
     return ",".join(str(layers // count + (chunk < layers % count)) for chunk in range(count))
@@ -160,7 +160,7 @@ def sequence_is_split_evenly(config: RunConfig, world_size: int) -> Iterator[Pro
 
 
 def _even_sizes(config: RunConfig, world_size: int) -> list[str]:
-    """Sizes of micro-batches and samples that split evenly: those that also fit batch and positions, if there are."""
+    """Sizes of micro-batches and samples that split evenly; those that fit batch and positions, if there are any."""
     tensor, micro = config.parallel.tensor_model_parallel_size, config.training.micro_batch_size
     length, rows = config.model.seq_length, known(lambda: config.model.max_position_embeddings, None)
     step = tensor // math.gcd(tensor, length)
@@ -176,7 +176,10 @@ def _even_sizes(config: RunConfig, world_size: int) -> list[str]:
 
 
 def _samples_per_turn(config: RunConfig, world_size: int) -> int | None:
-    """What a micro-batch must divide: samples of a step on one copy, of one turn's worth; None where nothing says."""
+    """The number that the size of a micro-batch must divide: the samples of one turn on one copy of the model.
+
+    None if the global batch size is not given, or does not fit the job.
+    """
     batch, processes = config.training.global_batch_size, derived.model_parallel_size(config)
     if batch is None or world_size % processes:
         return None
@@ -185,7 +188,7 @@ def _samples_per_turn(config: RunConfig, world_size: int) -> int | None:
 
 
 def advice(config: RunConfig) -> Iterator[str]:
-    """Notices of one line each."""
+    """Yield notices about settings without effect, one line each."""
     parallel, is_split = config.parallel, config.parallel.sequence_parallel
     if is_split and parallel.tensor_model_parallel_size == 1:
         yield "--sequence-parallel: with --tensor-model-parallel-size 1 there is nothing to split over"
@@ -210,13 +213,13 @@ def _stages(config: RunConfig) -> int:
 
 
 def _has_whole_chunks(config: RunConfig) -> bool:
-    """Whether a number of layers for chunks, if there is one, makes at least two chunks a stage and leaves no rest."""
+    """True if the layers of a chunk, where given, make at least two chunks per stage and leave no remainder."""
     length, layers = config.parallel.num_layers_per_virtual_pipeline_stage, config.model.num_layers
     return length is None or (layers % (_stages(config) * length) == 0 and layers > _stages(config) * length)
 
 
 def _lengths(config: RunConfig, length: int) -> list[int]:
-    """The layers a chunk could have near `length`, so that every pipeline stage has two chunks or more."""
+    """Numbers of layers per chunk near `length` with which every pipeline stage has two chunks or more."""
     whole, rest = divmod(config.model.num_layers, _stages(config))
     return [] if rest else [near for near in near_divisors(whole, min(length, whole - 1)) if near < whole]
 

@@ -1,8 +1,8 @@
 """Rules between settings, one small function each, and `check`, which tries them all.
 
-A rule takes the configuration and the world size (processes of the job) and yields a Problem for everything that breaks
-it: what was given, the rule, and the nearest legal values.  Ranges of single settings stand with the settings.
-Nothing here needs a process group or a device; of the file system only the existence of named files is asked.
+A rule takes the configuration and the world size (processes of the job), and yields a Problem for every setting that
+breaks it: the given value, the rule, and the nearest legal values.  Ranges of single settings are defined with the
+settings.  The rules need neither a process group nor a device; of the file system they use only which files exist.
 """
 
 import functools
@@ -28,28 +28,28 @@ Rule = Callable[[RunConfig, int], Iterable[Problem]]
 
 
 def check(config: RunConfig, world_size: int) -> tuple[Problem, ...]:
-    """Every problem between the settings.  A rule that needs a setting `config` doesn't know is passed over."""
+    """Return every problem between the settings.  A rule that needs an invalid setting is skipped."""
     return tuple(problem for rule in RULES for problem in _try(rule, config, world_size))
 
 
 def corpus_is_named(config: RunConfig, world_size: int) -> bool:
-    """Whether the settings of the corpus break no rule, so that opening it tells something new."""
+    """True if the settings of the corpus break no rule, so that opening it can find further problems only."""
     return not any(_try(rule, config, world_size) for rule in file_rules.CORPUS_RULES)
 
 
 def advice(config: RunConfig, world_size: int) -> tuple[str, ...]:
-    """Notices about legal settings that cost something or do nothing, one line each; none while there are problems."""
+    """Notices about legal settings that are costly or have no effect, one line each; none if there are problems."""
     if check(config, world_size):
         return ()
     return (
-        *_on_narrow_sums(config, world_size),
-        *_on_slices(config),
+        *_narrow_sum_advice(config, world_size),
+        *_partition_advice(config),
         *pipeline_rules.advice(config),
         *float8_rules.advice(config),
     )
 
 
-def _on_narrow_sums(config: RunConfig, world_size: int) -> Iterator[str]:
+def _narrow_sum_advice(config: RunConfig, world_size: int) -> Iterator[str]:
     precision, count = config.precision, derived.num_micro_batches(config, world_size)
     narrow = precision.precision == "bf16" and not precision.accumulate_allreduce_grads_in_fp32
     if narrow and count > 1:
@@ -59,7 +59,7 @@ def _on_narrow_sums(config: RunConfig, world_size: int) -> Iterator[str]:
         )
 
 
-def _on_slices(config: RunConfig) -> Iterator[str]:
+def _partition_advice(config: RunConfig) -> Iterator[str]:
     if config.activations.partition_activations is True and config.parallel.tensor_model_parallel_size == 1:
         yield "--partition-activations: with --tensor-model-parallel-size 1 there is nothing to partition over"
 
@@ -97,7 +97,10 @@ def tensor_parallel_divides_heads(config: RunConfig, world_size: int) -> Iterato
 
 
 def _tensor_degrees(config: RunConfig, world_size: int, heads: int) -> int:
-    """What a degree divides that fits the heads, and the job too unless the pipeline size alone keeps it from that."""
+    """The number that a tensor-parallel degree divides if it fits the heads and the job.
+
+    If the pipeline size does not divide the job, no degree fits it, so only the heads are considered.
+    """
     stages = pipeline_rules.known(lambda: config.parallel.pipeline_model_parallel_size, 1) or 1
     return heads if world_size % stages else math.gcd(heads, world_size // stages)
 
@@ -127,20 +130,20 @@ def layout_divides_world(config: RunConfig, world_size: int) -> Iterator[Problem
     if world_size % (tensor * pipeline):
         heads = pipeline_rules.known(lambda: config.model.num_attention_heads, None)
         layers = pipeline_rules.known(lambda: config.model.num_layers, None)
-        legal = [*_mending_layouts(tensor, pipeline, world_size, heads=heads, layers=layers)]
+        legal = [*_legal_layouts(tensor, pipeline, world_size, heads=heads, layers=layers)]
         yield Problem(
             f"{counted(world_size, 'process')} with {_TENSOR} {tensor} {_PIPELINE} {pipeline}",
             "copies of the model fill the job: tensor size x pipeline size divides the number of processes",
-            ", ".join(legal or _mending_layouts(tensor, pipeline, world_size)),
+            ", ".join(legal or _legal_layouts(tensor, pipeline, world_size)),
         )
 
 
-def _mending_layouts(
+def _legal_layouts(
     tensor: int, pipeline: int, world_size: int, *, heads: int | None = None, layers: int | None = None
 ) -> Iterator[str]:
-    """Another number of processes, or another of the two sizes where that alone is enough.
+    """Other numbers of processes, and other values of one of the two sizes, each of which alone solves the problem.
 
-    What the numbers of heads and layers would not let through either is left out, as far as they are known.
+    Values that the number of heads or layers forbids are left out, if these numbers are known.
     """
     most_stages = max(world_size, pipeline) if layers is None else layers + 2
     heads_fit, layers_fit = heads is None or heads % tensor == 0, pipeline <= most_stages
@@ -271,7 +274,7 @@ def schedule_has_one_source(config: RunConfig, world_size: int) -> Iterator[Prob
 
 
 def _with_flags(rule: StateRule) -> Rule:
-    """A rule between two sections as a rule of the run, settings spelt as flags."""
+    """Make a rule between two sections a rule of the run, in which settings are spelt as flags."""
 
     @functools.wraps(rule)
     def of_the_run(config: RunConfig, world_size: int) -> Iterable[Problem]:

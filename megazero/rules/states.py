@@ -1,7 +1,7 @@
-"""Rules between the settings of ZeRO and of precision, which a run and a library's configuration have in common.
+"""Rules between the settings of ZeRO and of precision, which runs and the library's configurations share.
 
-A rule takes the two sections and a `Spell`, which names a setting the way the user knows it: "--loss-scale" on a
-command line, "fp16.loss_scale" in a DeepSpeed configuration.
+A rule takes the two sections and a `Spell`, which returns the user's name of a setting: "--loss-scale" on a command
+line, "fp16.loss_scale" in a DeepSpeed configuration.
 """
 
 from collections.abc import Callable, Iterable, Iterator

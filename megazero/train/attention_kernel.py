@@ -34,8 +34,12 @@ _event: Callable[..., torch.cuda.Event] = torch.cuda.Event
 _using: Callable[..., AbstractContextManager[None]] = sdpa_kernel
 
 
-class Attention(NamedTuple):
-    """One call: [b, a/t, s, d] three times; dropout: probability.  is_masked: by documents, instead of causal."""
+class AttentionCall(NamedTuple):
+    """The arguments of one attention call, as far as kernels depend on them.
+
+    shape: [b, a/t, s, d] of query, key and value.  dropout: a probability.
+    is_masked: True for a mask of documents, False for a causal one.
+    """
 
     shape: tuple[int, int, int, int]
     dtype: torch.dtype
@@ -44,21 +48,21 @@ class Attention(NamedTuple):
     is_masked: bool = False
 
 
-def attention_of(config: RunConfig, device: torch.device) -> Attention:
-    """What every layer of a run calls."""
+def attention_call(config: RunConfig, device: torch.device) -> AttentionCall:
+    """The attention call of every layer of a run."""
     model, tensor_size = config.model, config.parallel.tensor_model_parallel_size
     heads, head_dim = model.num_attention_heads, model.hidden_size // model.num_attention_heads
     shape = (config.training.micro_batch_size, heads // tensor_size, model.seq_length, head_dim)
     dtype, is_masked = DTYPES[config.precision.precision], config.data.reset_attention_mask
-    return Attention(shape, dtype, device, model.attention_dropout, is_masked)
+    return AttentionCall(shape, dtype, device, model.attention_dropout, is_masked)
 
 
 def choose_kernel(
-    wanted: str, call: Attention, seconds: Callable[[str, Attention], float | None] | None = None
+    wanted: str, call: AttentionCall, seconds: Callable[[str, AttentionCall], float | None] | None = None
 ) -> str | None:
     """The kernel to prefer, by a name of `KERNELS`; None leaves it to torch, as on the CPU where there is one.
 
-    seconds: how long a kernel takes, None if it cannot; measured, unless told.
+    seconds: returns how long a kernel takes for a call, None if it cannot serve it; `measure` by default.
     """
     if wanted != "auto":
         return wanted
@@ -70,8 +74,8 @@ def choose_kernel(
     return min(able, key=lambda name: able[name]) if able else None
 
 
-def preferring(kernel: str | None) -> AbstractContextManager[None]:
-    """Inside, attention is computed by this kernel where it can be."""
+def prefer_kernel(kernel: str | None) -> AbstractContextManager[None]:
+    """A context in which attention is computed by this kernel where it can be."""
     if kernel is None:
         return nullcontext()
     if kernel == "unfused":  # which serves every call
@@ -80,8 +84,8 @@ def preferring(kernel: str | None) -> AbstractContextManager[None]:
     return _using([KERNELS[kernel], *others], set_priority=True)
 
 
-def measure(kernel: str, call: Attention) -> float | None:
-    """Seconds of forward and backward on a GPU: the median of some calls; None if the kernel doesn't do it."""
+def measure(kernel: str, call: AttentionCall) -> float | None:
+    """Seconds of forward and backward on a GPU: the median of some calls; None if the kernel cannot serve the call."""
     query, key, value = (
         torch.randn(call.shape, dtype=call.dtype, device=call.device, requires_grad=True) for _ in range(3)
     )

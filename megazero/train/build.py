@@ -1,4 +1,4 @@
-"""From a configuration to a run: one function per noun, each given only its part.
+"""Build a run from a configuration: one function makes each component, and is given only the components it needs.
 
 `check.check` comes first; `check_checkpoint` needs no process group either.
 `assemble` makes the mesh, the model, the engine, the data and the writers, and restores or initialises.
@@ -44,12 +44,12 @@ from megazero.tensor_parallel.onednn import fastest_products
 from megazero.tensor_parallel.random import RandomRegions
 from megazero.timers import Timers
 from megazero.train.check import topology
-from megazero.train.context import StepParts
+from megazero.train.context import StepContext
 from megazero.train.evaluate import EvaluationSet
 from megazero.train.inputs import RunInputs
 from megazero.train.loop import Reporting, Run, Timetable
 from megazero.train.pipeline_stages import activation_config, describe_stages, num_checkpoints, stage_chunks, stage_plan
-from megazero.train.resolve_activations import settle_activations
+from megazero.train.resolve_activations import resolve_activations
 from megazero.train.saving import (
     Saver,
     check_compatible,
@@ -68,16 +68,16 @@ _REPORTED_AS = {"valid": "validation", "test": "test"}
 
 
 def check_checkpoint(config: RunConfig, inputs: RunInputs) -> None:
-    """What keeps --load from working, as far as it can be told without reading tensors: a whole model on no device.
+    """Check that --load can work, against the whole model on the meta device; no tensor is read.
 
-    Raises ConfigError or CheckpointError.
+    Raises ConfigError for the settings that differ, or CheckpointError for the tensors that do.
     """
     checkpoint = find_checkpoint(config.checkpoint)
     if checkpoint is None:
         return
     vocab_size = inputs.vocab_size
     check_model(checkpoint, replace(config.model, vocab_size=vocab_size))
-    model = _without_memory(config, vocab_size=vocab_size)
+    model = _meta_model(config, vocab_size=vocab_size)
     kinds: tuple[str, ...] = ("weight",)
     if not _takes_weights_only(config):
         choice = optimizer_choice(config.optimizer)
@@ -89,11 +89,12 @@ def check_checkpoint(config: RunConfig, inputs: RunInputs) -> None:
 
 
 @dataclass(frozen=True)
-class Core:
-    """What computes: mesh, model, engine, dropout's random states, what becomes of activations, timers and buffers.
+class RunComponents:
+    """The components of a rank that compute, without data, schedule of learning rates, and reports.
 
-    plan: the pipeline stage.  deferred: where its schedule sets gradients aside, if it does.  trace: of its steps.
-    compiled: what torch compiles, in words.
+    random: the random states of dropout.  activations: which activations are recomputed, and where checkpoints lie.
+    plan: the schedule of the pipeline stage.  deferred: the store for weight gradients that the schedule computes
+    later, None if it does not.  trace: the timeline of its steps.  compiled: a description of what torch compiles.
     """
 
     mesh: Mesh
@@ -109,19 +110,19 @@ class Core:
     compiled: str | None = None
 
 
-def build_core(
+def build_components(
     config: RunConfig, mesh: Mesh, buffers: FusedBuffers, *, vocab_size: int, ledger: AnyLedger | None = None
-) -> Core:
-    """Model with its first values, and engine; `buffers` get the size the engine needs."""
+) -> RunComponents:
+    """Build the model with its initial values and its engine, and resize `buffers` to what the engine needs."""
     padded, stage = padded_vocab_size(config, vocab_size), mesh.coordinate("pp")
     timers = Timers(mesh.device, waits=config.logging.log_timers_to_tensorboard or config.activations.profile_backward)
     random = RandomRegions(config.training.seed, mesh.coordinate("tp"), mesh.device)
     rank = RankParts(mesh.axis("tp"), mesh.device, random, ledger or NullLedger(), timers)
     in_flight = derived.num_micro_batches(config, mesh.topology.world_size)
-    held = num_checkpoints(config, stage, padded, in_flight)
+    max_checkpoints = num_checkpoints(config, stage, padded, in_flight)
     plan = stage_plan(config, stage)
     tp = tensor_parallel(config, mesh, random, splits_backward=plan.schedule == "zero-bubble")
-    activations = activation_plan(activation_config(config), held, rank)
+    activations = activation_plan(activation_config(config), max_checkpoints, rank)
     model = GPT(
         config.model,
         vocab_size=vocab_size,
@@ -141,17 +142,17 @@ def build_core(
     buffers.resize(max(engine.largest_buffer_bytes, activation_bytes))  # gloo's reduce-scatter borrows its input's size
     return_freed_memory(mesh.device)
     trace = NO_TRACE if config.logging.pipeline_trace_dir is None else Trace(mesh.device)
-    return Core(mesh, model, engine, random, activations, timers, buffers, plan, tp.deferred, trace, compiled)
+    return RunComponents(mesh, model, engine, random, activations, timers, buffers, plan, tp.deferred, trace, compiled)
 
 
 def _blocks_have_no_effects(config: RunConfig, splits_backward: bool) -> bool:
-    """Whether all that a block's forward and backward do is to compute: nothing is sent, set aside, or run again."""
+    """True if a block's forward and backward only compute: nothing is sent, deferred, or recomputed."""
     is_recomputed = config.activations.recompute_granularity == "selective"
     return config.parallel.tensor_model_parallel_size == 1 and not (splits_backward or is_recomputed)
 
 
 def tensor_parallel(config: RunConfig, mesh: Mesh, random: RandomRegions, *, splits_backward: bool) -> TensorParallel:
-    """What the layers are told."""
+    """The tensor-parallel settings that all layers of the model share."""
     dtype = DTYPES[config.precision.precision]
     products, fp8 = fastest_products(mesh.device, dtype), config.precision.fp8_format
     return TensorParallel(
@@ -182,19 +183,19 @@ def _build_engine(config: RunConfig, model: GPT, mesh: Mesh, buffers: FusedBuffe
 
 
 def _all_parameters(config: RunConfig, part: GPT) -> tuple[str, ...]:
-    """The names of the whole model's parameters, of which every stage holds a part."""
-    return tuple(name for name, _ in _without_memory(config, vocab_size=part.vocab_size).named_parameters())
+    """The parameter names of the whole model; each pipeline stage has some of them."""
+    return tuple(name for name, _ in _meta_model(config, vocab_size=part.vocab_size).named_parameters())
 
 
-def _without_memory(config: RunConfig, *, vocab_size: int) -> GPT:
-    """The whole model on no device."""
+def _meta_model(config: RunConfig, *, vocab_size: int) -> GPT:
+    """The whole model on the meta device, where parameters take no memory."""
     meta = torch.device("meta")
     tp = TensorParallel(LocalCommunicator(), RandomRegions(0, 0, torch.device("cpu")), torch.float32, meta)
     return GPT(config.model, vocab_size=vocab_size, tp=tp, padded_vocab_size=vocab_size)
 
 
 def padded_vocab_size(config: RunConfig, vocab_size: int) -> int:
-    """Rows of the embedding over all tensor-parallel ranks."""
+    """The number of rows of the embedding, summed over all tensor-parallel ranks."""
     return derived.padded_vocab_size(
         vocab_size,
         divisible_by=config.model.make_vocab_size_divisible_by,
@@ -202,29 +203,29 @@ def padded_vocab_size(config: RunConfig, vocab_size: int) -> int:
     )
 
 
-def step_parts(config: RunConfig, core: Core) -> StepParts:
-    """What every training step is given."""
-    world_size = core.mesh.topology.world_size
-    return StepParts(
-        engine=core.engine,
-        model=core.model,
-        mesh=core.mesh,
-        dropout=core.random,
-        timers=core.timers,
+def step_context(config: RunConfig, components: RunComponents) -> StepContext:
+    """The context of every training and evaluation step of the run."""
+    world_size = components.mesh.topology.world_size
+    return StepContext(
+        engine=components.engine,
+        model=components.model,
+        mesh=components.mesh,
+        dropout=components.random,
+        timers=components.timers,
         num_positions=derived.global_batch_size(config, world_size) * config.model.seq_length,
         clip_grad=config.optimizer.clip_grad,
-        checks_overflow=core.engine.plan.may_overflow,
-        ledger=core.engine.settings.ledger,
-        plan=core.plan,
-        deferred=core.deferred,
-        trace=core.trace,
+        checks_overflow=components.engine.plan.may_overflow,
+        ledger=components.engine.settings.ledger,
+        plan=components.plan,
+        deferred=components.deferred,
+        trace=components.trace,
     )
 
 
 def assemble(
     config: RunConfig, launch: Launch, device: torch.device, inputs: RunInputs, ledger: AnyLedger | None = None
 ) -> Run:
-    """Everything a run needs, restored from a checkpoint or freshly initialised; a ledger that is kept sees it made."""
+    """Build a run, restored from a checkpoint or freshly initialised; `ledger` records the memory it allocates."""
     config = replace(config, model=replace(config.model, vocab_size=inputs.vocab_size))
     console = Console(launch.rank)
     buffers = FusedBuffers(0, device, ledger=ledger)
@@ -241,19 +242,19 @@ def assemble(
         console.line("the launcher doesn't say which rank is on which node (LOCAL_WORLD_SIZE): all are taken for one")
     for line in (*drawing, *describe_stages(config, padded)):
         console.line(line)
-    activations, reasons = settle_activations(config, mesh, vocab_size=inputs.vocab_size, padded_vocab_size=padded)
+    activations, reasons = resolve_activations(config, mesh, vocab_size=inputs.vocab_size, padded_vocab_size=padded)
     for reason in reasons:
         console.line(reason)
     config = replace(config, activations=activations)
-    core = build_core(config, mesh, buffers, vocab_size=inputs.vocab_size, ledger=ledger)
-    if core.compiled is not None:
-        console.line(f"torch.compile: {core.compiled}, at the first step")
+    components = build_components(config, mesh, buffers, vocab_size=inputs.vocab_size, ledger=ledger)
+    if components.compiled is not None:
+        console.line(f"torch.compile: {components.compiled}, at the first step")
     train_iters = derived.train_iters(config, launch.world_size)
     scaler = LossScaler.from_config(config.precision)
-    resumed = _resume(config, core, LearningRate.from_config(config.optimizer, train_iters=train_iters), scaler)
-    layout = batch_layout(config, core.mesh, inputs.eod)
+    resumed = _resume(config, components, LearningRate.from_config(config.optimizer, train_iters=train_iters), scaler)
+    layout = batch_layout(config, components.mesh, inputs.eod)
     return Run(
-        parts=step_parts(config, core),
+        context=step_context(config, components),
         state=resumed.state,
         scaler=scaler,
         learning_rate=resumed.learning_rate,
@@ -262,13 +263,13 @@ def assemble(
         ),
         held_out=_held_out(config, inputs, layout),
         timetable=_timetable(config, _last_iteration(config, resumed.state, launch.world_size)),
-        saver=_saver(config, core, resumed),
-        reporting=_reporting(config, console, core, inputs, resumed.state),
+        saver=_saver(config, components, resumed),
+        reporting=_reporting(config, console, components, inputs, resumed.state),
     )
 
 
 def batch_layout(config: RunConfig, mesh: Mesh, eod: int | None) -> BatchLayout:
-    """How a step's samples are dealt out over the data-parallel ranks."""
+    """The split of a step's samples over data-parallel ranks and micro-batches."""
     return BatchLayout(
         global_batch_size=derived.global_batch_size(config, mesh.topology.world_size),
         micro_batch_size=config.training.micro_batch_size,
@@ -292,26 +293,26 @@ class _Resumed:
     learning_rate: LearningRate
 
 
-def _resume(config: RunConfig, core: Core, schedule: LearningRate, scaler: LossScaler) -> _Resumed:
-    """Where the run stands: at the start, or where a checkpoint left it."""
+def _resume(config: RunConfig, components: RunComponents, schedule: LearningRate, scaler: LossScaler) -> _Resumed:
+    """Restore the engine and the counters from a checkpoint, or start the counters where there is none."""
     checkpoint = find_checkpoint(config.checkpoint)
     if checkpoint is None:
         return _Resumed(TrainState(scaler.start()), schedule)
     weights_only = _takes_weights_only(config)
-    restore_engine(checkpoint, core.engine, core.mesh, with_optimizer=not weights_only)
+    restore_engine(checkpoint, components.engine, components.mesh, with_optimizer=not weights_only)
     if config.checkpoint.finetune:
         return _Resumed(TrainState(scaler.start()), schedule)
     state = TrainState.from_json(checkpoint.progress)
     if not (scaler.dynamic and checkpoint.progress.get("loss_scale_is_dynamic")):
-        state.loss_scale = scaler.start()  # a constant says nothing about where a moving scale should stand
+        state.loss_scale = scaler.start()  # a constant scale is no state of a dynamic one
     if not weights_only:
-        core.engine.optimizer_step.fill_(state.optimizer_steps)
+        components.engine.optimizer_step.fill_(state.optimizer_steps)
     saved = checkpoint.progress.get("learning_rate")
     return _Resumed(state, reconcile(schedule, saved if isinstance(saved, dict) else {}, config.optimizer))
 
 
 def _held_out(config: RunConfig, inputs: RunInputs, layout: BatchLayout) -> dict[str, EvaluationSet]:
-    """Evaluation sets by the name they are reported under."""
+    """The evaluation sets, by the names under which they are reported."""
     sources = {"valid": inputs.valid, "test": inputs.test}
     num_batches = config.training.eval_iters
     return {
@@ -322,7 +323,10 @@ def _held_out(config: RunConfig, inputs: RunInputs, layout: BatchLayout) -> dict
 
 
 def _last_iteration(config: RunConfig, state: TrainState, world_size: int) -> int:
-    """Where the run ends; a length in samples counts those taken so far, whose steps may have had another size."""
+    """The iteration at which the run ends.
+
+    A length in samples subtracts those consumed so far, because earlier steps may have had another batch size.
+    """
     samples = config.training.train_samples
     if samples is None:
         return derived.train_iters(config, world_size)
@@ -342,11 +346,11 @@ def _timetable(config: RunConfig, train_iters: int) -> Timetable:
     )
 
 
-def _saver(config: RunConfig, core: Core, resumed: _Resumed) -> Saver | None:
+def _saver(config: RunConfig, components: RunComponents, resumed: _Resumed) -> Saver | None:
     root, source = config.checkpoint.save, config.checkpoint.load
     if root is None:
         return None
-    goes_on_there = source is not None and source.resolve() in (root.resolve(), *root.resolve().glob("step_*"))
+    loads_from_root = source is not None and source.resolve() in (root.resolve(), *root.resolve().glob("step_*"))
     extra = {
         "learning_rate": resumed.learning_rate.to_json(),
         "optimizer": optimizer_choice(config.optimizer).type,
@@ -356,33 +360,35 @@ def _saver(config: RunConfig, core: Core, resumed: _Resumed) -> Saver | None:
     }
     saver = Saver(
         root=root,
-        engine=core.engine,
-        mesh=core.mesh,
+        engine=components.engine,
+        mesh=components.mesh,
         config_yaml=to_yaml(config),
         extra=extra,
         with_optimizer=not config.checkpoint.no_save_optim,
-        already_there=resumed.state.iteration if goes_on_there and resumed.state.iteration else None,
+        saved_iteration=resumed.state.iteration if loads_from_root and resumed.state.iteration else None,
     )
     saver.save_configuration()
     return saver
 
 
-def _num_held(config: RunConfig, core: Core) -> int:
-    """Checkpoints that this rank holds at once, at the most."""
-    padded = padded_vocab_size(config, core.model.vocab_size)
-    number = derived.num_micro_batches(config, core.mesh.topology.world_size)
-    return num_checkpoints(config, core.plan.stage, padded, number)
+def _max_checkpoints(config: RunConfig, components: RunComponents) -> int:
+    """The largest number of activation checkpoints that this rank has in memory at once."""
+    padded = padded_vocab_size(config, components.model.vocab_size)
+    number = derived.num_micro_batches(config, components.mesh.topology.world_size)
+    return num_checkpoints(config, components.plan.stage, padded, number)
 
 
 def _mask_bytes(config: RunConfig) -> int:
-    """Of one micro-batch's attention mask, which all layers share; 0 where there is none."""
+    """The bytes of one micro-batch's attention mask, which all layers share; 0 without a mask."""
     if not config.data.reset_attention_mask:
         return 0
     return config.training.micro_batch_size * config.model.seq_length**2 * DTYPES[config.precision.precision].itemsize
 
 
-def _reporting(config: RunConfig, console: Console, core: Core, inputs: RunInputs, state: TrainState) -> Reporting:
-    device, world_size = core.mesh.device, core.mesh.topology.world_size
+def _reporting(
+    config: RunConfig, console: Console, components: RunComponents, inputs: RunInputs, state: TrainState
+) -> Reporting:
+    device, world_size = components.mesh.device, components.mesh.topology.world_size
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     flops = flops_per_token(config.model, vocab_size=inputs.vocab_size)
     writers = open_writers(
@@ -395,14 +401,18 @@ def _reporting(config: RunConfig, console: Console, core: Core, inputs: RunInput
     logging = config.logging
     in_tensorboard = logging.tensorboard_dir is not None and (logging.ledger or logging.log_memory_to_tensorboard)
     ledger = LedgerReport(
-        core.engine.settings.ledger,
-        core.mesh.meter,
-        rank=core.mesh.rank,
+        components.engine.settings.ledger,
+        components.mesh.meter,
+        rank=components.mesh.rank,
         folder=logging.ledger_dir,
         interval=logging.log_interval,
     )
     pipeline = PipelineReport(
-        core.mesh, core.plan, core.trace, folder=logging.pipeline_trace_dir, interval=logging.log_interval
+        components.mesh,
+        components.plan,
+        components.trace,
+        folder=logging.pipeline_trace_dir,
+        interval=logging.log_interval,
     )
     return Reporting(
         console=console,
@@ -414,10 +424,13 @@ def _reporting(config: RunConfig, console: Console, core: Core, inputs: RunInput
         ledger=ledger,
         pipeline=pipeline,
         opening=opening_line(
-            describe(activation_config(config), _num_held(config, core), core.mesh.topology.tp),
-            core.activations.logits_chunk_bytes,
-            core.buffers,
+            describe(activation_config(config), _max_checkpoints(config, components), components.mesh.topology.tp),
+            components.activations.logits_chunk_bytes,
+            components.buffers,
             mask_bytes=_mask_bytes(config),
         ),
-        closing=lambda: [*pipeline.closing_lines(), *closing_lines(core.engine, core.activations.recomputation)],
+        closing=lambda: [
+            *pipeline.closing_lines(),
+            *closing_lines(components.engine, components.activations.recomputation),
+        ],
     )

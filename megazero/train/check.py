@@ -1,4 +1,7 @@
-"""What can be found wrong with a run before torch is loaded, the slowest part of a start, and before ranks meet."""
+"""The checks of a run that need neither torch nor other ranks, so that mistakes are reported at once.
+
+Loading torch is the slowest part of a start.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,9 +17,9 @@ from megazero.train.inputs import RunInputs, open_inputs
 
 
 def check(config: RunConfig, launch: Launch) -> RunInputs:
-    """The rules between settings, the layout on its nodes, the corpora: all that is wrong with them is raised at once.
+    """Check the rules between settings, the layout on its nodes and the corpora, and raise all problems at once.
 
-    Returns the opened corpora.  A checkpoint is looked at afterwards (`build.check_checkpoint`).
+    Returns the opened corpora.  `build.check_checkpoint` checks a checkpoint afterwards.
     """
     errors: list[UserError] = []
     inputs = None
@@ -34,7 +37,7 @@ def check(config: RunConfig, launch: Launch) -> RunInputs:
 
 
 def topology(config: RunConfig, world_size: int) -> Topology:
-    """The layout: what tensor and pipeline parallelism leave is data parallel."""
+    """The layout of the job; ranks that tensor and pipeline parallelism do not use are data parallel."""
     return Topology(
         tp=config.parallel.tensor_model_parallel_size,
         dp=derived.data_parallel_size(config, world_size),
@@ -57,7 +60,7 @@ def _gathering(errors: list[UserError]) -> Iterator[None]:
 
 
 def _raise_together(errors: Sequence[UserError]) -> None:
-    """Raise one error with all problems, of their kind if they have one."""
+    """Raise one error with all problems, of their common class if they have one."""
     kinds = {type(error) for error in errors}
     kind = kinds.pop() if len(kinds) == 1 else UserError
     raise_problems(kind, (problem for error in errors for problem in error.problems))
@@ -67,13 +70,13 @@ def _open_inputs(config: RunConfig) -> RunInputs:
     evaluates = config.training.eval_iters > 0
     inputs = open_inputs(config.data, config.model, seed=config.training.seed, evaluates=evaluates)
     if inputs.eod is None:
-        raise_problems(ConfigError, _needing_the_token(config))
-    raise_problems(ConfigError, _needing_ends(config, inputs.unended))
+        raise_problems(ConfigError, _settings_needing_eod(config))
+    raise_problems(ConfigError, _settings_needing_document_ends(config, inputs.unended))
     return inputs
 
 
-def _needing_the_token(config: RunConfig) -> Iterator[Problem]:
-    """What is asked for that takes knowing how documents end."""
+def _settings_needing_eod(config: RunConfig) -> Iterator[Problem]:
+    """A problem for every setting that needs an end-of-document token, which is not known."""
     data = config.data
     asked = {
         "--eod-mask-loss": data.eod_mask_loss,
@@ -85,8 +88,8 @@ def _needing_the_token(config: RunConfig) -> Iterator[Problem]:
         yield Problem(flag, rule, f"--tokenizer-type ..., or no {flag}")
 
 
-def _needing_ends(config: RunConfig, unended: Sequence[str]) -> Iterator[Problem]:
-    """What would do nothing where documents run into each other."""
+def _settings_needing_document_ends(config: RunConfig, unended: Sequence[str]) -> Iterator[Problem]:
+    """A problem for every setting that has no effect on a corpus without ends of documents."""
     data = config.data
     asked = {"--reset-position-ids": data.reset_position_ids, "--reset-attention-mask": data.reset_attention_mask}
     for flag in (flag for flag, is_asked in asked.items() if is_asked):

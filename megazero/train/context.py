@@ -1,4 +1,4 @@
-"""What every step of a run is given, whether it trains or evaluates."""
+"""The context that every step of a run is given, whether it trains or evaluates."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,32 +19,32 @@ from megazero.zero.engine import Engine
 
 
 class LanguageModel(Protocol):
-    """The chunks of a model that one rank holds; between chunks activations are rows of h elements."""
+    """The chunks of a model on one rank; between chunks activations are rows of h elements."""
 
     @property
     def chunks(self) -> Sequence[Chunk]: ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations."""
+        """The number format of activations."""
 
     def activation_shape(self, num_tokens: int) -> tuple[int, int]:
-        """Of the activations of so many tokens, as this rank has them between layers."""
+        """The shape of the activations of `num_tokens` tokens between layers on this rank."""
 
     def embed(self, tokens: Tensor, sequences: Sequences) -> Tensor:
-        """Tokens, int64 [b, s], to activations; of the model's first chunk."""
+        """Embed tokens, int64 [b, s]; returns activations.  Only the model's first chunk has an embedding."""
 
     def through(self, index: int, x: Tensor, sequences: Sequences) -> Tensor:
-        """Activations through the layers of this rank's chunk `index`."""
+        """Run the layers of this rank's chunk `index` on activations `x`; returns activations."""
 
     def loss(self, x: Tensor, labels: Tensor, loss_mask: Tensor | None) -> Tensor:
         """Negative log-likelihood of all labels, summed with the mask's weights (1 without a mask); no dimensions.
 
-        x: of the model's last chunk.  labels int64 [b, s], loss_mask float [b, s].
+        x: activations of the model's last chunk.  labels int64 [b, s], loss_mask float [b, s].
         """
 
     def train(self, mode: bool = True) -> nn.Module:
-        """Whether dropout drops."""
+        """Set the training mode, in which dropout is active."""
 
 
 class DropoutSource(Protocol):
@@ -54,12 +54,12 @@ class DropoutSource(Protocol):
 
 
 @dataclass(frozen=True)
-class StepParts:
-    """What stays the same from step to step.
+class StepContext:
+    """The components and figures that stay the same from step to step.
 
     num_positions: token positions of a global batch.  clip_grad: largest gradient norm, 0 for none.
-    checks_overflow: whether a gradient that is not finite skips the step (fp16).  plan: this rank's pipeline stage.
-    deferred: where gradients are set aside that the schedule asks for later, if it does.
+    checks_overflow: True if a gradient that is not finite skips the step (fp16).  plan: this rank's pipeline stage.
+    deferred: the store for weight gradients that the schedule computes later, None if it does not.
     """
 
     engine: Engine

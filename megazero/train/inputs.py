@@ -1,4 +1,4 @@
-"""What a run reads, opened and checked from its configuration before any process group exists."""
+"""The inputs of a run, opened and checked from its configuration before any process group exists."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,10 +17,10 @@ from megazero.rules.files import DATA_PATH, DEFAULT_SPLIT, span_of_samples
 
 @dataclass(frozen=True)
 class RunInputs:
-    """Samples of the splits that are read (None for the others), and what the model must know of the text.
+    """The samples of the splits that are read (None for the others), and figures of their text.
 
-    eod: end-of-document id, None where nobody tells.
-    bytes_per_token: of a held-out split's text; a split is missing where nobody tells.
+    eod: end-of-document id, None if it is unknown.
+    bytes_per_token: the mean over a held-out split's text; a split is missing if it is unknown.
     unended: corpora that were made without an end-of-document token after every document.
     """
 
@@ -34,14 +34,14 @@ class RunInputs:
 
 
 def open_inputs(data: DataConfig, model: ModelConfig, *, seed: int, evaluates: bool) -> RunInputs:
-    """Open the corpora that are asked for, or make samples up.  Raises DataError with everything that is wrong."""
+    """Open the configured corpora, or make mock samples.  Raises DataError with all problems."""
     tokenizer = tokenizer_spec(data)
-    inputs = _made_up(model, tokenizer, seed) if data.mock_data else _read(data, model, seed, evaluates)
+    inputs = _mock_inputs(model, tokenizer, seed) if data.mock_data else _corpus_inputs(data, model, seed, evaluates)
     skipped = [span for span in map(span_of_samples, data.data_skip_samples) if span]
     return replace(inputs, train=RemainingSamples(inputs.train, skipped)) if skipped else inputs
 
 
-def _read(data: DataConfig, model: ModelConfig, seed: int, evaluates: bool) -> RunInputs:
+def _corpus_inputs(data: DataConfig, model: ModelConfig, seed: int, evaluates: bool) -> RunInputs:
     tokenizer = tokenizer_spec(data)
     corpora = _open_corpora(data)
     vocab_size = _vocab_size(data, model, corpora, tokenizer)
@@ -68,7 +68,7 @@ def _open_corpora(data: DataConfig) -> Corpora:
 
 
 def tokenizer_spec(data: DataConfig) -> TokenizerSpec | None:
-    """The tokenizer the configuration names; None when it names none."""
+    """The tokenizer of the configuration; None if it has none."""
     if data.tokenizer_type is None:
         return None
     return TokenizerSpec(
@@ -84,10 +84,10 @@ def _text(path: Path | None) -> str | None:
 
 
 def _vocab_size(data: DataConfig, model: ModelConfig, corpora: Corpora, tokenizer: TokenizerSpec | None) -> int:
-    """What the flag says, else what the corpora say, else the tokenizer's."""
-    told = model.vocab_size or corpora.vocab_size
-    if told is not None:
-        return told
+    """The size of the vocabulary from the flag, else from the corpora, else from the tokenizer."""
+    given = model.vocab_size or corpora.vocab_size
+    if given is not None:
+        return given
     if tokenizer is not None:
         return load_tokenizer(tokenizer).vocab_size
     rule = "the size of the vocabulary is told by a flag, a tokenizer, or the corpus's .json"
@@ -96,7 +96,7 @@ def _vocab_size(data: DataConfig, model: ModelConfig, corpora: Corpora, tokenize
     raise DataError(Problem(f"{flag} {paths}", rule, "--vocab-size N, --tokenizer-type ..."))
 
 
-def _made_up(model: ModelConfig, tokenizer: TokenizerSpec | None, seed: int) -> RunInputs:
+def _mock_inputs(model: ModelConfig, tokenizer: TokenizerSpec | None, seed: int) -> RunInputs:
     known = load_tokenizer(tokenizer) if tokenizer else None
     vocab_size = model.vocab_size or (known.vocab_size if known else 0)
     if not vocab_size:

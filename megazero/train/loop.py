@@ -24,7 +24,7 @@ from megazero.report.ledger_report import LedgerReport
 from megazero.report.metrics import Evaluation, RankMetrics, Rates, StepMetrics
 from megazero.report.pipeline_report import PipelineReport
 from megazero.report.writers import MetricsWriter
-from megazero.train.context import StepParts
+from megazero.train.context import StepContext
 from megazero.train.evaluate import EvaluationSet, evaluate
 from megazero.train.saving import Saver
 from megazero.train.signals import StopRequest
@@ -37,7 +37,7 @@ _event: Callable[[], torch.cuda.Event] = torch.cuda.Event
 
 @dataclass(frozen=True)
 class Timetable:
-    """When things are due, in steps; None: never."""
+    """The intervals, in steps, at which the run evaluates, saves and exits; None: never."""
 
     train_iters: int
     eval_interval: int
@@ -49,9 +49,10 @@ class Timetable:
 
 @dataclass(frozen=True)
 class Reporting:
-    """Where figures go and what turns counts into rates; gathers_ranks: whether writers want every rank's figures.
+    """The writers of figures, and the constants that turn counts into rates.
 
-    opening, closing: what else there is to say of this rank's memory, before the first step and after the last.
+    gathers_ranks: True if a writer needs every rank's figures.
+    opening, closing: lines on this rank's memory, printed before the first step and after the last.
     """
 
     console: Console
@@ -68,9 +69,9 @@ class Reporting:
 
 @dataclass(frozen=True)
 class Run:
-    """A run, ready to go on from `state`."""
+    """A run that is built, and continues from `state`."""
 
-    parts: StepParts
+    context: StepContext
     state: TrainState
     scaler: LossScaler
     learning_rate: LearningRate
@@ -81,8 +82,8 @@ class Run:
     reporting: Reporting
 
 
-class _Readback:
-    """A report on its way to the host, queued behind its own step and before the next."""
+class _HostCopy:
+    """A copy of a step's report to the host, queued behind its own step and before the next."""
 
     def __init__(self, report: StepReport) -> None:
         figures = torch.stack(report)
@@ -98,10 +99,10 @@ class _Readback:
         return self._host.tolist()
 
 
-class _Launched(NamedTuple):
-    """A step whose figures may still be on the device."""
+class _PendingStep(NamedTuple):
+    """A step that has been launched, and whose figures may still be on the device."""
 
-    figures: _Readback
+    figures: _HostCopy
     iteration: int
     consumed_samples: int
     lr: float
@@ -124,24 +125,24 @@ def train(run: Run) -> str:
             run.loader.close()
             for writer in run.reporting.writers:
                 writer.close()
-            run.parts.engine.close()
+            run.context.engine.close()
 
 
 class _Loop:
-    """The state of the loop itself, which no checkpoint needs."""
+    """The training loop of one run, with the state that checkpoints do not need."""
 
     def __init__(self, run: Run, stop: StopRequest) -> None:
         self._run = run
-        self._parts = run.parts
+        self._context = run.context
         self._state = run.state
         self._stop = stop
         self._started = time.monotonic()
         self._mark = time.perf_counter()
-        self._launched: deque[_Launched] = deque()
-        on_cpu = run.parts.mesh.device.type == "cpu"
-        self._may_lag = 0 if on_cpu or run.parts.checks_overflow else 1
-        self._someone_stops = False
-        self._saved_iteration = run.saver.already_there if run.saver else None
+        self._pending: deque[_PendingStep] = deque()
+        on_cpu = run.context.mesh.device.type == "cpu"
+        self._max_pending = 0 if on_cpu or run.context.checks_overflow else 1
+        self._stops = False
+        self._saved_iteration = run.saver.saved_iteration if run.saver else None
         self._evaluated_iteration: int | None = None
 
     def run_to_end(self) -> str:
@@ -151,36 +152,38 @@ class _Loop:
             self._evaluate("validation")
         while state.iteration < timetable.train_iters:
             self._one_step()
-            # Saved before it is evaluated: an evaluation can take long, fail, or be cut short.
+            # Save before evaluating: an evaluation can take long, fail, or be cut short.
             if _is_due(timetable.save_interval, state.iteration):
                 self._save()
-            if _is_due(timetable.eval_interval, state.iteration) and not self._someone_stops:
+            if _is_due(timetable.eval_interval, state.iteration) and not self._stops:
                 self._evaluate("validation")
             reason = self._reason_to_exit()
             if reason:
                 return self._end(reason)
-        self._settle(may_lag=0)
+        self._report_steps(max_pending=0)
         self._save()
         self._evaluate("validation")
         self._evaluate("test")
         return self._end(f"finished {state.iteration} iterations")
 
     def _one_step(self) -> None:
-        """Take a batch, launch the step, count it, and read what may be read."""
-        timers, meter, loader = self._parts.timers, self._parts.mesh.meter, self._run.loader
-        waited = loader.waited_seconds
+        """Take a batch, launch the step, count it, and report the steps whose figures are due."""
+        timers, meter, loader = self._context.timers, self._context.mesh.meter, self._run.loader
+        waited_before = loader.waited_seconds
         with timers.measure("batch-generator"):
             batch = next(loader)
-        waited = loader.waited_seconds - waited
+        waited = loader.waited_seconds - waited_before
         lr = self._run.learning_rate.at(self._state.optimizer_steps)
         scale = self._state.loss_scale.scale
         meter.reset()
         self._run.reporting.ledger.begin_step()
-        next_one = self._state.iteration + 1
-        self._run.reporting.pipeline.begin_step(next_one, is_last=next_one == self._run.timetable.train_iters)
-        wish = self._stop.requested or self._is_out_of_time()
-        report = training_step(self._parts, batch, StepControls(lr, scale, wish))
-        skipped = bool(report.skipped.item()) if self._parts.checks_overflow else False
+        next_iteration = self._state.iteration + 1
+        self._run.reporting.pipeline.begin_step(
+            next_iteration, is_last=next_iteration == self._run.timetable.train_iters
+        )
+        stop = self._stop.requested or self._is_out_of_time()
+        report = training_step(self._context, batch, StepControls(lr, scale, stop))
+        skipped = bool(report.skipped.item()) if self._context.checks_overflow else False
         self._state.loss_scale = self._run.scaler.after_step(self._state.loss_scale, overflow=skipped)
         num_samples = loader.consumed_samples - self._state.consumed_samples
         self._state.advance(num_samples=num_samples, skipped=skipped)
@@ -188,9 +191,9 @@ class _Loop:
         spans = self._run.reporting.pipeline.end_step()
         now = time.perf_counter()
         seconds, self._mark = now - self._mark, now
-        self._launched.append(
-            _Launched(
-                _Readback(report),
+        self._pending.append(
+            _PendingStep(
+                _HostCopy(report),
                 self._state.iteration,
                 self._state.consumed_samples,
                 lr,
@@ -203,59 +206,59 @@ class _Loop:
                 waited,
             )
         )
-        self._settle(may_lag=self._may_lag)
+        self._report_steps(max_pending=self._max_pending)
 
-    def _settle(self, *, may_lag: int) -> None:
-        """Read the figures of all but the last `may_lag` steps and hand them to the writers."""
-        while len(self._launched) > may_lag:
-            launched = self._launched.popleft()
-            loss, norm, stops, skipped, overflow = launched.figures.read()
-            name = self._parts.engine.parameter_name(int(overflow)) if skipped else ""
-            metrics = self._metrics(launched, loss, norm, name)
-            self._someone_stops = self._someone_stops or stops > 0
-            ranks = self._rank_metrics(launched) if self._run.reporting.gathers_ranks else []
+    def _report_steps(self, *, max_pending: int) -> None:
+        """Read the figures of all but the last `max_pending` steps, and write them."""
+        while len(self._pending) > max_pending:
+            pending = self._pending.popleft()
+            loss, norm, stops, skipped, overflow = pending.figures.read()
+            name = self._context.engine.parameter_name(int(overflow)) if skipped else ""
+            metrics = self._metrics(pending, loss, norm, name)
+            self._stops = self._stops or stops > 0
+            ranks = self._rank_metrics(pending) if self._run.reporting.gathers_ranks else []
             for writer in self._run.reporting.writers:
                 writer.step(metrics, ranks)
             self._check_health(metrics)
 
-    def _metrics(self, launched: _Launched, loss: float, norm: float, overflow_parameter: str) -> StepMetrics:
+    def _metrics(self, pending: _PendingStep, loss: float, norm: float, overflow_parameter: str) -> StepMetrics:
         rates = self._run.reporting.rates
         batch = self._run.reporting.global_batch_size
         num_tokens = batch * self._run.reporting.tokens_per_sample
-        seconds = launched.seconds
+        seconds = pending.seconds
         return StepMetrics(
-            iteration=launched.iteration,
-            consumed_samples=launched.consumed_samples,
+            iteration=pending.iteration,
+            consumed_samples=pending.consumed_samples,
             global_batch_size=batch,
             loss=loss,
             grad_norm=norm,
-            lr=launched.lr,
-            loss_scale=launched.loss_scale,
+            lr=pending.lr,
+            loss_scale=pending.loss_scale,
             skipped=bool(overflow_parameter),
             step_seconds=seconds,
             tokens_per_second=rates.tokens_per_second(num_tokens, seconds=seconds),
             tflops_per_device=rates.tflops_per_device(num_tokens, seconds=seconds),
             mfu=rates.mfu(num_tokens, seconds=seconds),
             overflow_parameter=overflow_parameter,
-            timers=launched.timers,
-            pipeline_idle_share=self._run.reporting.pipeline.publish(launched.iteration, launched.spans),
-            data_wait_seconds=launched.data_wait_seconds,
+            timers=pending.timers,
+            pipeline_idle_share=self._run.reporting.pipeline.publish(pending.iteration, pending.spans),
+            data_wait_seconds=pending.data_wait_seconds,
         )
 
-    def _rank_metrics(self, launched: _Launched) -> list[RankMetrics]:
-        """Every rank's memory and traffic of a step; a collective."""
-        mesh = self._parts.mesh
+    def _rank_metrics(self, pending: _PendingStep) -> list[RankMetrics]:
+        """Every rank's memory and traffic of a step; a collective call."""
+        mesh = self._context.mesh
         mine = RankMetrics(
             peak_memory_bytes=peak_memory_bytes(mesh.device),
-            model_state_bytes=asdict(self._parts.engine.model_state_bytes()),
-            comm_bytes=launched.comm_bytes,
-            ledger=launched.ledger,
-            data_wait_seconds=launched.data_wait_seconds,
+            model_state_bytes=asdict(self._context.engine.model_state_bytes()),
+            comm_bytes=pending.comm_bytes,
+            ledger=pending.ledger,
+            data_wait_seconds=pending.data_wait_seconds,
         )
         return [RankMetrics(**figures) for figures in gather_json(mesh.world, asdict(mine), mesh.device)]
 
     def _check_health(self, metrics: StepMetrics) -> None:
-        """Stop a run that has no future: a loss scale at its end (saved first), or figures that are not finite."""
+        """Raise TrainingError if the loss scale is exhausted (the run is saved first), or a figure is not finite."""
         if self._run.scaler.exhausted(self._state.loss_scale):
             self._save()
             self._run.scaler.check_not_exhausted(self._state.loss_scale, parameter=metrics.overflow_parameter)
@@ -266,12 +269,12 @@ class _Loop:
             raise TrainingError(Problem(given, "loss and gradient norm are finite", legal))
 
     def _evaluate(self, split: str) -> None:
-        """Evaluate once per iteration and split, and report."""
+        """Evaluate a split and report the loss, at most once per iteration."""
         held_out = self._run.held_out.get(split)
         if held_out is None or (split == "validation" and self._evaluated_iteration == self._state.iteration):
             return
-        self._settle(may_lag=0)
-        loss = evaluate(self._parts, held_out)
+        self._report_steps(max_pending=0)
+        loss = evaluate(self._context, held_out)
         result = Evaluation(self._state.iteration, self._state.consumed_samples, split, loss, held_out.bytes_per_token)
         for writer in self._run.reporting.writers:
             writer.evaluation(result)
@@ -280,10 +283,10 @@ class _Loop:
         self._mark = time.perf_counter()
 
     def _save(self) -> None:
-        """Save this iteration, once."""
+        """Save a checkpoint of this iteration, at most once."""
         if self._run.saver is None or self._saved_iteration == self._state.iteration:
             return
-        self._settle(may_lag=0)  # a step whose loss was not finite ends the run here, unsaved
+        self._report_steps(max_pending=0)  # a step whose loss was not finite ends the run here, unsaved
         start = time.perf_counter()
         folder = self._run.saver.save(self._state)
         self._saved_iteration = self._state.iteration
@@ -294,16 +297,16 @@ class _Loop:
         self._mark = time.perf_counter()
 
     def _reason_to_exit(self) -> str:
-        """Why the run ends after this step, the same on all ranks; empty to go on."""
+        """The reason to end the run after this step, the same on all ranks; empty to continue."""
         timetable, iteration = self._run.timetable, self._state.iteration
-        if self._someone_stops:
+        if self._stops:
             return f"asked to stop after iteration {iteration} ({self._stop.reason or 'by another rank or the clock'})"
         if _is_due(timetable.exit_interval, iteration) and iteration < timetable.train_iters:
             return f"exit interval {timetable.exit_interval} reached at iteration {iteration}"
         return ""
 
     def _end(self, reason: str) -> str:
-        self._settle(may_lag=0)
+        self._report_steps(max_pending=0)
         self._save()
         for line in (*self._run.reporting.closing(), reason):
             self._run.reporting.console.line(line)
@@ -314,8 +317,8 @@ class _Loop:
         return limit is not None and time.monotonic() - self._started >= limit
 
     def _announce(self) -> None:
-        mesh, layout = self._parts.mesh, self._parts.engine.layout
-        states = self._parts.engine.model_state_bytes()
+        mesh, layout = self._context.mesh, self._context.engine.layout
+        states = self._context.engine.model_state_bytes()
         numel = layout.used_numel(trainable=True) + layout.used_numel(trainable=False)
         self._run.reporting.console.line(
             f"{mesh.topology.describe()} on {mesh.device.type} | parameters on this rank: {format_count(numel)} | "
@@ -331,7 +334,7 @@ class _Loop:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory this process has had: allocated on the GPU, or resident on the CPU."""
+    """The peak memory of this process: allocated on the GPU, or resident on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,4 +1,4 @@
-"""How a run's model is cut into pipeline stages, and what a stage's schedule is."""
+"""The split of a run's model into pipeline stages, and the schedule of each stage."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from megazero.pipeline.stage_plan import StagePlan
 
 
 def pipeline_split(config: RunConfig, padded_vocab_size: int) -> tuple[int, ...]:
-    """Layers of every chunk in the order of the model: as given, or balanced with the embedding and the head."""
+    """The number of layers of every chunk, in model order: as given, or balanced with the embedding and the head."""
     given = derived.given_split(config)
     if given is not None:
         return given
@@ -34,7 +34,7 @@ def pipeline_split(config: RunConfig, padded_vocab_size: int) -> tuple[int, ...]
 
 
 def stage_chunks(config: RunConfig, stage: int, padded_vocab_size: int) -> tuple[Chunk, ...]:
-    """What a pipeline stage holds of the model."""
+    """The chunks of the model that belong to a pipeline stage."""
     chunks = cut(pipeline_split(config, padded_vocab_size))
     return chunks_of(chunks, stage=stage, num_stages=config.parallel.pipeline_model_parallel_size)
 
@@ -51,14 +51,17 @@ def stage_plan(config: RunConfig, stage: int) -> StagePlan:
 
 
 def activation_config(config: RunConfig) -> ActivationConfig:
-    """The section as it takes effect: with a sequence that is split, checkpoints are slices already."""
+    """The activation section as it takes effect.
+
+    With sequence parallelism checkpoints are slices already, so they are not partitioned again.
+    """
     section = config.activations
     is_split = config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size > 1
     return replace(section, partition_activations=False) if is_split else section
 
 
 def num_checkpoints(config: RunConfig, stage: int, padded_vocab_size: int, num_micro_batches: int) -> int:
-    """Checkpoints that a stage holds at once, at the most: those of every micro-batch in flight."""
+    """The largest number of checkpoints in memory on a stage: those of all micro-batches in flight."""
     plan = configured_plan(config.activations)
     in_flight = most_in_flight(stage_plan(config, stage).step(num_micro_batches).actions)
     chunks = stage_chunks(config, stage, padded_vocab_size)
@@ -66,7 +69,7 @@ def num_checkpoints(config: RunConfig, stage: int, padded_vocab_size: int, num_m
 
 
 def describe_stages(config: RunConfig, padded_vocab_size: int) -> list[str]:
-    """What each pipeline stage holds, for the start of a run; nothing where there is only one."""
+    """Lines that list the chunks of each pipeline stage; none for a single stage."""
     num_stages = config.parallel.pipeline_model_parallel_size
     if num_stages == 1:
         return []
@@ -83,7 +86,7 @@ _MOST_STAGES_SHOWN = 16
 
 
 def _describe(chunk: Chunk) -> str:
-    """`embedding, layers 0-5`."""
+    """A description of a chunk, such as "embedding, layers 0-5"."""
     first, last = chunk.layers.start, chunk.layers.stop - 1
     layers = [f"layer {first}" if first == last else f"layers {first}-{last}"] if chunk.layers else []
     return ", ".join([*["embedding"] * chunk.is_first, *layers, *["final norm and head"] * chunk.is_last])

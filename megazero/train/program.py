@@ -1,6 +1,6 @@
-"""The run once its command line has been checked: join the other ranks, build, train, leave.
+"""The run after its command line has been checked: join the other ranks, build, train, shut down.
 
-Programs import this module only then: it loads torch, which takes longer than everything else together.
+Programs import this module only after that check: it loads torch, which takes longer than all other imports together.
 """
 
 from megazero.comm.shutdown import single_failure_report
@@ -12,14 +12,14 @@ from megazero.model.compiled import check_compiler
 from megazero.parallel.launch import Launch
 from megazero.parallel.threads import use_cpu_threads
 from megazero.tensor_parallel.float8 import check_device
-from megazero.train.attention_kernel import attention_of, choose_kernel, preferring
+from megazero.train.attention_kernel import attention_call, choose_kernel, prefer_kernel
 from megazero.train.build import assemble, check_checkpoint
 from megazero.train.inputs import RunInputs
 from megazero.train.loop import train
 
 
 def pretrain(config: RunConfig, launch: Launch, inputs: RunInputs) -> int:
-    """Build the run, train; returns the exit status."""
+    """Build the run and train; returns the exit status of the process."""
     check_checkpoint(config, inputs)
     parallel, logging = config.parallel, config.logging
     device = choose_device(parallel.device, launch.local_rank)
@@ -36,10 +36,10 @@ def pretrain(config: RunConfig, launch: Launch, inputs: RunInputs) -> int:
     )
     try:
         ledger = open_ledger(device, kept=logging.ledger, limit_mib=logging.ledger_limit)
-        kernel = choose_kernel(config.training.attention_backend, attention_of(config, device))
+        kernel = choose_kernel(config.training.attention_backend, attention_call(config, device))
         if kernel is not None:
             Console(launch.rank).line(f"attention: kernel {kernel}")
-        with single_failure_report(store, launch.rank), ledger, preferring(kernel):
+        with single_failure_report(store, launch.rank), ledger, prefer_kernel(kernel):
             run = assemble(config, launch, device, inputs, ledger)
             train(run)
     finally:

@@ -1,7 +1,7 @@
-"""Settles which checkpoints are partitioned, and which go to the host, where the configuration says "auto".
+"""Resolve the activation switches that are "auto": which checkpoints are partitioned, and which go to the host.
 
-It comes after the checks and before the model is made: the ranks have met, so bandwidths can be measured, and volumes
-follow from the shapes (paper section 8).
+This happens after the checks and before the model is made: process groups exist, so bandwidths can be measured, and
+volumes follow from the shapes (ZeRO, section 8).
 """
 
 from collections.abc import Sequence
@@ -27,10 +27,10 @@ from megazero.zero.plan import ZeroPlan, data_parallel_bytes, resolve
 _CPU = torch.device("cpu")
 
 
-def settle_activations(
+def resolve_activations(
     config: RunConfig, mesh: Mesh, *, vocab_size: int, padded_vocab_size: int
 ) -> tuple[ActivationConfig, tuple[str, ...]]:
-    """The section without "auto", and why it came out so, a line for each decision; a collective call."""
+    """The activation section without "auto", and a line that explains each decision; a collective call."""
     section = activation_config(config)
     if "auto" not in (section.partition_activations, section.checkpoint_in_cpu):
         return section, ()
@@ -38,7 +38,7 @@ def settle_activations(
     plan = resolve(config.zero, config.precision)
     tp = TensorParallel(mesh.axis("tp"), RandomRegions(0, 0, _CPU), plan.parameter.dtype, torch.device("meta"))
     chunks = stage_chunks(config, mesh.coordinate("pp"), padded_vocab_size)
-    model = GPT(  # without memory
+    model = GPT(  # on the meta device
         config.model, vocab_size=vocab_size, tp=tp, padded_vocab_size=padded_vocab_size, chunks=chunks
     )
     decision = resolve_switches(
@@ -49,12 +49,12 @@ def settle_activations(
         partition=section.partition_activations,
         in_cpu=section.checkpoint_in_cpu,
     )
-    settled = replace(section, partition_activations=decision.partition, checkpoint_in_cpu=decision.in_cpu)
-    return settled, decision.reasons
+    resolved = replace(section, partition_activations=decision.partition, checkpoint_in_cpu=decision.in_cpu)
+    return resolved, decision.reasons
 
 
 def _data_parallel_bytes(config: RunConfig, mesh: Mesh, model: GPT, num_micro_batches: int) -> int:
-    """What a step sends for all chunks of this rank."""
+    """The bytes that this rank sends in a step over the data-parallel axis, for all its chunks."""
     plan, stage = resolve(config.zero, config.precision), stage_plan(config, mesh.coordinate("pp"))
     actions = stage.step(num_micro_batches).actions
     total = 0
@@ -67,7 +67,7 @@ def _data_parallel_bytes(config: RunConfig, mesh: Mesh, model: GPT, num_micro_ba
 
 
 def _checkpoints(config: RunConfig, plan: ZeroPlan, chunks: Sequence[Chunk]) -> CheckpointSizes:
-    """Those that a micro-batch leaves on this rank."""
+    """The checkpoints that one micro-batch leaves on this rank."""
     return CheckpointSizes(
         number=sum(configured_plan(config.activations).num_checkpoints(len(chunk.layers)) for chunk in chunks),
         micro_batch_size=config.training.micro_batch_size,

@@ -1,4 +1,4 @@
-"""A run's checkpoints: what goes in beside the engine's state, and what a resumed run must agree with."""
+"""Checkpoints of a run: the progress saved beside the engine's state, and the checks of a run that resumes."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ _OPTIMIZER, _NUMBERS = "optimizer", "optimizer_numbers"
 class Saver:
     """Writes checkpoints under `root`.
 
-    extra: what a checkpoint's progress holds beside the counters, unchanged through the run.
-    already_there: the iteration that the run was resumed from, if that checkpoint lies under `root`.
+    extra: entries of a checkpoint's progress beside the counters, unchanged through the run.
+    saved_iteration: the iteration that the run was resumed from, if that checkpoint lies under `root`.
     """
 
     root: Path
@@ -39,10 +39,10 @@ class Saver:
     config_yaml: str
     extra: Mapping[str, Any]
     with_optimizer: bool
-    already_there: int | None = None
+    saved_iteration: int | None = None
 
     def save_configuration(self) -> None:
-        """Write the resolved configuration beside the checkpoints to come, for a run that never gets to one."""
+        """Write the resolved configuration to `root` at once, for a run that ends before its first checkpoint."""
         if self.mesh.rank == 0:
             with written_aside(self.root / "config.yaml") as stream:
                 stream.write(self.config_yaml.encode())
@@ -62,17 +62,17 @@ class Saver:
 
 
 def find_checkpoint(config: CheckpointConfig) -> Checkpoint | None:
-    """The checkpoint --load names; None when the folder has none yet, so that the first start of a run is a start."""
+    """The checkpoint of --load; None if the folder has none yet, as at the first start of a run that resumes itself."""
     if config.load is None:
         return None
-    # A step folder may have been renamed or copied; one that is named but not there is an error, not a start.
+    # A step folder may have been renamed or copied; a named one that does not exist is an error, not a first start.
     is_one = config.load.name.startswith("step_") or (config.load / MANIFEST).exists()
     has_some = (config.load / LATEST).exists() or bool(list_steps(config.load))
     return open_checkpoint(config.load) if is_one or has_some else None
 
 
 def check_compatible(checkpoint: Checkpoint, *, seed: int, seq_length: int) -> None:
-    """A resumed run takes the same samples: raise CheckpointError when seed or sequence length have changed."""
+    """Raise CheckpointError if seed or sequence length have changed, since a resumed run takes the same samples."""
     found = {"seed": checkpoint.progress.get("seed"), "seq_length": checkpoint.progress.get("seq_length")}
     given = {"seed": seed, "seq_length": seq_length}
     raise_problems(
@@ -92,16 +92,16 @@ def check_compatible(checkpoint: Checkpoint, *, seed: int, seq_length: int) -> N
 def check_model(checkpoint: Checkpoint, model: ModelConfig) -> None:
     """Raise CheckpointError with the settings that give the model another shape than the saved one has.
 
-    `check_shapes` finds the same tensor by tensor, and cannot say where it comes from.
+    `check_shapes` finds the same mismatch tensor by tensor, without the settings that cause it.
     """
     try:
         saved = from_yaml(checkpoint.config_yaml, origin=str(checkpoint.folder)).model
-    except ConfigError:  # another version's settings
+    except ConfigError:  # a checkpoint of another version, whose settings this one cannot read
         return
     pairs = zip(_shaping_settings(model), _shaping_settings(saved), strict=True)
     differ = {given.flag: (given.value, found.value) for given, found in pairs if given.value != found.value}
     if "--hidden-size" in differ and model.ffn_hidden_size is None:
-        differ.pop("--ffn-hidden-size", None)  # it only follows
+        differ.pop("--ffn-hidden-size", None)  # derived from the hidden size
     raise_problems(
         CheckpointError,
         (
@@ -121,7 +121,7 @@ class _Setting(NamedTuple):
 
 
 def _shaping_settings(model: ModelConfig) -> Iterator[_Setting]:
-    """The settings that parameters' shapes follow from, with the values of those that were left out."""
+    """The settings that determine the parameters' shapes, with derived values for those that were left out."""
     yield _Setting("--num-layers", model.num_layers)
     yield _Setting("--hidden-size", model.hidden_size)
     yield _Setting("--num-attention-heads", model.num_attention_heads)
@@ -133,7 +133,7 @@ def _shaping_settings(model: ModelConfig) -> Iterator[_Setting]:
 
 
 def check_optimizer(checkpoint: Checkpoint, kind: str) -> None:
-    """Raise CheckpointError unless the checkpoint's optimizer is the one of this kind ("AdamW"), with sound numbers."""
+    """Raise CheckpointError unless the checkpoint's optimizer is of this class ("AdamW") and its numbers are valid."""
     saved, numbers = checkpoint.progress.get(_OPTIMIZER, "AdamW"), checkpoint.progress.get(_NUMBERS, {})
     if saved != kind:
         given = f"--optimizer of kind {kind}; {checkpoint.folder} was saved with {saved}"
@@ -146,14 +146,14 @@ def check_optimizer(checkpoint: Checkpoint, kind: str) -> None:
 
 
 def has_stepped(checkpoint: Checkpoint) -> bool:
-    """Whether the checkpoint's optimizer had state of its own; AdamW's is there from the start."""
+    """True if the checkpoint's optimizer has state; AdamW's exists before the first step."""
     return checkpoint.progress.get(_NUMBERS, {}) is not None
 
 
 def check_shapes(checkpoint: Checkpoint, model: nn.Module, *, kinds: Sequence[StateKind]) -> None:
     """Raise CheckpointError unless checkpoint and model have the same parameters; no tensor is read.
 
-    kinds: of state that a run takes from it, "weight" among them.
+    kinds: the kinds of state that the run restores, "weight" among them.
     """
     parameters = list(named_specs(model))
     names = {spec.name for spec, _ in parameters}

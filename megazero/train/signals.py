@@ -15,7 +15,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 class StopRequest:
     """The flag of this rank, and the handlers that raise it until `close`.
 
-    To be made and closed on the main thread, the only one Python lets change handlers; a context manager.
+    A context manager.  Python allows only the main thread to make or close one, since both change handlers.
     """
 
     def __init__(self, signals: tuple[signal.Signals, ...] = STOP_SIGNALS) -> None:
@@ -26,19 +26,19 @@ class StopRequest:
 
     @property
     def requested(self) -> bool:
-        """Whether a signal has come to this rank."""
+        """True if this rank has received a signal."""
         return self._received is not None
 
     @property
     def reason(self) -> str:
-        """Name of the first signal that came ("SIGTERM"); empty when none did."""
+        """The name of the first signal received ("SIGTERM"); empty if there was none."""
         return "" if self._received is None else self._received.name
 
     def close(self) -> None:
-        """Put the former handlers back; a second call does nothing."""
+        """Restore the former handlers; a second call does nothing."""
         while self._previous:
             number, handler = self._previous.popitem()
-            # None stands for a handler that was not installed from Python and cannot be named here.
+            # `signal.signal` returned None for a handler that was not installed from Python; it cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def __enter__(self) -> Self:
@@ -50,6 +50,6 @@ class StopRequest:
         self.close()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        # The first one is kept: it is the reason the run reports.
+        # Keep the first one: it is the reason that the run reports.
         if self._received is None:
             self._received = signal.Signals(number)

@@ -1,7 +1,7 @@
-"""What the actions of a schedule do on one rank: forwards and backwards of its chunks of the model.
+"""The actions of a pipeline schedule on one rank: forward and backward passes of its chunks of the model.
 
-Of a micro-batch that has gone forward a rank holds its graph, the way into it for backward, and no activation but those
-that the graph needs: the output goes once it has been sent, the received input once nothing has saved it.
+After a forward pass a rank retains the graph of the micro-batch, the graph's root for backward, and only the
+activations that the graph has saved: the output is freed when it has been sent, the received input unless it was saved.
 """
 
 from collections.abc import Sequence
@@ -16,42 +16,43 @@ from megazero.pipeline.exchange import Cut, Exchange, ReceivedInput
 from megazero.pipeline.schedule import Action, Kind
 from megazero.pipeline.stage_plan import StepActions
 from megazero.tensor_parallel.deferred import PassGradients
-from megazero.train.context import StepParts
+from megazero.train.context import StepContext
 
 _Key = tuple[int, int]  # micro-batch and chunk
 
 
 class StagePasses:
-    """The passes of one step; the loss and its tokens add up on the stage that has the head, elsewhere they stay 0.
+    """The passes of one step on one rank.
 
-    multiplier: of the losses, before backward.
+    Losses and tokens are summed on the stage that has the head; on the others both sums stay 0.
+    multiplier: the factor of the losses before backward.
     """
 
     def __init__(
-        self, parts: StepParts, micro_batches: Sequence[MicroBatch], step: StepActions, *, multiplier: float = 1.0
+        self, context: StepContext, micro_batches: Sequence[MicroBatch], step: StepActions, *, multiplier: float = 1.0
     ) -> None:
-        self._parts = parts
-        self._model = parts.model
+        self._context = context
+        self._model = context.model
         self._micro_batches = micro_batches
         self._multiplier = multiplier
-        device = parts.mesh.device
-        cut = Cut(parts.model.activation_shape(micro_batches[0].tokens.numel()), parts.model.dtype)
-        self._exchange = Exchange(parts.mesh, cut, step.receipts)
+        device = context.mesh.device
+        cut = Cut(context.model.activation_shape(micro_batches[0].tokens.numel()), context.model.dtype)
+        self._exchange = Exchange(context.mesh, cut, step.receipts)
         self._inputs: dict[_Key, ReceivedInput] = {}
         self._roots: dict[_Key, GradientEdge | Tensor] = {}
         self._outgoing: dict[Action, Tensor] = {}
-        self._held: dict[_Key, PassGradients] = {}
+        self._deferred: dict[_Key, PassGradients] = {}
         self._sequences: dict[int, Sequences] = {}
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self.num_tokens = torch.zeros((), dtype=torch.float64, device=device)
 
     def forward(self, action: Action) -> None:
-        """A chunk on a micro-batch."""
-        self._parts.ledger.phase("forward")
+        """Run the forward pass of a chunk on a micro-batch."""
+        self._context.ledger.phase("forward")
         batch, chunk = self._micro_batches[action.micro_batch], self._model.chunks[action.chunk]
         received = None if chunk.is_first else self._exchange.wait(action._replace(kind=Kind.RECEIVE_ACTIVATION))
-        with self._parts.trace.computing(action):
-            self._parts.dropout.begin_micro_batch(batch.first_sample, 0 if chunk.is_first else 1 + chunk.layers.start)
+        with self._context.trace.computing(action):
+            self._context.dropout.begin_micro_batch(batch.first_sample, 0 if chunk.is_first else 1 + chunk.layers.start)
             sequences = self._sequences_of(action, batch)
             entered = [self._enter(action, batch, sequences, received)]
             received = None
@@ -64,28 +65,28 @@ class StagePasses:
             self._outgoing[action._replace(kind=Kind.SEND_ACTIVATION)] = output.detach()
 
     def backward(self, action: Action, *, is_last: bool) -> None:
-        """Through a graph; gradients go to their parameters."""
-        engine, gradient = self._parts.engine, self._output_gradient(action)
-        with self._parts.trace.computing(action):
+        """Run the backward pass of a chunk on a micro-batch; gradients reach their parameters."""
+        engine, gradient = self._context.engine, self._output_gradient(action)
+        with self._context.trace.computing(action):
             engine.begin_backward(is_last=is_last, part=action.chunk)
-            self._walk(action, gradient)
+            self._run_backward(action, gradient)
             engine.end_backward(ends_pass=self._is_idle)
 
     def input_gradient(self, action: Action) -> None:
-        """Through a graph; gradients of parameters are set aside."""
-        assert self._parts.deferred is not None, "a schedule that splits backward comes with a place for gradients"
+        """Run the backward pass to the input only; the gradients of weights are deferred."""
+        assert self._context.deferred is not None, "a schedule that splits backward has a store for deferred gradients"
         gradient = self._output_gradient(action)
-        with self._parts.trace.computing(action):
-            self._walk(action, gradient)
-            self._held[_key(action)] = self._parts.deferred.collect()
-            self._parts.engine.end_walk(ends_pass=False)
+        with self._context.trace.computing(action):
+            self._run_backward(action, gradient)
+            self._deferred[_key(action)] = self._context.deferred.collect()
+            self._context.engine.end_walk(ends_pass=False)
 
     def weight_gradient(self, action: Action, *, is_last: bool) -> None:
-        """What was set aside goes to the parameters."""
-        engine = self._parts.engine
-        with self._parts.trace.computing(action):
+        """Compute the deferred gradients of weights, which reach their parameters."""
+        engine = self._context.engine
+        with self._context.trace.computing(action):
             engine.begin_backward(is_last=is_last, part=action.chunk)
-            self._held.pop(_key(action)).accumulate()
+            self._deferred.pop(_key(action)).accumulate()
             engine.end_backward(ends_pass=self._is_idle)
 
     def receive(self, action: Action) -> None:
@@ -95,24 +96,27 @@ class StagePasses:
         self._exchange.send(action, self._outgoing.pop(action))
 
     def retain(self, chunk: int) -> None:
-        self._parts.engine.retain_part(chunk)
+        self._context.engine.retain_part(chunk)
 
     def release(self, chunk: int) -> None:
-        self._parts.engine.release_part(chunk)
+        self._context.engine.release_part(chunk)
 
     def finish(self) -> None:
-        """Return when every message has gone."""
+        """Wait until every message has been sent."""
         self._exchange.finish()
 
     @property
     def _is_idle(self) -> bool:
-        return not (self._roots or self._held)
+        return not (self._roots or self._deferred)
 
     def _sequences_of(self, action: Action, batch: MicroBatch) -> Sequences:
-        """Made once for all chunks of this rank, which take a micro-batch in their order; then the graphs hold it."""
+        """Positions and documents of a micro-batch, made once for all chunks of this rank.
+
+        Chunks take a micro-batch in model order, so the last one removes the entry; graphs retain what they need.
+        """
         last_chunk = len(self._model.chunks) - 1
         sequences = self._sequences.pop(action.micro_batch, None) or _sequences(
-            batch, self._parts.mesh.device, self._model.dtype
+            batch, self._context.mesh.device, self._model.dtype
         )
         if action.chunk < last_chunk:
             self._sequences[action.micro_batch] = sequences
@@ -120,13 +124,13 @@ class StagePasses:
 
     def _enter(self, action: Action, batch: MicroBatch, sequences: Sequences, received: Tensor | None) -> Tensor:
         if received is None:
-            return self._model.embed(_to_device(batch.tokens, self._parts.mesh.device), sequences)
+            return self._model.embed(_to_device(batch.tokens, self._context.mesh.device), sequences)
         self._inputs[_key(action)] = ReceivedInput()
         return self._inputs[_key(action)].enter(received)
 
     def _losses(self, x: Tensor, batch: MicroBatch) -> Tensor:
-        """What backward starts from, when the figures have been counted."""
-        device = self._parts.mesh.device
+        """The loss, multiplied for backward, after adding loss and tokens to the sums."""
+        device = self._context.mesh.device
         labels = _to_device(batch.labels, device)
         mask = None if batch.loss_mask is None else _to_device(batch.loss_mask, device)
         loss = self._model.loss(x, labels, mask)
@@ -135,13 +139,13 @@ class StagePasses:
         return loss * self._multiplier
 
     def _output_gradient(self, action: Action) -> Tensor | None:
-        """The gradient of what the chunk has put out; None of a loss, whose is 1."""
+        """The received gradient of the chunk's output; None for a loss, whose gradient is 1."""
         if self._model.chunks[action.chunk].is_last:
             return None
         return self._exchange.wait(action._replace(kind=Kind.RECEIVE_GRADIENT))
 
-    def _walk(self, action: Action, gradient: Tensor | None) -> None:
-        self._parts.ledger.phase("backward")
+    def _run_backward(self, action: Action, gradient: Tensor | None) -> None:
+        self._context.ledger.phase("backward")
         torch.autograd.backward(self._roots.pop(_key(action)), gradient)
         entered = self._inputs.pop(_key(action), None)
         if entered is not None:
@@ -154,7 +158,7 @@ def _key(action: Action) -> _Key:
 
 
 def _sequences(batch: MicroBatch, device: torch.device, dtype: torch.dtype) -> Sequences:
-    """What the model is told of a micro-batch besides its tokens."""
+    """Positions and document numbers of a micro-batch, on the device."""
     positions, documents = (
         None if part is None else _to_device(part, device) for part in (batch.positions, batch.documents)
     )
@@ -162,5 +166,5 @@ def _sequences(batch: MicroBatch, device: torch.device, dtype: torch.dtype) -> S
 
 
 def _to_device(part: Tensor, device: torch.device) -> Tensor:
-    """A GPU copies by itself what the loader has pinned; on the CPU nothing is copied."""
+    """Copy a part of a batch to the device; asynchronous on a GPU for pinned memory, no copy on a CPU."""
     return part.to(device, non_blocking=True)

@@ -1,7 +1,7 @@
-"""What a run has come to: exactly this and the engine's shards are what a checkpoint keeps.
+"""The progress of a run.  A checkpoint consists of exactly this and the engine's shards.
 
-Random states are not among it: initial values, sample order and dropout are functions of the seed and of counters that
-stand here.
+Random states are not part of it: initial values, sample order and dropout are functions of the seed and of the counters
+here.
 """
 
 from collections.abc import Mapping
@@ -16,8 +16,8 @@ from megazero.optim.loss_scaler import LossScale
 class TrainState:
     """Counters of a run.
 
-    iteration: steps done, skipped ones included.  consumed_samples: position in the data, the whole of it.
-    optimizer_steps: steps that were not skipped; the learning rate goes by these.
+    iteration: steps done, skipped ones included.  consumed_samples: the position in the data, over all ranks.
+    optimizer_steps: steps that were not skipped, which determine the learning rate.
     """
 
     loss_scale: LossScale
@@ -26,13 +26,13 @@ class TrainState:
     optimizer_steps: int = 0
 
     def advance(self, *, num_samples: int, skipped: bool) -> None:
-        """Count one step."""
+        """Count one step of `num_samples` samples."""
         self.iteration += 1
         self.consumed_samples += num_samples
         self.optimizer_steps += not skipped
 
     def to_json(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """The counters as a checkpoint stores them."""
         return {
             "iteration": self.iteration,
             "consumed_samples": self.consumed_samples,
@@ -42,7 +42,7 @@ class TrainState:
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> "TrainState":
-        """Back from a checkpoint; raises `CheckpointError` when a counter is missing or not a count."""
+        """Counters from a checkpoint; raises `CheckpointError` if one is missing or not a count."""
         names = ("iteration", "consumed_samples", "optimizer_steps")
         bad = [name for name in names if type(saved.get(name)) is not int or saved[name] < 0]
         if bad or not isinstance(saved.get("loss_scale"), Mapping):

@@ -1,7 +1,7 @@
 """One training step, from a batch to new parameters, without reading anything back from the device.
 
 Averages divide once: every micro-batch's loss is divided by the number of token positions of the *global* batch, and
-gradients are summed over micro-batches and ranks.  Positions masked out of the loss are counted on the way, and one
+gradients are summed over micro-batches and ranks.  Positions masked out of the loss are counted meanwhile, and one
 correction at the end makes the divisor the true number of loss tokens.
 """
 
@@ -12,13 +12,13 @@ from torch import Tensor
 
 from megazero.data.loader import StepBatch
 from megazero.pipeline.runtime import execute
-from megazero.train.context import StepParts
+from megazero.train.context import StepContext
 from megazero.train.stage_passes import StagePasses
 from megazero.zero.step import first_overflow, reduce_gradients, update_parameters
 
 
 class StepControls(NamedTuple):
-    """What the host decides for one step; `stop` is this rank's wish to end the run after it."""
+    """The host's decisions for one step.  stop: True if this rank requests to end the run after it."""
 
     lr: float
     loss_scale: float
@@ -26,11 +26,11 @@ class StepControls(NamedTuple):
 
 
 class StepReport(NamedTuple):
-    """Figures of one step, still on the device; the same on every rank.
+    """Figures of one step, float64 scalars on the device; the same on every rank.
 
-    loss: mean over the global batch's tokens.  grad_norm: before clipping, unscaled.  stop: ranks that wish to end.
-    skipped: 1 where the step was skipped.  overflow: index of the first parameter with a gradient that was not finite.
-    All float64 without dimensions.
+    loss: mean over the global batch's tokens.  grad_norm: before clipping, unscaled.
+    stop: the number of ranks that request the end of the run.  skipped: 1 if the step was skipped.
+    overflow: index of the first parameter with a gradient that was not finite.
     """
 
     loss: Tensor
@@ -40,24 +40,26 @@ class StepReport(NamedTuple):
     overflow: Tensor
 
 
-def training_step(parts: StepParts, batch: StepBatch, controls: StepControls) -> StepReport:
-    """Forward and backward over the micro-batches, then norm, clipping, update and publishing."""
-    engine = parts.engine
+def training_step(context: StepContext, batch: StepBatch, controls: StepControls) -> StepReport:
+    """Run forward and backward over the micro-batches, reduce and clip gradients, and update parameters."""
+    engine = context.engine
     engine.begin_step()
-    actions = parts.plan.step(len(batch.micro_batches))
-    passes = StagePasses(parts, batch.micro_batches, actions, multiplier=controls.loss_scale / parts.num_positions)
-    with parts.timers.measure("forward-backward"):
+    actions = context.plan.step(len(batch.micro_batches))
+    passes = StagePasses(context, batch.micro_batches, actions, multiplier=controls.loss_scale / context.num_positions)
+    with context.timers.measure("forward-backward"):
         execute(actions, passes)
         passes.finish()
-    counts = 1.0 if parts.mesh.coordinate("tp") == 0 else 0.0  # tensor-parallel ranks all hold the same loss
-    wish = torch.full_like(passes.loss_sum, float(controls.stop))
-    reduced = reduce_gradients(engine, parts.timers, passes.loss_sum * counts, passes.num_tokens * counts, wish)
+    counts = 1.0 if context.mesh.coordinate("tp") == 0 else 0.0  # all tensor-parallel ranks have the same loss
+    stop_flag = torch.full_like(passes.loss_sum, float(controls.stop))
+    reduced = reduce_gradients(engine, context.timers, passes.loss_sum * counts, passes.num_tokens * counts, stop_flag)
     loss_sum, num_tokens, stop = reduced.figures
     num_tokens = num_tokens.clamp(min=1.0)
 
     zero = torch.zeros_like(reduced.square)
-    overflow = first_overflow(engine, reduced).to(zero.dtype) if parts.checks_overflow else zero
-    scale = engine.predivisor * parts.num_positions / num_tokens / controls.loss_scale
-    update = update_parameters(engine, parts.timers, reduced, scale=scale, clip_grad=parts.clip_grad, lr=controls.lr)
+    overflow = first_overflow(engine, reduced).to(zero.dtype) if context.checks_overflow else zero
+    scale = engine.predivisor * context.num_positions / num_tokens / controls.loss_scale
+    update = update_parameters(
+        engine, context.timers, reduced, scale=scale, clip_grad=context.clip_grad, lr=controls.lr
+    )
     skipped = zero if update.skipped is None else update.skipped
     return StepReport(loss_sum / num_tokens, update.grad_norm, stop, skipped, overflow)

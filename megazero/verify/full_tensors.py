@@ -14,7 +14,7 @@ from torch import Tensor
 from megazero.checkpoint.slices import fragment_pieces, index_within, piece_view
 from megazero.parallel.param_spec import Box, ParamSpec, named_specs
 from megazero.parallel.topology import ENDS
-from megazero.train.build import Core
+from megazero.train.build import RunComponents
 from megazero.zero.plan import Placement
 
 # The digests of a rank's copies: axis -> kind -> parameter's name -> digest.
@@ -27,7 +27,7 @@ KINDS = {"gradient": "gradient", "weight": "master"}
 class OwnedTensors:
     """The elements of its model's gradients and weights that one rank owns."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: RunComponents) -> None:
         self._core = core
         self.specs = {spec.name: spec for spec, _ in named_specs(core.model)}
         self._place = {axis: core.mesh.coordinate(axis) for axis in ("tp", ENDS)}

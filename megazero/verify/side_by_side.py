@@ -27,9 +27,9 @@ from megazero.memory.fused_buffers import FusedBuffers
 from megazero.optim.grad_norm import clip_coefficient
 from megazero.optim.schedules import LearningRate
 from megazero.parallel.topology import ENDS, Topology
-from megazero.train.build import batch_layout, build_core, padded_vocab_size, step_parts
+from megazero.train.build import batch_layout, build_components, padded_vocab_size, step_context
 from megazero.train.inputs import RunInputs
-from megazero.train.resolve_activations import settle_activations
+from megazero.train.resolve_activations import resolve_activations
 from megazero.train.step import StepControls, training_step
 from megazero.verify.configuration import DEFAULT_STEPS, describe_layout, in_float64, on_one_process
 from megazero.verify.full_tensors import OwnedTensors
@@ -79,8 +79,8 @@ class _Side:
     """One of the two runs on this rank."""
 
     def __init__(self, config: RunConfig, mesh: Mesh, buffers: FusedBuffers, inputs: RunInputs) -> None:
-        core = build_core(config, mesh, buffers, vocab_size=inputs.vocab_size)
-        self._parts = step_parts(config, core)
+        core = build_components(config, mesh, buffers, vocab_size=inputs.vocab_size)
+        self._parts = step_context(config, core)
         self._loader = BatchLoader(inputs.train, batch_layout(config, mesh, inputs.eod), prefetch=0)
         self.engine = core.engine
         self.tensors = OwnedTensors(core)
@@ -106,10 +106,10 @@ class _Comparison:
         config = in_float64(config)
         config = replace(config, model=replace(config.model, vocab_size=inputs.vocab_size))
         padded = padded_vocab_size(config, inputs.vocab_size)
-        settled, reasons = settle_activations(config, mesh, vocab_size=inputs.vocab_size, padded_vocab_size=padded)
+        resolved, reasons = resolve_activations(config, mesh, vocab_size=inputs.vocab_size, padded_vocab_size=padded)
         for reason in reasons:
             print_line(reason)
-        self._config = replace(config, activations=settled)
+        self._config = replace(config, activations=resolved)
         self._rate = LearningRate.from_config(
             config.optimizer, train_iters=derived.train_iters(config, mesh.topology.world_size)
         )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megazero.library.constructors import CallsOfConstructors, in_the_making, innermost, is_running
+from megazero.library.constructors import ConstructorCalls, innermost, is_running, under_construction
 from megazero.zero.guard import attach_handle, detach_handle, guard
 
 
@@ -22,11 +22,11 @@ class Telling(nn.Module):
 
 
 def test_constructors_that_are_running() -> None:
-    made = Telling(in_the_making)
+    made = Telling(under_construction)
     assert all(id(made) in asked for asked in (made.during, made.inner, made.after))
-    assert id(made) not in in_the_making()
+    assert id(made) not in under_construction()
     outer: list[set[int]] = []
-    inner = Telling(lambda: outer.append(in_the_making()) or in_the_making())  # type: ignore[func-returns-value]
+    inner = Telling(lambda: outer.append(under_construction()) or under_construction())  # type: ignore[func-returns-value]
     assert all(id(inner) in asked for asked in outer)
 
 
@@ -37,14 +37,14 @@ def test_functions_that_are_running() -> None:
 
 
 class Diary:
-    """A keeper that writes down what it is told, and owns parameters that are whole in fact."""
+    """Hooks that record their calls, and own parameters that are whole in fact."""
 
     def __init__(self) -> None:
         self.entries: list[str] = []
         self.parameters: dict[str, nn.Parameter] = {}
 
-    def settle(self) -> None:
-        self.entries.append("settle")
+    def release_unused(self) -> None:
+        self.entries.append("release_unused")
 
     def call_ended(self) -> None:
         self.entries.append("ended")
@@ -63,15 +63,15 @@ class Diary:
 def test_calls_are_told() -> None:
     diary = Diary()
     first, second = diary.guarded("first"), diary.guarded("second")
-    with torch.no_grad(), CallsOfConstructors(diary):
+    with torch.no_grad(), ConstructorCalls(diary):
         first.copy_(second)
-        assert diary.entries == ["settle", "copy_ of first", "copy_ of second", "ended"]
+        assert diary.entries == ["release_unused", "copy_ of first", "copy_ of second", "ended"]
         diary.entries.clear()
         first.add_(1)
         torch.arange(3).sum()
         assert diary.entries == [], "nothing guarded, and no memory for parameters"
         torch.empty(3)
-        assert diary.entries == ["settle"]
+        assert diary.entries == ["release_unused"]
     diary.entries.clear()
     torch.empty(3)
     assert diary.entries == []
@@ -80,26 +80,26 @@ def test_calls_are_told() -> None:
 def test_a_call_that_fails_is_no_end() -> None:
     diary = Diary()
     parameter = diary.guarded("p")
-    with CallsOfConstructors(diary), pytest.raises(RuntimeError):
+    with ConstructorCalls(diary), pytest.raises(RuntimeError):
         parameter.add_(1)  # a leaf that requires a gradient
-    assert diary.entries == ["settle", "add_ of p"]
+    assert diary.entries == ["release_unused", "add_ of p"]
 
 
 def test_a_parameter_made_of_a_guarded_one() -> None:
     """As torch.nn.utils.parametrize makes them."""
     diary = Diary()
     parameter = diary.guarded("p")
-    with CallsOfConstructors(diary):
+    with ConstructorCalls(diary):
         other = nn.Parameter(parameter, requires_grad=False)
     assert type(other) is nn.Parameter and not other.requires_grad and other.data_ptr() == parameter.data_ptr()
     detach_handle(parameter)
 
 
-def test_the_innermost_keeper() -> None:
+def test_the_innermost_hooks() -> None:
     outer, inner = Diary(), Diary()
     assert innermost() is None
-    with CallsOfConstructors(outer):
+    with ConstructorCalls(outer):
         assert innermost() is outer
-        with CallsOfConstructors(inner), torch.device("cpu"):
+        with ConstructorCalls(inner), torch.device("cpu"):
             assert innermost() is inner
         assert innermost() is outer

@@ -49,7 +49,7 @@ def train(rank: int, name: str, options: Options) -> History:
         assert norm is not None
         norms.append(norm)
         evaluate(engine, name, step)
-    assert (engine.core.gathered_numel[1] > 0) == (options.stage == 3)
+    assert (engine.zero_engine.gathered_numel[1] > 0) == (options.stage == 3)
     with GatheredParameters(model):
         weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     engine.close()
@@ -74,13 +74,13 @@ def train_step(engine: DataParallelEngine, rank: int, name: str, step: int, opti
 
 
 def evaluate(engine: DataParallelEngine, name: str, step: int) -> None:
-    before = engine.core.gathered_numel[0]
+    before = engine.zero_engine.gathered_numel[0]
     engine.eval()
     with torch.no_grad():
         CASES[name].loss(engine, step, *inputs_of(name, step))
     engine.train()
     engine.empty_partition_cache()
-    assert before == engine.core.gathered_numel[0] == 0
+    assert before == engine.zero_engine.gathered_numel[0] == 0
 
 
 @cache

@@ -8,8 +8,8 @@ from support.processes import mesh_in_worker, run_ranks
 from torch import nn
 
 from megazero.comm.local import LocalCommunicator
-from megazero.library import init_parameters as kept_module
-from megazero.library.init_parameters import Kept, address, has_alias
+from megazero.library import init_parameters as init_parameters
+from megazero.library.init_parameters import SlicedParameter, address, has_alias
 from megazero.zero.guard import Owner, PartitionedParameter, attach_handle
 
 CPU = torch.device("cpu")
@@ -27,21 +27,21 @@ SHAPES = [(), (1,), (2,), (7,), (3, 4), (5, 1, 7)]
 def through_slices(rank: int, source: int, gathered_numel: int) -> list[tuple[int, bool]]:
     """For each shape: bytes that the rank keeps, and whether everything came back as it was on the source rank."""
     found, communicator = [], mesh_in_worker(rank, dp=3).gathering
-    with patch.object(kept_module, "_GATHERED_NUMEL", gathered_numel):
+    with patch.object(init_parameters, "_GATHERED_NUMEL", gathered_numel):
         for dtype in (torch.float64, torch.bfloat16, torch.int64):
             for shape in SHAPES:
                 parameter = parameter_of(rank, shape, dtype)
-                kept = Kept("p", parameter, communicator, CPU)
+                sliced = SlicedParameter("p", parameter, communicator, CPU)
                 attach_handle(parameter, "p", _Nobody())
-                kept.take(source)
-                kept.empty()
+                sliced.partition(source)
+                sliced.release()
                 assert isinstance(parameter, PartitionedParameter) and parameter.shape == shape
                 assert parameter.untyped_storage().nbytes() == 0 and parameter.dtype == dtype
-                kept.fill()
+                sliced.gather()
                 assert type(parameter) is nn.Parameter
                 same = torch.equal(parameter, parameter_of(source, shape, dtype))
-                assert kept._slice is not None
-                found.append((kept._slice.numel(), same and kept.values().shape == (parameter.numel(),)))
+                assert sliced._slice is not None
+                found.append((sliced._slice.numel(), same and sliced.values().shape == (parameter.numel(),)))
     return found
 
 
@@ -53,22 +53,22 @@ def test_what_is_kept_comes_back(source: int, gathered_numel: int) -> None:
         assert found == [(size, True) for size in sizes]
 
 
-def alone(parameter: nn.Parameter) -> Kept:
+def alone(parameter: nn.Parameter) -> SlicedParameter:
     attach_handle(parameter, "p", _Nobody())
-    return Kept("p", parameter, LocalCommunicator(), CPU)
+    return SlicedParameter("p", parameter, LocalCommunicator(), CPU)
 
 
 def test_memory_that_others_use_is_theirs() -> None:
     values = torch.ones(3, 4)
     parameter = nn.Parameter(values[1:])
-    kept = alone(parameter)
-    kept.take(0)
-    kept.empty()
+    sliced = alone(parameter)
+    sliced.partition(0)
+    sliced.release()
     values.zero_()
-    kept.fill()
+    sliced.gather()
     assert bool((parameter == 1).all()) and address(parameter) != address(values)
     before = parameter.data
-    kept.empty()
+    sliced.release()
     before.add_(1)  # memory that was filled is not taken from whoever refers to it
     assert bool((before == 2).all())
 
@@ -76,21 +76,21 @@ def test_memory_that_others_use_is_theirs() -> None:
 def test_odd_memory() -> None:
     """Transposed, and in another number format afterwards."""
     parameter = nn.Parameter(torch.arange(6.0).view(2, 3).t())
-    kept = alone(parameter)
-    kept.take(0)
-    kept.empty()
-    kept.convert(torch.float64)
+    sliced = alone(parameter)
+    sliced.partition(0)
+    sliced.release()
+    sliced.convert(torch.float64)
     assert parameter.dtype == torch.float64 and parameter.untyped_storage().nbytes() == 0
-    kept.fill()
+    sliced.gather()
     assert torch.equal(parameter, torch.tensor([[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]], dtype=torch.float64))
 
 
 def test_a_parameter_is_not_kept_alive() -> None:
     parameter = nn.Parameter(torch.ones(2))
-    kept = Kept("p", parameter, LocalCommunicator(), CPU)
-    assert kept.is_alive
+    sliced = SlicedParameter("p", parameter, LocalCommunicator(), CPU)
+    assert sliced.is_alive
     del parameter
-    assert not kept.is_alive
+    assert not sliced.is_alive
 
 
 def test_aliases() -> None:

@@ -407,4 +407,4 @@ def test_an_interrupted_pass_is_forgotten(stage: int, where: str) -> None:
     engine.step()
     close(weights(engine), after_sgd((0, 1.0)))
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    assert engine.core.gathered_numel[0] == 0
+    assert engine.zero_engine.gathered_numel[0] == 0

@@ -53,7 +53,7 @@ def save(rank: int, folder: str, stage: int, precision: str) -> tuple[bool, list
     engine = megazero.initialize(model, config(stage, precision), mesh=mesh_in_worker(rank, dp=2))
     done = engine.save_16bit_model(f"{folder}/new/one")
     engine.close()
-    return done, [engine.core.gathered_numel]
+    return done, [engine.zero_engine.gathered_numel]
 
 
 @pytest.mark.gloo

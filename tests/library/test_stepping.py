@@ -87,7 +87,7 @@ def test_number_formats(precision: str, options: dict[str, float], stage: int) -
 
 def test_gradient_scale_is_told() -> None:
     engine = make_engine(0, precision="fp16", loss_scale=64.0)
-    assert engine.core.gradient_scale == 1 / 64
+    assert engine.zero_engine.gradient_scale == 1 / 64
 
 
 def seen_gradients(rank: int, stage: int, zero: dict[str, Any]) -> list[Tensor | None]:

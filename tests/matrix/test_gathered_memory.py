@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megazero.data.loader import MicroBatch, StepBatch
 from megazero.memory.fused_buffers import FusedBuffers
-from megazero.train.build import build_core, step_parts
+from megazero.train.build import build_components, step_context
 from megazero.train.step import StepControls, training_step
 
 RANKS = 2
@@ -49,8 +49,8 @@ def third_step(rank: int, num_layers: int, changes: dict[str, Any]) -> Seen:
     settings = {"num_layers": num_layers, "zero_stage": 3, "precision": "fp32", "mock_data": True}
     config = make_run(**{**SETTINGS, **settings, "micro_batch_size": 2, "global_batch_size": 4, **changes})
     mesh = mesh_in_worker(rank, dp=RANKS, is_late=False)
-    core = build_core(config, mesh, FusedBuffers(0, mesh.device), vocab_size=257)
-    parts = step_parts(config, core)
+    core = build_components(config, mesh, FusedBuffers(0, mesh.device), vocab_size=257)
+    parts = step_context(config, core)
     tokens = torch.arange(48).view(2, 24) % 257
     batch = StepBatch(0, [MicroBatch(0, tokens, tokens, None)])
     for _ in range(2):

@@ -15,7 +15,7 @@ from megazero.comm.interface import Work
 from megazero.comm.mesh import Mesh
 from megazero.data.loader import MicroBatch, StepBatch
 from megazero.memory.fused_buffers import FusedBuffers
-from megazero.train.build import Core, build_core, step_parts
+from megazero.train.build import RunComponents, build_components, step_context
 from megazero.train.step import StepControls, training_step
 
 STAGES = (0, 1, 2, 3)
@@ -39,7 +39,7 @@ class Seen(NamedTuple):
 class Recording:
     """A communicator that notes where what it reduces lies."""
 
-    def __init__(self, inner: Any, core: Core) -> None:
+    def __init__(self, inner: Any, core: RunComponents) -> None:
         self._inner = inner
         self._reducer = core.engine._reducer
         self._kept = core.engine._shards.gradient_arena
@@ -81,13 +81,13 @@ def two_steps(rank: int, tp: int, dp: int, settings: dict[str, Any], pool_only: 
     config = make_run(**{**changes, "micro_batch_size": 2, "global_batch_size": 4 * dp})
     mesh = mesh_in_worker(rank, tp=tp, dp=dp, is_late=False)
     buffers = FusedBuffers(0, mesh.device)
-    core = build_core(config, mesh, buffers, vocab_size=257)
+    core = build_components(config, mesh, buffers, vocab_size=257)
     engine, reducer = core.engine, core.engine._reducer
     recording = Recording(reducer._communicator, core)
     reducer._communicator = recording  # type: ignore[assignment]
     if pool_only:
         reducer.scratch = reducer._store._buffers = buffers  # type: ignore[attr-defined]
-    parts = step_parts(config, core)
+    parts = step_context(config, core)
     tokens = torch.arange(48).view(2, 24) % 257
     batch = StepBatch(0, [MicroBatch(index, tokens, tokens, None) for index in range(2)])
     with lending(mesh, buffers):

@@ -11,7 +11,7 @@ from support.training import SETTINGS
 from megazero.data.loader import MicroBatch, StepBatch
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.param_spec import named_specs
-from megazero.train.build import build_core, step_parts
+from megazero.train.build import build_components, step_context
 from megazero.train.step import StepControls, training_step
 
 HIDDEN = 60
@@ -24,11 +24,11 @@ def peak_of_a_step(rank: int, num_layers: int, stage: int, untied: bool = False)
     config = make_run(**{**SETTINGS, **changes, "micro_batch_size": 2, "global_batch_size": 4})
     mesh = mesh_in_worker(rank, dp=2, is_late=False)
     buffers = FusedBuffers(0, mesh.device)
-    core = build_core(config, mesh, buffers, vocab_size=257)
+    core = build_components(config, mesh, buffers, vocab_size=257)
     matrices = {name.name: parameter.numel() for name, parameter in named_specs(core.model) if parameter.ndim > 1}
     # Sizes no activation of this model has: 2 x 24 tokens give multiples of 48.
     numels = frozenset(numel for numel in matrices.values())
-    parts = step_parts(config, core)
+    parts = step_context(config, core)
     tokens = torch.arange(48).view(2, 24) % 257
     batch = StepBatch(0, [MicroBatch(0, tokens, tokens, None)])
     training_step(parts, batch, StepControls(1e-3, 1.0))  # buffers are made once

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megazero.config.run import RunConfig
 from megazero.data.loader import build_step_batch
-from megazero.train.build import batch_layout, step_parts
+from megazero.train.build import batch_layout, step_context
 from megazero.train.step import StepControls, StepReport, training_step
 from megazero.zero.gathered import GatheredParameters
 
@@ -66,7 +66,7 @@ def overflow_once(
     """Some fp16 steps on the same batch; before, one in which a parameter's gradient is infinite on one rank only."""
     config = config_of(degrees, **{"stage": 0, "precision": "fp16", **settings})
     core = core_on_rank(rank, config, **degrees)
-    parts = step_parts(config, core)
+    parts = step_context(config, core)
     batch = build_step_batch(DrawnSamples(), 0, batch_layout(config, core.mesh, None))
     reports, blamed = [], ""
     if guilty is not None:
@@ -124,7 +124,7 @@ def too_high_once(rank: int, degrees: Degrees, settings: dict[str, Any], scale: 
     """One step with this loss scale, then two with one that fits."""
     config = config_of(degrees, **{"stage": 1, "precision": "fp16", **settings})
     core = core_on_rank(rank, config, **degrees)
-    parts = step_parts(config, core)
+    parts = step_context(config, core)
     batch = build_step_batch(DrawnSamples(), 0, batch_layout(config, core.mesh, None))
     reports = [training_step(parts, batch, StepControls(LR, value)) for value in (scale, 64.0, 64.0)]
     core.engine.close()
@@ -178,7 +178,7 @@ def copies_on_rank(rank: int, degrees: Degrees, settings: dict[str, Any]) -> lis
     """The first and the last stage's copy after each of ten steps; nothing of other stages."""
     config = config_of(degrees, **settings)
     core = core_on_rank(rank, config, **degrees)
-    parts, layout = step_parts(config, core), batch_layout(config, core.mesh, None)
+    parts, layout = step_context(config, core), batch_layout(config, core.mesh, None)
     copies = []
     for step in range(10):
         batch = build_step_batch(DrawnSamples(), step * GLOBAL_BATCH, layout)

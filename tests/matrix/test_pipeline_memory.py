@@ -14,7 +14,7 @@ from megazero.data.loader import MicroBatch, StepBatch
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.memory.ledger import Ledger
 from megazero.memory.ledger_figures import CATEGORIES
-from megazero.train.build import build_core, step_parts
+from megazero.train.build import build_components, step_context
 from megazero.train.step import StepControls, training_step
 
 HIDDEN = int(SETTINGS["hidden_size"])
@@ -43,8 +43,8 @@ def step_on_rank(rank: int, dp: int, num_micro_batches: int, changes: dict[str, 
     mesh = mesh_in_worker(rank, dp=dp, pp=config.parallel.pipeline_model_parallel_size, is_late=False)
     with Ledger(mesh.device) as ledger:
         buffers = FusedBuffers(0, mesh.device, ledger=ledger)
-        core = build_core(config, mesh, buffers, vocab_size=VOCABULARY, ledger=ledger)
-        parts = step_parts(config, core)
+        core = build_components(config, mesh, buffers, vocab_size=VOCABULARY, ledger=ledger)
+        parts = step_context(config, core)
         tokens = torch.arange(BATCH * SEQUENCE).view(BATCH, SEQUENCE) % VOCABULARY
         batch = StepBatch(0, [MicroBatch(index, tokens, tokens, None) for index in range(num_micro_batches)])
         for _ in range(2):

@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 from megazero.data.loader import MicroBatch, StepBatch
 from megazero.errors import ConfigError
 from megazero.model.compiled import check_compiler, is_compiled, lacking
-from megazero.train.build import Core, step_parts
+from megazero.train.build import RunComponents, step_context
 from megazero.train.step import StepControls, training_step
 
 pytestmark = pytest.mark.gloo
@@ -76,7 +76,7 @@ def run(rank: int, layout: Layout, choice: str) -> Ran:
     compiler = torch.compile if layout.backend is None else partial(torch.compile, backend=layout.backend)
     with patch.object(torch, "compile", compiler):
         core = core_on_rank(rank, config, tp=layout.tp, pp=layout.pp, dp=layout.dp)
-    parts, figures, evaluations = step_parts(config, core), [], []
+    parts, figures, evaluations = step_context(config, core), [], []
     for step in range(STEPS):
         core.mesh.meter.reset()
         report = training_step(
@@ -97,7 +97,7 @@ def run(rank: int, layout: Layout, choice: str) -> Ran:
     return Ran(figures, evaluations, gradients, traffic, core.compiled, graphs, breaks)
 
 
-def batch_of(core: Core, step: int, *, within_documents: bool = False) -> StepBatch:
+def batch_of(core: RunComponents, step: int, *, within_documents: bool = False) -> StepBatch:
     """This data-parallel rank's micro-batches of a step; within_documents: each with other ones."""
     first, data_rank = step * 2 * MICRO_BATCHES * core.mesh.topology.dp, core.mesh.coordinate("dp")
     micro_batches = []
@@ -110,7 +110,7 @@ def batch_of(core: Core, step: int, *, within_documents: bool = False) -> StepBa
 
 
 @torch.no_grad()
-def evaluated(core: Core) -> float:
+def evaluated(core: RunComponents) -> float:
     """The loss of other samples, without dropout."""
     core.model.train(False)
     batch = reference_batch(1000, 2, masked=False)

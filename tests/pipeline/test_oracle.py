@@ -14,7 +14,7 @@ from megazero.model.gpt import GPT
 from megazero.model.initial_values import initialize_
 from megazero.model.sequences import Sequences
 from megazero.pipeline.runtime import execute
-from megazero.train.build import batch_layout, step_parts
+from megazero.train.build import batch_layout, step_context
 from megazero.train.stage_passes import StagePasses
 
 pytestmark = pytest.mark.gloo
@@ -56,7 +56,7 @@ def gradients_of_both(rank: int, schedule: str) -> dict[str, tuple[Tensor, Tenso
     config = config_of(schedule)
     core = core_on_rank(rank, config, pp=2)
     batches = build_step_batch(DrawnSamples(), 0, batch_layout(config, core.mesh, None)).micro_batches
-    parts = step_parts(config, core)
+    parts = step_context(config, core)
     step = parts.plan.step(MICRO_BATCHES)
     parts.engine.begin_step()
     passes = StagePasses(parts, batches, step)

@@ -20,7 +20,7 @@ from megazero.memory.ledger_figures import CATEGORIES
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
 from megazero.parallel.topology import Topology
 from megazero.report.ledger_report import LedgerReport, ledger_scalars, traffic
-from megazero.train.build import build_core, step_parts
+from megazero.train.build import build_components, step_context
 from megazero.train.step import StepControls, training_step
 
 CPU = torch.device("cpu")
@@ -43,8 +43,8 @@ class Steps:
         config = make_run(**{**SETTINGS, "global_batch_size": 6 * mesh.topology.dp, **changes})
         self.buffers = FusedBuffers(0, CPU, ledger=ledger)
         self.mesh = mesh
-        self.core = build_core(config, mesh, self.buffers, vocab_size=101, ledger=ledger)
-        self.parts = step_parts(config, self.core)
+        self.core = build_components(config, mesh, self.buffers, vocab_size=101, ledger=ledger)
+        self.parts = step_context(config, self.core)
         tokens = torch.arange(48).view(3, 16) % 101
         self.batch = StepBatch(0, [MicroBatch(index, tokens, tokens, None) for index in range(2)])
 

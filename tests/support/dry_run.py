@@ -21,7 +21,7 @@ from megazero.comm.startup import make_mesh
 from megazero.data.loader import MicroBatch, StepBatch
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.topology import Topology
-from megazero.train.build import build_core, step_parts
+from megazero.train.build import build_components, step_context
 from megazero.train.step import StepControls, training_step
 
 SEQUENCE = 256
@@ -51,10 +51,10 @@ def main(rank: int, dp: int, tp: int, stage: int, pp: int = 1, settings: dict[st
         device = torch.device("cpu")
         buffers = FusedBuffers(0, device)
         mesh = make_mesh(Topology(tp=tp, dp=dp, pp=pp), rank, device, buffers)
-        core = build_core(config, mesh, buffers, vocab_size=50257)
+        core = build_components(config, mesh, buffers, vocab_size=50257)
         tokens = torch.zeros(1, SEQUENCE, dtype=torch.int64)
         batch = StepBatch(0, [MicroBatch(index, tokens, tokens, None) for index in range(num_micro_batches)])
-        training_step(step_parts(config, core), batch, StepControls(lr=1e-4, loss_scale=1.0))
+        training_step(step_context(config, core), batch, StepControls(lr=1e-4, loss_scale=1.0))
         core.engine.close()
     print(
         json.dumps(

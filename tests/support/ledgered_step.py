@@ -12,7 +12,7 @@ from megazero.data.loader import MicroBatch, StepBatch
 from megazero.memory.arena import Arena
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.memory.ledger import Ledger
-from megazero.train.build import Core, build_core, step_parts
+from megazero.train.build import RunComponents, build_components, step_context
 from megazero.train.step import StepControls, training_step
 
 BATCH, SEQUENCE, VOCABULARY = 2, 24, 257
@@ -50,8 +50,8 @@ def ledgered_step(rank: int, tp: int, dp: int, changes: dict[str, Any]) -> Held:
     config = make_run(**{**SETTINGS, "global_batch_size": 2 * BATCH * dp, "tensor_model_parallel_size": tp, **changes})
     with Ledger(mesh.device) as ledger:
         buffers = FusedBuffers(0, mesh.device, ledger=ledger)
-        core = build_core(config, mesh, buffers, vocab_size=VOCABULARY, ledger=ledger)
-        parts = step_parts(config, core)
+        core = build_components(config, mesh, buffers, vocab_size=VOCABULARY, ledger=ledger)
+        parts = step_context(config, core)
         tokens = torch.arange(BATCH * SEQUENCE).view(BATCH, SEQUENCE) % VOCABULARY
         batch = StepBatch(0, [MicroBatch(index, tokens, tokens, None) for index in range(2)])
         for _ in range(2):
@@ -72,17 +72,17 @@ def ledgered_step(rank: int, tp: int, dp: int, changes: dict[str, Any]) -> Held:
     )
 
 
-def _arena(core: Core) -> tuple[Arena | None, int]:
+def _arena(core: RunComponents) -> tuple[Arena | None, int]:
     copies = _copy_store(core)
     device_store = copies.device_store if isinstance(copies, HostStore) else copies
     return (device_store.arena, device_store.num_outside) if isinstance(device_store, ArenaStore) else (None, 0)
 
 
-def _host_peak(core: Core) -> int:
+def _host_peak(core: RunComponents) -> int:
     copies = _copy_store(core)
     return copies.host.peak_bytes if isinstance(copies, HostStore) else 0
 
 
-def _copy_store(core: Core) -> Any:
+def _copy_store(core: RunComponents) -> Any:
     recomputation = core.activations.recomputation
     return None if recomputation is None else recomputation.checkpoints.copies

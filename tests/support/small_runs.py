@@ -19,7 +19,7 @@ from support.training import Saved, boxes
 from megazero.config.run import RunConfig
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.launch import Launch
-from megazero.train.build import Core, assemble, build_core, check_checkpoint
+from megazero.train.build import RunComponents, assemble, build_components, check_checkpoint
 from megazero.train.check import check
 from megazero.train.inputs import RunInputs
 from megazero.train.loop import train
@@ -68,10 +68,10 @@ def tiny_run(**settings: Any) -> RunConfig:
     return make_run(**{**TINY, **settings})
 
 
-def core_on_rank(rank: int, config: RunConfig, *, tp: int = 1, dp: int = 1, pp: int = 1) -> Core:
+def core_on_rank(rank: int, config: RunConfig, *, tp: int = 1, dp: int = 1, pp: int = 1) -> RunComponents:
     """Model and engine on a worker's mesh."""
     mesh = mesh_in_worker(rank, tp=tp, dp=dp, pp=pp)
-    return build_core(config, mesh, FusedBuffers(0, mesh.device), vocab_size=VOCAB)
+    return build_components(config, mesh, FusedBuffers(0, mesh.device), vocab_size=VOCAB)
 
 
 def reference_batch(first: int, size: int, *, masked: bool) -> Batch:
@@ -81,7 +81,7 @@ def reference_batch(first: int, size: int, *, masked: bool) -> Batch:
     return Batch(tokens, labels, (tokens != EOD).double() if masked else None)
 
 
-def owned_boxes(core: Core) -> list[Saved]:
+def owned_boxes(core: RunComponents) -> list[Saved]:
     """What this rank owns of the state, for `support.training.assemble`."""
     return [box for fragment in core.engine.owned_state() for box in boxes(fragment)]
 

@@ -31,7 +31,7 @@ from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.schedules import LearningRate
 from megazero.parallel.param_spec import ParamSpec, StateFragment, named_specs
 from megazero.parallel.topology import ENDS
-from megazero.train.build import Core, batch_layout, build_core, step_parts
+from megazero.train.build import RunComponents, batch_layout, build_components, step_context
 from megazero.train.inputs import open_inputs
 from megazero.train.step import StepControls, training_step
 
@@ -148,7 +148,7 @@ def train_on_rank(rank: int, cell: Cell, prefix: str) -> Outcome:
     """The training loop without its reporting: batches from the loader, steps by `training_step`."""
     config = cell.config(prefix)
     mesh = faulty(mesh_in_worker(rank, tp=cell.tp, dp=cell.dp, pp=cell.pp), cell.fault)
-    core = build_core(config, mesh, FusedBuffers(0, mesh.device), vocab_size=config.model.vocab_size or 0)
+    core = build_components(config, mesh, FusedBuffers(0, mesh.device), vocab_size=config.model.vocab_size or 0)
     start = time.perf_counter()
     figures, comm_bytes = run_steps(config, core, cell.steps)
     seconds = time.perf_counter() - start
@@ -162,10 +162,12 @@ def train_on_rank(rank: int, cell: Cell, prefix: str) -> Outcome:
     return Outcome(*zip_figures(figures), saved, comm_bytes, states, layout, unit_numel, gathered, persistent, seconds)
 
 
-def run_steps(config: RunConfig, core: Core, steps: int) -> tuple[list[tuple[float, float, bool]], dict[str, Any]]:
+def run_steps(
+    config: RunConfig, core: RunComponents, steps: int
+) -> tuple[list[tuple[float, float, bool]], dict[str, Any]]:
     """(loss, grad norm, skipped) of every step, and the traffic of the last."""
     inputs = open_inputs(config.data, config.model, seed=config.training.seed, evaluates=False)
-    parts = step_parts(config, core)
+    parts = step_context(config, core)
     scaler = LossScaler.from_config(config.precision)
     scale, done = scaler.start(), 0
     rate = LearningRate.from_config(config.optimizer, train_iters=config.training.train_iters or 0)

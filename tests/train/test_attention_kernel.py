@@ -6,14 +6,21 @@ import torch.nn.functional as F
 from support.small_runs import tiny_run
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megazero.train.attention_kernel import KERNELS, Attention, attention_of, choose_kernel, measure, preferring
+from megazero.train.attention_kernel import (
+    KERNELS,
+    AttentionCall,
+    attention_call,
+    choose_kernel,
+    measure,
+    prefer_kernel,
+)
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 SHAPE = (1, 2, 8, 4)
 
 
-def on(device: torch.device) -> Attention:
-    return Attention(SHAPE, torch.bfloat16, device, 0.0)
+def on(device: torch.device) -> AttentionCall:
+    return AttentionCall(SHAPE, torch.bfloat16, device, 0.0)
 
 
 class Operators(TorchDispatchMode):
@@ -53,15 +60,15 @@ def test_flash_is_no_candidate_where_there_is_a_mask() -> None:
     masked = on(GPU)._replace(is_masked=True)
     seconds = {"flash": 1.0, "fused": 3.0, "efficient": 2.0}
     assert choose_kernel("auto", masked, lambda name, _: seconds[name]) == "efficient"
-    assert not attention_of(tiny_run(), GPU).is_masked
-    assert attention_of(tiny_run(reset_attention_mask=True), GPU).is_masked
+    assert not attention_call(tiny_run(), GPU).is_masked
+    assert attention_call(tiny_run(reset_attention_mask=True), GPU).is_masked
 
 
 @pytest.mark.parametrize(("kernel", "is_flash"), [(None, True), ("flash", True), ("fused", True), ("unfused", False)])
 def test_what_is_preferred_computes(kernel: str | None, is_flash: bool) -> None:
     """A CPU has the flash kernel and plain products; what it doesn't have is passed over."""
     query = torch.randn(SHAPE)
-    with preferring(kernel), Operators() as operators:
+    with prefer_kernel(kernel), Operators() as operators:
         mixed = F.scaled_dot_product_attention(query, query, query, is_causal=True)
     assert any("flash" in name for name in operators.names) is is_flash
     torch.testing.assert_close(mixed, F.scaled_dot_product_attention(query, query, query, is_causal=True))
@@ -70,7 +77,7 @@ def test_what_is_preferred_computes(kernel: str | None, is_flash: bool) -> None:
 def test_the_shape_is_that_of_one_rank() -> None:
     config = tiny_run(tensor_model_parallel_size=2)
     model = config.model
-    call = attention_of(config, CPU)
+    call = attention_call(config, CPU)
     heads, head_dim = model.num_attention_heads // 2, model.hidden_size // model.num_attention_heads
     assert call.shape == (config.training.micro_batch_size, heads, model.seq_length, head_dim)
 
@@ -79,6 +86,6 @@ def test_the_shape_is_that_of_one_rank() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("is_masked", [False, True])
 def test_on_a_gpu(is_masked: bool) -> None:
-    call = Attention((2, 4, 256, 64), torch.bfloat16, GPU, 0.0, is_masked)
+    call = AttentionCall((2, 4, 256, 64), torch.bfloat16, GPU, 0.0, is_masked)
     assert (measure("flash", call) is None) == is_masked
     assert choose_kernel("auto", call) in KERNELS

@@ -18,7 +18,14 @@ from megazero.config.run import RunConfig
 from megazero.errors import CheckpointError, ConfigError, UserError
 from megazero.optim.schedules import LearningRate
 from megazero.parallel.launch import Launch
-from megazero.train.build import Core, assemble, batch_layout, check_checkpoint, padded_vocab_size, step_parts
+from megazero.train.build import (
+    RunComponents,
+    assemble,
+    batch_layout,
+    check_checkpoint,
+    padded_vocab_size,
+    step_context,
+)
 from megazero.train.check import check
 from megazero.train.loop import Run, Timetable, train
 from megazero.zero.plan import Lifetime
@@ -98,7 +105,7 @@ def core_facts(rank: int, tp: int, dp: int, stage: int) -> tuple[list[Any], dict
         tensor_model_parallel_size=tp, zero_stage=stage, global_batch_size=8, eod_mask_loss=True, clip_grad=0.25
     )
     core = core_on_rank(rank, config, tp=tp, dp=dp)
-    layout, parts = batch_layout(config, core.mesh, EOD), step_parts(config, core)
+    layout, parts = batch_layout(config, core.mesh, EOD), step_context(config, core)
     core.engine.close()
     facts = {
         "data": (layout.data_rank, layout.data_size, layout.masked_token, layout.num_micro_batches),
@@ -141,14 +148,14 @@ def test_batches_are_pinned_for_gpus_only() -> None:
 @pytest.mark.parametrize(("precision", "checks"), [("fp16", True), ("bf16", False), ("fp32", False), ("fp64", False)])
 def test_only_fp16_looks_for_overflow(precision: str, checks: bool) -> None:
     config = tiny_run(precision=precision)
-    assert step_parts(config, core_on_rank(0, config)).checks_overflow is checks
+    assert step_context(config, core_on_rank(0, config)).checks_overflow is checks
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
-def weights(core_or_run: Run | Core) -> dict[str, Tensor]:
-    engine = core_or_run.parts.engine if isinstance(core_or_run, Run) else core_or_run.engine
+def weights(core_or_run: Run | RunComponents) -> dict[str, Tensor]:
+    engine = core_or_run.context.engine if isinstance(core_or_run, Run) else core_or_run.engine
     found = [box for fragment in engine.owned_state() for box in boxes(fragment)]
     return training.assemble(box for box in found if box.kind == "weight")
 
@@ -204,28 +211,28 @@ def test_resuming_takes_everything(saved: Path) -> None:
     run = built(load=str(saved), train_iters=5, **GO_ON)
     assert (run.state.iteration, run.state.consumed_samples, run.state.optimizer_steps) == (3, 6, 3)
     assert run.loader.consumed_samples == 6
-    assert run.parts.engine.optimizer_step.item() == 3
+    assert run.context.engine.optimizer_step.item() == 3
     checkpoint = open_checkpoint(saved)
     for name, value in weights(run).items():
         assert torch.equal(value, checkpoint.read_full(name, "weight"))
-    moments = [box for fragment in run.parts.engine.owned_state() for box in boxes(fragment) if box.kind == "exp_avg"]
+    moments = [box for fragment in run.context.engine.owned_state() for box in boxes(fragment) if box.kind == "exp_avg"]
     for name, value in training.assemble(moments).items():
         assert torch.equal(value, checkpoint.read_full(name, "exp_avg")), name
 
 
 def test_finetuning_takes_weights_and_starts_over(saved: Path) -> None:
     run = built(load=str(saved), finetune=True, lr=5e-3, seed=9)
-    assert (run.state.iteration, run.state.consumed_samples, run.parts.engine.optimizer_step.item()) == (0, 0, 0)
+    assert (run.state.iteration, run.state.consumed_samples, run.context.engine.optimizer_step.item()) == (0, 0, 0)
     assert run.learning_rate.peak == 5e-3
     checkpoint = open_checkpoint(saved)
     assert all(torch.equal(value, checkpoint.read_full(name, "weight")) for name, value in weights(run).items())
-    assert not any(fragment.tensor.any() for fragment in run.parts.engine.owned_state() if fragment.kind != "weight")
+    assert not any(fragment.tensor.any() for fragment in run.context.engine.owned_state() if fragment.kind != "weight")
 
 
 def test_without_its_optimizer_a_run_goes_on_where_it_stood(saved: Path) -> None:
     run = built(load=str(saved), no_load_optim=True, **GO_ON)
-    assert (run.state.iteration, run.loader.consumed_samples, run.parts.engine.optimizer_step.item()) == (3, 6, 0)
-    assert not any(fragment.tensor.any() for fragment in run.parts.engine.owned_state() if fragment.kind != "weight")
+    assert (run.state.iteration, run.loader.consumed_samples, run.context.engine.optimizer_step.item()) == (3, 6, 0)
+    assert not any(fragment.tensor.any() for fragment in run.context.engine.owned_state() if fragment.kind != "weight")
 
 
 def test_another_learning_rate_has_to_be_meant(saved: Path) -> None:

@@ -7,7 +7,7 @@ from support.reference import mean_loss
 from support.small_runs import DrawnSamples, core_on_rank, owned_boxes, reference_batch, tiny_run
 from support.training import first_weights
 
-from megazero.train.build import batch_layout, step_parts
+from megazero.train.build import batch_layout, step_context
 from megazero.train.evaluate import EvaluationSet, evaluate
 
 pytestmark = pytest.mark.gloo
@@ -40,7 +40,7 @@ def evaluate_on_rank(
     core.model.train()
     before = owned_boxes(core)
     held_out = EvaluationSet(DrawnSamples(), batch_layout(config, core.mesh, MASKED), num_batches)
-    losses = [evaluate(step_parts(config, core), held_out) for _ in range(2)]
+    losses = [evaluate(step_context(config, core), held_out) for _ in range(2)]
     same = all(torch.equal(a.values, b.values) for a, b in zip(before, owned_boxes(core), strict=True))
     untouched = same and all(parameter.grad is None for parameter in core.model.parameters())
     core.engine.close()

@@ -255,7 +255,7 @@ def test_an_error_closes_files_hooks_and_handlers(tmp_path: Path) -> None:
     with pytest.raises(TrainingError):
         train(broken)
     assert signal.getsignal(signal.SIGTERM) == before
-    assert not any(module._forward_pre_hooks for module in broken.parts.engine.model.modules())
+    assert not any(module._forward_pre_hooks for module in broken.context.engine.model.modules())
     with pytest.raises(AssertionError, match="the loader is closed"):
         next(broken.loader)
     (events,) = tmp_path.glob("events.*")
@@ -272,9 +272,9 @@ def test_figures_that_are_read_a_step_late_all_arrive(settings: dict[str, Any], 
     loader = BatchLoader(inputs.train, late.loader._layout, prefetch=0, clock=count().__next__)  # 1 from look to look
     with StopRequest() as stop:
         loop = _Loop(replace(late, loader=loader), stop)
-        loop._may_lag = 1
+        loop._max_pending = 1
         loop.run_to_end()
-    late.parts.engine.close()
+    late.context.engine.close()
     assert places(tmp_path) == ("1 2 3" if settings else "1 2 3 4 5")
     assert [line["data_wait_seconds"] for line in steps(tmp_path)] == [1] * len(steps(tmp_path))
 

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import megazero
 from megazero.data.loader import BatchLoader
-from megazero.train.build import batch_layout, step_parts
+from megazero.train.build import batch_layout, step_context
 from megazero.train.step import StepControls, training_step
 
 OURS = str(Path(megazero.__file__).parent)
@@ -95,7 +95,7 @@ def waits_of_steps(rank: int, settings: dict[str, Any], layout: dict[str, int]) 
     """Of some steps of two micro-batches, the first one's allocations and recordings included."""
     config = tiny_run(**settings, global_batch_size=8, eod_mask_loss=True, clip_grad=0.5, weight_decay=0.1)
     core = core_on_rank(rank, config, **layout)
-    parts = step_parts(config, core)
+    parts = step_context(config, core)
     with BatchLoader(DrawnSamples(), batch_layout(config, core.mesh, EOD), prefetch=0) as loader:
         batches = [next(loader) for _ in range(STEPS)]
     with counted() as found:

@@ -17,7 +17,7 @@ from megazero.config.optimizers import RUN_NAMES
 from megazero.data.loader import BatchLoader
 from megazero.errors import CheckpointError, ConfigError
 from megazero.optim.schedules import LearningRate
-from megazero.train.build import batch_layout, step_parts
+from megazero.train.build import batch_layout, step_context
 from megazero.train.step import StepControls, training_step
 
 GLOBAL_BATCH = 4
@@ -102,7 +102,7 @@ def train_on_rank(rank: int, case: str, stage: int, dp: int = 1, tp: int = 1) ->
     layout = {"zero_stage": stage, "tensor_model_parallel_size": tp}
     config = tiny_run(**settings_of(case, **layout, micro_batch_size=GLOBAL_BATCH // dp))
     core = core_on_rank(rank, config, dp=dp, tp=tp)
-    parts = step_parts(config, core)
+    parts = step_context(config, core)
     with BatchLoader(DrawnSamples(), batch_layout(config, core.mesh, None), prefetch=0) as loader:
         for step in range(STEPS):
             training_step(parts, next(loader), StepControls(rate(step), 1.0))
@@ -144,7 +144,7 @@ def test_an_overflow_leaves_the_optimizer_as_it_was() -> None:
     """The second step's loss is scaled beyond fp16's range: weights, momentum and counts stay."""
     config = tiny_run(**settings_of("nadam", precision="fp16"))
     core = core_on_rank(0, config)
-    parts = step_parts(config, core)
+    parts = step_context(config, core)
     with BatchLoader(DrawnSamples(), batch_layout(config, core.mesh, None), prefetch=0) as loader:
         training_step(parts, next(loader), StepControls(LR, 1.0))
         before, numbers = owned_boxes(core), core.engine.settings.optimizer.numbers()

@@ -1,4 +1,4 @@
-"""Switches on "auto" are settled from the shapes of the run, the same on every rank."""
+"""Switches on "auto" are resolved from the shapes of the run, the same on every rank."""
 
 from typing import Any
 
@@ -9,17 +9,17 @@ from support.processes import mesh_in_worker, run_ranks
 
 from megazero.activations import resolve_auto as resolve_switches
 from megazero.memory.fused_buffers import FusedBuffers
-from megazero.train.build import build_core, padded_vocab_size
-from megazero.train.resolve_activations import settle_activations
+from megazero.train.build import build_components, padded_vocab_size
+from megazero.train.resolve_activations import resolve_activations
 from megazero.zero.plan import data_parallel_bytes, resolve
 
 FULL = {**SETTINGS, "recompute_granularity": "full"}
 
 
-def settled(rank: int, tp: int, dp: int, changes: dict[str, Any]) -> tuple[bool, bool, tuple[str, ...]]:
+def resolved(rank: int, tp: int, dp: int, changes: dict[str, Any]) -> tuple[bool, bool, tuple[str, ...]]:
     mesh = mesh_in_worker(rank, tp=tp, dp=dp)
     config = make_run(**{**FULL, "tensor_model_parallel_size": tp, **changes})
-    section, reasons = settle_activations(
+    section, reasons = resolve_activations(
         config, mesh, vocab_size=257, padded_vocab_size=padded_vocab_size(config, 257)
     )
     assert section.partition_activations in (True, False) and section.checkpoint_in_cpu in (True, False)
@@ -29,7 +29,7 @@ def settled(rank: int, tp: int, dp: int, changes: dict[str, Any]) -> tuple[bool,
 @pytest.mark.gloo
 def test_every_rank_decides_the_same_and_says_why() -> None:
     auto = {"partition_activations": "auto", "checkpoint_in_cpu": "auto"}
-    found = run_ranks(4, settled, 2, 2, auto)
+    found = run_ranks(4, resolved, 2, 2, auto)
     assert len(set(found)) == 1
     _, _, reasons = found[0]
     assert [reason.split(":")[0] for reason in reasons] == ["partition_activations auto", "checkpoint_in_cpu auto"]
@@ -37,8 +37,8 @@ def test_every_rank_decides_the_same_and_says_why() -> None:
 
 @pytest.mark.gloo
 def test_what_is_said_stays() -> None:
-    assert run_ranks(2, settled, 2, 1, {"partition_activations": True})[0] == (True, False, ())
-    partition, in_cpu, reasons = run_ranks(2, settled, 2, 1, {"checkpoint_in_cpu": "auto"})[0]
+    assert run_ranks(2, resolved, 2, 1, {"partition_activations": True})[0] == (True, False, ())
+    partition, in_cpu, reasons = run_ranks(2, resolved, 2, 1, {"checkpoint_in_cpu": "auto"})[0]
     assert (partition, in_cpu, len(reasons)) == (False, False, 1), "one data-parallel rank has no traffic to save"
 
 
@@ -57,9 +57,9 @@ def volumes(rank: int, stage: int, method: dict[str, Any]) -> tuple[Any, ...]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megazero.train.resolve_activations.resolve_switches", noting)
-        settle_activations(config, mesh, vocab_size=257, padded_vocab_size=padded_vocab_size(config, 257))
+        resolve_activations(config, mesh, vocab_size=257, padded_vocab_size=padded_vocab_size(config, 257))
     plain = make_run(**{**FULL, "tensor_model_parallel_size": 2})
-    core = build_core(plain, mesh, FusedBuffers(0, mesh.device), vocab_size=257)
+    core = build_components(plain, mesh, FusedBuffers(0, mesh.device), vocab_size=257)
     numel = core.engine.layout.used_numel(trainable=True)
     core.engine.close()
     expected = data_parallel_bytes(resolve(config.zero, config.precision), numel, 2, 3)

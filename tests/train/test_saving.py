@@ -18,7 +18,7 @@ from megazero.data.loader import build_step_batch
 from megazero.errors import CheckpointError
 from megazero.model.gpt import GPT
 from megazero.optim.loss_scaler import LossScale
-from megazero.train.build import Core, batch_layout, step_parts
+from megazero.train.build import RunComponents, batch_layout, step_context
 from megazero.train.saving import Saver, check_compatible, check_shapes, find_checkpoint, restore_engine
 from megazero.train.state import TrainState
 from megazero.train.step import StepControls, training_step
@@ -42,13 +42,13 @@ def config_of(tp: int, dp: int, stage: int, **settings: Any) -> RunConfig:
     )
 
 
-def saver_of(root: Path, core: Core, config: RunConfig, *, with_optimizer: bool = True) -> Saver:
+def saver_of(root: Path, core: RunComponents, config: RunConfig, *, with_optimizer: bool = True) -> Saver:
     extra = {"seed": 1234, "seq_length": 8}
     return Saver(root, core.engine, core.mesh, to_yaml(config), extra, with_optimizer)
 
 
-def train_steps(core: Core, config: RunConfig, steps: int) -> None:
-    parts, layout = step_parts(config, core), batch_layout(config, core.mesh, None)
+def train_steps(core: RunComponents, config: RunConfig, steps: int) -> None:
+    parts, layout = step_context(config, core), batch_layout(config, core.mesh, None)
     for step in range(steps):
         batch = build_step_batch(DrawnSamples(), step * GLOBAL_BATCH, layout)
         training_step(parts, batch, StepControls(1e-2, 1.0))

@@ -12,15 +12,15 @@ from support.small_runs import DrawnSamples, core_on_rank, tiny_run
 from megazero.data.loader import build_step_batch
 from megazero.generators import default_generator
 from megazero.pipeline.runtime import execute
-from megazero.train.build import batch_layout, step_parts
-from megazero.train.context import StepParts
+from megazero.train.build import batch_layout, step_context
+from megazero.train.context import StepContext
 from megazero.train.stage_passes import StagePasses
 
 
 def test_losses_and_tokens_are_counted() -> None:
     config = tiny_run(micro_batch_size=4, global_batch_size=8)
     core = core_on_rank(0, config)
-    parts = step_parts(config, core)
+    parts = step_context(config, core)
     batches = build_step_batch(DrawnSamples(), 0, batch_layout(config, core.mesh, None)).micro_batches
     mask = (torch.arange(batches[1].labels.numel()) % 3 == 0).float().view_as(batches[1].labels)
     batches[1] = batches[1]._replace(loss_mask=mask)
@@ -41,7 +41,7 @@ def test_losses_and_tokens_are_counted() -> None:
 class NotedDropout:
     """The run's own, and what it has put the generator to."""
 
-    def __init__(self, parts: StepParts) -> None:
+    def __init__(self, parts: StepContext) -> None:
         self._dropout = parts.dropout
         self._generator = default_generator(parts.mesh.device)
         self.seeds: list[int] = []
@@ -58,7 +58,7 @@ def dropout_seeds(rank: int, pp: int, virtual: int) -> list[int]:
         settings["num_layers_per_virtual_pipeline_stage"] = 1
     config = tiny_run(micro_batch_size=2, global_batch_size=8, **settings)
     core = core_on_rank(rank, config, pp=pp)
-    parts = step_parts(config, core)
+    parts = step_context(config, core)
     noted = NotedDropout(parts)
     parts = replace(parts, dropout=noted)
     batches = build_step_batch(DrawnSamples(), 0, batch_layout(config, core.mesh, None)).micro_batches
@@ -83,12 +83,12 @@ def test_every_chunk_drops_on_its_own(pp: int, virtual: int) -> None:
 def test_a_step_leaves_no_graph_behind() -> None:
     config = tiny_run(micro_batch_size=4, global_batch_size=8)
     core = core_on_rank(0, config)
-    parts = step_parts(config, core)
+    parts = step_context(config, core)
     batches = build_step_batch(DrawnSamples(), 0, batch_layout(config, core.mesh, None)).micro_batches
     step = parts.plan.step(len(batches))
     passes = StagePasses(parts, batches, step, multiplier=1e-3)
     parts.engine.begin_step()
     execute(step, passes)
     parts.engine.finish_reductions()
-    assert not (passes._roots or passes._inputs or passes._outgoing or passes._held)
+    assert not (passes._roots or passes._inputs or passes._outgoing or passes._deferred)
     core.engine.close()

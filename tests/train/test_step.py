@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megazero.config.run import RunConfig
 from megazero.data.loader import BatchLoader, MicroBatch, StepBatch, build_step_batch
-from megazero.train.build import Core, batch_layout, step_parts
-from megazero.train.context import StepParts
+from megazero.train.build import RunComponents, batch_layout, step_context
+from megazero.train.context import StepContext
 from megazero.train.step import StepControls, StepReport, training_step
 
 GLOBAL_BATCH = 8
@@ -61,7 +61,7 @@ def train_masked(rank: int, layout: dict[str, int]) -> Outcome:
     """Some steps on samples of which every layout masks another number of tokens in each micro-batch."""
     config = config_of(**layout, eod_mask_loss=True)
     core = core_on_rank(rank, config, tp=layout.get("tp", 1), dp=layout.get("dp", 1))
-    parts = step_parts(config, core)
+    parts = step_context(config, core)
     with BatchLoader(DrawnSamples(), batch_layout(config, core.mesh, EOD), prefetch=0) as loader:
         reports = [training_step(parts, next(loader), StepControls(LR, 1.0)) for _ in range(STEPS)]
     core.engine.close()
@@ -104,15 +104,15 @@ def test_the_mask_matters() -> None:
     assert max_relative(other.losses, masked_reference().losses) > 1e-3
 
 
-def one_rank(**settings: Any) -> tuple[Core, StepParts, StepBatch]:
+def one_rank(**settings: Any) -> tuple[RunComponents, StepContext, StepBatch]:
     """A model on this process alone, and the first batch."""
     config = config_of(**settings)
     core = core_on_rank(0, config)
     batch = build_step_batch(DrawnSamples(), 0, batch_layout(config, core.mesh, None))
-    return core, step_parts(config, core), batch
+    return core, step_context(config, core), batch
 
 
-def weights(core: Core) -> dict[str, Tensor]:
+def weights(core: RunComponents) -> dict[str, Tensor]:
     return assemble(box for box in owned_boxes(core) if box.kind == "weight")
 
 
@@ -145,7 +145,7 @@ def overflow_once(rank: int, layout: dict[str, int], guilty: tuple[int, str] | N
     """Two fp16 steps on the same batch; before, one in which a parameter's gradient is infinite on one rank only."""
     config = config_of(**layout, precision="fp16")
     core = core_on_rank(rank, config, tp=layout.get("tp", 1), dp=layout.get("dp", 1))
-    parts = step_parts(config, core)
+    parts = step_context(config, core)
     batch = build_step_batch(DrawnSamples(), 0, batch_layout(config, core.mesh, None))
     reports = []
     if guilty is not None:
@@ -212,7 +212,7 @@ def wish(rank: int, who: tuple[int, ...]) -> list[float]:
     config = config_of(dp=2)
     core = core_on_rank(rank, config, dp=2)
     batch = build_step_batch(DrawnSamples(), 0, batch_layout(config, core.mesh, None))
-    report = training_step(step_parts(config, core), batch, StepControls(LR, 1.0, stop=rank in who))
+    report = training_step(step_context(config, core), batch, StepControls(LR, 1.0, stop=rank in who))
     core.engine.close()
     return figures(report)
 

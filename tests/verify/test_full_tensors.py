@@ -6,7 +6,7 @@ from support.small_runs import core_on_rank, tiny_run
 
 from megazero.data.loader import build_step_batch
 from megazero.data.mock import MockSamples
-from megazero.train.build import batch_layout, step_parts
+from megazero.train.build import batch_layout, step_context
 from megazero.train.step import StepControls, training_step
 from megazero.verify.full_tensors import OwnedTensors, digest
 
@@ -20,7 +20,7 @@ def test_one_process_owns_everything(stage: int) -> None:
     for name, parameter in core.model.named_parameters():
         parameter.register_hook(lambda found, name=name: gradients.__setitem__(name, found.clone()))
     assert len(batch.micro_batches) == 1, "a hook sees the whole gradient, which nobody has divided yet"
-    report = training_step(step_parts(config, core), batch, StepControls(1e-2, 1.0))
+    report = training_step(step_context(config, core), batch, StepControls(1e-2, 1.0))
     owned = OwnedTensors(core)
     square = 0.0
     for name, spec in owned.specs.items():

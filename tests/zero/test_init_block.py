@@ -387,7 +387,7 @@ def slices_over(rank: int) -> list[int]:
         with Init(**said) as init:
             layer = nn.Linear(4, 3, bias=False)
         assert torch.equal(values(layer)["weight"], values(layer)["weight"])
-        (kept,) = init._kept.values()
+        (kept,) = init._sliced.values()
         sizes.append(kept._slice.numel())  # type: ignore[union-attr]
     return sizes
 

@@ -27,7 +27,7 @@ def weights(engine: DataParallelEngine) -> list[Tensor]:
 
 
 def test_norm_and_figures_come_together() -> None:
-    core = with_gradients("SGD", "fp64", 1.0).core
+    core = with_gradients("SGD", "fp64", 1.0).zero_engine
     reduced = reduce_gradients(core, TIMERS, torch.tensor(3.0).double(), torch.tensor(-1.0).double())
     assert reduced.square.item() == pytest.approx(2 * 9 + 2) and [f.item() for f in reduced.figures] == [3.0, -1.0]
 
@@ -36,9 +36,9 @@ def test_norm_and_figures_come_together() -> None:
 def test_gradients_are_scaled_then_clipped(clip: float, factor: float) -> None:
     engine = with_gradients("SGD", "fp64", 1.0)
     before = weights(engine)
-    reduced = reduce_gradients(engine.core, TIMERS)
-    update = update_parameters(engine.core, TIMERS, reduced, scale=0.5, clip_grad=clip, lr=None)
-    engine.core.ensure_parameters()
+    reduced = reduce_gradients(engine.zero_engine, TIMERS)
+    update = update_parameters(engine.zero_engine, TIMERS, reduced, scale=0.5, clip_grad=clip, lr=None)
+    engine.zero_engine.ensure_parameters()
     assert update.skipped is None and update.grad_norm.item() == pytest.approx(0.5 * 20**0.5)
     for old, new, gradient in zip(before, weights(engine), (X.double().expand(2, 3), torch.ones(2)), strict=True):
         torch.testing.assert_close(new, old - factor * gradient, rtol=1e-5, atol=1e-6)
@@ -49,11 +49,11 @@ def test_gradients_are_scaled_then_clipped(clip: float, factor: float) -> None:
 def test_an_overflow_skips_the_update(kind: str) -> None:
     engine = with_gradients(kind, "fp16", 1e5)
     before = weights(engine)
-    reduced = reduce_gradients(engine.core, TIMERS)
+    reduced = reduce_gradients(engine.zero_engine, TIMERS)
     lr = 1.0 if kind == "AdamW" else None
-    update = update_parameters(engine.core, TIMERS, reduced, scale=1.0, clip_grad=1.0, lr=lr)
-    engine.core.ensure_parameters()
+    update = update_parameters(engine.zero_engine, TIMERS, reduced, scale=1.0, clip_grad=1.0, lr=lr)
+    engine.zero_engine.ensure_parameters()
     assert update.skipped is not None and update.skipped.item() == 1.0
-    assert engine.core.parameter_name(int(first_overflow(engine.core, reduced).item())) == "weight"
+    assert engine.zero_engine.parameter_name(int(first_overflow(engine.zero_engine, reduced).item())) == "weight"
     assert all(torch.equal(*pair) for pair in zip(before, weights(engine), strict=True))
-    assert engine.core.optimizer_step.item() == 0.0
+    assert engine.zero_engine.optimizer_step.item() == 0.0
