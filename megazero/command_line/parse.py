@@ -13,13 +13,14 @@ import difflib
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from megazero.command_line.flags import spellings, split_words
 from megazero.config.fields import FieldInfo
+from megazero.config.origin import Origin
 from megazero.config.presets import PRESETS, ZERO_CONFIGS
 from megazero.config.run import FIELDS, RunConfig
 from megazero.config.validate import Outcome, Said, validate
@@ -30,6 +31,7 @@ from megazero.dialects.deepspeed.reading import read_file as read_deepspeed_file
 from megazero.dialects.deepspeed.run import adopt, complete
 from megazero.dialects.megatron import ACCEPTED, FIXED, INSTEAD, REFUSED, SHORTHANDS
 from megazero.errors import ConfigError, Problem, raise_problems
+from megazero.rules import moot
 from megazero.rules import run as rules
 
 # Flags that name further sources of settings, and what they want to hear.
@@ -41,6 +43,8 @@ _SOURCES: Mapping[str, str] = MappingProxyType(
         "deepspeed-config": "--deepspeed-config FILE.json",
     }
 )
+
+_STRICT = "strict"
 
 
 @dataclass(frozen=True)
@@ -79,16 +83,19 @@ def parse(argv: Sequence[str] | None = None, *, world_size: int | None = None) -
     _take_rows(gathered, words, "zero-config", ZERO_CONFIGS)
     for path in _values(words, "config"):
         _take_file(gathered, Path(path))
-    flags = [word for word in words if word.name not in _SOURCES]
+    strict = _is_strict(gathered, words)
+    flags = [word for word in words if word.name not in (*_SOURCES, _STRICT)]
     _take_flags(gathered, flags, _values(words, "deepspeed-config"), world_size or 1)
     outcome = validate(gathered.settings, broken=gathered.broken)
-    problems = [*gathered.problems, *outcome.problems]
+    given = [moot.Given(name, item.source, item.origin) for name, item in gathered.settings.items()]
+    idle = moot.of_a_run(outcome.partial, given, world_size=world_size, strict=strict)
+    problems = [*gathered.problems, *outcome.problems, *idle.problems]
     if problems and world_size is not None:
         problems.extend(rules.check(outcome.partial, world_size))
     raise_problems(ConfigError, problems)
     config = _valid(outcome)
     advice = () if world_size is None else rules.advice(config, world_size)
-    return ParsedRun(config, (*gathered.notices, *advice))
+    return ParsedRun(config, (*gathered.notices, *idle.notices, *advice))
 
 
 def from_yaml(text: str, *, origin: str = "configuration") -> RunConfig:
@@ -129,6 +136,18 @@ def _values(words: Iterable[Said], name: str) -> list[str]:
     return [value for word in words if word.name == name for value in word.value]
 
 
+def _is_strict(gathered: _Gathered, words: Iterable[Said]) -> bool:
+    """Whether the last --strict is true; one that is neither true nor false is a problem."""
+    strict = False
+    for word in words:
+        if word.name == _STRICT:
+            switch = _switch(word)
+            if switch is None:
+                gathered.problems.append(Problem(word.source, "--strict is true or false", "--strict"))
+            strict = bool(switch)
+    return strict
+
+
 def _take_rows(gathered: _Gathered, words: Iterable[Said], source: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
     """Add the named rows of settings that the words of `source` ask for."""
     for name in _values(words, source):
@@ -138,7 +157,7 @@ def _take_rows(gathered: _Gathered, words: Iterable[Said], source: str, rows: Ma
             gathered.problems.append(Problem(f"--{source} {name}", f"there is no {source} of this name", legal))
             continue
         for key, value in rows[name].items():
-            gathered.settings[key] = Said(key, value, f"--{source} {name}: {key} {value}")
+            gathered.settings[key] = Said(key, value, f"--{source} {name}: {key} {value}", Origin.PROGRAM)
 
 
 def _take_file(gathered: _Gathered, path: Path) -> None:
@@ -215,7 +234,7 @@ def _take_setting(gathered: _Gathered, here: dict[str, Said], info: FieldInfo, i
     if item.name == f"no-{info.flag.removeprefix('--')}":
         value = {"true": "false", "false": "true", True: False, False: True}.get(value, value)
     before = here.get(info.name)
-    here[info.name] = Said(info.name, value, item.source)
+    here[info.name] = replace(item, name=info.name, value=value)
     # The same flag twice is how scripts override themselves; two spellings that disagree are a slip.
     if before is not None and _flag_of(before) != _flag_of(item) and not _same(info, before.value, value):
         gathered.problems.append(_clash(before.source, item.source, info.flag))
@@ -265,7 +284,7 @@ def _take_shorthand(gathered: _Gathered, here: dict[str, Said], item: Said) -> N
     clashing = here.get(short.field)
     if clashing is not None and str(clashing.value).lower() != short.value:
         gathered.problems.append(_clash(clashing.source, item.source, f"--{short.field.replace('_', '-')}"))
-    here[short.field] = gathered.settings[short.field] = Said(short.field, short.value, item.source)
+    here[short.field] = gathered.settings[short.field] = replace(item, name=short.field, value=short.value)
     if short.gives_way_to:
         gathered.notices.append(f"--{item.name}: taken as --{short.field.replace('_', '-')} {short.value}")
 
@@ -283,6 +302,8 @@ def _take_foreign(gathered: _Gathered, item: Said) -> None:
         gathered.notices.append(f"--{item.name}: accepted, without effect: {ACCEPTED[item.name]}")
     elif item.name in FIXED:
         _take_fixed(gathered, item)
+    elif item.name == _STRICT:
+        gathered.problems.append(Problem(item.source, "--strict is a flag of the command line only", "--strict"))
     elif item.name in _SOURCES:
         rule = f"--{item.name} names a source of settings, on the command line only"
         gathered.problems.append(Problem(item.source, rule, _SOURCES[item.name]))

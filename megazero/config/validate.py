@@ -12,6 +12,7 @@ from typing import Any, cast
 from pydantic import TypeAdapter, ValidationError
 
 from megazero.config.fields import FieldInfo
+from megazero.config.origin import Origin
 from megazero.config.run import FIELDS, SECTIONS, RunConfig
 from megazero.config.values import is_number, nearest
 from megazero.errors import Problem
@@ -27,6 +28,7 @@ class Said:
     name: str
     value: Any
     source: str
+    origin: Origin = Origin.USER
 
 
 _ADAPTER = TypeAdapter(RunConfig)

@@ -7,7 +7,7 @@ whose names and defaults are those of the dataclasses; DeepSpeed's is a publishe
 DeepSpeed's.  The number of processes is still unknown then: `resolve_batch` makes the batch's sizes of it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import field, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -16,16 +16,25 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from megazero.config.batch import BatchSizes, SaidSizes, solve
-from megazero.config.choices import LR, OptimizerChoice, SchedulerChoice, choose_optimizer, choose_scheduler
+from megazero.config.choices import (
+    AUTO,
+    LR,
+    OPTIMIZERS,
+    OptimizerChoice,
+    SchedulerChoice,
+    choose_optimizer,
+    choose_scheduler,
+)
 from megazero.config.engine_sections import ActivationConfig, PrecisionConfig, ZeroConfig
 from megazero.config.fields import STRICT, FieldInfo, describe
+from megazero.config.origin import Origin
 from megazero.config.values import Findings, Place, Unfit, conform, unknown, violation
 from megazero.config.yaml_file import read_nested
-from megazero.dialects.deepspeed.keys import HONOURED, TOP_LEVEL
+from megazero.dialects.deepspeed.keys import ACTIVATION_KEYS, HONOURED, TOP_LEVEL, ZERO_KEYS
 from megazero.dialects.deepspeed.reading import Reading, read, read_file
-from megazero.dialects.deepspeed.sections import engine_parts
+from megazero.dialects.deepspeed.sections import PRECISION_KEYS, EngineParts, engine_parts
 from megazero.errors import ConfigError, Problem, raise_problems
-from megazero.rules.activations import count_has_an_arena
+from megazero.rules import moot
 from megazero.rules.states import STATE_RULES
 
 __all__ = [
@@ -48,11 +57,6 @@ _PLAIN = (
     "train_batch_size",
 )
 _SECTIONS = ("zero", "precision", "activations")
-# What a run says of its model; here the model says it.
-_OF_THE_MODEL = ("recompute_granularity", "recompute_method", "recompute_num_layers", "logits_chunk_bytes")
-# What a run says of its schedule; here the program calls forward and backward as it likes.
-_OF_A_SCHEDULE = ("zero3_reshard_after",)
-_OF_THE_LAYERS = ("fp8_format",)
 _FORMS = "zero, precision, ... of megazero, or zero_optimization, fp16, bf16, ... of DeepSpeed"
 
 
@@ -64,6 +68,7 @@ class EngineConfig:
     gradient_accumulation_steps, train_micro_batch_size_per_gpu, train_batch_size: what was said of the batch, None
     where nothing was; `resolve_batch` gives the sizes.
     notices: what the user should know about keys without effect, one line each.
+    origin: USER, or FOREIGN where a DeepSpeed configuration has set the settings.
     """
 
     zero: ZeroConfig = field(default_factory=ZeroConfig)
@@ -76,6 +81,7 @@ class EngineConfig:
     train_micro_batch_size_per_gpu: _Count | None = None
     train_batch_size: _Count | None = None
     notices: tuple[str, ...] = ()
+    origin: Origin = Origin.USER
 
 
 def load_engine_config(config: EngineConfig | Mapping[str, Any] | str | Path) -> EngineConfig:
@@ -119,6 +125,7 @@ def _from_mapping(content: Mapping[str, Any], origin: str) -> EngineConfig:
 def _from_deepspeed(reading: Reading) -> EngineConfig:
     parts = engine_parts(reading)
     reading.findings.problems.extend(_undecidable(parts.activations, Place(reading.origin)))
+    reading.findings.notices.extend(moot.of_the_library(parts, [*_given_by_deepspeed(reading, parts)]).notices)
     plain = {name: reading.get(name, _default(name)) for name in _PLAIN}
     raise_problems(ConfigError, reading.findings.problems)
     return EngineConfig(
@@ -128,6 +135,7 @@ def _from_deepspeed(reading: Reading) -> EngineConfig:
         optimizer=parts.optimizer,
         scheduler=parts.scheduler,
         notices=tuple(reading.findings.notices),
+        origin=Origin.FOREIGN,
         **plain,
     )
 
@@ -147,11 +155,14 @@ def _from_own(content: Mapping[str, Any], place: Place) -> EngineConfig:
     zero = _section(ZeroConfig, place.key("zero"), content.get("zero"), findings)
     precision = _section(PrecisionConfig, place.key("precision"), content.get("precision"), findings)
     activations = _section(ActivationConfig, place.key("activations"), content.get("activations"), findings)
+    sections_are_valid = not findings.problems
     optimizer = _optimizer(place.key("optimizer"), content.get("optimizer"), findings)
     scheduler = _scheduler(place.key("scheduler"), content.get("scheduler"), findings, optimizer.lr)
     plain = _values(infos, place, {name: content[name] for name in _PLAIN if name in content}, findings)
-    findings.problems.extend(_state_problems(zero, precision, place))
-    findings.problems.extend(_activation_problems(activations, place))
+    parts = EngineParts(zero, precision, activations, optimizer, scheduler)
+    findings.problems.extend(_problems(parts, place))
+    if sections_are_valid:  # else defaults stand in for what is not
+        findings.problems.extend(moot.of_the_library(parts, [*_given(parts, place)]).problems)
     raise_problems(ConfigError, findings.problems)
     return EngineConfig(
         zero=zero,
@@ -223,37 +234,45 @@ def _scheduler(place: Place, value: Any, findings: Findings, lr: float) -> Sched
     return choose_scheduler(place, section.get("type"), params, findings, lr=lr)
 
 
-def _state_problems(zero: ZeroConfig, precision: PrecisionConfig, place: Place) -> list[Problem]:
-    """Problems between the settings of the two sections, by their dotted names."""
-    zero_names = {info.name for info in describe("", ZeroConfig)}
+def _problems(parts: EngineParts, place: Place) -> Iterator[Problem]:
+    """What is wrong between settings, by their dotted names."""
 
     def spell(name: str) -> str:
-        return f"{'zero' if name in zero_names else 'precision'}.{name}"
+        return f"{'zero' if name in ZeroConfig.__dataclass_fields__ else 'precision'}.{name}"
 
-    found = [problem for rule in STATE_RULES for problem in rule(zero, precision, spell)]
-    rule = "there is no schedule whose windows would be known; a unit goes after every forward and backward of it"
-    return [
-        *(replace(problem, given=f"{place}: {problem.given}") for problem in found),
-        *_left_to_others(zero, _OF_A_SCHEDULE, place.key("zero"), rule),
-        *_left_to_others(precision, _OF_THE_LAYERS, place.key("precision"), "the model's layers choose their products"),
-    ]
-
-
-def _activation_problems(activations: ActivationConfig, place: Place) -> Iterator[Problem]:
-    """What the model says itself, and a number of checkpoints that lie nowhere."""
-    rule = "the model says what is recomputed, by calling megazero.recompute(function, *args)"
-    yield from _left_to_others(activations, _OF_THE_MODEL, place.key("activations"), rule)
-    for problem in count_has_an_arena(activations, lambda name: f"activations.{name}"):
+    for problem in (problem for rule in STATE_RULES for problem in rule(parts.zero, parts.precision, spell)):
         yield replace(problem, given=f"{place}: {problem.given}")
-    yield from _undecidable(activations, place)
+    yield from _undecidable(parts.activations, place)
 
 
-def _left_to_others(section: _Section, names: Iterable[str], place: Place, rule: str) -> Iterator[Problem]:
-    """What stands in `section` under names that only a run has a use for."""
-    for info in describe("", type(section)):
-        value = getattr(section, info.name)
-        if info.name in names and value != info.default:
-            yield Problem(place.key(info.name).said(value), f"refused: {rule}", f"leave out {info.name}")
+def _given(parts: EngineParts, place: Place) -> Iterator[moot.Given]:
+    """The settings that have another value than their default."""
+    for name in _SECTIONS:
+        section = getattr(parts, name)
+        for info in describe(name, type(section)):
+            value = getattr(section, info.name)
+            if value != info.default:
+                yield moot.Given(info.name, place.key(name).key(info.name).said(value), Origin.USER)
+    optimizer, known, where = parts.optimizer, OPTIMIZERS[parts.optimizer.type], place.key("optimizer")
+    if optimizer.lr != known.lr:
+        yield moot.Given("optimizer.lr", where.key("lr").said(optimizer.lr), Origin.USER)
+    for name, value in optimizer.params.items():
+        if name in known.params and value != known.params[name].default:
+            yield moot.Given(f"optimizer.params.{name}", where.key("params").key(name).said(value), Origin.USER)
+
+
+def _given_by_deepspeed(reading: Reading, parts: EngineParts) -> Iterator[moot.Given]:
+    """The settings that keys of a DeepSpeed configuration have set; those of fp16 where it is turned on."""
+    keys = {**ZERO_KEYS, **ACTIVATION_KEYS, **(PRECISION_KEYS if parts.precision.precision == "fp16" else {})}
+    for setting, path in keys.items():
+        parsed = reading.said(path)
+        if parsed is not None:
+            yield moot.Given(setting, parsed.source, Origin.FOREIGN)
+    place, params = reading.place.key("optimizer").key("params"), reading.params.get("optimizer.params", {})
+    for name in params:
+        if params[name] != AUTO:
+            setting = "optimizer.lr" if name == "lr" else f"optimizer.params.{name}"
+            yield moot.Given(setting, place.key(name).said(params[name]), Origin.FOREIGN)
 
 
 def _undecidable(activations: ActivationConfig, place: Place) -> Iterator[Problem]:
@@ -275,8 +294,10 @@ def _checked(config: EngineConfig) -> EngineConfig:
     if scheduler is not None:
         where = place.key("scheduler")
         scheduler = choose_scheduler(where, scheduler.type, scheduler.params, findings, lr=optimizer.lr)
-    findings.problems.extend(_state_problems(config.zero, config.precision, place))
-    findings.problems.extend(_activation_problems(config.activations, place))
+    parts = EngineParts(config.zero, config.precision, config.activations, optimizer, scheduler)
+    findings.problems.extend(_problems(parts, place))
+    if config.origin is Origin.USER:  # a DeepSpeed configuration has earned its notices when it was read
+        findings.problems.extend(moot.of_the_library(parts, [*_given(parts, place)]).problems)
     raise_problems(ConfigError, findings.problems)
     notices = (*config.notices, *(notice for notice in findings.notices if notice not in config.notices))
     return replace(config, optimizer=optimizer, scheduler=scheduler, notices=notices)

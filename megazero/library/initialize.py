@@ -24,6 +24,7 @@ from megazero.library.zero_init import first_value
 from megazero.memory.ledger_interface import NullLedger
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.warmup import make_schedule
+from megazero.rules import moot
 from megazero.timers import Timers
 from megazero.zero.engine import Engine, EngineSettings
 from megazero.zero.plan import resolve
@@ -94,7 +95,8 @@ def initialize(
 
 
 def _tell(config: EngineConfig, mesh: Mesh) -> None:
-    """Keys without effect, once per job."""
+    """Settings without effect, once per job."""
+    alone = moot.on_one_process(config) if mesh.axis("dp").size == 1 else ()
     if mesh.world.rank == 0:
-        for notice in config.notices:
+        for notice in (*config.notices, *alone):
             warnings.warn(notice, stacklevel=3)

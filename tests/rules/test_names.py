@@ -8,7 +8,7 @@ import tokenize
 from support.source_tree import PROGRAMS, sources
 
 STAGE_NUMBER = "zero_stage"
-MAY_KNOW_THE_STAGE = ("megazero/config/", "megazero/zero/plan.py", "megazero/planner/")
+MAY_KNOW_THE_STAGE = ("megazero/config/", "megazero/rules/", "megazero/zero/plan.py", "megazero/planner/")
 EMPTY_CLASS_NAMES = re.compile(r"(Manager|Handler|Helper|Util|Utils)$")
 EMPTY_FILE_NAMES = ("utils.py", "util.py", "helpers.py", "misc.py", "common.py")
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from megazero.config.origin import Origin
 from megazero.config.validate import Said
 from megazero.config.values import Place
 from megazero.dialects.deepspeed.reading import Reading
@@ -35,10 +36,11 @@ class Adopted:
         return self.reading.place.key(path)
 
     def say(self, setting: str, value: Any, source: str) -> None:
-        self.said.append(Said(setting.replace("_", "-"), value, source))
+        self.said.append(Said(setting.replace("_", "-"), value, source, Origin.FOREIGN))
 
     def default(self, setting: str, value: Any, path: str) -> None:
-        self.defaults.append(Said(setting, value, f"{self.place(path).said(value)} (DeepSpeed's default)"))
+        source = f"{self.place(path).said(value)} (DeepSpeed's default)"
+        self.defaults.append(Said(setting, value, source, Origin.DEFAULT))
 
     def refuse(self, given: str, rule: str, legal: str) -> None:
         self.reading.findings.problems.append(Problem(given, f"refused: {rule}", legal))

@@ -11,13 +11,14 @@ from types import MappingProxyType
 from typing import Any
 
 from megazero.config.batch import KEYS, SaidSizes, solve
+from megazero.config.origin import Origin
 from megazero.config.validate import Said
 from megazero.config.values import is_number
 from megazero.dialects.deepspeed.adopted import Adopted
 from megazero.dialects.deepspeed.keys import ACTIVATION_KEYS, HONOURED, ZERO_KEYS
 from megazero.dialects.deepspeed.reading import Reading
 from megazero.dialects.deepspeed.schedule import adopt_optimizer, adopt_scheduler
-from megazero.dialects.deepspeed.sections import PRECISION_KEYS, drop_count, loss_scale_value, overlaps, widens
+from megazero.dialects.deepspeed.sections import PRECISION_KEYS, loss_scale_value, overlaps, widens
 from megazero.errors import Problem
 
 # Sizes of the batch -> the settings they are.
@@ -59,8 +60,7 @@ def complete(adopted: Adopted, settings: dict[str, Said], *, data_parallel_size:
     if "zero_optimization" in reading.sections and "zero_optimization.overlap_comm" not in reading.values:
         value = overlaps(None, _whole(settings["zero_stage"].value) or 0)
         source = f"{reading.place.key('zero_optimization.overlap_comm').said(value)} (DeepSpeed's default)"
-        settings.setdefault("overlap_comm", Said("overlap_comm", value, source))
-    _drop_idle_count(reading, settings)
+        settings.setdefault("overlap_comm", Said("overlap_comm", value, source, Origin.DEFAULT))
     return [
         *_against_formats(reading, settings),
         *_against_batch(reading, settings, data_parallel_size),
@@ -100,16 +100,6 @@ def _adopt_precision(adopted: Adopted, *, wants_fp16: bool) -> None:
             adopted.default(setting, loss_scale_value(reading, setting), path)
 
 
-def _drop_idle_count(reading: Reading, settings: dict[str, Said]) -> None:
-    """Take the file's number of checkpoints out of the settings where neither file nor flags ask for an arena."""
-    heard, count = reading.said(ACTIVATION_KEYS["number_checkpoints"]), settings.get("number_checkpoints")
-    arena = settings.get("contiguous_checkpointing")
-    is_off = arena is None or str(arena.value).lower() == "false"
-    if heard is not None and count is not None and count.source == heard.source and is_off:
-        del settings["number_checkpoints"]
-        drop_count(reading)
-
-
 def _against_formats(reading: Reading, settings: Mapping[str, Said]) -> Iterator[Problem]:
     """A format that the file turns off and a flag on; gradients added up in neither the model's format nor fp32."""
     precision = settings.get("precision")
@@ -119,7 +109,7 @@ def _against_formats(reading: Reading, settings: Mapping[str, Said]) -> Iterator
         given = f"{precision.source} and {enabled.source}"
         yield Problem(given, "one turns a number format on, the other off", "one of the two")
     gradients = reading.said("data_types.grad_accum_dtype")
-    if gradients is not None and gradients.value != "fp32":
+    if gradients is not None and (gradients.value != "fp32" or value == "fp64"):
         widens(reading, value)
 
 

@@ -81,18 +81,7 @@ def overlaps(said: bool | None, stage: int) -> bool:
 
 def activations_of(reading: Reading) -> ActivationConfig:
     values = {name: reading.get(path, _FIELDS[name]) for name, path in ACTIVATION_KEYS.items()}
-    if not values["contiguous_checkpointing"] and values["number_checkpoints"] is not None:
-        drop_count(reading)
-        values["number_checkpoints"] = None
     return ActivationConfig(**values)
-
-
-def drop_count(reading: Reading) -> None:
-    """Say that the number of checkpoints means nothing; files give one also where they ask for no arena."""
-    heard = reading.values[ACTIVATION_KEYS["number_checkpoints"]]
-    reading.findings.notices.append(
-        f"{heard.place}: accepted, without effect: only contiguous_memory_optimization counts checkpoints"
-    )
 
 
 def precision_of(reading: Reading) -> PrecisionConfig:

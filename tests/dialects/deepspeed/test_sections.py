@@ -156,15 +156,6 @@ def test_how_checkpoints_are_kept() -> None:
     assert automatic == ActivationConfig(partition_activations="auto", checkpoint_in_cpu="auto")
 
 
-def test_a_count_without_an_arena_means_nothing() -> None:
-    made, reading = parts(
-        {"activation_checkpointing": {"contiguous_memory_optimization": False, "number_checkpoints": 4}}
-    )
-    assert made.activations == ActivationConfig() and reading.findings.problems == []
-    (notice,) = reading.findings.notices
-    assert notice.startswith("ds.json: activation_checkpointing.number_checkpoints: accepted, without effect: ")
-
-
 def test_the_loss_scale() -> None:
     fixed = parts({"fp16": {"enabled": True, "loss_scale": 128, "consecutive_hysteresis": True}})[0].precision
     assert (fixed.precision, fixed.loss_scale, fixed.consecutive_hysteresis) == ("fp16", 128.0, True)
