@@ -51,8 +51,15 @@ def stage_plan(config: RunConfig, stage: int) -> StagePlan:
 
 
 def activation_config(config: RunConfig) -> ActivationConfig:
-    """The section as it takes effect: with a sequence that is split, checkpoints are slices already."""
+    """The section as it takes effect.
+
+    Only full recomputation keeps checkpoints; with a sequence that is split they are slices already.
+    """
     section = config.activations
+    if section.recompute_granularity != "full":
+        return ActivationConfig(
+            recompute_granularity=section.recompute_granularity, logits_chunk_bytes=section.logits_chunk_bytes
+        )
     is_split = config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size > 1
     return replace(section, partition_activations=False) if is_split else section
 
