@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from megazero.config.fields import FieldInfo
+from megazero.config.origin import Origin
 from megazero.config.presets import PRESETS, ZERO_CONFIGS
 from megazero.config.run import FIELDS, SECTIONS
 from megazero.config.values import RawValue
-from megazero.dialects.megatron import ACCEPTED, FIXED, REFUSED, SHORTHANDS
+from megazero.dialects.megatron import ACCEPTED, FIXED, PUBLISHED, REFUSED, SHORTHANDS
 
 
 class _Record(argparse.Action):
@@ -23,7 +24,9 @@ class _Record(argparse.Action):
     ) -> None:
         assert option_string is not None, "there are no positional arguments"
         source = " ".join([option_string, *values])
-        namespace.given.append(RawValue(option_string.removeprefix("--"), tuple(values), source))
+        name = option_string.removeprefix("--")
+        origin = Origin.FOREIGN if name in PUBLISHED or name in SHORTHANDS else Origin.USER
+        namespace.given.append(RawValue(name, tuple(values), source, origin))
 
 
 class _Help(argparse.HelpFormatter):
@@ -67,6 +70,14 @@ def build_parser() -> argparse.ArgumentParser:
         ["--deepspeed-config"],
         "FILE.json",
         "DeepSpeed configuration, whose values count as flags; what its sections leave out has DeepSpeed's defaults",
+    )
+    _add(
+        sources,
+        ["--strict"],
+        "[true|false]",
+        "a setting that has no effect in this configuration is an error also where it comes from a DeepSpeed"
+        " configuration or is a flag that published Megatron scripts carry, which earns a notice otherwise (default:"
+        " off)",
     )
     groups = {section: parser.add_argument_group(section, _headline(cls)) for section, cls in SECTIONS}
     for info in FIELDS:

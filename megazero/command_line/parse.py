@@ -20,6 +20,7 @@ from typing import Any
 
 from megazero.command_line.flags import spellings, split_words
 from megazero.config.fields import FieldInfo
+from megazero.config.origin import Origin
 from megazero.config.presets import PRESETS, ZERO_CONFIGS
 from megazero.config.run import FIELDS, RunConfig
 from megazero.config.validate import INFO, Outcome, build, parse_value
@@ -32,6 +33,7 @@ from megazero.dialects.deepspeed.run import adopt, complete
 from megazero.dialects.deepspeed.run import notices as deepspeed_notices
 from megazero.dialects.megatron import ACCEPTED, FIXED, INSTEAD, REFUSED, SHORTHANDS
 from megazero.errors import ConfigError, Problem, raise_problems
+from megazero.rules import moot
 from megazero.rules import run as rules
 
 # Flags that name further sources of settings, and their forms.
@@ -43,6 +45,8 @@ _SOURCES: Mapping[str, str] = MappingProxyType(
         "deepspeed-config": "--deepspeed-config FILE.json",
     }
 )
+
+_STRICT = "strict"
 
 
 @dataclass(frozen=True)
@@ -96,10 +100,12 @@ def parse(argv: Sequence[str] | None = None, *, world_size: int | None = None) -
     _take_rows(gathered, words, "zero-config", ZERO_CONFIGS)
     for path in _values(words, "config"):
         _take_file(gathered, Path(path))
-    flags = [word for word in words if word.flag_name not in _SOURCES]
+    strict = _is_strict(gathered, words)
+    flags = [word for word in words if word.flag_name not in (*_SOURCES, _STRICT)]
     deepspeed = _take_flags(gathered, flags, _values(words, "deepspeed-config"), world_size or 1)
     outcome = gathered.outcome()
-    problems = [*gathered.problems, *outcome.problems]
+    idle = moot.of_a_run(outcome.partial, [*gathered.settings.values()], world_size=world_size, strict=strict)
+    problems = [*gathered.problems, *outcome.problems, *idle.problems]
     if problems and world_size is not None:
         problems.extend(rules.check(outcome.partial, world_size))
     raise_problems(ConfigError, problems)
@@ -107,7 +113,7 @@ def parse(argv: Sequence[str] | None = None, *, world_size: int | None = None) -
     if deepspeed is not None:
         gathered.notices.extend(deepspeed_notices(deepspeed, config, world_size))
     advice = () if world_size is None else rules.advice(config, world_size)
-    return ParsedRun(config, (*gathered.notices, *advice))
+    return ParsedRun(config, (*gathered.notices, *idle.notices, *advice))
 
 
 def from_yaml(text: str, *, origin: str = "configuration") -> RunConfig:
@@ -148,6 +154,22 @@ def _values(words: Iterable[RawValue], name: str) -> list[str]:
     return [value for word in words if word.flag_name == name for value in word.value]
 
 
+def _is_strict(gathered: _Gathered, words: Iterable[RawValue]) -> bool:
+    """Whether the last --strict is true; one that is neither true nor false is a problem."""
+    switches = [_switch(gathered, word) for word in words if word.flag_name == _STRICT]
+    return bool(switches and switches[-1])
+
+
+def _switch(gathered: _Gathered, item: RawValue) -> bool | None:
+    """The value of a flag that is true or false, or stands alone; None when it is neither, which is a problem."""
+    words = item.value if isinstance(item.value, tuple) else (item.value,)
+    switch = True if not words else as_boolean(words[0]) if len(words) == 1 else None
+    if switch is None:
+        flag = f"--{item.flag_name}"
+        gathered.problems.append(Problem(item.source, f"{flag} is true or false", flag))
+    return switch
+
+
 def _take_rows(
     gathered: _Gathered, words: Iterable[RawValue], source: str, rows: Mapping[str, Mapping[str, Any]]
 ) -> None:
@@ -159,7 +181,7 @@ def _take_rows(
             gathered.problems.append(Problem(f"--{source} {name}", f"there is no {source} of this name", legal))
             continue
         for key, value in rows[name].items():
-            gathered.put(key, ParsedValue(key, value, f"--{source} {name}: {key} {value}"))
+            gathered.put(key, ParsedValue(key, value, f"--{source} {name}: {key} {value}", Origin.PROGRAM))
 
 
 def _take_file(gathered: _Gathered, path: Path) -> None:
@@ -257,12 +279,8 @@ def _clash(first: str, second: str, flag: str) -> Problem:
 
 def _take_shorthand(gathered: _Gathered, here: dict[str, RawValue], item: RawValue) -> None:
     """Set what the shorthand stands for; `here` are the settings of the same source, which may contradict it."""
-    words = item.value if isinstance(item.value, tuple) else (item.value,)
-    switch = True if not words else as_boolean(words[0]) if len(words) == 1 else None
     flag = f"--{item.flag_name}"
-    if switch is None:
-        gathered.problems.append(Problem(item.source, f"{flag} is true or false", flag))
-    if not switch:
+    if not _switch(gathered, item):
         return
     short = SHORTHANDS[item.flag_name]
     info = INFO[short.field]
@@ -275,7 +293,7 @@ def _take_shorthand(gathered: _Gathered, here: dict[str, RawValue], item: RawVal
     if info.name in here and before is not None and before.value != value:
         gathered.problems.append(_clash(before.source, item.source, info.flag))
     here[info.name] = item
-    gathered.put(info.name, ParsedValue(info.name, value, item.source))
+    gathered.put(info.name, ParsedValue(info.name, value, item.source, item.origin))
     if short.gives_way_to:
         gathered.notices.append(f"{flag}: taken as {info.flag} {short.value}")
 
@@ -287,6 +305,8 @@ def _take_foreign(gathered: _Gathered, item: RawValue) -> None:
         gathered.notices.append(f"--{name}: accepted, without effect: {ACCEPTED[name]}")
     elif name in FIXED:
         _take_fixed(gathered, item)
+    elif name == _STRICT:
+        gathered.problems.append(Problem(item.source, "--strict is a flag of the command line only", "--strict"))
     elif name in _SOURCES:
         rule = f"--{name} names a source of settings, on the command line only"
         gathered.problems.append(Problem(item.source, rule, _SOURCES[name]))

@@ -137,6 +137,18 @@ def _schedule_conflicts(place: Location, values: Mapping[str, Any]) -> Iterator[
         yield Problem(given, "a warm-up does not fall", f"warmup_min_lr: 0 to {peak:g}")
 
 
+def changed_params(optimizer: OptimizerChoice, scheduler: SchedulerChoice | None) -> dict[str, Any]:
+    """The parameters that have other values than their defaults, by dotted names such as "optimizer.params.betas"."""
+    known = OPTIMIZERS[optimizer.type]
+    tables = {"optimizer.params": (known.params, optimizer.params)}
+    if scheduler is not None:
+        tables["scheduler.params"] = SCHEDULES[scheduler.type], scheduler.params
+    changed = {"optimizer.lr": optimizer.lr} if optimizer.lr != known.lr else {}
+    for path, (table, params) in tables.items():
+        changed |= {f"{path}.{name}": value for name, value in params.items() if value != table[name].default}
+    return changed
+
+
 def defaults_of(table: Mapping[str, FieldInfo]) -> dict[str, Any]:
     return {key: info.default for key, info in table.items() if not info.required}
 

@@ -44,7 +44,8 @@ def parse_value(info: FieldInfo, raw: RawValue) -> ParsedValue | Problem:
         value = coerce(info, value)
     except InvalidValue:
         return violation(raw.source or info.flag, info.flag, info, value)
-    return ParsedValue(info.name, not value if raw.name == f"no_{info.name}" else value, raw.source)
+    value = not value if raw.name == f"no_{info.name}" else value
+    return ParsedValue(info.name, value, raw.source, raw.origin)
 
 
 def validate(raw: Mapping[str, RawValue]) -> Outcome:

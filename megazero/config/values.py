@@ -26,6 +26,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megazero.config.fields import FieldInfo
+from megazero.config.origin import Origin
 from megazero.errors import Problem
 
 # Names that a message lists when none of them is near.
@@ -42,11 +43,13 @@ class RawValue:
 
     name: with underscores, however it was spelled ("num_layers" for num-layers).  value: a tuple is the words after a
     flag; anything else is a value as YAML, JSON or Python knows it.  source: the user's own words, "--lr 1e-3".
+    origin: the kind of source.
     """
 
     name: str
     value: Any
     source: str
+    origin: Origin = Origin.USER
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.name.replace("-", "_"))
@@ -59,16 +62,17 @@ class RawValue:
 
 @dataclass(frozen=True)
 class ParsedValue:
-    """The value of the setting `name`, in the setting's type; `source` is how the user wrote it."""
+    """The value of the setting `name`, in the setting's type; `source` is how the user wrote it, `origin` its kind."""
 
     name: str
     value: Any
     source: str
+    origin: Origin = Origin.USER
 
 
 @dataclass
 class Diagnostics:
-    """The results of reading a file beside its content: problems, and notices of one line."""
+    """The results of reading or checking settings beside the settings themselves: problems, and notices of one line."""
 
     problems: list[Problem] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)

@@ -11,9 +11,13 @@ from typing import Any
 
 import yaml
 
+from megazero.config.origin import Origin
 from megazero.config.run import SECTIONS, RunConfig
 from megazero.config.values import RawValue
 from megazero.errors import ConfigError, Problem
+
+# The first line of the file that a run saves: settings that have no effect in it were not given for it by the user.
+SAVED = "# The resolved configuration of a run, saved by megazero: all settings, also those without effect"
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -46,7 +50,8 @@ def read_text(text: str, *, origin: str) -> tuple[RawValue, ...]:
     problems = [problem for key, value in content.items() if (problem := _not_flat(origin, key, value))]
     if problems:
         raise ConfigError(*problems)
-    return tuple(_raw_value(origin, str(key), value) for key, value in content.items())
+    kind = Origin.PROGRAM if text.startswith(SAVED) else Origin.USER
+    return tuple(_raw_value(origin, str(key), value, kind) for key, value in content.items())
 
 
 def read_nested(path: Path) -> Mapping[str, Any]:
@@ -75,8 +80,8 @@ def _load(text: str, origin: str, example: str) -> Any:
 
 
 def to_yaml(config: RunConfig) -> str:
-    """Every setting with its value, section by section."""
-    parts = []
+    """Every setting with its value, section by section, below the line that marks what a run has saved."""
+    parts = [SAVED]
     for section, cls in SECTIONS:
         values = getattr(config, section)
         settings = {name: _plain(getattr(values, name)) for name in cls.__dataclass_fields__}  # type: ignore[attr-defined]
@@ -85,9 +90,9 @@ def to_yaml(config: RunConfig) -> str:
     return "\n".join(parts)
 
 
-def _raw_value(origin: str, key: str, value: Any) -> RawValue:
+def _raw_value(origin: str, key: str, value: Any, kind: Origin) -> RawValue:
     shown = yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("\n").removesuffix("\n...")
-    return RawValue(key, value, f"{origin}: {key}: {shown}")
+    return RawValue(key, value, f"{origin}: {key}: {shown}", kind)
 
 
 def _not_flat(origin: str, key: object, value: object) -> Problem | None:

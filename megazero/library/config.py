@@ -17,17 +17,33 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from megazero.config.batch import KEYS, BatchSizes, GivenSizes, solve
-from megazero.config.choices import OptimizerChoice, SchedulerChoice, choose_optimizer, choose_scheduler
+from megazero.config.choices import (
+    OptimizerChoice,
+    SchedulerChoice,
+    changed_params,
+    choose_optimizer,
+    choose_scheduler,
+)
 from megazero.config.engine_sections import ActivationConfig, PrecisionConfig, ZeroConfig
 from megazero.config.fields import STRICT, FieldInfo, describe
 from megazero.config.optimizers import LR
-from megazero.config.values import Diagnostics, InvalidValue, Location, coerce, shown, unknown, violation
+from megazero.config.origin import Origin
+from megazero.config.values import (
+    Diagnostics,
+    InvalidValue,
+    Location,
+    ParsedValue,
+    coerce,
+    shown,
+    unknown,
+    violation,
+)
 from megazero.config.yaml_file import read_nested
 from megazero.dialects.deepspeed.keys import HONOURED, TOP_LEVEL
 from megazero.dialects.deepspeed.reading import ParsedFile, read, read_file
-from megazero.dialects.deepspeed.sections import engine_parts
+from megazero.dialects.deepspeed.sections import EngineParts, engine_parts
 from megazero.errors import ConfigError, Problem, raise_problems
-from megazero.rules.activations import count_has_an_arena
+from megazero.rules import moot
 from megazero.rules.states import STATE_RULES
 
 __all__ = [
@@ -50,12 +66,6 @@ _PLAIN = (
     "train_batch_size",
 )
 _SECTIONS = ("zero", "precision", "activations")
-# Settings of the sections that only a run has.  Its model is built from settings; here the model is the user's own.
-_OF_THE_MODEL = ("recompute_granularity", "recompute_method", "recompute_num_layers", "logits_chunk_bytes")
-# A run has a schedule of micro-batches; here the program calls forward and backward in an order of its own.
-_OF_A_SCHEDULE = ("zero3_reshard_after",)
-# A run's layers choose the number format of their products by this; here layers are the user's own.
-_OF_THE_LAYERS = ("fp8_format",)
 _FORMS = "zero, precision, ... of megazero, or zero_optimization, fp16, bf16, ... of DeepSpeed"
 
 
@@ -68,6 +78,7 @@ class EngineConfig:
     None where they are not; `resolve_batch` gives all of them.
     notices: lines about keys without effect and keys that are "auto".
     automatic_sizes: sizes of the batch that are "auto" in a DeepSpeed configuration, as messages name them.
+    origin: USER, or FOREIGN where a DeepSpeed configuration has set the settings.
     """
 
     zero: ZeroConfig = field(default_factory=ZeroConfig)
@@ -81,6 +92,7 @@ class EngineConfig:
     train_batch_size: _Count | None = None
     notices: tuple[str, ...] = ()
     automatic_sizes: tuple[str, ...] = ()
+    origin: Origin = Origin.USER
 
 
 def load_engine_config(config: EngineConfig | Mapping[str, Any] | str | Path) -> EngineConfig:
@@ -145,6 +157,7 @@ def _from_deepspeed(file: ParsedFile) -> EngineConfig:
         scheduler=parts.scheduler,
         notices=tuple(file.diagnostics.notices),
         automatic_sizes=tuple(str(file.location(name)) for name in KEYS.values() if file.is_automatic(name)),
+        origin=Origin.FOREIGN,
         **plain,
     )
 
@@ -166,11 +179,14 @@ def _from_own(content: Mapping[str, Any], location: Location) -> EngineConfig:
     zero = _section(ZeroConfig, location.key("zero"), content.get("zero"), diagnostics)
     precision = _section(PrecisionConfig, location.key("precision"), content.get("precision"), diagnostics)
     activations = _section(ActivationConfig, location.key("activations"), content.get("activations"), diagnostics)
+    sections_are_valid = not diagnostics.problems
     optimizer = _optimizer(location.key("optimizer"), content.get("optimizer"), diagnostics)
     scheduler = _scheduler(location.key("scheduler"), content.get("scheduler"), diagnostics, optimizer.lr)
     plain = _values(infos, location, {name: content[name] for name in _PLAIN if name in content}, diagnostics)
-    diagnostics.problems.extend(_state_problems(zero, precision, location))
-    diagnostics.problems.extend(_activation_problems(activations, location))
+    parts = EngineParts(zero, precision, activations, optimizer, scheduler)
+    diagnostics.problems.extend(_problems(parts, location))
+    if sections_are_valid:  # else defaults stand in for what is not
+        diagnostics.problems.extend(_moot(parts, location))
     raise_problems(ConfigError, diagnostics.problems)
     return EngineConfig(
         zero=zero,
@@ -242,39 +258,34 @@ def _scheduler(location: Location, value: Any, diagnostics: Diagnostics, lr: flo
     return choose_scheduler(location, section.get("type"), params, diagnostics, lr=lr)
 
 
-def _state_problems(zero: ZeroConfig, precision: PrecisionConfig, location: Location) -> list[Problem]:
-    """Problems between the settings of the two sections, by their dotted names."""
-    zero_names = {info.name for info in describe("", ZeroConfig)}
+def _problems(parts: EngineParts, location: Location) -> Iterator[Problem]:
+    """The problems between settings, by their dotted names."""
 
     def spell(name: str) -> str:
-        return f"{'zero' if name in zero_names else 'precision'}.{name}"
+        return f"{'zero' if name in ZeroConfig.__dataclass_fields__ else 'precision'}.{name}"
 
-    found = [problem for rule in STATE_RULES for problem in rule(zero, precision, spell)]
-    rule = "there is no schedule whose windows would be known; a unit goes after every forward and backward of it"
-    return [
-        *(replace(problem, given=f"{location}: {problem.given}") for problem in found),
-        *_left_to_others(zero, _OF_A_SCHEDULE, location.key("zero"), rule),
-        *_left_to_others(
-            precision, _OF_THE_LAYERS, location.key("precision"), "the model's layers choose their products"
-        ),
-    ]
-
-
-def _activation_problems(activations: ActivationConfig, location: Location) -> Iterator[Problem]:
-    """What the model says itself, and a number of checkpoints that lie nowhere."""
-    rule = "the model says what is recomputed, by calling megazero.recompute(function, *args)"
-    yield from _left_to_others(activations, _OF_THE_MODEL, location.key("activations"), rule)
-    for problem in count_has_an_arena(activations, lambda name: f"activations.{name}"):
+    for problem in (problem for rule in STATE_RULES for problem in rule(parts.zero, parts.precision, spell)):
         yield replace(problem, given=f"{location}: {problem.given}")
-    yield from _undecidable(activations, location)
+    yield from _undecidable(parts.activations, location)
 
 
-def _left_to_others(section: _Section, names: Iterable[str], location: Location, rule: str) -> Iterator[Problem]:
-    """What stands in `section` under names that only a run has a use for."""
-    for info in describe("", type(section)):
-        value = getattr(section, info.name)
-        if info.name in names and value != info.default:
-            yield Problem(location.key(info.name).quote(value), f"refused: {rule}", f"leave out {info.name}")
+def _moot(parts: EngineParts, location: Location) -> Iterable[Problem]:
+    """The problems of settings that have no effect."""
+    changed = {
+        (name, info.name): value
+        for name in _SECTIONS
+        for info in describe(name, type(getattr(parts, name)))
+        if (value := getattr(getattr(parts, name), info.name)) != info.default
+    }
+    sections = [
+        ParsedValue(setting, value, location.key(name).key(setting).quote(value))
+        for (name, setting), value in changed.items()
+    ]
+    params = [
+        ParsedValue(name, value, location.key(name).quote(value))
+        for name, value in changed_params(parts.optimizer, parts.scheduler).items()
+    ]
+    return moot.of_the_library(parts, [*sections, *params]).problems
 
 
 def _undecidable(activations: ActivationConfig, location: Location) -> Iterator[Problem]:
@@ -296,8 +307,10 @@ def _checked(config: EngineConfig) -> EngineConfig:
     if scheduler is not None:
         where = location.key("scheduler")
         scheduler = choose_scheduler(where, scheduler.type, scheduler.params, diagnostics, lr=optimizer.lr)
-    diagnostics.problems.extend(_state_problems(config.zero, config.precision, location))
-    diagnostics.problems.extend(_activation_problems(config.activations, location))
+    parts = EngineParts(config.zero, config.precision, config.activations, optimizer, scheduler)
+    diagnostics.problems.extend(_problems(parts, location))
+    if config.origin is Origin.USER:  # a DeepSpeed configuration has earned its notices when it was read
+        diagnostics.problems.extend(_moot(parts, location))
     raise_problems(ConfigError, diagnostics.problems)
     notices = (*config.notices, *(notice for notice in diagnostics.notices if notice not in config.notices))
     return replace(config, optimizer=optimizer, scheduler=scheduler, notices=notices)

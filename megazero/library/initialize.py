@@ -23,6 +23,7 @@ from megazero.library.stepping import LearningRates, Stepper
 from megazero.library.zero_init import first_value
 from megazero.memory.ledger_interface import NullLedger
 from megazero.optim.loss_scaler import LossScaler
+from megazero.rules import moot
 from megazero.timers import Timers
 from megazero.zero.engine import Engine, EngineSettings
 from megazero.zero.plan import resolve
@@ -93,7 +94,8 @@ def initialize(
 
 
 def _warn(config: EngineConfig, batch: BatchSizes, mesh: Mesh) -> None:
-    """Warn of keys without effect, and report what automatic ones became, once per job."""
+    """Warn of settings without effect, and report what automatic keys became, once per job."""
+    alone = moot.on_one_process(config) if mesh.axis("dp").size == 1 else ()
     if mesh.world.rank == 0:
-        for notice in (*config.notices, *automatic_sizes(config, batch)):
+        for notice in (*config.notices, *alone, *automatic_sizes(config, batch)):
             warnings.warn(notice, stacklevel=3)

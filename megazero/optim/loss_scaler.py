@@ -69,9 +69,10 @@ class LossScaler:
 
     @classmethod
     def from_config(cls, config: PrecisionConfig) -> "LossScaler":
-        """Make a static scale with --loss-scale, a dynamic one in fp16 without it, else the static scale 1."""
-        dynamic = config.loss_scale is None and config.precision == "fp16"
-        fixed = 1.0 if config.loss_scale is None else config.loss_scale
+        """Make the scaler: in fp16 static with --loss-scale and dynamic without it; else the static scale 1."""
+        scales = config.precision == "fp16"
+        dynamic = scales and config.loss_scale is None
+        fixed = config.loss_scale if scales and config.loss_scale is not None else 1.0
         return cls(
             initial=config.initial_loss_scale if dynamic else fixed,
             minimum=config.min_loss_scale if dynamic else fixed,

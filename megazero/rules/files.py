@@ -37,10 +37,6 @@ def corpus_is_given_once(config: RunConfig, world_size: int) -> Iterator[Problem
 
 def own_corpora_are_whole(config: RunConfig, world_size: int) -> Iterator[Problem]:
     own = [flag for flag, words in _paths(config.data).items() if words and flag != DATA_PATH]
-    if own and config.data.split is not None:
-        yield Problem(
-            f"--split {config.data.split} with {', '.join(own)}", "a split's own corpus is used whole", "no --split"
-        )
     if own and not config.data.train_data_path:
         yield Problem(
             f"{', '.join(own)} without --train-data-path", "training has a corpus too", "--train-data-path PREFIX"
@@ -55,7 +51,7 @@ def own_corpora_are_whole(config: RunConfig, world_size: int) -> Iterator[Proble
 
 def mixture_has_weights(config: RunConfig, world_size: int) -> Iterator[Problem]:
     for flag, paths in _paths(config.data).items():
-        weights = [_number(word) for word in paths[::2]]
+        weights = [weight_of(word) for word in paths[::2]]
         if all(weight is None for weight in weights):  # prefixes alone count by their sizes
             continue
         if len(paths) % 2 or any(weight is None or weight <= 0 for weight in weights):
@@ -76,7 +72,7 @@ def _paths(data: DataConfig) -> dict[str, tuple[str, ...]]:
     }
 
 
-def _number(text: str) -> float | None:
+def weight_of(text: str) -> float | None:
     """A weight such as 0.3 or 1/3; 0 for an invalid number (nan, inf, 1/0); None for a word."""
     numerator, slash, denominator = text.partition("/")
     try:
@@ -215,32 +211,6 @@ def folders_are_folders(config: RunConfig, world_size: int) -> Iterator[Problem]
         )
 
 
-def saving_has_a_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    if config.checkpoint.save is None:
-        rule = "checkpoints need a folder"
-        if config.checkpoint.save_interval is not None:
-            yield Problem(f"--save-interval {config.checkpoint.save_interval} without --save", rule, "--save DIR")
-        if config.checkpoint.no_save_optim:
-            yield Problem("--no-save-optim without --save", rule, "--save DIR")
-
-
-def loading_has_a_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    if config.checkpoint.load is None:
-        asked = {
-            "--finetune": config.checkpoint.finetune,
-            "--no-load-optim": config.checkpoint.no_load_optim,
-            "--use-checkpoint-opt-param-scheduler": config.optimizer.use_checkpoint_opt_param_scheduler,
-        }
-        for flag in (flag for flag, given in asked.items() if given):
-            yield Problem(f"{flag} without --load", "there must be a checkpoint to take from", "--load DIR")
-
-
-def tensorboard_has_a_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    if config.logging.tensorboard_dir is None:
-        asked = {
-            "--log-timers-to-tensorboard": config.logging.log_timers_to_tensorboard,
-            "--log-validation-ppl-to-tensorboard": config.logging.log_validation_ppl_to_tensorboard,
-            "--log-memory-to-tensorboard": config.logging.log_memory_to_tensorboard,
-        }
-        for flag in (flag for flag, given in asked.items() if given):
-            yield Problem(f"{flag} without --tensorboard-dir", "TensorBoard needs a folder", "--tensorboard-dir DIR")
+def weights_are_loaded_from_a_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    if config.checkpoint.finetune and config.checkpoint.load is None:
+        yield Problem("--finetune without --load", "there must be a checkpoint to take from", "--load DIR")

@@ -1,11 +1,10 @@
 """The optimizer of a run: its settings, and --optimizer-params, against the table of optimizers."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from megazero.config.choices import OptimizerChoice, defaults_of, optimizer_conflicts, read_params
 from megazero.config.engine_sections import OptimizerConfig
-from megazero.config.fields import describe
 from megazero.config.optimizers import DECOUPLED, OPTIMIZERS, RUN_NAMES, run_settings
 from megazero.config.values import Diagnostics, Location, as_number
 from megazero.errors import ConfigError, Problem, raise_problems
@@ -37,26 +36,12 @@ def choose_for_run(config: OptimizerConfig, findings: Diagnostics) -> OptimizerC
         "weight_decay": config.weight_decay,
     }
     others = {name: info for name, info in optimizer.params.items() if name not in own}
-    findings.problems.extend(_without_effect(config.optimizer, numbers, own, others))
     values = defaults_of(others) | read_params(place, others, given, findings)
     for name, settings in own.items():
         both = tuple(numbers[setting] for setting in settings)
         values[name] = both if optimizer.params[name].kind == "pair" else both[0]
     findings.problems.extend(optimizer_conflicts(place, values))
     return OptimizerChoice(type=kind, lr=config.lr, params=values)
-
-
-def _without_effect(
-    optimizer: str, numbers: Mapping[str, float], own: Mapping[str, tuple[str, ...]], others: Iterable[str]
-) -> Iterable[Problem]:
-    """Settings away from their defaults that are parameters of other optimizers only."""
-    defaults = {info.name: info.default for info in describe("optimizer", OptimizerConfig)}
-    taken = {setting for settings in own.values() for setting in settings}
-    for name, value in numbers.items():
-        if name not in taken and value != defaults[name]:
-            legal = [*(_flags(settings) for settings in own.values()), *(f"{other}=..." for other in others)]
-            rule = f"--optimizer {optimizer} takes the parameters that it has"
-            yield Problem(f"{_flags((name,))} {value:g}", rule, ", ".join(legal))
 
 
 def _flags(settings: Iterable[str]) -> str:

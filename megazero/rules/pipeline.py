@@ -1,7 +1,7 @@
 """Rules about pipelines and about splitting activations along the sequence; `rules.check` tries them.
 
 A *chunk* is a run of layers on one pipeline stage.  `advice` yields notices about settings of these kinds that are
-legal and have no effect.
+legal and do little.
 """
 
 import math
@@ -188,23 +188,11 @@ def _samples_per_turn(config: RunConfig, world_size: int) -> int | None:
 
 
 def advice(config: RunConfig) -> Iterator[str]:
-    """Yield notices about settings without effect, one line each."""
-    parallel, is_split = config.parallel, config.parallel.sequence_parallel
-    if is_split and parallel.tensor_model_parallel_size == 1:
-        yield "--sequence-parallel: with --tensor-model-parallel-size 1 there is nothing to split over"
-    if is_split and parallel.tensor_model_parallel_size > 1 and config.activations.partition_activations is True:
-        yield (
-            "--partition-activations: with --sequence-parallel checkpoints are slices already, and are not cut again"
-        )
+    """Yield notices about settings that do little, one line each."""
     if config.activations.recompute_granularity == "full" and derived.pipeline_schedule(config) == "zero-bubble":
         yield (
             "--pipeline-schedule zero-bubble with --recompute-granularity full: later pipeline stages keep what weight"
             " gradients are made from until their turn comes, so recomputation saves little there"
-        )
-    if config.zero.zero3_reshard_after != "microbatch" and config.zero.zero_stage != 3:
-        yield (
-            f"--zero3-reshard-after {config.zero.zero3_reshard_after}: parameters are gathered, and go again, with"
-            f" --zero-stage 3 only; this is --zero-stage {config.zero.zero_stage}"
         )
 
 

@@ -38,12 +38,11 @@ def corpus_is_named(config: RunConfig, world_size: int) -> bool:
 
 
 def advice(config: RunConfig, world_size: int) -> tuple[str, ...]:
-    """Notices about legal settings that are costly or have no effect, one line each; none if there are problems."""
+    """Notices about legal settings that cost something, one line each; none while there are problems."""
     if check(config, world_size):
         return ()
     return (
         *_narrow_sum_advice(config, world_size),
-        *_partition_advice(config),
         *pipeline_rules.advice(config),
         *float8_rules.advice(config),
     )
@@ -57,11 +56,6 @@ def _narrow_sum_advice(config: RunConfig, world_size: int) -> Iterator[str]:
             f"--bf16: the gradients of {count} micro-batches are added up in bf16;"
             " --accumulate-allreduce-grads-in-fp32 keeps them in fp32, for 2 more bytes a gradient element"
         )
-
-
-def _partition_advice(config: RunConfig) -> Iterator[str]:
-    if config.activations.partition_activations is True and config.parallel.tensor_model_parallel_size == 1:
-        yield "--partition-activations: with --tensor-model-parallel-size 1 there is nothing to partition over"
 
 
 def _try(rule: Rule, config: RunConfig, world_size: int) -> tuple[Problem, ...]:
@@ -306,7 +300,5 @@ RULES: tuple[Rule, ...] = (
     *float8_rules.RULES,
     *file_rules.CORPUS_RULES,
     file_rules.folders_are_folders,
-    file_rules.saving_has_a_folder,
-    file_rules.loading_has_a_folder,
-    file_rules.tensorboard_has_a_folder,
+    file_rules.weights_are_loaded_from_a_folder,
 )

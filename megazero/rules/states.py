@@ -13,16 +13,6 @@ Spell = Callable[[str], str]
 StateRule = Callable[[ZeroConfig, PrecisionConfig, Spell], Iterable[Problem]]
 
 
-def loss_scale_is_for_fp16(zero: ZeroConfig, precision: PrecisionConfig, spell: Spell) -> Iterator[Problem]:
-    scale = precision.loss_scale
-    if precision.precision != "fp16" and scale is not None:
-        yield Problem(
-            f"{spell('loss_scale')} {scale:g} with {spell('precision')} {precision.precision}",
-            "only fp16 gradients are so small that the loss is scaled",
-            f"{spell('precision')} fp16, or leave out {spell('loss_scale')}",
-        )
-
-
 def loss_scales_are_ordered(zero: ZeroConfig, precision: PrecisionConfig, spell: Spell) -> Iterator[Problem]:
     first, least = precision.initial_loss_scale, precision.min_loss_scale
     if first < least:
@@ -30,15 +20,6 @@ def loss_scales_are_ordered(zero: ZeroConfig, precision: PrecisionConfig, spell:
             f"{spell('initial_loss_scale')} {first:g} {spell('min_loss_scale')} {least:g}",
             "the loss scale starts at or above its minimum",
             f"{spell('initial_loss_scale')} {least:g}, {spell('min_loss_scale')} {first:g}",
-        )
-
-
-def fp32_gradients_are_wider(zero: ZeroConfig, precision: PrecisionConfig, spell: Spell) -> Iterator[Problem]:
-    if precision.accumulate_allreduce_grads_in_fp32 and precision.precision == "fp64":
-        yield Problem(
-            f"{spell('accumulate_allreduce_grads_in_fp32')} with {spell('precision')} fp64",
-            "gradients are not accumulated in a narrower format than the model computes in",
-            ", ".join(f"{spell('precision')} {name}" for name in ("fp32", "bf16", "fp16")),
         )
 
 
@@ -53,8 +34,6 @@ def gradients_are_divided_once(zero: ZeroConfig, precision: PrecisionConfig, spe
 
 
 STATE_RULES: tuple[StateRule, ...] = (
-    loss_scale_is_for_fp16,
     loss_scales_are_ordered,
-    fp32_gradients_are_wider,
     gradients_are_divided_once,
 )

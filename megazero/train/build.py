@@ -115,7 +115,8 @@ def build_components(
 ) -> RunComponents:
     """Build the model with its initial values and its engine, and resize `buffers` to what the engine needs."""
     padded, stage = padded_vocab_size(config, vocab_size), mesh.coordinate("pp")
-    timers = Timers(mesh.device, waits=config.logging.log_timers_to_tensorboard or config.activations.profile_backward)
+    are_written = config.logging.log_timers_to_tensorboard and config.logging.tensorboard_dir is not None
+    timers = Timers(mesh.device, waits=are_written or config.activations.profile_backward)
     random = RandomRegions(config.training.seed, mesh.coordinate("tp"), mesh.device)
     rank = RankParts(mesh.axis("tp"), mesh.device, random, ledger or NullLedger(), timers)
     in_flight = derived.num_micro_batches(config, mesh.topology.world_size)

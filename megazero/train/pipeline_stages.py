@@ -53,9 +53,13 @@ def stage_plan(config: RunConfig, stage: int) -> StagePlan:
 def activation_config(config: RunConfig) -> ActivationConfig:
     """The activation section as it takes effect.
 
-    With sequence parallelism checkpoints are slices already, so they are not partitioned again.
+    Only full recomputation has activation checkpoints; with a split sequence they are slices already.
     """
     section = config.activations
+    if section.recompute_granularity != "full":
+        return ActivationConfig(
+            recompute_granularity=section.recompute_granularity, logits_chunk_bytes=section.logits_chunk_bytes
+        )
     is_split = config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size > 1
     return replace(section, partition_activations=False) if is_split else section
 

@@ -14,11 +14,13 @@ import pytest
 from support.configs import SMALL
 from support.raw_values import FORMS, REFUSED, as_words, expected, same
 
+from megazero.command_line.flags import split_words
 from megazero.command_line.parse import from_yaml, parse
 from megazero.config.run import FIELDS, RunConfig
-from megazero.config.validate import INFO
+from megazero.config.validate import INFO, parse_value
+from megazero.config.yaml_file import SAVED
 from megazero.dialects.deepspeed.keys import ACTIVATION_KEYS, PRECISION_KEYS, ZERO_KEYS
-from megazero.errors import ConfigError
+from megazero.errors import ConfigError, Problem
 
 MINIMUM = {name: value for name, value in SMALL.items() if INFO[name].required}
 
@@ -42,24 +44,35 @@ def verdicts_of_flags(form: str) -> dict[str, Any]:
         for name, found in words.items()
     }
     wrong: set[str] = set()
-    try:
-        parse([word for item in (given | wanted).values() for word in item])
-    except ConfigError as error:
-        flags = [problem.given.split("=")[0].split()[0] for problem in error.problems]
-        wrong = {name for name in words if INFO[name].flag in flags}
-    accepted = given | {name: item for name, item in wanted.items() if name not in wrong}
-    config = parse([word for item in accepted.values() for word in item]).config
-    return {name: REFUSED if name in wrong else value(config, name) for name in words}
+    idle: set[str] = set()
+    while True:  # what is left out as idle may have given another setting its effect
+        accepted = given | {name: item for name, item in wanted.items() if name not in wrong | idle}
+        try:
+            config = parse([word for item in accepted.values() for word in item]).config
+            break
+        except ConfigError as error:
+            for problem in error.problems:
+                name = problem.given.split("=")[0].split()[0].removeprefix("--").replace("-", "_")
+                (idle if problem.rule.startswith("it has no effect here") else wrong).add(name)
+    verdicts = {name: REFUSED if name in wrong else value(config, name) for name in words.keys() - idle}
+    return verdicts | {name: alone(name, wanted[name]) for name in words.keys() & idle}
+
+
+def alone(name: str, words: list[str]) -> Any:
+    """The value of a flag that has no effect beside the others."""
+    (raw,), _ = split_words(words)
+    parsed = parse_value(INFO[name], raw)
+    return REFUSED if isinstance(parsed, Problem) else parsed.value
 
 
 def verdicts_of_a_file(form: str, path: Path) -> dict[str, Any]:
-    """The verdict on every setting, all of them in one file."""
+    """The verdict on every setting, all of them in one file; as one that a run saved it may hold idle settings."""
     wrong: set[str] = set()
     try:
         from_yaml(as_yaml(dict.fromkeys(INFO, FORMS[form])))
     except ConfigError as error:
         wrong = refused(error)
-    path.write_text(as_yaml(MINIMUM | {name: FORMS[form] for name in INFO if name not in wrong}))
+    path.write_text(f"{SAVED}\n" + as_yaml(MINIMUM | {name: FORMS[form] for name in INFO if name not in wrong}))
     config = parse(["--config", str(path)]).config
     return {name: REFUSED if name in wrong else value(config, name) for name in INFO}
 

@@ -54,7 +54,7 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
 
 def test_every_setting_is_written_once_below_its_section() -> None:
     lines = to_yaml(make_run(data_path=["0.5", "a", "0.5", "b"], mock_data=False, save="runs/x")).splitlines()
-    assert lines[:2] == ["# model", "num_layers: 2"]
+    assert lines[0].startswith("# The resolved configuration of a run") and lines[1:3] == ["# model", "num_layers: 2"]
     assert "save: runs/x" in lines and "lr: 0.001" in lines and "global_batch_size: null" in lines
 
 

@@ -107,15 +107,16 @@ ROWS: dict[str, Row] = {
     "checkpoints without recomputation": Row(
         {"--partition-activations": "", "--number-checkpoints": "2", "--contiguous-checkpointing": ""},
         (
-            "--partition-activations --contiguous-checkpointing --number-checkpoints 2",
-            "with --recompute-granularity none",
+            "2 configuration errors",
+            "--number-checkpoints 2",
             "recomputed whole",
-            "legal: --recompute-granularity full, or --partition-activations false",
+            "legal: --recompute-granularity full, or leave it out",
+            "--contiguous-checkpointing",
         ),
     ),
     "segments of selective recomputation": Row(
-        {"--recompute-activations": "", "--recompute-method": "block"},
-        ("--recompute-method block with --recompute-granularity selective", "whole", "--recompute-granularity full"),
+        {"--recompute-activations": "", "--recompute-method": "block", "--strict": ""},
+        ("--recompute-method block", "recomputed whole", "legal: --recompute-granularity full"),
     ),
     "more recomputed layers than there are": Row(
         {"--checkpoint-activations": "", "--checkpoint-num-layers": "3"},
@@ -123,11 +124,7 @@ ROWS: dict[str, Row] = {
     ),
     "a number of checkpoints without an arena": Row(
         {"--recompute-granularity": "full", "--number-checkpoints": "2"},
-        (
-            "--number-checkpoints 2 without --contiguous-checkpointing",
-            "size of the arena",
-            "--contiguous-checkpointing",
-        ),
+        ("--number-checkpoints 2", "size of the arena", "legal: --contiguous-checkpointing, or leave it out"),
     ),
     "other modules than the attention core": Row(
         {"--recompute-activations": "", "--recompute-modules": "core_attn mlp"},
@@ -167,7 +164,8 @@ ROWS: dict[str, Row] = {
     "two precisions": Row({"--bf16": "", "--fp16": ""}, ("--bf16 and --fp16", "both set --precision", "one of the")),
     "no such precision": Row({"--precision": "fp8"}, ("--precision fp8", "is one of", "fp64, fp32, bf16, fp16")),
     "a loss scale without fp16": Row(
-        {"--bf16": "", "--loss-scale": "1024"}, ("--loss-scale 1024", "only fp16", "leave out --loss-scale")
+        {"--bf16": "", "--loss-scale": "1024", "--strict": ""},
+        ("--loss-scale 1024", "only fp16", "legal: --precision fp16, or leave it out"),
     ),
     "a minimum above the learning rate": Row(
         {"--min-lr": "1"}, ("--lr 0.001 --min-lr 1", "min_lr is at most lr", "--min-lr 0.001")
@@ -332,8 +330,8 @@ ROWS: dict[str, Row] = {
         ("--num-layer\n", "--lr fast", "--min-lr -1", "--zero-stage 4", "--hidden-size 32 --num-attention-heads 7"),
     ),
     "wrong combinations and a damaged corpus": Row(
-        {**CORPUS, "--num-attention-heads": "7", "--save": None, "--save-interval": "5"},
-        ("3 errors", "--num-attention-heads 7", "--save-interval 5 without --save", "text.bin: the file has 3700"),
+        {**CORPUS, "--num-attention-heads": "7", "--save": None, "--finetune": ""},
+        ("3 errors", "--num-attention-heads 7", "--finetune without --load", "text.bin: the file has 3700"),
         broken_files.truncated_tokens,
     ),
 }

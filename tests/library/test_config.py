@@ -126,7 +126,7 @@ def test_notices_are_one_line_each(tmp_path: Path) -> None:
 def test_a_configuration_made_in_python_is_checked_and_completed() -> None:
     made = EngineConfig(
         optimizer=OptimizerChoice(type="sgd", lr=0.5, params={"momentum": 0.9}),
-        scheduler=SchedulerChoice(type="WarmupLR", params={"warmup_type": "linear"}),
+        scheduler=SchedulerChoice(type="WarmupLR", params={"warmup_type": "linear", "warmup_max_lr": 0.5}),
     )
     config = load_engine_config(made)
     assert (config.optimizer.type, config.optimizer.lr) == ("SGD", 0.5)
@@ -138,7 +138,7 @@ def test_a_configuration_made_in_python_is_checked_and_completed() -> None:
         'config: optimizer.type: "Lion"',
         "config: zero.prescale_gradients and zero.gradient_predivide_factor 2",
         'config: activations.recompute_granularity: "full"',
-        "config: activations.number_checkpoints 2 without activations.contiguous_checkpointing",
+        "config: activations.number_checkpoints: 2",
     ]
 
 
@@ -169,7 +169,7 @@ def test_it_is_frozen_and_strict() -> None:
         ({"zero": 3}, "config: zero: 3", "zero is a mapping", "{...}"),
         ({"zero": {"max_reuse_distance": 1, "stage3_max_reuse_distance": 1}}, "config: zero.stage3", "already", "once"),
         ({"precision": {"precision": "fp8"}}, 'config: precision.precision: "fp8"', "one of fp64", "fp64"),
-        ({"precision": {"loss_scale": 8}}, "config: precision.loss_scale 8 with", "fp16", "precision.precision fp16"),
+        ({"precision": {"loss_scale": 8}}, "config: precision.loss_scale: 8", "fp16", 'precision.precision: "fp16"'),
         (
             {"activations": {}, "activation_checkpointing": {}},
             "config: activations beside activation_checkpointing",
@@ -180,15 +180,20 @@ def test_it_is_frozen_and_strict() -> None:
             {"activations": {"recompute_granularity": "selective"}},
             'config: activations.recompute_granularity: "selective"',
             "megazero.recompute(function, *args)",
-            "leave out recompute_granularity",
+            "leave it out",
         ),
         (
             {"activations": {"checkpoint_num_layers": 2}},
             "config: activations.recompute_num_layers: 2",
-            "the model says",
-            "leave out",
+            "the model's choice",
+            "leave it out",
         ),
-        ({"activations": {"logits_chunk_bytes": 9}}, "config: activations.logits_chunk_bytes: 9", "says", "leave out"),
+        (
+            {"activations": {"logits_chunk_bytes": 9}},
+            "config: activations.logits_chunk_bytes: 9",
+            "choice",
+            "leave it out",
+        ),
         (
             {"activations": {"checkpoint_in_cpu": "perhaps"}},
             'config: activations.checkpoint_in_cpu: "perhaps"',
@@ -197,15 +202,15 @@ def test_it_is_frozen_and_strict() -> None:
         ),
         (
             {"activations": {"number_checkpoints": 2}},
-            "config: activations.number_checkpoints 2 without",
+            "config: activations.number_checkpoints: 2",
             "the size of the arena",
-            "activations.contiguous_checkpointing",
+            "activations.contiguous_checkpointing: true",
         ),
         (
             {"zero": {"zero3_reshard_after": "window"}},
             'config: zero.zero3_reshard_after: "window"',
             "there is no schedule",
-            "leave out zero3_reshard_after",
+            "leave it out",
         ),
         ({"zero": {}, "parallel": {}}, "config: parallel: {}", "no key of this name", "optimizer"),
         ({"zero": {}, "optimiser": {}}, "config: optimiser: {}", "no key of this name", "optimizer"),

@@ -69,7 +69,7 @@ def train_cut(rank: int, zero_stage: int) -> tuple[list[float], list[float], dic
     mesh = device_mesh()
     model = cut_model(mesh)
     config = {
-        "zero": {"zero_stage": zero_stage, "prefetch_bucket_size": 200},
+        "zero": {"zero_stage": zero_stage, **({"prefetch_bucket_size": 200} if zero_stage == 3 else {})},
         "precision": {"precision": "fp64"},
         "optimizer": {"type": "AdamW", "lr": 1e-2, "params": {"weight_decay": 0.01}},
         "gradient_clipping": 0.1,

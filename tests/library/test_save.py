@@ -44,7 +44,7 @@ def make_mixed() -> Mixed:
 
 
 def config(stage: int, precision: str, **zero: bool) -> dict[str, object]:
-    zero = {"zero_stage": stage, "reduce_bucket_size": 30, "gather_16bit_weights_on_model_save": True, **zero}
+    zero = {"zero_stage": stage, "reduce_bucket_size": 30, "gather_16bit_weights_on_model_save": stage == 3, **zero}
     return {"zero": zero, "precision": {"precision": precision}, "optimizer": {"type": "SGD"}}
 
 

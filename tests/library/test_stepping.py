@@ -209,10 +209,11 @@ def test_a_schedule_is_one_call_behind() -> None:
 
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
 def test_a_schedule_of_the_configuration(kind: str) -> None:
-    """Parameters move by the schedule's rate: two steps at 0, then on."""
+    """Parameters move by the schedule's rate, whatever the optimizer's is: two steps at 0, then on."""
     schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.4, "warmup_num_steps": 4, "warmup_type": "linear"}}
-    config = {"zero": {}, "optimizer": {"type": kind, "lr": 9.0}, "scheduler": schedule}
-    engine = megazero.initialize(make_model(), config)
+    config = {"optimizer": {"type": kind, "params": {"lr": 9.0}}, "scheduler": schedule}
+    with pytest.warns(UserWarning, match="optimizer.params.lr: 9.0: moot here"):
+        engine = megazero.initialize(make_model(), config)
     rates, moved = [], []
     for step in range(4):
         before = working(engine)

@@ -123,3 +123,9 @@ def test_a_resumed_scale_goes_on_the_same(steps: str) -> None:
 def test_a_damaged_state_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match="loss scale"):
         LossScale.from_json(dynamic().start().to_json() | change)
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+def test_a_scale_for_fp16_scales_nothing_else(precision: Any) -> None:
+    scaler = LossScaler.from_config(PrecisionConfig(precision=precision, loss_scale=12.0, initial_loss_scale=8.0))
+    assert scaler.start().scale == scaler.minimum == 1.0 and not scaler.dynamic

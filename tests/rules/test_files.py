@@ -26,7 +26,6 @@ def given(**settings: Any) -> list[str]:
         (OWN | {"test_data_path": "t"}, []),
         (OWN | {"valid_data_path": [], "eval_iters": 0}, []),
         (OWN | {"valid_data_path": []}, ["--train-data-path with --eval-iters 100"]),
-        (OWN | {"split": "969,30,1"}, ["--split 969,30,1 with --train-data-path, --valid-data-path"]),
         (OWN | {"data_path": "c"}, ["--data-path c and --train-data-path, --valid-data-path"]),
         (OWN | {"mock_data": True}, ["--mock-data and --train-data-path a --valid-data-path b"]),
         (
@@ -37,7 +36,6 @@ def given(**settings: Any) -> list[str]:
             {"mock_data": False, "data_path": "d", "split": "9,1", "valid_data_path": ["0", "b"]},
             [
                 "--data-path d and --valid-data-path",
-                "--split 9,1 with --valid-data-path",
                 "--valid-data-path without --train-data-path",
                 "--valid-data-path 0 b",
             ],
@@ -81,15 +79,8 @@ def given(**settings: Any) -> list[str]:
         ),
         ({"tokenizer_type": "ByteTokenizer", "vocab_size": None}, []),
         ({"vocab_file": "/nonexistent/vocab.json"}, ["--vocab-file /nonexistent/vocab.json"]),
-        ({"save_interval": 5}, ["--save-interval 5 without --save"]),
-        ({"no_save_optim": True}, ["--no-save-optim without --save"]),
-        ({"finetune": True, "no_load_optim": True}, ["--finetune without --load", "--no-load-optim without --load"]),
-        (
-            {"use_checkpoint_opt_param_scheduler": True},
-            ["--use-checkpoint-opt-param-scheduler without --load"],
-        ),
-        ({"log_memory_to_tensorboard": True}, ["--log-memory-to-tensorboard without --tensorboard-dir"]),
-        ({"log_memory_to_tensorboard": True, "tensorboard_dir": "/nonexistent"}, []),
+        ({"finetune": True}, ["--finetune without --load"]),
+        ({"finetune": True, "load": "/nonexistent"}, []),
     ],
 )
 def test_a_broken_rule(settings: dict[str, Any], expected: list[str]) -> None:

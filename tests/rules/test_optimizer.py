@@ -53,9 +53,6 @@ def test_parameters_that_are_no_settings() -> None:
             "--optimizer-params: momentum: 0.5",
             "--sgd-momentum",
         ),
-        ({"optimizer": "sgd", "adam_beta1": 0.5}, "--adam-beta1 0.5", "--sgd-momentum, --weight-decay, dampening="),
-        ({"sgd_momentum": 0.5}, "--sgd-momentum 0.5", "--adam-beta1 --adam-beta2, --adam-eps, --weight-decay"),
-        ({"optimizer": "rprop", "weight_decay": 0.5}, "--weight-decay 0.5", "etas=..., step_sizes="),
     ],
     ids=str,
 )

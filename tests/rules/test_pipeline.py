@@ -305,23 +305,7 @@ def name_of(flag: str) -> str:
 
 
 def test_advice() -> None:
-    full = {"recompute_granularity": "full", "partition_activations": True}
-    (alone,) = advice(make_run(sequence_parallel=True), 2)
-    assert alone == "--sequence-parallel: with --tensor-model-parallel-size 1 there is nothing to split over"
-    (cut_twice,) = advice(make_run(sequence_parallel=True, tensor_model_parallel_size=2, **full), 2)
-    assert cut_twice == (
-        "--partition-activations: with --sequence-parallel checkpoints are slices already, and are not cut again"
-    )
-    both = advice(make_run(sequence_parallel=True, **full), 2)
-    assert [line.split(":")[0] for line in both] == ["--partition-activations", "--sequence-parallel"]
-    (window,) = advice(make_run(zero3_reshard_after="window", zero_stage=2), 2)
-    assert window == (
-        "--zero3-reshard-after window: parameters are gathered, and go again, with --zero-stage 3 only; this is"
-        " --zero-stage 2"
-    )
     pipeline = {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zero-bubble"}
     (late,) = advice(make_run(**pipeline, recompute_granularity="full"), 2)
     assert late.startswith("--pipeline-schedule zero-bubble with --recompute-granularity full: later pipeline stages")
     assert advice(make_run(**pipeline, recompute_granularity="selective"), 2) == ()
-    assert advice(make_run(zero3_reshard_after="window", zero_stage=3), 2) == ()
-    assert advice(make_run(sequence_parallel=True, tensor_model_parallel_size=2), 2) == ()

@@ -109,18 +109,11 @@ def test_a_valid_run_has_no_problem() -> None:
             "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler",
             "one of the two",
         ),
-        (1, {"loss_scale": 64}, "--loss-scale 64 with --precision fp32", "--precision fp16"),
         (
             1,
             {"initial_loss_scale": 0.5},
             "--initial-loss-scale 0.5 --min-loss-scale 1",
             "--initial-loss-scale 1, --min-loss-scale 0.5",
-        ),
-        (
-            1,
-            {"precision": "fp64", "accumulate_allreduce_grads_in_fp32": True},
-            "--accumulate-allreduce-grads-in-fp32 with --precision fp64",
-            "--precision fp32",
         ),
         (
             1,

@@ -42,21 +42,9 @@ def test_legal(zero: dict[str, Any], precision: dict[str, Any]) -> None:
         ),
         (
             {},
-            {"precision": "bf16", "loss_scale": 4.0},
-            "<loss_scale> 4 with <precision> bf16",
-            "<precision> fp16, or leave out <loss_scale>",
-        ),
-        (
-            {},
             {"precision": "fp16", "initial_loss_scale": 1.0, "min_loss_scale": 2.0},
             "<initial_loss_scale> 1 <min_loss_scale> 2",
             "<initial_loss_scale> 2, <min_loss_scale> 1",
-        ),
-        (
-            {},
-            {"precision": "fp64", "accumulate_allreduce_grads_in_fp32": True},
-            "<accumulate_allreduce_grads_in_fp32> with <precision> fp64",
-            "<precision> fp32, <precision> bf16, <precision> fp16",
         ),
     ],
 )

@@ -21,6 +21,8 @@ from support.training import SETTINGS, Cell
 
 from megazero.config import derived
 from megazero.config.run import FIELDS, RunConfig
+from megazero.config.values import ParsedValue
+from megazero.rules import moot
 from megazero.rules import run as rules
 
 MOST_PROCESSES = 8
@@ -128,12 +130,13 @@ def run_config(layout: Layout) -> RunConfig:
 
 @functools.cache
 def is_legal(layout: Layout) -> bool:
-    """Whether the project's rules have nothing against the run, and no notice about it.
+    """Whether the project's rules have nothing against the run, no notice about it, and no setting in it is moot.
 
     A number of micro-batches that doesn't divide the global batch makes a run with another number, or none.
     """
     config, size = run_config(layout), layout.world_size
-    if rules.check(config, size) or rules.advice(config, size):
+    given = [ParsedValue(name, value, name) for name, value in layout.settings.items()]
+    if rules.check(config, size) or rules.advice(config, size) or moot.of_a_run(config, given).problems:
         return False
     return derived.num_micro_batches(config, size) == layout.accumulation
 

@@ -30,9 +30,9 @@ def test_a_sound_run_gets_its_inputs() -> None:
 
 
 def test_rules_between_settings_are_told_at_once() -> None:
-    wrong = {"num_attention_heads": 5, "tensor_model_parallel_size": 2, "min_lr": 1.0, "save_interval": 5}
+    wrong = {"num_attention_heads": 5, "tensor_model_parallel_size": 2, "min_lr": 1.0, "finetune": True}
     told = refused(Launch(0, 3, 0), **wrong)
-    for flag in ("--num-attention-heads 5", "3 processes", "--min-lr 1", "--save-interval 5"):
+    for flag in ("--num-attention-heads 5", "3 processes", "--min-lr 1", "--finetune without --load"):
         assert flag in told
 
 

@@ -89,3 +89,12 @@ def test_interleaved_stages_name_both_chunks() -> None:
         num_layers=4, pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1, global_batch_size=4
     )
     assert describe_stages(config, 128)[1] == "  stage 0: embedding, layer 0 and layer 2"
+
+
+@pytest.mark.parametrize("granularity", ["none", "selective"])
+def test_checkpoints_of_segments_are_of_full_recomputation(granularity: str) -> None:
+    moot = {"partition_activations": "auto", "checkpoint_in_cpu": True, "contiguous_checkpointing": True}
+    config = make_run(recompute_granularity=granularity, logits_chunk_bytes=9, **moot)
+    assert activation_config(config) == make_run(recompute_granularity=granularity, logits_chunk_bytes=9).activations
+    whole = make_run(recompute_granularity="full", **moot)
+    assert activation_config(whole) == whole.activations

@@ -85,7 +85,7 @@ def test_what_float64_overrides_is_told() -> None:
 
 
 def test_precision_is_still_checked_when_the_run_starts_anew() -> None:
-    config = make_run(precision="bf16", loss_scale=8.0, load="x")
+    config = make_run(precision="fp16", initial_loss_scale=0.5, load="x")
     assert without_checkpoints(config).precision == config.precision
     assert len(rules.check(without_checkpoints(config), 1)) == 1
 

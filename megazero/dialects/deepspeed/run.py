@@ -12,6 +12,7 @@ from types import MappingProxyType
 from megazero.config import derived
 from megazero.config.batch import KEYS, GivenSizes, solve
 from megazero.config.choices import AUTO
+from megazero.config.origin import Origin
 from megazero.config.run import RunConfig
 from megazero.config.validate import INFO
 from megazero.config.values import ParsedValue, shown
@@ -62,7 +63,7 @@ def complete(translation: Translation, settings: dict[str, ParsedValue], *, data
     file = translation.file
     for item in translation.defaults:
         if item.name != "lr_warmup_iters" or "lr_warmup_fraction" not in settings:
-            settings.setdefault(item.name, ParsedValue(item.name, item.value, item.source))
+            settings.setdefault(item.name, ParsedValue(item.name, item.value, item.source, item.origin))
     resolve(translation, settings)
     return [
         *_against_formats(file, settings),
@@ -132,7 +133,7 @@ def _against_batch(
         value = getattr(sizes, part)
         if name not in settings and value is not None:
             source = f"{file.origin}: {KEYS[part]} {value}, which follows on {data_parallel_size} processes"
-            settings[name] = ParsedValue(name, value, source)
+            settings[name] = ParsedValue(name, value, source, Origin.FOREIGN)
     return []
 
 
@@ -144,6 +145,6 @@ def _against_floor(translation: Translation, settings: dict[str, ParsedValue]) -
     value = floor.ratio * lr.value
     source = f"{floor.location.quote(floor.ratio)} x {lr.source}"
     if end is None:
-        settings["min_lr"] = ParsedValue("min_lr", value, source)
+        settings["min_lr"] = ParsedValue("min_lr", value, source, Origin.FOREIGN if floor.written else Origin.DEFAULT)
     elif floor.written and not math.isclose(end.value, value, rel_tol=1e-9):
         yield Problem(f"{end.source} and {source}", "both set --min-lr, to different values", "one of the two")

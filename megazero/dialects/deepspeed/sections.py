@@ -15,13 +15,22 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from megazero.config.choices import AUTO, OptimizerChoice, SchedulerChoice, choose_optimizer, choose_scheduler
+from megazero.config.choices import (
+    AUTO,
+    OptimizerChoice,
+    SchedulerChoice,
+    changed_params,
+    choose_optimizer,
+    choose_scheduler,
+)
 from megazero.config.engine_sections import ActivationConfig, PrecisionConfig, ZeroConfig
 from megazero.config.fields import FieldInfo, describe
+from megazero.config.origin import Origin
 from megazero.config.values import Diagnostics, Location, ParsedValue, RawValue, as_boolean, shown
 from megazero.dialects.deepspeed.keys import ACTIVATION_KEYS, BATCH_KEYS, HONOURED, PRECISION_KEYS, ZERO_KEYS
 from megazero.dialects.deepspeed.reading import ParsedFile
 from megazero.errors import Problem
+from megazero.rules import moot
 from megazero.rules.states import STATE_RULES
 
 _Section = TypeVar("_Section", ZeroConfig, PrecisionConfig, ActivationConfig)
@@ -68,12 +77,12 @@ class Translation:
 
     def write(self, setting: str, value: Any, source: str) -> None:
         """Add a setting that the file gives."""
-        self.written.append(RawValue(setting, value, source))
+        self.written.append(RawValue(setting, value, source, Origin.FOREIGN))
 
     def default(self, setting: str, value: Any, path: str) -> None:
         """Add a setting that has DeepSpeed's default."""
         source = f"{self.file.location(path).quote(value)} (DeepSpeed's default)"
-        self.defaults.append(RawValue(setting, value, source))
+        self.defaults.append(RawValue(setting, value, source, Origin.DEFAULT))
 
     def refuse(self, given: str, rule: str, legal: str) -> None:
         """Add the problem of something that megazero doesn't do."""
@@ -134,7 +143,6 @@ def _to_key(setting: str, value: Any) -> Any:
 def resolve(translation: Translation, settings: dict[str, ParsedValue]) -> None:
     """Change `settings`, the file's and all others, where the meaning of a key depends on more than the key."""
     _resolve_overlap(translation, settings)
-    _drop_idle_count(translation.file, settings)
     if "precision" not in translation.unknown:
         _resolve_accumulation(translation.file, settings)
 
@@ -146,19 +154,7 @@ def _resolve_overlap(translation: Translation, settings: dict[str, ParsedValue])
     if is_absent and translation.covers(path) and "zero_stage" in settings:
         value = settings["zero_stage"].value == 3
         source = f"{translation.file.location(path).quote(value)} (DeepSpeed's default)"
-        settings.setdefault("overlap_comm", ParsedValue("overlap_comm", value, source))
-
-
-def _drop_idle_count(file: ParsedFile, settings: dict[str, ParsedValue]) -> None:
-    """Take the number of checkpoints out where there is no arena; files give one also where they ask for none."""
-    key, count = file.written(ACTIVATION_KEYS["number_checkpoints"]), settings.get("number_checkpoints")
-    arena = settings.get("contiguous_checkpointing")
-    if key is None or count is None or count.source != key.source or (arena is not None and arena.value):
-        return
-    del settings["number_checkpoints"]
-    file.diagnostics.notices.append(
-        f"{key.location}: accepted, without effect: only contiguous_memory_optimization counts checkpoints"
-    )
+        settings.setdefault("overlap_comm", ParsedValue("overlap_comm", value, source, Origin.DEFAULT))
 
 
 def _resolve_accumulation(file: ParsedFile, settings: dict[str, ParsedValue]) -> None:
@@ -233,7 +229,7 @@ def engine_parts(file: ParsedFile) -> EngineParts:
     """The parts; problems and notices go to the file's diagnostics."""
     translation = translate(file, whole=True)
     raw = (*translation.defaults, *translation.written)
-    settings = {item.name: ParsedValue(item.name, item.value, item.source) for item in raw}
+    settings = {item.name: ParsedValue(item.name, item.value, item.source, item.origin) for item in raw}
     resolve(translation, settings)
     zero = _build(ZeroConfig, settings)
     precision = _build(PrecisionConfig, settings)
@@ -246,8 +242,19 @@ def engine_parts(file: ParsedFile) -> EngineParts:
         for problem in rule(zero, precision, _spell)
     )
     parts = EngineParts(zero, precision, activations, optimizer, scheduler)
+    given = [*settings.values(), *_given_params(file, parts)]
+    file.diagnostics.notices.extend(moot.of_the_library(parts, given).notices)
     file.diagnostics.notices.extend(automatic_notices(file, lambda path: _became(path, parts)))
     return parts
+
+
+def _given_params(file: ParsedFile, parts: EngineParts) -> Iterator[ParsedValue]:
+    """The parameters of optimizer and schedule that the file gives other values than their defaults."""
+    for name, value in changed_params(parts.optimizer, parts.scheduler).items():
+        path = "optimizer.params.lr" if name == "optimizer.lr" else name
+        section, _, key = path.rpartition(".")
+        if file.params.get(section, {}).get(key, AUTO) != AUTO:
+            yield ParsedValue(name, value, file.location(path).quote(value), Origin.FOREIGN)
 
 
 def _build(cls: type[_Section], settings: Mapping[str, ParsedValue]) -> _Section:

@@ -7,6 +7,7 @@ import pytest
 
 from megazero.config.choices import OptimizerChoice, SchedulerChoice
 from megazero.config.engine_sections import ActivationConfig, PrecisionConfig, ZeroConfig
+from megazero.config.origin import Origin
 from megazero.config.values import RawValue
 from megazero.dialects.deepspeed.reading import ParsedFile, read
 from megazero.dialects.deepspeed.sections import EngineParts, engine_parts, translate
@@ -157,13 +158,6 @@ def test_how_checkpoints_are_kept() -> None:
     assert automatic == ActivationConfig(partition_activations="auto", checkpoint_in_cpu="auto")
 
 
-def test_a_count_without_an_arena_means_nothing() -> None:
-    made, file = parts({"activation_checkpointing": {"contiguous_memory_optimization": False, "number_checkpoints": 4}})
-    assert made.activations == ActivationConfig() and file.diagnostics.problems == []
-    (notice,) = file.diagnostics.notices
-    assert notice.startswith("ds.json: activation_checkpointing.number_checkpoints: accepted, without effect: ")
-
-
 def test_the_loss_scale() -> None:
     fixed = parts({"fp16": {"enabled": True, "loss_scale": 128, "consecutive_hysteresis": True}})[0].precision
     assert (fixed.precision, fixed.loss_scale, fixed.consecutive_hysteresis) == ("fp16", 128.0, True)
@@ -255,13 +249,17 @@ def test_a_translation_keeps_sources_and_tells_written_settings_from_defaults() 
     found = translate(read(content, "ds.json"))
     assert found.written == [
         RawValue(
-            "max_live_parameters", 500_000_000, "ds.json: zero_optimization.stage3_max_live_parameters: 500000000"
+            "max_live_parameters",
+            500_000_000,
+            "ds.json: zero_optimization.stage3_max_live_parameters: 500000000",
+            Origin.FOREIGN,
         ),
-        RawValue("precision", "fp16", "ds.json: fp16.enabled: true"),
-        RawValue("loss_scale", None, "ds.json: fp16.loss_scale: 0.0"),
+        RawValue("precision", "fp16", "ds.json: fp16.enabled: true", Origin.FOREIGN),
+        RawValue("loss_scale", None, "ds.json: fp16.loss_scale: 0.0", Origin.FOREIGN),
     ]
     defaults = {item.name: item for item in found.defaults}
     assert defaults["zero_stage"].value == 0 and defaults["initial_loss_scale"].value == 65536.0
+    assert {item.origin for item in found.defaults} == {Origin.DEFAULT}
     assert defaults["zero_stage"].source == "ds.json: zero_optimization.stage: 0 (DeepSpeed's default)"
     assert "prescale_gradients" not in defaults and "partition_activations" not in defaults
     whole = {item.name for item in translate(read(content, "ds.json"), whole=True).defaults}

@@ -1,0 +1,567 @@
+"""Settings that have no effect in the configuration they stand in: one table for a run and for the library.
+
+A setting is *moot* where nothing that it could be set to would change what happens, because of what other settings say.
+A value equal to the setting's default asks for nothing, given or not, and is passed over; so both doors agree, also on
+sections that were made in Python.  A number that is never reached (an interval longer than the run) does what it says
+and is not moot; neither is a value that "auto" would have come to.
+
+What becomes of a moot setting depends on where its value comes from (`config/origin.py`).  In megazero's own words it
+is an error.  From a DeepSpeed configuration, or by a flag that published Megatron scripts carry, it is a notice, and an
+error where the user wants to be strict.  From a preset or the configuration that a run has saved it is a notice.  What
+is moot because the job has one data-parallel process is a notice at most, for the same configuration serves more.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from megazero.config import derived
+from megazero.config.choices import OptimizerChoice, SchedulerChoice
+from megazero.config.engine_sections import ActivationConfig, PrecisionConfig, ZeroConfig
+from megazero.config.optimizers import OPTIMIZERS, RUN_NAMES, run_settings
+from megazero.config.origin import Origin
+from megazero.config.run import FIELDS, DataConfig, RunConfig
+from megazero.config.validate import Unknown
+from megazero.config.values import Diagnostics, ParsedValue, shown
+from megazero.errors import Problem
+from megazero.rules.files import weight_of
+
+
+class SharedSections(Protocol):
+    """The sections that a run's configuration and the library's have in common."""
+
+    @property
+    def zero(self) -> ZeroConfig: ...
+    @property
+    def precision(self) -> PrecisionConfig: ...
+    @property
+    def activations(self) -> ActivationConfig: ...
+
+
+class LibrarySections(SharedSections, Protocol):
+    """The sections of the library's configuration."""
+
+    @property
+    def optimizer(self) -> OptimizerChoice: ...
+    @property
+    def scheduler(self) -> SchedulerChoice | None: ...
+
+
+_INFO = MappingProxyType({info.name: info for info in FIELDS})
+S = TypeVar("S", contravariant=True)
+
+
+@dataclass(frozen=True)
+class Row(Generic[S]):
+    """Settings with one reason to be moot.
+
+    because: the reason as a phrase, "" where the settings have an effect.
+    remedy: settings that would give them one, with a value each; any of them does.
+    """
+
+    settings: tuple[str, ...]
+    because: Callable[[S], str]
+    remedy: Mapping[str, object] = field(default_factory=dict)
+
+
+# --- sections of a run and of the library ----------------------------------------------------------------------------
+
+_STAGE_3 = (
+    "prefetch_bucket_size",
+    "param_persistence_threshold",
+    "model_persistence_threshold",
+    "max_live_parameters",
+    "max_reuse_distance",
+    "zero3_reshard_after",
+    "gather_16bit_weights_on_model_save",
+    "memory_efficient_linear",
+)
+_DYNAMIC_SCALE = (
+    "initial_loss_scale",
+    "min_loss_scale",
+    "loss_scale_window",
+    "hysteresis",
+    "consecutive_hysteresis",
+)
+
+
+def _is_fp16(sections: SharedSections) -> bool:
+    return sections.precision.precision == "fp16"
+
+
+def _gradients_may_overflow(sections: SharedSections) -> bool:
+    return _is_fp16(sections) or sections.zero.communication_data_type == "fp16"
+
+
+def _some_parameters_are_published(zero: ZeroConfig) -> bool:
+    """Whether an update leaves its parameters on one process though others keep them whole."""
+    persistent = zero.param_persistence_threshold > 0 and zero.model_persistence_threshold > 0
+    return zero.zero_stage in (1, 2) or (zero.zero_stage == 3 and persistent)
+
+
+def _no_wider_accumulation(sections: SharedSections) -> str:
+    precision = sections.precision.precision
+    if precision == "fp64":
+        return "gradients are not accumulated in a narrower format than the model computes in, fp64"
+    return "fp32 gradients are added up in fp32 anyway" if precision == "fp32" else ""
+
+
+SHARED: tuple[Row[SharedSections], ...] = (
+    Row(
+        _STAGE_3,
+        lambda s: "" if s.zero.zero_stage == 3 else f"ZeRO stage {s.zero.zero_stage} keeps parameters whole",
+        {"zero_stage": 3},
+    ),
+    Row(
+        ("prefetch_bucket_size",),
+        lambda s: (
+            ""
+            if s.zero.overlap_comm or s.zero.prefetch_bucket_size == 0
+            else "without overlap_comm no gather begins ahead of its use"
+        ),
+        {"overlap_comm": True},
+    ),
+    Row(
+        ("model_persistence_threshold",),
+        lambda s: (
+            "" if s.zero.param_persistence_threshold else "param_persistence_threshold 0 keeps no parameter whole"
+        ),
+        {"param_persistence_threshold": 100_000},
+    ),
+    Row(
+        ("param_persistence_threshold",),
+        lambda s: (
+            "" if s.zero.model_persistence_threshold else "model_persistence_threshold 0 keeps no parameter whole"
+        ),
+    ),
+    Row(
+        ("allgather_partitions",),
+        lambda s: (
+            "" if _some_parameters_are_published(s.zero) else f"ZeRO stage {s.zero.zero_stage} publishes no parameters"
+        ),
+        {"zero_stage": 1},
+    ),
+    Row(
+        ("load_from_fp32_weights",),
+        lambda s: (
+            f"{s.precision.precision} parameters have no other master weights"
+            if s.precision.precision in ("fp32", "fp64")
+            else ""
+        ),
+        {"precision": "bf16"},
+    ),
+    Row(
+        ("loss_scale", *_DYNAMIC_SCALE),
+        lambda s: "" if _is_fp16(s) else "only fp16 gradients are so small that the loss is scaled",
+        {"precision": "fp16"},
+    ),
+    Row(
+        _DYNAMIC_SCALE,
+        lambda s: (
+            ""
+            if s.precision.loss_scale is None
+            else f"the loss scale is constant, loss_scale {s.precision.loss_scale:g}"
+        ),
+    ),
+    Row(
+        ("max_skipped_steps_at_min_loss_scale",),
+        lambda s: "" if _gradients_may_overflow(s) else "only steps whose gradients overflow in fp16 are skipped",
+        {"precision": "fp16"},
+    ),
+    Row(("accumulate_allreduce_grads_in_fp32",), _no_wider_accumulation, {"precision": "bf16"}),
+    Row(
+        ("number_checkpoints",),
+        lambda s: (
+            ""
+            if s.activations.contiguous_checkpointing
+            else "it is the size of the arena in which contiguous_checkpointing keeps checkpoints"
+        ),
+        {"contiguous_checkpointing": True},
+    ),
+    Row(
+        ("number_checkpoints",),
+        lambda s: (
+            "of checkpoints in host memory the arena has room for those on their way, whatever their number"
+            if s.activations.checkpoint_in_cpu is True
+            else ""
+        ),
+        {"checkpoint_in_cpu": False},
+    ),
+)
+
+# With one data-parallel process.
+ALONE: tuple[Row[SharedSections], ...] = (
+    Row(
+        ("reduce_scatter", "allgather_partitions", "prescale_gradients"),
+        lambda s: "one data-parallel process exchanges no gradients and no parameters",
+    ),
+)
+
+
+# --- the library -----------------------------------------------------------------------------------------------------
+
+
+def _peak_of_schedule(sections: LibrarySections) -> str:
+    """Why the optimizer's learning rate does not count: the schedule has a peak of its own."""
+    choice = sections.scheduler
+    peak = None if choice is None else choice.params.get("warmup_max_lr")
+    if choice is None or peak is None or peak == sections.optimizer.lr:
+        return ""
+    return f"{choice.type} sets the learning rate, up to warmup_max_lr {peak:g}"
+
+
+LIBRARY: tuple[Row[LibrarySections], ...] = (
+    Row(
+        ("recompute_granularity", "recompute_method", "recompute_num_layers", "logits_chunk_bytes"),
+        lambda s: "what is recomputed is the model's choice, which calls megazero.recompute(function, *args)",
+    ),
+    Row(
+        ("zero3_reshard_after",),
+        lambda s: "there is no schedule with windows; a unit is released after every forward and backward of it",
+    ),
+    Row(("fp8_format",), lambda s: "the model's own layers choose their products"),
+    Row(("load_from_fp32_weights",), lambda s: "an engine loads no checkpoints"),
+    Row(("optimizer.lr",), _peak_of_schedule, {"scheduler.params.warmup_max_lr": "auto"}),
+    Row(
+        ("scheduler.params.lr_warmup_init", "scheduler.params.lr_warmup_type"),
+        lambda s: "" if s.scheduler is None or s.scheduler.params.get("lr_warmup_iters") else "there is no warm-up",
+        {"scheduler.params.lr_warmup_iters": 100},
+    ),
+    Row(
+        ("optimizer.params.dampening",),
+        lambda s: "" if s.optimizer.params.get("momentum") else "without momentum nothing is dampened",
+    ),
+    Row(
+        ("optimizer.params.decoupled_weight_decay",),
+        lambda s: "" if s.optimizer.params.get("weight_decay") else "there is no weight decay",
+    ),
+)
+
+
+# --- a run -----------------------------------------------------------------------------------------------------------
+
+_SEGMENTS = (
+    "recompute_method",
+    "recompute_num_layers",
+    "partition_activations",
+    "checkpoint_in_cpu",
+    "contiguous_checkpointing",
+    "number_checkpoints",
+    "synchronize_each_layer",
+    "profile_backward",
+)
+_TENSORBOARD = (
+    "tensorboard_queue_size",
+    "tensorboard_log_interval",
+    "log_timers_to_tensorboard",
+    "log_validation_ppl_to_tensorboard",
+    "log_memory_to_tensorboard",
+)
+_TOKENIZER_OF: Mapping[str, str] = MappingProxyType(
+    {
+        "vocab_file": "GPT2BPETokenizer",
+        "merge_file": "GPT2BPETokenizer",
+        "tokenizer_model": "SentencePieceTokenizer",
+    }
+)
+
+
+# A parameter of some optimizers -> one that takes it.
+_OPTIMIZER_OF: Mapping[str, str] = MappingProxyType(
+    {
+        "weight_decay": "adam",
+        "adam_beta1": "adam",
+        "adam_beta2": "adam",
+        "adam_eps": "adam",
+        "sgd_momentum": "sgd",
+    }
+)
+
+
+def _is_no_parameter(setting: str) -> Row[RunConfig]:
+    def because(config: RunConfig) -> str:
+        name = config.optimizer.optimizer
+        own = run_settings(RUN_NAMES[name])
+        settings = [setting for settings in own.values() for setting in settings]
+        if setting in settings:
+            return ""
+        others = [other for other in OPTIMIZERS[RUN_NAMES[name]].params if other not in own]
+        taken = [*(_INFO[own].flag for own in settings), "--optimizer-params " + " ".join(f"{n}=..." for n in others)]
+        return f"--optimizer {name} takes {', '.join(taken)}"
+
+    return Row((setting,), because, {"optimizer": _OPTIMIZER_OF[setting]})
+
+
+def _one_slice(config: RunConfig) -> str:
+    size = config.parallel.tensor_model_parallel_size
+    return "with --tensor-model-parallel-size 1 there is nothing to split over" if size == 1 else ""
+
+
+def _no_partitioned_checkpoints(config: RunConfig) -> str:
+    if config.activations.partition_activations is not True:
+        return ""
+    if config.parallel.tensor_model_parallel_size > 1 and config.parallel.sequence_parallel:
+        return "with --sequence-parallel checkpoints are slices already, and are not cut again"
+    return _one_slice(config)
+
+
+def _same_order_of_ranks(config: RunConfig) -> str:
+    """Why the order is the default's: of axes with one rank it does not matter where they stand."""
+    parallel = config.parallel
+    sizes = {"pp": parallel.pipeline_model_parallel_size, "dp": 2, "tp": parallel.tensor_model_parallel_size}
+    given, default = (
+        [axis for axis in order.split("-") if sizes[axis] > 1] for order in (parallel.rank_order, "pp-dp-tp")
+    )
+    if given != default:
+        return ""
+    degrees = " and ".join(
+        f"{flag} 1"
+        for flag, size in (("--tensor-model-parallel-size", "tp"), ("--pipeline-model-parallel-size", "pp"))
+        if sizes[size] == 1
+    )
+    return f"with {degrees} it is the order pp-dp-tp"
+
+
+def _kernel_is_not_there(config: RunConfig) -> str:
+    kernel = config.training.attention_backend
+    if config.parallel.device != "cpu" or kernel in ("auto", "unfused"):
+        return ""
+    if kernel == "flash":
+        return "on the CPU FlashAttention has no dropout" if config.model.attention_dropout else ""
+    return "on the CPU there are FlashAttention and plain products only"
+
+
+def _words_of_paths(data: DataConfig) -> tuple[str, ...]:
+    paths = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
+    return tuple(word for path in paths for word in path)
+
+
+def _splits_nothing(config: RunConfig) -> str:
+    data = config.data
+    if data.mock_data:
+        return "made-up tokens have no documents to share out"
+    own = data.train_data_path or data.valid_data_path or data.test_data_path
+    return "a split's own corpus is used whole" if own and not data.data_path else ""
+
+
+def _maps_nothing(config: RunConfig) -> str:
+    if config.data.mock_data:
+        return "made-up tokens lie in no file"
+    prefixes = [word for word in _words_of_paths(config.data) if weight_of(word) is None]
+    remote = prefixes and all("://" in prefix for prefix in prefixes)
+    return "tokens in an object store are always read by ranges" if remote else ""
+
+
+def _caches_nothing(config: RunConfig) -> str:
+    remote = not config.data.mock_data and any("://" in word for word in _words_of_paths(config.data))
+    return "" if remote else "only the indexes of corpora in object stores (s3://...) are kept there"
+
+
+def _tokenizer_reads_no(setting: str) -> Row[RunConfig]:
+    kind = _TOKENIZER_OF[setting]
+
+    def because(config: RunConfig) -> str:
+        given = config.data.tokenizer_type
+        if given == kind:
+            return ""
+        return f"{given} reads no such file" if given else f"--tokenizer-type {kind} reads it, and none is named"
+
+    return Row((setting,), because, {"tokenizer_type": kind})
+
+
+def _no_ledger_is_read(config: RunConfig) -> str:
+    logging = config.logging
+    read = logging.metrics_file or logging.tensorboard_dir or logging.ledger_dir
+    return "" if read else "its figures go to --metrics-file, --tensorboard-dir and --ledger-dir, and none is there"
+
+
+RUN: tuple[Row[RunConfig], ...] = (
+    Row(
+        ("eval_interval", "eval_at_start", "log_validation_ppl_to_tensorboard"),
+        lambda c: "" if c.training.eval_iters else "--eval-iters 0 evaluates nothing",
+        {"eval_iters": 100},
+    ),
+    Row(("attention_backend",), _kernel_is_not_there, {"device": "cuda"}),
+    Row(
+        ("min_lr",),
+        lambda c: "a constant learning rate does not fall" if c.optimizer.lr_decay_style == "constant" else "",
+        {"lr_decay_style": "linear"},
+    ),
+    Row(
+        ("lr_decay_iters",),
+        lambda c: (
+            "a constant learning rate does not fall, and no warm-up is a fraction of its fall"
+            if c.optimizer.lr_decay_style == "constant" and not c.optimizer.lr_warmup_fraction
+            else ""
+        ),
+        {"lr_decay_style": "linear"},
+    ),
+    Row(
+        ("lr_warmup_init", "lr_warmup_type"),
+        lambda c: "" if c.optimizer.lr_warmup_iters or c.optimizer.lr_warmup_fraction else "there is no warm-up",
+        {"lr_warmup_iters": 100},
+    ),
+    *map(_is_no_parameter, _OPTIMIZER_OF),
+    Row(
+        ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler", "no_load_optim"),
+        lambda c: "there is no checkpoint to take anything from" if c.checkpoint.load is None else "",
+        {"load": "DIR"},
+    ),
+    Row(
+        ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler", "no_load_optim"),
+        lambda c: "--finetune takes parameters only, and starts everything else anew" if c.checkpoint.finetune else "",
+    ),
+    Row(
+        ("load_from_fp32_weights",),
+        lambda c: (
+            ""
+            if c.checkpoint.load is not None and (c.checkpoint.finetune or c.checkpoint.no_load_optim)
+            else "weights alone are loaded by --load with --finetune or --no-load-optim"
+        ),
+    ),
+    Row(
+        ("save_interval", "no_save_optim"),
+        lambda c: "without --save nothing is saved" if c.checkpoint.save is None else "",
+        {"save": "DIR"},
+    ),
+    Row(
+        _SEGMENTS,
+        lambda c: (
+            ""
+            if c.activations.recompute_granularity == "full"
+            else "only layers that are recomputed whole form segments and keep checkpoints"
+        ),
+        {"recompute_granularity": "full"},
+    ),
+    Row(("sequence_parallel", "allow_tensor_parallel_across_nodes"), _one_slice, {"tensor_model_parallel_size": 2}),
+    Row(("partition_activations",), _no_partitioned_checkpoints),
+    Row(("rank_order",), _same_order_of_ranks, {"tensor_model_parallel_size": 2}),
+    Row(
+        ("cpu_threads",),
+        lambda c: "--device cuda computes on the GPU" if c.parallel.device == "cuda" else "",
+        {"device": "cpu"},
+    ),
+    Row(
+        ("gather_16bit_weights_on_model_save",),
+        lambda c: "a run saves checkpoints, and every process writes its own part of them",
+    ),
+    Row(("override_module_apply",), lambda c: "nothing in a run calls Module.apply"),
+    Row(
+        ("synchronize_each_layer",),
+        lambda c: "the CPU is never behind the program" if c.parallel.device == "cpu" else "",
+        {"device": "cuda"},
+    ),
+    Row(("split",), _splits_nothing),
+    Row(("mmap_bin_files",), _maps_nothing),
+    Row(("data_cache_path",), _caches_nothing),
+    *map(_tokenizer_reads_no, _TOKENIZER_OF),
+    Row(
+        _TENSORBOARD,
+        lambda c: "TensorBoard is written into a folder" if c.logging.tensorboard_dir is None else "",
+        {"tensorboard_dir": "DIR"},
+    ),
+    Row(("ledger",), _no_ledger_is_read, {"metrics_file": "FILE", "ledger_dir": "DIR"}),
+    Row(
+        ("ledger_dir",),
+        lambda c: "" if c.logging.ledger or c.logging.ledger_limit is not None else "no ledger is kept",
+        {"ledger": True},
+    ),
+)
+
+
+# --- what becomes of what was given ----------------------------------------------------------------------------------
+
+Spell = Callable[[str, object], str]
+
+
+class _Moot(NamedTuple):
+    """A setting that was given, why it has no effect, and what would give it one."""
+
+    item: ParsedValue
+    because: str
+    remedy: Mapping[str, object]
+
+
+def of_a_run(
+    config: RunConfig, given: Sequence[ParsedValue], *, world_size: int | None = None, strict: bool = False
+) -> Diagnostics:
+    """What is moot in a run; a rule about settings that `config` does not know finds nothing.
+
+    world_size: processes of the job, None where that is not known.  strict: whether foreign words count as the user's.
+    """
+    found = [*_moot(config, given, (*RUN, *SHARED))]
+    if world_size is not None and _is_alone(config, world_size):
+        seen = {moot.item.name for moot in found}
+        rest = [replace(item, origin=_at_most_foreign(item.origin)) for item in given if item.name not in seen]
+        found += _moot(config, rest, ALONE)
+    return _diagnostics(found, _as_flag, strict=strict)
+
+
+def of_the_library(sections: LibrarySections, given: Sequence[ParsedValue]) -> Diagnostics:
+    """What is moot in a configuration of the library, on any number of processes."""
+    return _diagnostics(_moot(sections, given, (*LIBRARY, *SHARED)), _as_key, strict=False)
+
+
+def on_one_process(sections: SharedSections) -> tuple[str, ...]:
+    """Notices of what is moot in the library because there is one data-parallel process."""
+    values = {setting: getattr(sections.zero, setting) for row in ALONE for setting in row.settings}
+    given = [ParsedValue(name, value, _as_key(name, value), Origin.FOREIGN) for name, value in values.items()]
+    return tuple(_diagnostics(_moot(sections, given, ALONE), _as_key, strict=False).notices)
+
+
+def _moot(sections: S, given: Iterable[ParsedValue], rows: Iterable[Row[S]]) -> Iterator[_Moot]:
+    """The settings that ask for something and have no effect, each with the first reason in the table."""
+    by_setting: dict[str, list[Row[S]]] = {}
+    for row in rows:
+        for setting in row.settings:
+            by_setting.setdefault(setting, []).append(row)
+    for item in given:
+        for row in by_setting.get(item.name, ()):
+            try:
+                because = row.because(sections) if _asks_for_something(sections, item.name) else ""
+            except Unknown:
+                continue
+            if because:
+                yield _Moot(item, because, row.remedy)
+                break
+
+
+def _asks_for_something(sections: object, setting: str) -> bool:
+    """Whether the setting has another value than its default; one that is no setting of a run has been given one."""
+    info = _INFO.get(setting)
+    return info is None or getattr(getattr(sections, info.section), setting) != info.default
+
+
+def _is_alone(config: RunConfig, world_size: int) -> bool:
+    """Whether the job has one data-parallel process, as far as the layout is known."""
+    try:
+        return world_size == derived.model_parallel_size(config)
+    except Unknown:
+        return False
+
+
+def _at_most_foreign(origin: Origin) -> Origin:
+    return Origin.FOREIGN if origin is Origin.USER else origin
+
+
+def _diagnostics(moot: Iterable[_Moot], spell: Spell, *, strict: bool) -> Diagnostics:
+    found = Diagnostics()
+    for item, because, remedy in moot:
+        if item.origin is Origin.USER or (strict and item.origin is Origin.FOREIGN):
+            ways = [*(spell(setting, value) for setting, value in remedy.items()), "or leave it out"]
+            legal = ", ".join(ways) if remedy else "leave it out"
+            found.problems.append(Problem(item.source, f"it has no effect here: {because}", legal))
+        elif item.origin is not Origin.DEFAULT:
+            found.notices.append(f"{item.source}: moot here, because {because}")
+    return found
+
+
+def _as_flag(setting: str, value: object) -> str:
+    flag = _INFO[setting].flag
+    return flag if value is True else f"{flag} {str(value).lower() if value is False else value}"
+
+
+def _as_key(setting: str, value: object) -> str:
+    info = _INFO.get(setting)
+    return f"{info.section}.{setting}: {shown(value)}" if info else f"{setting}: {shown(value)}"

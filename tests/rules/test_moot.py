@@ -1,0 +1,523 @@
+"""Settings without effect: every one is told, at both doors, and its neighbour that has an effect is not."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+from support.configs import SMALL, make_run
+
+from megazero.command_line.parse import ParsedRun, parse
+from megazero.config.presets import ZERO_CONFIGS
+from megazero.config.run import FIELDS
+from megazero.config.yaml_file import to_yaml
+from megazero.dialects.megatron import PUBLISHED, SHORTHANDS
+from megazero.errors import ConfigError, Problem
+from megazero.library.config import EngineConfig, load_engine_config
+from megazero.rules.moot import ALONE, LIBRARY, RUN, SHARED, on_one_process
+
+Settings = Mapping[str, Any]
+INFO = {info.name: info for info in FIELDS}
+ERROR, NOTICE = "error", "notice"
+
+
+class Case(NamedTuple):
+    """A setting, what its flag earns where it is moot, and the other settings of a moot and of a working run."""
+
+    setting: str
+    value: Any
+    flag_earns: str
+    moot: Settings
+    works: Settings
+
+
+STAGE_3: Settings = {"zero_stage": 3}
+FP16: Settings = {"precision": "fp16"}
+BF16: Settings = {"precision": "bf16"}
+FULL: Settings = {"recompute_granularity": "full"}
+STATIC: Settings = {**FP16, "loss_scale": 8}
+LOADED: Settings = {"load": "ckpt"}
+OWN_CORPORA: Settings = {"mock_data": False, "train_data_path": ["a"], "valid_data_path": ["b"]}
+CORPUS: Settings = {"mock_data": False, "data_path": ["0.5", "a", "0.5", "b"]}
+REMOTE: Settings = {"mock_data": False, "data_path": ["0.5", "s3://bucket/a", "0.5", "s3://bucket/b"]}
+PARALLEL: Settings = {"tensor_model_parallel_size": 2}
+
+# Of sections that the library has too.
+SHARED_CASES = (
+    Case("prefetch_bucket_size", 100, ERROR, {}, STAGE_3),
+    Case("prefetch_bucket_size", 100, ERROR, {**STAGE_3, "overlap_comm": False}, STAGE_3),
+    Case("param_persistence_threshold", 100, ERROR, {"zero_stage": 2}, STAGE_3),
+    Case("param_persistence_threshold", 100, ERROR, {**STAGE_3, "model_persistence_threshold": 0}, STAGE_3),
+    Case(
+        "model_persistence_threshold",
+        100,
+        ERROR,
+        {"zero_stage": 0},
+        {**STAGE_3, "param_persistence_threshold": 9},
+    ),
+    Case("model_persistence_threshold", 100, ERROR, STAGE_3, {**STAGE_3, "param_persistence_threshold": 9}),
+    Case("max_live_parameters", 5, ERROR, {}, STAGE_3),
+    Case("max_reuse_distance", 5, ERROR, {"zero_stage": 2}, STAGE_3),
+    Case("memory_efficient_linear", False, ERROR, {}, STAGE_3),
+    Case("allgather_partitions", False, ERROR, {"zero_stage": 0}, {"zero_stage": 1}),
+    Case("allgather_partitions", False, ERROR, STAGE_3, {**STAGE_3, "param_persistence_threshold": 9}),
+    Case("loss_scale", 8.0, NOTICE, BF16, FP16),
+    Case("initial_loss_scale", 4.0, NOTICE, {}, FP16),
+    Case("min_loss_scale", 2.0, NOTICE, BF16, FP16),
+    Case("loss_scale_window", 9, NOTICE, {}, FP16),
+    Case("hysteresis", 3, NOTICE, {"precision": "fp64"}, FP16),
+    Case("consecutive_hysteresis", True, ERROR, {}, FP16),
+    Case("initial_loss_scale", 4.0, NOTICE, STATIC, FP16),
+    Case("min_loss_scale", 2.0, NOTICE, STATIC, FP16),
+    Case("loss_scale_window", 9, NOTICE, STATIC, FP16),
+    Case("hysteresis", 3, NOTICE, STATIC, FP16),
+    Case("consecutive_hysteresis", True, ERROR, STATIC, FP16),
+    Case("max_skipped_steps_at_min_loss_scale", 5, ERROR, {}, STATIC),
+    Case("max_skipped_steps_at_min_loss_scale", 5, ERROR, BF16, {"communication_data_type": "fp16"}),
+    Case("accumulate_allreduce_grads_in_fp32", True, NOTICE, {}, BF16),
+    Case("accumulate_allreduce_grads_in_fp32", True, NOTICE, {"precision": "fp64"}, FP16),
+)
+RUN_CASES = (
+    Case("zero3_reshard_after", "window", ERROR, {"zero_stage": 2}, STAGE_3),
+    Case("load_from_fp32_weights", False, ERROR, BF16, {**BF16, **LOADED, "finetune": True}),
+    Case("load_from_fp32_weights", False, ERROR, {**BF16, **LOADED}, {**BF16, **LOADED, "no_load_optim": True}),
+    Case("load_from_fp32_weights", False, ERROR, {**LOADED, "finetune": True}, {**FP16, **LOADED, "finetune": True}),
+    Case("recompute_method", "block", NOTICE, {}, FULL),
+    Case("recompute_num_layers", 2, NOTICE, {"recompute_granularity": "selective"}, FULL),
+    Case("partition_activations", True, NOTICE, PARALLEL, {**PARALLEL, **FULL}),
+    Case("partition_activations", "auto", NOTICE, {}, FULL),
+    Case("partition_activations", True, NOTICE, FULL, {**PARALLEL, **FULL}),
+    Case("partition_activations", True, NOTICE, {**PARALLEL, **FULL, "sequence_parallel": True}, {**PARALLEL, **FULL}),
+    Case("checkpoint_in_cpu", True, NOTICE, {"recompute_granularity": "selective"}, FULL),
+    Case("contiguous_checkpointing", True, ERROR, {}, FULL),
+    Case("number_checkpoints", 3, ERROR, FULL, {**FULL, "contiguous_checkpointing": True}),
+    Case(
+        "number_checkpoints",
+        3,
+        ERROR,
+        {**FULL, "contiguous_checkpointing": True, "checkpoint_in_cpu": True},
+        {**FULL, "contiguous_checkpointing": True, "checkpoint_in_cpu": "auto"},
+    ),
+    Case("synchronize_each_layer", True, NOTICE, {}, FULL),
+    Case("synchronize_each_layer", True, NOTICE, {**FULL, "device": "cpu"}, {**FULL, "device": "cuda"}),
+    Case("profile_backward", True, NOTICE, {"recompute_granularity": "selective"}, FULL),
+    Case("eval_interval", 5, NOTICE, {"eval_iters": 0}, {"eval_iters": 1}),
+    Case("eval_at_start", True, ERROR, {"eval_iters": 0}, {}),
+    Case("attention_backend", "efficient", NOTICE, {"device": "cpu"}, {"device": "cuda"}),
+    Case("attention_backend", "flash", NOTICE, {"device": "cpu"}, {"device": "cpu", "attention_dropout": 0}),
+    Case("min_lr", 1e-5, NOTICE, {"lr_decay_style": "constant"}, {"lr_decay_style": "cosine"}),
+    Case("lr_decay_iters", 9, NOTICE, {"lr_decay_style": "constant"}, {}),
+    Case(
+        "lr_decay_iters",
+        9,
+        NOTICE,
+        {"lr_decay_style": "constant", "lr_warmup_iters": 2},
+        {"lr_decay_style": "constant", "lr_warmup_fraction": 0.1},
+    ),
+    Case("lr_warmup_init", 1e-5, NOTICE, {}, {"lr_warmup_iters": 2}),
+    Case("lr_warmup_type", "log", ERROR, {"lr_warmup_fraction": 0}, {"lr_warmup_fraction": 0.1}),
+    Case("weight_decay", 0.5, ERROR, {"optimizer": "rprop"}, {"optimizer": "sgd"}),
+    Case("adam_beta1", 0.5, NOTICE, {"optimizer": "sgd"}, {"optimizer": "nadam"}),
+    Case("adam_beta2", 0.5, NOTICE, {"optimizer": "rmsprop"}, {"optimizer": "radam"}),
+    Case("adam_eps", 0.5, NOTICE, {"optimizer": "rmsprop"}, {"optimizer": "adamax"}),
+    Case("sgd_momentum", 0.5, NOTICE, {}, {"optimizer": "sgd"}),
+    Case("override_opt_param_scheduler", True, NOTICE, {}, LOADED),
+    Case("use_checkpoint_opt_param_scheduler", True, NOTICE, {}, LOADED),
+    Case("no_load_optim", True, NOTICE, {}, LOADED),
+    Case("override_opt_param_scheduler", True, NOTICE, {**LOADED, "finetune": True}, LOADED),
+    Case("no_load_optim", True, NOTICE, {**LOADED, "finetune": True}, LOADED),
+    Case("save_interval", 5, NOTICE, {}, {"save": "ckpt"}),
+    Case("no_save_optim", True, NOTICE, {}, {"save": "ckpt"}),
+    Case("sequence_parallel", True, NOTICE, {}, PARALLEL),
+    Case("allow_tensor_parallel_across_nodes", True, ERROR, {}, PARALLEL),
+    Case("rank_order", "dp-pp-tp", ERROR, {}, {"pipeline_model_parallel_size": 2}),
+    Case("rank_order", "tp-pp-dp", ERROR, {"pipeline_model_parallel_size": 2}, PARALLEL),
+    Case("rank_order", "pp-tp-dp", ERROR, {}, PARALLEL),
+    Case("cpu_threads", 2, ERROR, {"device": "cuda"}, {"device": "auto"}),
+    Case("split", "90,5,5", NOTICE, {}, CORPUS),
+    Case("split", "90,5,5", NOTICE, OWN_CORPORA, CORPUS),
+    Case("mmap_bin_files", False, NOTICE, {}, OWN_CORPORA),
+    Case("mmap_bin_files", False, NOTICE, REMOTE, CORPUS),
+    Case("data_cache_path", "cache", NOTICE, {}, REMOTE),
+    Case("data_cache_path", "cache", NOTICE, OWN_CORPORA, {**OWN_CORPORA, "valid_data_path": ["s3://bucket/b"]}),
+    Case("vocab_file", "v", NOTICE, {}, {"tokenizer_type": "GPT2BPETokenizer"}),
+    Case("merge_file", "m", NOTICE, {"tokenizer_type": "ByteTokenizer"}, {"tokenizer_type": "GPT2BPETokenizer"}),
+    Case(
+        "tokenizer_model",
+        "t",
+        NOTICE,
+        {"tokenizer_type": "GPT2BPETokenizer"},
+        {"tokenizer_type": "SentencePieceTokenizer"},
+    ),
+    Case("tensorboard_queue_size", 5, NOTICE, {}, {"tensorboard_dir": "tb"}),
+    Case("tensorboard_log_interval", 5, NOTICE, {}, {"tensorboard_dir": "tb"}),
+    Case("log_timers_to_tensorboard", True, NOTICE, {}, {"tensorboard_dir": "tb"}),
+    Case("log_memory_to_tensorboard", True, NOTICE, {}, {"tensorboard_dir": "tb"}),
+    Case("log_validation_ppl_to_tensorboard", True, NOTICE, {}, {"tensorboard_dir": "tb"}),
+    Case(
+        "log_validation_ppl_to_tensorboard",
+        True,
+        NOTICE,
+        {"tensorboard_dir": "tb", "eval_iters": 0},
+        {"tensorboard_dir": "tb"},
+    ),
+    Case("ledger", True, ERROR, {}, {"metrics_file": "run.jsonl"}),
+    Case("ledger_dir", "pictures", ERROR, {}, {"ledger": True}),
+    Case("ledger_dir", "pictures", ERROR, {"metrics_file": "run.jsonl"}, {"ledger_limit": 64}),
+)
+CASES = (*SHARED_CASES, *RUN_CASES)
+
+# Whose effect no other setting takes away.
+_EFFECTIVE = """
+num_layers hidden_size num_attention_heads seq_length max_position_embeddings ffn_hidden_size vocab_size
+make_vocab_size_divisible_by hidden_dropout attention_dropout init_method_std norm_epsilon
+untie_embeddings_and_output_weights micro_batch_size global_batch_size train_iters train_samples seed eval_iters
+exit_interval exit_duration_in_mins compile exit_status_when_stopped optimizer optimizer_params lr lr_decay_style
+lr_warmup_iters lr_warmup_fraction clip_grad precision tensor_model_parallel_size pipeline_model_parallel_size
+distributed_backend distributed_timeout_minutes device zero_stage
+reduce_bucket_size allgather_bucket_size overlap_comm contiguous_gradients ignore_unused_parameters
+sub_group_size communication_data_type gradient_predivide_factor recompute_granularity logits_chunk_bytes
+data_path train_data_path valid_data_path test_data_path data_skip_samples mock_data tokenizer_type num_workers
+eod_mask_loss reset_position_ids reset_attention_mask save load log_interval metrics_file tensorboard_dir
+ledger_limit pipeline_trace_dir
+"""
+EFFECTIVE = frozenset(_EFFECTIVE.split())
+# Which other rules refuse where they cannot be carried out.
+_REFUSED_ELSEWHERE = """
+num_layers_per_virtual_pipeline_stage pipeline_schedule pipeline_split fp8_format finetune
+"""
+REFUSED_ELSEWHERE = frozenset(_REFUSED_ELSEWHERE.split())
+
+
+UNREAD = ("gather_16bit_weights_on_model_save", "override_module_apply")
+
+
+def words(settings: Settings) -> Iterator[str]:
+    """The settings as flags, a switch that is on by default as --no-NAME."""
+    for name, value in settings.items():
+        info = INFO[name]
+        if value is False and info.default is True:
+            yield f"--no-{info.flag.removeprefix('--')}"
+        elif value is not False:
+            yield info.flag
+            yield from [] if value is True else map(str, value) if isinstance(value, list) else [str(value)]
+
+
+def run(settings: Settings, *more: str, world_size: int | None = None) -> ParsedRun:
+    return parse([*words({**SMALL, **settings}), *more], world_size=world_size)
+
+
+def from_file(folder: Path, settings: Settings, *more: str) -> ParsedRun:
+    (folder / "run.yaml").write_text(yaml.safe_dump({**SMALL, **settings}))
+    return parse(["--config", str(folder / "run.yaml"), *more])
+
+
+def problems(error: pytest.ExceptionInfo[ConfigError]) -> list[Problem]:
+    return list(error.value.problems)
+
+
+def name_of(case: Case) -> str:
+    return f"{case.setting} {case.value} with {dict(case.moot)}"
+
+
+# --- a run -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_a_moot_flag_is_told_and_an_effective_one_is_not(case: Case) -> None:
+    moot, works = {**case.moot, case.setting: case.value}, {**case.works, case.setting: case.value}
+    (flag, *_) = words({case.setting: case.value})
+    if case.flag_earns == NOTICE:
+        mine = [notice for notice in run(moot).notices if notice.startswith(flag)]
+        assert len(mine) == 1 and ": moot here, because " in mine[0]
+    with pytest.raises(ConfigError) as caught:
+        run(moot, *(["--strict"] if case.flag_earns == NOTICE else []))
+    (problem,) = (problem for problem in problems(caught) if problem.given.startswith(flag))
+    assert problem.rule.startswith("it has no effect here: ") and "leave it out" in problem.legal
+    assert run(works, "--strict").notices == ()
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_the_remedy_is_one(case: Case) -> None:
+    """What is offered as legal is accepted; where the message names a folder or a file, any will do."""
+    with pytest.raises(ConfigError) as caught:
+        run({**case.moot, case.setting: case.value}, "--strict")
+    (flag, *_) = words({case.setting: case.value})
+    (problem,) = (problem for problem in problems(caught) if problem.given.startswith(flag))
+    for way in problem.legal.removesuffix("leave it out").removesuffix("or ").split(", "):
+        if not way:
+            continue
+        try:
+            parse([*words({**SMALL, **case.moot, case.setting: case.value}), *way.split(), "--strict"])
+        except ConfigError as error:
+            assert problem not in error.problems
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_a_file_of_megazeros_own_has_no_moot_setting(case: Case, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_file(tmp_path, {**case.moot, case.setting: case.value})
+    assert f"{tmp_path}/run.yaml: {case.setting}: " in "".join(problem.given for problem in problems(caught))
+    assert from_file(tmp_path, {**case.works, case.setting: case.value}).notices == ()
+
+
+def test_there_are_many_cases() -> None:
+    assert len({name_of(case) for case in CASES}) == len(CASES) >= 60
+
+
+@pytest.mark.parametrize("setting", UNREAD)
+def test_what_no_run_reads(setting: str) -> None:
+    for stage in range(4):
+        with pytest.raises(ConfigError) as caught:
+            run({setting: not INFO[setting].default, "zero_stage": stage})
+        assert [problem.legal for problem in problems(caught)] == ["leave it out"]
+
+
+def test_every_setting_is_decided_on() -> None:
+    table = {name for row in (*RUN, *SHARED, *ALONE) for name in row.settings}
+    assert table | EFFECTIVE | REFUSED_ELSEWHERE == set(INFO)
+    assert not table & EFFECTIVE and not table & REFUSED_ELSEWHERE and not EFFECTIVE & REFUSED_ELSEWHERE
+    assert {case.setting for case in CASES} | {*ALONE[0].settings, *UNREAD} == table
+
+
+def test_published_flags_are_flags_of_settings_that_can_be_moot() -> None:
+    table = {name for row in (*RUN, *SHARED) for name in row.settings}
+    spelt = {name for info in FIELDS if info.name in table for name in (info.flag.removeprefix("--"), *info.aliases)}
+    spelt |= {f"no-{INFO[name].flag.removeprefix('--')}" for name in table if INFO[name].default is True}
+    assert set(PUBLISHED) - spelt == set() and not set(PUBLISHED) & set(SHORTHANDS)
+
+
+def test_the_spelling_of_a_flag_tells_whose_it_is() -> None:
+    assert "only layers that are recomputed whole" in run({}, "--contigious-checkpointing").notices[0]
+    with pytest.raises(ConfigError, match="it has no effect here"):
+        run({}, "--contiguous-checkpointing")
+    (notice,) = run({}, "--use-tp-pp-dp-mapping").notices
+    assert notice.startswith("--use-tp-pp-dp-mapping: moot here, because with --tensor-model-parallel-size 1 and")
+
+
+def test_a_default_asks_for_nothing(tmp_path: Path) -> None:
+    given = {"hysteresis": 2, "max_live_parameters": 1_000_000_000, "split": None, "mmap_bin_files": True}
+    assert from_file(tmp_path, given, "--strict").notices == ()
+    assert run({"initial_loss_scale": 2**32}, "--strict").notices == ()
+
+
+def test_a_preset_is_never_wrong() -> None:
+    for name in ZERO_CONFIGS:
+        notices = run({}, "--zero-config", name, "--strict", "--recompute-granularity", "none").notices
+        assert notices and all(notice.startswith(f"--zero-config {name}: ") for notice in notices)
+    assert run({}, "--zero-config", "C1", "--strict").notices == ()
+    (notice,) = run({}, "--zero-config", "C4").notices
+    assert notice == (
+        "--zero-config C4: partition_activations True: moot here, because with --tensor-model-parallel-size 1 there is"
+        " nothing to split over"
+    )
+
+
+def test_the_configuration_that_a_run_saves_loads_again(tmp_path: Path) -> None:
+    parsed = run({"hysteresis": 3, "min_lr": 1e-5, "lr_decay_style": "constant"}, "--zero-config", "C2")
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(parsed.config))
+    again = parse(["--config", str(file), "--strict"])
+    assert again.config == parsed.config
+    names = [notice.removeprefix(f"{file}: ").split(":")[0] for notice in again.notices]
+    assert sorted(names) == ["hysteresis", "min_lr", "partition_activations"]
+    file.write_text(to_yaml(make_run(zero_stage=3, prefetch_bucket_size=9)))
+    assert parse(["--config", str(file), "--strict"]).notices == ()
+    (notice,) = parse(["--config", str(file), "--zero-stage", "1"]).notices
+    assert notice == f"{file}: prefetch_bucket_size: 9: moot here, because ZeRO stage 1 keeps parameters whole"
+
+
+@pytest.mark.parametrize("setting", ["reduce_scatter", "allgather_partitions", "prescale_gradients"])
+def test_one_data_parallel_process_earns_a_notice(setting: str) -> None:
+    settings = {setting: not INFO[setting].default}
+    (notice,) = run(settings, world_size=1).notices
+    assert "one data-parallel process exchanges no gradients" in notice
+    assert run({**settings, "tensor_model_parallel_size": 2}, world_size=2).notices == (notice,)
+    assert run(settings, "--strict", world_size=2).notices == run(settings, "--strict").notices == ()
+    with pytest.raises(ConfigError):
+        run(settings, "--strict", world_size=1)
+
+
+def test_strict_is_a_flag_that_is_true_or_false(tmp_path: Path) -> None:
+    assert len(run({"hysteresis": 3}, "--strict", "--strict", "false").notices) == 1
+    for given, rule in (("--strict maybe", "--strict is true or false"), ("--strict 1 2", "--strict is true or false")):
+        with pytest.raises(ConfigError) as caught:
+            run({}, *given.split())
+        assert [(problem.given, problem.rule) for problem in problems(caught)] == [(given, rule)]
+    (tmp_path / "run.yaml").write_text("strict: true\n")
+    with pytest.raises(ConfigError, match="a flag of the command line only"):
+        run({}, "--config", str(tmp_path / "run.yaml"))
+
+
+def test_a_setting_that_depends_on_an_invalid_one_is_passed_over() -> None:
+    with pytest.raises(ConfigError) as caught:
+        run({"zero_stage": 9, "prefetch_bucket_size": 4})
+    assert [problem.given for problem in problems(caught)] == ["--zero-stage 9"]
+    with pytest.raises(ConfigError) as caught:
+        load_engine_config({"zero": {"zero_stage": 9, "prefetch_bucket_size": 4}})
+    assert [problem.given for problem in problems(caught)] == ["config: zero.zero_stage: 9"]
+
+
+# --- a DeepSpeed configuration ---------------------------------------------------------------------------------------
+
+DEEPSPEED = {
+    "zero_optimization": {
+        "stage": 2,
+        "stage3_prefetch_bucket_size": 100,
+        "stage3_gather_16bit_weights_on_model_save": True,
+        "stage3_max_live_parameters": "auto",
+    },
+    "fp16": {"enabled": True, "loss_scale": 64, "hysteresis": 4},
+}
+
+
+def test_deepspeeds_keys_earn_notices_at_both_doors(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(DEEPSPEED))
+    told = ("stage3_prefetch_bucket_size: 100", "stage3_gather_16bit_weights_on_model_save: true", "hysteresis: 4")
+    for notices in (run({}, "--deepspeed-config", str(file)).notices, load_engine_config(DEEPSPEED).notices):
+        moot = [notice for notice in notices if ": moot here, because " in notice]
+        assert len(moot) == len(told) and all(any(f"{name}: moot" in notice for notice in moot) for name in told)
+    with pytest.raises(ConfigError) as caught:
+        run({}, "--deepspeed-config", str(file), "--strict")
+    assert len(problems(caught)) == len(told)
+
+
+def test_deepspeeds_defaults_are_not_told(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{"zero_optimization": {"stage": 1}, "fp16": {"enabled": true, "loss_scale": 64}}')
+    parsed = run({}, "--deepspeed-config", str(file), "--strict")
+    assert parsed.config.zero.prefetch_bucket_size == 50_000_000 and parsed.notices == ()
+    foreign = load_engine_config({"zero_optimization": {"stage": 1}})
+    assert foreign.notices == () and load_engine_config(foreign) == foreign
+
+
+# --- the library -----------------------------------------------------------------------------------------------------
+
+
+def mapping(settings: Settings) -> dict[str, dict[str, Any]]:
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in settings.items():
+        sections.setdefault(INFO[name].section, {})[name] = value
+    return sections
+
+
+LIBRARY_CASES = (
+    *SHARED_CASES,
+    Case("gather_16bit_weights_on_model_save", True, ERROR, {}, STAGE_3),
+    Case("number_checkpoints", 3, ERROR, {}, {"contiguous_checkpointing": True}),
+    Case(
+        "number_checkpoints",
+        3,
+        ERROR,
+        {"contiguous_checkpointing": True, "checkpoint_in_cpu": True},
+        {"contiguous_checkpointing": True},
+    ),
+)
+
+
+@pytest.mark.parametrize("case", LIBRARY_CASES, ids=name_of)
+def test_the_library_tells_the_same(case: Case) -> None:
+    info = INFO[case.setting]
+    content = mapping({"zero_stage": 1, **case.moot, case.setting: case.value})
+    with pytest.raises(ConfigError) as caught:
+        load_engine_config(content)
+    (problem,) = (problem for problem in problems(caught) if f"{info.section}.{case.setting}: " in problem.given)
+    assert problem.rule.startswith("it has no effect here: ") and "leave it out" in problem.legal
+    made = EngineConfig(**{name: _section(name, values) for name, values in content.items()})
+    with pytest.raises(ConfigError) as caught:
+        load_engine_config(made)
+    assert problem in problems(caught)
+    assert load_engine_config(mapping({"zero_stage": 1, **case.works, case.setting: case.value})).notices == ()
+
+
+def _section(name: str, values: Settings) -> Any:
+    kind: Any = type(getattr(EngineConfig(), name))
+    return kind(**values)
+
+
+def test_what_a_model_decides_for_itself() -> None:
+    for setting, value in (
+        ("recompute_granularity", "full"),
+        ("logits_chunk_bytes", 9),
+        ("zero3_reshard_after", "window"),
+        ("fp8_format", "hybrid"),
+        ("load_from_fp32_weights", False),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load_engine_config(mapping({"zero_stage": 3, "precision": "bf16", setting: value}))
+        assert [problem.legal for problem in problems(caught)] == ["leave it out"]
+    named = {name for row in LIBRARY for name in row.settings if "." not in name}
+    assert named <= set(INFO)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "scheduler", "given"),
+    [
+        ({"lr": 0.5}, {"type": "WarmupLR"}, "config: optimizer.lr: 0.5"),
+        ({"type": "SGD", "lr": 0.1, "params": {"dampening": 0.5}}, None, "config: optimizer.params.dampening: 0.5"),
+        (
+            {"type": "Adam", "lr": 0.1, "params": {"decoupled_weight_decay": True}},
+            None,
+            "config: optimizer.params.decoupled_weight_decay: true",
+        ),
+        (
+            {"lr": 0.5},
+            {"type": "constant", "params": {"lr_warmup_type": "log"}},
+            'config: scheduler.params.lr_warmup_type: "log"',
+        ),
+    ],
+)
+def test_optimizers_that_do_not_read_a_parameter(optimizer: Settings, scheduler: Any, given: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_engine_config({"zero": {}, "optimizer": optimizer, "scheduler": scheduler})
+    assert [problem.given for problem in problems(caught)] == [given]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "scheduler"),
+    [
+        ({"lr": 0.5}, {"type": "WarmupLR", "params": {"warmup_max_lr": 0.5}}),
+        ({"lr": 0.5}, {"type": "WarmupCosineLR", "params": {"total_num_steps": 2000}}),
+        ({"lr": 0.5}, {"type": "constant", "params": {"lr_warmup_type": "log", "lr_warmup_iters": 9}}),
+        ({"type": "SGD", "lr": 0.1, "params": {"dampening": 0.5, "momentum": 0.5}}, None),
+        ({"type": "Adam", "lr": 0.1, "params": {"decoupled_weight_decay": True, "weight_decay": 0.1}}, None),
+    ],
+)
+def test_optimizers_that_read_it(optimizer: Settings, scheduler: Any) -> None:
+    assert load_engine_config({"zero": {}, "optimizer": optimizer, "scheduler": scheduler}).notices == ()
+
+
+def test_a_schedule_with_its_own_peak_says_so_of_a_deepspeed_rate() -> None:
+    content = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.5}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.25}},
+    }
+    (notice,) = load_engine_config(content).notices
+    assert notice == (
+        "config: optimizer.params.lr: 0.5: moot here, because WarmupLR sets the learning rate, up to warmup_max_lr 0.25"
+    )
+
+
+def test_a_parameter_that_is_written_with_its_default_asks_for_nothing() -> None:
+    content = {"optimizer": {"type": "SGD", "params": {"dampening": 0}}, "scheduler": {"type": "constant"}}
+    assert load_engine_config(content).notices == ()
+    (notice,) = load_engine_config({"optimizer": {"type": "SGD", "params": {"dampening": 0.5}}}).notices
+    assert notice == "config: optimizer.params.dampening: 0.5: moot here, because without momentum nothing is dampened"
+
+
+def test_what_an_optimizer_does_not_take_names_what_it_takes() -> None:
+    with pytest.raises(ConfigError) as caught:
+        run({"optimizer": "rmsprop", "sgd_momentum": 0.5}, "--strict")
+    (problem,) = problems(caught)
+    assert "--optimizer rmsprop takes --weight-decay, --optimizer-params alpha=... eps=... momentum=" in problem.rule
+    assert problem.legal == "--optimizer sgd, or leave it out"
+
+
+def test_the_library_on_one_process() -> None:
+    config = load_engine_config({"zero": {"prescale_gradients": True}})
+    (notice,) = on_one_process(config)
+    assert notice.startswith("zero.prescale_gradients: true: moot here, because one data-parallel process")
+    assert on_one_process(load_engine_config({})) == ()
