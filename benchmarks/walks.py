@@ -28,7 +28,7 @@ TODAY: Mapping[str, str] = {
         tensor_parallel/head_loss:summed_cross_entropy
         tensor_parallel/products:TorchProducts.output
         tensor_parallel/softmax:InPlaceSoftmax.losses
-        tensor_parallel/regions:leave_region
+        tensor_parallel/regions:exit_region
         comm/metered:MeteredCommunicator.all_reduce
         comm/local:LocalCommunicator.all_reduce
         train/stage_passes:StagePasses._losses
@@ -38,7 +38,7 @@ TODAY: Mapping[str, str] = {
         train/loop:_Loop._report_steps
         report/metrics:StepMetrics
         train/loop:_Loop._metrics
-        report/writers:Writer.step
+        report/writers:MetricsWriter.step
         report/metrics_file:MetricsFile.step
         console:Console.line
     """,
@@ -52,10 +52,10 @@ TODAY: Mapping[str, str] = {
         optim/inner:FusedAdamW.group_of
         zero/layout:build_layout
         zero/shards:Shards
-        zero/engine:EngineSettings.contents
+        zero/engine:EngineSettings
         model/initial_values:initial_value
         zero/shards:Shards.working
-        parallel/gradient_place:GradientPlace
+        parallel/gradient_slot:GradientSlot
         zero/reduce:GradientReducer.gradient_ready
         zero/unreduced:LeasedGradients.deposit
         memory/arena_scratch:ArenaScratch.lease
@@ -65,10 +65,10 @@ TODAY: Mapping[str, str] = {
         train/loop:_Loop._save
         train/saving:Saver.save
         zero/engine:Engine.owned_state
-        zero/shards:owned_state
+        zero/shards:Shards.owned_state
         zero/shards:Shards.owned
         checkpoint/writer:save
-        checkpoint/agreement:together
+        checkpoint/agreement:all_or_none
         checkpoint/slices:fragment_pieces
         checkpoint/manifest:BoxEntry
         checkpoint/folders:list_steps
@@ -79,7 +79,7 @@ TODAY: Mapping[str, str] = {
         command_line/flags:build_parser
         config/fields:FieldInfo
         config/validate:validate
-        config/values:is_number
+        config/values:coerce
         config/engine_sections:ZeroConfig
         config/run:RunConfig
         train/check:check
