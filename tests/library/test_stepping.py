@@ -240,10 +240,13 @@ def test_a_runs_schedule_by_name() -> None:
 
 def test_a_peak_below_the_schedules_ends_is_refused() -> None:
     """The rates of a given optimizer count, not the configuration's."""
-    schedule = {"type": "cosine", "params": {"lr_decay_iters": 4, "min_lr": 0.1, "lr_warmup_init": 0.2}}
+    schedule = {
+        "type": "cosine",
+        "params": {"lr_decay_iters": 4, "min_lr": 0.1, "lr_warmup_iters": 2, "lr_warmup_init": 0.2},
+    }
     config = {"zero": {}, "scheduler": schedule}
     model = make_model()
     engine = megazero.initialize(model, config, optimizer=torch.optim.SGD(model.parameters(), lr=0.25))
-    assert engine.get_lr() == [0.25]
+    assert engine.get_lr() == [0.2]
     with pytest.raises(ConfigError, match=r"lr_warmup_init: 0.2(?s:.*)min_lr: 0.1 with a learning rate of 0.01"):
         megazero.initialize(make_model(), {**config, "optimizer": {"type": "SGD", "lr": 0.01}})
