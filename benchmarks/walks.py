@@ -84,7 +84,7 @@ TODAY: Mapping[str, str] = {
         config/run:RunConfig
         train/check:check
         rules/run:check
-        rules/states:fp32_gradients_are_wider
+        rules/states:gradients_are_divided_once
         rules/pipeline:pipeline_settings_need_a_pipeline
         train/program:pretrain
         train/build:build_components
