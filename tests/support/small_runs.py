@@ -68,9 +68,11 @@ def tiny_run(**settings: Any) -> RunConfig:
     return make_run(**{**TINY, **settings})
 
 
-def core_on_rank(rank: int, config: RunConfig, *, tp: int = 1, dp: int = 1, pp: int = 1) -> RunComponents:
+def core_on_rank(
+    rank: int, config: RunConfig, *, tp: int = 1, dp: int = 1, pp: int = 1, is_late: bool = True
+) -> RunComponents:
     """Model and engine on a worker's mesh."""
-    mesh = mesh_in_worker(rank, tp=tp, dp=dp, pp=pp)
+    mesh = mesh_in_worker(rank, tp=tp, dp=dp, pp=pp, is_late=is_late)
     return build_components(config, mesh, FusedBuffers(0, mesh.device), vocab_size=VOCAB)
 
 
