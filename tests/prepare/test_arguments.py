@@ -104,7 +104,7 @@ def test_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, number in (("ID", 5), ("MIN", 3), ("MAX", 6), ("COUNT", 4)):
         monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", str(number))
     assert shard("--shards-from-slurm") == Shard(2, 4)
-    with pytest.raises(ConfigError, match="nobody else"):
+    with pytest.raises(ConfigError, match="from no other flag"):
         shard("--shards-from-slurm", "--num-shards", "4")
     monkeypatch.setenv("SLURM_ARRAY_TASK_MAX", "9")  # --array=3-9:2
     with pytest.raises(ConfigError, match=r"4 tasks from 3 to 9(?s:.*)--array=0-3"):

@@ -142,7 +142,7 @@ def test_a_folder_in_the_way_is_told_and_the_work_is_kept(
     folder.mkdir()
     with pytest.raises(DataError, match="must be writable"):
         run(tmp_path, path)
-    assert f"kept in {tmp_path / '.out.partial'}" in capsys.readouterr().out
+    assert f"finished partitions are in {tmp_path / '.out.partial'}" in capsys.readouterr().out
     folder.rmdir()
     run(tmp_path, path, resume=True)
     assert written(tmp_path)[0] == token_bytes([[list("".join(TEXTS).encode())]])
