@@ -7,6 +7,7 @@ layout does to tensors on a GPU is real; what this does not try is NCCL and its 
 """
 
 import sys
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -64,7 +65,6 @@ class OverHost(ProcessGroupCommunicator):
 
 def main() -> int:
     kind = sys.argv[1]
-    startup.ProcessGroupCommunicator = OverHost  # type: ignore[misc]
     if kind == "cuda":
         from megazero.train import program
 
@@ -73,7 +73,8 @@ def main() -> int:
         program.choose_device = lambda name, local_rank: choose_device("cuda", 0)
         startup._choose_backend = lambda name, device: "gloo"
     sys.argv = ["megazero", *sys.argv[2:]]
-    return run()
+    with patch.object(startup, "ProcessGroupCommunicator", OverHost):
+        return run()
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ConfigDict, Field
+from pydantic.dataclasses import is_pydantic_dataclass
 from pydantic.fields import FieldInfo as PydanticField
 
 # Sections refuse unknown names, NaN, infinity and values of another type: what a user writes is turned into the
@@ -29,16 +30,19 @@ def setting(
     unit: str = "",
     aliases: tuple[str, ...] = (),
     beyond: str = "",
-    **bounds: float,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
 ) -> Any:
     """Declare a setting.
 
     aliases: other flag names with the same meaning, without the two dashes.
-    beyond:  why values outside the range are refused, when a bound is not self-evident.
-    bounds:  ge, gt, le, lt.
+    beyond: the reason why values outside the range are refused, when a bound is not self-evident.
+    ge, gt, le, lt: bounds of a number: at least, greater than, at most, less than.
     """
     extra: dict[str, Any] = {"unit": unit, "aliases": list(aliases), "beyond": beyond}
-    return Field(default, description=help, json_schema_extra=extra, **bounds)  # type: ignore[call-overload]
+    return Field(default, description=help, json_schema_extra=extra, ge=ge, gt=gt, le=le, lt=lt)
 
 
 @dataclass(frozen=True)
@@ -112,13 +116,15 @@ def by_name(*parameters: FieldInfo) -> Mapping[str, FieldInfo]:
 
 def describe(section: str, cls: type) -> tuple[FieldInfo, ...]:
     """The settings of the section's dataclass `cls`, in the order they are declared."""
-    fields: dict[str, PydanticField] = cls.__pydantic_fields__  # type: ignore[attr-defined]
-    return tuple(_describe_one(section, name, field) for name, field in fields.items())
+    assert is_pydantic_dataclass(cls), f"{section} is no section"
+    return tuple(_describe_one(section, name, field) for name, field in cls.__pydantic_fields__.items())
 
 
 def _describe_one(section: str, name: str, field: PydanticField) -> FieldInfo:
     extra = field.json_schema_extra
     assert isinstance(extra, dict), f"{section}.{name} was not declared with setting()"
+    aliases = extra["aliases"]
+    assert isinstance(aliases, list)
     kind, choices = _kind(field.annotation)
     return FieldInfo(
         section=section,
@@ -129,7 +135,7 @@ def _describe_one(section: str, name: str, field: PydanticField) -> FieldInfo:
         required=field.is_required(),
         help=field.description or "",
         unit=str(extra["unit"]),
-        aliases=tuple(str(alias) for alias in extra["aliases"]),  # type: ignore[union-attr]
+        aliases=tuple(str(alias) for alias in aliases),
         beyond=str(extra["beyond"]),
         bounds=tuple(_bounds(field)),
         optional=type(None) in get_args(field.annotation),

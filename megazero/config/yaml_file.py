@@ -6,6 +6,7 @@ same names.  An unknown key is an error, and so is one that stands twice.  `to_y
 """
 
 from collections.abc import Hashable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +83,9 @@ def _load(text: str, origin: str, example: str) -> Any:
 def to_yaml(config: RunConfig) -> str:
     """Every setting with its value, section by section, below the line that marks what a run has saved."""
     parts = [SAVED]
-    for section, cls in SECTIONS:
+    for section, _ in SECTIONS:
         values = getattr(config, section)
-        settings = {name: _plain(getattr(values, name)) for name in cls.__dataclass_fields__}  # type: ignore[attr-defined]
+        settings = {field.name: _plain(getattr(values, field.name)) for field in fields(values)}
         dumped = yaml.safe_dump(settings, sort_keys=False, default_flow_style=False, width=1000, allow_unicode=True)
         parts.append(f"# {section}\n{dumped}")
     return "\n".join(parts)

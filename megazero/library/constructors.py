@@ -53,8 +53,8 @@ class ConstructorCalls(TorchFunctionMode):
 
 def innermost() -> ConstructionHooks | None:
     """The hooks of the innermost active `ConstructorCalls` of this thread; None without one."""
-    stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return next((mode.hooks for mode in reversed(stack) if isinstance(mode, ConstructorCalls)), None)
+    active_modes: Callable[[], list[TorchFunctionMode]] = _get_current_function_mode_stack
+    return next((mode.hooks for mode in reversed(active_modes()) if isinstance(mode, ConstructorCalls)), None)
 
 
 def under_construction() -> set[int]:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
 
 from megazero.errors import Problem, UsageError
 from megazero.zero.engine import Engine
@@ -92,7 +93,7 @@ class BackwardPasses:
         self._is_explicit = True
         try:
             self._begin()
-            loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            torch.autograd.backward(loss, retain_graph=retain_graph)
         except BaseException:
             self.discard()
             raise
@@ -102,7 +103,7 @@ class BackwardPasses:
 
     def expect_scaled(self, loss: Tensor) -> None:
         """Mark `loss` as multiplied by the loss scale; a plain backward may start from it."""
-        loss.register_hook(self._on_scaled_loss)  # type: ignore[no-untyped-call]
+        _call_on_gradient(loss, self._on_scaled_loss)
 
     def check_complete(self) -> bool:
         """True if the step is complete; raises UsageError without a counted pass, and within `no_sync`."""
@@ -130,7 +131,7 @@ class BackwardPasses:
             return
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
-                tensor.register_hook(self._on_output_gradient)  # type: ignore[no-untyped-call]
+                _call_on_gradient(tensor, self._on_output_gradient)
 
     def _on_output_gradient(self, _gradient: Tensor) -> None:
         if not self._is_explicit:
@@ -197,6 +198,12 @@ class BackwardPasses:
         begun, self._is_armed, self._is_begun, self._is_scaled = self._is_begun, False, False, False
         if begun:
             self._end()
+
+
+def _call_on_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Call the hook with every gradient of `tensor` (torch's method has no annotations)."""
+    register: Callable[..., RemovableHandle] = tensor.register_hook
+    register(hook)
 
 
 def _restore_accumulated(parameter: nn.Parameter, accumulated: Tensor) -> None:

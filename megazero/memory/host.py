@@ -17,6 +17,7 @@ import ctypes
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -63,7 +64,8 @@ class _CudaStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        make_stream: Callable[[torch.device], torch.cuda.Stream] = torch.cuda.Stream
+        self._stream = make_stream(device)
 
     def beside(self) -> AbstractContextManager[object]:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))

@@ -80,19 +80,17 @@ class _Change(NamedTuple):
     operation: int
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Watch(TorchDispatchMode):
     """Passes the result of every operation to the ledger."""
 
-    def __init__(self, show: Callable[[Any], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._show = show
+    show: Callable[[Any], None]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is not _DEVICE_READ:
-            self._show(result)
+            self.show(result)
         return result
 
 
@@ -112,7 +110,8 @@ class Ledger:
         self._unit = _CUDA_UNIT_BYTES if on_cuda else 1
         self._allocator = allocator or ((lambda: torch.cuda.memory_allocated(device)) if on_cuda else None)
         self._limit = None if limit_bytes is None else MemoryLimit(limit_bytes)
-        self._watch = _Watch(self._operation_done)
+        self._watch = _Watch()
+        self._watch.show = self._operation_done
         self._labels: dict[Category, _Label] = {name: _Label(name, is_fixed=True) for name in CATEGORIES}
         self._inside: list[Category] = []
         self._live: dict[int, _Entry] = {}
@@ -123,11 +122,11 @@ class Ledger:
         self._num_operations = 0
 
     def __enter__(self) -> "Ledger":
-        self._watch.__enter__()  # type: ignore[no-untyped-call]
+        self._watch.__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._watch.__exit__(*exc)  # type: ignore[no-untyped-call]
+        self._watch.__exit__(*exc)
 
     def tag(self, tensor: Tensor, category: Category) -> None:
         storage = tensor.untyped_storage()
