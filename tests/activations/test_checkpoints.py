@@ -38,7 +38,7 @@ def checkpoints(
 
 
 def various() -> list[Tensor]:
-    """Return activations of many shapes and strides, with more or fewer elements than ranks, few of them divisible."""
+    """Return activations of many shapes and strides; few have a number of elements that the number of ranks divides."""
     grid = torch.arange(35.0).view(5, 7)
     found = [torch.tensor([1.5]), torch.arange(2.0), torch.arange(5.0), grid, grid.t(), grid[:, 1:4], grid[::2]]
     found += [grid[:1].expand(3, 7), grid.view(5, 1, 7).transpose(0, 2), grid[2, 3:4], torch.arange(13.0).bfloat16()]

@@ -29,7 +29,7 @@ def test_volumes_of_the_papers_example() -> None:
 
 
 def test_a_gather_is_a_twelfth_of_a_blocks_traffic() -> None:
-    """With recomputation a block has six all-reduces of [b, s, h], each sending 2 (n - 1) / n of it."""
+    """A recomputed block has six all-reduces of [b, s, h], each sending 2 (n - 1) / n of it."""
     one = CheckpointSizes(1, 2, 16, 32, 4)
     message = 2 * 16 * 32 * 4
     for ranks in (2, 4, 8):

@@ -100,7 +100,7 @@ def test_a_sliced_input_is_freed_before_the_next_layer() -> None:
 
 @pytest.mark.parametrize("keeping", KEEPINGS)
 def test_one_segment_at_a_time_is_there_in_backward(keeping: str) -> None:
-    """Backward holds the three tensors of one layer out of four: counted at each second run and first gradient."""
+    """Backward holds saved tensors of one layer at a time, counted at each layer's second run and first gradient."""
     runs, alive = recomputation(keeping), Alive()
     again, arriving = [], []
 
@@ -139,7 +139,7 @@ def peak_of_layers(runs: Any, count: int) -> int:
 
 
 def test_the_peak_grows_by_an_input_a_layer() -> None:
-    """With plain autograd the peak grows by everything that a layer saves."""
+    """The peak of plain autograd grows by everything that a layer saves."""
     two, eight = (peak_of_layers(recomputation().run, count) for count in (2, 8))
     assert abs(eight - two) <= 64 * WIDTH * 4
     plain_two, plain_eight = (peak_of_layers(plain, count) for count in (2, 8))

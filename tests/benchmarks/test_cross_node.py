@@ -96,7 +96,7 @@ def test_the_predicted_rate_is_where_the_ratio_is(mbit: float, seconds: float, m
 
 
 def test_a_step_takes_as_long_as_its_bytes_on_the_link() -> None:
-    """A step on the link takes its seconds without one plus its bytes over the rate: 12.5 MB take 1 s at 100 Mbit/s."""
+    """A slow link adds a step's bytes over its rate to the step's other seconds: 12.5 MB take 1 s at 100 Mbit/s."""
     assert Prediction(0.5, 12_500_000).seconds(100) == pytest.approx(0.5 + WIRE)
     assert Prediction(0.5, 12_500_000).seconds(None) == 0.5
     assert pytest.approx(1.07, abs=0.01) == WIRE
