@@ -1,4 +1,4 @@
-"""From the configuration to who recomputes: every switch reaches the part that carries it out."""
+"""Tests of assembling recomputation from the configuration: every setting reaches the object that implements it."""
 
 import pytest
 import torch
@@ -74,7 +74,7 @@ def test_places() -> None:
 
 
 def arena_bytes(runs: Recomputation, passes: int = 1) -> int:
-    """After so many forwards of three calls on 64 bytes each, and their backwards."""
+    """Return the bytes of the arena after `passes` forwards of three calls on 64 bytes each, and their backwards."""
     copies = runs.checkpoints.copies
     arena = copies.device_store if isinstance(copies, HostStore) else copies
     assert isinstance(arena, ArenaStore)

@@ -1,4 +1,4 @@
-"""Activation checkpoints whole, in slices, in an arena, on the host: the restored tensors, their order and memory."""
+"""Tests of activation checkpoints, whole, in slices, in an arena or on the host: their values, order and memory."""
 
 from collections.abc import Callable
 from typing import Any
@@ -38,7 +38,7 @@ def checkpoints(
 
 
 def various() -> list[Tensor]:
-    """Activations of many forms; numbers of elements below and above any number of ranks, few of which divide."""
+    """Return activations of many shapes and strides; few have a number of elements that the number of ranks divides."""
     grid = torch.arange(35.0).view(5, 7)
     found = [torch.tensor([1.5]), torch.arange(2.0), torch.arange(5.0), grid, grid.t(), grid[:, 1:4], grid[::2]]
     found += [grid[:1].expand(3, 7), grid.view(5, 1, 7).transpose(0, 2), grid[2, 3:4], torch.arange(13.0).bfloat16()]
@@ -93,7 +93,7 @@ def different_bits(rank: int, size: int) -> list[tuple[str, str]]:
             runs = recomputation(keeping, partition_over=axis)
             if not same(outcome(body, runs.run, dtypes.get(name, torch.float64)), expected):
                 found.append((name, keeping))
-    forget_unfinished(mesh)  # of checkpoints that no backward has asked for
+    forget_unfinished(mesh)  # gathers of checkpoints that no backward has used
     return found
 
 
@@ -104,7 +104,7 @@ def test_every_program_in_slices_has_the_same_bits(size: int) -> None:
 
 
 class Recording:
-    """A communicator that notes when gathers begin and when they are waited for, by their order."""
+    """A communicator that records the beginnings of gathers and their waits, in order."""
 
     def __init__(self, inner: Communicator, events: list[str]) -> None:
         self._inner, self._events, self._number = inner, events, 0
@@ -127,7 +127,7 @@ class Recording:
 
 
 def gathers_of_four_layers(rank: int, size: int) -> tuple[list[str], dict[str, dict[str, int]]]:
-    """Layer n works on [n + 4, 5] elements of float32."""
+    """Run four layers, of which layer n works on [n + 4, 5] float32 elements; return their events and the traffic."""
     mesh, events = mesh_in_worker(rank, tp=size), []
     runs = recomputation(partition_over=Recording(mesh.axis("tp"), events))  # type: ignore[arg-type]
     weight = nn.Parameter(torch.rand(5))
@@ -158,7 +158,7 @@ def test_slices_are_gathered_one_checkpoint_ahead(size: int) -> None:
 
 
 class Refusing:
-    """An axis of two ranks that gathers nothing."""
+    """An axis of two ranks on which a gather fails."""
 
     size, rank = 2, 0
 
@@ -168,7 +168,7 @@ class Refusing:
 
 @pytest.mark.parametrize("keeping", KEEPINGS)
 def test_what_is_no_activation_is_kept_as_it_is(keeping: str) -> None:
-    """Parameters, what gradients are asked for, ids, masks, lone numbers, nothing."""
+    """Parameters, leaves that need gradients, ids, masks, scalars and empty tensors are neither copied nor sliced."""
     leaf = torch.ones(4, requires_grad=True)
     given = [nn.Parameter(torch.ones(4)), leaf, torch.arange(6), torch.ones(5) > 0, torch.tensor(2.5), torch.ones(0, 3)]
     kept = checkpoints(keeping, Refusing()).save(given)  # type: ignore[arg-type]
@@ -206,7 +206,7 @@ def test_an_input_that_a_copy_is_kept_of_may_be_written_to(keeping: str) -> None
 
 
 def test_hooks_on_saved_tensors_have_the_inputs_too() -> None:
-    """As in plain PyTorch, where the input is saved by the first layer; parameters are left to themselves."""
+    """The hooks see the inputs, as in plain PyTorch, where the first layer saves its input; they see no parameters."""
     packed: list[tuple[int, ...]] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -223,7 +223,7 @@ def test_hooks_on_saved_tensors_have_the_inputs_too() -> None:
 
 
 def on_the_way_back(runs: Recomputation, look: Callable[[], int], count: int = 6) -> list[int]:
-    """What `look` sees in every layer's second run, the last layer's first; inputs have 4 x 6 elements of float32."""
+    """Return look() of every layer's second run, beginning with the last layer; inputs are [4, 6] of float32."""
     seen: list[int] = []
 
     def part(x: Tensor) -> Tensor:
@@ -244,7 +244,7 @@ def rooms_in_use(world: LateCommunicator) -> tuple[list[int], int, int, int]:
     runs = recomputation("host and arena", partition_over=world)
     copies = runs.checkpoints.copies
     assert isinstance(copies, HostStore) and isinstance(copies.device_store, ArenaStore)
-    store, unit = copies.device_store, {1: 128, 2: 64, 3: 64}[world.size]  # of 96, 48 and 32 bytes
+    store, unit = copies.device_store, {1: 128, 2: 64, 3: 64}[world.size]  # for checkpoints of 96, 48 and 32 bytes
     seen = on_the_way_back(runs, lambda: 0 if store.arena is None else store.arena.statistics.live_bytes // unit)
     assert store.arena is not None and store.arena.statistics.capacity_bytes == 3 * unit
     return seen, store.arena.statistics.live_bytes, store.num_outside, copies.host.live_bytes
@@ -254,7 +254,7 @@ def rooms_in_use(world: LateCommunicator) -> tuple[list[int], int, int, int]:
     ("size", "expected"), [(1, [3, 3, 3, 3, 2, 1]), (2, [2, 2, 2, 2, 1, 0]), (3, [2, 2, 2, 2, 1, 0])]
 )
 def test_from_the_host_three_are_on_their_way_at_most(size: int, expected: list[int]) -> None:
-    """One in use (gathered, it is no longer in its room), one being gathered, one being fetched."""
+    """One checkpoint is in use, which leaves the arena once gathered, one is being gathered and one being fetched."""
     assert run_threads(size, rooms_in_use) == [(expected, 0, 0, 0)] * size
 
 
@@ -275,14 +275,14 @@ def looks_of_an_unknown_model(world: LateCommunicator) -> tuple[list[int], list[
 
 
 def test_of_an_unknown_model_slices_are_fetched_ahead_and_gathered_when_needed() -> None:
-    """A gather that only some ranks begin would never end; a copy from the host is this rank's business."""
+    """A gather that only some ranks begin would never end, whereas a copy from the host involves only one rank."""
     for fetched, events in run_threads(2, looks_of_an_unknown_model):
         assert fetched == [3, 4, 5, 6, 6, 6]
         assert events == [f"{event} {number}" for number in range(1, 7) for event in ("gather", "wait")]
 
 
 def test_a_pass_begins_with_nothing_before_it() -> None:
-    """Its first checkpoint does not bring back the last one of a pass whose backward is still to come."""
+    """The first checkpoint of a pass does not prefetch the last one of a pass whose backward is still to come."""
     runs = recomputation("host")
     host = runs.checkpoints.copies.host  # type: ignore[union-attr]
     x = torch.ones(24, requires_grad=True)

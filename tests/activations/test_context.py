@@ -1,4 +1,4 @@
-"""`recompute` without settings of its own: those of the forward it runs in, or plain recomputation."""
+"""Tests of `recompute`, which uses the settings of the forward it runs in, or else plain recomputation."""
 
 import threading
 from typing import Any
@@ -14,7 +14,7 @@ from megazero.generators import DefaultGenerators
 
 
 class Counting(Recomputation):
-    """Remembers the functions it was given."""
+    """A Recomputation that records the functions it runs."""
 
     seen: list[Any]
 

@@ -1,4 +1,4 @@
-"""Stores of copies: what is stored comes back, wherever it has been, and all memory is released."""
+"""Tests of stores of copies: stored values come back from every kind of store, and all memory is released."""
 
 from collections.abc import Callable
 from threading import Thread
@@ -33,7 +33,7 @@ def arena_of(copies: CopyStore) -> ArenaStore | None:
 
 
 def live_bytes(copies: CopyStore) -> int:
-    """In arena and host buffers."""
+    """Return the bytes in use in the arena and in host buffers."""
     arena = arena_of(copies)
     in_arena = 0 if arena is None or arena.arena is None else arena.arena.statistics.live_bytes
     return in_arena + (copies.host.live_bytes if isinstance(copies, HostStore) else 0)
@@ -66,7 +66,7 @@ ACTIONS = st.lists(st.tuples(st.sampled_from(["put", "put", "fetch", "hold", "re
 
 @given(st.sampled_from(list(KINDS)), ACTIONS)
 def test_any_history(kind: str, actions: list[tuple[str, int]]) -> None:
-    """What is held stays where it is; everything else may move."""
+    """A copy that is being read does not move, and every copy keeps its values, whatever the order of calls."""
     copies = KINDS[kind]()
     live: list[tuple[StoredCopy, Tensor]] = []
     held: dict[StoredCopy, Tensor] = {}
@@ -137,7 +137,7 @@ def test_a_gap_is_closed_around_what_is_not_being_read() -> None:
     kept[0].release()
     kept[2].release()
     held = kept[3].tensor()
-    large = copies.store(source(32))  # the second one moves down, the fourth must not
+    large = copies.store(source(32))  # the second copy moves down; the fourth is being read and must not move
     assert copies.arena is not None and copies.arena.statistics.num_compactions == 1 and copies.num_outside == 0
     assert torch.equal(kept[1].tensor(), values[1]) and torch.equal(held, values[3])
     large.release()
@@ -150,7 +150,7 @@ def test_a_gap_is_closed_around_what_is_not_being_read() -> None:
 
 
 def test_what_is_being_read_does_not_move() -> None:
-    """The only way to make room would be over it, so the newcomer goes outside."""
+    """A new copy goes outside the arena when it would only fit if a copy that is being read moved."""
     copies = ArenaStore(3, CPU, ledger=NullLedger())
     kept = [copies.store(source(16)) for _ in range(3)]
     held = kept[1].tensor()
@@ -190,7 +190,7 @@ def test_on_the_host_rooms_are_there_from_fetch_to_read() -> None:
     [("on the device", 3 * 28, 3 * 28), ("arena", 8 * 64, 8 * 64), ("host", 0, 28), ("host and arena", 0, 3 * 64)],
 )
 def test_a_ledger_counts_what_is_on_the_device(kind: str, kept: int, fetched: int) -> None:
-    """28 bytes at a time, or the whole arena."""
+    """The ledger counts copies of 28 bytes on the device, or the whole arena."""
     with Ledger(CPU) as ledger:
         copies = DeviceStore(CPU, ledger=ledger) if kind == "on the device" else places_of(kind, ledger)
         assert copies is not None
@@ -207,7 +207,7 @@ def test_a_ledger_counts_what_is_on_the_device(kind: str, kept: int, fetched: in
 
 
 class Noting:
-    """A place that notes when it is released."""
+    """A stored copy that records the beginning and end of its release."""
 
     def __init__(self, seen: list[str], name: str, then: Callable[[], None] = lambda: None) -> None:
         self._seen, self._name, self._then = seen, name, then
@@ -235,7 +235,7 @@ def test_nothing_is_released_while_places_are_in_use() -> None:
 
 
 def test_one_is_released_after_the_other() -> None:
-    """Releasing one may end another graph, in the middle."""
+    """A release that begins inside another one, because that frees another graph, runs after it."""
     seen: list[str] = []
     releases = ReleaseQueue()
     releases.add(Noting(seen, "a", lambda: releases.add(Noting(seen, "b"))))  # type: ignore[arg-type]
@@ -250,7 +250,7 @@ def test_an_arena_of_unknown_size_grows_with_its_passes() -> None:
         assert found == capacity
         kept = copies.store(torch.ones(numel))
         kept.release()
-    kept = copies.store(torch.ones(1000))  # beside the 10 of this pass
+    kept = copies.store(torch.ones(1000))  # in the same pass as the 10 elements above
     copies.begin_pass()
     assert copies.arena is not None and copies.arena.statistics.capacity_bytes == 4032 + 64
     kept.release()

@@ -1,4 +1,7 @@
-"""The decision of section 8: its terms beside the paper's counts, and a table of cases computed by hand."""
+"""Tests of the decision whether partitioning checkpoints (Pa) and host memory (Pa+cpu) pay (ZeRO, section 8).
+
+Its terms are compared with the paper's counts, and its outcome with cases computed by hand.
+"""
 
 import math
 from typing import NamedTuple
@@ -13,7 +16,7 @@ GB = 1e9
 
 
 def test_volumes_of_the_papers_example() -> None:
-    """100B: 125 layers, hidden size 8192, batch 32, sequence 1024, 16 ranks: 67.1 GB in fp16, 4.19 GB with Pa."""
+    """The 100B model (125 layers, hidden 8192, batch 32, sequence 1024, 16 ranks) has 67.1 GB in fp16, 4.19 with Pa."""
     found = volumes(
         CheckpointSizes(125, 32, 1024, 8192, 2), num_micro_batches=1, tensor_parallel_size=16, data_parallel_bytes=5
     )
@@ -26,7 +29,7 @@ def test_volumes_of_the_papers_example() -> None:
 
 
 def test_a_gather_is_a_twelfth_of_a_blocks_traffic() -> None:
-    """Six all-reduces of b s h with recomputation, two times (n - 1) / n of it sent for each."""
+    """A recomputed block has six all-reduces of [b, s, h], each sending 2 (n - 1) / n of it."""
     one = CheckpointSizes(1, 2, 16, 32, 4)
     message = 2 * 16 * 32 * 4
     for ranks in (2, 4, 8):
@@ -47,7 +50,11 @@ def test_micro_batches_and_layers_multiply(layers: int, micro_batches: int, batc
 
 
 class Case(NamedTuple):
-    """checkpoints, dp: GB a step; speeds: GB/s; what is asked and what comes of it: Pa, Pa+cpu."""
+    """A case of the decision.
+
+    checkpoints, dp: GB a step; speeds: GB/s of the tensor-parallel axis, the data-parallel axis and the host; asked and
+    found: the switches and the decisions for Pa and Pa+cpu.
+    """
 
     tp: int
     checkpoints: float
@@ -68,7 +75,7 @@ CASES = {
     "the host pays where Pa does not": Case(4, 8, 10, (1, 2, 10), AUTO, (False, True)),  # 6 > 3.75 s; 1.6 < 5 s
     "no tensor parallelism": Case(1, 8, 10, (math.inf, 1, 100), AUTO, (False, True)),  # 0.16 < 10 s
     "no tensor parallelism, no data parallelism": Case(1, 8, 0, (math.inf, math.inf, 10), AUTO, (False, False)),
-    # Fixed switches stay.  After Pa a quarter of the data-parallel time is left, and a quarter of the copies.
+    # Fixed switches stay.  Pa leaves a quarter of the data-parallel time and a quarter of the copies.
     "all said": Case(4, 8, 10, (100, 1, 10), (False, True), (False, True)),
     "nothing wanted": Case(4, 8, 10, (100, 1, 10), (False, False), (False, False)),
     "Pa wanted against its price": Case(4, 8, 10, (1, 10, 100), (True, "auto"), (True, True)),  # 0.04 < 0.25 s
@@ -76,7 +83,7 @@ CASES = {
     "no Pa wanted, the same host": Case(4, 8, 10, (1, 5, 10), (False, "auto"), (False, True)),  # 1.6 < 2 s
     "no Pa wanted, the host too slow": Case(4, 8, 10, (1, 10, 10), (False, "auto"), (False, False)),  # 1.6 > 1 s
     "the host not wanted": Case(4, 8, 10, (100, 1, 10), ("auto", False), (True, False)),
-    # The host wanted: Pa saves 12 GB of copies, 1.2 s, whatever the data-parallel axis does.
+    # Switched to the host: Pa saves 12 GB of copies, 1.2 s, whatever the data-parallel axis does.
     "the host wanted, quick gathers": Case(4, 8, 0, (10, math.inf, 10), ("auto", True), (True, True)),  # 0.6 < 1.2 s
     "the host wanted, slow gathers": Case(4, 8, 10, (1, 0.1, 10), ("auto", True), (False, True)),  # 6 > 1.2 s
     "the host wanted, no tensor parallelism": Case(1, 8, 10, (math.inf, 1, 10), ("auto", True), (False, True)),

@@ -1,6 +1,7 @@
-"""Recomputation around any code gives the bits of no recomputation, says where it can't, and runs no more than it must.
+"""Tests that recomputation of any code gives the same bits as none, refuses where it cannot, and reruns no more code
+than needed.
 
-How its memory behaves is in test_recompute_memory.py, ZeRO stage 3 in test_recompute_partitioned.py.
+Tests of its memory are in test_recompute_memory.py, tests with ZeRO stage 3 in test_recompute_partitioned.py.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -67,7 +68,7 @@ STEPS = st.sampled_from(["a", "b", "c", "norm", "tanh", "gate", "in place", "dro
 
 
 def written(steps: list[str], run: Run, m: Parts, x: Tensor) -> Tensor:
-    """A program of steps; those between brackets, however nested, are one function."""
+    """Run a program of steps, in which steps between brackets, which may nest, are one function."""
     position = 0
 
     def block(x: Tensor, start: int) -> Tensor:
@@ -112,7 +113,7 @@ def test_any_program(steps: list[str], keeping: str) -> None:
 
 
 def with_recomputed_children(model: nn.Module, recomputed: Recomputation) -> nn.Module:
-    """Every module that has a parameter or a child, the model too, each inside the one around it."""
+    """Make every module that has parameters, the model too, recompute its forward, each inside the one around it."""
     for module in model.modules():
         if list(module.parameters()):
             forward = module.forward
@@ -144,7 +145,7 @@ def test_context_variables_are_those_of_the_first_run() -> None:
 
 
 def test_dropout_in_both_random_regions() -> None:
-    """The function draws from either state, and both go on as if nothing had been drawn again."""
+    """The function draws from both random states, which continue as if the second run had drawn nothing."""
     random = RandomRegions(5, 0, CPU)
     runs = Recomputation(random)
 
@@ -182,7 +183,7 @@ def test_the_random_state_is_put_back_after_an_error_too() -> None:
 
 
 class Changing:
-    """Does `first` in its first run and `second` in its second."""
+    """A function that calls `first` in its first run and `second` in its second."""
 
     def __init__(self, first, second) -> None:
         self.bodies = [first, second]
@@ -209,7 +210,7 @@ def test_a_second_run_that_is_another(second, given: str) -> None:
 
 
 def test_what_it_has_saved_and_written_to_since() -> None:
-    """Plain PyTorch refuses it as well."""
+    """A tensor that the function saves and then changes in place is refused, as in plain PyTorch."""
 
     def part(x: Tensor) -> Tensor:
         y = x * 2
@@ -237,7 +238,7 @@ def test_what_comes_after_the_last_saved_tensor_is_not_run_again() -> None:
 
 
 def test_the_second_run_is_the_same_whoever_is_still_there() -> None:
-    """The second output has been dropped, and all that was saved for it: on other ranks it may not have been."""
+    """The second run does not depend on whether the second output has been dropped, which may differ between ranks."""
     seen = []
 
     def part(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -295,7 +296,7 @@ def test_without_gradients_the_function_is_just_called() -> None:
 
 
 class Watch:
-    """Notes what is measured."""
+    """A stopwatch that records the names of its measurements."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -313,7 +314,7 @@ def test_the_stopwatch_measures_both_runs() -> None:
 
 
 class Phases:
-    """A ledger that is told where the step is."""
+    """A ledger that records the phases it is set to."""
 
     def __init__(self) -> None:
         self.phases: list[str] = []
@@ -337,7 +338,7 @@ def test_the_second_run_is_a_forward_to_the_ledger() -> None:
 @pytest.mark.parametrize("keeping", KEEPINGS)
 @pytest.mark.parametrize("view", ["slice", "expanded", "transposed", "strided", "column"])
 def test_inputs_with_gaps_take_the_same_way_again(keeping: str, view: str) -> None:
-    """torch chooses the kernel of a product with a matrix that wants no gradient by the strides of the input."""
+    """Both runs use the same kernel, which torch chooses by the input's strides where the matrix needs no gradient."""
     matrix = torch.randn(6, 6, generator=torch.Generator().manual_seed(1))
     leaf = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(2), requires_grad=True)
     h = leaf * 2

@@ -1,4 +1,6 @@
-"""The memory of recomputation: what is saved goes, what it starts from goes where it is kept, one segment at a time."""
+"""Tests of the memory of recomputation: saved tensors are freed, inputs are kept in their store, and backward holds one
+segment at a time.
+"""
 
 import weakref
 from collections.abc import Iterator
@@ -24,7 +26,7 @@ from megazero.parallel.topology import Topology
 
 
 class Alive:
-    """Weak references to storages, by name."""
+    """Records by name, through weak references, which storages are alive."""
 
     def __init__(self) -> None:
         self._seen: dict[str, list[weakref.ref[torch.UntypedStorage]]] = {}
@@ -38,7 +40,7 @@ class Alive:
 
 
 def test_weak_references_to_storages_die_with_their_memory() -> None:
-    """What these tests stand on."""
+    """The other tests rely on this."""
     alive, tensor = Alive(), torch.ones(3)
     view = alive.watch("one", tensor)[1:]
     del tensor
@@ -65,7 +67,7 @@ def test_what_autograd_saves_is_gone_after_forward(keeping: str) -> None:
 
 
 def alive_in_the_next_layer(rank: int, size: int, keeping: str) -> list[tuple[bool, ...]]:
-    """Which layers' inputs still have their own memory, asked inside every layer of a forward."""
+    """Return, for every layer of a forward, which layers' inputs still have their own memory while it runs."""
     axis: Communicator | None = mesh_in_worker(rank, tp=size, is_late=False).axis("tp") if size > 1 else None
     runs, alive = recomputation(keeping, partition_over=axis), Alive()
     found: list[tuple[bool, ...]] = []
@@ -98,7 +100,7 @@ def test_a_sliced_input_is_freed_before_the_next_layer() -> None:
 
 @pytest.mark.parametrize("keeping", KEEPINGS)
 def test_one_segment_at_a_time_is_there_in_backward(keeping: str) -> None:
-    """Four layers of three saved tensors each; asked as each layer is run again, and as its first gradient arrives."""
+    """Backward holds saved tensors of one layer at a time, counted at each layer's second run and first gradient."""
     runs, alive = recomputation(keeping), Alive()
     again, arriving = [], []
 
@@ -121,7 +123,7 @@ def test_one_segment_at_a_time_is_there_in_backward(keeping: str) -> None:
 
 
 def peak_of_layers(runs: Any, count: int) -> int:
-    """Bytes of activations at most, beside those that a layer of [64, 6] starts from."""
+    """Return the peak bytes of `count` layers, without their inputs [64, 6]."""
     torch.manual_seed(1)
     m = Parts()
     with Ledger(CPU) as ledger:
@@ -137,7 +139,7 @@ def peak_of_layers(runs: Any, count: int) -> int:
 
 
 def test_the_peak_grows_by_an_input_a_layer() -> None:
-    """Plain autograd's by everything that a layer saves."""
+    """The peak of plain autograd grows by everything that a layer saves."""
     two, eight = (peak_of_layers(recomputation().run, count) for count in (2, 8))
     assert abs(eight - two) <= 64 * WIDTH * 4
     plain_two, plain_eight = (peak_of_layers(plain, count) for count in (2, 8))
@@ -146,7 +148,7 @@ def test_the_peak_grows_by_an_input_a_layer() -> None:
 
 
 def test_nested_calls_keep_nothing_of_their_own_after_forward() -> None:
-    """What an inner call starts from is made again with everything else."""
+    """The input of an inner call is recomputed with the rest of the outer call."""
     runs, alive = recomputation(), Alive()
 
     def outer(x: Tensor) -> Tensor:
@@ -160,7 +162,7 @@ def test_nested_calls_keep_nothing_of_their_own_after_forward() -> None:
 
 
 def held(runs: Recomputation) -> list[int]:
-    """Bytes in the arena and on the host."""
+    """Return the bytes in use in the arena and on the host."""
     copies = runs.checkpoints.copies
     arena = copies.device_store if isinstance(copies, HostStore) else copies
     in_arena = arena.arena.statistics.live_bytes if isinstance(arena, ArenaStore) and arena.arena is not None else 0
@@ -210,7 +212,7 @@ def fake_ranks(size: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("keeping", KEEPINGS)
 def test_a_rank_of_many_with_fake_tensors(keeping: str) -> None:
-    """Shapes, bytes sent and bytes kept are those of the real thing."""
+    """Shapes, bytes sent and bytes kept with fake tensors are those of real tensors."""
     rows, size = 1000, 8
     with fake_ranks(size), FakeTensorMode(), Ledger(CPU) as ledger:
         mesh = make_mesh(Topology(tp=size), 1, CPU, FusedBuffers(0, CPU))

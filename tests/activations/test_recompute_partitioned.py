@@ -1,5 +1,6 @@
-"""Recomputation under ZeRO stage 3: parameters that are partitioned when the second run begins, with plain PyTorch's
-gradients as the reference, released memory full of nan, and nothing gathered at the end.
+"""Tests of recomputation under ZeRO stage 3, where parameters are partitioned when the second run begins.
+
+Gradients must be those of plain PyTorch with released memory full of nan, and no parameter may stay gathered.
 """
 
 from collections.abc import Callable
@@ -61,7 +62,7 @@ def only_touched(run: Run, m: Parts, x: Tensor) -> Tensor:
 
 @case
 def tied(run: Run, m: Parts, x: Tensor) -> Tensor:
-    """One layer in two calls, and its matrix once more without any."""
+    """Use one layer in two recomputed calls, and its matrix once more outside them."""
     return run(lambda x: torch.tanh(m.a(torch.tanh(m.a(x)))), run(m.a, x)) @ m.a.weight
 
 
@@ -79,7 +80,7 @@ def views_of_parameters_as_arguments(run: Run, m: Parts, x: Tensor) -> Tensor:
 
 @case
 def a_view_that_backward_needs_late(run: Run, m: Parts, x: Tensor) -> Tensor:
-    """By then its unit has been released, and others have been gathered."""
+    """Take a view of a parameter whose unit is released, and others gathered, before backward needs the view."""
 
     def part(x: Tensor, weight: Tensor) -> Tensor:
         x = m.blocks[0](torch.tanh(x @ weight))
@@ -114,7 +115,7 @@ def a_gradient_inside(run: Run, m: Parts, x: Tensor) -> Tensor:
 
 
 class Around(nn.Module):
-    """The whole model in one call, as a user does it from outside."""
+    """A module that recomputes a whole model in one call, as a user's code around a model may."""
 
     def __init__(self, run: Run, inner: Parts) -> None:
         super().__init__()
@@ -135,7 +136,7 @@ def inputs(step: int, rank: int = 0) -> Tensor:
 
 
 def plain_passes(name: str, step: int, ranks: int) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Every rank's loss, and the gradients of all of them."""
+    """Return every rank's loss, and the gradients of their sum, in plain PyTorch."""
     model = make(CASES[name], plain)
     losses = [model(inputs(step, rank)).square().sum() for rank in range(ranks)]
     for loss in losses:
@@ -145,7 +146,7 @@ def plain_passes(name: str, step: int, ranks: int) -> tuple[list[Tensor], dict[s
 
 
 def passes(name: str, mesh: Mesh, keeping: str, settings: dict[str, Any]) -> list[tuple[Tensor, dict[str, Tensor]]]:
-    """This rank's losses, and its part of the gradients."""
+    """Return this rank's loss and its part of the gradients, for each of three steps."""
     runs = recomputation(keeping)
     model = make(CASES[name], runs.run)
     engine = engine_around(model, mesh, **settings)
@@ -168,7 +169,7 @@ def passes(name: str, mesh: Mesh, keeping: str, settings: dict[str, Any]) -> lis
 
 
 def check(name: str, found: list[list[tuple[Tensor, dict[str, Tensor]]]]) -> None:
-    """found: of every rank."""
+    """Compare the losses and gradients of every rank with plain PyTorch's; found: what `passes` returned, by rank."""
     for step in range(3):
         losses, gradients = plain_passes(name, step, len(found))
         for rank, loss in enumerate(losses):

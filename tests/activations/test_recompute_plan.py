@@ -1,4 +1,4 @@
-"""Segments of layers: every layer once and in order, recomputed as the method says."""
+"""Tests of segments of layers: every layer is in one, in order, and recomputed according to the method."""
 
 import pytest
 from hypothesis import given

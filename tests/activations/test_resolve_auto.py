@@ -1,4 +1,4 @@
-"""What is left to be decided, measured and settled by real processes: the same everywhere."""
+"""Tests of settling "auto" switches by measurements on real processes: all ranks decide the same."""
 
 import math
 
@@ -37,7 +37,7 @@ def test_what_was_said_is_not_measured() -> None:
         mesh, SMALL, num_micro_batches=1, data_parallel_bytes=HUGE, partition=True, in_cpu=False
     )
     assert decision == Decision(True, False, ())
-    assert mesh.meter.bytes_by_axis() == {"dp": {"all_gather": 5}}  # measuring would have forgotten it
+    assert mesh.meter.bytes_by_axis() == {"dp": {"all_gather": 5}}  # a measurement would have reset the meter
 
 
 def settled(
@@ -70,7 +70,7 @@ def test_ranks_settle_the_same(
     tp: int, dp: int, data_parallel_bytes: int, asked: tuple[Switch, Switch], expected: tuple[bool, bool]
 ) -> None:
     first, *others = run_ranks(4, settled, tp, dp, data_parallel_bytes, asked)
-    assert all(other == first for other in others)  # reasons with their measured figures too
+    assert all(other == first for other in others)  # their reasons, which hold measured figures, are equal too
     decision, counted = first
     assert (decision.partition, decision.in_cpu) == expected
     assert len(decision.reasons) == asked.count("auto")
@@ -79,7 +79,7 @@ def test_ranks_settle_the_same(
 
 @pytest.mark.gloo
 def test_ranks_settle_the_same_where_it_is_close() -> None:
-    """Whatever comes of it here: prices and gains of the same order."""
+    """Ranks agree even when costs and gains are of the same order, whichever decision that gives."""
     for data_parallel_bytes in (1 << 14, 1 << 16, 1 << 18):
         first, *others = run_ranks(4, settled, 2, 2, data_parallel_bytes, ("auto", "auto"))
         assert all(other == first for other in others)

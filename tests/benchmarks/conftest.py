@@ -1,4 +1,4 @@
-"""Benchmarks are programs in a folder, not a package: they find each other, and tests find them, by that folder."""
+"""Makes the benchmarks importable: they are programs in a folder and not a package."""
 
 import sys
 from pathlib import Path

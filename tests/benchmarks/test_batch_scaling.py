@@ -1,4 +1,4 @@
-"""The batch that fits with 1, 2 and 4 data-parallel processes, small."""
+"""Tests of the benchmark of the batch that fits with 1, 2 and 4 data-parallel processes, at a small size."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Ceilings of a device and the stopwatch, small."""
+"""Tests of the measured ceilings of a device and of the stopwatch, at a small size."""
 
 import time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""megazero beside others: which losses count, how times are related, and the program, small."""
+"""Tests of the comparison with other systems: agreement of losses, ratios of times, and the program at a small size."""
 
 import json
 import math
@@ -29,7 +29,7 @@ PLAIN = [5.0, 4.0, 3.0, 2.0]
 
 
 def turns(losses: list[float], seconds: list[float]) -> list[list[Turn]]:
-    """Of two processes, two steps a turn: the second is slower by a tenth, and the mean of their losses as given."""
+    """Return the turns of two processes, two steps each: the second is a tenth slower, their mean losses as given."""
     first = [Turn([loss - 0.5 for loss in losses[at : at + 2]], seconds[at : at + 2], 1.0) for at in (0, 2)]
     second = [
         Turn([loss + 0.5 for loss in losses[at : at + 2]], [1.1 * s for s in seconds[at : at + 2]], 2.0)
@@ -79,7 +79,7 @@ def test_what_a_system_needs_is_missing_where_its_root_is_not_found(monkeypatch:
 
 
 def test_rounding_may_grow_but_not_begin_large() -> None:
-    """Over 20 steps: a difference of 1e-4 is rounding at the end, and something else at the beginning."""
+    """Over 20 steps a loss that is off by 1e-4 counts as rounding at the end but not at the beginning."""
     plain = [5.0] * 20
 
     def differs(step: int, by: float) -> bool:
@@ -159,7 +159,7 @@ def test_storages_count_once() -> None:
 
 
 def watched(rank: int) -> tuple[int, int]:
-    """Bytes sent and messages of an all-reduce, a gather, a scatter and a broadcast of 6 elements, of 3 processes."""
+    """Return the bytes and messages that one of 3 processes sends in five collectives of 6 elements and a barrier."""
     traffic, whole, part = Traffic(3), torch.ones(6), torch.ones(2)
     with traffic:
         torch.distributed.all_reduce(whole)
@@ -178,7 +178,7 @@ def test_traffic_is_counted_by_formula() -> None:
 
 @pytest.mark.gloo
 def test_the_program(tmp_path: Path) -> None:
-    """Real processes: everybody's losses are the plain model's, and the record has what is asked of it."""
+    """All systems have the plain model's losses on real processes, and the record has the figures of every system."""
     names = ["floor", "ddp", "fsdp2", "megazero-0", "megazero-3"]
     words = [*TINY.split(), "--systems", *names, "--output", str(tmp_path / "out")]
     assert main(words) == 0
@@ -208,7 +208,7 @@ def test_the_program(tmp_path: Path) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("package", ["megatron", "deepspeed"])
 def test_who_is_no_part_of_torch(package: str, precision: str, tmp_path: Path) -> None:
-    """What is installed here trains the same, and holds what its stage says; bf16 beside fp32 master weights."""
+    """An installed system trains the same and holds the bytes of its stage; in bf16 with fp32 master weights."""
     pytest.importorskip(package)
     states = {
         "megatron": {"megatron-core": (16, 18), "megatron-core-1": (12, 12)},
@@ -241,7 +241,7 @@ def test_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.gloo
 def test_a_job_that_stays_answers_until_it_fails() -> None:
-    job = Job(2, list, device="cpu")  # of its place's three fields
+    job = Job(2, list, device="cpu")  # `ask` calls methods of the list of the place's three fields
     assert job.ask("__len__") == job.ask("__len__") == [3, 3]
     with pytest.raises(RuntimeError, match="IndexError: pop index out of range"):
         job.ask("pop", 3)

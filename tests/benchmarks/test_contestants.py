@@ -1,4 +1,4 @@
-"""Who preprocesses: turns of real commands, and how what came out is compared."""
+"""Tests of the contestants in the benchmark of preprocessing: turns of real commands and the comparison of outputs."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Preprocessing beside others: figures, the record, the page, and the program, small."""
+"""Tests of the benchmark of preprocessing: figures, the record, the page, and the program at a small size."""
 
 import json
 from argparse import Namespace
@@ -113,7 +113,7 @@ def test_what_cannot_be_is_refused(words: str) -> None:
 
 
 def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """On text of one's own, with tokenizers learned from it."""
+    """The program runs on given text, with tokenizers trained on it."""
     monkeypatch.setattr("sys.argv", ["corpora.py"])
     text = tmp_path / "t.jsonl"
     rows = [f"def function_{number}(x):\n    return x + {number} * 'word{number % 7}'\n" * 3 for number in range(300)]

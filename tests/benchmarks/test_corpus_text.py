@@ -1,4 +1,4 @@
-"""Text to measure with: every document once, in an order of its own, as much as was asked for."""
+"""Tests of the text for measurements: every document once, in the order of hashes, up to the given size."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What crosses the link by formula, by meter and at the link itself, and the small run of the program that shows it."""
+"""Tests of the traffic between nodes, by formula, by meter and at an emulated link, and of the program, small."""
 
 import json
 import math
@@ -44,7 +44,7 @@ WORK = Work(num_layers=4, hidden_size=128, seq_length=256, vocab_size=512, globa
 
 
 def links() -> set[str]:
-    """Network devices of this machine that a cluster of this process may have made."""
+    """Return the network devices of the machine that an emulated cluster may have made."""
     return {path.name for path in Path("/sys/class/net").iterdir() if path.name.startswith("mz")}
 
 
@@ -76,7 +76,7 @@ def test_activations_grow_with_the_batch_and_parameters_do_not() -> None:
 
 
 def test_bytes_of_a_node_are_the_papers_volumes() -> None:
-    """An all-reduce moves about twice its size, ZeRO stage 2 moves two elements a parameter: (n-1)/n of each."""
+    """All-reduces send twice their message, ZeRO stage 2 sends two elements a parameter, both times (n - 1) / n."""
     message = 16 * 256 * 128 * 4
     assert node_bytes(ACROSS, WORK) == pytest.approx((5 * 4 + 2) * 2 * message * 3 / 4, rel=0.002)
     assert node_bytes(INSIDE, WORK) == pytest.approx(2 * 4 * process_numel(WORK, 1) / 2, rel=0.05)
@@ -96,7 +96,7 @@ def test_the_predicted_rate_is_where_the_ratio_is(mbit: float, seconds: float, m
 
 
 def test_a_step_takes_as_long_as_its_bytes_on_the_link() -> None:
-    """12.5 MB are a second of 100 Mbit/s."""
+    """A slow link adds a step's bytes over its rate to the step's other seconds: 12.5 MB take 1 s at 100 Mbit/s."""
     assert Prediction(0.5, 12_500_000).seconds(100) == pytest.approx(0.5 + WIRE)
     assert Prediction(0.5, 12_500_000).seconds(None) == 0.5
     assert pytest.approx(1.07, abs=0.01) == WIRE
@@ -112,7 +112,7 @@ def test_a_rate_between_measured_points() -> None:
 
 
 def test_a_turns_steps() -> None:
-    """Seconds of every step, bytes of the node that sent more, and the meter's for all rings."""
+    """A turn gives the seconds of every step, the bytes of the node that sent more, and the meter's over all rings."""
     steps = [
         Step(
             {"step_seconds": 0.1 * number, "loss": 9.0 - number, "ranks": [{"comm_bytes": {"dp": {"x": 3, "y": 4}}}]},
@@ -179,7 +179,7 @@ def test_links_have_the_rate_they_are_told(left_as_it_was: None, tmp_path: Path)
 
 @pytest.mark.gloo
 def test_the_program(left_as_it_was: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Formula and meter are equal; the link counts what they say, headers and a run's small messages besides."""
+    """Formula and meter are equal; the link counts as many bytes, and those of headers and small messages."""
     assert main([*TINY, "--rates", "20", "--output", str(tmp_path / "page.md")]) == 0
     page = (tmp_path / "page.md").read_text()
     assert capsys.readouterr().out == page
@@ -191,9 +191,9 @@ def test_the_program(left_as_it_was: None, tmp_path: Path, capsys: pytest.Captur
         stated = record["prediction"]["layouts"][name]["node_bytes"]
         assert entry["metered"] == stated
         assert [len(turn) for turn in entry["seconds"]] == [2]
-        if rate:  # where a step is long enough to be seen when it ends
+        if rate:  # only on a slow link do steps take long enough for their bytes to be told apart
             assert 0.8 < sum(entry["wire"]) / 2 / stated < 1.4, (name, entry["wire"])
-    # A link is not faster than its rate, but for the burst of an idle one.
+    # A link is not faster than its rate, apart from the burst of an idle one.
     slow = found["across", 20.0]
     assert sum(slow["seconds"][0]) > 0.9 * 8e-6 * sum(slow["wire"]) / 20
     assert found["across", None]["loss"] == pytest.approx(found["inside", None]["loss"], rel=1e-5)
@@ -202,7 +202,7 @@ def test_the_program(left_as_it_was: None, tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.gloo
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_takes_everything_down(left_as_it_was: None, number: signal.Signals) -> None:
-    """In the middle of a run; its processes go with it."""
+    """A signal in the middle of a run ends its processes and removes the emulated cluster."""
     command = [sys.executable, str(ROOT / "benchmarks" / "cross_node.py"), *TINY, "--rates", "20"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as program:
         try:
@@ -216,7 +216,7 @@ def test_a_signal_takes_everything_down(left_as_it_was: None, number: signal.Sig
 
 
 def running_ranks(parent: int) -> list[str]:
-    """Of the first run, once all are there."""
+    """Return the process ids of the first run's ranks, once all have started."""
     deadline = time.monotonic() + 180
     while time.monotonic() < deadline:
         with suppress(FileNotFoundError, ProcessLookupError):  # a child has ended meanwhile

@@ -1,4 +1,4 @@
-"""The examination of a GPU machine, on a CPU at toy sizes: every phase, one that fails, one that hangs, the record."""
+"""Tests of the examination of a GPU machine, on a CPU at toy sizes: phases that pass, fail or hang, and the record."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ from gpu_examination import (
 )
 from support.source_tree import ROOT
 
-# What a CPU runs of them, with what its record must have; phases of several processes each are tested beside.
+# The phases that a CPU runs, with the figures that their record must have; other tests run phases of several processes.
 FOUND = {
     "environment": ("python", "packages", "driver"),
     "speed": ("tokens_per_second", "losses", "memory", "synchronizations", "profile"),

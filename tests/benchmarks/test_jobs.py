@@ -1,4 +1,4 @@
-"""Jobs: who meets whom, and how a failure of one process ends all of them."""
+"""Tests of the jobs of benchmarks: processes join those of their own job, and the failure of one ends all."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Kernels beside their rooflines: what each computes and needs, and the program, small."""
+"""Tests of the benchmark of kernels against their rooflines: operations, bytes and memory, and the program, small."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The sample of layouts as it is run: resumed where it was stopped, red where something deviates."""
+"""Tests of the program that trains a sample of layouts: it resumes where it was stopped and fails on a deviation."""
 
 import json
 import shutil
@@ -11,14 +11,14 @@ from support.layouts import is_legal
 
 
 def words(folder: Path, *more: str) -> list[str]:
-    """Three layouts on up to two processes, two steps each."""
+    """Return the options for three layouts on up to two processes, with two steps each."""
     records, output = str(folder / "r.jsonl"), str(folder / "page.md")
     least = ["--count", "3", "--seed", "4", "--most-processes", "2", "--steps", "2"]
     return ["--records", records, "--output", output, *least, *more]
 
 
 def rewrite(folder: Path, **changes: Any) -> str:
-    """Change the first record; returns its layout."""
+    """Change the first record and return its layout."""
     first, *rest = (folder / "r.jsonl").read_text().splitlines()
     record = {**json.loads(first), **changes}
     (folder / "r.jsonl").write_text("\n".join([json.dumps(record), *rest]) + "\n")
@@ -47,7 +47,7 @@ def test_help_says_how_to_run_it(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a finished sample."""
+    """Return a folder with a finished sample."""
     folder = tmp_path_factory.mktemp("sample")
     assert main([*words(folder), "--minutes", "0"]) == 2, "nothing is begun when there is no time"
     assert not (folder / "r.jsonl").exists()
@@ -84,7 +84,7 @@ def test_what_deviates_is_the_programs_status(folder: Path) -> None:
 def test_what_failed_or_was_cut_off_is_run_again(folder: Path) -> None:
     rewrite(folder, error="rank 0 raised")
     text = (folder / "r.jsonl").read_text()
-    (folder / "r.jsonl").write_text(text[:-20])  # killed while it wrote the last
+    (folder / "r.jsonl").write_text(text[:-20])  # as if the program had been killed while it wrote the last record
     assert main([*words(folder), "--minutes", "0"]) == 1
     assert "| failed |" in (folder / "page.md").read_text()
     assert main(words(folder)) == 0

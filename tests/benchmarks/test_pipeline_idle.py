@@ -1,4 +1,4 @@
-"""The idle time of pipeline stages: the figures made of simulated steps, and the program, small."""
+"""Tests of the benchmark of pipeline stages' idle time: figures of simulated steps, and the program, small."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ DURATIONS = {"gpipe": WHOLE, "1f1b": WHOLE, "interleaved": HALVES, "zero-bubble"
 
 
 def ideal(case: Case) -> Times:
-    """Three steps without delays."""
+    """Return the times of three simulated steps without delays."""
     return Times([simulated(case, DURATIONS[case.name], STAGES)] * 3, [1.0, 2.0, 3.0])
 
 
@@ -48,7 +48,7 @@ def cells(text: str) -> list[list[str]]:
 
 
 def slower(measured: Timeline, seconds: float) -> Timeline:
-    """The same with the last computation of the last stage that much later."""
+    """Return the same timeline with the last computation of the last stage `seconds` later."""
     *others, last = measured.stages
     action, start, end = last[-1]
     return Timeline((*others, (*last[:-1], Span(action, start + seconds, end + seconds))))

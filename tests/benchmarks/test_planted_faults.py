@@ -1,4 +1,4 @@
-"""Planted faults: every row can be planted, and a run notes what is seen, what is not, and what would fail anyway."""
+"""Tests of the planted faults: each can be planted, and a run records the faults that tests see and do not see."""
 
 from pathlib import Path
 
@@ -46,7 +46,7 @@ def test_a_row_that_cannot_be_planted_is_named(tmp_path: Path) -> None:
 
 
 def write_tree(root: Path) -> None:
-    """A tree of one module and its tests."""
+    """Write a tree of one module and its tests."""
     (root / "megazero").mkdir()
     (root / "tests").mkdir()
     (root / "megazero/__init__.py").touch()

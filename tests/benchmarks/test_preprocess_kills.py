@@ -1,4 +1,4 @@
-"""Preprocessing is killed for real, a few times; the benchmark does it more often."""
+"""Tests the benchmark that kills preprocessing, with a few kills."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "preprocess_kills.py"
 
 
 def test_killed_preprocessing_ends_with_the_same_files(tmp_path: Path) -> None:
-    """And a later call goes on with the trials."""
+    """Every killed run ends with the same files when it is resumed, and a later call of the program adds trials."""
     for kills in (2, 4):
         command = [sys.executable, str(BENCHMARK), "--folder", str(tmp_path), "--kills", str(kills), "--megabytes", "6"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)

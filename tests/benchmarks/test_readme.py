@@ -1,4 +1,4 @@
-"""The page made of records: which records count, what the tables say, and that the page is not stale."""
+"""Tests of the page made of records: the choice of records, the tables, and that the page is up to date."""
 
 import shutil
 from pathlib import Path

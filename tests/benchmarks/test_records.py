@@ -1,4 +1,4 @@
-"""Records: what must be in them, how they are written, and what they say of a model."""
+"""Tests of the records of benchmarks: their required fields, how they are written, and their description of a model."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The page that benchmarks print and keep."""
+"""Tests of the page that benchmarks print and write."""
 
 from pathlib import Path
 

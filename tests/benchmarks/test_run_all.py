@@ -1,4 +1,4 @@
-"""All benchmarks in one go: which parts there are, their shares of the time, and how a part is ended."""
+"""Tests of running all benchmarks: the parts, their shares of the time, and how a part that is too slow is ended."""
 
 import time
 from pathlib import Path
@@ -43,7 +43,7 @@ def test_what_the_programs_are_told() -> None:
 def test_shares_of_what_is_left() -> None:
     ahead = [Part(name, "x.py", "", share) for name, share in (("a", 3.0), ("b", 1.0))]
     assert budget(110.0, ahead) == pytest.approx(75.0)
-    assert budget(90.0, ahead[1:]) == pytest.approx(80.0)  # what a left over
+    assert budget(90.0, ahead[1:]) == pytest.approx(80.0)  # a has used less than its share
     assert budget(5.0, ahead) == 0.0
 
 

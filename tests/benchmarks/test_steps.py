@@ -1,4 +1,4 @@
-"""Steps of a configuration, their bytes and their limit, and the search for the largest that fits."""
+"""Tests of training steps for benchmarks: their bytes and memory limit, and the search for the largest that fits."""
 
 from typing import Any
 
@@ -60,7 +60,7 @@ def test_settings_are_those_of_the_command_line() -> None:
 
 
 def alone(flags: str) -> Steps:
-    """Steps of this process; 4 samples in all."""
+    """Return the steps of a run of one process with a global batch of 4 samples."""
     words = [word for name, value in TINY.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     place = Place(Launch(0, 1, 0), torch.device("cpu"), lambda: None)
     return Steps(configuration_of([*words, "--global-batch-size", "4", *flags.split()], 1), place)
@@ -88,7 +88,7 @@ def test_a_loss_scale_that_is_too_large_falls() -> None:
 
 @pytest.mark.gloo
 def test_what_is_held_and_what_is_refused() -> None:
-    """C5 on 4 processes: parts by the paper's formulas; a step passes under a limit, or doesn't."""
+    """The bytes of C5 on 4 processes are those of the ZeRO paper's formulas, and a step under too low a limit fails."""
     config = configuration({**TINY, "zero_config": "C5", "tensor_model_parallel_size": 2}, 4)
     found = held(config, 4, device="cpu")
     assert isinstance(found, Held)

@@ -1,4 +1,4 @@
-"""Figures of a small tree counted by hand, a step of a made-up program, the walks, and the reports of two records."""
+"""Tests of the measurements of code structure, on a small tree counted by hand, and of the comparison of records."""
 
 import json
 import subprocess
@@ -135,7 +135,7 @@ def test_a_run_without_steps_is_an_error(tree: Path) -> None:
 
 
 def count(tree: Path, found: Path) -> str:
-    """What the counting of the tree's steps writes on stderr."""
+    """Count the calls of the tree's training step into the file `found`, and return the output on stderr."""
     command = [sys.executable, str(FOLDER / "step_calls.py"), str(found)]
     return subprocess.run(command, cwd=tree, capture_output=True, text=True).stderr
 
@@ -211,7 +211,7 @@ def test_main_measures_and_writes(
 ) -> None:
     monkeypatch.setattr(structure, "RESULTS", tree.parent)
     words = ["--tree", str(tree), "--against", str(RESULTS / "2026-11-22-structure-a6d51de.json"), "--output", "made"]
-    assert main([*words, "--fast-seconds", "99"]) == 1  # its stations are not there
+    assert main([*words, "--fast-seconds", "99"]) == 1  # because the tree lacks the stations of the walks
     shown = capsys.readouterr()
     assert "train/step:StepReport" in shown.err and "| test.sh --fast, seconds | - | 99 |" in shown.out
     assert "| a training step, 2 layers: files, functions, calls, moves, depth |" in shown.out

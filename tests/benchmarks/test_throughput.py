@@ -1,4 +1,4 @@
-"""Throughput: figures made of given steps, and the program, small, over pipelines and micro-batches."""
+"""Tests of the benchmark of throughput: figures of given steps, and the program, small, also with a pipeline."""
 
 import json
 from pathlib import Path
@@ -86,7 +86,7 @@ def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
 
 @pytest.mark.gloo
 def test_fewer_steps_where_time_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """fp16 on the way: first steps overflow and are skipped."""
+    """A time limit of 0 leaves one measured step; the run is in fp16, whose first steps overflow and are skipped."""
     monkeypatch.setattr("sys.argv", ["throughput.py"])
     own = f"--device cpu --steps 1000000 --warm-up 1 --time-limit 0 --output {tmp_path / 'out'}"
     assert main([*own.split(), "--", *TINY.split(), "--fp16"]) == 0

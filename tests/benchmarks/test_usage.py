@@ -1,4 +1,4 @@
-"""What commands take: seconds and memory of themselves and of what they start, not of who measures."""
+"""Tests of measuring commands: the seconds and memory of a command and its children, not of the measuring process."""
 
 import sys
 from pathlib import Path
@@ -15,7 +15,7 @@ def test_seconds_and_memory_are_the_commands() -> None:
     quiet = run(Path("/"), "import time; time.sleep(0.2)")
     busy = run(Path("/"), "import time\nwhile time.process_time() < 0.3: pass")
     assert quiet[0] < 0.2 <= quiet[1] and busy[0] >= 0.3
-    held = b"x" * (300 << 20)  # by the process that measures, so that its own memory would be seen
+    held = b"x" * (300 << 20)  # held by the measuring process, whose memory must not count
     assert 1 << 20 < run(Path("/"), "pass")[2] < 100 << 20
     assert 150 << 20 < run(Path("/"), "x = b'x' * (150 << 20)")[2] < 250 << 20 < len(held)
 

@@ -1,4 +1,4 @@
-"""C1 to C5, small: the program as it is run, and how it judges the order."""
+"""Tests of the benchmark of C1 to C5, at a small size: the program, and its check of the paper's order."""
 
 from pathlib import Path
 
@@ -37,6 +37,6 @@ def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert checkpoints == pytest.approx([0.25, 0.125, 0.25, 0.125, 0.09], abs=0.01)  # b s h fp32 a layer, half with Pa
     assert host == pytest.approx([0, 0, 0, 0, 0.125], abs=0.01)
     layers = [int(row.split("|")[2]) for row in largest]
-    # At this size a peak differs from run to run by more than a layer, as gloo holds on to what it sends; C5 alone is
-    # far enough from the others.  The program's own sizes keep them apart, and it fails when their order is not so.
+    # At this size a peak differs from run to run by more than a layer, because gloo keeps messages after sending them;
+    # only C5 is far enough from the others.  The default sizes tell them apart, and the program fails on another order.
     assert 0 < min(layers) <= max(layers[:4]) < layers[4], page

@@ -1,4 +1,4 @@
-"""An action on every rank fails on all of them or on none."""
+"""Tests that an action on every rank fails on all ranks or on none."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Differences between checkpoints, whatever their layouts."""
+"""Tests of the differences between two checkpoints, whatever their layouts."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Step folders and `latest`."""
+"""Tests of a checkpoint root's step folders and its file `latest`."""
 
 from pathlib import Path
 
@@ -75,7 +75,7 @@ def test_names(tmp_path: Path) -> None:
     assert free_name(tmp_path, 20) == "step_0000020"
     make(tmp_path, "step_0000020", "step_0000020_2")
     assert free_name(tmp_path, 20) == "step_0000020_3"
-    make(tmp_path, "step_0000030_5")  # older revisions are gone: the newest must stay the highest
+    make(tmp_path, "step_0000030_5")  # older revisions have been removed; a new one must still have the highest number
     (tmp_path / "step_0000030_6").mkdir()
     assert free_name(tmp_path, 30) == "step_0000030_7"
     assert part_name(3) == "rank_00003.safetensors"

@@ -1,4 +1,4 @@
-"""Export and import against transformers itself: the same logits, and nothing half-written."""
+"""Tests of export and import against transformers: the logits are the same, and a failure leaves no partial files."""
 
 import json
 import os
@@ -22,7 +22,7 @@ THEIRS = {"n_embd": 12, "n_layer": 2, "n_head": 3, "n_positions": 8, "vocab_size
 
 
 def exported(folder: Path, *, tp: int = 1, dtype: torch.dtype | None = None, **changes: object) -> tuple[Path, dict]:
-    """A checkpoint saved at `tp`, exported; the output folder and the full weights."""
+    """Save a checkpoint at tensor-parallel degree `tp` and export it; return the output folder and the full weights."""
     model = small_config(**{"init_method_std": 0.2, **changes})
     weights = save_checkpoint(folder / "run", run_config(model), vocab_size=VOCAB, tp=tp)
     export_model(open_checkpoint(folder / "run"), model, folder / "hf", dtype=dtype, eod=5)

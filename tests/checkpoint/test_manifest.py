@@ -1,4 +1,4 @@
-"""The manifest: what is dumped comes back; whatever else is offered is refused, with everything that is wrong."""
+"""Tests of the manifest: a dumped one is read back the same, and any other text is refused with all its problems."""
 
 import copy
 import hashlib
@@ -48,7 +48,7 @@ def manifest(*parts: RankPart, progress: Any = None) -> Manifest:
 
 
 def signed(body: dict[str, Any]) -> bytes:
-    """A manifest with the right hash whatever it says, as a hostile one would have."""
+    """Return a manifest with the right hash for any content, as a hostile manifest would have."""
     body = {key: value for key, value in body.items() if key != "sha256"}
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), **body}).encode()

@@ -1,4 +1,4 @@
-"""Loading: any layout from any layout, and a plain word about whatever is wrong."""
+"""Tests of loading: any layout can read what any other wrote, and every damage is reported."""
 
 import shutil
 from pathlib import Path
@@ -72,7 +72,7 @@ def test_values_are_cast_to_what_the_fragment_has(tmp_path: Path, dtype: torch.d
 def test_padding_is_left_alone(tmp_path: Path) -> None:
     state = make_state()
     checkpoint = open_checkpoint(write_checkpoint(tmp_path, state, Layout()))
-    layout = Layout(tp=4, pad_to=5)  # 11 rows, 5 a rank: the last rank holds nothing but padding
+    layout = Layout(tp=4, pad_to=5)  # 11 rows, 5 a rank: the last rank holds only padding
     last = [fragment for fragment in blank(layout.fragments(3, state)) if fragment.spec.name == "wte.weight"]
     checkpoint.fill(last)
     assert all((fragment.tensor == PADDING).all() for fragment in last)
@@ -154,7 +154,7 @@ def test_a_flipped_byte_is_named_by_file_and_box_and_its_box_is_not_copied(tmp_p
     qkv = next(fragment.tensor for fragment in got if fragment.spec.name == "qkv.weight").view(3, 6, 2, 5)
     place = tuple(slice(o, o + n) for o, n in zip(box.offset, box.lengths, strict=True))
     assert (qkv[place] == PADDING).all()
-    # What is nowhere near the damage can still be had.
+    # A tensor whose box is not damaged can still be read.
     assert torch.equal(open_checkpoint(folder).read_full("proj.weight"), state["proj.weight", "weight"])
 
 

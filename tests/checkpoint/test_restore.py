@@ -1,4 +1,4 @@
-"""Restoring on all ranks or on none, over threads and over real processes."""
+"""Tests that a restore succeeds on all ranks or on none, with threads and with real processes as ranks."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Boxes of flat ranges, against numpy's own indexing."""
+"""Tests of the boxes of flat ranges against numpy's indexing."""
 
 import math
 from itertools import pairwise
@@ -79,7 +79,7 @@ def test_split_prefers_row_boundaries() -> None:
 
 @st.composite
 def local_ranges(draw: st.DrawFn) -> tuple[ParamSpec, int, int]:
-    """A rank's tensor anywhere, partly or wholly past the full shape, and a range of it."""
+    """Draw a rank's tensor at any offset, perhaps partly or wholly past the full shape, and a range of its elements."""
     full = draw(SHAPES)
     local = tuple(draw(st.integers(1, 6)) for _ in full)
     offset = tuple(draw(st.integers(0, length + 1)) for length in full)

@@ -1,4 +1,4 @@
-"""Saving: what the files hold, and that a save that fails or is killed leaves nothing behind but what was there."""
+"""Tests of saving: the content of the files, and that a failed or killed save leaves the earlier checkpoint intact."""
 
 import hashlib
 import json
@@ -45,7 +45,7 @@ def holds(folder: Path, state: State) -> bool:
 
 
 def tree(root: Path) -> dict[str, str]:
-    """Every file below root with a hash of its content."""
+    """Return every file below root with a hash of its content."""
     files = (path for path in sorted(root.rglob("*")) if path.is_file())
     return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
@@ -180,7 +180,7 @@ def test_a_root_that_cannot_be_made_is_told_on_all_ranks(tmp_path: Path) -> None
 
 
 def _save_with_a_full_disk(rank: int, root: str) -> str:
-    """Rank 1 may write 2,000 bytes to a file, the others as many as they like."""
+    """Save while rank 1 may write no more than 2,000 bytes to a file; return the error's message or "saved"."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
@@ -211,7 +211,7 @@ def test_real_ranks_save_and_a_full_disk_on_one_is_told_by_all(tmp_path: Path) -
 
 
 def _killed_at(event_number: int, root: Path, step: int, state_seed: int) -> bool:
-    """Save in a fork that kills itself (SIGKILL) at its n-th file operation under root; whether it got to the end."""
+    """Save in a fork that kills itself (SIGKILL) at its n-th file operation under root; return True if it finished."""
     child = os.fork()
     if child == 0:
         seen = 0
@@ -233,7 +233,7 @@ def _killed_at(event_number: int, root: Path, step: int, state_seed: int) -> boo
 
 
 def _kill_at_every_file_operation(root: Path, step: int) -> None:
-    """Over a checkpoint of step 10 with state 0, save `step` with state 1, killed at every point in turn."""
+    """Save `step` with state 1 over a checkpoint of step 10 with state 0, killed at each file operation in turn."""
     save_state(root, 10, make_state(0))
     outcomes = []
     for number in range(1, 100):
@@ -246,7 +246,7 @@ def _kill_at_every_file_operation(root: Path, step: int) -> None:
         if finished:
             break
     assert finished and number > 10
-    # Old until the new one is published, new from then on (a later turn saves the same again).
+    # The checkpoint is the old one until the new one is published, then the new one (later turns save it again).
     assert outcomes == sorted(outcomes) and set(outcomes) == {0, 1}
     assert not list(root.glob(".*")), "the last, undisturbed save removes what the killed ones left"
 

@@ -1,4 +1,4 @@
-"""Nodes that are wrong are named and no others: by figures that are made up, and by real ranks, one of them slow."""
+"""Tests that preflight names all bad nodes and no others, on invented figures and on real ranks, one of them slow."""
 
 import itertools
 from dataclasses import replace
@@ -22,7 +22,7 @@ def nodes(count: int) -> tuple[ClusterNode, ...]:
 
 
 def measured(count: int, bad: set[int]) -> Survey:
-    """What a job would find in which the pairs of bad nodes are slow, both looks taken."""
+    """Return the survey of a job in which every pair with a bad node is slow, after both rounds of measurements."""
 
     def figure(pair: tuple[int, int]) -> float:
         return SLOW if bad & set(pair) else FAST
@@ -51,7 +51,7 @@ def test_a_ring_has_every_neighbour_and_nobody_twice_in_a_round(count: int) -> N
 
 @pytest.mark.parametrize("count", [3, 4, 5, 6])
 def test_whichever_nodes_are_slow_they_are_named_and_no_others(count: int) -> None:
-    """All sets of bad nodes that leave two neighbours sound, those with a sound node between bad ones among them."""
+    """All bad nodes and no others are named if two neighbours are sound; a sound node may lie between bad ones."""
     tried = 0
     for size in range(count - 1):
         for bad in itertools.combinations(range(count), size):
@@ -164,7 +164,7 @@ def test_a_slow_rank_betrays_its_node() -> None:
     assert [text.split(":")[0] for text in problems] == ["n2", "n2"]
     assert "its clock is +36" in problems[0] and "beside another node" in problems[1]
     assert found.clocks[1] == pytest.approx(0, abs=1) and found.clocks[2] == pytest.approx(HOUR, abs=1)
-    assert found.inside == {} and len(found.pairs) == 5  # four neighbours, and n2 beside a cleared node that isn't one
+    assert found.inside == {} and len(found.pairs) == 5  # four neighbours, and n2 beside a sound node that is not one
     assert all(0 < figure < 2**16 / 0.05 * 1.01 for pair, figure in found.pairs.items() if 2 in pair)
     assert 0 < found.whole < 1.5 * 2**16 / 0.05 * 1.01
 
@@ -179,7 +179,7 @@ def test_nodes_of_several_ranks() -> None:
 
 
 def test_bandwidth_counts_what_a_rank_sends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """4 ranks send 2 (4 - 1) / 4 of the message each: 3 MB of 2 MB, in 10 ms."""
+    """Each of 4 ranks sends 2 (4 - 1) / 4 times the message: 3 MB for a message of 2 MB, in 10 ms."""
     meter = preflight._Measurements(alone(), torch.device("cpu"), 2_000_000)
     monkeypatch.setattr(meter, "_join", lambda name, ranks: None)
     monkeypatch.setattr(meter, "_time", lambda: 0.01)

@@ -1,4 +1,4 @@
-"""The interface and those who claim to meet it: the same calls with the same names."""
+"""Tests that all communicators have the interface's methods with the same arguments."""
 
 import inspect
 

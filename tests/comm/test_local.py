@@ -1,4 +1,4 @@
-"""One rank alone: every collective leaves what a group of one would."""
+"""Tests of the communicator of one rank: every collective has the result of a group of one."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Who a rank is and whom it talks to; and JSON from every rank to every rank."""
+"""Tests of the mesh: a rank's coordinates, the members of its axes, and the gathering of JSON from all ranks."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 
 def place(rank: int) -> dict[str, Any]:
-    """Coordinates, and the members of every axis as they introduce themselves."""
+    """Return, for every axis, this rank's coordinate, its rank on the axis, and the members' gathered global ranks."""
     mesh = mesh_in_worker(rank, tp=2, dp=2)
     assert mesh.world is mesh.axis("world")
     assert mesh.device == CPU and mesh.rank == rank
@@ -38,7 +38,7 @@ def test_axes_of_two_by_two_ranks() -> None:
 
 @pytest.mark.parametrize("num_stages", range(2, 9))
 def test_what_a_stage_sends_and_receives_has_four_groups(num_stages: int) -> None:
-    """Activations and gradients, over the link to the stage before and over the one to the next."""
+    """A stage exchanges activations and gradients with the stages before and behind, each over a group of its own."""
     for stage in range(num_stages):
         links = ((stage - 1) % num_stages, stage)
         keys = [channel_key(key, link, num_stages) for key in CHANNELS for link in links]

@@ -1,4 +1,4 @@
-"""Counted bytes against what a ring really sends, rank by rank; and nothing but counting happens."""
+"""Tests of the meter: counted bytes are those that a rank of a ring sends, and counting changes no result."""
 
 from fractions import Fraction
 from typing import Any
@@ -13,11 +13,11 @@ from megazero.comm.interface import Collective
 from megazero.comm.local import LocalCommunicator
 from megazero.comm.metered import Count, Meter, MeteredCommunicator, sent_bytes
 
-NUMEL = 12  # of one rank's slice
+NUMEL = 12  # elements of one rank's slice
 
 
 def ring_bytes(collective: str, nbytes: int, size: int) -> Fraction:
-    """What a rank of a ring sends for a whole tensor of nbytes, counted hop by hop."""
+    """Return the bytes that a rank of a ring sends for a whole tensor of `nbytes`, counted hop by hop."""
     piece = Fraction(nbytes, size)
     hops = size - 1
     return {
@@ -40,7 +40,7 @@ def test_formulas(collective: Collective, piece: int, size: int) -> None:
 
 
 def test_paper_figures() -> None:
-    """Section 7.1: all-reduce moves 2 Psi, reduce-scatter and all-gather Psi each, up to (Nd - 1) / Nd."""
+    """All-reduce sends 2 Psi, reduce-scatter and all-gather Psi each, times (Nd - 1) / Nd (ZeRO, section 7.1)."""
     psi, ranks = 1_000_000, 4
     assert sent_bytes("all_reduce", psi, ranks) == 1_500_000
     assert sent_bytes("reduce_scatter", psi, ranks) + sent_bytes("all_gather", psi, ranks) == 1_500_000
@@ -54,7 +54,7 @@ def test_figures_that_do_not_divide_are_rounded_down_per_half() -> None:
 def every_collective(
     rank: int, size: int, dtype: torch.dtype
 ) -> tuple[dict[str, dict[str, int]], list[int], list[Any]]:
-    """(bytes by axis, calls, results) of one call of each collective over a data-parallel axis."""
+    """Call each collective over a data-parallel axis, all-reduce twice; return bytes by axis, calls and results."""
     mesh = mesh_in_worker(rank, dp=size)
     axis = mesh.axis("dp")
     assert (axis.size, axis.rank) == (size, rank)

@@ -1,4 +1,4 @@
-"""Every collective on real gloo ranks against numpy.
+"""Tests of every collective on real gloo ranks against numpy.
 
 Inputs are small whole numbers, so sums are exact in every dtype and a result is right or wrong, never nearly right.
 """
@@ -23,12 +23,12 @@ pytestmark = pytest.mark.gloo
 
 SIZES = (2, 3, 4)
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-NUMEL = 6  # of one rank's slice
+NUMEL = 6  # elements of one rank's slice
 BUFFER_BYTES = 4 * NUMEL * 8
 
 
 def values(rank: int, numel: int = NUMEL) -> NDArray[np.int64]:
-    """What a rank puts in: whole numbers from -8 to 8."""
+    """Return a rank's input: whole numbers from -8 to 8."""
     return np.random.default_rng(100 + rank).integers(-8, 9, numel)
 
 
@@ -37,7 +37,7 @@ def tensor(rank: int, dtype: torch.dtype, numel: int = NUMEL) -> Tensor:
 
 
 def communicator() -> tuple[ProcessGroupCommunicator, FusedBuffers]:
-    """All ranks of the job, and the pool that lends scratch memory."""
+    """Return a communicator over all ranks of the job, and the pool that lends it scratch memory."""
     pool = FusedBuffers(BUFFER_BYTES, torch.device("cpu"))
     group = dist.group.WORLD
     assert group is not None
@@ -45,7 +45,7 @@ def communicator() -> tuple[ProcessGroupCommunicator, FusedBuffers]:
 
 
 def everything(rank: int, size: int, dtype: torch.dtype) -> dict[str, Any]:
-    """The results of all collectives on one rank."""
+    """Return the results of all collectives on one rank."""
     axis, pool = communicator()
     found: dict[str, Any] = {"place": (axis.rank, axis.size)}
 
@@ -67,7 +67,7 @@ def everything(rank: int, size: int, dtype: torch.dtype) -> dict[str, Any]:
         sent = tensor(rank, dtype)
         axis.broadcast(sent, source_rank).wait()
         found[f"broadcast {source_rank}"] = sent
-    pool.resize(1)  # refused while a buffer is out
+    pool.resize(1)  # raises an error while a buffer is leased
     return found
 
 
@@ -96,7 +96,7 @@ def test_collectives(size: int, dtype: torch.dtype) -> None:
 
 
 def in_place(rank: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(reduce-scatter into a slice of its input, all-gather from a slice of its output)."""
+    """Return the tensors after a reduce-scatter into a slice of its input and an all-gather from one of its output."""
     axis, _ = communicator()
     mine = slice(rank * NUMEL, (rank + 1) * NUMEL)
     scattered = tensor(rank, dtype, size * NUMEL)
@@ -120,7 +120,7 @@ def test_in_place_on_this_ranks_slice(size: int, dtype: torch.dtype) -> None:
 
 
 def halves(rank: int, dtype: torch.dtype, large: float) -> list[float]:
-    """Rank 0 gives a number so large that adding 1 to it in `dtype` gives it back; the others give 1."""
+    """Sum a number of rank 0 so large that adding 1 in `dtype` does not change it, and a 1 of every other rank."""
     axis, _ = communicator()
     output = torch.empty(1, dtype=dtype)
     axis.reduce_scatter_into(output, torch.full((4,), large if rank == 0 else 1.0, dtype=dtype)).wait()
@@ -129,7 +129,7 @@ def halves(rank: int, dtype: torch.dtype, large: float) -> list[float]:
 
 @pytest.mark.parametrize(("dtype", "large", "total"), [(torch.bfloat16, 256, 260), (torch.float16, 2048, 2052)])
 def test_narrow_sums_are_rounded_once(dtype: torch.dtype, large: float, total: float) -> None:
-    """256 + 1 + 1 + 1 in bf16 is 256 when every sum is rounded, and 260 (259 to the even side) when only one is."""
+    """256 + 1 + 1 + 1 in bf16 is 256 when every sum is rounded, and 260 (259 rounded to even) when only the last is."""
     one_by_one = torch.tensor(large, dtype=dtype)
     for _ in range(3):
         one_by_one += 1
@@ -138,7 +138,7 @@ def test_narrow_sums_are_rounded_once(dtype: torch.dtype, large: float, total: f
 
 
 def drawn(size: int, numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Real numbers [size, size * numel], a row for what each rank puts in."""
+    """Return random numbers [size, size * numel], one row for each rank's input."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(size, size * numel, generator=generator, dtype=torch.float64).to(dtype)
 
@@ -164,14 +164,14 @@ def test_narrow_sums_are_those_of_float32(size: int, dtype: torch.dtype) -> None
         assert torch.equal(found, expected[rank])
 
 
-# Of each call in turn; every rank waits for them in an order of its own.
+# The collective of each call in turn; every rank waits for the calls in an order of its own.
 TURNS = ("reduce_scatter", "all_gather", "all_reduce", "all_gather", "broadcast", "reduce_scatter", "reduce_scatter")
 LENGTHS = (1, 6, 5_000)
 REPETITIONS = 12
 
 
 def call_in_turn(axis: ProcessGroupCommunicator, turn: int, numel: int) -> tuple[Tensor, Any]:
-    """Where the result of one call arrives, and the work that brings it; rank r puts in r + 1, times its place."""
+    """Start one call and return its output and its work; element i of rank r's input is i * (r + 1) + turn."""
     name, size = TURNS[turn], axis.size
     here = torch.arange(numel * size, dtype=torch.float64) * (axis.rank + 1) + turn
     mine = slice(axis.rank * numel, (axis.rank + 1) * numel)
@@ -198,7 +198,7 @@ def expected_in_turn(turn: int, numel: int, rank: int, size: int) -> Tensor:
 
 
 def all_in_flight(rank: int, size: int) -> list[str]:
-    """Calls of every kind under way on one group at once, again and again; those whose results are wrong."""
+    """Have calls of every kind under way on one group at once, repeatedly; return those whose results are wrong."""
     axis, pool = communicator()
     pool.resize(size * max(LENGTHS) * 8)
     wrong = []
@@ -212,7 +212,7 @@ def all_in_flight(rank: int, size: int) -> list[str]:
             work.wait()
             if not torch.equal(output, expected_in_turn(turn, lengths[turn], rank, size)):
                 wrong.append(f"{TURNS[turn]} {turn} of {lengths[turn]} in repetition {repetition}")
-    pool.resize(1)  # refused while a buffer is out
+    pool.resize(1)  # raises an error while a buffer is leased
     return wrong
 
 
@@ -222,7 +222,7 @@ def test_calls_of_all_kinds_are_under_way_at_once(size: int) -> None:
 
 
 def several_in_flight(rank: int, size: int) -> tuple[list[Tensor], int, int]:
-    """Three reduce-scatters under way at once, waited for in another order; buffers out at most, and afterwards."""
+    """Have three reduce-scatters under way at once; return their outputs and the leased buffers, at most and after."""
     axis, pool = communicator()
     outputs = [torch.empty(NUMEL) for _ in range(3)]
     works = [
@@ -232,7 +232,7 @@ def several_in_flight(rank: int, size: int) -> tuple[list[Tensor], int, int]:
     at_most = pool.num_buffers
     for index in (1, 2, 0):
         works[index].wait()
-    pool.resize(BUFFER_BYTES)  # refused while a buffer is out
+    pool.resize(BUFFER_BYTES)  # raises an error while a buffer is leased
     return outputs, at_most, pool.num_buffers
 
 
@@ -246,7 +246,7 @@ def test_reductions_in_flight_have_scratch_memory_of_their_own(size: int) -> Non
 
 
 def start_before_the_others(rank: int, folder: Path) -> list[bool]:
-    """Rank 0 says that its calls have returned before the other ranks begin theirs."""
+    """Let the other ranks begin their calls after rank 0's have returned; return, for each call, True if they did."""
     axis, _ = communicator()
     found = []
     for name in ("all_gather", "reduce_scatter"):
@@ -267,7 +267,7 @@ def test_a_call_waits_for_nobody(size: int, tmp_path: Path) -> None:
 
 
 def forgetful(rank: int, size: int, number: int) -> list[list[float]]:
-    """Rank 0 starts calls and forgets them, so nothing waits for what they send; the others wait."""
+    """Start calls, which rank 0 drops without waiting for them; return the results of the other ranks."""
     axis, _ = communicator()
     outputs = []
     for index in range(number):
@@ -296,7 +296,7 @@ def test_what_a_rank_forgets_still_reaches_the_others(size: int, number: int) ->
 
 
 def arrive(rank: int, folder: Path, size: int) -> list[bool]:
-    """Leave a sign, the first rank late, and look for everyone's after the barrier."""
+    """Create a file, late on rank 0, and return, for each rank, True if its file is there after the barrier."""
     axis, _ = communicator()
     if rank == 0:
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""One rank tells why the job ends, whoever fails after it goes quietly, and errors of other kinds keep their voice."""
+"""Tests of a job's end: one rank reports its error, later failures stay quiet, and bugs keep their traceback."""
 
 import pytest
 from torch.distributed import HashStore, Store
@@ -8,7 +8,7 @@ from megazero.errors import DataError, TrainingError
 
 
 class GoneStore(Store):
-    """A store whose host has left."""
+    """A store whose host process has ended."""
 
     def compare_set(self, *unused: object) -> bytes:
         raise RuntimeError("connection reset by peer")
@@ -18,7 +18,7 @@ class GoneStore(Store):
 
 
 def end(store: Store | None, rank: int, error: Exception) -> int:
-    """The exit code of a rank whose training raises `error`."""
+    """Return the exit code of a rank whose training raises `error`."""
     with pytest.raises(SystemExit) as caught, single_failure_report(store, rank):
         raise error
     code = caught.value.code

@@ -1,4 +1,4 @@
-"""From the launcher's environment to a mesh: nonsense is refused, and two processes find each other."""
+"""Tests of startup, from the launcher's environment to a mesh: devices, backends, process groups, and two processes."""
 
 import os
 import socket
@@ -80,7 +80,7 @@ def test_one_process_joins_nothing() -> None:
 
 
 def members(rank: int, topology: Topology) -> dict[str, list[int]]:
-    """By axis, the ranks that hear this one."""
+    """Return, for each axis, the members' global ranks as gathered over it."""
     mesh = make_mesh(topology, rank, CPU, FusedBuffers(64, CPU))
     found = {}
     for name, axis in mesh.communicators.items():
@@ -105,7 +105,7 @@ def test_every_axis_joins_the_ranks_of_its_groups(degrees: dict[str, int]) -> No
 
 
 def exchange(rank: int) -> list[float]:
-    """Three stages send their rank down the pipeline and back up; what each has received."""
+    """Send this stage's rank to the next stage and to the one before; return the values received from both."""
     mesh = make_mesh(Topology(pp=3), rank, CPU, FusedBuffers(64, CPU))
     received = torch.zeros(2)
     down, up = mesh.channel(ACTIVATIONS, link=0), mesh.channel(GRADIENTS, link=0)
@@ -125,7 +125,7 @@ def test_neighbours_on_the_pipeline_exchange_tensors() -> None:
 
 
 def first_messages(rank: int, num_stages: int) -> tuple[list[Any], dict[str, Any]]:
-    """What this stage has sent and received when its mesh is there, by channel; and what the meter says of it."""
+    """Make a mesh; return the messages that this stage sent and received for it, by channel, and the meter's bytes."""
     seen: list[tuple[str, ProcessGroupCommunicator, int]] = []
     sends, receives = ProcessGroupCommunicator.send, ProcessGroupCommunicator.receive_into
 
@@ -149,7 +149,7 @@ def first_messages(rank: int, num_stages: int) -> tuple[list[Any], dict[str, Any
 @pytest.mark.gloo
 @pytest.mark.parametrize("num_stages", [2, 3])
 def test_every_link_of_the_pipeline_is_connected_at_once(num_stages: int) -> None:
-    """One message each way: NCCL connects at the first, which within a step could be waited for for ever."""
+    """Every link carries one message each way at startup, as NCCL connects at the first, which could hang in a step."""
     for stage, (messages, metered) in enumerate(run_ranks(num_stages, first_messages, num_stages)):
         before, behind = (stage - 1) % num_stages, (stage + 1) % num_stages
         expected = [
@@ -182,7 +182,7 @@ def time_outs(rank: int) -> list[timedelta]:
 
 @pytest.mark.gloo
 def test_the_time_out_holds_on_every_axis() -> None:
-    """A group of its own would get the backend's time-out from torch (gloo's is half an hour), not the job's."""
+    """Every group has the job's time-out; by default torch would give it the backend's (gloo's is half an hour)."""
     assert run_ranks(4, time_outs) == [[timedelta(minutes=7)] * 2] * 4
 
 

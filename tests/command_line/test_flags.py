@@ -1,4 +1,4 @@
-"""Flags as argparse knows them."""
+"""Tests of splitting a command line into flags and values, and of the help."""
 
 import pytest
 

@@ -1,8 +1,8 @@
-"""Every setting of a run meets the same values as a flag, in a run file and in a DeepSpeed configuration.
+"""Tests that every setting accepts and refuses the same values as a flag, in a run file and in a DeepSpeed file.
 
-There is one verdict, that of tests/support/raw_values.py, and tests/library/test_one_grammar.py holds the library's
-doors to the same.  A flag is always a word, so `--seed 2` stands for both 2 and "2" of a file; `as_words` names the
-forms that a command line cannot express.  NaN and infinity as YAML writes them are a test of their own.
+The verdicts are those of tests/support/raw_values.py; tests/library/test_one_grammar.py holds the library's interfaces
+to the same.  A flag's value is always a word, so `--seed 2` stands for both 2 and "2" of a file; `as_words` returns
+None for forms that a command line cannot express.  NaN and infinity as YAML writes them have a test of their own.
 """
 
 import json
@@ -26,7 +26,7 @@ MINIMUM = {name: value for name, value in SMALL.items() if INFO[name].required}
 
 
 def refused(problems: ConfigError) -> set[str]:
-    """Settings that a message calls illegal: "--seed is a whole number ...", "--split has an empty value ..."."""
+    """Return the settings that an error's rules begin with: "--seed is a whole number ..."."""
     by_flag = {info.flag: info.name for info in FIELDS}
     return {by_flag[problem.rule.split()[0]] for problem in problems.problems}
 
@@ -36,7 +36,7 @@ def value(config: RunConfig, name: str) -> Any:
 
 
 def verdicts_of_flags(form: str) -> dict[str, Any]:
-    """The verdict on every setting that can be given the form on a command line, all of them in one line."""
+    """Return the verdict on every setting that can take the form on a command line, with all of them in one line."""
     words = {info.name: found for info in FIELDS if (found := as_words(info, form)) is not None}
     given = {name: [f"{INFO[name].flag}={item}"] for name, item in MINIMUM.items()}
     wanted = {
@@ -45,7 +45,7 @@ def verdicts_of_flags(form: str) -> dict[str, Any]:
     }
     wrong: set[str] = set()
     idle: set[str] = set()
-    while True:  # what is left out as idle may have given another setting its effect
+    while True:  # a setting left out as idle may have given another one its effect
         accepted = given | {name: item for name, item in wanted.items() if name not in wrong | idle}
         try:
             config = parse([word for item in accepted.values() for word in item]).config
@@ -59,14 +59,14 @@ def verdicts_of_flags(form: str) -> dict[str, Any]:
 
 
 def alone(name: str, words: list[str]) -> Any:
-    """The value of a flag that has no effect beside the others."""
+    """Return the verdict on a flag alone, for one that has no effect beside the others."""
     (raw,), _ = split_words(words)
     parsed = parse_value(INFO[name], raw)
     return REFUSED if isinstance(parsed, Problem) else parsed.value
 
 
 def verdicts_of_a_file(form: str, path: Path) -> dict[str, Any]:
-    """The verdict on every setting, all of them in one file; as one that a run saved it may hold idle settings."""
+    """Return the verdict on every setting, all in one file, marked as saved so that idle settings are legal."""
     wrong: set[str] = set()
     try:
         from_yaml(as_yaml(dict.fromkeys(INFO, FORMS[form])))
@@ -78,12 +78,12 @@ def verdicts_of_a_file(form: str, path: Path) -> dict[str, Any]:
 
 
 def as_yaml(settings: Mapping[str, Any]) -> str:
-    """One line a setting, with texts in quotes."""
+    """Return the settings as YAML, one line each, with strings in quotes."""
     return "".join(f"{name}: {json.dumps(item)}\n" for name, item in settings.items())
 
 
 def unexpected(form: str, verdicts: Mapping[str, Any]) -> dict[str, Any]:
-    """Verdicts beside those of the table, where they differ."""
+    """Return the verdicts that differ from those expected, each with the expected one."""
     wanted = {name: expected(INFO[name], form) for name in verdicts}
     return {name: (item, wanted[name]) for name, item in verdicts.items() if not same(item, wanted[name])}
 
@@ -100,7 +100,8 @@ def test_run_files(form: str, tmp_path: Path) -> None:
     assert unexpected(form, verdicts) == {} and set(verdicts) == set(INFO)
 
 
-# DeepSpeed's keys that have a setting's value as it stands; a count of checkpoints has an effect beside an arena.
+# DeepSpeed's keys that hold a setting's value unchanged, by key.  The file below turns on the arena, without which the
+# number of checkpoints would have no effect.
 KEYS = {
     key: name
     for name, key in {**ZERO_KEYS, **ACTIVATION_KEYS, **PRECISION_KEYS, "clip_grad": "gradient_clipping"}.items()
@@ -110,7 +111,7 @@ KEYS = {
 
 
 def deepspeed_file(settings: Mapping[str, Any], path: Path) -> str:
-    """The command line of a run with a DeepSpeed configuration of these keys."""
+    """Write a DeepSpeed configuration with these keys and return the command line of a run with it."""
     content: dict[str, Any] = {
         "fp16": {"enabled": True},
         "activation_checkpointing": {"contiguous_memory_optimization": True},
@@ -125,7 +126,7 @@ def deepspeed_file(settings: Mapping[str, Any], path: Path) -> str:
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form not in ("auto", "null")])
 def test_deepspeed_configurations(form: str, tmp_path: Path) -> None:
-    """ "auto" and null have meanings of their own there, and are left out."""
+    """Keys have the verdicts of settings; "auto" and null mean other things in these files and are left out."""
     path = tmp_path / "ds.json"
     wrong: set[str] = set()
     try:

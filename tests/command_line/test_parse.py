@@ -1,4 +1,4 @@
-"""The whole command line: precedence, foreign flags, and all findings at once."""
+"""Tests of the whole command line: precedence of sources, foreign flags, and all problems reported at once."""
 
 from pathlib import Path
 

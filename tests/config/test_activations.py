@@ -1,4 +1,4 @@
-"""The settings of recomputation."""
+"""Tests of the settings of recomputation: defaults, aliases and ranges."""
 
 import pytest
 from pydantic import ValidationError

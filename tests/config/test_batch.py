@@ -1,4 +1,4 @@
-"""The three sizes of a batch."""
+"""Tests of solving for the three sizes of a batch: of the step, of a micro-batch, and the number of micro-batches."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""What is saved and taken."""
+"""Tests of the checkpoint settings."""
 
 from pathlib import Path
 

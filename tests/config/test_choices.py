@@ -1,4 +1,4 @@
-"""Words in a configuration to a choice of optimizer and schedule."""
+"""Tests of choosing an optimizer and a schedule by their names and parameters in a configuration."""
 
 from typing import Any
 

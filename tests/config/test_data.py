@@ -1,4 +1,4 @@
-"""The corpus's settings."""
+"""Tests of the data settings: corpora, splits and tokenizers."""
 
 from pathlib import Path
 

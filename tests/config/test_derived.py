@@ -1,4 +1,4 @@
-"""Figures that follow from the settings."""
+"""Tests of figures that are derived from settings, such as the padded vocabulary and the number of micro-batches."""
 
 import pytest
 from support.configs import make_run

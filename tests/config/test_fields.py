@@ -1,4 +1,4 @@
-"""How a setting describes itself."""
+"""Tests of a setting's description: its kind, bounds, choices and help."""
 
 from pathlib import Path
 from typing import Literal

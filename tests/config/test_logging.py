@@ -1,4 +1,4 @@
-"""What a run reports."""
+"""Tests of the logging settings."""
 
 import pytest
 from pydantic import ValidationError

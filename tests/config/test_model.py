@@ -1,4 +1,4 @@
-"""The model's settings: Megatron's defaults, and what a size may be."""
+"""Tests of the model's settings: Megatron's defaults and the ranges of sizes."""
 
 import dataclasses
 from typing import Any

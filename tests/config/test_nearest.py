@@ -1,4 +1,4 @@
-"""The arithmetic of nearest values, against trying all of them."""
+"""Tests of the arithmetic of nearest legal values against a search through all values."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Adam's settings and the learning-rate schedule's."""
+"""Tests of the settings of Adam and of the learning-rate schedule."""
 
 import pytest
 from pydantic import ValidationError

@@ -1,4 +1,4 @@
-"""The table of optimizers, against torch itself and the settings of a run."""
+"""Tests of the table of optimizers against torch's optimizers, DeepSpeed's names and the settings of a run."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""Where values come from: every source of settings says it of what it gives."""
+"""Tests of the origin of settings: every source marks the values it gives with where they come from."""
 
 import json
 from pathlib import Path

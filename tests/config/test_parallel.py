@@ -1,4 +1,4 @@
-"""Degrees, backend and device."""
+"""Tests of the parallel settings: degrees, schedule, rank order, backend and device."""
 
 import pytest
 from pydantic import ValidationError

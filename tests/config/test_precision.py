@@ -1,4 +1,4 @@
-"""Number formats and the loss scale."""
+"""Tests of the precision settings: number formats and the loss scale."""
 
 import pytest
 from pydantic import ValidationError

@@ -1,4 +1,4 @@
-"""The named models have the sizes that their names promise, the ZeRO paper's configurations its table's marks."""
+"""Tests of the presets: models have the sizes in their names, and C1 to C5 are the ZeRO paper's configurations."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from megazero.config.run import FIELDS
 
 
 def parameters(row: dict[str, int]) -> int:
-    """GPT-2's number of parameters, counted from the published architecture (tied head, biases everywhere)."""
+    """Return GPT-2's number of parameters, counted from the published architecture (tied head, biases everywhere)."""
     h, layers = row["hidden_size"], row["num_layers"]
     attention = h * 3 * h + 3 * h + h * h + h
     feed_forward = h * 4 * h + 4 * h + 4 * h * h + h
@@ -16,7 +16,7 @@ def parameters(row: dict[str, int]) -> int:
     return layers * (attention + feed_forward + norms) + embeddings + 2 * h
 
 
-# OpenAI's own counts of gpt2 and gpt2-xl.
+# The expected numbers are those of OpenAI's gpt2 and gpt2-xl.
 @pytest.mark.parametrize(("name", "expected"), [("gpt2-124m", 124_439_808), ("gpt2-1.5b", 1_557_611_200)])
 def test_parameters(name: str, expected: int) -> None:
     assert parameters(dict(PRESETS[name])) == expected
@@ -27,7 +27,7 @@ def test_rows_name_settings_of_the_model() -> None:
     assert all(set(row) <= names for row in PRESETS.values())
 
 
-# arXiv 1910.02054, table 3: what is partitioned beside the optimizer's states, and where checkpoints lie.
+# ZeRO, table 3: the states that are partitioned beside the optimizer's, and the memory in which checkpoints lie.
 @pytest.mark.parametrize(
     ("name", "gradients", "activations", "in_cpu"),
     [

@@ -1,4 +1,4 @@
-"""The ten sections together."""
+"""Tests of the sections of a run's configuration together."""
 
 from support.configs import make_run
 
@@ -13,7 +13,7 @@ def test_sections_are_the_attributes() -> None:
 
 
 def test_every_name_is_said_once() -> None:
-    """A flag or a key has no section, so no two settings, aliases or foreign flags may share a name."""
+    """No two settings, aliases or foreign flags share a name, because a flag or a key is not qualified by a section."""
     names = [name for info in FIELDS for name in (info.flag.removeprefix("--"), *info.aliases)]
     names += [*SHORTHANDS, *ACCEPTED, *FIXED, *REFUSED, "config", "preset", "zero-config", "deepspeed-config", "help"]
     assert len(names) == len(set(names))

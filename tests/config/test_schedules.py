@@ -1,4 +1,4 @@
-"""The table of schedules, against DeepSpeed's documented defaults and the settings of a run."""
+"""Tests of the table of schedules against DeepSpeed's documented defaults and the settings of a run."""
 
 from megazero.config.engine_sections import OptimizerConfig
 from megazero.config.fields import describe

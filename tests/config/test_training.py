@@ -1,4 +1,4 @@
-"""Batch, length, evaluation and exits."""
+"""Tests of the training settings: batch, length, evaluation, exits and compilation."""
 
 import pytest
 from pydantic import ValidationError

@@ -1,4 +1,4 @@
-"""Raw words to a configuration, with every finding at once."""
+"""Tests of the step from raw values to a configuration, which reports every problem at once."""
 
 import pytest
 from support.configs import SMALL

@@ -1,4 +1,4 @@
-"""One value against a setting's description."""
+"""Tests of checking and converting one value by a setting's description."""
 
 from pathlib import Path
 from typing import Any

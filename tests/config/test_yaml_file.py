@@ -1,4 +1,4 @@
-"""The same settings as a flat YAML mapping."""
+"""Tests of reading and writing settings as a flat YAML mapping."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""ZeRO's settings."""
+"""Tests of the settings of ZeRO: stages, defaults, aliases and ranges."""
 
 import sys
 

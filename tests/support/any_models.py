@@ -1,4 +1,4 @@
-"""Models of many kinds, none of them made for the library, and their training in plain PyTorch."""
+"""Models of many kinds, none written for megazero's library, and their training in plain PyTorch for comparison."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-SAMPLES = 8  # of a step
+SAMPLES = 8  # samples of a step
 Inputs = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its inputs by step (samples first), and the mean of its loss over the samples."""
+    """A model, its inputs of a step (dim 0: samples), and its loss, which is a mean over the samples."""
 
     make: Callable[[], nn.Module]
     inputs: Callable[[torch.Generator], Inputs]
@@ -24,7 +24,7 @@ class Case:
 
 
 class History(NamedTuple):
-    """Loss and gradient norm of each step, and the parameters at the end."""
+    """The loss and gradient norm of each step, and the parameters by name after the last."""
 
     losses: list[float]
     norms: list[float]
@@ -50,7 +50,7 @@ def train_plain(
     make_optimizer: Callable[[Any], torch.optim.Optimizer] = adamw,
     clip: float = 0.0,
 ) -> History:
-    """One process, whole batches; what gets no gradient has a zero gradient."""
+    """Train in one process on whole batches; a parameter that gets no gradient has a zero gradient."""
     model = make(name)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = make_optimizer(trained)
@@ -79,7 +79,7 @@ def mean_square(model: nn.Module, step: int, x: Tensor) -> Tensor:
 
 
 class Perceptron(nn.Module):
-    """Odd sizes, a lone number, something frozen, something unused."""
+    """A perceptron of odd sizes with a parameter of one element, a frozen layer and an unused layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Perceptron(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Tokens through an LSTM; its weights are a list of its own, used by one fused function."""
+    """A model of tokens through an LSTM, whose weights lie in a list of its own and are used by one fused function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,10 @@ def next_token(model: nn.Module, step: int, ids: Tensor) -> Tensor:
 
 
 class Translator(nn.Module):
-    """Encoder and decoder over one embedding, which is the head too, read outside its module; so is attention's."""
+    """An encoder and decoder with one embedding, whose weight is also the head's.
+
+    The embedding's weight and the weights inside attention are read outside the modules that own them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +131,7 @@ class Translator(nn.Module):
 
 
 class Branching(nn.Module):
-    """Blocks in another order every time; one block is left out of each second step."""
+    """A stack of blocks that runs in another order in every second step, with one block left out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +151,7 @@ def branching_loss(model: nn.Module, step: int, x: Tensor) -> Tensor:
 
 
 class Lender(nn.Module):
-    """Hands out its parameter."""
+    """A module whose forward returns its parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +162,10 @@ class Lender(nn.Module):
 
 
 class Sharing(nn.Module):
-    """A layer called three times, a parameter handed out by its module, one used twice, one shared by two modules."""
+    """A model with a layer that is called three times and with parameters that are used in unusual ways.
+
+    One parameter is returned by its module, one is used twice, and one is shared by two modules.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +184,7 @@ class Sharing(nn.Module):
 
 
 class Recomputing(nn.Module):
-    """Checkpointed blocks, two at a time."""
+    """A model whose blocks are recomputed in the backward by torch's checkpoint, two blocks at a time."""
 
     def __init__(self, *, reentrant: bool) -> None:
         super().__init__()
@@ -195,7 +201,7 @@ class Recomputing(nn.Module):
 
 
 class Experts(nn.Module):
-    """Samples go to the expert that their gate chooses; every expert runs, so that ranks do the same."""
+    """A mixture of experts, weighted by a gate; every expert runs for every sample, so that all ranks call the same."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,7 +215,7 @@ class Experts(nn.Module):
 
 
 class Convolutions(nn.Module):
-    """Images; group normalisation, which has no buffers."""
+    """A convolutional net for images, with group normalisation because that has no buffers."""
 
     def __init__(self) -> None:
         super().__init__()

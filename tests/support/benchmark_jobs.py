@@ -1,4 +1,4 @@
-"""What processes of benchmarks' jobs do in tests; started processes must be able to import it."""
+"""Functions that the processes of a benchmark's job run in tests; they lie here so that those can import them."""
 
 import os
 import time
@@ -14,14 +14,14 @@ PROBLEM = Problem("--something 3", "a rule", "2")
 
 
 def who(place: Any, word: str) -> tuple[str, list[int]]:
-    """The word, and the ranks that this process meets."""
+    """Return the word, and the ranks that take part in a gather over the world."""
     buffers = FusedBuffers(1 << 16, place.device)
     mesh = make_mesh(Topology(dp=place.launch.world_size), place.launch.rank, place.device, buffers)
     return word, gather_json(mesh.world, place.launch.rank, place.device)
 
 
 def fail(place: Any, rank: int, how: str) -> None:
-    """One rank fails, the others would go on for long."""
+    """Make one rank fail in the way that `how` names while the others sleep for ten minutes."""
     if place.launch.rank == rank:
         if how == "user":
             raise ConfigError(PROBLEM, PROBLEM)
@@ -32,7 +32,7 @@ def fail(place: Any, rank: int, how: str) -> None:
 
 
 def together(place: Any, seconds: float) -> float:
-    """How long this process waits for all others; the first of every job is late."""
+    """Return how many seconds this process waits for all others; local rank 0 comes `seconds` late."""
     if place.launch.local_rank == 0:
         time.sleep(seconds)
     start = time.perf_counter()

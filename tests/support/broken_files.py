@@ -1,6 +1,6 @@
 """Files for runs that go wrong: corpora, tokenizers and checkpoints, whole or damaged in one way.
 
-Every function takes a folder and leaves in it what its name says.
+Every public function but `documents` takes a folder and writes the files into it that the function is named after.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ NUM_DOCUMENTS, DOCUMENT_TOKENS = 40, 50
 
 
 def documents(count: int = NUM_DOCUMENTS) -> list[list[list[int]]]:
-    """Documents of one sequence of random tokens below VOCABULARY."""
+    """Return `count` documents, each one sequence of DOCUMENT_TOKENS random tokens below VOCABULARY."""
     generator = random.Random(count)
     return [[[generator.randrange(VOCABULARY) for _ in range(DOCUMENT_TOKENS)]] for _ in range(count)]
 
@@ -55,7 +55,7 @@ def other_index(folder: Path) -> None:
 
 
 def shuffled_index(folder: Path) -> None:
-    """The second sequence starts one token late."""
+    """Write a corpus whose index starts the second sequence one token late."""
     corpus(folder)
     at = 34 + 4 * NUM_DOCUMENTS + 8
     _overwrite(folder / "text.idx", at, (2 * DOCUMENT_TOKENS + 2).to_bytes(8, "little"))
@@ -67,14 +67,14 @@ def index_alone(folder: Path) -> None:
 
 
 def foreign_token(folder: Path) -> None:
-    """One token of one document is none of the vocabulary."""
+    """Write a corpus in which one token of one document lies outside the vocabulary."""
     texts = documents()
     texts[3][0][DOCUMENT_TOKENS // 2] = 7 * VOCABULARY
     write_corpus(folder / "text", texts)
 
 
 def corpus_of_bytes(folder: Path) -> None:
-    """A corpus whose sidecar tells that ByteTokenizer made it."""
+    """Write a corpus whose sidecar names ByteTokenizer as its tokenizer."""
     corpus(folder)
     found = IndexedDataset(folder / "text")
     description = Sidecar(
@@ -113,7 +113,7 @@ def wrong_settings(folder: Path) -> None:
 
 
 def checkpoint(folder: Path) -> None:
-    """A checkpoint of step 2 in `saved`, of the smallest run."""
+    """Train the smallest run for two steps, which writes the checkpoint of step 2 into `saved`."""
     settings = {
         "global_batch_size": 8,
         "vocab_size": VOCABULARY,
@@ -128,7 +128,7 @@ def checkpoint(folder: Path) -> None:
 
 
 def damaged_manifest(folder: Path) -> None:
-    """A counter in the manifest has been edited."""
+    """Write a checkpoint, then change a counter in its manifest."""
     checkpoint(folder)
     path = folder / "saved" / "step_0000002" / "manifest.json"
     text = path.read_text()
@@ -145,7 +145,7 @@ def truncated_weights(folder: Path) -> None:
 
 
 def flipped_weight(folder: Path) -> None:
-    """One bit of the last tensor is another one."""
+    """Write a checkpoint, then flip one bit of the last tensor in its file."""
     checkpoint(folder)
     path = folder / "saved" / "step_0000002" / "rank_00000.safetensors"
     last = path.stat().st_size - 1
@@ -158,7 +158,7 @@ def latest_names_nothing(folder: Path) -> None:
 
 
 def _cut(path: Path, num_bytes: int) -> None:
-    """Remove the end of a file."""
+    """Remove the last `num_bytes` bytes of a file."""
     path.write_bytes(path.read_bytes()[:-num_bytes])
 
 

@@ -17,14 +17,14 @@ from megazero.parallel.param_spec import StateFragment, named_specs
 
 
 class Axis:
-    """A place on a tensor-parallel axis for building a model only; it can send nothing."""
+    """A stand-in for a communicator: it has a rank and a size, enough to build a model, and cannot communicate."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
 
 def run_config(model: ModelConfig, *, precision: str = "fp64", data: DataConfig | None = None) -> RunConfig:
-    """A run's configuration around `model`."""
+    """Return the configuration of a run that trains `model`."""
     return RunConfig(
         model=model,
         training=TrainingConfig(micro_batch_size=1, train_iters=1),
@@ -35,9 +35,9 @@ def run_config(model: ModelConfig, *, precision: str = "fp64", data: DataConfig 
 
 
 def save_checkpoint(root: Path, config: RunConfig, *, vocab_size: int, tp: int, seed: int = 3) -> dict[str, Tensor]:
-    """Save initial weights cut over `tp` ranks with a padded vocabulary; returns the full logical weights.
+    """Save initial weights, partitioned over `tp` ranks with a padded vocabulary; return the full logical weights.
 
-    One process stands for all ranks: it hands the writer every rank's fragments.
+    One process stands for all ranks: it gives every rank's fragments to the writer.
     """
     fragments: list[StateFragment] = []
     ranks: list[list[Piece]] = []

@@ -1,4 +1,4 @@
-"""Configurations for tests, from flat names: `make_run(hidden_size=60, zero_stage=2)`."""
+"""Builds configurations for tests from flat setting names: `make_run(hidden_size=60, zero_stage=2)`."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -8,7 +8,7 @@ from megazero.config.run import DataConfig, RunConfig
 from megazero.config.validate import validate
 from megazero.config.values import RawValue
 
-# The least that a valid run needs.
+# The settings that a valid run must have, with small values.
 SMALL: Mapping[str, Any] = MappingProxyType(
     {
         "num_layers": 2,
@@ -25,12 +25,12 @@ SMALL: Mapping[str, Any] = MappingProxyType(
 
 
 def make_run(**settings: Any) -> RunConfig:
-    """A valid small run with some settings of its own; None leaves an optional setting unset."""
+    """Return a valid small run with `settings` over SMALL; None leaves an optional setting unset."""
     outcome = validate({name: RawValue(name, value, name) for name, value in {**SMALL, **settings}.items()})
     assert outcome.config is not None, outcome.problems
     return outcome.config
 
 
 def make_data(**settings: Any) -> DataConfig:
-    """The corpus's section of a run; one corpus needs no list, and a path may be a text."""
+    """Return the data section of a run; a single corpus needs no list, and a path may be a string."""
     return make_run(**{"mock_data": False, **settings}).data

@@ -1,8 +1,9 @@
-"""Two ranks that do not do the same: what becomes of each, as lines of JSON in a file of its own.
+"""Runs two ranks that make different collective calls, and writes each rank's outcomes as lines of JSON.
 
 torchrun --nproc-per-node=2 diverging_ranks.py FOLDER
 
-Every case has process groups of its own, whose collectives wait for TIMEOUT_SECONDS.
+Each rank writes a file of its own in FOLDER.  Every case has its own process groups, whose collectives give up after
+TIMEOUT_SECONDS.
 """
 
 import json
@@ -40,7 +41,7 @@ def module_on_rank_0(rank: int, model: Awkward) -> None:
 
 
 def touch_on_rank_0(rank: int, model: Awkward) -> None:
-    """Inside the forward of a module that both call."""
+    """Read a parameter of another module on rank 0 alone, inside the forward of a module that both ranks call."""
 
     def use(*_: Any) -> None:
         model.first.bias.sum()
@@ -84,13 +85,13 @@ def main(folder: Path) -> None:
         with warnings.catch_warnings(record=True) as warned:
             try:
                 case(launch.rank, model)
-                mesh.axis("dp").barrier()  # what the other rank does meanwhile
+                mesh.axis("dp").barrier()  # the other rank waits here meanwhile
             except Exception as error:
                 outcome |= {"error": type(error).__name__, "text": str(error)}
         outcome["warnings"] = [str(warning.message) for warning in warned]
         with (folder / f"rank_{launch.rank}").open("a") as file:
             file.write(json.dumps(outcome | {"seconds": time.monotonic() - start}) + "\n")
-    os._exit(0)  # no goodbye to the rank that is gone
+    os._exit(0)  # skip torch's shutdown, since the other rank has exited
 
 
 if __name__ == "__main__":

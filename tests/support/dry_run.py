@@ -1,8 +1,8 @@
-"""One training step of one rank out of many, with fake tensors and torch's fake process group; prints JSON.
+"""Runs a training step of one rank out of many with fake tensors and torch's fake process group, and prints JSON.
 
 python dry_run.py RANK DP TP STAGE [PP SETTINGS]
 
-SETTINGS are the run's, as JSON; "num_micro_batches" among them says how many a step has (2 without it).
+SETTINGS are the run's settings as JSON; "num_micro_batches" among them is the number of a step (2 if left out).
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What dry runs of `benchmarks/activation_bytes.py` see, in a process of their own: a list of cases to a list, as JSON.
+"""Makes dry runs of `benchmarks/activation_bytes.py` in a process of its own and prints their results as a JSON list.
 
 python dry_run_activations.py '[{"num_layers": 2, ...}, ...]'
 """

@@ -1,4 +1,4 @@
-"""Which gradient-shaped tensors are alive: a dispatch mode that watches every new storage by weak reference."""
+"""Measures the bytes of live gradient-sized tensors by a dispatch mode with weak references to new storages."""
 
 import weakref
 from collections.abc import Mapping
@@ -10,9 +10,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class GradientMeter(TorchDispatchMode):
-    """Bytes of live storages as large as a given size, made while the mode is on; `peak` is the most at once.
+    """A dispatch mode that counts the bytes of live storages of given sizes; `peak` is the most bytes at once.
 
-    numels: sizes, in elements, that only parameters have in the model under test, so an activation is not mistaken.
+    Only storages made while the mode is on count.  numels: sizes in elements that only parameters have in the model
+    under test, so that no activation is counted.
     """
 
     def __init__(self, numels: frozenset[int]) -> None:

@@ -1,4 +1,4 @@
-"""A small module of everything that is inconvenient, and its training with and without the engine."""
+"""A small model with every inconvenience for ZeRO's partitioning, and its training with and without the engine."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,11 +25,11 @@ from megazero.zero.plan import resolve
 
 SETTINGS = AdamWSettings(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 LR = 1e-2
-SAMPLES = 12  # of a global batch: divides by 1, 2, 3, 4 and twice that
+SAMPLES = 12  # samples of a global batch; 1, 2, 3, 4 and 6 divide it
 
 
 class Awkward(nn.Module):
-    """Sizes that divide by nothing, a one-element, a frozen, an unused and a tied parameter, one used twice."""
+    """A model of odd sizes, with a parameter of one element that is used twice, and frozen, unused and tied ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,12 +60,12 @@ def batch(step: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor
 
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """This part's share of the global mean."""
+    """Return what these samples add to the mean loss of the global batch."""
     return (model(x) - y).square().sum() / SAMPLES
 
 
 class Options(NamedTuple):
-    """How the engine is asked to train."""
+    """The settings of a training run on the engine."""
 
     stage: int = 0
     dp: int = 1
@@ -76,11 +76,15 @@ class Options(NamedTuple):
     overlap: bool = True
     units: bool = True
     zero: tuple[tuple[str, Any], ...] = ()  # further settings of the ZeRO section
-    seed: int | None = None  # of the order in which communication finishes
+    seed: int | None = None  # draws the order in which communication finishes
 
 
 class EngineRun(NamedTuple):
-    """losses and norms per step, owned state, traffic of the last step, number of leased buffers at the most."""
+    """The outcome of a run on one rank.
+
+    norms: the gradient norm of each step; saved: the state this rank owns; calls: the last step's collective calls over
+    dp; num_buffers: buffers of the pool; working: full parameters by name.
+    """
 
     norms: list[float]
     saved: list[Saved]
@@ -110,7 +114,7 @@ def make_engine(rank: int, options: Options) -> tuple[Awkward, Engine, FusedBuff
 
 
 def units_of(model: nn.Module, *, split: bool) -> list[Unit]:
-    """One unit a child module (parameters of the module itself first), or all in one."""
+    """Return one unit for each module that has parameters, or a single unit with all if not `split`."""
     names = [name for name, _ in model.named_parameters()]
     if not split:
         return [Unit("all", tuple(names), (model,))]
@@ -126,7 +130,7 @@ def _module(model: nn.Module, name: str) -> nn.Module:
 
 
 def train_engine(rank: int, options: Options) -> EngineRun:
-    """Some steps of the engine on this rank's share of the batches."""
+    """Train with the engine on this rank's share of the batches."""
     model, engine, buffers = make_engine(rank, options)
     mesh = mesh_in_worker(rank, dp=options.dp, seed=options.seed)
     norms, dtype = [], next(model.parameters()).dtype
@@ -156,7 +160,7 @@ def full_state(runs: list[EngineRun], kind: str = "weight") -> dict[str, Tensor]
 
 
 def train_plain(steps: int = 5) -> tuple[list[float], dict[str, Any]]:
-    """The same training in plain PyTorch: (norms, final parameters)."""
+    """Train the same in plain PyTorch; return the gradient norms of the steps and the final parameters."""
     model = make_model()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     groups = [
@@ -176,13 +180,13 @@ def train_plain(steps: int = 5) -> tuple[list[float], dict[str, Any]]:
 
 
 def alone() -> Mesh:
-    """The late mesh of one rank in this very process."""
+    """Return a late mesh of a single rank, in the calling process."""
     device = torch.device("cpu")
     return late_mesh(make_mesh(Topology(), 0, device, FusedBuffers(0, device)))
 
 
 def engine_around(model: nn.Module, mesh: Mesh, *, precision: str = "fp64", **zero: Any) -> Engine:
-    """An engine around any module, its units chosen as for a user's; ZeRO stage 3 unless told."""
+    """Return an engine around any module, with units chosen as for a user's; ZeRO stage 3 by default."""
     config = ZeroConfig(**{"zero_stage": 3, "reduce_bucket_size": 100, **zero})
     plan = resolve(config, PrecisionConfig(precision=precision))  # type: ignore[arg-type]
     buffers = FusedBuffers(0, mesh.device)
@@ -193,7 +197,7 @@ def engine_around(model: nn.Module, mesh: Mesh, *, precision: str = "fp64", **ze
 
 
 def owned_gradient(engine: Engine, name: str, numel: int) -> Tensor:
-    """The reduced gradient of a parameter, flat; zeros where another rank owns it."""
+    """Return the reduced gradient of a parameter [numel], with zeros for the elements that another rank owns."""
     whole = torch.zeros(numel, dtype=torch.float64)
     for piece in engine.pieces(name, "gradient"):
         whole[piece.start : piece.stop] = piece.tensor
@@ -201,14 +205,14 @@ def owned_gradient(engine: Engine, name: str, numel: int) -> Tensor:
 
 
 def take_step(engine: Engine, lr: float = LR) -> None:
-    """Finish a step whose backwards are done: no clipping."""
+    """Reduce the gradients of a step whose backwards are done and update the parameters, without clipping."""
     engine.finish_reductions()
     engine.update(StepInputs(lr, torch.ones((), dtype=torch.float64), None))
 
 
 @contextmanager
 def released_memory_is_nan() -> Iterator[None]:
-    """Memory that is given up stays and is full of nan, so that reading it shows in every result."""
+    """Fill memory with nan instead of freeing it, inside the block, so that a read after release shows in results."""
     resize = torch.UntypedStorage.resize_
 
     def fill_or_resize(storage: torch.UntypedStorage, nbytes: int) -> Any:

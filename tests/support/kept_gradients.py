@@ -1,6 +1,7 @@
-"""The kept gradients of one step of a tiny GPT on the engine, beside what the plain twin's autograd finds.
+"""Compares the gradients that ranks keep after a step of a tiny GPT on the engine with those of the plain reference.
 
-Whatever memory a gradient goes through is full of nan before: a place that is taken for a sum too early shows.
+All memory that a gradient goes through is filled with nan before the step, so that adding to it before it has been
+written gives nan.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +35,7 @@ Around = Callable[[int], AbstractContextManager[Any]]
 
 
 class Placed(NamedTuple):
-    """A model on an engine, on one rank of `dp`."""
+    """A model on an engine, on one rank of `dp`; a step has `accumulation` micro-batches."""
 
     model: GPT
     engine: Engine
@@ -43,15 +44,15 @@ class Placed(NamedTuple):
     accumulation: int
 
     def loss(self, micro: int) -> Tensor:
-        """This rank's share of the mean over the step's positions."""
+        """Return what a micro-batch of this rank adds to the mean loss over all positions of the step."""
         batch = reference_batch((micro * self.dp + self.rank) * MICRO_BATCH, MICRO_BATCH, masked=False)
         positions = batch.labels.numel() * self.dp * self.accumulation
         return self.model.summed_loss(batch.tokens, batch.labels) / positions
 
     def step(self, around: Around = lambda _: nullcontext(), extra: Callable[[], Tensor] | None = None) -> Kept:
-        """All of a step up to its reduced gradients.
+        """Run a step up to its reduced gradients, and return those that this rank keeps.
 
-        around(micro-batch) is entered for its passes; extra() is added to its loss.
+        around(micro) is the context of a micro-batch's forward and backward; extra() is added to its loss.
         """
         with lent_memory_is_nan():
             for flat in self.engine._shards._resident_gradients.values():
@@ -66,7 +67,7 @@ class Placed(NamedTuple):
         return self._kept()
 
     def _kept(self) -> Kept:
-        """By name: the reduced gradient in float64, in its logical shape, and which of its elements this rank keeps."""
+        """Return by name the reduced gradient (float64, full logical shape) and a mask of the elements kept here."""
         found = {}
         for spec, parameter in named_specs(self.model):
             if parameter.requires_grad:
@@ -79,12 +80,12 @@ class Placed(NamedTuple):
 
 
 def small_run(**settings: Any) -> RunConfig:
-    """The tiny run with larger micro-batches, and buckets that some weights fit into and others don't."""
+    """Return the tiny run with larger micro-batches, and buckets that some weights fit into and others do not."""
     return tiny_run(**{"reduce_bucket_size": 900, "micro_batch_size": MICRO_BATCH, **settings})
 
 
 def placed(rank: int, config: RunConfig, *, dp: int = 1, accumulation: int = 1, frozen: Sequence[str] = ()) -> Placed:
-    """The run's GPT with `first_weights`, on an engine of its settings."""
+    """Build the run's GPT with `first_weights`, on an engine with the run's settings."""
     dtype = DTYPES[config.precision.precision]
     mesh, products = mesh_in_worker(rank, dp=dp), fastest_products(CPU, dtype)
     random = RandomRegions(config.training.seed, 0, CPU)
@@ -101,7 +102,7 @@ def placed(rank: int, config: RunConfig, *, dp: int = 1, accumulation: int = 1, 
 
 
 def first_weights(config: RunConfig) -> Weights:
-    """Drawn values, of biases too, as the run's precision holds them."""
+    """Return random float64 weights, of biases too, rounded to the run's precision."""
     generator = torch.Generator().manual_seed(5)
     specs = [spec for spec, _ in named_specs(build_gpt(config.model, context(), vocab_size=VOCAB))]
     drawn = {spec.name: torch.randn(spec.full_shape, generator=generator, dtype=torch.float64) for spec in specs}
@@ -110,13 +111,13 @@ def first_weights(config: RunConfig) -> Weights:
 
 
 def plain_gradients(weights: Weights, first: int, num_samples: int) -> Weights:
-    """The plain twin's, of the mean loss over some samples."""
+    """Return the reference's gradients of the mean loss over `num_samples` samples."""
     live = {name: value.clone().requires_grad_(True) for name, value in weights.items()}
     return reference.gradients(reference.mean_loss(live, reference_batch(first, num_samples, masked=False)), live)
 
 
 def whole_gradients(ranks: Sequence[Kept]) -> Weights:
-    """Gradients from what all ranks keep; those kept twice must be the same, and nothing may be missing."""
+    """Assemble full gradients from all ranks; elements kept twice must be the same, and none may be missing."""
     whole = {}
     for name, (first, _) in ranks[0].items():
         values, seen = torch.zeros_like(first), torch.zeros(first.shape, dtype=torch.bool)
@@ -131,7 +132,7 @@ def whole_gradients(ranks: Sequence[Kept]) -> Weights:
 
 
 def assert_equal(found: Weights, expected: Weights, tolerance: float) -> None:
-    """The largest error of each gradient is within `tolerance` times its largest element."""
+    """Assert that the largest error of each gradient is at most `tolerance` times its largest element."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         error, largest = (found[name] - value).abs().max(), value.abs().max()
@@ -140,7 +141,7 @@ def assert_equal(found: Weights, expected: Weights, tolerance: float) -> None:
 
 @contextmanager
 def lent_memory_is_nan() -> Iterator[None]:
-    """Whatever is lent for buckets, from a pool or an arena, is full of nan."""
+    """Fill every lease of the buffer pool and of the arena's scratch with nan, inside the block."""
     lend = {kind: kind.lease for kind in (FusedBuffers, ArenaScratch)}
 
     def poisoned(kind: Any) -> Callable[..., Any]:

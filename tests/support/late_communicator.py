@@ -1,15 +1,16 @@
-"""A communicator whose works finish as late as its interface allows: nothing has come until `wait()` returns.
+"""A communicator whose works finish as late as its interface allows: no result is there until `wait()` returns.
 
-The collectives of the communicator inside run on copies.  From the call to the end of its wait
+The collectives of the wrapped communicator run on copies.  From a call to the end of its wait
 
-    the output holds poison (nan, where there is one), which must not be written to;
+    the output holds poison (nan, for floating-point types), and must not be written to;
     the input must not change;
 
 so a missing wait gives wrong values, and memory that is used again too early is an AssertionError at the wait.  With a
-seed, waiting for a work also finishes some of those before it, in some order, as a backend may.
+seed, waiting for a work also finishes some earlier ones, in a random order, as a backend may.
 
-A *message* (a send) counts as over when its sender can know that the receiver has waited for it: messages carry what
-their senders know about deliveries.  A wait for any other send would hold up its rank where sends wait for receivers.
+A *message* (a send) counts as delivered for its sender once a later message has brought the news that the receiver has
+waited for it: every message carries its sender's table of deliveries.  A wait for any other send is recorded, because
+it would hold up its rank on a backend whose sends wait for receivers.
 """
 
 import random
@@ -23,11 +24,11 @@ from megazero.comm.interface import Communicator, ReduceKind, Work
 from megazero.comm.mesh import Mesh
 from megazero.comm.metered import MeteredCommunicator
 
-_POISON_BYTE = 0xA5  # for what has no nan
+_POISON_BYTE = 0xA5  # fills types that have no nan
 
 
 class Deliveries:
-    """What one rank knows about messages that have been delivered, on several communicators."""
+    """One rank's table of the messages that have been delivered, on several communicators."""
 
     def __init__(self, num_communicators: int, num_ranks: int) -> None:
         self.known = torch.zeros(num_communicators, num_ranks, num_ranks, dtype=torch.int64)
@@ -37,7 +38,7 @@ class Deliveries:
 
 
 class LateCommunicator:
-    """Any communicator, late.  index: its place among those that share `deliveries`."""
+    """A communicator that delays the results of `inner`.  index: its place among those that share `deliveries`."""
 
     def __init__(
         self,
@@ -118,7 +119,7 @@ class LateCommunicator:
         return work
 
     def finish(self, work: "_LateWork") -> None:
-        """Finish a work, and with a seed some of the collectives before it: they have come if this one has."""
+        """Finish a work, and with a seed also some earlier collectives, which a backend completes before this one."""
         before = self.unfinished[: self.unfinished.index(work)]
         works = [work]
         if self._random is not None and work.is_collective:
@@ -140,15 +141,15 @@ class _LateWork:
         self.result = torch.empty(0) if output is None else torch.empty_like(output.detach())
         self._output = output
         self._works: Sequence[Work] = ()
-        self._kept: list[tuple[str, Tensor, Tensor]] = []  # what must not change: which, the tensor, its bytes
+        self._kept: list[tuple[str, Tensor, Tensor]] = []  # must not change: (input or output, tensor, its bytes)
 
     def keep(self, which: str, tensor: Tensor) -> None:
-        """The tensor must not change until the work has been waited for."""
+        """Require that the tensor does not change until the work has been waited for."""
         assert tensor.is_contiguous(), f"{self.name}: its {which} is not dense"
         self._kept.append((which, tensor, _bytes(tensor).clone()))
 
     def poison(self, tensor: Tensor) -> None:
-        """Fill a part of the output with what no result is."""
+        """Fill a part of the output with values that no result has."""
         if tensor.is_floating_point():
             tensor.data.fill_(torch.nan)
         else:
@@ -194,7 +195,7 @@ class _Sent(_LateWork):
 
 
 class _Received(_LateWork):
-    """A message from another rank, and what that one knew when it sent it."""
+    """A message from another rank, with the sender's table of deliveries at the time of sending."""
 
     is_collective = False
 
@@ -211,7 +212,7 @@ class _Received(_LateWork):
 
 
 def late_mesh(mesh: Mesh, seed: int | None = None) -> Mesh:
-    """The mesh with every communicator late, and counted by the same meter; all ranks must do this together."""
+    """Return the mesh with every communicator late, counted by the same meter; all ranks must call this together."""
     deliveries = Deliveries(len(mesh.communicators), mesh.topology.world_size)
     communicators: dict[str, Communicator] = {}
     for index, (key, metered) in enumerate(mesh.communicators.items()):
@@ -222,27 +223,27 @@ def late_mesh(mesh: Mesh, seed: int | None = None) -> Mesh:
 
 
 def late_communicators(mesh: Mesh) -> list[LateCommunicator]:
-    """Those of a late mesh."""
+    """Return the late communicators of a mesh."""
     inner = [metered._inner for metered in mesh.communicators.values() if isinstance(metered, MeteredCommunicator)]
     return [communicator for communicator in inner if isinstance(communicator, LateCommunicator)]
 
 
 def unfinished(mesh: Mesh) -> list[str]:
-    """The works of a late mesh that have not been waited for."""
+    """Return the names of a late mesh's works that have not been waited for."""
     return [work.name for communicator in late_communicators(mesh) for work in communicator.unfinished]
 
 
 def forget_unfinished(mesh: Mesh) -> None:
-    """Nothing will wait for what is under way: results of gathers ahead of a use that has not come."""
+    """Drop the works under way, which no code will wait for: gathers prefetched for a use that has not come."""
     for communicator in late_communicators(mesh):
         communicator.unfinished.clear()
 
 
 def unproven_waits(mesh: Mesh) -> list[str]:
-    """Waits of a late mesh for sends that had not been delivered for all that their rank knew."""
+    """Return the names of sends that this rank has waited for without proof of their delivery."""
     return late_communicators(mesh)[0].deliveries.unproven_waits
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The memory of a dense tensor, which may be written to without autograd's notice, as a backend's does."""
+    """Return the memory of a dense tensor as bytes; autograd does not see writes to it, as with a backend's writes."""
     return tensor.data.reshape(-1).view(torch.uint8)

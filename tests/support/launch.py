@@ -1,7 +1,7 @@
-"""Starting pretrain_gpt.py: inside this process, or as a user does, with torchrun.
+"""Starts pretrain_gpt.py inside the calling process, or with torchrun as a user does.
 
-A *program* here is a running torchrun with its workers.  It leads a process group of its own, so that a test that fails
-can end all of it and nothing else.
+A *program* here is a running torchrun with its workers.  It leads its own process group, so that a test that fails can
+end the whole program and nothing else.
 """
 
 import importlib.util
@@ -23,10 +23,10 @@ from megazero.console import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "pretrain_gpt.py"
-# Far beyond what anything takes, even on a busy machine.
+# Far more than any program here needs, even on a busy machine.
 PATIENCE_SECONDS = 120.0
 
-# The least that a run of the smallest model needs, by flag.
+# The flags that a run of the smallest model needs, with their values.
 SMALL_RUN: Mapping[str, str] = {
     "--num-layers": "2",
     "--hidden-size": "32",
@@ -44,7 +44,7 @@ SMALL_RUN: Mapping[str, str] = {
 
 
 class Finished(NamedTuple):
-    """A program that has ended."""
+    """The exit code and output of a program that has ended."""
 
     code: int
     stdout: str
@@ -52,12 +52,15 @@ class Finished(NamedTuple):
 
 
 def command_line(flags: Mapping[str, str | None]) -> list[str]:
-    """Words from flags and values; an empty value is a switch, several values are parted by blanks, None is no flag."""
+    """Return the words of a command line.
+
+    A flag with an empty value is a switch, blanks separate several values, and a flag whose value is None is left out.
+    """
     return [word for flag, value in flags.items() if value is not None for word in (flag, *value.split())]
 
 
 def set_launcher(monkeypatch: pytest.MonkeyPatch, *, rank: int = 0, world_size: int = 1) -> None:
-    """The environment of one rank of a job whose other ranks don't exist; it cannot join any."""
+    """Set the environment of one rank of a job whose other ranks do not exist, and which therefore cannot be joined."""
     for name in ("MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", world_size)):
@@ -65,7 +68,7 @@ def set_launcher(monkeypatch: pytest.MonkeyPatch, *, rank: int = 0, world_size: 
 
 
 def pretrain_gpt() -> ModuleType:
-    """The program as a module; it lies outside of the package, so it is loaded from its path."""
+    """Load the program as a module from its path, because it lies outside the package."""
     spec = importlib.util.spec_from_file_location("pretrain_gpt", PROGRAM)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -74,13 +77,13 @@ def pretrain_gpt() -> ModuleType:
 
 
 def run_here(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> int:
-    """The program's exit code, run in this process under the launcher's environment as it is."""
+    """Run the program in the calling process, under the environment as it is, and return its exit code."""
     monkeypatch.setattr(sys, "argv", [str(PROGRAM), *arguments])
     return run_program(pretrain_gpt().main)
 
 
 class Program:
-    """A torchrun in the background."""
+    """A torchrun in the background that runs pretrain_gpt.py."""
 
     def __init__(self, arguments: Sequence[str], *, ranks: int, folder: Path) -> None:
         self._outputs = (folder / "stdout.txt", folder / "stderr.txt")
@@ -98,17 +101,17 @@ class Program:
         self.pid = self._process.pid
 
     def workers(self) -> list[int]:
-        """Process ids of the ranks, lowest rank first."""
+        """Return the process ids of the ranks, lowest rank first."""
         found = [(int(environment["RANK"]), pid) for pid, environment in _children(self.pid) if "RANK" in environment]
         return [pid for _, pid in sorted(found)]
 
     def wait(self) -> Finished:
-        """Wait for the end."""
+        """Wait until the program has ended."""
         code = self._process.wait(PATIENCE_SECONDS)
         return Finished(code, *(path.read_text() for path in self._outputs))
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait for something the program does; fails when it ends without having done it."""
+        """Wait until the condition holds; fail when the program ends before it does."""
         give_up = time.monotonic() + PATIENCE_SECONDS
         while not condition():
             ended = self._process.poll() is not None
@@ -116,7 +119,7 @@ class Program:
             time.sleep(0.05)
 
     def kill(self) -> None:
-        """End torchrun and all workers; harmless when they have ended."""
+        """Kill torchrun and all workers; do nothing when they have ended."""
         for pid in (*self.workers(), self.pid):
             if self._process.poll() is None:
                 os.kill(pid, signal.SIGKILL)
@@ -125,7 +128,7 @@ class Program:
 
 @contextmanager
 def torchrun(arguments: Sequence[str], *, ranks: int, folder: Path) -> Iterator[Program]:
-    """pretrain_gpt.py under torchrun, with `folder` for its output; ended with the block at the latest."""
+    """Run pretrain_gpt.py under torchrun with its output in `folder`, and kill it at the end of the block."""
     program = Program(arguments, ranks=ranks, folder=folder)
     try:
         yield program
@@ -134,13 +137,13 @@ def torchrun(arguments: Sequence[str], *, ranks: int, folder: Path) -> Iterator[
 
 
 def run_torchrun(arguments: Sequence[str], *, ranks: int, folder: Path) -> Finished:
-    """pretrain_gpt.py under torchrun, from start to end."""
+    """Run pretrain_gpt.py under torchrun until it has ended."""
     with torchrun(arguments, ranks=ranks, folder=folder) as program:
         return program.wait()
 
 
 def read_steps(metrics_file: Path) -> dict[int, dict[str, Any]]:
-    """The step lines of a metrics file, by iteration."""
+    """Return the step records of a metrics file, by iteration."""
     lines = metrics_file.read_text().splitlines(keepends=True) if metrics_file.exists() else []
     records = [json.loads(line) for line in lines if line.endswith("\n")]
     steps = [record for record in records if "evaluation" not in record]
@@ -149,12 +152,12 @@ def read_steps(metrics_file: Path) -> dict[int, dict[str, Any]]:
 
 
 def _children(parent: int) -> Iterator[tuple[int, dict[str, str]]]:
-    """(process id, environment) of a process's children; those that end meanwhile are left out."""
+    """Yield the process id and environment of each child of a process, but of those that end meanwhile."""
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal():
             continue
         try:
-            # The name in parentheses may hold anything; what follows it is the state and the parent.
+            # The name in parentheses may hold any character; the state and the parent's id follow it.
             fields = (entry / "stat").read_text().rpartition(")")[2].split()
             words = (entry / "environ").read_bytes().decode(errors="replace").split("\0") if fields else []
         except OSError:

@@ -1,12 +1,12 @@
-"""Every layout that the project's own rules allow, some of them drawn, and a few that hold all pairs of choices.  Pure.
+"""Lists every layout that megazero's rules allow, draws random ones, and chooses a few that hold all pairs of choices.
 
-A *layout* is a choice in each of the DIMENSIONS.  It is *legal* if the rules between settings find no problem in the
-run it makes, and have no notice that one of its settings does nothing.  A *pairwise cover* is a list of legal layouts
-in which every two choices that go together in some legal layout go together.
+A *layout* is a choice in each of the DIMENSIONS.  It is *legal* if the rules between settings find no problem in its
+run, and give no notice that one of its settings has no effect.  A *pairwise cover* is a list of legal layouts in which
+every two choices that occur together in some legal layout occur together.
 
-Dimensions are tried one after the other, with the rest at the defaults of `Layout`, and what is not legal is not
-carried on: defaults stand back, so that what they don't make legal nothing does.  `is_legal` itself is asked about all
-that comes out.
+Dimensions are tried one after the other, with the rest at the defaults of `Layout`, and a partial layout that is not
+legal is dropped: the defaults restrict nothing, so that no other choice in the rest would make it legal.  Every layout
+that comes out has itself passed `is_legal`.
 """
 
 import functools
@@ -26,11 +26,11 @@ from megazero.rules import moot
 from megazero.rules import run as rules
 
 MOST_PROCESSES = 8
-GLOBAL_BATCH = 24  # divides by every number of copies and micro-batches here
+GLOBAL_BATCH = 24  # divisible by every dp and by every number of micro-batches here
 Grid = Mapping[str, Sequence[Any]]
 _SECTIONS = {info.name: info.section for info in FIELDS}
 
-# The order matters: the number of micro-batches comes before the schedules that ask for a multiple.
+# The order matters: the number of micro-batches comes before the schedules that require a multiple.
 DIMENSIONS: Grid = {
     "tp": (1, 2, 3, 4, 6),
     "pp": (1, 2, 3, 4),
@@ -48,7 +48,7 @@ DIMENSIONS: Grid = {
 
 @dataclass(frozen=True)
 class Layout:
-    """One choice in each dimension; accumulation: micro-batches of a step, chunks: of a pipeline stage."""
+    """One choice in each dimension; accumulation: micro-batches of a step; chunks: model chunks of a pipeline stage."""
 
     tp: int = 1
     pp: int = 1
@@ -68,12 +68,12 @@ class Layout:
 
     @property
     def num_layers(self) -> int:
-        """Of the model it trains: enough for every chunk, and 4 at least."""
+        """The number of layers of the model: one for every chunk, and at least 4."""
         return max(4, self.pp * self.chunks)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What a run is told beside degrees, ZeRO stage and micro-batches."""
+        """The settings of the run beside its degrees, ZeRO stage and micro-batch size."""
         return {
             "num_layers": self.num_layers,
             "global_batch_size": GLOBAL_BATCH,
@@ -86,12 +86,12 @@ class Layout:
         }
 
     def cell(self, **changes: Any) -> Cell:
-        """The training run."""
+        """Return the layout's training run."""
         degrees: dict[str, Any] = {"tp": self.tp, "pp": self.pp, "dp": self.dp}
         return Cell(**degrees, stage=self.stage, accumulation=self.accumulation, settings=self.settings, **changes)
 
     def __str__(self) -> str:
-        """`tp2 pp2 dp1 m4 1f1b zero3 window`: what it has, and of options that may be left out those that are on."""
+        """Return the layout as words, such as `tp2 pp2 dp1 m4 1f1b zero3 window`; options that are off are left out."""
         chunks = f"v{self.chunks}" if self.chunks > 1 else ""
         window = "window" if self.reshard_after == "window" else ""
         sequence, sliced = "sp" * self.sequence_parallel, "pa" * self.partitions_checkpoints
@@ -101,18 +101,18 @@ class Layout:
 
 
 def _length(layout: Layout) -> int | None:
-    """Layers of a chunk, where there are several of them."""
+    """Return the number of layers of a chunk, or None if a stage has only one chunk."""
     return layout.num_layers // (layout.pp * layout.chunks) if layout.chunks > 1 else None
 
 
 @functools.cache
 def _base() -> RunConfig:
-    """A run's settings, but for the layout; of a corpus the rules only ask whether its files are there."""
+    """Return a run without a layout; on mock data, since rules check no more of a corpus than that its files exist."""
     return make_run(**{**SETTINGS, "mock_data": True})
 
 
 def run_config(layout: Layout) -> RunConfig:
-    """The run of `layout.cell()`, on mock data; micro-batches of a sample where the global batch has too few."""
+    """Return the run of `layout.cell()` on mock data; its micro-batch size is at least 1, however small the batch."""
     copies = layout.dp * layout.accumulation
     settings = {
         **layout.settings,
@@ -130,9 +130,9 @@ def run_config(layout: Layout) -> RunConfig:
 
 @functools.cache
 def is_legal(layout: Layout) -> bool:
-    """Whether the project's rules have nothing against the run, no notice about it, and no setting in it is moot.
+    """Return True if megazero's rules give no problem and no notice about the run, and none of its settings is moot.
 
-    A number of micro-batches that doesn't divide the global batch makes a run with another number, or none.
+    A number of micro-batches that does not divide the global batch gives a run with another number, or none.
     """
     config, size = run_config(layout), layout.world_size
     given = [ParsedValue(name, value, name) for name, value in layout.settings.items()]
@@ -142,7 +142,7 @@ def is_legal(layout: Layout) -> bool:
 
 
 def legal_layouts(grid: Grid = DIMENSIONS, most_processes: int = MOST_PROCESSES) -> Iterator[Layout]:
-    """All of them, in the order of the dimensions' values."""
+    """Yield all legal layouts of the grid, in the order of the dimensions' values."""
 
     def carry_on(layout: Layout, names: Sequence[str]) -> Iterator[Layout]:
         if not names:
@@ -157,20 +157,20 @@ def legal_layouts(grid: Grid = DIMENSIONS, most_processes: int = MOST_PROCESSES)
 
 
 def any_layout(generator: random.Random, grid: Grid = DIMENSIONS) -> Layout:
-    """One of the whole grid, legal or not."""
+    """Draw a layout from the whole grid, legal or not."""
     return Layout(**{name: generator.choice(values) for name, values in grid.items()})
 
 
 def pairs(layout: Layout) -> frozenset[tuple[tuple[str, Any], tuple[str, Any]]]:
-    """Every two of its choices."""
+    """Return every pair of the layout's choices."""
     return frozenset(combinations(vars(layout).items(), 2))
 
 
 def pairwise_cover(layouts: Sequence[Layout]) -> list[Layout]:
-    """Some of the layouts that have among them every pair that any of them has.
+    """Return some of the layouts that together hold every pair that any of the given ones holds.
 
-    Greedy: always a layout with most pairs that are still missing, or somewhat fewer at much less cost; then those go
-    that the rest make up for, the dearest first.
+    The choice is greedy: each time a layout with the most missing pairs, or with somewhat fewer at a much lower cost.
+    Then layouts whose pairs the rest hold too are removed, the most costly first.
     """
     bits: dict[Any, int] = {}
     masks = [_mask(layout, bits) for layout in layouts]
@@ -188,11 +188,11 @@ def pairwise_cover(layouts: Sequence[Layout]) -> list[Layout]:
 
 
 def _mask(layout: Layout, bits: dict[Any, int]) -> int:
-    """Its pairs as bits, which are given out in the order in which pairs are met."""
+    """Return the layout's pairs as a bit mask; a pair that is not in `bits` gets the next free bit."""
     numbers = (bits.setdefault(pair, len(bits)) for pair in combinations(vars(layout).items(), 2))
     return functools.reduce(int.__or__, (1 << number for number in numbers))
 
 
 def _cost(layout: Layout) -> int:
-    """What a step takes on few cores, roughly: processes, passes, and tensor-parallel messages in every layer."""
+    """Estimate the cost of a step on few cores, from processes, passes, and tensor-parallel messages in every layer."""
     return layout.world_size * layout.num_layers * (2 + layout.accumulation) * (1 + layout.tp)

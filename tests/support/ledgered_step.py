@@ -1,4 +1,4 @@
-"""One training step of a small GPT on real ranks, with a ledger: what it held, and what it sent."""
+"""Measures the memory and the traffic of a training step of a small GPT on real ranks, with a ledger."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -33,20 +33,20 @@ SETTINGS: dict[str, Any] = {
 
 @dataclass
 class Held:
-    """Bytes of one rank in its second step: the most of every category, and the step's traffic by axis."""
+    """The bytes of one rank in its second step: the peak of every category, and the step's traffic by axis."""
 
     peaks: dict[str, int]
     peak_bytes: int
     comm_bytes: dict[str, dict[str, int]]
-    arena_bytes: int  # of the checkpoints' arena, 0 without one
+    arena_bytes: int  # capacity of the checkpoints' arena, 0 without one
     arena_high_water: int
     outside: int  # checkpoints that the arena had no room for
     host_peak_bytes: int
 
 
 def ledgered_step(rank: int, tp: int, dp: int, changes: dict[str, Any]) -> Held:
-    """Two steps; `changes` go over SETTINGS."""
-    mesh = mesh_in_worker(rank, tp=tp, dp=dp, is_late=False)  # late works hold copies
+    """Run two steps with `changes` over SETTINGS, and measure the second."""
+    mesh = mesh_in_worker(rank, tp=tp, dp=dp, is_late=False)  # late works hold copies, which the ledger would count
     config = make_run(**{**SETTINGS, "global_batch_size": 2 * BATCH * dp, "tensor_model_parallel_size": tp, **changes})
     with Ledger(mesh.device) as ledger:
         buffers = FusedBuffers(0, mesh.device, ledger=ledger)

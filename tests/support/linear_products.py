@@ -1,4 +1,4 @@
-"""Checks of whoever computes a linear layer's three products: against float64, for all strides, and without memory."""
+"""Checks implementations of a linear layer's three products: against float64, for all strides, and on fake tensors."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -13,7 +13,7 @@ SHAPES = ((5, 7, 3), (1, 7, 3), (0, 7, 3), (5, 1, 3), (6, 7, 1), (33, 17, 65))  
 
 
 class Operands(NamedTuple):
-    """x [n, in], weight [out, in], bias [out] and the output's gradient [n, out]."""
+    """The operands of a linear layer: x [n, in], weight [out, in], bias [out] and the output's gradient [n, out]."""
 
     x: Tensor
     weight: Tensor
@@ -22,7 +22,7 @@ class Operands(NamedTuple):
 
 
 def operands(shape: tuple[int, int, int], dtype: torch.dtype) -> Iterator[Operands]:
-    """Dense ones, transposed ones, and ones with gaps between elements or between rows."""
+    """Yield the same operands dense, transposed, and with gaps between elements or between rows."""
     rows, width, height = shape
     draw = torch.Generator().manual_seed(sum(shape))
     sizes = ((rows, width), (height, width), (height,), (rows, height))
@@ -34,7 +34,10 @@ def operands(shape: tuple[int, int, int], dtype: torch.dtype) -> Iterator[Operan
 
 
 def check_products(products: Products, given: Operands, tolerance: float) -> None:
-    """All products of these operands against float64; operands are read only, and results nobody else's."""
+    """Check all products of these operands against float64.
+
+    Operands must not change, and a result must share memory with no operand and no other result.
+    """
     x, weight, bias, grad = (tensor.double() for tensor in given)
     pairs = [
         (products.output(given.x, given.weight, given.bias), x @ weight.t() + bias),
@@ -58,7 +61,7 @@ def check_products(products: Products, given: Operands, tolerance: float) -> Non
 
 
 def check_shapes(products: Products, rows: int, dtype: torch.dtype) -> None:
-    """The same without memory, as where a step is only sized up."""
+    """Check the shapes and types of the products on fake tensors, as in a dry run of a step."""
     with FakeTensorMode():
         x, weight, bias, grad = (torch.empty(size, dtype=dtype) for size in ((rows, 7), (3, 7), (3,), (rows, 3)))
         found = products.output(x, weight, bias), products.output(x, weight, None)
@@ -70,7 +73,7 @@ def check_shapes(products: Products, rows: int, dtype: torch.dtype) -> None:
 
 
 def _check_close(found: Tensor, expected: Tensor, tolerance: float) -> None:
-    """Of the shape, and off by no more than `tolerance` times the largest element."""
+    """Assert that the shape is the same and the error at most `tolerance` times the largest element."""
     assert found.shape == expected.shape
     if expected.numel():
         assert (found.double() - expected).abs().max() <= tolerance * expected.abs().max()

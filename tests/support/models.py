@@ -1,4 +1,4 @@
-"""Small GPTs for tests, and the way between full logical weights and what a rank holds."""
+"""Small GPTs for tests, and the conversion between full logical weights and the parts that a rank holds."""
 
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -28,7 +28,7 @@ class Piece(NamedTuple):
 
 
 def small_config(**changes: object) -> ModelConfig:
-    """An awkward model: 3 layers, 12 heads of 5, no dropout."""
+    """Return a model of inconvenient sizes: 3 layers, 12 heads of 5, no dropout."""
     settings = {
         "num_layers": 3,
         "hidden_size": 60,
@@ -47,13 +47,13 @@ def context(
     device: torch.device = CPU,
     seed: int = 1,
 ) -> TensorParallel:
-    """A tensor-parallel context; one rank alone without a communicator."""
+    """Return a tensor-parallel context, of a single rank if no communicator is given."""
     axis = communicator or LocalCommunicator()
     return TensorParallel(axis, RandomRegions(seed, axis.rank, device), dtype, device)
 
 
 def build_gpt(config: ModelConfig, tp: TensorParallel, *, vocab_size: int, divisible_by: int = 1) -> GPT:
-    """An uninitialised GPT."""
+    """Build a GPT whose parameters are not initialised."""
     padded = padded_vocab_size(vocab_size, divisible_by=divisible_by, tensor_parallel_size=tp.communicator.size)
     return GPT(config, vocab_size=vocab_size, tp=tp, padded_vocab_size=padded)
 
@@ -72,7 +72,7 @@ def put_logical(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def pieces(model: nn.Module, *, gradients: bool = False) -> list[Piece]:
-    """What this rank holds of every parameter (or gradient), without padding."""
+    """Return the piece of every parameter (or gradient) that this rank holds, without padding."""
     found = []
     for spec, parameter in named_specs(model):
         tensor = parameter.grad if gradients else parameter.detach()
@@ -83,7 +83,7 @@ def pieces(model: nn.Module, *, gradients: bool = False) -> list[Piece]:
 
 
 def assemble(ranks: Iterable[Iterable[Piece]]) -> dict[str, Tensor]:
-    """Full logical tensors from all ranks' pieces; those held twice must be equal, and nothing may be missing."""
+    """Assemble full logical tensors from all ranks' pieces; elements held twice must agree, and none may be missing."""
     full: dict[str, Tensor] = {}
     for piece in (piece for rank in ranks for piece in rank):
         whole = full.setdefault(piece.name, torch.full(piece.full_shape, torch.nan, dtype=piece.values.dtype))
@@ -97,5 +97,5 @@ def assemble(ranks: Iterable[Iterable[Piece]]) -> dict[str, Tensor]:
 
 
 def box_index(offset: tuple[int, ...], lengths: tuple[int, ...]) -> tuple[slice, ...]:
-    """The index that takes a box out of a tensor."""
+    """Return the index that takes a box out of a tensor."""
     return tuple(slice(start, start + length) for start, length in zip(offset, lengths, strict=True))

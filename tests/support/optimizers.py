@@ -1,4 +1,4 @@
-"""Optimizers as users write them: elementwise ones, and some of each kind that can't work on pieces of parameters."""
+"""Optimizers such as users write: elementwise ones, and some of each kind that cannot work on pieces of parameters."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 
 class Lion(Optimizer):
-    """Signs of an average of gradients, its momentum kept in `kept_in` where that is given."""
+    """An optimizer that steps along the sign of averaged gradients; `kept_in` is the type of its momentum if given."""
 
     def __init__(self, params: Any, lr: float, beta: float = 0.9, *, kept_in: torch.dtype | None = None) -> None:
         super().__init__(params, {"lr": lr, "beta": beta})
@@ -44,7 +44,7 @@ class Plain(Optimizer):
 
 
 class TrustRatio(Plain):
-    """The heart of LAMB and LARS: the step of a layer is as long as its weights say."""
+    """The core of LAMB and LARS: the norm of a parameter's step is proportional to the norm of the parameter."""
 
     def direction(self, p: Tensor, group: dict[str, Any]) -> Tensor:
         assert p.grad is not None
@@ -76,7 +76,7 @@ class CountsInItself(Plain):
 
 
 class CountsInGroup(Plain):
-    """Counts once a step, in the param group, where older optimizers do; the entry looks like an option."""
+    """An optimizer that counts steps in its param groups, as older ones do, where the count looks like an option."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
@@ -97,7 +97,7 @@ class Noisy(Plain):
 
 
 class Scaled(Plain):
-    """Keeps a setting that is no option of its groups."""
+    """An optimizer with a setting that is an attribute and not an option of its param groups."""
 
     def __init__(self, params: Any, *, scale: float = 1.0) -> None:
         super().__init__(params)

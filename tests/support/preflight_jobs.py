@@ -1,6 +1,6 @@
-"""Preflight by processes that no job has joined yet, some of them slow.
+"""Runs preflight on processes that have not joined a job yet, some of them slow.
 
-The pool of `processes.py` will not do: its ranks have a default process group, and preflight makes its own.
+The pool of `processes.py` cannot be used: its ranks have a default process group, and preflight makes its own.
 """
 
 import multiprocessing
@@ -17,21 +17,24 @@ from megazero.cluster import preflight
 from megazero.cluster.preflight import Board, ClusterNode, Demands, Survey
 
 MESSAGE_BYTES = 2**16
-# A slow rank needs 50 ms for what takes others a few.
+# A slow rank needs 50 ms for an all-reduce that takes others a few.
 DEMANDS = Demands(gpus=0, bandwidth=MESSAGE_BYTES / 0.03, clock_skew=1.0, shared_memory=0)
 HOUR = 3600.0
 PATIENCE_SECONDS = 120.0
 
 
 class Reply(NamedTuple):
-    """What one rank found."""
+    """The survey of one rank, and the problems it found in it."""
 
     survey: Survey
     problems: list[str]
 
 
 def survey_job(crews: Sequence[Sequence[int]], slow: Sequence[int] = ()) -> list[Reply]:
-    """A survey of nodes with the ranks of `crews`; `slow` ones come late to all-reduces, their clocks an hour ahead."""
+    """Survey nodes with the ranks of `crews`, one process a rank; return one reply a rank.
+
+    Ranks in `slow` come late to all-reduces, and their clocks are an hour ahead.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch"])
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
@@ -70,4 +73,4 @@ def _survey(rank: int, crews: list[list[int]], slow: bool, port: int, answer: Co
         found = preflight.survey(board, nodes, torch.device("cpu"), DEMANDS, MESSAGE_BYTES)
     problems = [problem.given for problem in preflight.survey_problems(found, DEMANDS)]
     answer.send(Reply(found, problems))
-    answer.recv()  # until the parent has all answers and ends this process
+    answer.recv()  # blocks until the parent has all answers and kills this process

@@ -1,14 +1,14 @@
-"""Real ranks for tests: a pool of worker processes per world size, joined by gloo over loopback.
+"""Real ranks for tests: a pool of worker processes for each world size, connected by gloo over loopback.
 
-Starting processes that import torch costs seconds, a call into a running pool milliseconds; so pools live as long as
-the test session. Process groups that calls have left behind go when there are many, and sooner where another pool is
-called: every group has threads that wake up a hundred times a second. Workers are forked by a *fork server* that has
-imported torch and megazero and computed nothing (a fork of a process that has run multi-threaded kernels hangs in
-OpenMP). A failure, or a rank that does not answer in time, costs the pool: it is killed and the next call builds a new
-one, so no test inherits half a collective.
+Starting processes that import torch costs seconds, a call into a running pool milliseconds, so pools live as long as
+the test session. Process groups that calls have left behind are destroyed when there are many, and earlier when another
+pool is called, because every group has threads that wake up a hundred times a second. Workers are forked by a *fork
+server* that has imported torch and megazero and computed nothing (a fork of a process that has run multi-threaded
+kernels hangs in OpenMP). After a failure, or when a rank does not answer in time, the pool is killed and the next call
+builds a new one, so that no test inherits an unfinished collective.
 
 Meshes of tests are *late* (`late_communicator.py`): a result that is read before its wait is nan, and a work that is
-never waited for fails the test.
+never waited for makes the test fail.
 
     def fn(rank: int, x: float) -> float: ...          # at module level, in any test file
     results = run_ranks(4, fn, 0.5)                    # one result per rank
@@ -48,7 +48,7 @@ from megazero.parallel.topology import Topology
 
 TIMEOUT_SECONDS = 60.0
 MOST_GROUPS = 16  # process groups that a worker may keep from call to call
-MOST_IDLE_GROUPS = 32  # those that all workers of a pool may keep while another pool is called
+MOST_IDLE_GROUPS = 32  # process groups that all workers of a pool may keep while another pool is called
 GRACE_SECONDS = 5.0  # how long the other ranks may go on after one has failed
 STACK_SIGNAL = signal.SIGUSR2
 SCRATCH_BYTES = 1 << 24
@@ -62,7 +62,7 @@ class RankFailure(AssertionError):
 class _Reply(NamedTuple):
     ok: bool
     payload: bytes  # pickled result, or the traceback's text
-    num_groups: int = 0  # of meshes, that the worker has now
+    num_groups: int = 0  # process groups of meshes that the worker has now
 
 
 class _Worker(NamedTuple):
@@ -93,7 +93,7 @@ class WorkerPool:
         return _Worker(process, ours, stacks)
 
     def call(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> dict[int, _Reply]:
-        """Replies by rank; a rank that died or did not answer in time is missing."""
+        """Call fn(rank, *args) on every worker and return replies by rank, without ranks that died or were too slow."""
         head = pickle.dumps((fn.__module__, inspect.getsourcefile(fn), fn.__qualname__))
         body = pickle.dumps(args)
         for worker in self.workers:
@@ -117,9 +117,9 @@ class WorkerPool:
         return replies
 
     def stacks(self, rank: int) -> str:
-        """What the threads of a rank that has not answered are doing now."""
+        """Return the stacks of the threads of a rank that has not answered, or its exit code if it has died."""
         worker = self.workers[rank]
-        if worker.connection.poll():  # the pipe has closed: it is ending, and the fork server will tell its exit code
+        if worker.connection.poll():  # the pipe has closed: the process is ending, and its exit code will come
             worker.process.join(GRACE_SECONDS)
         if not worker.process.is_alive():
             return f"process died with exit code {worker.process.exitcode}"
@@ -127,7 +127,7 @@ class WorkerPool:
         give_up = time.monotonic() + GRACE_SECONDS
         while not worker.stacks.stat().st_size and time.monotonic() < give_up:
             time.sleep(0.1)
-        time.sleep(0.2)  # the rest of the text
+        time.sleep(0.2)  # lets faulthandler write the rest of the text
         return "no answer; stacks:\n" + worker.stacks.read_text()
 
     def close(self) -> None:
@@ -139,22 +139,22 @@ class WorkerPool:
 
 
 def _start_fork_server() -> None:
-    """Have a fork server, with what nearly every rank imports; where one runs already, this does nothing."""
+    """Start a fork server that has imported the modules nearly every rank needs, unless one runs already."""
     multiprocessing.set_forkserver_preload(PRELOADED)
-    # Python 3.11's does not use the search path that it is given.
+    # The fork server of Python 3.11 does not use the search path that it is given.
     with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
         multiprocessing.forkserver.ensure_running()
 
 
 _pools: dict[int, WorkerPool] = {}
-_late_meshes: dict[tuple[Topology, int | None], Mesh] = {}  # of this worker, by layout and seed
+_late_meshes: dict[tuple[Topology, int | None], Mesh] = {}  # this worker's, by layout and seed
 
 
 def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT_SECONDS) -> list[Any]:
     """Call fn(rank, *args) on every rank of a job of `world_size` and return the results in rank order.
 
-    fn is a module-level function; arguments and results are pickled.  The default process group is up, torch uses one
-    thread.  Raises RankFailure with the tracebacks of the ranks that failed, or the stacks of those that hung.
+    fn is a module-level function; arguments and results are pickled.  The default process group is initialised, and
+    torch uses one thread.  Raises RankFailure with the tracebacks of failed ranks, or the stacks of those that hung.
     """
     pool = _pools.get(world_size)
     if pool is None:
@@ -162,7 +162,7 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
     for other in _pools.values():
         if other.num_groups > (MOST_GROUPS if other is pool else MOST_IDLE_GROUPS // other.world_size):
             other.num_groups = 0
-            other.call(drop_groups, (), timeout)  # all of its ranks are idle
+            other.call(drop_groups, (), timeout)  # its ranks are idle, so the call cannot interfere with another
     replies = pool.call(fn, args, timeout)
     failures = [_failure(pool, rank, replies.get(rank)) for rank in range(world_size)]
     if any(failures):
@@ -173,7 +173,7 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
 
 @atexit.register
 def close_pools() -> None:
-    """End all workers, at the end of the test session at the latest."""
+    """Kill all workers; called at the end of the test session at the latest."""
     while _pools:
         _pools.popitem()[1].close()
 
@@ -185,7 +185,7 @@ def _cached_mesh(rank: int, topology: Topology) -> Mesh:
 
 
 def drop_groups(rank: int) -> None:
-    """Take down the process groups of meshes; not what tests have made themselves, which torch may remember."""
+    """Destroy the process groups of meshes, but not groups that tests have made, which torch may still refer to."""
     _late_meshes.clear()
     _cached_mesh.cache_clear()
     gc.collect()
@@ -195,17 +195,17 @@ def drop_groups(rank: int) -> None:
 
 
 def mesh_groups() -> list[dist.ProcessGroup]:
-    """The process groups that meshes of this worker have made."""
+    """Return the process groups that meshes of this worker have made."""
     return [group for group in dist.distributed_c10d._world.pg_map if group.group_desc.startswith("megazero")]
 
 
 def mesh_in_worker(
     rank: int, *, tp: int = 1, dp: int = 1, pp: int = 1, is_late: bool = True, seed: int | None = None
 ) -> Mesh:
-    """The mesh of this worker, its meter at zero; to be called inside fn, by every rank, with the same arguments.
+    """Return the mesh of this worker, its meter at zero; every rank must call this inside fn with the same arguments.
 
     Process groups are made once per layout and kept for a while, since each new one costs sockets and threads.
-    seed: of the order in which late works finish; without one each of them needs its own wait.
+    seed: draws the order in which late works finish; without one each of them needs its own wait.
     """
     topology = Topology(tp=tp, dp=dp, pp=pp)
     mesh = _cached_mesh(rank, topology)
@@ -232,7 +232,7 @@ def _receive(connection: Connection) -> _Reply | None:
 
 
 def _serve(rank: int, world_size: int, port: int, connection: Connection, stacks: str) -> None:
-    """The life of a worker: join, then answer calls until the parent hangs up."""
+    """Run a worker: join the others, then answer calls until the parent closes the pipe."""
     with open(stacks, "w") as log:
         faulthandler.register(STACK_SIGNAL, file=log, all_threads=True)
         torch.set_num_threads(1)
@@ -245,7 +245,7 @@ def _serve(rank: int, world_size: int, port: int, connection: Connection, stacks
             connection.send_bytes(b"ok" if reply.ok else b"failed")
             connection.send_bytes(reply.payload)
             connection.send_bytes(str(len(mesh_groups())).encode())
-        os._exit(0)  # the other ranks may be gone already: no goodbye to them
+        os._exit(0)  # without torch's shutdown: the other ranks may have exited already
 
 
 def _next_message(connection: Connection) -> bytes | None:
@@ -267,9 +267,10 @@ def _answer(rank: int, head: bytes, body: bytes) -> _Reply:
 
 
 def _find(module_name: str, file: str, qualified_name: str) -> Callable[..., Any]:
-    """The function of that name; pytest's names of test files cannot be imported, so those come from their path.
+    """Return the function of that name; its module is loaded from `file` if it is a test module of pytest's.
 
-    The module is entered under pytest's name for it, so that what is pickled there can be unpickled here.
+    Such a module cannot be imported by name.  It is registered under pytest's name for it, so that objects pickled in
+    pytest's process can be unpickled in the worker.
     """
     if module_name not in sys.modules:
         if _is_importable(module_name):

@@ -1,8 +1,8 @@
-"""The same raw values for every setting, and the verdict on each by a table written by hand.
+"""The same raw values for every setting, and the expected verdict on each from tables written by hand.
 
-A *form* is one way to write a value, as the doors of megazero may meet it.  `expected` is the verdict of the grammar
-for one setting: the value in the setting's type, or REFUSED.  The table is independent of megazero/config/values.py; of
-a setting only its kind, bounds and choices are taken.
+A *form* is one way to write a value, in a file, on the command line or in Python.  `expected` returns the verdict on a
+form for one setting: the value in the setting's type, or REFUSED.  The tables are independent of
+megazero/config/values.py: only a setting's kind, bounds, choices and optionality are read.
 """
 
 import math
@@ -16,7 +16,8 @@ from megazero.config.fields import FieldInfo
 
 REFUSED = "refused"
 
-# Forms by name: as YAML, JSON and Python have them.  Texts are quoted words in a file and bare ones on a command line.
+# Forms by name, as the values that YAML, JSON and Python give.  A string is a quoted word in a file and a bare one on a
+# command line.
 FORMS: Mapping[str, Any] = MappingProxyType(
     {
         "two": 2,
@@ -53,7 +54,7 @@ FORMS: Mapping[str, Any] = MappingProxyType(
         "list of one": ["2"],
     }
 )
-# Forms that JSON cannot write, and DeepSpeed's reader refuses before it looks at keys.
+# Forms that JSON cannot express, and that megazero's reader of DeepSpeed files refuses before it looks at keys.
 NOT_FINITE: Mapping[str, Any] = MappingProxyType({"nan": math.nan, "inf": math.inf})
 
 NUMBERS: Mapping[str, float] = MappingProxyType(
@@ -89,7 +90,7 @@ SWITCHES: Mapping[str, bool] = MappingProxyType(
         "False quoted": False,
     }
 )
-# What a bare number is as a text; a quoted word is itself.
+# The string that a bare number becomes for a text setting; a quoted word stays as it is.
 TEXTS: Mapping[str, str] = MappingProxyType(
     {
         "two": "2",
@@ -105,7 +106,7 @@ TEXTS: Mapping[str, str] = MappingProxyType(
 
 
 def expected(info: FieldInfo, form: str) -> Any:
-    """The verdict on a form: the value, or REFUSED."""
+    """Return the verdict on a form for a setting: the value in the setting's type, or REFUSED."""
     raw = FORMS[form]
     if raw is None:
         return None if info.optional else REFUSED
@@ -128,20 +129,20 @@ def expected(info: FieldInfo, form: str) -> Any:
 
 
 def as_words(info: FieldInfo, form: str) -> list[str] | None:
-    """The words after a flag that mean the form; None where a command line cannot say it.
+    """Return the words after a flag that express the form, or None if a command line cannot express it.
 
-    A flag has no null, and a text has no truth value: `--split true` is the text "true".
+    A flag has no null, and a text setting has no truth value: `--split true` is the text "true".
     """
     raw = FORMS[form]
     is_text = info.kind in ("str", "path", "list")
     if raw is None or (isinstance(raw, bool) and is_text):
         return None
     if isinstance(raw, list):
-        # One word is no list; it is the word itself.
+        # A single word is a list only for a list setting; elsewhere it is the word itself.
         return list(raw) if info.kind == "list" or len(raw) > 1 else None
     return [str(raw).lower() if isinstance(raw, bool) else raw if isinstance(raw, str) else repr(raw)]
 
 
 def same(found: Any, wanted: Any) -> bool:
-    """Whether two verdicts agree in value and type."""
+    """Return True if two verdicts have the same value and type."""
     return bool(found == wanted) and type(found) is type(wanted)

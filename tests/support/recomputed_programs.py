@@ -1,7 +1,7 @@
-"""Programs that run parts of themselves through `run`, which recomputes or just calls, and ways to keep checkpoints.
+"""Programs that call parts of themselves through `run`, which recomputes them or just calls, and stores of checkpoints.
 
-outcome(program, plain) == outcome(program, recomputation.run), to the bit: what the program returns, every gradient,
-how often every parameter got one, and where the random numbers go on.
+outcome(program, plain) and outcome(program, recomputation.run) must be equal to the bit: the program's results, every
+gradient, the number of gradients that every parameter received, and the state of the random generator at the end.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ KEEPINGS = ("itself", "arena", "small arena", "host", "host and arena")
 
 
 def places_of(keeping: str, ledger: AnyLedger | None = None) -> CopyStore | None:
-    """Where copies go; None for "itself".  The small arena has room for one checkpoint."""
+    """Return the store of checkpoints' copies, None for "itself".  The small arena has room for one checkpoint."""
     ledger = ledger or NullLedger()
     arenas = {"arena": 8, "small arena": 1, "host and arena": 3}
     arena = ArenaStore(arenas[keeping], CPU, ledger=ledger) if keeping in arenas else None
@@ -40,18 +40,18 @@ def places_of(keeping: str, ledger: AnyLedger | None = None) -> CopyStore | None
 def recomputation(
     keeping: str = "itself", *, partition_over: Communicator | None = None, ledger: AnyLedger | None = None, **more: Any
 ) -> Recomputation:
-    """Recomputation with torch's default generators."""
+    """Return a Recomputation with torch's default generators, which keeps its checkpoints as `keeping` names."""
     checkpoints = ActivationCheckpoints(partition_over=partition_over, copies=places_of(keeping, ledger), ledger=ledger)
     return Recomputation(DefaultGenerators(CPU), checkpoints, ledger=ledger or NullLedger(), **more)
 
 
 def plain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """No recomputation."""
+    """Call the function without recomputation."""
     return function(*args, **kwargs)
 
 
 class Parts(nn.Module):
-    """Layers to be used in every way."""
+    """Layers and parameters that the programs use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,11 @@ class Parts(nn.Module):
 
 
 class Outcome(NamedTuple):
-    """tensors: results, then the gradients of x and of the parameters.  arrivals: gradients a parameter got."""
+    """The outcome of a program.
+
+    tensors: results, then the gradients of x and of the parameters; arrivals: the number of gradients that each
+    parameter received; random: the state of torch's generator at the end.
+    """
 
     tensors: list[Tensor | None]
     arrivals: dict[str, int]
@@ -83,7 +87,7 @@ def outcome(program: Program, run: Run, dtype: torch.dtype = torch.float64) -> O
 
 
 def same(first: Outcome, second: Outcome) -> bool:
-    """Equal to the bit."""
+    """Return True if two outcomes are equal to the bit."""
     pairs = zip(first.tensors, second.tensors, strict=True)
     return (
         all(equal(a, b) for a, b in pairs)
@@ -119,7 +123,7 @@ def three_layers(run: Run, m: Parts, x: Tensor) -> Tensor:
 
 @program
 def two_passes(run: Run, m: Parts, x: Tensor) -> list[Tensor]:
-    """Gradients are added up; the second forward begins before the first backward."""
+    """Add up the gradients of two passes, with the second forward before the first backward."""
     losses = [run(layer, m, run(layer, m, x * factor)).square().sum() for factor in (1, 2)]
     for loss in losses:
         loss.backward()
@@ -128,7 +132,7 @@ def two_passes(run: Run, m: Parts, x: Tensor) -> list[Tensor]:
 
 @program
 def one_tensor_by_two_ways(run: Run, m: Parts, x: Tensor) -> Tensor:
-    """The inner function is given what the outer one is, twice in the first run: as its own input, and from outside."""
+    """Give the inner function a tensor that is also the outer one's input: as its own input and, once, from outside."""
     h = m.c(x)
     z = run(lambda y: run(lambda a, b, c: m.a(a) + m.a(b).sin() * m.a(c).tanh(), y, y.sin(), h) * m.a(y).cos(), h)
     z.square().sum().backward()
@@ -201,7 +205,7 @@ def parameters_as_arguments(run: Run, m: Parts, x: Tensor) -> Tensor:
 
 @program
 def tied(run: Run, m: Parts, x: Tensor) -> Tensor:
-    """One layer twice in one function, and in two of them."""
+    """Use one layer twice in one function, and use the same layers in two functions."""
     for _ in range(2):
         x = run(lambda x: m.a(torch.tanh(m.a(x))) @ m.b.weight, x)
     y = x @ m.b.weight
@@ -246,7 +250,7 @@ def views(run: Run, m: Parts, x: Tensor) -> Tensor:
 
 
 class TwiceRead(torch.autograd.Function):
-    """Reads what it has saved twice."""
+    """A function whose backward reads its saved tensors twice."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: Tensor) -> Tensor:
@@ -290,7 +294,7 @@ def gradients_of_some(run: Run, m: Parts, x: Tensor) -> Any:
 
 @program
 def two_losses(run: Run, m: Parts, x: Tensor) -> Any:
-    """One function, two outputs, two backwards."""
+    """Run one backward for each of the two outputs of one function."""
     y, z = run(lambda x, w: (m.a(x).tanh(), m.b(w).exp()), x, torch.linspace(0, 1, WIDTH, dtype=x.dtype))
     y.sum().backward()
     z.sum().backward()
@@ -379,7 +383,7 @@ def under_inference_mode(run: Run, m: Parts, x: Tensor) -> Tensor:
 
 @program
 def autocast(run: Run, m: Parts, x: Tensor) -> Tensor:
-    """The second run is outside of it, or inside another."""
+    """Recompute outside the forward's autocast, and inside one where the forward had none."""
     with torch.autocast("cpu", torch.bfloat16):
         y = run(layer, m, run(layer, m, x))
         with torch.autocast("cpu", enabled=False):
@@ -441,7 +445,7 @@ def one_tensor_twice(run: Run, m: Parts, x: Tensor) -> Tensor:
 
 @program
 def a_graph_of_gradients_outlives_the_forward(run: Run, m: Parts, x: Tensor) -> Tensor:
-    """What the second graph has of the first one stays when that is gone, and others have taken its memory."""
+    """Keep a graph of gradients alive after the forward's graph has gone and other tensors have taken its memory."""
     first = m.a(x)
     (slope,) = torch.autograd.grad(run(lambda x: x.pow(3).sum(), first), first, create_graph=True)
     others = [run(torch.tanh, m.b(x * factor)) for factor in range(1, 12)]

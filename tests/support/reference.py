@@ -1,4 +1,4 @@
-"""The plain twin: GPT-2 and its training in single-process float64 PyTorch, sharing no code with what it checks.
+"""The plain reference: GPT-2 and its training in single-process float64 PyTorch, without any code of megazero.
 
 Weights are a dict from logical name to the full, unpadded logical tensor:
 
@@ -9,7 +9,7 @@ Weights are a dict from logical name to the full, unpadded logical tensor:
                                         layers.{i}.mlp.up.weight [f, h]   .bias [f]
                                         layers.{i}.mlp.down.weight [h, f] .bias [h]
 
-Attention is the naive softmax of an S x S matrix, AdamW, clipping and the learning-rate schedule are written out.
+Attention is the naive softmax of an S x S matrix; AdamW, clipping and the learning-rate schedule are written out.
 """
 
 import math
@@ -25,10 +25,10 @@ Weights = dict[str, Tensor]
 
 
 class Batch(NamedTuple):
-    """One global batch: tokens and labels [B, S], and which labels count (1 or 0), all of them when None.
+    """A global batch: tokens and labels [B, S], and a mask of the labels that count (1 or 0; None: all count).
 
-    document_end: the token after which a row's next document begins, which sees nothing before itself; None: rows are
-    one document each.
+    document_end: the token after which a row's next document begins, which attends to nothing before itself; None:
+    every row is one document.
     """
 
     tokens: Tensor
@@ -39,7 +39,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the reference trains; learning_rate(i) is the rate of step i = 0, 1, ..."""
+    """The settings of the reference's training; learning_rate(i) is the rate of step i = 0, 1, ..."""
 
     learning_rate: Callable[[int], float]
     weight_decay: float = 0.01
@@ -51,7 +51,7 @@ class Recipe:
 
 @dataclass
 class History:
-    """What training gave: one loss and one gradient norm (before clipping) a step, and the weights at the end."""
+    """The outcome of training: one loss and one gradient norm (before clipping) a step, and the weights at the end."""
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
@@ -59,7 +59,7 @@ class History:
 
 
 def train(weights: Mapping[str, Tensor], batches: Sequence[Batch], recipe: Recipe, epsilon: float = 1e-5) -> History:
-    """Train on `batches`, one optimizer step each; `epsilon` is the layer norms'."""
+    """Train on `batches`, one optimizer step each; `epsilon` is that of the layer norms."""
     history = History()
     live = {name: value.detach().double().clone().requires_grad_(True) for name, value in weights.items()}
     moments = {name: (torch.zeros_like(value), torch.zeros_like(value)) for name, value in live.items()}
@@ -78,7 +78,7 @@ def train(weights: Mapping[str, Tensor], batches: Sequence[Batch], recipe: Recip
 
 
 def mean_loss(weights: Mapping[str, Tensor], batch: Batch, epsilon: float = 1e-5) -> Tensor:
-    """Sum of the counted token losses over their number in the global batch."""
+    """Return the sum of the token losses that count, divided by their number in the global batch."""
     scores = _documents_logits(weights, batch, epsilon)
     losses = F.cross_entropy(scores.flatten(0, 1), batch.labels.flatten(), reduction="none")
     if batch.loss_mask is None:
@@ -88,19 +88,19 @@ def mean_loss(weights: Mapping[str, Tensor], batch: Batch, epsilon: float = 1e-5
 
 
 def gradients(loss: Tensor, weights: Mapping[str, Tensor]) -> Weights:
-    """d loss / d weight by name; zeros for one that is not used."""
+    """Return d loss / d weight by name, with zeros for a weight that is not used."""
     found = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
     pairs = zip(weights.items(), found, strict=True)
     return {name: torch.zeros_like(value) if grad is None else grad for (name, value), grad in pairs}
 
 
 def decayed(name: str) -> bool:
-    """Weight decay is for matrices: not for biases, not for layer norms."""
+    """Return True if weight decay applies: to matrices, not to biases or layer norms."""
     return not name.endswith("bias") and "norm" not in name
 
 
 def logits(weights: Mapping[str, Tensor], tokens: Tensor, epsilon: float = 1e-5) -> Tensor:
-    """[B, S] ids to [B, S, V]."""
+    """Return the logits [B, S, V] of token ids [B, S]."""
     word = weights["embedding.word.weight"]
     x = word[tokens] + weights["embedding.position.weight"][torch.arange(tokens.shape[1])]
     num_layers = 1 + max(int(name.split(".")[1]) for name in weights if name.startswith("layers."))
@@ -113,7 +113,7 @@ def logits(weights: Mapping[str, Tensor], tokens: Tensor, epsilon: float = 1e-5)
 
 
 def _documents_logits(weights: Mapping[str, Tensor], batch: Batch, epsilon: float) -> Tensor:
-    """[B, S, V], every document on its own; those of one length together, as rows without neighbours."""
+    """Return the logits [B, S, V] with every document computed alone; documents of one length form a batch of rows."""
     if batch.document_end is None:
         return logits(weights, batch.tokens, epsilon)
     by_length: dict[int, list[tuple[int, int]]] = {}
@@ -157,7 +157,7 @@ def _feed_forward(weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
 def _adamw(
     weight: Tensor, grad: Tensor, moments: tuple[Tensor, Tensor], step: int, decay: bool, recipe: Recipe
 ) -> None:
-    """One decoupled step, in place (Loshchilov and Hutter, algorithm 2)."""
+    """Take one AdamW step in place (Loshchilov and Hutter, Decoupled Weight Decay Regularization, algorithm 2)."""
     rate, (beta1, beta2) = recipe.learning_rate(step), recipe.betas
     first, second = moments
     first.copy_(beta1 * first + (1 - beta1) * grad)
@@ -171,7 +171,7 @@ def _adamw(
 def scheduled_rate(
     step: int, *, peak: float, final: float = 0.0, warmup: int = 0, decay_steps: int = 1, style: str = "constant"
 ) -> float:
-    """The rate of a step that `step` un-skipped steps came before: linear warm-up, then constant, linear or cosine."""
+    """Return the learning rate after `step` un-skipped steps: linear warm-up, then constant, linear or cosine."""
     if step < warmup:
         return peak * step / warmup
     if style == "constant":

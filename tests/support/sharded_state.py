@@ -1,9 +1,8 @@
-"""Made-up model states cut by made-up layouts, for checkpoint tests.
+"""Invented model states, partitioned by invented layouts, for tests of checkpoints.
 
-The whole state is a table (parameter, kind) -> full tensor.  A layout cuts a parameter along one dim over `tp` ranks
-(the dim padded to a multiple of `tp * pad_to`), flattens each rank's tensor and cuts that at arbitrary points over
-`dp`.
-Written with plain slicing, sharing nothing with the code under test.
+The whole state is a table from (parameter, kind) to the full tensor.  A layout cuts a parameter along one dim over `tp`
+ranks (the dim padded to a multiple of `tp * pad_to`), flattens each rank's tensor and cuts that at arbitrary points
+over `dp` ranks.  All of it is plain slicing and shares no code with the code under test.
 """
 
 import random
@@ -20,7 +19,7 @@ State = dict[tuple[str, StateKind], Tensor]
 
 PADDING = -77.0
 
-# name -> full shape, dim that tensor parallelism cuts (None: replicated)
+# The full shape of each parameter, and the dim that tensor parallelism cuts (None: replicated).
 PARAMETERS: dict[str, tuple[tuple[int, ...], int | None]] = {
     "wte.weight": ((11, 5), 0),
     "qkv.weight": ((3, 6, 2, 5), 1),
@@ -43,7 +42,7 @@ def make_state(seed: int = 0, kinds: tuple[StateKind, ...] = ("weight", "exp_avg
 
 @dataclass(frozen=True)
 class Layout:
-    """tp x dp ranks; rank = tp_rank * dp + dp_rank; `seed` draws the cut points of the flat tensors."""
+    """A layout of tp x dp ranks, rank = tp_rank * dp + dp_rank; `seed` draws the cut points of the flat tensors."""
 
     tp: int = 1
     dp: int = 1
@@ -65,12 +64,12 @@ class Layout:
         return ParamSpec(name, shape, local, offset, sharded_axes=("tp",))
 
     def cuts(self, name: str, numel: int) -> list[int]:
-        """Ends of the dp partitions of a flat tensor: anywhere, so that some are empty."""
+        """Return the bounds of the dp partitions of a flat tensor, drawn at random so that some are empty."""
         draw = random.Random(f"{self.seed} {name}")
         return [0, *sorted(draw.randint(0, numel) for _ in range(self.dp - 1)), numel]
 
     def fragments(self, rank: int, state: State, *, dtype: torch.dtype | None = None) -> list[StateFragment]:
-        """What a rank owns of `state`; padding holds PADDING."""
+        """Return the fragments of `state` that a rank owns; padding elements are PADDING."""
         tp_rank, dp_rank = divmod(rank, self.dp)
         found = []
         for (name, kind), full in state.items():
@@ -84,7 +83,7 @@ class Layout:
 
 
 def local_tensor(spec: ParamSpec, full: Tensor) -> Tensor:
-    """This rank's tensor, padded with PADDING past the full shape."""
+    """Return the tensor of the spec's rank, filled with PADDING past the full shape."""
     ends = [offset + length for offset, length in zip(spec.offset, spec.local_shape, strict=True)]
     padded = torch.full(list(map(max, ends, full.shape)), PADDING, dtype=full.dtype)
     padded[tuple(slice(0, size) for size in full.shape)] = full
@@ -92,12 +91,12 @@ def local_tensor(spec: ParamSpec, full: Tensor) -> Tensor:
 
 
 def blank(fragments: list[StateFragment]) -> list[StateFragment]:
-    """The same fragments with PADDING in every place, to be filled."""
+    """Return the same fragments with PADDING in every element, to be filled by a reader."""
     return [fragment._replace(tensor=torch.full_like(fragment.tensor, PADDING)) for fragment in fragments]
 
 
 def assert_same(got: list[StateFragment], expected: list[StateFragment]) -> None:
-    """Bitwise equality of every fragment, padding included."""
+    """Assert that all fragments are equal to the bit, padding included."""
     assert len(got) == len(expected)
     for a, b in zip(got, expected, strict=True):
         assert a.tensor.dtype == b.tensor.dtype
@@ -105,7 +104,7 @@ def assert_same(got: list[StateFragment], expected: list[StateFragment]) -> None
 
 
 def write_checkpoint(root: Path, state: State, layout: Layout, *, step: int = 20, box_bytes: int = 1 << 20) -> Path:
-    """A checkpoint of `state` as the ranks of `layout` would save it, one after the other in this process."""
+    """Write a checkpoint of `state` as the ranks of `layout` would, one after the other in the calling process."""
     folder = root / ".saving_test"
     prepare(folder)
     for rank in range(layout.size):

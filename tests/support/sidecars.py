@@ -1,4 +1,4 @@
-"""Sidecars for corpora that tests write."""
+"""Writes the sidecars of corpora for tests."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A real Slurm of two nodes on this machine, for as long as a block; see slurm_local.sh beside this file."""
+"""Runs a real Slurm of two nodes on one machine for the length of a block; slurm_local.sh starts its daemons."""
 
 import os
 import shutil
@@ -17,14 +17,14 @@ _PROGRAMS = ("unshare", "munged", "slurmctld", "slurmd", "sbatch", "scancel", "s
 
 
 class Cluster:
-    """The running Slurm; what its clients print comes back as text."""
+    """A running Slurm; its methods call Slurm's clients and return their output as text."""
 
     def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
         self.folder = folder
         self._environment = {**environment, "SLURM_CONF": str(folder / "slurm.conf")}
 
     def call(self, *command: str | Path, cwd: Path | None = None, **variables: str) -> str:
-        """Output of a client of Slurm; fails when that does."""
+        """Run a client of Slurm and return its output; fail when it does."""
         done = subprocess.run(
             [str(word) for word in command],
             env={**self._environment, **variables},
@@ -38,16 +38,16 @@ class Cluster:
         return done.stdout
 
     def submit(self, *words: str | Path, cwd: Path, **variables: str) -> str:
-        """The id of a new job."""
+        """Submit a job and return its id."""
         return self.call("sbatch", "--parsable", *words, cwd=cwd, **variables).strip()
 
     def job(self, job: str) -> dict[str, str]:
-        """What scontrol says of a job, by its names (JobState, Restarts, ExitCode)."""
+        """Return scontrol's description of a job, by its names (JobState, Restarts, ExitCode)."""
         words = self.call("scontrol", "show", "job", job).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def wait_for_end(self, job: str, *, log: Path, seconds: float) -> dict[str, str]:
-        """What scontrol says of the job, once it neither runs nor waits."""
+        """Wait until the job neither runs nor waits, and return scontrol's description of it."""
         on_its_way = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED")
         self.wait_until(
             lambda: self.job(job)["JobState"] not in on_its_way,
@@ -57,7 +57,7 @@ class Cluster:
         return self.job(job)
 
     def wait_until(self, condition: Callable[[], bool], told: Callable[[], str], *, seconds: float) -> None:
-        """Wait for something; fails with what is `told` when it does not come."""
+        """Wait until the condition holds; fail with the text of `told` when it does not in time."""
         give_up = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < give_up, told()
@@ -65,7 +65,7 @@ class Cluster:
 
 
 def what_is_missing() -> str:
-    """Why there can be no Slurm here; empty when there can."""
+    """Return the reason why Slurm cannot run on this machine, or an empty string when it can."""
     if os.geteuid() != 0:
         return "only root can start a Slurm of its own"
     absent = [name for name in _PROGRAMS if shutil.which(name, path=_path()) is None]
@@ -78,11 +78,11 @@ def what_is_missing() -> str:
 
 @contextmanager
 def local_slurm(folder: Path, *, cpus_per_node: int) -> Iterator[Cluster]:
-    """Slurm with its files in `folder`; daemons and jobs are gone after the block, however it ends."""
+    """Run Slurm with its files in `folder`; daemons and jobs have ended after the block, however that ends."""
     environment = {**os.environ, "PATH": _path()}
     with (folder / "up.log").open("w") as log:
         words = ["bash", str(SCRIPT), str(folder), str(NODES), str(cpus_per_node), str(_first_port())]
-        # Its end is the end of all processes in its namespace.
+        # All processes in its namespace end with it.
         process = subprocess.Popen([*_UNSHARE, *words], env=environment, stdout=log, stderr=log)
     try:
         give_up = time.monotonic() + PATIENCE_SECONDS
@@ -101,7 +101,7 @@ def _path() -> str:
 
 
 def _first_port() -> int:
-    """The first of the free ports that the daemons need."""
+    """Return the first of a row of free ports, one for each daemon."""
     for port in range(17100, 32000, 100):
         if all(_is_free(each) for each in range(port, port + 1 + NODES)):
             return port

@@ -5,15 +5,15 @@
 #   unshare --mount --pid --fork --kill-child --mount-proc bash slurm_local.sh FOLDER NODES CPUS_PER_NODE FIRST_PORT
 #
 # Needs root and Debian's slurmctld, slurmd, slurm-client and munge.  Under unshare the daemons and every job end with
-# this script, whatever ends it, and the names of the nodes are known to nobody outside: /etc/hosts is another file
-# here.  FOLDER/slurm.conf, named by SLURM_CONF, is what clients outside need; FOLDER/up appears when nodes are idle.
-# CPUs are declared, not real.  A requeued job starts again after cred_expire seconds.
+# this script, whatever ends it, and the names of the nodes exist only inside its namespace, where /etc/hosts is another
+# file.  Clients outside need FOLDER/slurm.conf, named by SLURM_CONF; FOLDER/up appears when all nodes are idle.
+# The CPUs are declared, not real.  A requeued job starts again after cred_expire seconds.
 set -euo pipefail
 folder="$1" nodes="$2" cpus="$3" port="$4"
 host="$(hostname)"
 
 mkdir -p "$folder/ctld"
-# The clients may be another user's; munged insists on folders that nobody else can write to.
+# The clients may be another user's; munged requires that no other user can write to its folder.
 chmod 755 "$folder"
 export SLURM_CONF="$folder/slurm.conf"
 
@@ -63,5 +63,5 @@ for ((i = 1; i <= nodes; i++)); do
 done
 until [[ "$(sinfo --noheader --states=idle --format=%D 2>/dev/null)" == "$nodes" ]]; do sleep 0.2; done
 touch "$folder/up"
-# Any daemon that ends takes the cluster with it.
+# When any daemon ends, this script ends, and the cluster with it.
 wait -n

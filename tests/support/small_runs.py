@@ -1,6 +1,6 @@
-"""The smallest runs for tests of training: a tiny GPT, drawn samples with many documents' ends, the plain twin's view.
+"""The smallest runs for tests of training: a tiny GPT, random samples with many document ends, and reference batches.
 
-Everything that makes a batch or a first weight here is also what the reference is given.
+Runs and the plain reference train on the same samples.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ TINY: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class DrawnSamples:
-    """Sample k is drawn from k; a share of its tokens that grows with k is EOD, so no two ranks mask alike."""
+    """A dataset whose sample k is drawn with seed k; a share (k % 4) / 4 of its tokens is EOD, so that masks differ."""
 
     seq_length: int = LENGTH
 
@@ -64,39 +64,39 @@ class DrawnSamples:
 
 
 def tiny_run(**settings: Any) -> RunConfig:
-    """The tiny run with some settings of its own."""
+    """Return the tiny run with `settings` over its own."""
     return make_run(**{**TINY, **settings})
 
 
 def core_on_rank(
     rank: int, config: RunConfig, *, tp: int = 1, dp: int = 1, pp: int = 1, is_late: bool = True
 ) -> RunComponents:
-    """Model and engine on a worker's mesh."""
+    """Build the model and the engine of a run on a worker's mesh."""
     mesh = mesh_in_worker(rank, tp=tp, dp=dp, pp=pp, is_late=is_late)
     return build_components(config, mesh, FusedBuffers(0, mesh.device), vocab_size=VOCAB)
 
 
 def reference_batch(first: int, size: int, *, masked: bool) -> Batch:
-    """Samples [first, first + size) as the plain twin takes them."""
+    """Return the samples [first, first + size) as a batch of the plain reference; `masked`: EOD tokens do not count."""
     rows = torch.from_numpy(np.stack([DrawnSamples().sample(k) for k in range(first, first + size)]))
     tokens, labels = rows[:, :-1], rows[:, 1:]
     return Batch(tokens, labels, (tokens != EOD).double() if masked else None)
 
 
 def owned_boxes(core: RunComponents) -> list[Saved]:
-    """What this rank owns of the state, for `support.training.assemble`."""
+    """Return the boxes of the state that this rank owns, for `support.training.assemble`."""
     return [box for fragment in core.engine.owned_state() for box in boxes(fragment)]
 
 
 class Told(NamedTuple):
-    """Why a run ended, and what it printed."""
+    """The reason why a run ended, and the text it printed."""
 
     reason: str
     text: str
 
 
 def train_run(rank: int, size: int, settings: dict[str, Any], inputs: RunInputs | None = None) -> Told:
-    """A whole run as the program makes it, on one rank of `size`."""
+    """Make a whole run as the program does, on one rank of `size`."""
     config, launch, printed = tiny_run(**settings), Launch(rank, size, rank), io.StringIO()
     with contextlib.redirect_stdout(printed):
         checked = check(config, launch)

@@ -1,4 +1,4 @@
-"""The repository as text and syntax trees, for the tests of its rules."""
+"""Reads the repository's files as text and syntax trees, for the tests of its rules."""
 
 import ast
 from collections.abc import Iterator
@@ -8,24 +8,24 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ("tools", "pretrain_gpt.py")
-# Made by tools or by runs, never part of the repository; hidden folders are left out too, apart from .ci.
+# Folders made by tools or runs, never part of the repository; hidden folders are left out too, apart from .ci.
 MADE = ("runs", "build", "__pycache__")
 
 
 @dataclass(frozen=True)
 class Source:
-    """One Python file."""
+    """A Python file of the repository."""
 
     path: Path
 
     @property
     def name(self) -> str:
-        """Path from the root, `megazero/zero/plan.py`."""
+        """The path from the root, such as `megazero/zero/plan.py`."""
         return self.path.relative_to(ROOT).as_posix()
 
     @property
     def module(self) -> str:
-        """Dotted name, `megazero.zero.plan`; a package's own file has the package's name."""
+        """The dotted name, such as `megazero.zero.plan`; a package's own file has the package's name."""
         return self.name.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
 
     @property
@@ -42,18 +42,18 @@ class Source:
         return ast.parse(self.text, self.name)
 
     def functions(self) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-        """Every function and method, nested ones too."""
+        """Return every function and method of the file, nested ones too."""
         return (node for node in ast.walk(self.tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
 
 
 @cache
 def source(path: Path) -> Source:
-    """The file at `path`, read and parsed once for all tests."""
+    """Return the file at `path`, the same object for all tests, so that it is read and parsed once."""
     return Source(path)
 
 
 def sources(*places: str) -> tuple[Source, ...]:
-    """The Python files at or below the places (all of megazero without any), sorted."""
+    """Return the Python files at or below the places, by default all of megazero, sorted."""
     found: list[Path] = []
     for place in places or ("megazero",):
         path = ROOT / place
@@ -62,7 +62,7 @@ def sources(*places: str) -> tuple[Source, ...]:
 
 
 def repository_files() -> Iterator[Path]:
-    """Every file of the repository that is kept, made ones left out."""
+    """Yield every file of the repository, but for those that tools or runs have made."""
     pending = [ROOT]
     while pending:
         for path in sorted(pending.pop().iterdir()):
@@ -70,12 +70,15 @@ def repository_files() -> Iterator[Path]:
                 hidden = path.name.startswith(".") and path.name != ".ci"
                 if not hidden and path.name not in MADE and not path.name.endswith(".egg-info"):
                     pending.append(path)
-            elif path.name != ".git":  # A file where the checkout is a worktree.
+            elif path.name != ".git":  # In a worktree .git is a file.
                 yield path
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """(module, name) of every import below `tree`; name is "" for `import module`, relative ones start with a dot."""
+    """Yield (module, name) for every import below `tree`.
+
+    The name is "" for `import module`; a relative module starts with a dot.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names)

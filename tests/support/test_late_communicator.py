@@ -1,4 +1,4 @@
-"""The late communicator: results come with their waits, and what relies on more fails."""
+"""Tests of the late communicator: results come with their waits, and code that relies on more fails."""
 
 from collections.abc import Callable
 
@@ -139,7 +139,11 @@ def test_dense_tensors_only() -> None:
 
 
 def ping_pong(rank: int, first: int) -> tuple[list[float], int, list[str]]:
-    """A message each way, rank 0's before rank 1's; rank 0 waits for its send before or after it has the answer."""
+    """Send a message from rank 0 to rank 1 and one back.
+
+    first: 0 if rank 0 waits for its send before it has the answer, 1 if after.  Returns the received values, the number
+    of waits without proof of delivery, and the unfinished works.
+    """
     mesh = mesh_in_worker(rank, pp=2)
     axis, early = mesh.channel("pp", link=0), unproven_waits(mesh)
     early.clear()

@@ -1,4 +1,4 @@
-"""What tests/conftest.py makes of markers: a test without one is pure, and a pure test has no process group."""
+"""Tests of the markers in tests/conftest.py: a test without one is pure, and may not start process groups."""
 
 import multiprocessing
 import subprocess

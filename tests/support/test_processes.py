@@ -1,4 +1,4 @@
-"""The pool itself: results in rank order, failures and hangs are told, and the next call works again."""
+"""Tests of the pool of ranks: results come in rank order, failures and hangs are reported, and the next call works."""
 
 import os
 import time
@@ -55,7 +55,7 @@ def test_mesh_in_worker_has_the_layout_asked_for() -> None:
     ],
 )
 def test_failure_names_rank_and_cause_and_the_next_call_works(fn, message) -> None:
-    run_ranks(2, add_ranks, torch.zeros(1))  # the pool is up: the timeout is not spent on starting it
+    run_ranks(2, add_ranks, torch.zeros(1))  # starts the pool, so that the timeout is not spent on that
     with pytest.raises(RankFailure, match=message):
         run_ranks(2, fn, timeout=3.0 if fn is sleep_on_one else 20.0)
     assert run_ranks(2, add_ranks, torch.zeros(1)) == [torch.ones(1)] * 2

@@ -1,4 +1,4 @@
-"""The twin against torch's own AdamW and clipping, so that a slip in it does not become the standard."""
+"""Compares the plain reference with torch's AdamW and clipping, so that its mistakes do not become the standard."""
 
 import torch
 from support.reference import Batch, Recipe, decayed, mean_loss, scheduled_rate, train

@@ -1,6 +1,6 @@
-"""Ranks as threads of one process, for code that only needs its few small collectives to be real.
+"""Ranks as threads of one process, for tests of code that needs real ranks only for a few small collectives.
 
-What they are given is late (`late_communicator.py`): every work must be waited for.
+Their communicators are late (`late_communicator.py`): every work must be waited for.
 
 results = run_threads(4, lambda world: world.rank)
 """
@@ -26,7 +26,7 @@ class _Shared:
 
 
 class ThreadCommunicator:
-    """One rank of a world of threads."""
+    """The communicator of one rank in a world of threads."""
 
     def __init__(self, rank: int, size: int, shared: _Shared) -> None:
         self.rank = rank
@@ -66,7 +66,7 @@ class ThreadCommunicator:
 
 
 def run_threads(size: int, action: Callable[[LateCommunicator], Any]) -> list[Any]:
-    """Call action(world) on `size` threads; per rank its result, or the exception it raised."""
+    """Call action(world) on `size` threads and return, for each rank, the result or the exception that was raised."""
     shared = _Shared(size)
 
     def one(rank: int) -> Any:

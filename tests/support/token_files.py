@@ -1,4 +1,4 @@
-"""Token files and tokenizer files for tests, written from the format's description alone; no code of megazero."""
+"""Writes token files and tokenizer files for tests from the formats' descriptions alone, without code of megazero."""
 
 import json
 import struct
@@ -11,7 +11,7 @@ Documents = Sequence[Sequence[Sequence[int]]]
 
 
 def index_bytes(documents: Documents, code: int = 8, *, modes: bool = False) -> bytes:
-    """The .idx of documents, each a list of sequences."""
+    """Return the content of the .idx file of documents, each a list of sequences; `code` is the token type's code."""
     itemsize = struct.calcsize("<" + TYPES[code])
     lengths = [len(sequence) for document in documents for sequence in document]
     out = b"MMIDIDX\x00\x00" + struct.pack("<Q", 1) + struct.pack("<B", code)
@@ -30,23 +30,23 @@ def index_bytes(documents: Documents, code: int = 8, *, modes: bool = False) -> 
 
 
 def token_bytes(documents: Documents, code: int = 8) -> bytes:
-    """The .bin of documents."""
+    """Return the content of the .bin file of documents."""
     tokens = [token for document in documents for sequence in document for token in sequence]
     return struct.pack(f"<{len(tokens)}{TYPES[code]}", *tokens)
 
 
 def write_corpus(prefix: Path, documents: Documents, code: int = 8, *, modes: bool = False) -> str:
-    """Both files; returns the prefix as text."""
+    """Write both files of a corpus and return its prefix as a string."""
     Path(f"{prefix}.bin").write_bytes(token_bytes(documents, code))
     Path(f"{prefix}.idx").write_bytes(index_bytes(documents, code, modes=modes))
     return str(prefix)
 
 
 def write_sparse_corpus(prefix: Path, num_documents: int, num_tokens: int) -> str:
-    """A valid corpus of many documents that takes next to no disk: all are empty but the last, whose tokens are 0.
+    """Write a valid corpus of many documents as sparse files: all are empty but the last, whose tokens are 0.
 
-    Every document has a sequence, all of length 0 but the last; document indices are 0 up to the last, which counts
-    every sequence: of numbers that are not 0 there are three.
+    Every sequence but the last has length 0, and every document index but the last is 0; that one counts all sequences.
+    So after the header only two numbers of the index are not 0, and the files take next to no disk.
     """
     with open(f"{prefix}.idx", "wb") as stream:
         stream.write(b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, num_documents, num_documents + 1))
@@ -60,13 +60,13 @@ def write_sparse_corpus(prefix: Path, num_documents: int, num_tokens: int) -> st
 
 
 def count_up(num_tokens: int, num_documents: int = 1) -> list[list[list[int]]]:
-    """Documents of one sequence whose tokens, in a row, are 0, 1, 2, ...; lengths as even as can be."""
+    """Return documents of one sequence whose tokens, in a row, are 0, 1, 2, ...; lengths differ by at most one."""
     cuts = [num_tokens * number // num_documents for number in range(num_documents + 1)]
     return [[list(range(first, last))] for first, last in pairwise(cuts)]
 
 
 def byte_symbols() -> dict[int, str]:
-    """GPT-2's printable stand-in for every byte."""
+    """Return GPT-2's printable stand-in for every byte."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     table = {byte: chr(byte) for byte in printable}
@@ -75,7 +75,7 @@ def byte_symbols() -> dict[int, str]:
 
 
 def write_gpt2_files(folder: Path, merges: Sequence[tuple[str, str]]) -> tuple[str, str]:
-    """vocab.json and merges.txt: 256 bytes, then one token a merge, then <|endoftext|>."""
+    """Write vocab.json and merges.txt: 256 bytes, then one token a merge, then <|endoftext|>; return their paths."""
     tokens = [*byte_symbols().values(), *("".join(pair) for pair in merges), "<|endoftext|>"]
     vocab, merge = folder / "vocab.json", folder / "merges.txt"
     vocab.write_text(json.dumps({token: number for number, token in enumerate(tokens)}), encoding="utf-8")

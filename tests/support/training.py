@@ -1,4 +1,4 @@
-"""Training runs on real ranks through the code a user runs, and their outcome beside the plain reference.
+"""Trains on real ranks through the code that a user runs, and compares the outcome with the plain reference.
 
 A *cell* is one layout with its options.  All cells train the same awkward model on the same real text (the source of a
 module of the standard library, as bytes) with the same global batches, so that one reference serves them all.
@@ -39,7 +39,7 @@ STEPS = 20
 GLOBAL_BATCH = 16
 LR = 3e-3
 
-# Every option but the layout: an awkward model, no dropout, clipping that bites, warm-up, decay.
+# Every option but the layout: a model of inconvenient sizes, no dropout, effective clipping, warm-up, decay.
 SETTINGS: dict[str, Any] = {
     "num_layers": 3,
     "hidden_size": 60,
@@ -67,7 +67,11 @@ SETTINGS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One layout: degrees, ZeRO stage, micro-batches of a step, precision, settings of its own, one of FAULTS."""
+    """A layout with its options.
+
+    accumulation: micro-batches of a step; settings: further settings of the run; fault: one of FAULTS to plant in the
+    run, or "" for none.
+    """
 
     tp: int = 1
     dp: int = 1
@@ -102,7 +106,7 @@ class Cell:
 
 
 class Saved(NamedTuple):
-    """A box of a full tensor that some rank owns."""
+    """A box of a full tensor that one rank owns."""
 
     name: str
     kind: str
@@ -113,7 +117,7 @@ class Saved(NamedTuple):
 
 @dataclass
 class Outcome:
-    """What one rank saw."""
+    """The outcome of a training run on one rank."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -121,31 +125,31 @@ class Outcome:
     saved: list[Saved]
     comm_bytes: dict[str, dict[str, int]]
     model_state_bytes: dict[str, int]
-    layout: tuple[int, int]  # elements of this rank's trainable parameters: with padding, without
-    unit_numel: dict[str, int]  # the same with padding, by unit
-    gathered_numel: tuple[int, int]  # of partitioned parameters, now and at the most
-    persistent_numel: int  # of parameters that are not partitioned
+    layout: tuple[int, int]  # elements of this rank's trainable parameters, with and without padding
+    unit_numel: dict[str, int]  # elements of this rank's parameters with padding, by unit
+    gathered_numel: tuple[int, int]  # elements of gathered parameters: now, and at most
+    persistent_numel: int  # elements of parameters that are not partitioned
     seconds: float
 
     def full(self, others: Iterable["Outcome"], kind: str = "weight") -> dict[str, Tensor]:
-        """Full tensors from what all ranks own."""
+        """Assemble full tensors from the boxes that all ranks own."""
         return assemble(piece for outcome in (self, *others) for piece in outcome.saved if piece.kind == kind)
 
 
 def write_text_corpus(folder: Path) -> str:
-    """A corpus of real text, one id a byte; returns its prefix."""
+    """Write a corpus of real text with one token id a byte, and return its prefix."""
     text = inspect.getsource(argparse).encode()
     documents = [[list(part)] for part in text.split(b"\n\n") if part]
     return write_corpus(folder / "text", documents)
 
 
 def train_cell(cell: Cell, prefix: str) -> list[Outcome]:
-    """Train on real ranks; one outcome a rank."""
+    """Train on real ranks and return one outcome a rank."""
     return run_ranks(cell.world_size, train_on_rank, cell, prefix)
 
 
 def train_on_rank(rank: int, cell: Cell, prefix: str) -> Outcome:
-    """The training loop without its reporting: batches from the loader, steps by `training_step`."""
+    """Run the training loop without its reporting: batches from the loader, steps by `training_step`."""
     config = cell.config(prefix)
     mesh = faulty(mesh_in_worker(rank, tp=cell.tp, dp=cell.dp, pp=cell.pp), cell.fault)
     core = build_components(config, mesh, FusedBuffers(0, mesh.device), vocab_size=config.model.vocab_size or 0)
@@ -165,7 +169,7 @@ def train_on_rank(rank: int, cell: Cell, prefix: str) -> Outcome:
 def run_steps(
     config: RunConfig, core: RunComponents, steps: int
 ) -> tuple[list[tuple[float, float, bool]], dict[str, Any]]:
-    """(loss, grad norm, skipped) of every step, and the traffic of the last."""
+    """Return (loss, gradient norm, skipped) of every step, and the traffic of the last in bytes by axis."""
     inputs = open_inputs(config.data, config.model, seed=config.training.seed, evaluates=False)
     parts = step_context(config, core)
     scaler = LossScaler.from_config(config.precision)
@@ -189,7 +193,7 @@ def zip_figures(figures: list[tuple[float, float, bool]]) -> tuple[list[float], 
 
 
 def boxes(fragment: StateFragment) -> list[Saved]:
-    """The boxes of a fragment, without padding."""
+    """Return the boxes of a fragment, without padding."""
     return [
         Saved(
             fragment.spec.name,
@@ -203,7 +207,7 @@ def boxes(fragment: StateFragment) -> list[Saved]:
 
 
 def assemble(pieces: Iterable[Saved]) -> dict[str, Tensor]:
-    """Full tensors; every element must have exactly one owner."""
+    """Assemble full tensors by name; every element must have exactly one owner."""
     full: dict[str, Tensor] = {}
     owners: dict[str, Tensor] = {}
     for piece in pieces:
@@ -218,7 +222,7 @@ def assemble(pieces: Iterable[Saved]) -> dict[str, Tensor]:
 
 
 def reference_history(prefix: str, steps: int = STEPS, **settings: Any) -> History:
-    """The plain single-process float64 run on the same text; settings: of the model, if it is another one."""
+    """Train the plain single-process float64 reference on the same text, with `settings` over those of all cells."""
     config = Cell(settings=settings).config(prefix)
     inputs = open_inputs(config.data, config.model, seed=config.training.seed, evaluates=False)
     batches, size = [], config.training.global_batch_size or 0
@@ -238,7 +242,7 @@ def reference_history(prefix: str, steps: int = STEPS, **settings: Any) -> Histo
 
 
 def first_weights(config: RunConfig) -> dict[str, Tensor]:
-    """The initial weights as full logical tensors."""
+    """Return the initial weights as full logical tensors in float64."""
     mesh_specs = _single_specs(config)
     return {spec.name: initial_value(spec, config.training.seed).view(spec.full_shape).double() for spec in mesh_specs}
 
@@ -248,7 +252,7 @@ def _single_specs(config: RunConfig) -> list[ParamSpec]:
     return [spec for spec, _ in named_specs(model)]
 
 
-# By the name of a fault: the communicator and the call that go wrong once.
+# For each fault by name: the communicator and its call that go wrong once.
 FAULTS = {
     "dp": ("dp", "reduce_scatter_into"),
     "tp": ("tp", "all_reduce"),
@@ -260,7 +264,7 @@ FAULTS = {
 
 
 def faulty(mesh: Mesh, fault: str) -> Mesh:
-    """The mesh, or one of whose communicators does something wrong once; fault: one of FAULTS, or nothing."""
+    """Return the mesh with one communicator that makes one mistake; fault: one of FAULTS, or "" for the mesh itself."""
     if not fault:
         return mesh
     key, call = FAULTS[fault]
@@ -268,13 +272,13 @@ def faulty(mesh: Mesh, fault: str) -> Mesh:
 
 
 class _Wrong:
-    """Passes everything on, but in the third call of one kind one element is wrong."""
+    """A communicator that passes all calls on, but doubles one element in the third call of one kind."""
 
     def __init__(self, inner: Any, call: str) -> None:
         self._inner = inner
         self._call = call
         self._calls = 0
-        self._kept: list[Tensor] = []  # what is on its way
+        self._kept: list[Tensor] = []  # tensors under way, which must stay alive
 
     def __getattr__(self, name: str) -> Any:
         return self._go_wrong if name == self._call else getattr(self._inner, name)
@@ -286,7 +290,10 @@ class _Wrong:
         return getattr(self._inner, self._call)(*args)
 
     def _changed(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """An all-reduce works in place, the others read their last tensor, which may be somebody else's too."""
+        """Return the arguments with a changed tensor.
+
+        An all-reduce works in place; other calls read their last tensor, which is copied, as other code may use it too.
+        """
         place = max(index for index, value in enumerate(args) if isinstance(value, Tensor))
         tensor = args[place] if self._call == "all_reduce" else args[place].clone()
         tensor.view(-1)[0] *= 2
@@ -296,7 +303,7 @@ class _Wrong:
 
 @dataclass(frozen=True)
 class Deviation:
-    """How far a run is from the reference, relatively; the weight that is farthest off by name."""
+    """The relative errors of a run against the reference; `weight` is the name of the weight with the largest error."""
 
     losses: float
     grad_norms: float
@@ -309,7 +316,7 @@ class Deviation:
 
 
 def deviation(outcomes: Sequence[Outcome], reference: History) -> Deviation:
-    """The largest relative errors: losses and norms of every rank and step, final weights by name."""
+    """Return the largest relative errors over the losses and norms of every rank and step, and over final weights."""
     weights = weight_errors(outcomes[0].full(outcomes[1:]), reference.weights, LR)
     weight = max(weights, key=lambda name: weights[name])
     return Deviation(
@@ -321,12 +328,12 @@ def deviation(outcomes: Sequence[Outcome], reference: History) -> Deviation:
 
 
 def max_relative(measured: list[float], expected: list[float]) -> float:
-    """The largest relative difference of two lists of figures."""
+    """Return the largest relative difference between two lists of figures."""
     return max(abs(a - b) / abs(b) for a, b in zip(measured, expected, strict=True))
 
 
 def weight_errors(measured: dict[str, Tensor], expected: dict[str, Tensor], learning_rate: float) -> dict[str, float]:
-    """max|a - b| / max(max|reference|, learning rate) by name."""
+    """Return max|measured - expected| / max(max|expected|, learning rate) by name."""
     assert measured.keys() == expected.keys()
     return {
         name: float((measured[name] - value).abs().max() / max(float(value.abs().max()), learning_rate))

@@ -1,4 +1,4 @@
-"""Ways in which a module's forward uses parameters that it does not declare, as bodies over one set of layers."""
+"""Forward functions over one set of layers that use parameters in ways that no module declares."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ Body = Callable[["Parts", Tensor], Any]
 
 
 class Own(nn.Module):
-    """Parameters of its own and a layer inside, so that its forward goes on when the inner one is done."""
+    """A module with its own parameters and layers inside, so that its forward goes on after those of the layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Own(nn.Module):
 
 
 class Lender(nn.Module):
-    """Hands out what it has."""
+    """A module whose forward returns its parameter, or a view of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,14 +39,14 @@ class Lender(nn.Module):
 
 @dataclass
 class Answer:
-    """An output that is no tensor."""
+    """An output of a forward that is not a tensor."""
 
     values: Tensor
     more: dict[str, Any]
 
 
 class Parts(nn.Module):
-    """Layers to be used by `body` in every way."""
+    """Layers and parameters that `body`, the forward, uses."""
 
     def __init__(self, body: Body) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ def offloading_some_recomputing_some(m: Parts, x: Tensor) -> Tensor:
 
 
 def recomputed(body: Callable[[Parts, Tensor, bool], Tensor]) -> None:
-    """Both kinds of recomputation."""
+    """Register the body as two cases, with torch's reentrant and non-reentrant recomputation."""
     for reentrant, kind in ((False, "non-reentrant"), (True, "reentrant")):
         CASES[f"{body.__name__}, {kind}"] = lambda m, x, reentrant=reentrant: body(m, x, reentrant)
 

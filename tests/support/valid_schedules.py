@@ -1,6 +1,6 @@
-"""What makes a step of several stages valid: a simulation that looks at every action.
+"""Validates the actions of a step of several pipeline stages by a simulation that checks every action.
 
-Independent of how the actions were made; it knows of a schedule only what its `Shape` says.
+It is independent of how the actions were made, and uses nothing of a schedule but its `Shape`.
 """
 
 from collections import defaultdict, deque
@@ -11,16 +11,16 @@ from megazero.pipeline.schedule import Action, Kind, Shape
 _ADDS_GRADIENTS = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
 _BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRADIENT)
 _RECEIVES = (Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT)
-# What has to be computed before something is sent.
+# For each send, the kinds of computation that give its message; one of them must be done before.
 _SOURCES = {Kind.SEND_ACTIVATION: (Kind.FORWARD,), Kind.SEND_GRADIENT: _BACKWARDS}
 
 
 def validate(all_stages: Sequence[Sequence[Action]], shape: Shape, *, trains: bool = True) -> None:
     """Raise ValueError unless the stages' actions, exchanges among them, do a whole step together.
 
-    Simulates them: every micro-batch goes forward (and, if `trains`, backward) through every chunk exactly once, after
-    what it needs; gradients are added up in the order of the micro-batches; every receive gets the message it is meant
-    for; nobody waits for ever.  With GATHERs, computations lie inside windows.
+    In the simulation every micro-batch must go forward (and, if `trains`, backward) through every chunk exactly once,
+    after its inputs are there; gradients must be added up in the order of the micro-batches; every receive must get the
+    message it is meant for; no stage may wait for ever.  With GATHERs, computations must lie inside windows.
     """
     simulation = _Simulation(shape)
     simulation.run(all_stages)
@@ -38,7 +38,7 @@ def _require(condition: bool, text: str) -> None:
 
 
 class _Simulation:
-    """Stages take their actions in order; a computation waits for its input, nothing else waits."""
+    """A simulation of stages that take their actions in order; only a computation waits, for its input."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -49,7 +49,7 @@ class _Simulation:
         self.tickets: dict[tuple[Kind, _Message], tuple[_Channel, int]] = {}  # a posted receive's place in its channel
 
     def run(self, all_stages: Sequence[Sequence[Action]]) -> None:
-        """Let every stage go as far as it can until all are through, or none can move."""
+        """Let every stage go as far as it can until all are through; raise an error if none can move before."""
         _require(len(all_stages) == self.shape.num_stages, f"{len(all_stages)} stages' actions for {self.shape}")
         for stage, actions in enumerate(all_stages):
             _require_windows(actions, stage)
@@ -65,7 +65,7 @@ class _Simulation:
         _require(not stuck, f"these wait for ever: {', '.join(stuck)}")
 
     def take(self, action: Action, stage: int) -> bool:
-        """Do one action; False while a computation's input isn't there."""
+        """Do one action and return True, or return False while the input of a computation is not there."""
         here = f"stage {stage} at {action}"
         message = (action.micro_batch, self.shape.global_chunk(stage, action.chunk))
         _require(message not in self.done[action.kind], f"{here}: a second time")
@@ -84,7 +84,7 @@ class _Simulation:
         return True
 
     def has_input(self, action: Action, stage: int, message: _Message) -> bool:
-        """Whether a computation can start; an error if no waiting could help."""
+        """Return True if a computation can start; raise ValueError if it never could."""
         here = f"stage {stage} at {action}"
         needs = {
             Kind.BACKWARD: Kind.FORWARD,
@@ -118,7 +118,7 @@ class _Simulation:
         self.sent[self.channel(action.kind, stage)].append((message[0], message[1] + step))
 
     def channel(self, kind: Kind, stage: int) -> _Channel:
-        """The channel of a stage's receives or sends of one kind."""
+        """Return the channel of a stage's receives or sends of one kind."""
         following, previous = (stage + 1) % self.shape.num_stages, (stage - 1) % self.shape.num_stages
         return {
             Kind.RECEIVE_ACTIVATION: (previous, stage, True),
@@ -128,7 +128,7 @@ class _Simulation:
         }[kind]
 
     def require_whole_step(self, *, trains: bool) -> None:
-        """Nothing left out, nothing too much."""
+        """Raise ValueError if an action of a whole step is left out, or there is one too many."""
         last = self.shape.num_stages * self.shape.num_chunks - 1
         micro_batches = range(self.shape.num_micro_batches)
         for kind, chunks in {
@@ -148,7 +148,7 @@ class _Simulation:
 
 
 def _require_windows(actions: Sequence[Action], stage: int) -> None:
-    """Every computation between its chunk's GATHER and RELEASE, if there are any."""
+    """Raise ValueError unless all computations lie between their chunk's GATHER and RELEASE, if there are any."""
     if not any(action.kind in (Kind.GATHER, Kind.RELEASE) for action in actions):
         return
     gathered: set[int] = set()
