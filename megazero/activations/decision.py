@@ -61,7 +61,8 @@ class CheckpointSizes:
 class Volumes:
     """The bytes of one step of one rank.
 
-    checkpoints: of all micro-batches, whole.  data_parallel: sent on that axis, as the meter counts.
+    checkpoints: the whole checkpoints of all micro-batches.
+    data_parallel: the bytes that the rank sends on the data-parallel axis, as the meter counts them.
     tensor_parallel_size: Nm, the ranks over which Pa cuts a checkpoint.
     """
 
