@@ -221,7 +221,7 @@ class Report:
 def copy_differences(
     topology: Topology, digests: Sequence[dict[str, dict[str, dict[str, str]]]]
 ) -> tuple[CopyDifference, ...]:
-    """Return the copies that are not the same; digests, by rank: axis -> kind -> parameter's name -> digest."""
+    """Return the copies that are not the same; digests: for each rank, those by axis, kind and parameter's name."""
     found = []
     for axis in ("tp", ENDS, "dp"):
         for group in topology.groups(axis):
