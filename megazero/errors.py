@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Problem:
-    """One broken rule.
+    """A rule that the user has broken.
 
     given: the user's value, with the flag or file it came from ("--num-attention-heads 7").
     rule:  the rule it breaks, as a sentence.
@@ -77,7 +77,7 @@ class TopologyError(UserError):
 
 
 class UsageError(UserError):
-    """A call of the library at a wrong time, or on a wrong object."""
+    """The library was called at a wrong time, or on a wrong object."""
 
     kind = "usage error"
 

@@ -138,8 +138,8 @@ class ActivationCheckpoints:
         with self._releases.deferred():
             for tensor in tensors:
                 if not self._is_copied(tensor):
-                    # Once for each time it is passed: an enclosing recomputation may save it once in its first run, and
-                    # twice (as its own input, and from elsewhere) in its second.
+                    # Saved once for each time it is passed: an enclosing recomputation may save it once in its first
+                    # run, and twice (as its own input, and from elsewhere) in its second.
                     saved.append(_ReferencedTensor(tensor, self._ledger))
                     continue
                 if id(tensor) not in copies:
@@ -169,7 +169,7 @@ class ActivationCheckpoints:
 def _compare(tensor: Tensor, ranks: Communicator) -> None:
     """Raise UsageError on all ranks if their tensors differ: slices of different tensors make no whole one."""
     figures = torch.stack([tensor.detach().double().sum(), tensor.detach().double().abs().sum()])
-    figures = torch.nan_to_num(torch.cat([figures, -figures]))  # one reduction for the least and the most
+    figures = torch.nan_to_num(torch.cat([figures, -figures]))  # one reduction for the least and the largest
     ranks.all_reduce_scalars(figures, "max").wait()
     most, negated_least = figures.view(2, 2).unbind()
     if not bool(torch.equal(most, -negated_least)):

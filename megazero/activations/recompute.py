@@ -134,13 +134,13 @@ class _Call:
         self._arguments.checkpoint.release_source()
 
     def pack(self, tensor: Tensor) -> _Placeholder:
-        """The pack hook: replace a tensor that autograd saves in the first run."""
+        """Replace a tensor that autograd saves in the first run; the pack hook."""
         placeholder = _Placeholder(len(self._placeholders), tensor)
         self._placeholders.append(weakref.ref(placeholder))
         return placeholder
 
     def unpack(self, placeholder: _Placeholder) -> Tensor:
-        """The unpack hook: return the tensor that backward reads, running the function again if need be."""
+        """Return the tensor that backward reads, running the function again if need be; the unpack hook."""
         if placeholder.value is None:
             self._run_again()
         value = placeholder.checked()
@@ -209,7 +209,7 @@ class _Refill:
 
     def __init__(self, needed: dict[int, _Placeholder], total: int) -> None:
         self._needed = needed
-        self._total = total  # not the last that is needed: graphs are freed at different times on different ranks
+        self._total = total  # the run ends there, not at the last one needed: ranks free graphs at different times
         self._index = 0
 
     @contextmanager

@@ -42,6 +42,7 @@ Pair = tuple[int, int]  # numbers of two nodes
 class Demands:
     """The requirements for a node.
 
+    gpus:          exact number of GPUs.
     bandwidth:     least bytes a second; 0 requires only that no all-reduce fails.
     clock_skew:    most seconds that its clock may be off.
     shared_memory: least free bytes.

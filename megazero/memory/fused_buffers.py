@@ -49,7 +49,7 @@ class FusedBuffers:
 
 
 class BufferLease:
-    """One leased buffer; also a context manager that releases it."""
+    """A leased buffer, which is also a context manager that releases it."""
 
     def __init__(self, pool: FusedBuffers, storage: Tensor, tensor: Tensor) -> None:
         self._pool = pool

@@ -84,7 +84,7 @@ class _CudaArrival:
 
 
 class HostMemory:
-    """Buffers in host memory for tensors of `device`, and copies there and back.
+    """A pool of buffers in host memory for tensors of `device`, and copies there and back.
 
     buffer_bytes: size of all the pool's buffers, in use or not.  live_bytes, peak_bytes: in use, now and at most.
     sent_bytes, fetched_bytes: bytes copied to the host and back since the beginning.
@@ -153,7 +153,7 @@ class HostMemory:
 
 
 class HostTensor:
-    """One tensor on the host; made by `HostMemory.store`, released once."""
+    """A tensor on the host; made by `HostMemory.store`, released once."""
 
     def __init__(self, memory: HostMemory, buffer: Tensor, source: Tensor, sent: _Arrival) -> None:
         self._memory = memory
@@ -208,7 +208,7 @@ def host_bandwidth(device: torch.device, nbytes: int) -> float:
     memory = HostMemory(device)
     tensor = torch.zeros(max(nbytes, 1), dtype=torch.uint8, device=device)
     seconds = [_round_trip(memory, tensor) for _ in range(1 + _REPETITIONS)]
-    return 2 * tensor.nbytes / statistics.median(seconds[1:])  # the first trip pins
+    return 2 * tensor.nbytes / statistics.median(seconds[1:])  # the first trip pins memory
 
 
 def _round_trip(memory: HostMemory, tensor: Tensor) -> float:

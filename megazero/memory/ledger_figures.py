@@ -32,7 +32,7 @@ class PhaseMark(NamedTuple):
 
 
 class AllocatorSample(NamedTuple):
-    """Live bytes by the ledger and by the device's allocator at the same moment."""
+    """The live bytes by the ledger and by the device's allocator at the same moment."""
 
     ledger_bytes: int
     allocator_bytes: int
@@ -40,7 +40,7 @@ class AllocatorSample(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """Live bytes at the start and after every change.
+    """The live bytes at the start of a step and after every change.
 
     operations: int64 [n], operations run before each point.  live: int64 [n, len(CATEGORIES)], bytes.
     num_operations: the operations of the whole step.

@@ -291,7 +291,7 @@ class TransformerBlock(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Causal self-attention, within documents where `sequences` has a mask.
+    """A layer of causal self-attention, within documents where `sequences` has a mask.
 
     A rank has a/t heads, from its part of the fused query, key and value matrix.
 

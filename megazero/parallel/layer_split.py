@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive layers of the model, and whether the embedding comes before them and the head after."""
+    """A run of consecutive layers; is_first: with the embedding before them, is_last: with the head after them."""
 
     layers: range
     is_first: bool = True

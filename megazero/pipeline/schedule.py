@@ -61,7 +61,7 @@ class Kind(Enum):
 
 
 class Action(NamedTuple):
-    """One action on one micro-batch (-1 for GATHER and RELEASE) and one local chunk."""
+    """An action on one micro-batch (-1 for GATHER and RELEASE) and one local chunk."""
 
     kind: Kind
     micro_batch: int

@@ -48,7 +48,7 @@ class LanguageModel(Protocol):
 
 
 class DropoutSource(Protocol):
-    """Random states that are a function of the sample and the part of the model."""
+    """The random states of dropout, a function of the sample and the part of the model."""
 
     def begin_micro_batch(self, first_sample: int, part: int) -> None: ...
 

@@ -76,7 +76,7 @@ def plan_layout(
 
 
 class Engine:
-    """ZeRO data parallelism around `model`, whose parameters become views of the engine's flat tensors."""
+    """The engine of ZeRO data parallelism around `model`, whose parameters become views of its flat tensors."""
 
     def __init__(
         self,
@@ -268,7 +268,7 @@ class Engine:
         With weights_only (no moments), master weights are then rounded to the working dtype, unless the configuration
         loads float32 weights.
         """
-        self._gather.release_all()  # copies of the old values
+        self._gather.release_all()  # gathered parameters are copies of the old values
         for bucket in self.layout.trainable_buckets:
             self._shards.copy_master_to_working(bucket)
         if weights_only and not self.settings.zero.load_from_fp32_weights:

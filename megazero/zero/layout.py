@@ -43,7 +43,7 @@ class LayoutRules:
 
 
 class Range(NamedTuple):
-    """Elements [start, stop) of a section."""
+    """The elements [start, stop) of a section."""
 
     start: int
     stop: int
@@ -73,7 +73,7 @@ class Slot:
 
 
 class Fragment(NamedTuple):
-    """Elements [start, stop) of one parameter, which are the elements `within` of its section."""
+    """The elements [start, stop) of one parameter, which are the elements `within` of its section."""
 
     spec: ParamSpec
     start: int
@@ -95,7 +95,7 @@ class Fragment(NamedTuple):
 
 @dataclass(frozen=True)
 class Bucket:
-    """Elements [start, stop) of section number `section`; `index` counts buckets through the whole model.
+    """The elements [start, stop) of section number `section`; `index` counts buckets through the whole model.
 
     fragments: overlaps of the section's parameters with it, by parameter name, in order; padding has none.
     """
@@ -161,7 +161,7 @@ class Section:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Every section of the model, in unit order."""
+    """The layout of a model: every section, in unit order."""
 
     rules: LayoutRules
     sections: tuple[Section, ...]

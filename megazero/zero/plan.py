@@ -41,7 +41,7 @@ class Lifetime(Enum):
 
 @dataclass(frozen=True)
 class Row:
-    """One kind of state."""
+    """The placement, number format and lifetime of one kind of state."""
 
     placement: Placement
     dtype: torch.dtype
@@ -54,7 +54,7 @@ class Row:
 
 @dataclass(frozen=True)
 class ZeroPlan:
-    """The resolved table."""
+    """The table resolved for a configuration: a row for each kind of state."""
 
     parameter: Row
     gradient: Row
@@ -75,7 +75,7 @@ class ZeroPlan:
 
 @dataclass(frozen=True)
 class ModelStateBytes:
-    """Bytes of model states on one rank (ZeRO, section 3.1)."""
+    """The bytes of model states on one rank (ZeRO, section 3.1)."""
 
     parameters: int
     gradients: int

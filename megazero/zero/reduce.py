@@ -162,7 +162,7 @@ class GradientReducer:
             self._launch()
 
     def _launch(self) -> None:
-        while len(self._in_flight) >= max(self._max_in_flight, 1):  # before another takes its buffers
+        while len(self._in_flight) >= max(self._max_in_flight, 1):  # before another reduction takes its buffers
             self._finish_oldest()
         bucket = self._due[self._next]
         self._next -= 1
@@ -199,7 +199,7 @@ def most_out_at_once(layout: FlatLayout, names: Sequence[str], max_in_flight: in
     buckets = layout.trainable_buckets
     missing = {bucket.index: set(bucket.fragments) for bucket in buckets}
     still_open: set[int] = set()
-    in_flight, most = min(max_in_flight, len(buckets)), 0  # those of the micro-batch before
+    in_flight, most = min(max_in_flight, len(buckets)), 0  # reductions of the micro-batch before
     last = len(buckets) - 1
     for name in reversed(names):
         for bucket in reversed(layout.buckets_of.get(name, ())):

@@ -147,7 +147,7 @@ class UnitMemory:
         is_retained = unit.shared or self._autograd_retains_memory
         if is_retained or not all(
             flat.untyped_storage().resizable() for flat in flats
-        ):  # NumPy has seen one that is not
+        ):  # NumPy refers to one that is not
             self._detach_memory(unit)
         else:
             for flat in flats:

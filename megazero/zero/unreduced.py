@@ -50,7 +50,7 @@ class UnreducedGradients(Protocol):
 
 
 class ResidentGradients:
-    """Gradients accumulate in flat tensors that `.grad` points into; a bucket's sum replaces them in place.
+    """A store of gradients in flat tensors that `.grad` points into, where a bucket's sum replaces them in place.
 
     Only a wire of another dtype takes a buffer on the way.
     """
@@ -109,7 +109,7 @@ class ResidentGradients:
 
 
 class LeasedGradients:
-    """Gradients are copied into leased buffers; reduced slices add up in the gradient shard.
+    """A store whose gradients are copied into leased buffers; reduced slices add up in the gradient shard.
 
     every_micro_batch: whether buckets are reduced in each micro-batch, or gradients accumulate until the last.
     at_once: whether a gradient is copied and freed as soon as it is finished, or when its buckets are complete.
@@ -163,7 +163,7 @@ class LeasedGradients:
             self._fill(bucket, (name,))
             return
         gradient, slot = self._parameters[name].grad, self.gradient_slot(name)
-        if gradient is not None and slot is not None:  # autograd's part, of a use beside the layer's
+        if gradient is not None and slot is not None:  # autograd's part, from a use beside the layer's
             add_to(slot.tensor, gradient, is_first=False)
 
     def free(self, name: str) -> None:

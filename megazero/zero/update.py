@@ -16,7 +16,7 @@ from megazero.zero.shards import Shards
 
 
 class LocalNorms(NamedTuple):
-    """This rank's share of the global figures, on the device, before any reduction over ranks.
+    """The share of this rank in the global figures, on the device, before any reduction over ranks.
 
     square: sum of squares over the elements this rank counts, float64.
     first_overflow: index (in layout order) of its first parameter with a gradient that is not finite, int32.
@@ -35,7 +35,7 @@ class OwnedRun(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Elements [start, stop) of a parameter's state; writing to `tensor`, one-dimensional, writes the state."""
+    """The elements [start, stop) of a parameter's state; writing to `tensor`, one-dimensional, writes the state."""
 
     start: int
     stop: int

@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from itertools import accumulate, islice
 
-# Uses of a pass that are recorded.  Only forwards whose backwards never come have more.
+# The most uses of a pass that are recorded.  Only forwards whose backwards never come have more.
 _MOST_USES = 100_000
 
 
