@@ -41,7 +41,7 @@ verify-layout    whether a layout computes what one process computes; see verify
 
 
 def verify_layout(words: Sequence[str]) -> int:
-    """Check the flags, join the other ranks, compare, print the report; returns the exit status."""
+    """Check the flags, join the other ranks, compare, and print the report; return the exit status."""
     if {"--help", "-h"} & set(words):
         Console().line(VERIFY_LAYOUT)
         return 0
@@ -63,7 +63,7 @@ def verify_layout(words: Sequence[str]) -> int:
 
 
 def _parse(own: VerifyArguments, launch: Launch) -> ParsedRun:
-    """Parse the run's flags; ConfigError with the problems of all words."""
+    """Parse the run's flags; raise ConfigError with the problems of all words."""
     try:
         parsed = parse(own.rest, world_size=launch.world_size)
     except ConfigError as error:
@@ -84,7 +84,7 @@ COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = MappingProxyType({"veri
 
 
 def main() -> int:
-    """Run the command that the first word names."""
+    """Run the command that the first word of the command line names; return the exit status."""
     words = sys.argv[1:]
     if not words or words[0] in ("--help", "-h"):
         Console().line(USAGE)

@@ -78,11 +78,11 @@ class Console:
 
     @property
     def on_terminal(self) -> bool:
-        """Whether this process prints, and to a terminal."""
+        """True if this process prints, and its output goes to a terminal."""
         return self.prints and sys.stdout.isatty()
 
     def progress(self, *columns: ProgressColumn) -> Progress:
-        """Return a progress display, a context manager; columns: count, elapsed and remaining time if none."""
+        """Return a progress display, a context manager; without columns it shows count, elapsed and remaining time."""
         usual = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -114,6 +114,6 @@ def run_program(main: Callable[[], int | None]) -> int:
 
 
 def print_error(error: UserError) -> int:
-    """Print a user's error, without a traceback; returns the exit code."""
+    """Print a user's error without a traceback, and return the exit code."""
     print(error.render(), file=sys.stderr, flush=True)
     return error.exit_code

@@ -2,7 +2,7 @@
 
 A *problem* has three parts: what was given, which rule it breaks, what would be legal.  A `UserError` carries all
 problems found in one pass, so that a command line need not be fixed one message at a time.  Programs print it without a
-traceback and exit with `UserError.exit_code`; a bug of ours stays an ordinary exception with a traceback.
+traceback and exit with `UserError.exit_code`; a bug in megazero stays an ordinary exception with a traceback.
 """
 
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Problem:
-    """One broken rule.
+    """A rule that the user has broken.
 
     given: the user's value, with the flag or file it came from ("--num-attention-heads 7").
     rule:  the rule it breaks, as a sentence.
@@ -30,7 +30,7 @@ class Problem:
 
 
 class UserError(Exception):
-    """An error the user can mend; base of all errors printed without a traceback.
+    """An error that the user can mend; the base class of all errors printed without a traceback.
 
     Takes one message or several problems; `problems` holds them all.
     """
@@ -77,7 +77,7 @@ class TopologyError(UserError):
 
 
 class UsageError(UserError):
-    """A call of the library at a wrong time, or on a wrong object."""
+    """The library was called at a wrong time, or on a wrong object."""
 
     kind = "usage error"
 
@@ -104,7 +104,7 @@ class MemoryLimitError(UserError):
 
 
 def raise_problems(kind: type[UserError], problems: Iterable[Problem]) -> None:
-    """Raise one `kind` with all `problems`, or return when there are none."""
+    """Raise one error of class `kind` with all `problems`; do nothing when there are none."""
     found = tuple(problems)
     if found:
         raise kind(*found)

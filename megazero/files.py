@@ -76,7 +76,7 @@ def written_aside(path: Path) -> Iterator[IO[bytes]]:
 
 
 def remove_file(path: Path) -> None:
-    """Remove a file if it is there; raises DataError when it is there and stays."""
+    """Remove a file if it is there; raise DataError when it cannot be removed."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:

@@ -35,5 +35,5 @@ class Timers:
 
     def _now(self) -> float:
         if self._waits:
-            torch.cuda.current_stream(self._device).synchronize()  # not of receives that are posted ahead
+            torch.cuda.current_stream(self._device).synchronize()  # waits for no receive that is posted ahead
         return time.perf_counter()

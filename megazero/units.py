@@ -1,21 +1,21 @@
-"""Bytes, counts and durations as text."""
+"""Formats bytes, counts and durations as text."""
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _DECIMAL = ("", "K", "M", "B", "T")
 
 
 def format_bytes(nbytes: float) -> str:
-    """Format bytes: `1536` -> `1.5 KiB`."""
+    """Format a number of bytes, 1536 as `1.5 KiB`."""
     return _scaled(nbytes, 1024.0, _BINARY, " ")
 
 
 def format_count(count: float) -> str:
-    """Format a count: `124439808` -> `124.4M` (B is 1e9)."""
+    """Format a count, 124439808 as `124.4M` (B is 1e9)."""
     return _scaled(count, 1000.0, _DECIMAL, "")
 
 
 def format_duration(seconds: float) -> str:
-    """Format a duration: `3725` -> `1h02m05s`; one decimal below a minute."""
+    """Format a duration in seconds, 3725 as `1h02m05s`; below a minute it has one decimal."""
     seconds = round(seconds, 1)  # first, or 59.96 would read 60.0s
     if seconds < 60:
         return f"{seconds:.1f}s"

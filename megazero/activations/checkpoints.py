@@ -56,7 +56,7 @@ class ActivationCheckpoint:
         releases: ReleaseQueue,
         gathers_ahead: bool,
     ) -> None:
-        """tensors: one that is copied may occur several times."""
+        """Link the checkpoint to the one `before` it; a copied tensor may occur in `tensors` several times."""
         self._tensors = tensors
         self._releases = releases
         self._gathers_ahead = gathers_ahead
@@ -99,9 +99,9 @@ class ActivationCheckpoints:
     """The activation checkpoints of one rank.
 
     partition_over: the axis over whose ranks activations are partitioned; None leaves them whole.
-    is_replicated: whether activations are known to be the same on these ranks; if not, the first pass compares them.
-    copies: where copies are stored; None retains the tensors themselves, or slices in memory of their own.
-    device: the one whose tensors are copied; others are retained themselves.  None copies all.
+    is_replicated: True if activations are certain to be the same on these ranks; else the first pass compares them.
+    copies: the store for copies; None retains the tensors themselves, or slices in memory of their own.
+    device: only tensors on it are copied, others are retained themselves; None copies those of all devices.
     """
 
     def __init__(
@@ -138,8 +138,8 @@ class ActivationCheckpoints:
         with self._releases.deferred():
             for tensor in tensors:
                 if not self._is_copied(tensor):
-                    # Once for each time it is passed: an enclosing recomputation may save it once in its first run, and
-                    # twice (as its own input, and from elsewhere) in its second.
+                    # Saved once for each time it is passed: an enclosing recomputation may save it once in its first
+                    # run, and twice (as its own input, and from elsewhere) in its second.
                     saved.append(_ReferencedTensor(tensor, self._ledger))
                     continue
                 if id(tensor) not in copies:
@@ -169,7 +169,7 @@ class ActivationCheckpoints:
 def _compare(tensor: Tensor, ranks: Communicator) -> None:
     """Raise UsageError on all ranks if their tensors differ: slices of different tensors make no whole one."""
     figures = torch.stack([tensor.detach().double().sum(), tensor.detach().double().abs().sum()])
-    figures = torch.nan_to_num(torch.cat([figures, -figures]))  # one reduction for the least and the most
+    figures = torch.nan_to_num(torch.cat([figures, -figures]))  # one reduction for the least and the largest
     ranks.all_reduce_scalars(figures, "max").wait()
     most, negated_least = figures.view(2, 2).unbind()
     if not bool(torch.equal(most, -negated_least)):
@@ -182,14 +182,14 @@ def _compare(tensor: Tensor, ranks: Communicator) -> None:
 
 
 def _is_activation(tensor: Tensor) -> bool:
-    """Return whether the tensor is a forward's result and freed with its last reference: no parameter, ids or masks."""
+    """Return True if the tensor is a forward's result and freed with its last reference: no parameter, ids or masks."""
     if _is_leaf(tensor) or not tensor.is_floating_point() or tensor.layout is not torch.strided:
         return False
     return tensor.numel() > 0
 
 
 def _is_leaf(tensor: Tensor) -> bool:
-    """Return whether autograd accumulates gradients in the tensor itself."""
+    """Return True if autograd accumulates gradients in the tensor itself."""
     return isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)
 
 
@@ -281,7 +281,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 class _CopiedTensor:
-    """A tensor of which a copy is stored, whole or this rank's slice.
+    """A tensor of which a copy is stored: all of it, or this rank's slice.
 
     A slice holds ceil(numel / ranks) elements, the last ones filled up with zeros.
     """

@@ -22,10 +22,10 @@ _CURRENT: ContextVar[Recomputation | None] = ContextVar("recomputation", default
 def recompute(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call function(*args, **kwargs); its activations are computed again in backward instead of being retained.
 
-    Any arguments and results.  Retained are the tensors among the arguments (as the engine's `activations` section, or
-    DeepSpeed's `activation_checkpointing`, sets), the random states and autocast.  The function must do the same in
-    both runs and must not write to its inputs: backward raises UsageError where it detects a difference.  With
-    partition_activations, floating-point inputs must be the same on every tensor-parallel rank.
+    Arguments and results may be of any type.  Retained are the tensors among the arguments (stored as the engine's
+    `activations` section, or DeepSpeed's `activation_checkpointing`, sets), the random states and autocast.  The
+    function must do the same in both runs and must not write to its inputs: backward raises UsageError where it detects
+    a difference.  With partition_activations, floating-point inputs must be the same on every tensor-parallel rank.
     """
     settings = _CURRENT.get() or Recomputation(random=DefaultGenerators(_device((args, kwargs))))
     return settings.run(function, *args, **kwargs)

@@ -19,7 +19,7 @@ from megazero.memory.host import HostMemory, HostTensor
 from megazero.memory.ledger_interface import AnyLedger
 from megazero.units import format_bytes
 
-# Bytes of which every address in the arena is a multiple.
+# Every address in the arena is a multiple of this number of bytes.
 _ALIGNMENT = 64
 
 
@@ -49,7 +49,7 @@ class CopyStore(Protocol):
         """Prepare for a forward."""
 
     def store(self, source: Tensor) -> StoredCopy:
-        """Copy source, [numel]."""
+        """Store a copy of `source`, [numel]."""
 
     def describe(self) -> tuple[str, ...]:
         """Return statistics since the start of the run, line by line."""

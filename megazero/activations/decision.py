@@ -59,9 +59,10 @@ class CheckpointSizes:
 
 @dataclass(frozen=True)
 class Volumes:
-    """The bytes of one step of one rank.
+    """The bytes that one rank stores and sends in one step.
 
-    checkpoints: of all micro-batches, whole.  data_parallel: sent on that axis, as the meter counts.
+    checkpoints: the whole checkpoints of all micro-batches.
+    data_parallel: the bytes that the rank sends on the data-parallel axis, as the meter counts them.
     tensor_parallel_size: Nm, the ranks over which Pa cuts a checkpoint.
     """
 
@@ -88,7 +89,7 @@ def volumes(
 
 @dataclass(frozen=True)
 class Speeds:
-    """Bandwidths in bytes a second: of a rank's sends on an axis (infinite where it is alone), and of host copies."""
+    """The bytes a second that a rank sends on an axis (infinite where it is alone) and copies to the host or back."""
 
     tensor_parallel: float
     data_parallel: float

@@ -3,14 +3,14 @@
 An activation *checkpoint* is what a call starts from: its tensor inputs (stored by `checkpoints.py`), its other
 arguments, the random states, autocast, context variables.  While the function runs, every tensor that autograd would
 save is replaced by a *placeholder*.  The first placeholder that backward unpacks restores the checkpoint and runs the
-function again; the tensors saved by that run, in the same order, fill the placeholders, and it stops with the last one
-that is needed.  So backward goes through the graph of the first run, gradients are added up in the same order and to
-the same bits as without recomputation, and a parameter gets its whole gradient at once, however often it is used.
+function again; the tensors saved by that run, in the same order, fill the placeholders, and it stops with the last one.
+So backward goes through the graph of the first run, gradients are added up in the same order and to the same bits as
+without recomputation, and a parameter gets its whole gradient at once, however often it is used.
 
     forward    x0 --layer 0--> x1 --layer 1--> x2      retained: x0, x1
     backward   restore x1, prefetch x0, run layer 1 again, backward through it; run layer 0 again, ...
 
-Chen et al., arXiv 1604.06174; the partitioned and host-memory checkpoints are from ZeRO, section 6.1.
+The method is from Chen et al., arXiv 1604.06174; partitioned and host-memory checkpoints are from ZeRO, section 6.1.
 """
 
 import weakref
@@ -85,7 +85,7 @@ class Recomputation:
 
     def _synchronize(self) -> None:
         if self.synchronizes is not None:
-            torch.cuda.current_stream(self.synchronizes).synchronize()  # not of receives that are posted ahead
+            torch.cuda.current_stream(self.synchronizes).synchronize()  # waits for no receive that is posted ahead
 
 
 class _Placeholder:
@@ -113,7 +113,7 @@ class _Placeholder:
 
 
 class _AllFilled(Exception):
-    """Ends the second run: every placeholder that is still alive is filled."""
+    """Raised to end the second run, which has saved as many tensors as the first: every placeholder alive is filled."""
 
 
 class _Call:
@@ -134,20 +134,20 @@ class _Call:
         self._arguments.checkpoint.release_source()
 
     def pack(self, tensor: Tensor) -> _Placeholder:
-        """The pack hook: replace a tensor that autograd saves in the first run."""
+        """Replace a tensor that autograd saves in the first run; the pack hook."""
         placeholder = _Placeholder(len(self._placeholders), tensor)
         self._placeholders.append(weakref.ref(placeholder))
         return placeholder
 
     def unpack(self, placeholder: _Placeholder) -> Tensor:
-        """The unpack hook: return the tensor that backward reads, running the function again if need be."""
+        """Return the tensor that backward reads, running the function again if need be; the unpack hook."""
         if placeholder.value is None:
             self._run_again()
         value = placeholder.checked()
         if _keeps_graph():
             placeholder.value = None  # computed once more when backward runs through the graph once more
         if torch.is_grad_enabled():
-            return value.clone()  # this backward makes a graph itself, which may outlive the memory of our inputs
+            return value.clone()  # this backward makes a graph itself, which may outlive the inputs' memory
         return value
 
     def _run_again(self) -> None:
@@ -182,7 +182,7 @@ class _Arguments:
         self._tensor_at = {at: first[id(leaf)] for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
         self._others = [None if at in self._tensor_at else leaf for at, leaf in enumerate(leaves)]
         self._needs_gradient = [tensor.requires_grad for tensor in tensors]
-        # Every occurrence: a recomputation around us may see one tensor in its first run and two in its second.
+        # Every occurrence is saved: an enclosing recomputation may pass one tensor in its first run, two in its second.
         self.checkpoint = checkpoints.save(tensors)
 
     def restore(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -209,7 +209,7 @@ class _Refill:
 
     def __init__(self, needed: dict[int, _Placeholder], total: int) -> None:
         self._needed = needed
-        self._total = total  # not the last that is needed: graphs are freed at different times on different ranks
+        self._total = total  # the run ends there, not at the last one needed: ranks free graphs at different times
         self._index = 0
 
     @contextmanager
@@ -269,7 +269,7 @@ class _Autocast:
 
 
 def _keeps_graph() -> bool:
-    """Return whether the running backward retains its graph; outside a backward every graph is retained."""
+    """Return True if the running backward retains its graph; outside a backward every graph is retained."""
     if torch._C._current_graph_task_id() == -1:
         return True
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())

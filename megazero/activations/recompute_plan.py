@@ -20,7 +20,7 @@ LOGITS_CHUNK_BYTES: Mapping[str, int] = MappingProxyType({"cpu": 1 << 26, "cuda"
 
 
 class Segment(NamedTuple):
-    """Layers [start, stop), which run together."""
+    """A segment of the model: layers [start, stop), which run together."""
 
     start: int
     stop: int
@@ -29,7 +29,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class ActivationPlan:
-    """One model's choices, and the `Recomputation` that carries them out.
+    """The choices of one model about recomputation, and the `Recomputation` that carries them out.
 
     recomputation: runs what is recomputed; None where nothing is, and in a dry run.
     method, num_layers: "uniform" recomputes all layers, in segments of num_layers; "block" the first num_layers, each

@@ -20,7 +20,7 @@ def all_or_none(world: Communicator, device: torch.device, action: Callable[[], 
     """Run `action` on every rank; return the JSON-able results of all ranks, in rank order.
 
     If it raises on any rank, all raise: CheckpointError with every problem and its ranks where the reason is one that a
-    user can mend (a full disk, a damaged file), and the original exception on a rank where it is a bug of ours.
+    user can mend (a full disk, a damaged file), and the original exception on a rank where it is a bug in megazero.
     doing: the action in words, for errors of the operating system.
     """
     value, error = None, None

@@ -1,8 +1,8 @@
-"""Conversion between Hugging Face's GPT-2 and ours: one table of names and layouts, read both ways.
+"""Converts GPT-2 between Hugging Face's format and megazero's: one table of names and layouts, read both ways.
 
 A transformers model is a folder with `config.json` and `model.safetensors`.  Its linear layers are *Conv1D*, which
-store a matrix as [in, out]; ours are [*out, in] with the fused query, key and value as (3, heads, head_dim, in).  A
-tied head is not stored on either side.
+store a matrix as [in, out]; megazero's are [*out, in] with the fused query, key and value as (3, heads, head_dim, in).
+A tied head is not stored on either side.
 """
 
 import json
@@ -33,7 +33,7 @@ from megazero.tensor_parallel.random import RandomRegions
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 
-# same: as it is; conv1d: [in, out] there, [*out, in] here; flat: one dim there, several here.
+# same: unchanged; conv1d: [in, out] in transformers, [*out, in] in megazero; flat: one dim there, several here.
 Form = Literal["same", "conv1d", "flat"]
 
 _ENDS: tuple[tuple[str, str, Form], ...] = (
@@ -56,7 +56,7 @@ _BLOCK: tuple[tuple[str, str, Form], ...] = (
     ("mlp.down.weight", "mlp.c_proj.weight", "conv1d"),
     ("mlp.down.bias", "mlp.c_proj.bias", "same"),
 )
-# Settings that their configuration must have for the model to be ours; the values are also their defaults.
+# Settings that a transformers configuration must have for a model that megazero has; the values are its defaults too.
 _SAME_MODEL: Mapping[str, Any] = {
     "model_type": "gpt2",
     "activation_function": "gelu_new",
@@ -76,7 +76,7 @@ class NamePair(NamedTuple):
 
 
 class ImportedModel(NamedTuple):
-    """A Hugging Face model as ours: its configuration, the size of its vocabulary, full logical weights by name."""
+    """A Hugging Face model as megazero's: configuration, size of the vocabulary, full logical weights by name."""
 
     config: ModelConfig
     vocab_size: int
@@ -104,8 +104,8 @@ def export_model(
 ) -> None:
     """Write the checkpoint's weights as a Hugging Face model; `output` appears whole or not at all.
 
-    dtype: the file's, the checkpoint's own when None.  eod: the end-of-document id, if known.  Raises CheckpointError
-    when the checkpoint is damaged or not of this model, or when output exists already.
+    dtype: that of the file, the checkpoint's own when None.  eod: the end-of-document id, if known.
+    Raises CheckpointError when the checkpoint is damaged or not of this model, or when output exists already.
     """
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise CheckpointError(Problem(f"--output {output}", "it must not exist yet, or be an empty folder"))
@@ -154,19 +154,19 @@ def _mismatch(path: Path, file: Any, row: NamePair, key: str | None, shape: tupl
 
 
 def to_theirs(value: Tensor, form: Form) -> Tensor:
-    """Convert our full logical tensor to the layout of transformers."""
+    """Convert megazero's full logical tensor to the layout of transformers."""
     if form == "same":
         return value
     return value.flatten() if form == "flat" else value.flatten(0, -2).T
 
 
 def to_ours(value: Tensor, form: Form, shape: tuple[int, ...]) -> Tensor:
-    """Convert a tensor of transformers to our full logical one, of `shape`."""
+    """Convert a tensor of transformers to megazero's full logical one, of `shape`."""
     return (value.T if form == "conv1d" else value).reshape(shape).contiguous()
 
 
 def full_shapes(config: ModelConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
-    """Return the logical shape of every parameter, by our name, from a model on the meta device."""
+    """Return the logical shape of every parameter, by megazero's name, from a model on the meta device."""
     tp = TensorParallel(
         LocalCommunicator(), RandomRegions(0, 0, torch.device("cpu")), torch.float32, torch.device("meta")
     )
@@ -175,7 +175,7 @@ def full_shapes(config: ModelConfig, vocab_size: int) -> dict[str, tuple[int, ..
 
 
 def their_config(config: ModelConfig, *, vocab_size: int, eod: int | None) -> dict[str, Any]:
-    """Return the content of `config.json`."""
+    """Return the content of transformers' `config.json` for a model."""
     return {
         **_SAME_MODEL,
         "architectures": ["GPT2LMHeadModel"],
@@ -197,7 +197,7 @@ def their_config(config: ModelConfig, *, vocab_size: int, eod: int | None) -> di
 
 
 def our_config(described: Mapping[str, Any], *, given: str) -> ModelConfig:
-    """Return the model that a `config.json` describes.  Raises CheckpointError when it is not a GPT-2 of our kind."""
+    """Return the model that a `config.json` describes.  Raises CheckpointError when megazero has no such GPT-2."""
     other = {name: described[name] for name, value in _SAME_MODEL.items() if described.get(name, value) != value}
     needed = ("vocab_size", "n_embd", "n_layer", "n_head")
     missing = [name for name in needed if type(described.get(name)) is not int]

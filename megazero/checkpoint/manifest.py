@@ -36,7 +36,7 @@ VERSION = 1
 
 DtypeName = Literal["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "I32", "I16", "I8", "U8", "BOOL"]
 
-# The names of safetensors.
+# Dtypes by their names in safetensors files.
 DTYPES: dict[DtypeName, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -58,7 +58,7 @@ _MAX_PROBLEMS = 20
 _PLAIN_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 
 _strict = ConfigDict(extra="forbid", strict=True)
-# Bounds that keep every product of ours far from what torch or the file system could hold.
+# Bounds that keep every product of these numbers far below what torch or the file system could hold.
 _Dim = Annotated[int, Field(ge=0, le=2**48)]
 _Dims = Annotated[tuple[_Dim, ...], Field(max_length=16)]
 _Position = Annotated[int, Field(ge=0, le=2**62)]
@@ -95,7 +95,7 @@ class BoxEntry:
 
 @dataclass(frozen=True, config=_strict)
 class FileEntry:
-    """One data file; its boxes in the order of their bytes."""
+    """One data file, with its boxes in the order of their bytes."""
 
     name: str
     num_bytes: _Position
@@ -139,7 +139,7 @@ _DTYPE_NAMES: dict[torch.dtype, DtypeName] = {dtype: name for name, dtype in DTY
 
 
 def dtype_name(dtype: torch.dtype) -> DtypeName:
-    """Return the name of a dtype in files; CheckpointError for one that cannot be stored (complex, say)."""
+    """Return the name of a dtype in files; raise CheckpointError for one that cannot be stored (complex, say)."""
     if dtype not in _DTYPE_NAMES:
         raise CheckpointError(Problem(f"a tensor of {dtype}", "this dtype cannot be stored", ", ".join(DTYPES)))
     return _DTYPE_NAMES[dtype]
@@ -156,12 +156,12 @@ def dump_part(part: RankPart) -> bytes:
 
 
 def parse_part(text: bytes) -> RankPart:
-    """Parse the output of `dump_part`; the text is our own, so a fault in it is a bug (pydantic.ValidationError)."""
+    """Parse the output of `dump_part`; megazero wrote it, so a fault in it is a bug (pydantic.ValidationError)."""
     return _PART.validate_json(text)
 
 
 def merge_parts(parts: list[RankPart], *, step: int, progress: dict[str, JsonValue], config: ConfigEntry) -> Manifest:
-    """Return the manifest of all ranks' parts.  CheckpointError when ranks disagree on a tensor's shape or dtype."""
+    """Merge all ranks' parts into a manifest; raise CheckpointError when they disagree on a tensor's shape or dtype."""
     tensors: dict[tuple[str, str], TensorEntry] = {}
     problems: list[Problem] = []
     for rank, part in enumerate(parts):
@@ -175,7 +175,7 @@ def merge_parts(parts: list[RankPart], *, step: int, progress: dict[str, JsonVal
 
 
 def layout_problems(manifest: Manifest) -> Iterator[Problem]:
-    """Yield the regions of tensors that no box holds, or more than one."""
+    """Yield a problem for each region of a tensor that no box holds, or more than one; at most two a tensor."""
     boxes: dict[TensorKey, list[Box]] = {(entry.parameter, entry.kind): [] for entry in manifest.tensors}
     for file in manifest.files:
         for box in file.boxes:
@@ -185,7 +185,7 @@ def layout_problems(manifest: Manifest) -> Iterator[Problem]:
 
 
 def tensor_layout_problems(entry: TensorEntry, boxes: Sequence[Box]) -> Iterator[Problem]:
-    """Yield such regions of one tensor and the boxes stored of it, two at most."""
+    """Yield a problem for each region of one tensor that none of its stored `boxes` holds, or several; at most two."""
     for defect in islice(tiling_defects(entry.shape, boxes), 2):
         rule = "stored nowhere" if defect.kind == "hole" else "stored more than once"
         yield Problem(f"{describe(entry)}, region {format_box(defect.box)}", rule)
@@ -197,7 +197,7 @@ def describe(entry: TensorEntry) -> str:
 
 
 def dump_manifest(manifest: Manifest) -> bytes:
-    """Return the manifest as JSON with its hash.  ValueError for infinities and NaN in `progress`: JSON has none."""
+    """Return the manifest as JSON with its hash; raise ValueError for infinities or NaN in `progress`."""
     body = _MANIFEST.dump_python(manifest, mode="json")
     return json.dumps({"sha256": _body_hash(body), **body}, allow_nan=False, separators=(",", ":")).encode() + b"\n"
 

@@ -230,7 +230,7 @@ class Checkpoint:
             target.view.copy_(values[index_within(entry.box, target.box)])
 
     def _is_sound(self, saved: _StoredBox, raw: Tensor) -> bool:
-        """Return whether the bytes match the stored hash; a box that matched once is not hashed again."""
+        """Return True if the bytes match the stored hash; a box that matched once is not hashed again."""
         key = (saved.file.name, saved.entry.begin)
         if len(raw) != saved.entry.end - saved.entry.begin:
             return False

@@ -22,8 +22,8 @@ def restore(
 ) -> None:
     """Fill every rank's fragments, or fail on all ranks; a collective call over `world`.
 
-    Besides what `Checkpoint.fill` checks, every parameter of the checkpoint must be wanted by some rank: one with more
-    layers than the model is refused.
+    Besides what `Checkpoint.fill` checks, every parameter of the checkpoint must be among some rank's fragments: a
+    checkpoint with more layers than the model is refused.
     """
     wanted = list(fragments)
     all_or_none(world, device, lambda: checkpoint.check(wanted), doing=f"reading {checkpoint.folder}")

@@ -119,7 +119,7 @@ def write_part(folder: Path, rank: int, fragments: Iterable[StateFragment], *, b
     """Write this rank's file and, beside it, the part of the manifest that describes it (every rank)."""
     fragments = list(fragments)
     items = [item for fragment in fragments for item in _items(fragment, box_bytes)]
-    # Wide elements first, so that every tensor is aligned to its element size, as safetensors has it.
+    # Wide elements first, so that every tensor is aligned to its element size, as safetensors requires.
     items.sort(key=lambda item: -item.view.element_size())
     file = _write_file(folder / part_name(rank), items)
     tensors = {(entry.parameter, entry.kind): entry for entry in map(_tensor_entry, fragments)}
@@ -170,7 +170,7 @@ def _raw_bytes(view: Tensor) -> memoryview:
 
 
 def _safetensors_header(items: list[_Item]) -> bytes:
-    """Return the header: length of the JSON, 8 bytes little-endian; name -> dtype, shape, bytes; padded with spaces."""
+    """Return the header: the JSON's length in 8 bytes, little-endian; JSON with every box's dtype, shape and bytes."""
     table: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
     for item in items:
@@ -202,7 +202,7 @@ def publish(folder: Path, draft: Draft, world_size: int) -> str:
 
 
 def _merge(folder: Path, draft: Draft, world_size: int) -> Manifest:
-    """Merge all ranks' parts into the manifest and delete their files; CheckpointError on holes or overlaps."""
+    """Merge all ranks' parts into the manifest and delete their files; raise CheckpointError on holes or overlaps."""
     paths = [folder / f"{part_name(rank)}.json" for rank in range(world_size)]
     config = ConfigEntry(CONFIG, hashlib.sha256(draft.config_yaml.encode()).hexdigest())
     parts = [parse_part(path.read_bytes()) for path in paths]

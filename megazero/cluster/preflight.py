@@ -42,7 +42,8 @@ Pair = tuple[int, int]  # numbers of two nodes
 class Demands:
     """The requirements for a node.
 
-    bandwidth:     least bytes a second; 0: no all-reduce fails.
+    gpus:          exact number of GPUs.
+    bandwidth:     least bytes a second; 0 requires only that no all-reduce fails.
     clock_skew:    most seconds that its clock may be off.
     shared_memory: least free bytes.
     """
@@ -90,7 +91,7 @@ class Survey:
 
 
 def own_facts(node: str) -> NodeFacts:
-    """Measure this rank's node."""
+    """Measure the GPUs and the free shared memory of this rank's node."""
     free = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.exists() else 0
     return NodeFacts(node, torch.cuda.device_count(), free)
 
@@ -117,7 +118,7 @@ class Board:
     """An exchange of figures between ranks: rank 0 collects them and posts the collection for all."""
 
     def __init__(self, store: Store, rank: int, timeout: float) -> None:
-        """timeout: seconds that a rank may be late."""
+        """Exchange figures through the job's store; timeout: the seconds that a rank may be late."""
         self.store = store
         self.rank = rank
         self.timeout = timeout

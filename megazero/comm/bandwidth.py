@@ -1,4 +1,4 @@
-"""Measured bandwidth: the bytes that one rank sends a second, as the meter counts them (`metered.py`).
+"""Measures bandwidths: the bytes that one rank sends a second, as the meter counts them (`metered.py`).
 
 Figures are the slowest rank's, so that all ranks have the same ones and make the same decisions by them.
 """

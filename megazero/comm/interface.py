@@ -21,7 +21,7 @@ class Work(Protocol):
 
 
 class Communicator(Protocol):
-    """Collectives over the ranks of one axis."""
+    """The collectives over the ranks of one axis."""
 
     @property
     def size(self) -> int: ...

@@ -6,7 +6,7 @@ from megazero.comm.interface import CompletedWork, ReduceKind, Work
 
 
 class LocalCommunicator:
-    """The only rank of an axis; world size 1 takes the same path as any other."""
+    """A communicator for the only rank of an axis, so that world size 1 takes the same path as any other."""
 
     size = 1
     rank = 0

@@ -36,7 +36,7 @@ def channel_key(key: str, link: int, num_stages: int) -> str:
 
 @dataclass(frozen=True)
 class Mesh:
-    """One rank's view of the job: its topology, rank, device, communicators and meter."""
+    """The view that one rank has of the job: its topology, rank, device, communicators and meter."""
 
     topology: Topology
     rank: int

@@ -19,7 +19,7 @@ from torch import Tensor
 from megazero.comm.interface import ReduceKind, Work
 from megazero.memory.lease import Lease, Scratch
 
-_MAX_IN_FLIGHT = 64  # exchanges of a group
+_MAX_IN_FLIGHT = 64  # exchanges of one group
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -72,7 +72,7 @@ class ProcessGroupCommunicator:
 
     def _exchange_and_sum(self, output: Tensor, input: Tensor) -> Work:
         slices, peers = input.view(self.size, output.numel()), self._peers()
-        if len(peers) == 1:  # one sum of two, which needs no copy of what is ours
+        if len(peers) == 1:  # one sum of two, which needs no copy of this rank's slice
             received = self._scratch.lease(output.numel(), input.dtype)
             works = self._swap(slices[peers[0]], received.tensor, peers[0])
             add_up = partial(torch.add, slices[self.rank], received.tensor, out=output)
@@ -96,7 +96,7 @@ class ProcessGroupCommunicator:
         return exchange
 
     def _swap(self, mine: Tensor, theirs: Tensor, peer: int) -> list[Any]:
-        """Begin to send a tensor to a rank, and to receive one from it."""
+        """Begin to send `mine` to rank `peer`, and to receive `theirs` from it."""
         receiving = dist.irecv(theirs, group_src=peer, group=self._group)
         return [receiving, dist.isend(mine, group_dst=peer, group=self._group)]
 

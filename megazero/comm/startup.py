@@ -1,4 +1,4 @@
-"""Joining the job and making the mesh: the only place that stacks wrappers around process groups."""
+"""Joins the job and makes the mesh: the only place that stacks wrappers around process groups."""
 
 import os
 from datetime import timedelta
@@ -39,7 +39,7 @@ def choose_device(name: str, local_rank: int) -> torch.device:
 
 
 def join(launch: Launch, *, backend: str, device: torch.device, timeout_minutes: float) -> Store | None:
-    """Make the default process group; returns the store that all processes of the job share.
+    """Make the default process group; return the store that all processes of the job share.
 
     backend is "auto" (nccl on CUDA, gloo elsewhere), "nccl" or "gloo".  A job of one process needs no group and has no
     store.  Raises TopologyError when the backend doesn't fit the device, or MASTER_ADDR or MASTER_PORT is missing.
@@ -133,7 +133,7 @@ def _communicator(
     mine = next((group for ranks, group in groups if rank in ranks), None)
     return (
         LocalCommunicator() if mine is None else ProcessGroupCommunicator(mine, scratch)
-    )  # None: ENDS of a middle stage
+    )  # None: a middle stage is in no group of ENDS
 
 
 def _default_group() -> dist.ProcessGroup:

@@ -2,7 +2,7 @@
 
 Filters are pure functions of logits [b, V]: they set what is left out to -inf and keep at least the best token.  They
 apply in the order temperature, top-k, top-p, so top-p counts the probabilities that are left after top-k.
-Holtzman et al. 2019, section 3.
+Nucleus filtering is from Holtzman et al. 2019, section 3.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Text from a checkpoint, over the processes of any layout, whatever layout saved it.
+"""Generates text from a checkpoint on the processes of any layout, whatever layout saved it.
 
 A *session* holds the model, or this rank's part of it, in evaluation mode.  Its input is the *window*, the last tokens
 of the text so far, at most as many as the model has positions, and is computed anew for every token (there is no cache
@@ -157,7 +157,7 @@ def load_session(config: RunConfig, weights: Weights, mesh: Mesh) -> Session:
 
 
 def saved_vocab_size(weights: Weights) -> int:
-    """Return the rows of the word embedding, without padding.  CheckpointError when these are no GPT's weights."""
+    """Return the rows of the word embedding, without padding; raise CheckpointError when these are no GPT's weights."""
     saved = weights.parameters.get(WORD_EMBEDDING)
     if saved is None or len(saved.full_shape) != 2:
         known = ", ".join(list(weights.parameters)[:5])

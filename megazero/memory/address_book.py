@@ -18,7 +18,7 @@ from megazero.units import format_bytes
 
 
 class Block:
-    """A live run of addresses, `start` may change; `nbytes` is a multiple of the book's alignment."""
+    """A live run of addresses; `start` changes when it slides, `nbytes` is a multiple of the book's alignment."""
 
     __slots__ = ("is_movable", "nbytes", "num_pins", "start")
 
@@ -38,7 +38,7 @@ class Block:
 
 
 class Move(NamedTuple):
-    """Bytes [source, source + block.nbytes) go down to `target`; the two may overlap."""
+    """A move of bytes [source, source + block.nbytes) down to `target`; the two ranges may overlap."""
 
     block: Block
     source: int
@@ -54,7 +54,7 @@ class Grant(NamedTuple):
 
 @dataclass(frozen=True)
 class ArenaStatistics:
-    """Bytes as they are occupied, alignment included, and counts since the beginning.
+    """The figures of an arena: bytes as they are occupied, alignment included, and counts since the beginning.
 
     high_water_bytes: the most that was live at once.  failed_requests: those that were answered with None.
     """
@@ -77,7 +77,7 @@ class ArenaStatistics:
         return 1 - self.largest_free_bytes / self.free_bytes if self.free_bytes else 0.0
 
     def describe(self) -> str:
-        """The figures as text for a report."""
+        """Return the figures as text for a report."""
         return (
             f"{format_bytes(self.capacity_bytes)}, high water {format_bytes(self.high_water_bytes)},"
             f" largest free block {format_bytes(self.largest_free_bytes)}, fragmentation {self.fragmentation:.2f},"
@@ -159,7 +159,7 @@ class AddressBook:
         )
 
     def _gaps(self) -> list[_Gap]:
-        """The gaps by address; none is empty."""
+        """Return the gaps in the order of addresses; none is empty."""
         gaps, start = [], 0
         for place, block in enumerate(self._blocks):
             if block.start > start:
@@ -170,7 +170,7 @@ class AddressBook:
         return gaps
 
     def _cheapest_run(self, gaps: Sequence[_Gap], nbytes: int) -> Sequence[_Gap]:
-        """The neighbouring gaps of `nbytes` in all, without a wall and with the fewest bytes between; empty if none."""
+        """Return neighbouring gaps of `nbytes` in all, with no wall and the fewest bytes between; empty if none fit."""
         best, best_cost = gaps[:0], 0
         first = free = 0
         for last, gap in enumerate(gaps):

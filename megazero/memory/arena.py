@@ -15,14 +15,14 @@ from megazero.memory.address_book import AddressBook, ArenaStatistics, Block
 from megazero.memory.ledger_figures import Category
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
 
-# Bytes that a move over a shorter distance than this clones at a time.
+# A move over a shorter distance than this clones so many bytes at a time.
 _STAGING_BYTES = 4 << 20
 
 
 class Arena:
-    """`capacity_bytes` bytes on `device`, allocated now, contents undefined.
+    """A piece of memory of `capacity_bytes` bytes on `device`, allocated at once, its contents undefined.
 
-    alignment: bytes of which every block's address in the arena is a multiple; no element is larger.
+    alignment: bytes of which every block's address in the arena is a multiple; every element's size divides it.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Arena:
         return self._book.statistics
 
     def allocate(self, numel: int, dtype: torch.dtype, *, movable: bool = True) -> "ArenaBlock | None":
-        """A block of `numel` elements of `dtype`, contents undefined; None if there is no room for it."""
+        """Allocate a block of `numel` elements of `dtype`, contents undefined; None if there is no room for it."""
         assert self._alignment % dtype.itemsize == 0, f"{dtype} in an arena of alignment {self._alignment}"
         grant = self._book.allocate(numel * dtype.itemsize, movable=movable)
         if grant is None:
@@ -59,7 +59,7 @@ class Arena:
         return ArenaBlock(self, grant.block, tensor)
 
     def contains(self, tensor: Tensor) -> bool:
-        """Whether the tensor lies in the arena."""
+        """Return True if the tensor lies in the arena."""
         # Storages are compared, since a fake tensor has no address.
         return bool(tensor.untyped_storage()._cdata == self._storage.untyped_storage()._cdata)
 

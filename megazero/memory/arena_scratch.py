@@ -32,9 +32,9 @@ class ArenaScratch:
         return self._arena.statistics
 
     def contains(self, tensor: Tensor) -> bool:
-        """Whether the tensor lies in the arena."""
+        """Return True if the tensor lies in the arena."""
         return self._arena.contains(tensor)
 
     def lease(self, numel: int, dtype: torch.dtype) -> Lease:
-        """A tensor of `numel` elements of `dtype`, contents undefined, until it is released."""
+        """Lease a tensor of `numel` elements of `dtype`, contents undefined, until it is released."""
         return self._arena.allocate(numel, dtype, movable=False) or self._fallback.lease(numel, dtype)

@@ -22,7 +22,7 @@ class FusedBuffers:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all the pool's buffers, leased or not."""
+        """The bytes of all the pool's buffers, leased or not."""
         return self.num_buffers * self.buffer_bytes
 
     def resize(self, buffer_bytes: int) -> None:
@@ -33,7 +33,7 @@ class FusedBuffers:
         self.buffer_bytes = buffer_bytes
 
     def lease(self, numel: int, dtype: torch.dtype) -> "BufferLease":
-        """A tensor of `numel` elements of `dtype`, contents undefined, until it is released."""
+        """Lease a tensor of `numel` elements of `dtype`, contents undefined, until it is released."""
         nbytes = numel * dtype.itemsize
         assert nbytes <= self.buffer_bytes, f"{nbytes} bytes leased from buffers of {self.buffer_bytes}"
         if not self._free:
@@ -49,7 +49,7 @@ class FusedBuffers:
 
 
 class BufferLease:
-    """One leased buffer; also a context manager that releases it."""
+    """A leased buffer, which is also a context manager that releases it."""
 
     def __init__(self, pool: FusedBuffers, storage: Tensor, tensor: Tensor) -> None:
         self._pool = pool

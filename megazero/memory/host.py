@@ -43,11 +43,11 @@ class _CopyStream(Protocol):
         """Run the work queued inside after all work queued before, beside the work that follows."""
 
     def mark(self) -> _Arrival:
-        """The end of what has been queued; to be called inside of `beside`."""
+        """Return the arrival of what has been queued; to be called inside of `beside`."""
 
 
 class _AtOnce:
-    """No stream: a copy has been made when the call returns."""
+    """The stand-in for a stream on a CPU: a copy has been made when the call returns."""
 
     def beside(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -86,7 +86,7 @@ class _CudaArrival:
 
 
 class HostMemory:
-    """Buffers in host memory for tensors of `device`, and copies there and back.
+    """A pool of buffers in host memory for tensors of `device`, and copies there and back.
 
     buffer_bytes: size of all the pool's buffers, in use or not.  live_bytes, peak_bytes: in use, now and at most.
     sent_bytes, fetched_bytes: bytes copied to the host and back since the beginning.
@@ -118,7 +118,7 @@ class HostMemory:
         return HostTensor(self, buffer, tensor, arrival)
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """New device memory to copy back into."""
+        """Allocate device memory of this shape to copy back into, its contents undefined."""
         return torch.empty(shape, dtype=dtype, device=self._device)
 
     def prefetch(self, buffer: Tensor, copy: Tensor) -> tuple[Tensor, _Arrival]:
@@ -155,7 +155,7 @@ class HostMemory:
 
 
 class HostTensor:
-    """One tensor on the host; made by `HostMemory.store`, released once."""
+    """A tensor on the host; made by `HostMemory.store`, released once."""
 
     def __init__(self, memory: HostMemory, buffer: Tensor, source: Tensor, sent: _Arrival) -> None:
         self._memory = memory
@@ -169,7 +169,7 @@ class HostTensor:
         self.nbytes = buffer.nbytes
 
     def sent(self) -> None:
-        """Return when the source's memory may be overwritten or freed; until then it is retained."""
+        """Wait until the source's memory may be overwritten or freed; until then it is retained."""
         if self._source is not None:
             self._sent.wait()
             self._source = None
@@ -182,7 +182,7 @@ class HostTensor:
             self._fetched = self._memory.prefetch(self._buffer, target)
 
     def load(self) -> Tensor:
-        """The tensor on the device, to be read by work queued from here on; the same tensor until `release_copy`."""
+        """Return the tensor on the device, for work queued from here on; the same tensor until `release_copy`."""
         self.prefetch()
         assert self._fetched is not None
         copy, arrival = self._fetched
@@ -206,11 +206,11 @@ class HostTensor:
 
 
 def host_bandwidth(device: torch.device, nbytes: int) -> float:
-    """Bytes a second that are copied to the host and back, each way counted: median of a few trips of `nbytes`."""
+    """Return the bytes a second copied to the host and back, each way counted: the median of some trips of `nbytes`."""
     memory = HostMemory(device)
     tensor = torch.zeros(max(nbytes, 1), dtype=torch.uint8, device=device)
     seconds = [_round_trip(memory, tensor) for _ in range(1 + _REPETITIONS)]
-    return 2 * tensor.nbytes / statistics.median(seconds[1:])  # the first trip pins
+    return 2 * tensor.nbytes / statistics.median(seconds[1:])  # the first trip pins memory
 
 
 def _round_trip(memory: HostMemory, tensor: Tensor) -> float:
@@ -231,7 +231,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def return_freed_memory(device: torch.device) -> bool:
-    """Return freed memory to the system, on a CPU whose C library can (glibc); whether there was any."""
+    """Give freed memory back to the system, on a CPU whose C library can (glibc); return True if there was any."""
     if device.type != "cpu":
         return False
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -20,4 +20,4 @@ class Scratch(Protocol):
     """A pool of temporary memory: constant-size buffers, or the slots of an arena."""
 
     def lease(self, numel: int, dtype: torch.dtype) -> Lease:
-        """A tensor of `numel` elements of `dtype`, contents undefined, until it is released."""
+        """Lease a tensor of `numel` elements of `dtype`, contents undefined, until it is released."""

@@ -13,7 +13,7 @@ every moment.  A storage that is *elsewhere* (in host memory, which on a CPU loo
 
 With a limit, the operation after which more is alive than that raises MemoryLimitError (`ledger_limit.py`).
 
-Memory that no dispatch mode sees is not counted: scratch inside kernels (0 to 4 % of small steps on a CPU), the CUDA
+Memory that passes no dispatch mode is not counted: scratch inside kernels (0 to 4 % of small steps on a CPU), the CUDA
 context, NCCL's buffers, cuBLAS's workspace.  On CUDA the mode follows backward into the engine's own threads, because
 autograd takes thread-local state along.  While any mode watches, autograd adds two gradients of one tensor out of place
 instead of in place; the ledger counts that sum, which a run without a ledger does not make.
@@ -51,7 +51,7 @@ _DEVICE_READ = torch.ops.prim.device.default
 class _Label:
     """The category of a storage, shared by all its changes; until it is fixed by a tag, it may be corrected.
 
-    from_forward: made in the forward that is running; it becomes an activation if it outlives that.
+    from_forward: True if made in the forward that is running; it becomes an activation if it outlives that.
     """
 
     __slots__ = ("category", "from_forward", "is_fixed")
@@ -81,7 +81,7 @@ class _Change(NamedTuple):
 
 
 class _Watch(TorchDispatchMode):
-    """Passes the result of every operation to the ledger."""
+    """A dispatch mode that passes the result of every operation to the ledger."""
 
     show: Callable[[Any], None]
 
@@ -97,8 +97,8 @@ class _Watch(TorchDispatchMode):
 class Ledger:
     """The ledger of this process's memory on `device` (named as its tensors name it), kept while entered as a context.
 
-    allocator: bytes that the device's allocator has allocated, called at every phase; by default PyTorch's on CUDA,
-    none elsewhere.  On CUDA a storage counts as the multiple of 512 bytes that it occupies.
+    allocator: returns the bytes that the device's allocator has allocated, and is called at every phase; by default
+    PyTorch's on CUDA, none elsewhere.  On CUDA a storage counts as the multiple of 512 bytes that it occupies.
     limit_bytes: the most that may be alive; beyond it operations and calls raise MemoryLimitError, once a step.
     """
 
@@ -188,7 +188,7 @@ class Ledger:
         return StepMemory(timeline, samples)
 
     def live_bytes(self) -> dict[Category, int]:
-        """Bytes alive now."""
+        """Return the bytes alive now, by category."""
         totals = dict.fromkeys(CATEGORIES, 0)
         for entry in list(self._live.values()):
             if entry.label is not None:
@@ -196,7 +196,7 @@ class Ledger:
         return totals
 
     def elsewhere_bytes(self) -> int:
-        """Bytes of the storages that are elsewhere, alive now."""
+        """Return the bytes of the storages that are elsewhere and alive now."""
         storages = [entry() for entry in list(self._live.values()) if entry.label is None]
         return sum(storage.nbytes() for storage in storages if storage is not None)
 
@@ -250,7 +250,7 @@ class Ledger:
             self._changed(-entry.nbytes, entry.label)
 
     def _changed(self, nbytes: int, label: _Label) -> None:
-        """One append, so that a death in between, in another thread or by the garbage collector, does no harm."""
+        """Record a change in one append, so that a storage's death meanwhile, in any thread, does no harm."""
         self._changes.append(_Change(nbytes, label, self._num_operations))
 
     def _end_phase(self) -> None:
@@ -275,7 +275,7 @@ class Ledger:
 
 
 def open_ledger(device: torch.device, *, kept: bool, limit_mib: float | None = None) -> AnyLedger:
-    """The ledger of a run on `device`, or a null ledger; one with a limit (MiB) is always kept."""
+    """Return the ledger of a run on `device`, or a null ledger; one with a limit (MiB) is always kept."""
     if limit_mib is not None:
         return Ledger(device, limit_bytes=round(limit_mib * MIB))
     return Ledger(device) if kept else NullLedger()

@@ -32,7 +32,7 @@ class PhaseMark(NamedTuple):
 
 
 class AllocatorSample(NamedTuple):
-    """Live bytes by the ledger and by the device's allocator at the same moment."""
+    """The live bytes by the ledger and by the device's allocator at the same moment."""
 
     ledger_bytes: int
     allocator_bytes: int
@@ -40,10 +40,10 @@ class AllocatorSample(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """Live bytes at the start and after every change.
+    """The live bytes at the start of a step and after every change.
 
     operations: int64 [n], operations run before each point.  live: int64 [n, len(CATEGORIES)], bytes.
-    num_operations: of the whole step.
+    num_operations: the operations of the whole step.
     """
 
     operations: NDArray[np.int64]
@@ -53,7 +53,7 @@ class Timeline:
 
     @property
     def totals(self) -> NDArray[np.int64]:
-        """int64 [n], bytes of all categories."""
+        """The bytes of all categories together, int64 [n]."""
         sums: NDArray[np.int64] = self.live.sum(axis=1)
         return sums
 
@@ -64,7 +64,7 @@ class Timeline:
         phases: Sequence[PhaseMark],
         num_operations: int,
     ) -> "Timeline":
-        """From the bytes [len(CATEGORIES)] alive at the start, and (bytes, category, operation) of every change."""
+        """Build a timeline from the bytes [len(CATEGORIES)] alive at first and changes (bytes, category, operation)."""
         column = {category: index for index, category in enumerate(CATEGORIES)}
         table = np.array([(0, 0, 0), *((n, column[c], at) for n, c, at in changes)], np.int64)
         live = np.zeros((len(table), len(CATEGORIES)), np.int64)
@@ -75,24 +75,24 @@ class Timeline:
 
 @dataclass(frozen=True, eq=False)
 class StepMemory:
-    """One step of one rank.  allocator: samples of the device's allocator, where there is one."""
+    """The memory of one step of one rank.  allocator: samples of the device's allocator, where there is one."""
 
     timeline: Timeline
     allocator: tuple[AllocatorSample, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was alive at once."""
+        """The most bytes that were alive at once."""
         return int(self.timeline.totals.max())
 
     @property
     def peak_operation(self) -> int:
-        """Operations run when the peak was first reached."""
+        """The number of operations run when the peak was first reached."""
         return int(self.timeline.operations[self.timeline.totals.argmax()])
 
     @property
     def at_peak(self) -> Mapping[Category, int]:
-        """Bytes of every category at the peak; they add up to it."""
+        """The bytes of every category at the peak; they add up to it."""
         return _by_category(self.timeline.live[self.timeline.totals.argmax()])
 
     @property

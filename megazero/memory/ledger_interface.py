@@ -9,7 +9,7 @@ from megazero.memory.ledger_figures import Category, Phase, StepMemory
 
 
 class AnyLedger(Protocol):
-    """The calls of code that allocates, whether a ledger is kept or not; it is kept while entered as a context."""
+    """A ledger as code that allocates calls it, whether one is kept or not; it is kept while entered as a context."""
 
     def __enter__(self) -> "AnyLedger": ...
 
@@ -19,7 +19,7 @@ class AnyLedger(Protocol):
         """Set the category of the tensor's storage; count one that is new to the ledger."""
 
     def category(self, category: Category) -> AbstractContextManager[None]:
-        """Give storages allocated inside this category; the innermost one counts."""
+        """Assign this category to the storages allocated inside; the innermost category counts."""
 
     def resized(self, tensor: Tensor) -> None:
         """Measure the tensor's storage again, which has been resized in place."""
@@ -34,7 +34,7 @@ class AnyLedger(Protocol):
         """Begin a step: forget changes, not live storages."""
 
     def take(self) -> StepMemory | None:
-        """The figures since the last `reset` or `take`, and begin a step; None where no ledger is kept."""
+        """Return the figures since the last `reset` or `take`, and begin a step; None where no ledger is kept."""
 
 
 class NullLedger:

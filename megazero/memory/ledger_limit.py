@@ -18,7 +18,7 @@ _WOULD_HELP = (
 
 
 class MemoryLimit:
-    """At most `nbytes` bytes are alive; a ledger's changes are added up as they come."""
+    """A limit of `nbytes` bytes alive at once; a ledger's changes are added up as they come."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -31,7 +31,7 @@ class MemoryLimit:
         self._live, self._num_added, self._is_reported = live, 0, False
 
     def is_newly_exceeded(self, changes: Sequence[tuple[int, object, int]]) -> bool:
-        """Whether the step's changes so far, bytes first, exceed the limit, which was not reported in this step."""
+        """Return True if the step's changes so far, bytes first, exceed the limit for the first time in this step."""
         new = changes[self._num_added :]
         self._num_added += len(new)
         self._live += sum(change[0] for change in new)
@@ -41,7 +41,7 @@ class MemoryLimit:
 
 
 def limit_error(limit_bytes: int, live: Mapping[Category, int], during: Phase | None) -> MemoryLimitError:
-    """The error; live: bytes by category at this moment, during: the phase of the step, if it is in one."""
+    """Return the error; live: bytes by category at this moment, during: the phase of the step, if it is in one."""
     fullest = sorted(((nbytes, name) for name, nbytes in live.items() if nbytes), reverse=True)
     parts = ", ".join(f"{name.replace('_', ' ')} {format_bytes(nbytes)}" for nbytes, name in fullest)
     where = "" if during is None else f" in {during}"

@@ -1,4 +1,4 @@
-"""torch.compile, block by block.
+"""Compiles a model with torch.compile, block by block.
 
 A block is compiled as a whole where nothing in it has a side effect: on one tensor-parallel rank.  Its gradients then
 go to autograd, and ZeRO's hooks fire block by block.  Elsewhere a block communicates, counts its traffic, defers
@@ -46,12 +46,12 @@ def _between_borders(block: TransformerBlock) -> Iterator[tuple[nn.Module, str]]
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile whole graphs, or raise an error; a shape is a constant, since training has but one."""
+    """Compile the function as one graph (a graph break is an error) for one shape, since training has no other."""
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 
 def is_compiled(choice: str, device: torch.device) -> bool:
-    """Return whether --compile compiles: "auto" does on GPUs, on machines that have a compiler."""
+    """Return True if --compile compiles: "auto" does on GPUs, on machines that have a compiler."""
     return choice == "on" or (choice == "auto" and device.type == "cuda" and not lacking(device))
 
 

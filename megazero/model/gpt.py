@@ -198,7 +198,7 @@ def _vocabulary_matrix(kind: Callable[..., M], config: ModelConfig, tp: TensorPa
 
 
 class Embedding(nn.Module):
-    """Word plus position vectors, then dropout; ids [b, s] to [n, h]."""
+    """The sum of word and position vectors, then dropout; ids [b, s] to [n, h]."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, sizes: _VocabularySizes) -> None:
         super().__init__()
@@ -221,9 +221,9 @@ class EmbeddingCopy(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """A learned vector for each of the first s positions, added to [n, h]; shape: the ids' [b, s].
+    """A layer that adds a learned vector for its position to each token of [n, h]; shape: that of the ids, [b, s].
 
-    positions: int64 [b, s], which vector each token gets; None: 0 to s - 1 in every row.
+    positions: int64 [b, s], the position of each token; None: 0 to s - 1 in every row.
     """
 
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
@@ -244,7 +244,7 @@ class PositionEmbedding(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """nn.LayerNorm over h, with a weight that is left uninitialised."""
+    """A layer norm over h, whose weight and bias are left uninitialised."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
@@ -259,7 +259,7 @@ class LayerNorm(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); [n, h] to [n, h]."""
+    """A pre-LN block: x + attention(norm(x)), then x + mlp(norm(x)); [n, h] to [n, h]."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, core_recomputation: Recomputation | None) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ class TransformerBlock(nn.Module):
 
     @property
     def adds_without_effects(self) -> bool:
-        """Whether `between` and `add`, and their backward, only compute."""
+        """True if `between`, `add` and their backward change no state, so that they can be compiled."""
         draws = self._dropout > 0 and self._tp.border.splits_sequence
         return self._tp.deferred is None and not draws
 
@@ -291,7 +291,7 @@ class TransformerBlock(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Causal self-attention, within documents where `sequences` has a mask.
+    """A layer of causal self-attention, within documents where `sequences` has a mask.
 
     A rank has a/t heads, from its part of the fused query, key and value matrix.
 
@@ -321,7 +321,7 @@ class SelfAttention(nn.Module):
 
     @property
     def draws(self) -> bool:
-        """Whether `core` draws random numbers, from the state of sharded regions."""
+        """True if `core` draws random numbers, which come from the random state of sharded regions."""
         return self._dropout > 0
 
     def core(self, qkv: Tensor, sequences: Sequences) -> Tensor:
@@ -343,7 +343,7 @@ class SelfAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """down(gelu(up(x))) with f/t of the inner elements on each rank."""
+    """The feed-forward layers, down(gelu(up(x))), with f/t of the inner elements on each rank."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ class _Slice(NamedTuple):
     """The rows of one block that this rank holds."""
 
     block: Tensor  # [rows of the block, columns], all of it
-    rows: Tensor  # those of them that are held here
+    rows: Tensor  # the indices of those of its rows that are held here
     local_rows: Tensor  # the row of the local tensor for each
 
 

@@ -1,4 +1,4 @@
-"""The inner optimizer of a configuration, for the parameters of a model; runs and the library share it."""
+"""Makes the inner optimizer of a configuration for the parameters of a model, in runs and in the library."""
 
 from collections.abc import Callable
 from typing import Any
@@ -34,6 +34,6 @@ def make_optimizer(choice: OptimizerChoice, model: nn.Module) -> FusedAdamW | El
 
 
 def saved_kinds(choice: OptimizerChoice) -> tuple[str, ...]:
-    """The kinds of state, beside the weights, in a checkpoint of this optimizer after its first step."""
+    """Return the kinds of state, beside the weights, in a checkpoint of this optimizer after its first step."""
     optimizer = make_optimizer(choice, nn.Linear(1, 1))
     return optimizer.optimizer.state_names(0) if isinstance(optimizer, Elementwise) else optimizer.moments

@@ -19,7 +19,7 @@ _NONE = torch.iinfo(torch.int32).max
 
 
 def fragment_norms(gradients: Sequence[Tensor], device: torch.device, buffers: Scratch) -> Tensor:
-    """The L2 norm of every tensor, float64 [len(gradients)]; inf or nan for a tensor that contains one.
+    """Return the L2 norm of every tensor, float64 [len(gradients)]; inf or nan for a tensor that contains one.
 
     buffers: leases memory for the largest tensor in the dtype of sums.
     """
@@ -34,7 +34,7 @@ def fragment_norms(gradients: Sequence[Tensor], device: torch.device, buffers: S
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which a fragment of `dtype` is summed."""
+    """Return the dtype in which a fragment of `dtype` is summed."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -46,14 +46,14 @@ def _norm_of_narrow(gradient: Tensor, dtype: torch.dtype, buffers: Scratch) -> T
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
-    """The factor, a scalar tensor, that reduces the gradients' norm to max_norm at most (0: no clipping)."""
+    """Return the factor, a scalar tensor, that reduces the gradients' norm to max_norm at most (0: no clipping)."""
     if max_norm <= 0:
         return torch.ones_like(norm)
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def first_overflow(norms: Tensor, parameter_indices: Tensor) -> Tensor:
-    """The smallest of `parameter_indices` whose norm is not finite, int32; the largest int32 if all are finite."""
+    """Return the least of `parameter_indices` whose norm is not finite, int32; the largest int32 if there is none."""
     if norms.numel() == 0:
         return torch.full((), _NONE, dtype=torch.int32, device=norms.device)
     bad = torch.where(torch.isfinite(norms), _NONE, parameter_indices)

@@ -26,7 +26,7 @@ NOT_UPDATED = -1
 
 
 class Run(NamedTuple):
-    """One contiguous run of equal treatment: one-dimensional views of the same length, and its optimizer group."""
+    """A contiguous run of elements treated alike: one-dimensional views of the same length, and its optimizer group."""
 
     master: Tensor
     gradient: Tensor
@@ -34,7 +34,7 @@ class Run(NamedTuple):
     group: int
 
     def part(self, start: int, stop: int) -> "Run":
-        """The elements [start, stop) of the run."""
+        """Return the elements [start, stop) of the run."""
         within = slice(start, stop)
         moments = {name: moment[within] for name, moment in self.moments.items()}
         return Run(self.master[within], self.gradient[within], moments, self.group)
@@ -57,14 +57,14 @@ class InnerOptimizer(Protocol):
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """Names of the flat tensors that the engine's shards have for it, each of the master weights' shape."""
+        """The names of the flat tensors that the engine's shards have for it, each of the master weights' shape."""
 
     @property
     def skips_on_host(self) -> bool:
         """True if the caller must not call `update` for a skipped step; else `found_inf` skips it on the device."""
 
     def group_of(self, spec: ParamSpec, parameter: nn.Parameter) -> int:
-        """The group of a parameter; parameters of one group have the same options and are contiguous."""
+        """Return the group of a parameter; parameters of one group have the same options and are contiguous."""
 
     def bind(self, runs: Sequence[Run]) -> None:
         """Set the runs that `update` takes; called once."""
@@ -73,10 +73,10 @@ class InnerOptimizer(Protocol):
         """Update one run in place; step: the number of this step, from 1, a float32 scalar."""
 
     def state(self, index: int, run: Run) -> Mapping[str, Tensor]:
-        """The state of a run with one value per element, by name; empty before the first step."""
+        """Return the state of a run with one value per element, by name; empty before the first step."""
 
     def numbers(self) -> Mapping[str, float] | None:
-        """The numbers of the state, the same for all runs; None before there is any state."""
+        """Return the numbers of the state, the same for all runs; None before there is any state."""
 
     def start(self, numbers: Mapping[str, float]) -> None:
         """Make the state of all runs, whose elements the caller fills from a checkpoint.
@@ -87,7 +87,7 @@ class InnerOptimizer(Protocol):
 
 @dataclass(frozen=True)
 class AdamWSettings:
-    """Constants of the optimizer (Loshchilov and Hutter, arXiv 1711.05101); weight decay is decoupled."""
+    """The constants of AdamW (Loshchilov and Hutter, arXiv 1711.05101); weight decay is decoupled."""
 
     beta1: float
     beta2: float
@@ -190,7 +190,7 @@ class Elementwise:
 
 
 def _scaled(gradient: Tensor, factor: Tensor, memory: Tensor) -> Tensor:
-    """gradient * factor, written to `memory` in its dtype; detached, in case the pass had create_graph."""
+    """Return gradient * factor, written to `memory` in its dtype; detached, in case the pass had create_graph."""
     gradient, target = gradient.detach(), memory[: gradient.numel()]
     if gradient.dtype == target.dtype:
         return torch.mul(gradient, factor, out=target)

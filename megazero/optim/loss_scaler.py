@@ -36,12 +36,12 @@ class LossScale:
     skips_at_minimum: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """The state as a checkpoint stores it."""
+        """Return the state as a checkpoint stores it."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> "LossScale":
-        """The state from a checkpoint; raises `CheckpointError` if a field is missing, unknown or not a number."""
+        """Restore a checkpoint's state; raise `CheckpointError` if a field is missing, unknown or not a number."""
         expected = {"scale": float, "good_steps": int, "hysteresis_left": int, "skips_at_minimum": int}
         if set(saved) != set(expected) or any(type(saved[name]) is not kind for name, kind in expected.items()):
             rule = "a saved loss scale has the numbers " + ", ".join(expected)
@@ -84,15 +84,15 @@ class LossScaler:
         )
 
     def start(self) -> LossScale:
-        """The state before the first step."""
+        """Return the state before the first step."""
         return LossScale(scale=self.initial, hysteresis_left=self.hysteresis)
 
     def after_step(self, state: LossScale, *, overflow: bool) -> LossScale:
-        """The state after one step, which was skipped if there was an `overflow`."""
+        """Return the state after one step, which was skipped if there was an `overflow`."""
         return self._after_overflow(state) if overflow else self._after_good_step(state)
 
     def exhausted(self, state: LossScale) -> bool:
-        """True if `max_skips_at_minimum` steps in a row were skipped at the minimum."""
+        """Return True if `max_skips_at_minimum` steps in a row were skipped at the minimum."""
         return state.skips_at_minimum >= self.max_skips_at_minimum
 
     def check_not_exhausted(self, state: LossScale, *, parameter: str) -> None:

@@ -32,17 +32,17 @@ from megazero.errors import CheckpointError, ConfigError, Problem, raise_problem
 def constant(
     updates: int, base_lr: float, *, lr_warmup_iters: float, lr_warmup_init: float, lr_warmup_type: str
 ) -> float:
-    """The rate rises from lr_warmup_init to base_lr, and stays there."""
+    """Return a rate that rises from lr_warmup_init to base_lr, and stays there."""
     return _warmed(updates, lr_warmup_init, base_lr, num_steps=lr_warmup_iters, shape=lr_warmup_type)
 
 
 def linear(updates: int, base_lr: float, *, lr_decay_iters: int, min_lr: float, **warmup: Any) -> float:
-    """The rate rises as `constant`, then falls in a straight line to min_lr, reached at update lr_decay_iters."""
+    """Return a rate that rises as `constant`, then falls straight to min_lr, reached at update lr_decay_iters."""
     return _decayed(updates, base_lr, lambda done: 1.0 - done, end=lr_decay_iters, min_lr=min_lr, warmup=warmup)
 
 
 def cosine(updates: int, base_lr: float, *, lr_decay_iters: int, min_lr: float, **warmup: Any) -> float:
-    """The rate rises as `constant`, then falls along half a cosine to min_lr, reached at update lr_decay_iters."""
+    """Return a rate that rises as `constant`, then falls along half a cosine to min_lr, at update lr_decay_iters."""
     return _decayed(updates, base_lr, _half_cosine, end=lr_decay_iters, min_lr=min_lr, warmup=warmup)
 
 
@@ -55,13 +55,13 @@ def warmup_lr(
     warmup_num_steps: int,
     warmup_type: str,
 ) -> float:
-    """The rate rises from warmup_min_lr to warmup_max_lr (None: base_lr), and stays there."""
+    """Return a rate that rises from warmup_min_lr to warmup_max_lr (None: base_lr), and stays there."""
     peak = base_lr if warmup_max_lr is None else warmup_max_lr
     return _warmed(max(updates - 1, 0), warmup_min_lr, peak, num_steps=max(2, warmup_num_steps), shape=warmup_type)
 
 
 def warmup_decay_lr(updates: int, base_lr: float, *, total_num_steps: int, **warmup: Any) -> float:
-    """The rate rises as `warmup_lr`, then falls straight to warmup_min_lr, reached at call total_num_steps."""
+    """Return a rate that rises as `warmup_lr`, then falls straight to warmup_min_lr, at call total_num_steps."""
     call, length = updates - 1, max(2, warmup["warmup_num_steps"])
     if call < length:
         return warmup_lr(updates, base_lr, **warmup)
@@ -73,9 +73,9 @@ def warmup_decay_lr(updates: int, base_lr: float, *, total_num_steps: int, **war
 def warmup_cosine_lr(
     updates: int, base_lr: float, *, total_num_steps: int, cos_min_ratio: float, **warmup: Any
 ) -> float:
-    """The ratio to base_lr rises from warmup_min_ratio to 1, then falls along half a cosine to cos_min_ratio.
+    """Return a rate whose ratio to base_lr rises from warmup_min_ratio to 1, then falls along half a cosine.
 
-    Before the first call, at update 0, the rate is 0, whatever warmup_min_ratio is.
+    The cosine ends at cos_min_ratio.  Before the first call, at update 0, the rate is 0, whatever warmup_min_ratio is.
     """
     call, length = updates - 1, max(2, warmup["warmup_num_steps"])
     if call < 0:
@@ -100,7 +100,7 @@ RATES: Mapping[str, Callable[..., float]] = MappingProxyType(
 
 
 def rate_of(choice: SchedulerChoice, updates: int, base_lr: float) -> float:
-    """The rate of update number `updates` under a chosen schedule."""
+    """Return the rate of update number `updates` under a chosen schedule."""
     return RATES[choice.type](updates, base_lr, **choice.params)
 
 
@@ -113,7 +113,7 @@ def _decayed(
     min_lr: float,
     warmup: Mapping[str, Any],
 ) -> float:
-    """The rate of a warm-up and a decay; `remaining` maps the finished part of the decay to the height that is left."""
+    """Return the rate of a warm-up and a decay; `remaining` maps the decay's finished part to the height left."""
     start = warmup["lr_warmup_iters"]
     if start > 0 and updates <= start:
         return constant(updates, peak, **warmup)
@@ -123,13 +123,13 @@ def _decayed(
 
 
 def _warmed(step: int, start: float, peak: float, *, num_steps: float, shape: str) -> float:
-    """The rate at a step of a warm-up over num_steps; the peak after it."""
+    """Return the rate at a step of a warm-up over num_steps; the peak after it."""
     part, whole = (math.log(step + 1), math.log(max(2, num_steps))) if shape == "log" else (step, num_steps)
     return peak if num_steps == 0 or part > whole else start + (peak - start) * part / whole
 
 
 def _half_cosine(done: float) -> float:
-    """Half a cosine, which falls from 1 to 0 as `done` rises from 0 to 1."""
+    """Return half a cosine, which falls from 1 to 0 as `done` rises from 0 to 1."""
     return 0.5 * (1.0 + math.cos(math.pi * done))
 
 
@@ -173,7 +173,7 @@ class LearningRate:
 
     @classmethod
     def from_config(cls, config: OptimizerConfig, *, train_iters: int) -> "LearningRate":
-        """The schedule a user asked for; without --lr-decay-iters the decay lasts the whole run of `train_iters`."""
+        """Make the configured schedule; without --lr-decay-iters the decay lasts the whole run of `train_iters`."""
         decay_steps = train_iters if config.lr_decay_iters is None else config.lr_decay_iters
         fraction = config.lr_warmup_fraction
         return cls(
@@ -187,7 +187,7 @@ class LearningRate:
         )
 
     def at(self, updates: int) -> float:
-        """The rate of the step that follows `updates` finished ones."""
+        """Return the rate of the step that follows `updates` finished ones."""
         warmup = {
             "lr_warmup_iters": self.warmup_steps,
             "lr_warmup_init": self.warmup_init,
@@ -197,7 +197,7 @@ class LearningRate:
         return RATES[self.style](updates, self.peak, **warmup, **decay)
 
     def to_json(self) -> dict[str, Any]:
-        """The schedule as a checkpoint stores it."""
+        """Return the schedule as a checkpoint stores it."""
         return asdict(self)
 
     def _problems(self) -> list[Problem]:
@@ -225,7 +225,7 @@ class LearningRate:
 
 
 def reconcile(given: LearningRate, saved: Mapping[str, Any], config: OptimizerConfig) -> LearningRate:
-    """The schedule of a resumed run: `given` by this command line against `saved` in the checkpoint.
+    """Return the schedule of a resumed run: `given` by this command line against `saved` in the checkpoint.
 
     They have to agree unless the user chooses one: --override-opt-param-scheduler takes the command line's,
     --use-checkpoint-opt-param-scheduler the checkpoint's.  Raises `CheckpointError` with every field that differs.

@@ -42,7 +42,7 @@ _TOLERANCE = 1e-12
 
 
 class FlatRun(NamedTuple):
-    """One contiguous run of equal treatment: a one-dimensional view of master weights, the index of its param group."""
+    """A contiguous run of elements treated alike: a one-dimensional view of master weights, its param group's index."""
 
     master: Tensor
     group: int
@@ -64,7 +64,7 @@ class TorchOptimizer:
     """A torch optimizer over flat runs of master weights, in place of the parameters it was made for."""
 
     def __init__(self, template: Optimizer) -> None:
-        """Raises `ConfigError` if `template` has stepped already or does not work element by element."""
+        """Take the user's optimizer; raise `ConfigError` if it has stepped already or is not elementwise."""
         self.template = template
         self._attributes = {name: value for name, value in vars(template).items() if isinstance(value, _PLAIN)}
         raise_problems(ConfigError, self._problems())
@@ -73,7 +73,7 @@ class TorchOptimizer:
         self._pieces: tuple[_Piece, ...] = ()
 
     def group_of(self, parameter: nn.Parameter) -> int | None:
-        """The index of the parameter's group; None for one that the optimizer does not have, and so does not update."""
+        """Return the index of the parameter's group; None for one that the optimizer does not update."""
         return self._group_of.get(parameter)
 
     def bind(self, runs: Sequence[FlatRun]) -> None:
@@ -99,7 +99,7 @@ class TorchOptimizer:
         vars(self.template)["_opt_called"] = True
 
     def state_of(self, index: int) -> RunState:
-        """The state of a run; its tensors are the optimizer's own."""
+        """Return the state of a run; its tensors are the optimizer's own."""
         return self._pieces[index].state()
 
     @property
@@ -117,11 +117,11 @@ class TorchOptimizer:
         self._pieces[index].restore(state)
 
     def state_names(self, group: int) -> tuple[str, ...]:
-        """The names of the tensors that a run of this group has from its first step on."""
+        """Return the names of the tensors that a run of this group has from its first step on."""
         return _trial_entries(self._recipe(group, torch.device("cpu")), torch.zeros(0)).tensors
 
     def _recipe(self, group: int, device: torch.device) -> "_Recipe":
-        """The recipe of a run's optimizer in this group, with the template's current options."""
+        """Return the recipe of a run's optimizer in this group, with the template's current options."""
         options = _options(self.template.param_groups[group], device)
         return _Recipe(type(self.template), options, self._attributes)
 
@@ -143,7 +143,7 @@ class TorchOptimizer:
 
 
 def check_elementwise(optimizer_class: type[Optimizer], options: Mapping[str, Any]) -> Problem | None:
-    """The problem of this class, with these options of a param group, on flat pieces; None if it works."""
+    """Return the problem of this class, with these options of a param group, on flat pieces; None if it works."""
     reason = _reason_against(_Recipe(optimizer_class, _options(options, torch.device("cpu")), {}).at_trial_rate())
     return None if reason is None else _refusal(optimizer_class, reason)
 
@@ -153,7 +153,7 @@ def _refusal(optimizer_class: type[Optimizer], reason: str) -> Problem:
 
 
 def _options(group: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """The options of a param group for master weights on `device`; "capturable" is for accelerators only."""
+    """Return the options of a param group for master weights on `device`; "capturable" is for accelerators only."""
     options = {name: value for name, value in group.items() if name not in _PARAMETERS}
     if device.type == "cpu" and options.get("capturable"):
         options["capturable"] = False
@@ -161,7 +161,7 @@ def _options(group: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """True if two options are equal; tensors equal themselves only, since they change in place."""
+    """Return True if two options are equal; tensors equal themselves only, since they change in place."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return one is other
     if isinstance(one, dict) and isinstance(other, dict):
@@ -188,7 +188,7 @@ class _Recipe:
         return made
 
     def at_trial_rate(self) -> "_Recipe":
-        """The recipe with the trial's learning rate, unless the optimizer has no learning rate option."""
+        """Return the recipe with the trial's learning rate, unless the optimizer has no learning rate option."""
         if self.options.get("lr") is None:
             return self
         return replace(self, options={**self.options, "lr": _TRIAL_RATE})
@@ -223,7 +223,7 @@ class _Piece:
         return self._has_state
 
     def zeros(self) -> dict[str, Tensor]:
-        """For every tensor of the state, by name, a scalar zero, which `restore` broadcasts."""
+        """Return a scalar zero, which `restore` broadcasts, for every tensor of the state, by name."""
         return {name: self.values.new_zeros(()) for name in self._entries.tensors}
 
     def set_options(self, options: Mapping[str, Any]) -> None:
@@ -239,7 +239,7 @@ class _Piece:
         self._has_state = True
 
     def entries(self) -> dict[str, Any]:
-        """The parameter's state, and as "group.X" the entries of the param group that the optimizer has changed."""
+        """Return the parameter's state, and as "group.X" the param group's entries that the optimizer has changed."""
         changed = {
             _GROUP + name: value
             for name, value in self._group.items()
@@ -295,7 +295,7 @@ class _Piece:
 
 
 def _trial_entries(recipe: _Recipe, like: Tensor) -> _StateEntries:
-    """The state entries of an optimizer after its first step, from a trial of three elements like those of `like`."""
+    """Return an optimizer's state entries after its first step, from a trial of three elements like `like`'s."""
     piece = _Piece(recipe.at_trial_rate(), torch.zeros(3, dtype=like.dtype, device=like.device))
     piece.step(torch.zeros_like(piece.values))
     entries = piece.entries()
@@ -305,12 +305,12 @@ def _trial_entries(recipe: _Recipe, like: Tensor) -> _StateEntries:
 
 
 def _like(example: Any, number: float) -> Any:
-    """The number in the example's type, for a tensor with its dtype and device."""
+    """Return the number in the example's type, for a tensor with its dtype and device."""
     return torch.full_like(example, number) if isinstance(example, Tensor) else type(example)(number)
 
 
 def _has_stepped(template: Optimizer, group: int, recipe: _Recipe) -> bool:
-    """True if a parameter of the group has another state than in a new optimizer, where some have one at once."""
+    """Return True if a parameter of the group has another state than in a new optimizer (some have one at once)."""
     parameter = nn.Parameter(torch.zeros(3))
     fresh = recipe.build(parameter).state.get(parameter, {})
     numbers = {name: float(value) for name, value in fresh.items() if _is_number(value)}
@@ -326,7 +326,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _reason_against(recipe: _Recipe) -> str | None:
-    """The reason that this optimizer is not elementwise, or cannot be saved; None if the trial succeeds."""
+    """Return the reason that this optimizer is not elementwise, or cannot be saved; None if the trial succeeds."""
     closure = inspect.signature(recipe.kind.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         return "its step asks for a closure that evaluates the model again"
@@ -346,7 +346,7 @@ def _reason_against(recipe: _Recipe) -> str | None:
 
 
 def _reason_against_state(recipe: _Recipe) -> str | None:
-    """The reason that a state entry cannot be saved: it is neither one value per element nor one number."""
+    """Return the reason that a state entry cannot be saved: it is neither one value per element nor one number."""
     start, gradients = _trial_values()
     piece = _Piece(recipe, start)
     for gradient in gradients:
@@ -382,7 +382,7 @@ def _gap(one: Tensor, other: Tensor) -> str:
 
 
 def _whole_and_pieces(recipe: _Recipe, *, restored_before: int | None) -> tuple[Tensor, Tensor]:
-    """Weights after the trial's steps, updated as one matrix and as two flat pieces; both flat.
+    """Return the weights after the trial's steps, updated as one matrix and as two flat pieces; both flat.
 
     restored_before: the step before which the pieces' state moves to new optimizers.
     """

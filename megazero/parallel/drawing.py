@@ -22,7 +22,7 @@ _MOST_NODES = 16  # lines
 
 
 def draw_layout(topology: Topology, nodes: Nodes) -> list[str]:
-    """The lines of the picture: at most 22, and one for a single rank."""
+    """Return the lines of the picture: at most 22, and one for a single rank."""
     if topology.world_size == 1:
         return ["1 rank, which has the whole model and every sample"]
     return [
@@ -56,12 +56,12 @@ def _group_texts(topology: Topology, axis: str, nodes: Nodes) -> Iterator[str]:
 
 
 def _few(items: Sequence[str], most: int, gap: str = "...") -> list[str]:
-    """All items; the first ones, a gap and the last one where there are more than `most`, gap included."""
+    """Return all items, or the first ones, a gap and the last one where there are more than `most`, gap included."""
     return list(items) if len(items) <= most else [*items[: most - 2], gap, items[-1]]
 
 
 def _as_fits(items: Sequence[str], separator: str) -> str:
-    """As many items as fit on a line, at least the first and the last."""
+    """Join as many items as fit on a line, at least the first and the last."""
     most = min(len(items), _WIDTH)
     while most > 3 and len(separator.join(_few(items, most))) > _WIDTH:
         most -= 1

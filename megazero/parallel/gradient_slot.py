@@ -16,7 +16,7 @@ _ATTRIBUTE = "megazero_gradient_slot"
 
 
 class GradientSlot(NamedTuple):
-    """Memory of the parameter's shape.  is_first: its contents are undefined; else the gradient is added to them."""
+    """Memory of the parameter's shape, to which its gradient is added; is_first: undefined, and so overwritten."""
 
     tensor: Tensor
     is_first: bool
@@ -27,7 +27,7 @@ GetGradientSlot = Callable[[], GradientSlot | None]
 
 
 def add_to(total: Tensor, found: Tensor, *, is_first: bool) -> None:
-    """total += found, or total = found; what is of a higher precision is rounded first, as autograd does it."""
+    """Add `found` to `total`, rounded first if it is more precise, as autograd does it; or copy it if it is first."""
     if is_first:
         total.copy_(found)
     else:
@@ -46,6 +46,6 @@ def detach_gradient_slot(parameter: nn.Parameter) -> None:
 
 
 def gradient_slot_of(parameter: Tensor) -> GetGradientSlot | None:
-    """The function that an engine has attached, if any; None for a parameter whose hooks need to see gradients."""
+    """Return the function that an engine has attached, if any; None for parameters with hooks on gradients."""
     get_slot: GetGradientSlot | None = getattr(parameter, _ATTRIBUTE, None)
     return None if parameter._backward_hooks else get_slot

@@ -24,7 +24,7 @@ class Launch:
 
     @property
     def nodes(self) -> Nodes:
-        """The node of every rank; one node has them all if the launcher gives none."""
+        """The nodes of the job; one node has all ranks if the launcher gives none."""
         return Nodes(self.ranks_per_node or (self.world_size,))
 
     @property
@@ -55,7 +55,7 @@ class Launch:
         return Launch(rank, world, local)._on_nodes(names[3], given, by_slurm=by_slurm)
 
     def _on_nodes(self, name: str, given: str, *, by_slurm: bool) -> "Launch":
-        """The same with the processes of every node, if the variable `name` has those of all nodes."""
+        """Return the launch with the processes of every node, if the variable `name` holds those of all nodes."""
         given_sizes = os.environ.get(name, "")
         try:
             sizes = parse_tasks_per_node(given_sizes)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive layers of the model, and whether the embedding comes before them and the head after."""
+    """A run of consecutive layers; is_first: with the embedding before them, is_last: with the head after them."""
 
     layers: range
     is_first: bool = True
@@ -26,12 +26,12 @@ class Chunk:
 
 
 def whole_model(num_layers: int) -> tuple[Chunk, ...]:
-    """The only chunk of a model that is not cut."""
+    """Return the only chunk of a model that is not cut."""
     return (Chunk(range(num_layers)),)
 
 
 def cut(split: Sequence[int]) -> tuple[Chunk, ...]:
-    """Chunks of so many layers each, in the order of the model."""
+    """Return chunks of so many layers each, in the order of the model."""
     starts = [sum(split[:index]) for index in range(len(split))]
     last = len(split) - 1
     return tuple(
@@ -41,12 +41,12 @@ def cut(split: Sequence[int]) -> tuple[Chunk, ...]:
 
 
 def chunks_of(chunks: Sequence[Chunk], *, stage: int, num_stages: int) -> tuple[Chunk, ...]:
-    """The chunks that lie on a pipeline stage, in the order of the model."""
+    """Return the chunks that lie on a pipeline stage, in the order of the model."""
     return tuple(chunks[stage::num_stages])
 
 
 class Costs(NamedTuple):
-    """Multiply-adds of a token's forward; a backward costs twice as much of each."""
+    """The multiply-adds of a token's forward; a backward takes twice as many of each."""
 
     layer: int
     embedding: int
@@ -54,7 +54,7 @@ class Costs(NamedTuple):
 
 
 def model_costs(*, hidden: int, ffn: int, seq: int, padded_vocab: int) -> Costs:
-    """Costs of a GPT with h = hidden, f = ffn, s = seq, V = padded_vocab.
+    """Return the costs of a GPT with h = hidden, f = ffn, s = seq, V = padded_vocab.
 
     layer:      4 h^2 + 2 h f of its matrices, s h of its attention: scores and their sum over values take 2 s h, and
                 the causal mask leaves half
@@ -67,7 +67,7 @@ def model_costs(*, hidden: int, ffn: int, seq: int, padded_vocab: int) -> Costs:
 def balanced_split(
     num_layers: int, num_chunks: int, *, layer_cost: int, embedding_cost: int, head_cost: int
 ) -> tuple[int, ...]:
-    """Layers of every chunk; only the first and the last of several may have none.
+    """Return the number of layers of every chunk; only the first and the last of several may have none.
 
     Of all splits it has the least largest cost of a chunk, of these the least second largest, and so on, and of those
     that still tie the one with most layers in front.
@@ -79,7 +79,7 @@ def balanced_split(
     costs = [layers * layer_cost for layers in split]
     costs[0] += embedding_cost
     costs[last] += head_cost
-    # Each layer to the chunk that is cheapest so far: layers are alike, so no later choice can regret it.
+    # Each layer goes to the chunk that is cheapest so far: layers are alike, so no later one makes that a bad choice.
     cheapest = [(cost, chunk) for chunk, cost in enumerate(costs)]
     heapq.heapify(cheapest)
     for _ in range(left):

@@ -1,10 +1,11 @@
 """The nodes of ranks, and the layouts that they rule out.
 
-A *node* is a machine: ranks on one talk over links that are tens of times faster than those between two.  Launchers
-number ranks node by node, so that consecutive ranks share one.  A group *crosses* nodes when it lies on several.
+A *node* is a machine: ranks on one communicate over links that are tens of times faster than those between two.
+Launchers number ranks node by node, so that consecutive ranks share one.  A group *crosses* nodes when it lies on
+several.
 
-Tensor parallelism stays inside a node unless the user insists (Rajbhandari et al., arXiv 1910.02054, sections 1 and 8:
-model parallelism loses its efficiency beyond one node; data parallelism and pipelines bear it better).
+Tensor parallelism stays inside a node unless the user insists (ZeRO, sections 1 and 8: model parallelism loses
+its efficiency beyond one node; data parallelism and pipelines bear it better).
 """
 
 import bisect
@@ -21,7 +22,7 @@ _TASKS = re.compile(r"([1-9]\d*)(?:\(x([1-9]\d*)\))?")
 
 @dataclass(frozen=True)
 class Nodes:
-    """Number of ranks of every node, in the order of ranks."""
+    """The number of ranks of every node, in the order of ranks."""
 
     ranks_per_node: tuple[int, ...]
 
@@ -33,21 +34,21 @@ class Nodes:
         return len(self.ranks_per_node)
 
     def of(self, rank: int) -> int:
-        """The node that `rank` is on, counted from 0."""
+        """Return the node that `rank` is on, counted from 0."""
         return bisect.bisect_right(list(itertools.accumulate(self.ranks_per_node)), rank)
 
     def ranks(self, node: int) -> range:
-        """The ranks on a node."""
+        """Return the ranks on a node."""
         first = sum(self.ranks_per_node[:node])
         return range(first, first + self.ranks_per_node[node])
 
     def touched_by(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """The nodes that these ranks are on, in order."""
+        """Return the nodes that these ranks are on, in order."""
         ends = list(itertools.accumulate(self.ranks_per_node))
         return tuple(sorted({bisect.bisect_right(ends, rank) for rank in ranks}))
 
     def describe(self) -> str:
-        """The nodes as text: `2 nodes of 8 ranks`, `3 nodes of 8(x2),4 ranks`."""
+        """Return the nodes as text: `2 nodes of 8 ranks`, `3 nodes of 8(x2),4 ranks`."""
         runs = [(size, len(list(run))) for size, run in itertools.groupby(self.ranks_per_node)]
         sizes = [str(size) if times == 1 or len(runs) == 1 else f"{size}(x{times})" for size, times in runs]
         noun = "rank" if self.ranks_per_node == (1,) * self.count else "ranks"
@@ -55,7 +56,7 @@ class Nodes:
 
 
 def parse_tasks_per_node(text: str) -> tuple[int, ...]:
-    """Slurm's "8(x2),4" as (8, 8, 4); raises ValueError."""
+    """Parse Slurm's tasks per node, "8(x2),4" as (8, 8, 4); raise ValueError for text of another form."""
     matches = [_TASKS.fullmatch(part) for part in text.split(",")]
     if not all(matches):
         raise ValueError(f"{text!r} is no list of tasks per node")
@@ -63,7 +64,7 @@ def parse_tasks_per_node(text: str) -> tuple[int, ...]:
 
 
 def shortened(numbers: Sequence[int]) -> str:
-    """Ranks as text: `0 1 2 3`; of many, `0-7` if consecutive and else `0 8 16 ... 120`."""
+    """Format ranks as text: `0 1 2 3`; of many, `0-7` if consecutive and else `0 8 16 ... 120`."""
     first, last = numbers[0], numbers[-1]
     if len(numbers) <= 4:
         return " ".join(map(str, numbers))
@@ -73,12 +74,12 @@ def shortened(numbers: Sequence[int]) -> str:
 
 
 def crossing_groups(topology: Topology, axis: str, nodes: Nodes) -> tuple[tuple[int, ...], ...]:
-    """The groups along `axis` that lie on more than one node."""
+    """Return the groups along `axis` that lie on more than one node."""
     return tuple(group for group in topology.groups(axis) if len(nodes.touched_by(group)) > 1)
 
 
 def problems_of_placement(topology: Topology, nodes: Nodes, allowed: bool) -> Iterator[Problem]:
-    """The problems of a layout on these nodes; `allowed`: tensor-parallel groups may cross them."""
+    """Yield the problems of a layout on these nodes; `allowed`: tensor-parallel groups may cross them."""
     crossing = () if allowed else crossing_groups(topology, "tp", nodes)
     if not crossing:
         return
@@ -93,7 +94,7 @@ def problems_of_placement(topology: Topology, nodes: Nodes, allowed: bool) -> It
 
 
 def _inside(topology: Topology, nodes: Nodes) -> Iterator[str]:
-    """Flags that keep every tensor-parallel group inside a node: a smaller degree, another rank order."""
+    """Yield flags that keep every tensor-parallel group inside a node: a smaller degree, another rank order."""
     for degree in range(topology.tp - 1, 0, -1):
         # Whatever the degree divides, its divisors divide too: heads, widths, the world.
         fewer = replace(topology, tp=degree, dp=topology.dp * (topology.tp // degree))

@@ -3,8 +3,8 @@
 The *logical tensor* is the parameter as one process would hold it, unpadded; a fused QKV weight is logically
 (3, heads, head_dim, hidden), so that tensor parallelism cuts it into one *box* (offsets and lengths per dim).  A rank's
 tensor may be larger than its box: vocabulary rows are padded to a multiple of the tensor-parallel degree, and padding
-lies past `full_shape`.  Initial values, gradient norm, weight decay, checkpoints and export all read the spec; a
-parameter has no other attribute of ours.
+lies past `full_shape`.  Initial values, gradient norm, weight decay, checkpoints and export all read the spec, which
+is an attribute of the parameter.
 """
 
 import math
@@ -20,7 +20,7 @@ from megazero.parallel.topology import ENDS
 _ATTRIBUTE = "megazero_spec"
 
 InitKind = Literal["normal", "zeros", "ones"]
-# "weight", or what the optimizer calls what it keeps for every element: "exp_avg", "momentum_buffer".
+# "weight", or the optimizer's name for a value that it holds for every element: "exp_avg", "momentum_buffer".
 StateKind = str
 
 
@@ -74,7 +74,7 @@ class ParamSpec:
 
     @cached_property
     def numel(self) -> int:
-        """Elements of this rank's tensor, padding included."""
+        """The number of elements of this rank's tensor, padding included."""
         return math.prod(self.local_shape)
 
     @property
@@ -87,7 +87,7 @@ class ParamSpec:
         return Box(self.offset, lengths)
 
     def is_counted_on(self, coordinates: Mapping[str, int]) -> bool:
-        """Whether the rank at these coordinates is the one that counts and saves this parameter.
+        """Return True if the rank at these coordinates is the one that counts and saves this parameter.
 
         Along an axis over which the parameter is replicated only coordinate 0 counts it; `dp` is not among them, since
         ZeRO's partitions already divide the parameter along it.
@@ -95,14 +95,14 @@ class ParamSpec:
         return all(index == 0 or not self.is_replicated_along(axis) for axis, index in coordinates.items())
 
     def is_replicated_along(self, axis: str) -> bool:
-        """Whether ranks that differ along "tp" or "ends" have the same part of it."""
+        """Return True if ranks that differ along this axis, "tp" or "ends", have the same part of the parameter."""
         return axis in self.summed_over if axis == ENDS else axis not in self.sharded_axes
 
 
 class Unit(NamedTuple):
     """Parameters, by name, that are laid out, gathered and released together, and the modules whose forwards read them.
 
-    part: which of several parts of the model, each with backwards of its own, it belongs to (a pipeline's chunks).
+    part: the number of the part of the model (a pipeline's chunk) that it belongs to; each has backwards of its own.
     """
 
     name: str
@@ -138,7 +138,7 @@ def share_between_ends(parameter: nn.Parameter) -> None:
 
 
 def spec_of(name: str, parameter: nn.Parameter) -> ParamSpec:
-    """The spec of a parameter, under `name`; one that no layer described is whole, replicated, decayed if a matrix."""
+    """Return a parameter's spec, under `name`; without one it is whole, replicated, and decayed if a matrix."""
     shape = tuple(parameter.shape)
     default = ParamSpec(name, shape, shape, (0,) * len(shape), decay=parameter.ndim > 1)
     spec: ParamSpec = getattr(parameter, _ATTRIBUTE, default)
@@ -146,6 +146,6 @@ def spec_of(name: str, parameter: nn.Parameter) -> ParamSpec:
 
 
 def named_specs(model: nn.Module) -> Iterator[tuple[ParamSpec, nn.Parameter]]:
-    """Every distinct parameter of `model` with its spec, in registration order; a tied parameter comes once."""
+    """Yield every distinct parameter of `model` with its spec, in registration order; a tied parameter comes once."""
     for name, parameter in model.named_parameters():
         yield spec_of(name, parameter), parameter

@@ -12,12 +12,12 @@ import torch
 
 from megazero.parallel.launch import Launch
 
-# What a container may use, "QUOTA PERIOD" in microseconds of all cores together; "max" where there is no limit.
+# A container's share of time: "QUOTA PERIOD" in microseconds of all cores together; "max" where there is no limit.
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def use_cpu_threads(given: int | None, launch: Launch, device: torch.device) -> str:
-    """Set the number of threads; returns a line about it, "" on a GPU, where nothing changes.  given: the setting."""
+    """Set the number of threads, with --cpu-threads `given`; return a line about it, "" on a GPU, where none is set."""
     if device.type != "cpu":
         return ""
     count = cpu_threads(given, launch, os.environ)
@@ -28,7 +28,7 @@ def use_cpu_threads(given: int | None, launch: Launch, device: torch.device) -> 
 
 
 def cpu_threads(given: int | None, launch: Launch, environment: Mapping[str, str]) -> int | None:
-    """The number of threads to set; None where torch's own choice stands.
+    """Return the number of threads to set; None where torch's own choice stands.
 
     given: --cpu-threads.  Without it OMP_NUM_THREADS counts, which torch has read, unless torchrun has written it; else
     a process alone on its node has torch's choice, and several share the cores.
@@ -51,7 +51,7 @@ def _processes_here(launch: Launch) -> int:
 
 
 def _cores() -> int:
-    """The cores that this process may run on, and no more than its container's share of time."""
+    """Return the number of cores that this process may run on, at most its container's share of time."""
     cores = len(os.sched_getaffinity(0))
     try:
         quota, period = map(int, _QUOTA.read_text().split())

@@ -2,7 +2,7 @@
 
 An *axis* is a direction of the mesh of processes: `pp` (pipeline stages), `dp` (data parallel, the axis ZeRO
 partitions over) and `tp` (tensor parallel).  The *rank order* lists them, outermost first; ranks along the last one are
-neighbours.  By default that is `tp`, so that the ranks that talk most are on one node:
+neighbours.  By default that is `tp`, so that the ranks that communicate most are on one node:
 
     rank = (pp_index * dp + dp_index) * tp + tp_index        e.g. dp 2, tp 2:   dp 0: [0 1]   dp 1: [2 3]
 
@@ -21,7 +21,7 @@ ENDS = "ends"  # the pseudo-axis of the first and the last pipeline stage, which
 
 @dataclass(frozen=True)
 class Topology:
-    """Degrees of every axis, whose product is the world size, and the rank order, outermost axis first."""
+    """The degree of every axis, whose product is the world size, and the rank order, outermost axis first."""
 
     tp: int = 1
     dp: int = 1
@@ -36,12 +36,12 @@ class Topology:
         return self.pp * self.dp * self.tp
 
     def size(self, axis: str) -> int:
-        """Number of ranks along `axis` ("pp", "dp", "tp", "world"; "ends" has 2 with more than one pipeline stage)."""
+        """Return the number of ranks along "pp", "dp", "tp", "world" or "ends" (2 where there are several stages)."""
         sizes = {"pp": self.pp, "dp": self.dp, "tp": self.tp, WORLD: self.world_size, ENDS: min(self.pp, 2)}
         return sizes[axis]
 
     def coordinate(self, rank: int, axis: str) -> int:
-        """The coordinate of `rank` along `axis`; along "ends", 1 on the last of several pipeline stages, else 0."""
+        """Return the coordinate of `rank` along `axis`; along "ends", 1 on the last of several stages, else 0."""
         if axis == WORLD:
             return rank
         if axis == ENDS:
@@ -50,14 +50,14 @@ class Topology:
         return rank // inner % self.size(axis)
 
     def rank_of(self, *, pp: int = 0, dp: int = 0, tp: int = 0) -> int:
-        """The rank at these coordinates."""
+        """Return the rank at these coordinates."""
         place, rank = {"pp": pp, "dp": dp, "tp": tp}, 0
         for axis in self.order:
             rank = rank * self.size(axis) + place[axis]
         return rank
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """All groups of ranks that differ along `axis` only, by their first rank, each in order of coordinates.
+        """Return all groups of ranks that differ along `axis` only, by their first rank, each in order of coordinates.
 
         Groups of "ends" are pairs, and pipeline stages between the two are in none; all other axes have every rank.
         """
@@ -70,7 +70,7 @@ class Topology:
         return tuple(self._line(axis, dict(zip(others, place, strict=True))) for place in fixed)
 
     def group_of(self, rank: int, axis: str) -> tuple[int, ...]:
-        """The group of `rank` along `axis`; a rank that is in none is alone."""
+        """Return the group of `rank` along `axis`; a rank that is in none is alone."""
         if axis == WORLD:
             return tuple(range(self.world_size))
         if axis == ENDS:
@@ -79,7 +79,7 @@ class Topology:
         return self._line(axis, {name: self.coordinate(rank, name) for name in AXES})
 
     def describe(self) -> str:
-        """The degrees as text: `pipeline 1 x data 2 x tensor 2 = 4 ranks`."""
+        """Return the degrees as text: `pipeline 1 x data 2 x tensor 2 = 4 ranks`."""
         return f"pipeline {self.pp} x data {self.dp} x tensor {self.tp} = {self.world_size} ranks"
 
     def _line(self, axis: str, place: Mapping[str, int]) -> tuple[int, ...]:
@@ -87,5 +87,5 @@ class Topology:
 
 
 def parse_order(text: str) -> tuple[str, ...]:
-    """The rank order that a configuration writes, "pp-dp-tp", as axes, outermost first."""
+    """Parse the rank order as a configuration writes it, "pp-dp-tp", into axes, outermost first."""
     return tuple(text.split("-"))

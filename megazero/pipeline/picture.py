@@ -1,4 +1,4 @@
-"""The picture of a step's timeline, one row for each pipeline stage; SVG.  Pure.
+"""Draws a step's timeline as SVG, one row for each pipeline stage.  Pure.
 
 A box is a computation, drawn to scale in the colour of its kind and with its micro-batch (`3`, or `3.1` for micro-batch
 3 through local chunk 1) where there is room; later chunks are paler.  What stays white is idle.
@@ -17,7 +17,7 @@ _ROW, _GAP = 30, 8
 _AXIS = 44
 _CAPTION_LINE = 18
 _NARROWEST, _WIDEST = 1000, 4000
-_BOX_WIDTH = 26  # what a box needs on average for its number
+_BOX_WIDTH = 26  # pixels that a box needs on average for its number
 _LETTER_WIDTH = 6.5
 
 _STYLE = """

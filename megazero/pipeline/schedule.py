@@ -56,12 +56,12 @@ class Kind(Enum):
 
     @property
     def is_computation(self) -> bool:
-        """Return whether the model computes; the other kinds move tensors."""
+        """True if the model computes; the other kinds move tensors."""
         return self in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
 
 
 class Action(NamedTuple):
-    """One action on one micro-batch (-1 for GATHER and RELEASE) and one local chunk."""
+    """An action on one micro-batch (-1 for GATHER and RELEASE) and one local chunk."""
 
     kind: Kind
     micro_batch: int
@@ -90,11 +90,11 @@ class Shape:
         return chunk * self.num_stages + stage
 
     def is_first(self, stage: int, chunk: int) -> bool:
-        """Return whether the model begins with this chunk."""
+        """Return True if the model begins with this chunk."""
         return self.global_chunk(stage, chunk) == 0
 
     def is_last(self, stage: int, chunk: int) -> bool:
-        """Return whether the model ends with this chunk."""
+        """Return True if the model ends with this chunk."""
         return self.global_chunk(stage, chunk) == self.num_stages * self.num_chunks - 1
 
 

@@ -15,7 +15,7 @@ from megazero.pipeline.schedule import Action, Kind, Shape, forward_only, schedu
 
 
 class Receipts(NamedTuple):
-    """How many of the activations, and of the gradients, that a stage has sent are known to be received."""
+    """The numbers of the activations, and of the gradients, that a stage has sent and that are sure to be received."""
 
     activations: int = 0
     gradients: int = 0
@@ -24,7 +24,7 @@ class Receipts(NamedTuple):
 class StepActions(NamedTuple):
     """The actions of one stage in one step.
 
-    finals: the last BACKWARD or WEIGHT_GRADIENT of every chunk.  receipts: what each RECEIVE's arrival proves.
+    finals: the last BACKWARD or WEIGHT_GRADIENT of every chunk.  receipts: what each RECEIVE proves to be received.
     """
 
     actions: tuple[Action, ...]
@@ -102,7 +102,7 @@ _RECEIVES = (Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT)
 def _counts_at_sends(
     actions: Sequence[Action], shape: Shape, stage: int, *, is_next: bool, is_previous: bool
 ) -> tuple[list[Receipts], list[Receipts]]:
-    """Return what `stage`, a neighbour, has received from us when it sends each activation, and each gradient."""
+    """Return what the neighbour `stage` has received from this one when it sends each activation, and each gradient."""
     received: Counter[Kind] = Counter()
     at: dict[Kind, list[Receipts]] = {Kind.SEND_ACTIVATION: [], Kind.SEND_GRADIENT: []}
     for action in actions:

@@ -70,7 +70,7 @@ class Trace:
 
     def _now(self) -> float:
         if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()  # not of receives that are posted ahead
+            torch.cuda.current_stream(self._device).synchronize()  # waits for no receive that is posted ahead
         return time.monotonic()  # one clock for all processes of a machine
 
 
@@ -78,7 +78,7 @@ SpanRow = tuple[str, int, int, float, float]  # a span: kind, micro-batch, chunk
 
 
 def rows(spans: Sequence[Span]) -> list[SpanRow]:
-    """Return spans as values that JSON has."""
+    """Return spans as values that JSON can represent."""
     return [(span.action.kind.value, *span.action[1:], span.start, span.end) for span in spans]
 
 

@@ -45,7 +45,7 @@ class DeferredGradients:
     """The gradients that backward has deferred since the last `collect`."""
 
     def __init__(self) -> None:
-        self._order: dict[nn.Parameter, int] = {}  # of the first use in forward
+        self._order: dict[nn.Parameter, int] = {}  # the order of first uses in forward
         self._contributions: dict[nn.Parameter, list[MakeGradient]] = {}
 
     def alias(self, parameter: nn.Parameter) -> Tensor:

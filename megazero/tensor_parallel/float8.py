@@ -62,7 +62,7 @@ def quantise(x: Tensor, dtype: torch.dtype) -> Quantised:
 
 @dataclass(frozen=True)
 class Float8Products:
-    """Products of 8-bit numbers, of two-dimensional tensors on the CPU or on GPUs that have them.
+    """The products of 8-bit numbers, of two-dimensional tensors on the CPU or on GPUs that have them.
 
     gradients: the 8-bit format of outputs' gradients.  otherwise: the products of layers one of whose dims (n, in, out)
     is no multiple of 16; the choice depends on the dims alone, so a layer's three products are of one kind.

@@ -45,7 +45,7 @@ class Targets(NamedTuple):
 
 
 class _HeadSettings(NamedTuple):
-    """The settings of one head; get_slot: where the matrix's gradient is written, if there is such a slot."""
+    """The settings of one head; get_slot: returns the slot of the matrix's gradient, if there is one."""
 
     targets: Targets
     border: Border
@@ -54,7 +54,7 @@ class _HeadSettings(NamedTuple):
     get_slot: GetGradientSlot | None
 
     def num_rows(self, vocab_rows: int, dtype: torch.dtype) -> int:
-        """Return the tokens of a chunk, for each part."""
+        """Return the number of tokens of a chunk, for each part."""
         return max(1, self.targets.chunk_bytes // (vocab_rows * dtype.itemsize * self.border.num_parts))
 
 

@@ -45,7 +45,8 @@ _ALONE = Border(LocalCommunicator())
 class LinearSettings(NamedTuple):
     """The settings of one linear layer's computation.
 
-    defer: defers the weight's gradient; None computes it in backward.  get_slot: where to write it; None returns it.
+    defer: defers the weight's gradient; None computes it in backward.
+    get_slot: returns the slot to which that gradient is written; None returns the gradient to autograd.
     """
 
     border: Border

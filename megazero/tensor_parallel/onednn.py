@@ -49,7 +49,7 @@ def fastest_products(device: torch.device, dtype: torch.dtype) -> Products:
 
 
 def is_faster(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether oneDNN is the faster library for products of such tensors on this machine."""
+    """Return True if oneDNN is the faster library for products of such tensors on this machine."""
     if device.type != "cpu" or dtype != torch.float32:
         return False
     has_both = torch._C.has_mkl and torch._C._has_mkldnn

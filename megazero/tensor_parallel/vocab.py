@@ -26,7 +26,7 @@ from megazero.tensor_parallel.softmax import IN_PLACE, Softmax
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token ids [...] to vectors [..., h], the same on every rank; ids of n tokens to [n / t, h] if they are split."""
+    """A layer from token ids [...] to vectors [..., h], alike on all ranks; n ids to [n / t, h] if tokens are split."""
 
     def __init__(
         self, tp: TensorParallel, *, vocab_size: int, padded_vocab_size: int, hidden_size: int, init: Init

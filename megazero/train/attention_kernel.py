@@ -1,9 +1,9 @@
-"""Which of torch's kernels computes attention.
+"""Chooses the one of torch's kernels that computes attention.
 
 On a GPU several can (FlashAttention, cuDNN's, the memory-efficient one), and which is fastest depends on the GPU, the
 shape and torch's version: *auto* measures them once, forward and backward, on the shape that the run will have, with a
-mask if the run has one (FlashAttention takes none).  What is chosen goes first; a call that it cannot serve goes to the
-next.  Megatron-LM's names: flash, fused (cuDNN), unfused.
+mask if the run has one (FlashAttention takes none).  The chosen kernel goes first; a call that it cannot serve
+goes to the next.  Megatron-LM's names: flash, fused (cuDNN), unfused.
 """
 
 import statistics
@@ -49,7 +49,7 @@ class AttentionCall(NamedTuple):
 
 
 def attention_call(config: RunConfig, device: torch.device) -> AttentionCall:
-    """The attention call of every layer of a run."""
+    """Return the attention call of every layer of a run."""
     model, tensor_size = config.model, config.parallel.tensor_model_parallel_size
     heads, head_dim = model.num_attention_heads, model.hidden_size // model.num_attention_heads
     shape = (config.training.micro_batch_size, heads // tensor_size, model.seq_length, head_dim)
@@ -60,7 +60,7 @@ def attention_call(config: RunConfig, device: torch.device) -> AttentionCall:
 def choose_kernel(
     wanted: str, call: AttentionCall, seconds: Callable[[str, AttentionCall], float | None] | None = None
 ) -> str | None:
-    """The kernel to prefer, by a name of `KERNELS`; None leaves it to torch, as on the CPU where there is one.
+    """Return the name in `KERNELS` of the kernel to prefer; None leaves it to torch, as on the CPU, which has one.
 
     seconds: returns how long a kernel takes for a call, None if it cannot serve it; `measure` by default.
     """
@@ -75,7 +75,7 @@ def choose_kernel(
 
 
 def prefer_kernel(kernel: str | None) -> AbstractContextManager[None]:
-    """A context in which attention is computed by this kernel where it can be."""
+    """Return a context in which attention is computed by this kernel where it can be."""
     if kernel is None:
         return nullcontext()
     if kernel == "unfused":  # which serves every call
@@ -85,7 +85,7 @@ def prefer_kernel(kernel: str | None) -> AbstractContextManager[None]:
 
 
 def measure(kernel: str, call: AttentionCall) -> float | None:
-    """Seconds of forward and backward on a GPU: the median of some calls; None if the kernel cannot serve the call."""
+    """Return the median seconds of a forward and backward on a GPU; None if the kernel cannot serve the call."""
     query, key, value = (
         torch.randn(call.shape, dtype=call.dtype, device=call.device, requires_grad=True) for _ in range(3)
     )

@@ -147,13 +147,13 @@ def build_components(
 
 
 def _blocks_have_no_effects(config: RunConfig, splits_backward: bool) -> bool:
-    """True if a block's forward and backward only compute: nothing is sent, deferred, or recomputed."""
+    """Return True if a block's forward and backward only compute: nothing is sent, deferred, or recomputed."""
     is_recomputed = config.activations.recompute_granularity == "selective"
     return config.parallel.tensor_model_parallel_size == 1 and not (splits_backward or is_recomputed)
 
 
 def tensor_parallel(config: RunConfig, mesh: Mesh, random: RandomRegions, *, splits_backward: bool) -> TensorParallel:
-    """The tensor-parallel settings that all layers of the model share."""
+    """Return the tensor-parallel settings that all layers of the model share."""
     dtype = DTYPES[config.precision.precision]
     products, fp8 = fastest_products(mesh.device, dtype), config.precision.fp8_format
     return TensorParallel(
@@ -184,19 +184,19 @@ def _build_engine(config: RunConfig, model: GPT, mesh: Mesh, buffers: FusedBuffe
 
 
 def _all_parameters(config: RunConfig, part: GPT) -> tuple[str, ...]:
-    """The parameter names of the whole model; each pipeline stage has some of them."""
+    """Return the parameter names of the whole model; each pipeline stage has some of them."""
     return tuple(name for name, _ in _meta_model(config, vocab_size=part.vocab_size).named_parameters())
 
 
 def _meta_model(config: RunConfig, *, vocab_size: int) -> GPT:
-    """The whole model on the meta device, where parameters take no memory."""
+    """Build the whole model on the meta device, where parameters take no memory."""
     meta = torch.device("meta")
     tp = TensorParallel(LocalCommunicator(), RandomRegions(0, 0, torch.device("cpu")), torch.float32, meta)
     return GPT(config.model, vocab_size=vocab_size, tp=tp, padded_vocab_size=vocab_size)
 
 
 def padded_vocab_size(config: RunConfig, vocab_size: int) -> int:
-    """The number of rows of the embedding, summed over all tensor-parallel ranks."""
+    """Return the number of rows of the embedding, summed over all tensor-parallel ranks."""
     return derived.padded_vocab_size(
         vocab_size,
         divisible_by=config.model.make_vocab_size_divisible_by,
@@ -205,7 +205,7 @@ def padded_vocab_size(config: RunConfig, vocab_size: int) -> int:
 
 
 def step_context(config: RunConfig, components: RunComponents) -> StepContext:
-    """The context of every training and evaluation step of the run."""
+    """Return the context of every training and evaluation step of the run."""
     world_size = components.mesh.topology.world_size
     return StepContext(
         engine=components.engine,
@@ -270,7 +270,7 @@ def assemble(
 
 
 def batch_layout(config: RunConfig, mesh: Mesh, eod: int | None) -> BatchLayout:
-    """The split of a step's samples over data-parallel ranks and micro-batches."""
+    """Return the split of a step's samples over data-parallel ranks and micro-batches."""
     return BatchLayout(
         global_batch_size=derived.global_batch_size(config, mesh.topology.world_size),
         micro_batch_size=config.training.micro_batch_size,
@@ -313,7 +313,7 @@ def _resume(config: RunConfig, components: RunComponents, schedule: LearningRate
 
 
 def _held_out(config: RunConfig, inputs: RunInputs, layout: BatchLayout) -> dict[str, EvaluationSet]:
-    """The evaluation sets, by the names under which they are reported."""
+    """Return the evaluation sets, by the names under which they are reported."""
     sources = {"valid": inputs.valid, "test": inputs.test}
     num_batches = config.training.eval_iters
     return {
@@ -324,7 +324,7 @@ def _held_out(config: RunConfig, inputs: RunInputs, layout: BatchLayout) -> dict
 
 
 def _last_iteration(config: RunConfig, state: TrainState, world_size: int) -> int:
-    """The iteration at which the run ends.
+    """Return the iteration at which the run ends.
 
     A length in samples subtracts those consumed so far, because earlier steps may have had another batch size.
     """
@@ -373,14 +373,14 @@ def _saver(config: RunConfig, components: RunComponents, resumed: _Resumed) -> S
 
 
 def _max_checkpoints(config: RunConfig, components: RunComponents) -> int:
-    """The largest number of activation checkpoints that this rank has in memory at once."""
+    """Return the largest number of activation checkpoints that this rank has in memory at once."""
     padded = padded_vocab_size(config, components.model.vocab_size)
     number = derived.num_micro_batches(config, components.mesh.topology.world_size)
     return num_checkpoints(config, components.plan.stage, padded, number)
 
 
 def _mask_bytes(config: RunConfig) -> int:
-    """The bytes of one micro-batch's attention mask, which all layers share; 0 without a mask."""
+    """Return the bytes of one micro-batch's attention mask, which all layers share; 0 without a mask."""
     if not config.data.reset_attention_mask:
         return 0
     return config.training.micro_batch_size * config.model.seq_length**2 * DTYPES[config.precision.precision].itemsize

@@ -37,7 +37,7 @@ def check(config: RunConfig, launch: Launch) -> RunInputs:
 
 
 def topology(config: RunConfig, world_size: int) -> Topology:
-    """The layout of the job; ranks that tensor and pipeline parallelism do not use are data parallel."""
+    """Return the layout of the job; ranks that tensor and pipeline parallelism do not use are data parallel."""
     return Topology(
         tp=config.parallel.tensor_model_parallel_size,
         dp=derived.data_parallel_size(config, world_size),
@@ -76,7 +76,7 @@ def _open_inputs(config: RunConfig) -> RunInputs:
 
 
 def _settings_needing_eod(config: RunConfig) -> Iterator[Problem]:
-    """A problem for every setting that needs an end-of-document token, which is not known."""
+    """Yield a problem for every setting that needs an end-of-document token, which is not known."""
     data = config.data
     asked = {
         "--eod-mask-loss": data.eod_mask_loss,
@@ -89,7 +89,7 @@ def _settings_needing_eod(config: RunConfig) -> Iterator[Problem]:
 
 
 def _settings_needing_document_ends(config: RunConfig, unended: Sequence[str]) -> Iterator[Problem]:
-    """A problem for every setting that has no effect on a corpus without ends of documents."""
+    """Yield a problem for every setting that has no effect on a corpus without ends of documents."""
     data = config.data
     asked = {"--reset-position-ids": data.reset_position_ids, "--reset-attention-mask": data.reset_attention_mask}
     for flag in (flag for flag, is_asked in asked.items() if is_asked):

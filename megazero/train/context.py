@@ -29,16 +29,16 @@ class LanguageModel(Protocol):
         """The number format of activations."""
 
     def activation_shape(self, num_tokens: int) -> tuple[int, int]:
-        """The shape of the activations of `num_tokens` tokens between layers on this rank."""
+        """Return the shape of the activations of `num_tokens` tokens between layers on this rank."""
 
     def embed(self, tokens: Tensor, sequences: Sequences) -> Tensor:
-        """Embed tokens, int64 [b, s]; returns activations.  Only the model's first chunk has an embedding."""
+        """Embed tokens, int64 [b, s]; return activations.  Only the model's first chunk has an embedding."""
 
     def through(self, index: int, x: Tensor, sequences: Sequences) -> Tensor:
-        """Run the layers of this rank's chunk `index` on activations `x`; returns activations."""
+        """Run the layers of this rank's chunk `index` on activations `x`; return activations."""
 
     def loss(self, x: Tensor, labels: Tensor, loss_mask: Tensor | None) -> Tensor:
-        """Negative log-likelihood of all labels, summed with the mask's weights (1 without a mask); no dimensions.
+        """Return all labels' negative log-likelihood, summed with the mask's weights (1 without a mask), a scalar.
 
         x: activations of the model's last chunk.  labels int64 [b, s], loss_mask float [b, s].
         """
@@ -48,7 +48,7 @@ class LanguageModel(Protocol):
 
 
 class DropoutSource(Protocol):
-    """Random states that are a function of the sample and the part of the model."""
+    """The random states of dropout, a function of the sample and the part of the model."""
 
     def begin_micro_batch(self, first_sample: int, part: int) -> None: ...
 

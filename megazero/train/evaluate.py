@@ -1,4 +1,4 @@
-"""The loss on held-out text: the same first samples every time, so that evaluations compare."""
+"""The loss on held-out text: the same first samples every time, so that evaluations can be compared."""
 
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ class EvaluationSet:
 
 @torch.no_grad()
 def evaluate(context: StepContext, held_out: EvaluationSet) -> float:
-    """The mean loss over the set in nats per token, the same on every rank; a collective call."""
+    """Return the mean loss over the set in nats per token, the same on every rank; a collective call."""
     context.model.train(False)
     totals = torch.zeros(2, dtype=torch.float64, device=context.mesh.device)  # loss sum, tokens
     for index in range(held_out.num_batches):

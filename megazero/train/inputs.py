@@ -68,7 +68,7 @@ def _open_corpora(data: DataConfig) -> Corpora:
 
 
 def tokenizer_spec(data: DataConfig) -> TokenizerSpec | None:
-    """The tokenizer of the configuration; None if it has none."""
+    """Return the tokenizer of the configuration; None if it has none."""
     if data.tokenizer_type is None:
         return None
     return TokenizerSpec(
@@ -84,7 +84,7 @@ def _text(path: Path | None) -> str | None:
 
 
 def _vocab_size(data: DataConfig, model: ModelConfig, corpora: Corpora, tokenizer: TokenizerSpec | None) -> int:
-    """The size of the vocabulary from the flag, else from the corpora, else from the tokenizer."""
+    """Return the size of the vocabulary from the flag, else from the corpora, else from the tokenizer."""
     given = model.vocab_size or corpora.vocab_size
     if given is not None:
         return given

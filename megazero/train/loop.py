@@ -1,4 +1,4 @@
-"""The run: when to train, report, evaluate, save and stop.
+"""The training loop of a run, which decides when to train, report, evaluate, save and stop.
 
 The host reads a step's figures from the device when nothing is lost by it: at once on the CPU and in fp16 (whose loss
 scale and learning rate depend on them), one step later on a GPU, which meanwhile computes the next.
@@ -93,7 +93,7 @@ class _HostCopy:
             self._arrived.record()
 
     def read(self) -> list[float]:
-        """The report's figures, in its order; waits for its own step only."""
+        """Return the report's figures, in its order; wait for its own step only."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._host.tolist()
@@ -116,7 +116,7 @@ class _PendingStep(NamedTuple):
 
 
 def train(run: Run) -> str:
-    """Train to the end, or until asked to stop; returns why it ended.  Raises TrainingError when it cannot go on."""
+    """Train to the end, or until a request to stop; return why it ended.  Raises TrainingError when it cannot go on."""
     with StopRequest() as stop:
         loop = _Loop(run, stop)
         try:
@@ -246,7 +246,7 @@ class _Loop:
         )
 
     def _rank_metrics(self, pending: _PendingStep) -> list[RankMetrics]:
-        """Every rank's memory and traffic of a step; a collective call."""
+        """Return every rank's memory and traffic of a step; a collective call."""
         mesh = self._context.mesh
         mine = RankMetrics(
             peak_memory_bytes=peak_memory_bytes(mesh.device),
@@ -297,7 +297,7 @@ class _Loop:
         self._mark = time.perf_counter()
 
     def _reason_to_exit(self) -> str:
-        """The reason to end the run after this step, the same on all ranks; empty to continue."""
+        """Return the reason to end the run after this step, the same on all ranks; empty to continue."""
         timetable, iteration = self._run.timetable, self._state.iteration
         if self._stops:
             return f"asked to stop after iteration {iteration} ({self._stop.reason or 'by another rank or the clock'})"
@@ -334,7 +334,7 @@ class _Loop:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The peak memory of this process: allocated on the GPU, or resident on the CPU."""
+    """Return the peak memory of this process: allocated on the GPU, or resident on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

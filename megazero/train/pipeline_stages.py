@@ -12,7 +12,7 @@ from megazero.pipeline.stage_plan import StagePlan
 
 
 def pipeline_split(config: RunConfig, padded_vocab_size: int) -> tuple[int, ...]:
-    """The number of layers of every chunk, in model order: as given, or balanced with the embedding and the head."""
+    """Return the layers of every chunk, in model order: as given, or balanced with the embedding and the head."""
     given = derived.given_split(config)
     if given is not None:
         return given
@@ -34,13 +34,13 @@ def pipeline_split(config: RunConfig, padded_vocab_size: int) -> tuple[int, ...]
 
 
 def stage_chunks(config: RunConfig, stage: int, padded_vocab_size: int) -> tuple[Chunk, ...]:
-    """The chunks of the model that belong to a pipeline stage."""
+    """Return the chunks of the model that belong to a pipeline stage."""
     chunks = cut(pipeline_split(config, padded_vocab_size))
     return chunks_of(chunks, stage=stage, num_stages=config.parallel.pipeline_model_parallel_size)
 
 
 def stage_plan(config: RunConfig, stage: int) -> StagePlan:
-    """The schedule of a pipeline stage."""
+    """Return the schedule of a pipeline stage."""
     return StagePlan(
         schedule=derived.pipeline_schedule(config),
         num_stages=config.parallel.pipeline_model_parallel_size,
@@ -51,7 +51,7 @@ def stage_plan(config: RunConfig, stage: int) -> StagePlan:
 
 
 def activation_config(config: RunConfig) -> ActivationConfig:
-    """The activation section as it takes effect.
+    """Return the activation section as it takes effect.
 
     Only full recomputation has activation checkpoints; with a split sequence they are slices already.
     """
@@ -65,7 +65,7 @@ def activation_config(config: RunConfig) -> ActivationConfig:
 
 
 def num_checkpoints(config: RunConfig, stage: int, padded_vocab_size: int, num_micro_batches: int) -> int:
-    """The largest number of checkpoints in memory on a stage: those of all micro-batches in flight."""
+    """Return the largest number of checkpoints in memory on a stage: those of all micro-batches in flight."""
     plan = configured_plan(config.activations)
     in_flight = most_in_flight(stage_plan(config, stage).step(num_micro_batches).actions)
     chunks = stage_chunks(config, stage, padded_vocab_size)
@@ -73,7 +73,7 @@ def num_checkpoints(config: RunConfig, stage: int, padded_vocab_size: int, num_m
 
 
 def describe_stages(config: RunConfig, padded_vocab_size: int) -> list[str]:
-    """Lines that list the chunks of each pipeline stage; none for a single stage."""
+    """Return lines that list the chunks of each pipeline stage; none for a single stage."""
     num_stages = config.parallel.pipeline_model_parallel_size
     if num_stages == 1:
         return []
@@ -90,7 +90,7 @@ _MOST_STAGES_SHOWN = 16
 
 
 def _describe(chunk: Chunk) -> str:
-    """A description of a chunk, such as "embedding, layers 0-5"."""
+    """Describe a chunk, such as "embedding, layers 0-5"."""
     first, last = chunk.layers.start, chunk.layers.stop - 1
     layers = [f"layer {first}" if first == last else f"layers {first}-{last}"] if chunk.layers else []
     return ", ".join([*["embedding"] * chunk.is_first, *layers, *["final norm and head"] * chunk.is_last])

@@ -19,7 +19,7 @@ from megazero.train.loop import train
 
 
 def pretrain(config: RunConfig, launch: Launch, inputs: RunInputs) -> int:
-    """Build the run and train; returns the exit status of the process."""
+    """Build the run and train; return the exit status of the process."""
     check_checkpoint(config, inputs)
     parallel, logging = config.parallel, config.logging
     device = choose_device(parallel.device, launch.local_rank)

@@ -30,7 +30,7 @@ _CPU = torch.device("cpu")
 def resolve_activations(
     config: RunConfig, mesh: Mesh, *, vocab_size: int, padded_vocab_size: int
 ) -> tuple[ActivationConfig, tuple[str, ...]]:
-    """The activation section without "auto", and a line that explains each decision; a collective call."""
+    """Return the activation section without "auto", and a line that explains each decision; a collective call."""
     section = activation_config(config)
     if "auto" not in (section.partition_activations, section.checkpoint_in_cpu):
         return section, ()
@@ -54,7 +54,7 @@ def resolve_activations(
 
 
 def _data_parallel_bytes(config: RunConfig, mesh: Mesh, model: GPT, num_micro_batches: int) -> int:
-    """The bytes that this rank sends in a step over the data-parallel axis, for all its chunks."""
+    """Return the bytes that this rank sends in a step over the data-parallel axis, for all its chunks."""
     plan, stage = resolve(config.zero, config.precision), stage_plan(config, mesh.coordinate("pp"))
     actions = stage.step(num_micro_batches).actions
     total = 0
@@ -67,7 +67,7 @@ def _data_parallel_bytes(config: RunConfig, mesh: Mesh, model: GPT, num_micro_ba
 
 
 def _checkpoints(config: RunConfig, plan: ZeroPlan, chunks: Sequence[Chunk]) -> CheckpointSizes:
-    """The checkpoints that one micro-batch leaves on this rank."""
+    """Return the sizes of the checkpoints that one micro-batch leaves on this rank."""
     return CheckpointSizes(
         number=sum(configured_plan(config.activations).num_checkpoints(len(chunk.layers)) for chunk in chunks),
         micro_batch_size=config.training.micro_batch_size,

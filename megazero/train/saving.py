@@ -27,7 +27,7 @@ _OPTIMIZER, _NUMBERS = "optimizer", "optimizer_numbers"
 
 @dataclass(frozen=True)
 class Saver:
-    """Writes checkpoints under `root`.
+    """A writer of checkpoints under `root`.
 
     extra: entries of a checkpoint's progress beside the counters, unchanged through the run.
     saved_iteration: the iteration that the run was resumed from, if that checkpoint lies under `root`.
@@ -48,7 +48,7 @@ class Saver:
                 stream.write(self.config_yaml.encode())
 
     def save(self, state: TrainState) -> Path:
-        """Write one checkpoint, on all ranks together; returns its folder."""
+        """Write one checkpoint, on all ranks together; return its folder."""
         self.engine.ensure_parameters()
         progress = {**state.to_json(), **self.extra}
         numbers = self.engine.settings.optimizer.numbers()
@@ -62,7 +62,7 @@ class Saver:
 
 
 def find_checkpoint(config: CheckpointConfig) -> Checkpoint | None:
-    """The checkpoint of --load; None if the folder has none yet, as at the first start of a run that resumes itself."""
+    """Open the checkpoint of --load; None if there is none, as at the first start of a run that resumes itself."""
     if config.load is None:
         return None
     # A step folder may have been renamed or copied; a named one that does not exist is an error, not a first start.
@@ -121,7 +121,7 @@ class _Setting(NamedTuple):
 
 
 def _shaping_settings(model: ModelConfig) -> Iterator[_Setting]:
-    """The settings that determine the parameters' shapes, with derived values for those that were left out."""
+    """Yield the settings that determine the parameters' shapes, with derived values for those that were left out."""
     yield _Setting("--num-layers", model.num_layers)
     yield _Setting("--hidden-size", model.hidden_size)
     yield _Setting("--num-attention-heads", model.num_attention_heads)
@@ -146,7 +146,7 @@ def check_optimizer(checkpoint: Checkpoint, kind: str) -> None:
 
 
 def has_stepped(checkpoint: Checkpoint) -> bool:
-    """True if the checkpoint's optimizer has state; AdamW's exists before the first step."""
+    """Return True if the checkpoint's optimizer has state; AdamW's exists before the first step."""
     return checkpoint.progress.get(_NUMBERS, {}) is not None
 
 

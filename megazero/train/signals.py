@@ -1,6 +1,6 @@
-"""Signals that ask a run to save and stop.
+"""Handles the signals that make a run save and stop.
 
-SIGTERM (a scheduler that wants its nodes back) and SIGUSR1 (a warning some minutes before that) only raise a flag, on
+SIGTERM (a scheduler reclaims its nodes) and SIGUSR1 (a warning some minutes before that) only raise a flag, on
 the rank that got them and nowhere else.  The training loop sends every rank's flag through the step's reductions, so
 all ranks stop after the same step.  Signals belong to ranks: torchrun itself dies of SIGUSR1 and orphans its workers.
 """

@@ -110,7 +110,7 @@ class StagePasses:
         return not (self._roots or self._deferred)
 
     def _sequences_of(self, action: Action, batch: MicroBatch) -> Sequences:
-        """Positions and documents of a micro-batch, made once for all chunks of this rank.
+        """Return the positions and documents of a micro-batch, made once for all chunks of this rank.
 
         Chunks take a micro-batch in model order, so the last one removes the entry; graphs retain what they need.
         """
@@ -129,7 +129,7 @@ class StagePasses:
         return self._inputs[_key(action)].enter(received)
 
     def _losses(self, x: Tensor, batch: MicroBatch) -> Tensor:
-        """The loss, multiplied for backward, after adding loss and tokens to the sums."""
+        """Return the loss, multiplied for backward, after adding loss and tokens to the sums."""
         device = self._context.mesh.device
         labels = _to_device(batch.labels, device)
         mask = None if batch.loss_mask is None else _to_device(batch.loss_mask, device)
@@ -139,7 +139,7 @@ class StagePasses:
         return loss * self._multiplier
 
     def _output_gradient(self, action: Action) -> Tensor | None:
-        """The received gradient of the chunk's output; None for a loss, whose gradient is 1."""
+        """Return the received gradient of the chunk's output; None for a loss, whose gradient is 1."""
         if self._model.chunks[action.chunk].is_last:
             return None
         return self._exchange.wait(action._replace(kind=Kind.RECEIVE_GRADIENT))
@@ -158,7 +158,7 @@ def _key(action: Action) -> _Key:
 
 
 def _sequences(batch: MicroBatch, device: torch.device, dtype: torch.dtype) -> Sequences:
-    """Positions and document numbers of a micro-batch, on the device."""
+    """Return the positions and document numbers of a micro-batch, on the device."""
     positions, documents = (
         None if part is None else _to_device(part, device) for part in (batch.positions, batch.documents)
     )

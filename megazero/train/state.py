@@ -14,7 +14,7 @@ from megazero.optim.loss_scaler import LossScale
 
 @dataclass
 class TrainState:
-    """Counters of a run.
+    """The counters of a run.
 
     iteration: steps done, skipped ones included.  consumed_samples: the position in the data, over all ranks.
     optimizer_steps: steps that were not skipped, which determine the learning rate.
@@ -32,7 +32,7 @@ class TrainState:
         self.optimizer_steps += not skipped
 
     def to_json(self) -> dict[str, Any]:
-        """The counters as a checkpoint stores them."""
+        """Return the counters as a checkpoint stores them."""
         return {
             "iteration": self.iteration,
             "consumed_samples": self.consumed_samples,
@@ -42,7 +42,7 @@ class TrainState:
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> "TrainState":
-        """Counters from a checkpoint; raises `CheckpointError` if one is missing or not a count."""
+        """Restore the counters from a checkpoint; raise `CheckpointError` if one is missing or not a count."""
         names = ("iteration", "consumed_samples", "optimizer_steps")
         bad = [name for name in names if type(saved.get(name)) is not int or saved[name] < 0]
         if bad or not isinstance(saved.get("loss_scale"), Mapping):

@@ -26,7 +26,7 @@ class StepControls(NamedTuple):
 
 
 class StepReport(NamedTuple):
-    """Figures of one step, float64 scalars on the device; the same on every rank.
+    """The figures of one step, float64 scalars on the device; the same on every rank.
 
     loss: mean over the global batch's tokens.  grad_norm: before clipping, unscaled.
     stop: the number of ranks that request the end of the run.  skipped: 1 if the step was skipped.

@@ -119,7 +119,7 @@ class _Comparison:
         self._num_copies = 0
 
     def run(self, steps: int) -> Report:
-        """Train, and compare."""
+        """Train all steps on both sides, and compare them."""
         compared = [self._step(number, steps) for number in range(1, steps + 1)]
         self._here.engine.ensure_parameters()
         least = _least_weight(self._config.optimizer, [step.norm.one for step in compared])

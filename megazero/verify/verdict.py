@@ -91,7 +91,7 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class CopyDifference:
-    """Ranks along an axis whose copies of one parameter's `kind` are not the same to the bit."""
+    """The ranks along an axis whose copies of one parameter's `kind` are not the same to the bit."""
 
     axis: str
     kind: str
@@ -105,7 +105,7 @@ class CopyDifference:
 
 @dataclass(frozen=True)
 class StepComparison:
-    """One step, counted from 1; gradients of all parameters, in the model's order, after reduction."""
+    """The comparison of one step, counted from 1; gradients are those of all parameters, in order, after reduction."""
 
     step: int
     loss: Figure
@@ -221,7 +221,7 @@ class Report:
 def copy_differences(
     topology: Topology, digests: Sequence[dict[str, dict[str, dict[str, str]]]]
 ) -> tuple[CopyDifference, ...]:
-    """Return the copies that are not the same; digests, by rank: axis -> kind -> parameter's name -> digest."""
+    """Return the copies that are not the same; digests: for each rank, those by axis, kind and parameter's name."""
     found = []
     for axis in ("tp", ENDS, "dp"):
         for group in topology.groups(axis):

@@ -59,7 +59,7 @@ class EngineSettings:
 def plan_layout(
     model: nn.Module, units: Sequence[Unit], partitions: int, plan: ZeroPlan, settings: EngineSettings
 ) -> FlatLayout:
-    """The flat layout of a model's parameters over `partitions` ranks."""
+    """Build the flat layout of a model's parameters over `partitions` ranks."""
     zero = settings.zero
     specs = [spec for spec, _ in named_specs(model)]
     persistent = {spec.name for spec in specs}
@@ -76,7 +76,7 @@ def plan_layout(
 
 
 class Engine:
-    """ZeRO data parallelism around `model`, whose parameters become views of the engine's flat tensors."""
+    """The engine of ZeRO data parallelism around `model`, whose parameters become views of its flat tensors."""
 
     def __init__(
         self,
@@ -149,9 +149,9 @@ class Engine:
         self._reducer.begin_step()
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        """Backward of one micro-batch; `is_last` marks the accumulation boundary.
+        """Run the backward of one micro-batch; `is_last` marks the accumulation boundary.
 
-        Gradients are summed over micro-batches and ranks, so `loss` must hold whatever makes that sum the average.
+        Gradients are summed over micro-batches and ranks, so `loss` must be scaled so that this sum is the average.
         """
         self.begin_backward(is_last=is_last)
         torch.autograd.backward(loss)
@@ -186,12 +186,12 @@ class Engine:
         self._gather.stop_retaining(self._units_of.get(part, set()))
 
     def finish_reductions(self) -> None:
-        """Return when every gradient that this rank stores is reduced."""
+        """Wait until every gradient that this rank stores is reduced."""
         self._reducer.finish()
         self._sums.apply()
 
     def reset_step(self) -> None:
-        """After a forward or backward has failed: finish its collectives, and forget its gradients and uses."""
+        """Recover from a failed forward or backward: finish its collectives, and forget its gradients and uses."""
         self._reducer.reset()
         self._frames.reset()
 
@@ -206,11 +206,11 @@ class Engine:
         return self._reducer.predivisor
 
     def local_norms(self) -> LocalNorms:
-        """This rank's share of the gradient norm and of the overflow check, of gradients as they are stored."""
+        """Return this rank's share of the gradient norm and of the overflow check, of gradients as they are stored."""
         return self._update.local_norms(self._reducer.scratch)
 
     def update(self, inputs: StepInputs) -> None:
-        """Take an optimizer step on the owned ranges and publish them; that ends just before each unit's next use."""
+        """Take an optimizer step on the owned ranges and publish them, which ends just before each unit's next use."""
         self._gather.check_unpinned("an optimizer step")
         self._gather.release_all()
         self._publisher.ensure_all()  # of units that no forward has used since the step before
@@ -221,44 +221,44 @@ class Engine:
         self._gather.release_all()
 
     def ensure_parameters(self) -> None:
-        """Return when every working parameter that is not partitioned may be read outside a forward."""
+        """Wait until every working parameter that is not partitioned may be read outside a forward."""
         self._publisher.ensure_all()
 
     @property
     def largest_buffer_bytes(self) -> int:
-        """Bytes that constant-size buffers must hold: a bucket on the wire, one update's gradients, one norm's."""
+        """The bytes that constant-size buffers must hold: a bucket on the wire, one update's gradients, one norm's."""
         wire = self.layout.max_bucket_numel * max(self.plan.gradient_wire.itemsize, self.plan.gradient.itemsize)
         return max(wire, self._update.largest_buffer_bytes)
 
     @property
     def gathered_numel(self) -> tuple[int, int]:
-        """Elements of partitioned parameters that are gathered now, and that were at the most."""
+        """The elements of partitioned parameters that are gathered now, and that were at the most."""
         return self._gather.memory.live_numel, self._gather.memory.peak_live_numel
 
     def parameter_name(self, index: int) -> str:
-        """The name of the parameter to which `LocalNorms.first_overflow` refers, on whichever rank it is."""
+        """Return the name of the parameter to which `LocalNorms.first_overflow` refers, on whichever rank it is."""
         return self._update.parameter_names[index]
 
     @property
     def optimizer_step(self) -> Tensor:
-        """Number of optimizer steps taken, float32, no dimensions."""
+        """The number of optimizer steps taken, float32, no dimensions."""
         return self._shards.optimizer_step
 
     def model_state_bytes(self) -> ModelStateBytes:
-        """Bytes of model states that this rank has allocated."""
+        """Return the bytes of model states that this rank has allocated."""
         return self._shards.model_state_bytes(optimizer_bytes=self._update.optimizer_bytes())
 
     @property
     def gradient_arenas(self) -> dict[str, ArenaStatistics]:
-        """Statistics of the arenas of reduced gradients ("kept") and of leased "buckets", where there are any."""
+        """The statistics of the arenas of reduced gradients ("kept") and of leased "buckets", where there are any."""
         return self._reducer.arenas
 
     def owned_state(self) -> Iterator[StateFragment]:
-        """What this rank saves: over all ranks, every element of every parameter and kind exactly once."""
+        """Yield the state that this rank saves; over all ranks, every element of every parameter and kind once."""
         yield from chain(self._shards.owned_state(self._coordinates), self._update.optimizer_state(is_saved=True))
 
     def wanted_state(self) -> Iterator[StateFragment]:
-        """What this rank must be given to go on from a checkpoint; follow with `state_loaded`."""
+        """Yield the state that a checkpoint must fill on this rank; `state_loaded` must be called afterwards."""
         self.ensure_parameters()  # what is still being published must not be written to
         yield from chain(self._shards.wanted_state(), self._update.optimizer_state(is_saved=False))
 
@@ -268,7 +268,7 @@ class Engine:
         With weights_only (no moments), master weights are then rounded to the working dtype, unless the configuration
         loads float32 weights.
         """
-        self._gather.release_all()  # copies of the old values
+        self._gather.release_all()  # gathered parameters are copies of the old values
         for bucket in self.layout.trainable_buckets:
             self._shards.copy_master_to_working(bucket)
         if weights_only and not self.settings.zero.load_from_fp32_weights:
@@ -277,7 +277,7 @@ class Engine:
         self.ensure_parameters()
 
     def pieces(self, name: str, kind: str) -> Iterator[Piece]:
-        """This rank's parts of a parameter's "master", "gradient" or optimizer state; a frozen one has none."""
+        """Return this rank's parts of a parameter's "master", "gradient" or optimizer state; none of a frozen one."""
         self._publisher.ensure(self._slots[name][0].unit)  # what is still being published must not be written to
         return self._update.pieces(name, kind)
 

@@ -1,4 +1,4 @@
-"""Where forward and backward need partitioned parameters.
+"""Finds where forward and backward need partitioned parameters.
 
 A *frame* is a forward in progress of a module that has units to pin, or of a module around such modules.  Units are
 pinned when their module's forward begins and unpinned when it ends.  Three nets catch every other use:
@@ -31,7 +31,7 @@ _Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
 @dataclass
 class _Frame:
-    """saving: hooks that catch what is saved in this frame, if those around it would not."""
+    """A forward in progress.  saving: hooks that catch what is saved in it, if those around it would not."""
 
     module: nn.Module
     saving: "_SavedTensors | None"
@@ -47,7 +47,7 @@ class _SavedView(NamedTuple):
 
 
 class Frames:
-    """Follows the forwards of one model; `consumers` says which units a module's forward reads."""
+    """A follower of one model's forwards; `consumers` lists the units that each module's forward reads."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class Frames:
             self._handles[module] = (before, module.register_forward_hook(self._leave, always_call=True))
 
     def _modules_to_follow(self, model: nn.Module) -> Iterator[nn.Module]:
-        """The consumers of units; where something is partitioned, every module around one too."""
+        """Yield the consumers of units; where something is partitioned, every module around one too."""
         for module in model.modules():
             inner = module.modules() if self._gather.is_needed else (module,)
             if any(part in self._consumers for part in inner):
@@ -160,7 +160,7 @@ class Frames:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in a module's output: in sequences, mappings and dataclasses, however nested."""
+    """Yield the tensors in a module's output: in sequences, mappings and dataclasses, however nested."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -190,7 +190,7 @@ class _SavedTensors:
 
     @staticmethod
     def are_caught(gather: ParameterGather) -> bool:
-        """Whether hooks of the same gather catch the tensors that are saved now."""
+        """Return True if hooks of the same gather catch the tensors that are saved now."""
         top = _top_hooks()
         owner = None if top is None else getattr(top[0], "__self__", None)
         return isinstance(owner, _SavedTensors) and owner._gather is gather
@@ -210,7 +210,7 @@ class _SavedTensors:
 
 
 def _top_hooks() -> _Hooks | None:
-    """The hooks that pack tensors saved now, and unpack them when backward needs them; None if there are none."""
+    """Return the hooks that pack tensors saved now, and unpack them when backward needs them; None without hooks."""
     hooks: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
 

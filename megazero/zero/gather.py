@@ -23,7 +23,7 @@ from megazero.zero.use_order import UseOrder
 
 
 class ParameterGather:
-    """Gathers, prefetches, retains and releases the units of one model on one rank."""
+    """The units of one model on one rank: gathers, prefetches, retains and releases them."""
 
     def __init__(
         self, shards: Shards, communicator: Communicator, parameters: Mapping[str, nn.Parameter], zero: ZeroConfig
@@ -43,21 +43,21 @@ class ParameterGather:
         self._orders = {True: UseOrder(numel), False: UseOrder(numel)}  # passes with a backward, passes without
         self._order = self._orders[True]
         self._last_in_backward: GatheredUnit | None = None
-        self._node: object = None  # of autograd's graph: the last one that gathered a unit
+        self._node: object = None  # the node of autograd's graph that last gathered a unit
         self._used_by_node: set[str] = set()
         self._retained: set[str] = set()  # units that stay gathered between their uses, as far as the limit allows
 
     def has(self, unit: str) -> bool:
-        """Whether some parameters of the unit are partitioned."""
+        """Return True if some parameters of the unit are partitioned."""
         return unit in self._units
 
     def unit_of(self, parameter: str) -> str | None:
-        """The unit to gather for a parameter; None when it is always whole."""
+        """Return the unit to gather for a parameter; None when it is always whole."""
         unit = self._unit_of.get(parameter)
         return None if unit is None else unit.name
 
     def unit_of_memory(self, tensor: torch.Tensor) -> str | None:
-        """The unit in whose memory the tensor lies; None for any other tensor, with memory or without."""
+        """Return the unit in whose memory the tensor lies; None for any other tensor, with memory or without."""
         unit = self.memory.unit_of(tensor)
         return None if unit is None else unit.name
 
@@ -192,7 +192,7 @@ class ParameterGather:
             raise UsageError(Problem(given, rule, f"{call} after the block of GatheredParameters"))
 
     def _gather(self, unit: GatheredUnit, why: str) -> None:
-        """Gather a unit: return when it is whole."""
+        """Gather a unit, and wait until it is whole."""
         unit.is_prefetched = False
         if unit.state is not UnitState.WHOLE:
             self._make_room(unit)
@@ -258,10 +258,10 @@ class ParameterGather:
 
 
 def in_backward() -> bool:
-    """Whether autograd is walking a graph in this thread."""
+    """Return True if autograd is walking a graph in this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
 def _is_recomputed(unit: GatheredUnit) -> bool:
-    """Whether the running backward is one inside of that which recomputed with it, and walks what was recomputed."""
+    """Return True if an outer backward recomputed with the unit, and the running one walks what was recomputed."""
     return unit.recomputed_in is not None and unit.recomputed_in != torch._C._current_graph_task_id()

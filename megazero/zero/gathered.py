@@ -1,6 +1,6 @@
 """GatheredParameters: partitioned parameters made whole for the length of a block.
 
-For reading weights, or changing them, outside a forward.  Entering and leaving are collective: every rank of the
+It serves to read weights, or to change them, outside a forward.  Entering and leaving are collective: every rank of the
 data-parallel axis must do both, with the same parameters.
 """
 
@@ -12,7 +12,7 @@ from megazero.zero.guard import Owner, handle_of
 
 
 class GatheredParameters:
-    """Inside the block the parameters are whole on every rank.
+    """A context manager inside whose block the parameters are whole on every rank.
 
     params: one parameter, several, or a module's; those that no engine partitions are left as they are.
     modifier_rank: the data-parallel rank whose changes every rank stores, master weights too, at the block's end;

@@ -61,7 +61,7 @@ class Owner(Protocol):
 
 @dataclass(frozen=True)
 class ParameterHandle:
-    """The link from a parameter to the owner of its state; the parameter's one attribute beside its spec."""
+    """The link from a parameter to the owner of its state, an attribute of the parameter."""
 
     name: str
     owner: Owner
@@ -106,7 +106,7 @@ def attach_handle(parameter: nn.Parameter, name: str, owner: Owner) -> None:
 
 
 def handle_of(parameter: nn.Parameter) -> ParameterHandle | None:
-    """The handle of a parameter, None if it has no owner."""
+    """Return the handle of a parameter, None if it has no owner."""
     return getattr(parameter, _ATTRIBUTE, None)
 
 
@@ -131,7 +131,7 @@ def unguard(parameter: nn.Parameter) -> None:
 
 
 def _name_of(func: Callable[..., Any]) -> str:
-    """The name of a function, or of the attribute that a getter or setter is for."""
+    """Return the name of a function, or of the attribute that a getter or setter is for."""
     if func.__class__.__name__ == "method-wrapper":
         return str(func.__self__.__name__)  # type: ignore[attr-defined]
     return str(getattr(func, "__name__", func))
@@ -144,7 +144,7 @@ def _reads_values(func: Callable[..., Any], call: str) -> bool:
 
 
 def _guarded_in(value: Any) -> Iterator[PartitionedParameter]:
-    """Guarded parameters among a call's arguments, however nested in lists and mappings."""
+    """Yield the guarded parameters among a call's arguments, however nested in lists and mappings."""
     if isinstance(value, PartitionedParameter):
         yield value
     elif isinstance(value, Mapping):

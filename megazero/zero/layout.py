@@ -1,4 +1,4 @@
-"""The flat layout: parameters -> units -> sections -> buckets -> partitions -> fragments.  Pure arithmetic, no tensors.
+"""The flat layout: how parameters lie in units, sections, buckets and partitions.  Pure arithmetic, no tensors.
 
     unit       a transformer block, an embedding, the final norm: what is gathered and released together
     section    the parameters of one unit with the same (dtype, trainable, partitioned), flattened one behind the other
@@ -30,7 +30,7 @@ from megazero.parallel.param_spec import ParamSpec, Unit
 
 @dataclass(frozen=True)
 class LayoutRules:
-    """partitions: ranks of the partition axis; bucket_numel and alignment in elements."""
+    """The rules of a layout.  partitions: ranks of the partition axis; bucket_numel, alignment: in elements."""
 
     partitions: int
     bucket_numel: int
@@ -38,12 +38,12 @@ class LayoutRules:
 
     @property
     def quantum(self) -> int:
-        """Every bucket is a multiple of this, so that every partition is aligned."""
+        """The elements of which every bucket is a multiple, so that every partition is aligned."""
         return self.partitions * self.alignment
 
 
 class Range(NamedTuple):
-    """Elements [start, stop) of a section."""
+    """The elements [start, stop) of a section."""
 
     start: int
     stop: int
@@ -73,7 +73,7 @@ class Slot:
 
 
 class Fragment(NamedTuple):
-    """Elements [start, stop) of one parameter, which are the elements `within` of its section."""
+    """The elements [start, stop) of one parameter, which are the elements `within` of its section."""
 
     spec: ParamSpec
     start: int
@@ -85,7 +85,7 @@ class Fragment(NamedTuple):
         return self.stop - self.start
 
     def clipped(self, to: Range) -> "Fragment | None":
-        """Its overlap with a range of the section; None if there is none."""
+        """Return its overlap with a range of the section; None if there is none."""
         start, stop = max(self.within.start, to.start), min(self.within.stop, to.stop)
         if start >= stop:
             return None
@@ -95,7 +95,7 @@ class Fragment(NamedTuple):
 
 @dataclass(frozen=True)
 class Bucket:
-    """Elements [start, stop) of section number `section`; `index` counts buckets through the whole model.
+    """The elements [start, stop) of section number `section`; `index` counts buckets through the whole model.
 
     fragments: overlaps of the section's parameters with it, by parameter name, in order; padding has none.
     """
@@ -116,17 +116,17 @@ class Bucket:
         return Range(self.start, self.stop)
 
     def fragments_in(self, within: Range) -> Iterator[Fragment]:
-        """Overlaps of parameters with a part of the bucket, in order."""
+        """Return the overlaps of parameters with a part of the bucket, in order."""
         clipped = (fragment.clipped(within) for fragment in self.fragments.values())
         return (fragment for fragment in clipped if fragment is not None)
 
     def fragment_of(self, name: str, within: Range) -> Fragment | None:
-        """The overlap of one parameter with a part of the bucket; None if there is none."""
+        """Return the overlap of one parameter with a part of the bucket; None if there is none."""
         fragment = self.fragments.get(name)
         return None if fragment is None else fragment.clipped(within)
 
     def partition(self, rank: int) -> Range:
-        """The slice of the section that `rank` owns of this bucket."""
+        """Return the slice of the section that `rank` owns of this bucket."""
         size = self.numel // self.partitions
         return Range(self.start + rank * size, self.start + (rank + 1) * size)
 
@@ -146,11 +146,11 @@ class Section:
 
     @cached_property
     def used_numel(self) -> int:
-        """Elements of parameters, without padding."""
+        """The elements of parameters, without padding."""
         return self.slots[-1].stop
 
     def group_runs(self, within: Range) -> Iterator[tuple[int, Range]]:
-        """(group, range) pieces that tile `within`: at most one per optimizer group; padding joins the last group."""
+        """Yield (group, range) pieces that tile `within`: at most one per optimizer group; padding is in the last."""
         starts = [(group, next(slots).start) for group, slots in groupby(self.slots, lambda slot: slot.group)]
         stops = [start for _, start in starts[1:]] + [self.numel]
         for (group, start), stop in zip(starts, stops, strict=True):
@@ -161,19 +161,19 @@ class Section:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Every section of the model, in unit order."""
+    """The layout of a model: every section, in unit order."""
 
     rules: LayoutRules
     sections: tuple[Section, ...]
 
     @cached_property
     def trainable_buckets(self) -> tuple[Bucket, ...]:
-        """Buckets whose gradients are reduced, in forward order."""
+        """The buckets whose gradients are reduced, in forward order."""
         return tuple(bucket for section in self.sections if section.trainable for bucket in section.buckets)
 
     @cached_property
     def buckets_of(self) -> Mapping[str, tuple[Bucket, ...]]:
-        """{trainable parameter: the buckets it overlaps, in order}; one without elements is not in it."""
+        """The buckets that each trainable parameter overlaps, in order; one without elements is missing."""
         found: dict[str, tuple[Bucket, ...]] = {}
         for bucket in self.trainable_buckets:
             for name in bucket.fragments:
@@ -182,11 +182,11 @@ class FlatLayout:
 
     @property
     def max_bucket_numel(self) -> int:
-        """The largest bucket, in elements: the least size of a constant-size buffer."""
+        """The elements of the largest bucket: the least size of a constant-size buffer."""
         return max((bucket.numel for bucket in self.trainable_buckets), default=self.rules.quantum)
 
     def used_numel(self, *, trainable: bool) -> int:
-        """Elements of all sections of that trainability, without padding: Psi of this rank."""
+        """Return the elements of all sections of that trainability, without padding: Psi of this rank."""
         return sum(section.used_numel for section in self.sections if section.trainable == trainable)
 
 
@@ -210,7 +210,7 @@ def build_layout(units: Sequence[Unit], parameters: Iterable[Slot], rules: Layou
 
 
 def choose_persistent(specs: Iterable[ParamSpec], *, smaller_than: int, total: int) -> set[str]:
-    """Names of the parameters that stay whole on every rank though others are partitioned.
+    """Return the names of the parameters that stay whole on every rank though others are partitioned.
 
     smaller_than: elements that one of them stays below; total: most elements of all together.  They are chosen in
     registration order, and one that no longer fits is passed over.
@@ -224,7 +224,7 @@ def choose_persistent(specs: Iterable[ParamSpec], *, smaller_than: int, total: i
 
 
 def _in_order(members: Sequence[Slot]) -> tuple[Slot, ...]:
-    """The slots of one section, one behind the other."""
+    """Place the slots of one section, one behind the other."""
     slots, start = [], 0
     for slot in sorted(members, key=lambda slot: slot.group):  # stable: forward order within a group
         slots.append(replace(slot, start=start))

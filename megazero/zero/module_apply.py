@@ -1,4 +1,4 @@
-"""`Module.apply` on modules whose parameters are partitioned: the applied function gets them whole.
+"""Makes `Module.apply` gather partitioned parameters, so that the applied function gets them whole.
 
 A module gets an `apply` of its own, an attribute beside the class's method, which gathers the module's direct
 parameters around the call and stores the values that data-parallel rank 0 gives them.  A module whose class overrides
@@ -18,8 +18,8 @@ _NAME = "apply"
 def apply(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
     """Call fn on every module below, then on the module itself, each with its own parameters whole; a collective call.
 
-    Named as the method it stands in for, so that a module with it can be copied and pickled: a bound method goes by the
-    name of its function.
+    It has the name of the method that it replaces, so that a module with it can be copied and pickled: a bound method
+    is looked up by the name of its function.
     """
     for child in self.children():
         child.apply(fn)

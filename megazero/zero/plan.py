@@ -1,7 +1,7 @@
-"""The table of placements: the only file that knows what a ZeRO stage number means.
+"""The table of placements: the only file that defines what a ZeRO stage number means.
 
-Rows are kinds of state, columns say where it lives.  A stage is a choice of cells, and everything else in `zero/` reads
-cells (ZeRO, sections 5.1 to 5.3):
+Rows are kinds of state, columns are stages, and a cell is the place of that state in that stage.  Everything else in
+`zero/` reads cells (ZeRO, sections 5.1 to 5.3):
 
                               stage 0      stage 1       stage 2       stage 3
     working parameter         replicated   replicated    replicated    partitioned, gathered for use
@@ -25,14 +25,14 @@ from megazero.config.engine_sections import PrecisionConfig, ZeroConfig
 
 
 class Placement(Enum):
-    """Which ranks of the data-parallel axis store a piece of state."""
+    """The ranks of the data-parallel axis that store a piece of state."""
 
     REPLICATED = "every rank stores all of it"
     PARTITIONED = "every rank stores its partition of every bucket"
 
 
 class Lifetime(Enum):
-    """How long a piece of state exists in full on a rank."""
+    """The time for which a piece of state exists in full on a rank."""
 
     RESIDENT = "always; for gradients from the first micro-batch to the end of the step, in flat tensors"
     LOOSE = "gradients: the same time, in tensors of torch's own"
@@ -41,7 +41,7 @@ class Lifetime(Enum):
 
 @dataclass(frozen=True)
 class Row:
-    """One kind of state."""
+    """The placement, number format and lifetime of one kind of state."""
 
     placement: Placement
     dtype: torch.dtype
@@ -54,7 +54,7 @@ class Row:
 
 @dataclass(frozen=True)
 class ZeroPlan:
-    """The resolved table."""
+    """The table resolved for a configuration: a row for each kind of state."""
 
     parameter: Row
     gradient: Row
@@ -64,18 +64,18 @@ class ZeroPlan:
 
     @property
     def may_overflow(self) -> bool:
-        """Whether gradients pass through fp16, where large ones become infinite."""
+        """True if gradients pass through fp16, where large ones become infinite."""
         return torch.float16 in (self.parameter.dtype, self.gradient.dtype, self.gradient_wire)
 
     @property
     def has_separate_master(self) -> bool:
-        """Whether master weights are tensors of their own; at full precision the working parameter is its master."""
+        """True if master weights are tensors of their own; at full precision the working parameter is its master."""
         return self.optimizer.dtype != self.parameter.dtype
 
 
 @dataclass(frozen=True)
 class ModelStateBytes:
-    """Bytes of model states on one rank (ZeRO, section 3.1)."""
+    """The bytes of model states on one rank (ZeRO, section 3.1)."""
 
     parameters: int
     gradients: int
@@ -106,7 +106,7 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 
 
 def resolve(zero: ZeroConfig, precision: PrecisionConfig) -> ZeroPlan:
-    """The table for a configuration that has passed its rules."""
+    """Return the table for a configuration that has passed its rules."""
     stage = _STAGES[zero.zero_stage]
     parameter_dtype = DTYPES[precision.precision]
     master_dtype = torch.promote_types(parameter_dtype, torch.float32)
@@ -124,7 +124,7 @@ def resolve(zero: ZeroConfig, precision: PrecisionConfig) -> ZeroPlan:
 
 
 def model_state_bytes(plan: ZeroPlan, numel: int, partitions: int) -> ModelStateBytes:
-    """Bytes per rank for `numel` parameters by formula: p + g + k with each term divided where it is partitioned.
+    """Return the bytes per rank for `numel` parameters by formula: p + g + k, each divided where it is partitioned.
 
     A resident gradient is whole on every rank until the step's end, even where it is partitioned after reduction.
     Loose gradients are torch's own and not counted; the memory for their reduced sums is.
@@ -146,11 +146,11 @@ def model_state_bytes(plan: ZeroPlan, numel: int, partitions: int) -> ModelState
 def data_parallel_bytes(
     plan: ZeroPlan, numel: int, partitions: int, num_micro_batches: int, *, num_gathers: int | None = None
 ) -> int:
-    """Bytes a rank sends on the data-parallel axis in a step, for `numel` parameters by formula (ZeRO, section 7).
+    """Return the bytes that a rank sends over the data-parallel axis in a step, by formula (ZeRO, section 7).
 
-    Gradients are reduced once, or in every micro-batch where they are leased.  Parameters are published once, or,
-    where they are partitioned, gathered num_gathers times, by default for every forward and every backward (as if none
-    stayed gathered between the two).
+    numel: the number of parameters.  Gradients are reduced once, or in every micro-batch where they are leased.
+    Parameters are published once, or, where they are partitioned, gathered num_gathers times, by default for every
+    forward and every backward (as if none stayed gathered between the two).
     """
     reductions = num_micro_batches if plan.gradient.lifetime is Lifetime.LEASED else 1
     reduced = reductions * numel * plan.gradient_wire.itemsize

@@ -13,7 +13,7 @@ from megazero.zero.shards import Shards
 
 
 class ParameterPublisher:
-    """Sends updated buckets, and waits for them by unit.  Without `by_gather` every owner broadcasts its partition."""
+    """A sender of updated buckets, which waits by unit.  Without `by_gather` every owner broadcasts its partition."""
 
     def __init__(self, shards: Shards, communicator: Communicator, *, by_gather: bool) -> None:
         self._shards = shards
@@ -30,12 +30,12 @@ class ParameterPublisher:
             self._in_flight.setdefault(section.unit, deque()).extend(works)
 
     def ensure(self, unit: str) -> None:
-        """Return when the unit's parameters may be read."""
+        """Wait until the unit's parameters may be read."""
         for work in self._in_flight.pop(unit, ()):
             work.wait()
 
     def ensure_all(self) -> None:
-        """Return when every parameter may be read."""
+        """Wait until every parameter may be read."""
         for unit in list(self._in_flight):
             self.ensure(unit)
 

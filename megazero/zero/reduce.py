@@ -38,7 +38,7 @@ class _InFlight(NamedTuple):
 
 
 class GradientReducer:
-    """Counts arriving gradients and launches reductions in one order on all ranks."""
+    """A reducer that counts arriving gradients, and launches reductions in one order on all ranks."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class GradientReducer:
 
     @property
     def arenas(self) -> dict[str, ArenaStatistics]:
-        """Statistics of the arenas of reduced gradients ("kept") and of leased "buckets", where there are any."""
+        """The statistics of the arenas of reduced gradients ("kept") and of leased "buckets", where there are any."""
         found = {"kept": self._shards.gradient_arena, "buckets": self.bucket_arena}
         return {name: arena.statistics for name, arena in found.items() if arena is not None}
 
@@ -104,7 +104,7 @@ class GradientReducer:
         self._store.free(name)
 
     def gradient_slot(self, name: str) -> GradientSlot | None:
-        """Memory for a gradient that its layer writes; None where it must go to autograd, as outside a micro-batch."""
+        """Return memory for a gradient that its layer writes; None where autograd gets it, as outside a micro-batch."""
         return self._store.gradient_slot(name) if self._is_in_micro_batch else None
 
     def end_micro_batch(self) -> None:
@@ -120,7 +120,7 @@ class GradientReducer:
         self._is_in_micro_batch = False
 
     def reset(self) -> None:
-        """After a failed backward: finish reductions in flight, and forget the step's gradients."""
+        """Recover from a failed backward: finish reductions in flight, and forget the step's gradients."""
         self.finish()
         self._next, self._arrived = -1, None
         self._is_in_micro_batch = False
@@ -134,7 +134,7 @@ class GradientReducer:
             self._gathering.pop().wait()
 
     def _make_arena(self, names: Sequence[str], buffers: Scratch) -> ArenaScratch | None:
-        """Slots for the buckets leased at once, or for one update's gradients; None where no bucket is leased."""
+        """Make slots for the buckets leased at once, or for one update's gradients; None where no bucket is leased."""
         shards, plan = self._shards, self._shards.plan
         if plan.gradient.lifetime is not Lifetime.RESIDENT:
             num_slots = most_out_at_once(shards.layout, names, self._max_in_flight)
@@ -162,7 +162,7 @@ class GradientReducer:
             self._launch()
 
     def _launch(self) -> None:
-        while len(self._in_flight) >= max(self._max_in_flight, 1):  # before another takes its buffers
+        while len(self._in_flight) >= max(self._max_in_flight, 1):  # before another reduction takes its buffers
             self._finish_oldest()
         bucket = self._due[self._next]
         self._next -= 1
@@ -192,14 +192,14 @@ class GradientReducer:
 
 
 def most_out_at_once(layout: FlatLayout, names: Sequence[str], max_in_flight: int) -> int:
-    """The most buckets that are being filled or reduced at once, if gradients come from the last name to the first.
+    """Return the most buckets filled or reduced at once, if gradients come from the last name to the first.
 
     max_in_flight: reductions that run beside backward; with 0 backward waits for each.
     """
     buckets = layout.trainable_buckets
     missing = {bucket.index: set(bucket.fragments) for bucket in buckets}
     still_open: set[int] = set()
-    in_flight, most = min(max_in_flight, len(buckets)), 0  # those of the micro-batch before
+    in_flight, most = min(max_in_flight, len(buckets)), 0  # reductions of the micro-batch before
     last = len(buckets) - 1
     for name in reversed(names):
         for bucket in reversed(layout.buckets_of.get(name, ())):

@@ -4,7 +4,7 @@ Every `nn.Parameter` is a view of its section's flat tensor.  Where the section 
 working parameters; where it is partitioned, its memory exists only while the unit is gathered (`gather.py` fills and
 empties it), and what persists is this rank's *working shard*.  Resident gradients have the section's shape, with
 `.grad` preset to views.  What is partitioned (working shards, reduced gradients of leased buckets, master weights,
-moments) lies bucket after bucket in one flat tensor each; `owned` says which range of a bucket that is.
+moments) lies bucket after bucket in one flat tensor each; `owned` gives the range of a bucket.
 
 With contiguous gradients, resident ones and the reduced shard are blocks of one arena, as large as all of them (ZeRO,
 section 6.3).
@@ -25,12 +25,12 @@ FirstValue = Callable[[ParamSpec, nn.Parameter], Tensor]
 
 
 def value_of_parameter(spec: ParamSpec, parameter: nn.Parameter) -> Tensor:
-    """The first value of an ordinary parameter: what it holds."""
+    """Return the first value of an ordinary parameter: what it holds."""
     return parameter.detach()
 
 
 class Shards:
-    """Allocates the state of one rank according to the plan, and makes the parameters views of it."""
+    """The state of one rank, allocated according to the plan, with the parameters as views of it."""
 
     def __init__(
         self,
@@ -44,7 +44,9 @@ class Shards:
         ledger: AnyLedger | None = None,
         gradients_in_arena: bool = True,
     ) -> None:
-        """moments: the kinds that the optimizer keeps beside the master weights.
+        """Allocate the state and copy the first values to it.
+
+        moments: the kinds that the optimizer keeps beside the master weights.
 
         first_value is called for one parameter at a time, and returns all elements of this rank's tensor, in any shape.
         gradients_in_arena: whether reduced gradients are blocks of one arena, or tensors of their own.
@@ -78,22 +80,22 @@ class Shards:
         self.copy_working_to_master()
 
     def owned(self, bucket: Bucket) -> Range:
-        """The range of the section of which this rank stores optimizer state."""
+        """Return the range of the section of which this rank stores optimizer state."""
         return self._owned[bucket.index]
 
     def loaded(self, bucket: Bucket) -> Range:
-        """The range that a checkpoint must fill on this rank: the owned one, of frozen parameters the stored one."""
+        """Return the range that a checkpoint fills on this rank: the owned one, of frozen parameters the stored one."""
         section = self.layout.sections[bucket.section]
         if section.trainable:
             return self.owned(bucket)
         return self.partition(bucket) if section.partitioned else bucket.range
 
     def partition(self, bucket: Bucket) -> Range:
-        """This rank's partition of a bucket: norms are computed on it even where state is replicated."""
+        """Return this rank's partition of a bucket: norms are computed on it even where state is replicated."""
         return self._partitions[bucket.index]
 
     def flat(self, section: Section) -> Tensor:
-        """The tensor that the section's parameters are views of, [section.numel]; without memory while released."""
+        """Return the tensor [section.numel] that the section's parameters are views of; released, it has no memory."""
         return self._flats[section.index]
 
     def replace_flat(self, section: Section) -> None:
@@ -102,7 +104,7 @@ class Shards:
             self._flats[section.index] = self._make_hollow_flat(section)
 
     def working(self, bucket: Bucket, within: Range) -> Tensor:
-        """Working parameters [numel of within], a view; of a partitioned section only inside this rank's partition."""
+        """Return a view of working parameters [numel of within]; in a partitioned section, of this rank's part only."""
         shard = self._working_shards.get(bucket.section)
         if shard is None:
             return self._flats[bucket.section][within.start : within.stop]
@@ -110,21 +112,21 @@ class Shards:
         return shard[offset + within.start : offset + within.stop]
 
     def resident_gradient(self, bucket: Bucket, within: Range) -> Tensor:
-        """Unreduced (after reduction: reduced) gradients of a resident section, a view."""
+        """Return a view of a resident section's gradients: unreduced, or after the reduction reduced."""
         return self._resident_gradients[bucket.section][within.start : within.stop]
 
     def resident_gradient_of(self, name: str) -> Tensor:
-        """A parameter's unreduced gradient, a view in its shape."""
+        """Return a parameter's unreduced gradient, a view in its shape."""
         return self._resident_views[name]
 
     def reduced_gradient(self, bucket: Bucket, within: Range) -> Tensor:
-        """Reduced gradients of a range that this rank stores after reduction, a view."""
+        """Return a view of the reduced gradients of a range that this rank stores after reduction."""
         if self._is_resident:
             return self.resident_gradient(bucket, within)
         return self._gradient_shard[self._place(bucket, within)]
 
     def master(self, bucket: Bucket, within: Range) -> Tensor:
-        """Master weights of an owned range; at full precision the working parameters themselves."""
+        """Return the master weights of an owned range; at full precision the working parameters themselves."""
         if self._master is None:
             return self.working(bucket, within)
         return self._master[self._place(bucket, within)]
@@ -135,7 +137,7 @@ class Shards:
         return tuple(self._moments)
 
     def moment(self, kind: str, bucket: Bucket, within: Range) -> Tensor:
-        """One of the optimizer's moments of an owned range, a view."""
+        """Return one of the optimizer's moments of an owned range, a view."""
         return self._moments[kind][self._place(bucket, within)]
 
     def reset_resident_gradients(self) -> None:
@@ -149,20 +151,20 @@ class Shards:
             self._preset_gradients(self.layout.sections[index])
 
     def copy_working_to_master(self) -> None:
-        """Master = working, where they are two tensors."""
+        """Copy working parameters to master weights, where they are two tensors."""
         if self._master is not None:
             for bucket in self.layout.trainable_buckets:
                 owned = self.owned(bucket)
                 self.master(bucket, owned).copy_(self.working(bucket, owned))
 
     def copy_master_to_working(self, bucket: Bucket) -> None:
-        """The owned range of a bucket: working = master, cast."""
+        """Copy the owned range of a bucket from master weights to working parameters, where they are two tensors."""
         if self._master is not None:
             owned = self.owned(bucket)
             self.working(bucket, owned).copy_(self.master(bucket, owned))
 
     def owned_state(self, coordinates: Mapping[str, int]) -> Iterator[StateFragment]:
-        """What the rank at these coordinates saves: of its partitions, the parameters that no other rank counts."""
+        """Yield the state that the rank at these coordinates saves: its partitions of parameters that it counts."""
         for section in self.layout.sections:
             for bucket in section.buckets:
                 for fragment in bucket.fragments_in(self.partition(bucket)):
@@ -170,7 +172,7 @@ class Shards:
                         yield from self._state_of(bucket, fragment)
 
     def wanted_state(self) -> Iterator[StateFragment]:
-        """What this rank must be given to go on: all state on it that isn't computed from the rest."""
+        """Yield the state that a checkpoint must fill: all state on this rank that isn't computed from the rest."""
         for section in self.layout.sections:
             for bucket in section.buckets:
                 for fragment in bucket.fragments_in(self.loaded(bucket)):
@@ -186,7 +188,7 @@ class Shards:
             yield StateFragment(spec, kind, start, stop, self.moment(kind, bucket, within))
 
     def model_state_bytes(self, *, optimizer_bytes: int = 0) -> ModelStateBytes:
-        """Bytes of the persistent flat tensors and of a torch optimizer's own state, without gathered parameters."""
+        """Return the bytes of persistent flat tensors and of an optimizer's own state, without gathered parameters."""
         gradients = (*self._resident_gradients.values(), self._gradient_shard)
         whole = (self._flats[section.index] for section in self.layout.sections if not section.partitioned)
         return ModelStateBytes(
@@ -238,7 +240,7 @@ class Shards:
                 self.working(bucket, fragment.within).copy_(value[fragment.start : fragment.stop])
 
     def _make_hollow_flat(self, section: Section) -> Tensor:
-        """A flat tensor with the section's parameters as its views, and no memory."""
+        """Make a flat tensor with the section's parameters as its views, and no memory."""
         flat = self._empty(section.numel, section.dtype)
         for slot in section.slots:
             self._point(slot, flat)
@@ -268,7 +270,7 @@ class Shards:
         return flats
 
     def _preset_gradients(self, section: Section) -> None:
-        """Autograd adds in place where `.grad` exists, so it accumulates straight into the flat tensor."""
+        """Set every `.grad` that autograd fills to its view, since autograd adds in place where a `.grad` exists."""
         self._set_gradient_dtype(section, self.plan.gradient.dtype)
         for slot in section.slots:
             parameter, view = self._parameters[slot.spec.name], self._resident_views[slot.spec.name]
@@ -290,7 +292,7 @@ class Shards:
         return Arena(numel * itemsize, self.device, category="gradients", ledger=self.ledger, alignment=alignment)
 
     def _zero_gradients(self, numel: int) -> Tensor:
-        """Memory for resident or reduced gradients, for as long as the shards exist."""
+        """Allocate zeroed memory for resident or reduced gradients, for as long as the shards exist."""
         if self.gradient_arena is None:
             flat = self._zeros(numel, self.plan.gradient.dtype)
             self.ledger.tag(flat, "gradients")
@@ -300,7 +302,7 @@ class Shards:
         return block.tensor.zero_()
 
     def _offsets_by_bucket(self) -> dict[int, int]:
-        """What to add to a section's element to find it in the flat tensors of partitioned state."""
+        """Return by bucket the offset from an element's place in its section to that in the flat tensors of state."""
         offsets, position = {}, 0
         for bucket in self.layout.trainable_buckets:
             owned = self.owned(bucket)
@@ -320,7 +322,7 @@ class Shards:
 
 
 def _not_written(section: Section) -> Iterator[Range]:
-    """The ranges between the parameters whose layers write their gradients themselves."""
+    """Yield the ranges between the parameters whose layers write their gradients themselves."""
     start = 0
     for slot in section.slots:
         if slot.spec.writes_gradient:

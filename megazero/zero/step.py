@@ -18,7 +18,7 @@ from megazero.zero.engine import Engine
 
 
 class ReducedGradients(NamedTuple):
-    """What is known of a step's gradients once they are reduced; tensors without dimensions, on the device.
+    """The figures of a step's gradients once they are reduced; tensors without dimensions, on the device.
 
     square: sum of squares of the gradients as they are kept, float64, the same on every rank; not finite after an
     overflow on any of them.  first_overflow: int32 index of this rank's first parameter with a gradient that is not
@@ -31,9 +31,10 @@ class ReducedGradients(NamedTuple):
 
 
 class Update(NamedTuple):
-    """grad_norm: of the averaged gradients over all ranks, before clipping, float64.
+    """The result of an update, in tensors without dimensions.
 
-    skipped: float64, 1 after an overflow and else 0; None where overflow is no subject.  Neither has dimensions.
+    grad_norm: that of the averaged gradients over all ranks, before clipping, float64.
+    skipped: float64, 1 after an overflow and else 0; None where nothing can overflow.
     """
 
     grad_norm: Tensor
@@ -58,7 +59,7 @@ def reduce_gradients(engine: Engine, timers: Timers, *figures: Tensor) -> Reduce
 
 
 def first_overflow(engine: Engine, reduced: ReducedGradients) -> Tensor:
-    """The smallest `first_overflow` of all ranks, in place, which `Engine.parameter_name` names; a collective call."""
+    """Reduce `first_overflow` to the least of all ranks, which `Engine.parameter_name` names; a collective call."""
     engine.world.all_reduce_scalars(reduced.first_overflow, "min").wait()
     return reduced.first_overflow
 
@@ -74,7 +75,7 @@ def update_parameters(
 ) -> Update:
     """Clip, update what this rank owns and publish it, unless a gradient has overflowed.
 
-    scale: what makes averaged gradients of those that are kept.  clip_grad: largest norm of the average, 0 for none.
+    scale: the factor that turns stored gradients into averages.  clip_grad: largest norm of the average, 0 for none.
     lr: learning rate; None: the optimizer's param groups have their own.
     """
     grad_norm = reduced.square.sqrt() * scale

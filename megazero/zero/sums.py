@@ -1,6 +1,6 @@
 """Sums of gradients over another axis than the data-parallel one, whose ranks each have a part of them.
 
-Where activations are split along the sequence, every tensor-parallel rank sees a part of what a norm or a row-parallel
+Where activations are split along the sequence, every tensor-parallel rank holds a part of what a norm or a row-parallel
 bias was used on (Korthikanti et al., arXiv 2205.05198, section 4.2.2); and what the first and the last pipeline stage
 share gets a gradient on both.  The parts are added up once a step, after the reduction over the data-parallel axis, of
 what this rank owns: those ranks all lay out alike.  Small pieces travel together in one constant-size buffer.
@@ -29,10 +29,13 @@ class _Run(NamedTuple):
 
 
 class GradientSums:
-    """Adds up what `ParamSpec.summed_over` names, of one rank's owned gradients."""
+    """The sums of one rank's owned gradients over the axes that `ParamSpec.summed_over` names."""
 
     def __init__(self, shards: Shards, axis: Callable[[str], Communicator], buffers: Scratch) -> None:
-        """buffers: a pool whose leases may be as large as the layout's largest bucket in the gradients' dtype."""
+        """List what is to be summed.
+
+        buffers: a pool whose leases may be as large as the layout's largest bucket in the gradients' dtype.
+        """
         self._shards = shards
         self._buffers = buffers
         self.are_due = False
@@ -40,7 +43,7 @@ class GradientSums:
         self._runs = [(axis(name), tuple(self._runs_over(name))) for name in _AXES if axis(name).size > 1]
 
     def apply(self) -> None:
-        """Return when every sum is computed, if any are due; a collective call over the axes that have some."""
+        """Compute every sum, if any are due, and wait for it; a collective call over the axes that have some."""
         if not self.are_due:
             return
         self.are_due = False

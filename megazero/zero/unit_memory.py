@@ -24,7 +24,7 @@ from megazero.zero.shards import Shards
 
 
 class UnitState(Enum):
-    """Where a unit's whole parameters are."""
+    """The place of a unit's whole parameters."""
 
     PARTITIONED = "nowhere: every rank has its partition"
     IN_FLIGHT = "being gathered"
@@ -62,7 +62,7 @@ class GatheredUnit:
 
     @property
     def names(self) -> list[str]:
-        """Names of its parameters, in layout order."""
+        """The names of its parameters, in layout order."""
         return [slot.spec.name for section in self.sections for slot in section.slots]
 
     @cached_property
@@ -71,7 +71,7 @@ class GatheredUnit:
 
 
 class UnitMemory:
-    """Moves units between their states, and counts what is gathered.
+    """The memory of units, which moves them between their states and counts what is gathered.
 
     autograd_retains_memory: whether tensors that autograd has saved retain a unit's memory beyond its release.
     """
@@ -92,7 +92,7 @@ class UnitMemory:
         each(guard, unit.parameters)
 
     def unit_of(self, tensor: torch.Tensor) -> GatheredUnit | None:
-        """The unit in whose memory the tensor lies; None for any other tensor, with memory or without."""
+        """Return the unit in whose memory the tensor lies; None for any other tensor, with memory or without."""
         if is_traceable_wrapper_subclass(tensor):  # a DTensor, whose memory is that of the tensor inside
             inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
             found = (self.unit_of(part) for part in inner if isinstance(part, torch.Tensor))
@@ -112,7 +112,7 @@ class UnitMemory:
                 unit.works[bucket.index] = self._communicator.all_gather_into(whole, mine)
 
     def wait(self, unit: GatheredUnit, why: str) -> None:
-        """Return when every bucket, all of them launched, is gathered; raises CollectiveError if ranks don't meet."""
+        """Wait until every bucket, all of them launched, is gathered; raise CollectiveError if ranks don't meet."""
         try:
             for work in unit.works.values():
                 work.wait()
@@ -147,7 +147,7 @@ class UnitMemory:
         is_retained = unit.shared or self._autograd_retains_memory
         if is_retained or not all(
             flat.untyped_storage().resizable() for flat in flats
-        ):  # NumPy has seen one that is not
+        ):  # NumPy refers to one that is not
             self._detach_memory(unit)
         else:
             for flat in flats:
@@ -174,7 +174,7 @@ class UnitMemory:
 
 
 def partitioned_units(shards: Shards, parameters: Mapping[str, nn.Parameter]) -> Iterator[GatheredUnit]:
-    """The units of a layout that have partitioned parameters, with these."""
+    """Yield the units of a layout that have partitioned parameters, with those parameters."""
     by_unit: dict[str, list[Section]] = {}
     for section in shards.layout.sections:
         if section.partitioned:
@@ -197,5 +197,5 @@ def each(action: Callable[[nn.Parameter], None], parameters: Iterable[nn.Paramet
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Identity of the tensor's storage, the same for all its views and through resizing."""
+    """Return an identity of the tensor's storage, the same for all its views and through resizing."""
     return int(torch._C._storage_address(tensor))  # type: ignore[attr-defined]

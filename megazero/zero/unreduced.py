@@ -22,16 +22,16 @@ from megazero.zero.shards import Shards
 
 
 class UnreducedGradients(Protocol):
-    """Stores the gradients of buckets until they have been reduced."""
+    """A store of the gradients of buckets until they have been reduced."""
 
     def begin_step(self) -> None:
         """Forget the gradients of the step before."""
 
     def is_due(self, *, last_micro_batch: bool) -> bool:
-        """Whether buckets are reduced in this micro-batch."""
+        """Return True if buckets are reduced in this micro-batch."""
 
     def gradient_slot(self, name: str) -> GradientSlot | None:
-        """Memory for the parameter's gradient, written before it is deposited; None: the gradient goes to autograd."""
+        """Return memory for a parameter's gradient, written before it is deposited; None: autograd gets it."""
 
     def deposit(self, bucket: Bucket, name: str) -> None:
         """Store the part of a finished gradient that lies in `bucket`."""
@@ -40,7 +40,7 @@ class UnreducedGradients(Protocol):
         """Free the tensor of a gradient whose parts have all been deposited."""
 
     def close(self, bucket: Bucket, missing: set[str]) -> Tensor:
-        """All of the bucket's gradients [numel] in the wire's dtype, zeros for `missing`, ready to be reduced."""
+        """Return the bucket's gradients [numel] in the wire's dtype, zeros for `missing`, ready to be reduced."""
 
     def finish(self, bucket: Bucket, within: Range, reduced: Tensor) -> None:
         """Store the sums of the oldest reduction, `reduced` [numel of within]."""
@@ -50,7 +50,7 @@ class UnreducedGradients(Protocol):
 
 
 class ResidentGradients:
-    """Gradients accumulate in flat tensors that `.grad` points into; a bucket's sum replaces them in place.
+    """A store of gradients in flat tensors that `.grad` points into, where a bucket's sum replaces them in place.
 
     Only a wire of another dtype takes a buffer on the way.
     """
@@ -109,7 +109,7 @@ class ResidentGradients:
 
 
 class LeasedGradients:
-    """Gradients are copied into leased buffers; reduced slices add up in the gradient shard.
+    """A store whose gradients are copied into leased buffers; reduced slices add up in the gradient shard.
 
     every_micro_batch: whether buckets are reduced in each micro-batch, or gradients accumulate until the last.
     at_once: whether a gradient is copied and freed as soon as it is finished, or when its buckets are complete.
@@ -163,7 +163,7 @@ class LeasedGradients:
             self._fill(bucket, (name,))
             return
         gradient, slot = self._parameters[name].grad, self.gradient_slot(name)
-        if gradient is not None and slot is not None:  # autograd's part, of a use beside the layer's
+        if gradient is not None and slot is not None:  # autograd's part, from a use beside the layer's
             add_to(slot.tensor, gradient, is_first=False)
 
     def free(self, name: str) -> None:
@@ -220,6 +220,7 @@ class LeasedGradients:
 def make_store(
     shards: Shards, buffers: Scratch, parameters: Mapping[str, nn.Parameter], *, contiguous: bool
 ) -> UnreducedGradients:
+    """Make the store that the plan chooses; contiguous: copies and frees each gradient once it is finished."""
     lifetime = shards.plan.gradient.lifetime
     if lifetime is Lifetime.RESIDENT:
         return ResidentGradients(shards, buffers, parameters)

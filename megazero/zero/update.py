@@ -16,7 +16,7 @@ from megazero.zero.shards import Shards
 
 
 class LocalNorms(NamedTuple):
-    """This rank's share of the global figures, on the device, before any reduction over ranks.
+    """The share of this rank in the global figures, on the device, before any reduction over ranks.
 
     square: sum of squares over the elements this rank counts, float64.
     first_overflow: index (in layout order) of its first parameter with a gradient that is not finite, int32.
@@ -27,7 +27,7 @@ class LocalNorms(NamedTuple):
 
 
 class OwnedRun(NamedTuple):
-    """A run of equal treatment that this rank updates at once: elements `within` of the bucket's section."""
+    """A run of elements that this rank updates at once; `within` is its range of the bucket's section."""
 
     bucket: Bucket
     within: Range
@@ -35,7 +35,7 @@ class OwnedRun(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Elements [start, stop) of a parameter's state; writing to `tensor`, one-dimensional, writes the state."""
+    """The elements [start, stop) of a parameter's state; writing to `tensor`, one-dimensional, writes the state."""
 
     start: int
     stop: int
@@ -43,7 +43,7 @@ class Piece(NamedTuple):
 
 
 class ShardUpdate:
-    """Updates the ranges that this rank owns, bucket by bucket in forward order."""
+    """The update of the ranges that this rank owns, bucket by bucket in forward order."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class ShardUpdate:
         counted_at: Mapping[str, int],
         names: Sequence[str] = (),
     ) -> None:
-        """sub_group_numel: most elements updated at once.
+        """Divide what this rank owns into runs; sub_group_numel: most elements updated at once.
 
         counted_at: this rank's coordinates on the axes over which parameters may be replicated ({"tp": 1}).
         names: the parameters that `LocalNorms.first_overflow` counts; without them, those of the layout.
@@ -88,14 +88,14 @@ class ShardUpdate:
 
     @property
     def largest_buffer_bytes(self) -> int:
-        """Bytes that fit the gradients of one update, and one fragment's in the dtype of its norm's sum."""
+        """The bytes that fit the gradients of one update, and one fragment's in the dtype of its norm's sum."""
         runs = (owned.within.numel * owned.run.master.element_size() for owned in self.runs)
         gradient = sum_dtype(self._shards.plan.gradient.dtype)
         fragments = (part.numel() * gradient.itemsize for part in self._partition_gradients)
         return max((*runs, *fragments), default=0)
 
     def local_norms(self, buffers: Scratch) -> LocalNorms:
-        """Norms over this rank's partitions; the same fragments in every stage, so that stages agree to the bit."""
+        """Compute norms over this rank's partitions: the same fragments in every stage, so stages agree to the bit."""
         norms = fragment_norms(self._partition_gradients, self._counted.device, buffers)
         # A replicated fragment is not multiplied by zero but left out: 0 * inf would be nan.  What overflows here
         # alone, in a copy that another rank counts, is an overflow all the same.
@@ -104,7 +104,7 @@ class ShardUpdate:
         return LocalNorms(square, first_overflow(norms, self._fragment_parameters))
 
     def apply(self, inputs: StepInputs, buffers: Scratch) -> None:
-        """One optimizer step on the owned ranges; each bucket is published as soon as it is done.
+        """Take one optimizer step on the owned ranges; each bucket is published as soon as it is done.
 
         Where overflow may skip it and a torch optimizer has to be kept from stepping, the host waits for the device.
         """
@@ -119,7 +119,7 @@ class ShardUpdate:
                 self._publisher.publish(bucket)
 
     def pieces(self, name: str, kind: str) -> Iterator[Piece]:
-        """What this rank owns of a trainable parameter: its "master", "gradient", or what the optimizer calls `kind`.
+        """Yield what this rank owns of a trainable parameter's "master", "gradient", or optimizer state `kind`.
 
         Pieces come in order; there are none where the optimizer has no such state (yet).
         """
@@ -134,9 +134,9 @@ class ShardUpdate:
                 yield Piece(fragment.start, fragment.stop, found[offset : offset + fragment.numel])
 
     def optimizer_state(self, *, is_saved: bool) -> Iterator[StateFragment]:
-        """State of the owned ranges that a torch optimizer allocates itself, beside the moments in the shards.
+        """Yield the owned ranges' state that a torch optimizer allocates itself, beside the moments in the shards.
 
-        is_saved: what this rank saves, which no other one counts; else all that it has.
+        is_saved: only what this rank saves, which no other one counts; else all that it has.
         """
         for index, (bucket, within, run) in enumerate(self.runs):
             state = {} if self._optimizer.moments else self._optimizer.state(index, run)
@@ -153,7 +153,7 @@ class ShardUpdate:
                     yield StateFragment(fragment.spec, kind, fragment.start, fragment.stop, piece)
 
     def optimizer_bytes(self) -> int:
-        """Bytes of that state."""
+        """Return the bytes of the state that a torch optimizer allocates itself."""
         if self._optimizer.moments:
             return 0
         kept = (self._optimizer.state(index, owned.run) for index, owned in enumerate(self.runs))

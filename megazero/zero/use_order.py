@@ -1,7 +1,7 @@
 """The order in which units are used, recorded in one pass and looked up in the next.  Pure: names and numbers.
 
 A *use* is a unit being needed: its module's forward, a parameter read outside its module, its backward.  A *pass* is a
-forward and its backward (or a forward without one).  The record tells which unit to gather ahead of its use, and how
+forward and its backward (or a forward without one).  The record shows which unit to gather ahead of its use, and how
 far away a unit's next use is, which decides whether the unit is retained.
 
     recorded   embed  b0  b1  head  head  b1  b0
@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from itertools import accumulate, islice
 
-# Uses of a pass that are recorded.  Only forwards whose backwards never come have more.
+# The most uses of a pass that are recorded.  Only forwards whose backwards never come have more.
 _MOST_USES = 100_000
 
 
@@ -39,11 +39,11 @@ class UseOrder:
             self._now, self._follows = [], False
 
     def upcoming(self) -> Iterator[str]:
-        """Units by their next uses, in order, as far as they are recorded; a unit may come several times."""
+        """Return the units by their next uses, in order, as far as they are recorded; a unit may come several times."""
         return islice(self._recorded, len(self._now) if self._follows else len(self._recorded), None)
 
     def distance(self, unit: str) -> int | None:
-        """Elements of other units used before this one's next use; None when it is not known to be used again."""
+        """Return the elements of other units used before this one's next use; None when no next use is recorded."""
         places = self._bucket_of_slot.get(unit, [])
         nearest = bisect_left(places, len(self._now))
         if not self._follows or nearest == len(places):
