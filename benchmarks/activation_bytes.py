@@ -1,15 +1,16 @@
-"""Activation bytes of one rank by dry run, beside the paper's figures and the formulas (arXiv 1910.02054, 3.2 and 6.1).
+"""Measures activation bytes of one rank by dry run, beside formulas and the paper's figures (ZeRO, sections 3.2, 6.1).
 
     python benchmarks/activation_bytes.py [--output FILE]
 
-A *dry run* is a real training step on tensors without values (FakeTensorMode), over torch's fake process group, of one
-rank out of many, with the ledger watching: the code of a run, no memory, a few seconds.  *Left for backward* is what
-the ledger calls activations and activation checkpoints when forward has ended; every storage of it is traced to the
-module and the operation that made it, and those to the terms of the formula of Korthikanti et al. (arXiv 2205.05198)
+A *dry run* takes a real training step of one rank out of many on tensors without values (FakeTensorMode), over torch's
+fake process group, while the ledger counts bytes: it executes a run's code, but takes no memory and only seconds.
+*Left for backward* are the bytes that the ledger counts as activations and activation checkpoints when forward has
+ended; every storage of them is traced to the module and the operation that made it, and those to the terms of the
+formula of Reducing Activation Recomputation in Large Transformer Models (Korthikanti et al.), in bytes of a layer:
 
-    s b h (34 + 5 a s / h) a layer      s tokens, batch b, width h, a heads, two bytes an element, one a dropout mask
+    s b h (34 + 5 a s / h)      s tokens, batch b, width h, a heads; two bytes an element, one in a dropout mask
 
-How much the attention core leaves is its kernel's business, so there are four; the first two come with a GPU's dropout:
+How much the attention core leaves depends on its kernel, so there are four; the first two come with a GPU's dropout:
 
     unfused      what the formula counts: scores, softmax, its dropout and its product, each an operation
     GPU's flash  the operation that CUDA has, on fake CPU tensors; nothing of s x s
@@ -60,7 +61,11 @@ Kernels = Literal["unfused", "GPU's flash", "CPU's flash", "CPU's math"]
 
 @dataclass(frozen=True)
 class Case:
-    """One rank's step.  activations: settings of the section of that name; dropout: hidden_dropout, and the core's."""
+    """The step of one rank that a dry run takes.
+
+    activations: settings of the section of that name.  dropout: the probability of hidden dropout and, with all
+    kernels but CPU's flash, of attention dropout.
+    """
 
     num_layers: int
     hidden_size: int
@@ -81,7 +86,8 @@ class Case:
 
     @property
     def assb(self) -> int:
-        return self.num_attention_heads * self.seq_length**2 * self.micro_batch_size  # of a layer's attention matrices
+        """The number of elements of the attention matrices of one layer."""
+        return self.num_attention_heads * self.seq_length**2 * self.micro_batch_size
 
     def config(self) -> RunConfig:
         shape = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "precision")
@@ -105,10 +111,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Seen:
-    """Bytes of one rank.
+    """The bytes that a dry run counted on one rank.
 
-    activations, checkpoints: when forward has ended.  terms: the same bytes (and host memory) by what they are.
-    most_checkpoints: at any moment.  on_host: the most in host memory.  at_peak: by category when most was alive.
+    activations, checkpoints: those alive when forward has ended.  terms: the same bytes (and host memory) by term of
+    the formula.  most_checkpoints: the most checkpoint bytes at any moment.  on_host: the most in host memory.
+    at_peak: bytes by category at the moment when most was alive.
     """
 
     activations: int
@@ -124,7 +131,7 @@ class Seen:
 
 
 def dry_run(case: Case) -> Seen:
-    """One step of rank 0 of tp x dp; a process group must not be there."""
+    """Take one step of rank 0 of tp x dp and return its bytes; no process group may exist beforehand."""
     config = case.config()
     dist.init_process_group("fake", rank=0, world_size=case.tp * case.dp, store=FakeStore())
     device = torch.device("cpu")
@@ -158,7 +165,7 @@ def dry_run(case: Case) -> Seen:
 
 
 class Birth(NamedTuple):
-    """What made a storage: the classes of the modules that were running, the operation, the place in its results."""
+    """The origin of a storage: the classes of the running modules, the operation, and the place in its results."""
 
     modules: str
     operation: str
@@ -166,7 +173,7 @@ class Birth(NamedTuple):
 
 
 class Births(TorchDispatchMode):
-    """Remembers where every live storage comes from."""
+    """A dispatch mode that records the origin of every live storage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +189,7 @@ class Births(TorchDispatchMode):
 
     @contextmanager
     def in_modules(self) -> Iterator[None]:
-        """Inside, the modules that run are known."""
+        """Keep the list of running modules up to date within this context."""
         before = register_module_forward_pre_hook(lambda module, _: self._modules.append(type(module).__name__))
         after = register_module_forward_hook(lambda *_: self._modules.__delitem__(-1), always_call=True)
         try:
@@ -192,11 +199,11 @@ class Births(TorchDispatchMode):
             after.remove()
 
     def forget(self) -> None:
-        """What is alive now is of no interest."""
+        """Leave the storages that are alive now out of `survivors`."""
         self._alive = {key: (ref, None) for key, (ref, _) in self._alive.items()}
 
     def survivors(self) -> Counter[Birth]:
-        """Bytes alive, by birth."""
+        """Return the bytes of the storages that are still alive, by their birth."""
         found: Counter[Birth] = Counter()
         for ref, birth in list(self._alive.values()):
             storage = ref()
@@ -212,7 +219,7 @@ class Births(TorchDispatchMode):
 
 
 class ForwardLedger(Ledger):
-    """Keeps what the first forward has left when it ends: bytes by category, and by term."""
+    """A ledger that keeps the bytes left when the first forward ends, by category (`left`) and by term (`terms`)."""
 
     def __init__(self, device: torch.device, births: Births) -> None:
         super().__init__(device)
@@ -239,7 +246,7 @@ GELU_IN, GELU_OUT, MASKS = "input of GELU", "input of down", "masks of the two d
 EMBEDDING, HEAD = "embedding: ids, dropout's mask", "head: its two gradients"
 COPIES, UNKNOWN = "copies of checkpoints", "unexplained"
 
-# Modules, operation and place in its results of what a term is made of; * is any other place.
+# The storages that make up each term: modules, operation and place in the operation's results; * is any other place.
 _TERMS = {
     RESIDUAL: "TransformerBlock add 0, Embedding mul 0, Embedding native_dropout 0, Embedding add 0",
     NORMED: "TransformerBlock/LayerNorm native_layer_norm 0",
@@ -258,7 +265,7 @@ _TERMS = {
     MASKS: "TransformerBlock native_dropout 1, TransformerBlock empty_like 0",
     EMBEDDING: "Embedding/VocabParallelEmbedding clamp 0, Embedding/VocabParallelEmbedding bitwise_or 0,"
     " Embedding native_dropout 1, Embedding empty_like 0",
-    HEAD: "TiedHead _to_copy 0, TiedHead mm 0, TiedHead empty_like 0, nothing mul 0",  # the last one: the loss, scaled
+    HEAD: "TiedHead _to_copy 0, TiedHead mm 0, TiedHead empty_like 0, nothing mul 0",  # the last one is the scaled loss
     COPIES: "nothing empty 0",
 }
 _TERM_OF = {birth: term for term, births in _TERMS.items() for birth in births.split(", ")}
@@ -274,7 +281,7 @@ def by_term(survivors: Mapping[Birth, int]) -> dict[str, int]:
 
 
 def kernels(which: Kernels) -> Any:
-    """A context in which the model has another device's dropout and attention core."""
+    """Return a context in which the model computes dropout and attention with the operations of these kernels."""
     if which in ("CPU's flash", "CPU's math"):
         return ExitStack()
     core = _plain if which == "unfused" else _flash
@@ -291,7 +298,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, *, attn_mask: None, dropou
 
 
 def _plain(query: Tensor, key: Tensor, value: Tensor, *, attn_mask: None, dropout_p: float, is_causal: bool) -> Tensor:
-    """[b, n, s, d] three times to [b, n, s, d]."""
+    """Compute causal attention one operation at a time; inputs and result have the shape [b, n, s, d]."""
     assert is_causal
     scores = torch.matmul(query * query.shape[-1] ** -0.5, key.transpose(-1, -2))  # [b, n, s, s]
     future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
@@ -300,7 +307,7 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, *, attn_mask: None, dropou
 
 
 def by_formula(case: Case) -> int:
-    """What the layers leave by the formula of the case's recomputation, with tensor parallelism but no other kind."""
+    """Return the bytes that all layers leave by the formula for the case's recomputation and tensor parallelism."""
     sbh, t, kind = case.sbh, case.tp, case.activations.get("recompute_granularity", "none")
     if kind == "full":
         return 2 * sbh * case.num_layers // (t if case.activations.get("partition_activations") else 1)
@@ -309,7 +316,7 @@ def by_formula(case: Case) -> int:
     return (whole + 24 * sbh // t + (5 * case.assb // t if has_matrices else 0)) * case.num_layers
 
 
-# What a layer that recomputes nothing leaves by the formula, in sbh and in assb bytes, and what differs from it.
+# Each term's bytes by the formula for a layer that recomputes nothing, in sbh and in assb, and where dry runs differ.
 FORMULA: Mapping[str, tuple[int, int, str]] = {
     RESIDUAL: (4, 0, "2 sbh once more: the last norm's"),
     NORMED: (4, 0, ""),

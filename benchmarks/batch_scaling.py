@@ -1,18 +1,18 @@
-"""Superlinear scaling with the data-parallel degree (arXiv 1910.02054, figure 3), and what it consists of.
+"""Measures superlinear scaling with the data-parallel degree (ZeRO, figure 3), and what it consists of.
 
     python benchmarks/batch_scaling.py [--limit 56] [--hidden-size 256] [--seq-length 32] [--output FILE]
 
 With ZeRO stage 2 a process holds less of the model states the more data-parallel processes there are (Nd), and a larger
 micro-batch takes the memory that is free.  For Nd = 1, 2 and 4, with the settings of --zero-config C3:
 
-1. The largest micro-batch with which the ledger lets two training steps pass under --limit bytes a process; that one
-   more is refused was tried too.
-2. Tokens a second of a process with it, and CPU seconds of all its threads a token, gloo's included.
+1. The largest micro-batch is found with which two training steps hold no more than --limit MiB a process by the ledger;
+   a micro-batch of one sample more is shown to be refused.
+2. Tokens a second of a process with it are measured, and CPU seconds a token of all its threads, gloo's included.
 
 Processes share the cores, so four run all the time: four jobs of one, two jobs of two, or one job of four, side by
 side and step by step.  So tokens a second of a process may be compared between degrees, and the scaling is superlinear
 if they grow with Nd.  Every degree is also timed with the micro-batch of Nd = 1: what changes there is the price of
-communication and the smaller share of the optimizer's work; the rest is the batch's doing.
+communication and the smaller share of the optimizer's work; the rest is due to the larger batch.
 """
 
 import argparse
@@ -33,18 +33,18 @@ from megazero.timers import Timers
 
 DEGREES = (1, 2, 4)
 PROCESSES = max(DEGREES)
-UPDATE = "optimizer"  # the name that a step gives the part which ends it
+UPDATE = "optimizer"  # the timer of a step's last part
 
 
 class Case(NamedTuple):
-    """What is timed: a data-parallel degree and a micro-batch in samples."""
+    """A configuration to be timed: a data-parallel degree and a micro-batch in samples."""
 
     degree: int
     micro_batch: int
 
 
 class Step(NamedTuple):
-    """One step of one process: seconds on the clock, CPU seconds, and those of them in the optimizer's part."""
+    """The times of one step of one process: wall seconds, CPU seconds, and CPU seconds in the optimizer's part."""
 
     wall: float
     cpu: float
@@ -53,14 +53,14 @@ class Step(NamedTuple):
 
 @dataclass
 class Times:
-    """Steps of all processes in all rounds; tokens: of one process and step."""
+    """The timed steps of all processes in all rounds.  tokens: those of one process in one step."""
 
     tokens: int
     steps: list[Step] = field(default_factory=list)
 
     @property
     def tokens_per_second(self) -> float:
-        """Of a process, while three others run."""
+        """The tokens a second of one process in the median step, while three others run."""
         return self.tokens / statistics.median(step.wall for step in self.steps)
 
     @property
@@ -73,7 +73,7 @@ class Times:
 
 
 class CpuTimers(Timers):
-    """CPU seconds of all threads of the process."""
+    """Timers that count CPU seconds of all threads of the process in place of wall time."""
 
     def _now(self) -> float:
         return time.process_time()
@@ -95,7 +95,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def configure(case: Case, options: argparse.Namespace) -> RunConfig:
-    """The run that --zero-config C3 makes."""
+    """Return the configuration that --zero-config C3 makes of a case."""
     settings = {
         "zero_config": "C3",
         "num_layers": options.num_layers,
@@ -113,7 +113,7 @@ def configure(case: Case, options: argparse.Namespace) -> RunConfig:
 
 
 def largest_case(degree: int, options: argparse.Namespace) -> tuple[Case, Held]:
-    """The largest micro-batch of a degree, and what it holds."""
+    """Find the largest micro-batch of a degree under --limit, and return it with the bytes that it holds."""
     limit = int(options.limit * MIB)
     tried: dict[int, Held | None] = {}
 
@@ -138,7 +138,7 @@ def largest_case(degree: int, options: argparse.Namespace) -> tuple[Case, Held]:
 
 
 def timed_steps(place: Place, config: RunConfig, number: int) -> list[Step]:
-    """Steps of this process, each beginning when all processes of all jobs are ready."""
+    """Time steps of this process, each of which begins when all processes of all jobs are ready, and return them."""
     system, timers, taken = Steps(config, place), CpuTimers(place.device, waits=False), []
     system.parts = replace(system.parts, timers=timers)
     for index in range(2 + number):
@@ -148,13 +148,13 @@ def timed_steps(place: Place, config: RunConfig, number: int) -> list[Step]:
         wall, cpu = time.perf_counter(), time.process_time()
         system.take(batch)
         taken.append(Step(time.perf_counter() - wall, time.process_time() - cpu, timers.take()[UPDATE]))
-    place.wait_for_all()  # a job that is done would leave its core to the others
+    place.wait_for_all()  # a job that ended before the others would leave its core to them
     system.close()
     return taken[2:]
 
 
 def time_cases(cases: Sequence[Case], options: argparse.Namespace) -> dict[Case, Times]:
-    """In turns, so that whatever else the machine does hits all alike."""
+    """Time the cases in turns, so that whatever else the machine does hits all of them alike."""
     found = {case: Times(case.micro_batch * options.seq_length) for case in cases}
     for number in range(options.rounds):
         for case, times in found.items():
@@ -202,7 +202,7 @@ def times_table(found: Mapping[Case, Times]) -> str:
 
 
 def page(options: argparse.Namespace, largest: Mapping[Case, Held], found: Mapping[Case, Times]) -> list[str]:
-    """The parts of the report."""
+    """Return the parts of the report."""
     model = (
         f"{options.num_layers} layers of width {options.hidden_size}, sequence {options.seq_length}, vocabulary"
         f" {options.vocab_size}; --zero-config C3 (ZeRO stage 2, recomputed layers), tensor parallel 1"
@@ -225,7 +225,7 @@ def page(options: argparse.Namespace, largest: Mapping[Case, Held], found: Mappi
 
 
 def explanation(found: Mapping[Case, Times]) -> str:
-    """What the figures consist of, told with them."""
+    """Return the paragraph that explains what the figures consist of."""
     cases = list(found)
     first, last = cases[0], cases[len(DEGREES) - 1]
     control = Case(last.degree, first.micro_batch)

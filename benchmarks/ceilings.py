@@ -1,9 +1,9 @@
-"""What a device does at most, measured: operations a second of a large matrix product, bytes a second of a copy.
+"""Measures the most that a device can do: operations a second of a large matrix product, bytes a second of a copy.
 
     python benchmarks/ceilings.py [--precision bf16] [--device cuda]
 
-Of a kernel that needs F operations and moves B bytes the *roofline* is max(F / product, B / copy) seconds: no kernel is
-faster by much, and one that is far slower leaves something lying about.
+The *roofline* of a kernel that needs F operations and moves B bytes is max(F / product, B / copy) seconds: no kernel is
+much faster, and one that is far slower can be improved.
 """
 
 import argparse
@@ -24,16 +24,17 @@ from megazero.tensor_parallel.products import Products, TorchProducts
 from megazero.zero.plan import DTYPES
 
 PRECISIONS = tuple(DTYPES)
-# Rows and columns of the square matrices, and bytes that are copied: large for the device, short on a thread of a CPU.
+# Rows and columns of the square matrices, and bytes to copy: large for the device, but short work for a CPU's thread.
 _ROWS = {"cpu": 1024, "cuda": 8192}
 _COPIED = {"cpu": 64 << 20, "cuda": 1 << 30}
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Of one process's device.
+    """The most that the device of one process can do, as measured.
 
-    matmul: FLOP/s by library.  copy: bytes a second, those read and those written.  rows: of the matrices.
+    matmul: FLOP/s of a matrix product by library.  copy: bytes a second, the sum of those read and those written.
+    rows: the number of rows and of columns of the matrices.
     """
 
     precision: str
@@ -43,11 +44,11 @@ class Ceilings:
 
     @property
     def flops(self) -> float:
-        """FLOP/s of the fastest library."""
+        """The FLOP/s of the fastest library."""
         return max(self.matmul.values())
 
     def seconds(self, flops: float, nbytes: float) -> float:
-        """The roofline of a kernel."""
+        """Return the roofline, in seconds, of a kernel that needs so many operations and moves so many bytes."""
         return max(flops / self.flops, nbytes / self.copy)
 
     def to_json(self) -> dict[str, Any]:
@@ -62,12 +63,12 @@ class Ceilings:
 
 
 def from_json(kept: Mapping[str, Any]) -> Ceilings:
-    """What `to_json` made."""
+    """Return the ceilings of which `to_json` made `kept`."""
     return Ceilings(kept["precision"], kept["matmul"], kept["copy"], kept["rows"])
 
 
 def libraries(device: torch.device, dtype: torch.dtype) -> dict[str, Products]:
-    """Who can compute products of such tensors here, by name."""
+    """Return the libraries that can compute products of such tensors on this machine, by name."""
     found: dict[str, Products] = {"torch": TorchProducts()}
     if device.type == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available():
         found["oneDNN"] = onednn.OneDnnProducts()
@@ -77,7 +78,7 @@ def libraries(device: torch.device, dtype: torch.dtype) -> dict[str, Products]:
 def measure(
     device: torch.device, precision: str, *, rows: int | None = None, copied: int | None = None, budget: float = 0.5
 ) -> Ceilings:
-    """Both ceilings of a device; copied: bytes; budget: seconds for each of the timings."""
+    """Measure both ceilings of a device.  copied: bytes to copy; budget: seconds for each of the timings."""
     rows, copied = rows or _ROWS[device.type], copied or _COPIED[device.type]
     stopwatch = Stopwatch(device, budget=budget)
     seconds = _product_seconds(stopwatch, DTYPES[precision], rows)
@@ -87,7 +88,7 @@ def measure(
 
 
 def _product_seconds(stopwatch: Stopwatch, dtype: torch.dtype, rows: int) -> dict[str, float]:
-    """By library, the best of several."""
+    """Return the seconds of a matrix product by library, each the best of several."""
     left, right = (torch.randn(rows, rows, device=stopwatch.device).to(dtype) for _ in range(2))
     return {
         name: stopwatch.best(partial(products.output, left, right, None))
@@ -96,7 +97,7 @@ def _product_seconds(stopwatch: Stopwatch, dtype: torch.dtype, rows: int) -> dic
 
 
 def float8_flops(device: torch.device, *, rows: int | None = None, budget: float = 0.5) -> float:
-    """FLOP/s of a product of 8-bit matrices that are laid out as the library wants them."""
+    """Return the FLOP/s of a product of 8-bit matrices in the layout that the library requires."""
     rows = rows or _ROWS[device.type]
     left, right = (torch.randn(rows, rows, device=device).to(torch.float8_e4m3fn) for _ in range(2))
     one = torch.ones((), device=device)
@@ -107,7 +108,7 @@ def float8_flops(device: torch.device, *, rows: int | None = None, budget: float
 
 
 def mean(ceilings: Sequence[Ceilings]) -> Ceilings:
-    """Of a process, where all have measured at the same time."""
+    """Return the mean ceilings of a process from those of all ranks, which measured at the same time."""
     first = ceilings[0]
     matmul = {name: statistics.mean(rank.matmul[name] for rank in ceilings) for name in first.matmul}
     return Ceilings(first.precision, matmul, statistics.mean(rank.copy for rank in ceilings), first.rows)

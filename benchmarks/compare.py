@@ -1,21 +1,22 @@
-"""megazero beside others on the same work: one GPT, the same first values, samples and optimizer, in turns in one run.
+"""Compares megazero with other systems on the same work: one GPT, the same first values, samples and optimizer.
 
     python benchmarks/compare.py [--world-size 2] [--rounds 6] [--steps 8] [--systems ddp megazero-0] [--output OUT]
 
-Of several processes: `floor` (the plain model without any communication: the least that peers can take, not megazero,
-which has kernels of its own), torch's `ddp`, `ddp-view` (gradients as views of its buckets), `zero1-torch`
-(ZeroRedundancyOptimizer), `fsdp2` and `fsdp2-keep` (which keeps parameters gathered until backward), `deepspeed-0` to
-`-3` where DeepSpeed is installed, `megatron-core` and `megatron-core-1` (its distributed optimizer) where Megatron-core
-is, and `megazero-0` to `-3`, by ZeRO stage.  Of one process: `eager`, `compiled` (torch.compile) and `megazero`.
+The systems of several processes are `floor` (the plain model without any communication: the least time that peers can
+take, but not megazero, which has kernels of its own), torch's `ddp`, `ddp-view` (gradients as views of its buckets),
+`zero1-torch` (ZeroRedundancyOptimizer), `fsdp2` and `fsdp2-keep` (which keeps parameters gathered until backward),
+`deepspeed-0` to `-3` where DeepSpeed is installed, `megatron-core` and `megatron-core-1` (its distributed optimizer)
+where Megatron-core is, and `megazero-0` to `-3`, by ZeRO stage.  Those of one process are `eager`, `compiled`
+(torch.compile) and `megazero`.
 
-Every system has processes of its own, so that its memory is its own.  They take turns (A B C A B C ...) while others
-sleep, so that whatever else the machine does hits all alike; the first turn of each is a warm-up.  Then the plain model
-trains as many steps in one process with all samples, and whose losses are not the same, to a bound, is named, has no
-part in ratios, and makes the exit status 1.  DeepSpeed has its defaults: in stage 3 it keeps what is used again within
-1e9 parameters, so a small model stays gathered from forward to backward.
+Every system has processes of its own, so that its memory is its own.  They take turns in one run (A B C A B C ...)
+while others sleep, so that whatever else the machine does hits all alike; the first turn of each is a warm-up.  Then
+the plain model trains as many steps in one process with all samples; a system whose losses differ from its by more than
+a bound is named, has no part in ratios, and makes the exit status 1.  DeepSpeed has its defaults: in stage 3 it keeps
+parameters that are used again within 1e9 parameters, so a small model stays gathered from forward to backward.
 
-A vocabulary is rounded up to a multiple of 128 for all.  On a GPU all systems' models are there at once: if they don't
-fit, name fewer.  What fails is reported so, and the others go on.
+A vocabulary is rounded up to a multiple of 128 for all.  On a GPU the models of all systems are in memory at once: if
+they don't fit, name fewer systems.  A system that fails is reported as failed, and the others go on.
 """
 
 import argparse
@@ -39,7 +40,7 @@ from megazero.config.model import ModelConfig
 from megazero.config.presets import PRESETS
 from megazero.errors import ConfigError, UserError
 
-# The model, where no preset and no flag says otherwise.
+# The model's shape, unless a preset or a flag gives another.
 SHAPE: Mapping[str, int] = {
     "num_layers": 8,
     "hidden_size": 256,
@@ -80,7 +81,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def systems_of(world_size: int) -> tuple[str, ...]:
-    """Those that so many processes can run."""
+    """Return the names of the systems that so many processes can run."""
     return ALONE if world_size == 1 else TOGETHER
 
 
@@ -94,13 +95,13 @@ def work_of(options: argparse.Namespace) -> Work:
 
 
 def threads(world_size: int) -> int:
-    """Of a process, so that each core has one."""
+    """Return the number of threads for each process, so that each core has one thread."""
     return max(1, len(os.sched_getaffinity(0)) // world_size)
 
 
 @contextmanager
 def failures_of(name: str, runs: Mapping[str, Run]) -> Iterator[None]:
-    """A system that fails is out, and says why."""
+    """Catch the failure of a system within this context and keep its reason, so that the system gets no more turns."""
     try:
         yield
     except (RuntimeError, UserError) as error:
@@ -109,7 +110,7 @@ def failures_of(name: str, runs: Mapping[str, Run]) -> Iterator[None]:
 
 
 def compete(work: Work, options: argparse.Namespace) -> dict[str, Run]:
-    """All systems, in turns, until the rounds or the time are over."""
+    """Run all systems in turns until the rounds or the time are over, and return each one's run by name."""
     runs = {name: Run(refused=NOT_INSTALLED if missing(name) else "") for name in options.systems}
     jobs: dict[str, Job] = {}
     began = time.monotonic()
@@ -142,12 +143,12 @@ def compete(work: Work, options: argparse.Namespace) -> dict[str, Run]:
 
 
 def _left(runs: Mapping[str, Run]) -> list[str]:
-    """Those that are still in it."""
+    """Return the names of the systems that are installed and have not failed."""
     return [name for name, run in runs.items() if not run.refused]
 
 
 def plain_losses(work: Work, steps: int, device: str) -> list[float]:
-    """The curve of the plain model in one process, which takes every process's samples."""
+    """Return the losses of the plain model in one process, which takes every process's samples."""
     job = Job(1, Contestant, PLAIN, work, device=device, num_threads=threads(1))
     [turn] = job.ask("turn", steps)
     job.end()
@@ -156,7 +157,7 @@ def plain_losses(work: Work, steps: int, device: str) -> list[float]:
 
 
 def compare(options: argparse.Namespace) -> Comparison:
-    """Everything that is measured."""
+    """Run the whole comparison and return everything that was measured."""
     work = work_of(options)
     runs = compete(work, options)
     steps = max((len(run.losses) for run in runs.values()), default=0)

@@ -1,4 +1,4 @@
-"""Who preprocesses in `corpora.py`: the commands, what comes out of them, and how that is compared."""
+"""The systems that preprocess text in `corpora.py`: their commands, their output, and how it is compared."""
 
 import json
 import shutil
@@ -19,11 +19,11 @@ from usage import Usage, measure
 from megazero.data.indexed_dataset import HEADER, INTEGER_TYPES
 
 TOOLS = Path(__file__).resolve().parents[1] / "tools"
-# What came out beside megazero's: the last is wrong.
+# How a system's output compares with megazero's; only the last one is an error.
 SAME, OTHER_INDEX, OTHER_TOKENS = "same", "other .idx", "other tokens"
 _ENCODERS = Path(__file__).resolve().with_name("encoders.py")
 _BLOCK = 8 << 20
-# One thread wherever a library would take more; nothing is looked up in the net.
+# Libraries that would take more threads get one, and none looks anything up on the network.
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -33,7 +33,11 @@ _ENVIRONMENT = {
 
 
 class Files(NamedTuple):
-    """What everybody reads.  folder: where commands run and write; models: SentencePiece's, by kind."""
+    """The files that the systems read.
+
+    folder: where commands run and write; text, part, one: the whole text, its front, one document; models:
+    SentencePiece's, by kind; megatron: a checkout of Megatron-LM.
+    """
 
     folder: Path
     text: Text
@@ -46,7 +50,11 @@ class Files(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """A turn.  tokens: without ends of documents where nothing was written; digests: of .bin and .idx, if written."""
+    """The figures of one turn.
+
+    cpu, wall: seconds; peak: bytes; tokens: without ends of documents where nothing was written; digests: of the .bin
+    and the .idx file, if they were written.
+    """
 
     cpu: float
     wall: float
@@ -56,7 +64,10 @@ class Measured(NamedTuple):
     digests: tuple[str, ...] = ()
 
     def beside(self, base: "Measured") -> str:
-        """Whether the same came out of the same text; whoever encodes alone adds no ends of documents."""
+        """Compare this output with the base's: SAME, OTHER_INDEX or OTHER_TOKENS.
+
+        A system that encodes alone adds no ends of documents, so their number is added before tokens are compared.
+        """
         if not self.digests:
             return SAME if self.tokens + self.documents == base.tokens else OTHER_TOKENS
         if self.digests[0] != base.digests[0]:
@@ -66,10 +77,11 @@ class Measured(NamedTuple):
 
 @dataclass
 class Contestant:
-    """A command on a text.
+    """A command that preprocesses a text.
 
-    kind: results of the same kind must be the same; is_base: with this one's.  words: of the command, to which the
-    text is added; writes: has an output prefix, and so a start-up of its own; otherwise it prints its own seconds.
+    kind: contestants of one kind must have the same output, that of the one with is_base.  words: those of the command,
+    to which the text is added.  writes: the command has an output prefix, and its start-up is measured by a run of its
+    own; otherwise it prints its seconds of CPU and wall time itself.
     """
 
     name: str
@@ -85,7 +97,7 @@ class Contestant:
     refused: str = ""
 
     def start(self) -> None:
-        """On one document, to be warm, and once more for what starting takes."""
+        """Run the command on one document as a warm-up, and if it writes, once more to measure its start-up."""
         for _ in range(2 if self.writes else 1):
             with self._place() as place:
                 usage = self._run(self.files.one, place)
@@ -93,7 +105,7 @@ class Contestant:
             self.first = usage
 
     def turn(self) -> None:
-        """On its text."""
+        """Run the command on its text and append the figures to `turns`."""
         with self._place() as place:
             usage = self._run(self.text, place)
             cpu, wall, digests = usage.cpu, usage.wall, ()
@@ -115,7 +127,7 @@ class Contestant:
 
 
 def _written(place: Path) -> tuple[int, tuple[str, ...]]:
-    """How many tokens a corpus has, by its size, and digests of its two files."""
+    """Return how many tokens a written corpus has, which follows from its size, and the digests of its two files."""
     data, index = (place / f"out_text_document{ending}" for ending in (".bin", ".idx"))
     code = HEADER.unpack(index.read_bytes()[: HEADER.size])[2]
     return data.stat().st_size // np.dtype(INTEGER_TYPES[code]).itemsize, (_digest(data), _digest(index))
@@ -130,7 +142,7 @@ def _digest(path: Path) -> str:
 
 
 def line_up(files: Files, workers: int) -> list[Contestant]:
-    """All that can run here, in the order of their turns."""
+    """Return all contestants that can run on this machine, in the order of their turns."""
     return [*_bpe(files, workers), *_pieces(files)]
 
 
@@ -174,18 +186,21 @@ def _ours(tokenizer: list[str], workers: int) -> list[str]:
 
 
 def _theirs(files: Files, tool: str) -> list[str] | None:
-    """Megatron-LM's tool, where there is one."""
+    """Return the command of a tool of Megatron-LM, or None where the tool is not there."""
     path = files.megatron and files.megatron / "tools" / tool
     return [sys.executable, str(path)] if path and path.is_file() else None
 
 
 def _megatron(name: str, kind: str, words: list[str], text: Text, files: Files) -> Contestant:
-    # Its own folder comes before an installed megatron-core.
+    # Megatron-LM's own folder must come before an installed megatron-core.
     return Contestant(name, kind, words, text, files, environment={"PYTHONPATH": str(files.megatron)})
 
 
 def train_pieces(text: Path, kind: str, pieces: int) -> Path:
-    """A SentencePiece model, beside the text, by tools/train_tokenizer.py; raises CommandFailed."""
+    """Train a SentencePiece model by tools/train_tokenizer.py and return its path, beside the text.
+
+    Raises CommandFailed.
+    """
     model = text.with_name(f"{kind}.model")
     words = [sys.executable, str(TOOLS / "train_tokenizer.py"), "--input", str(text), "--model-type", kind]
     measure([*words, "--vocab-size", str(pieces), "--output", str(model)], model.parent, _ENVIRONMENT)
@@ -193,7 +208,7 @@ def train_pieces(text: Path, kind: str, pieces: int) -> Path:
 
 
 def name_gpt2(folder: Path, vocab_file: Path, merge_file: Path) -> None:
-    """A folder `gpt2`, which Megatron-LM wants to find where it runs, whatever files it is told."""
+    """Make a folder `gpt2`, which Megatron-LM reads in its working folder, whatever tokenizer files it is given."""
     place = folder / "gpt2"
     place.mkdir()
     shutil.copy(vocab_file, place / "vocab.json")
@@ -206,7 +221,7 @@ def name_gpt2(folder: Path, vocab_file: Path, merge_file: Path) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Of the libraries that have a part in it."""
+    """Return the versions of the installed libraries that take part, by name."""
     found = {}
     for name in ("gigatoken", "tokenizers", "tiktoken", "sentencepiece", "orjson"):
         try:

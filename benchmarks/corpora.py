@@ -1,19 +1,19 @@
-"""Preprocessing beside others: the same text to token files, in MB of jsonl a second of CPU.
+"""Compares preprocessing with other systems: the same text to token files, in MB of jsonl a second of CPU.
 
     python benchmarks/corpora.py [--vocab-file V --merge-file M] [--megatron FOLDER] [--workers 2] [--rounds 3]
 
 The text is what this machine has installed, as `corpus_text.py` finds it, or `--input FILE.jsonl`.  `megazero` is
 `tools/preprocess_data.py` with GPT-2's byte-level BPE, on 1, 2 and `--workers` workers; `gigatoken`, `tokenizers` and
 `tiktoken` encode alone (`encoders.py`), one thread each; `Megatron-LM` is its `tools/preprocess_data.py` and
-`tools/preprocess_data_fast.py` in a checkout of it, which this Python must be able to run.  With SentencePiece models,
-BPE and unigram, that tools/train_tokenizer.py learns here, megazero is beside Megatron-LM as well.  Slow ones get the
-front of the text, as does megazero once more.  Without `--vocab-file` a BPE is learned from that front.
+`tools/preprocess_data_fast.py` in a checkout of it, which this Python must be able to run.  megazero and Megatron-LM
+are also compared with SentencePiece models, BPE and unigram, that tools/train_tokenizer.py trains here.  Slow systems
+get the front of the text, as does megazero once more.  Without `--vocab-file` a BPE is trained on that front.
 
-Seconds of CPU are those of all of a command's processes, start-up included, user and system; of those that encode
-alone, of encoding (with `read` also of reading JSON).  Start-up is the whole command on one short document, so the rate
-beyond it is what a longer text would come near to.  Everything runs in processes of its own and in turns, A B A B;
-figures are medians.  Token files are compared byte by byte with megazero's on one worker, which other tokens fail, and
-where nothing is written tokens are counted.
+Seconds of CPU are those of all of a command's processes, start-up included, user and system; systems that encode alone
+count only those of encoding (with `read` also of reading JSON).  Start-up is the time of the whole command on one short
+document, so a longer text would come near to the rate beyond start-up.  Every command runs in processes of its own and
+in turns, A B A B; figures are medians.  Token files are compared byte by byte with megazero's on one worker, and where
+nothing is written tokens are counted; other tokens make the exit status 1.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def prepare(options: argparse.Namespace, folder: Path) -> Files:
-    """Text, its front, one document, and what tokenizers need, below `folder`."""
+    """Make the text, its front, one document, and the files of tokenizers below `folder`, and return their paths."""
     text = _text(options, folder / "text.jsonl")
     part = corpus_text.front(text, int(options.slow_megabytes * MB), folder / "part.jsonl")
     one = folder / "one.jsonl"
@@ -103,7 +103,7 @@ def _text(options: argparse.Namespace, place: Path) -> Text:
 
 
 def take_turns(field: Sequence[Contestant], options: argparse.Namespace) -> None:
-    """All of them, first on one document, then round by round; one that fails is out, and says why."""
+    """Run the contestants, first on one document, then round by round; one that fails gets no more turns."""
     began = time.monotonic()
     for contestant in field:
         _try(contestant, contestant.start)
@@ -126,9 +126,9 @@ def _try(contestant: Contestant, call: Callable[[], None]) -> None:
 
 
 def figures(contestant: Contestant, base: Contestant | None) -> dict[str, Any]:
-    """What the record keeps of one; base: megazero on one worker, with the same text and tokenizer.
+    """Return the figures of a contestant for the record; base: megazero on one worker, with its text and tokenizer.
 
-    ratio: how many times as many bytes a second of CPU the base does.
+    The figure `ratio` is the base's bytes a second of CPU divided by the contestant's.
     """
     if contestant.refused or not contestant.turns:
         return {"refused": contestant.refused or "no turn"}
@@ -181,7 +181,10 @@ def record(field: Sequence[Contestant], files: Files, options: argparse.Namespac
 
 
 def command(argv: Sequence[str]) -> str:
-    """As others have it, with files by their last names, since where they lie is nobody else's matter."""
+    """Return the command for the record: without --scratch and --remark, and with only the last names of files.
+
+    The folders of one machine mean nothing on another.
+    """
     words, before = [], ""
     for word in (part for given in argv[1:] for part in given.split("=", 1)):
         if not {before, word} & {"--scratch", "--remark"}:
@@ -191,7 +194,7 @@ def command(argv: Sequence[str]) -> str:
 
 
 def rows_of(made: Mapping[str, Any]) -> str:
-    """A record's table."""
+    """Return a record's table."""
     rows = []
     for name, system in made["systems"].items():
         if "refused" in system:
@@ -235,7 +238,7 @@ def _rate(bytes_per_second: float) -> str:
 
 
 def words_of(made: Mapping[str, Any]) -> str:
-    """What a record's table needs said."""
+    """Return the paragraph that explains a record's table."""
     text = made["text"]
     less = f" ({text['asked'] / MB:.0f} MB were asked for)" if text["bytes"] < text["asked"] else ""
     return paragraph(

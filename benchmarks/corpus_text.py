@@ -1,7 +1,7 @@
-"""Text to measure with: what this machine has installed, sources and documentation, every document once.
+"""Gathers text for benchmarks from what this machine has installed: sources and documentation, every document once.
 
-Real text, of which a tokenizer meets new words all the way, unlike one file repeated.  Documents come in the order of
-the hash of what they hold, so a part from the front is a fair sample, and the same installation gives the same text.
+In real text a tokenizer meets new words all the way, unlike in one file repeated.  Documents come in the order of the
+hashes of their contents, so a part from the front is a fair sample, and the same installation gives the same text.
 """
 
 import sys
@@ -19,14 +19,14 @@ from megazero.prepare.text.source_text import SourceFile, find_sources
 _ENDINGS = "c cc cmake cpp css cu cuh el h hh hpp html java js md pl pm py pyi rb rst sh tcl tex texi txt vim"
 PATTERNS = (*(f"*.{ending}" for ending in _ENDINGS.split()), "README*", "changelog", "copyright")
 EXCLUDED = ("__pycache__", "*.min.js", "*.min.css")
-# Folders of most systems; the running Python's own come first.
+# Folders that most systems have; those of the running Python come before them.
 SYSTEM = ("/usr/share", "/usr/include", "/usr/lib/python3", "/usr/lib/gcc")
-# Bytes of a document: less says nothing, and what is larger is mostly tables.
+# Bytes of a document: smaller files hold hardly any text, and larger ones are mostly tables.
 _LEAST, _MOST = 64, 1 << 20
 
 
 class Text(NamedTuple):
-    """A corpus as jsonl, keys `text` and `name`.  nbytes: of the file."""
+    """A corpus as a jsonl file with the keys `text` and `name`.  nbytes: the size of the file."""
 
     path: Path
     documents: int
@@ -34,7 +34,10 @@ class Text(NamedTuple):
 
 
 def installed() -> list[Path]:
-    """Folders that bring text: the standard library, installed packages, the system's documentation and headers."""
+    """Return the folders with text: the standard library, installed packages, the system's documentation and headers.
+
+    No folder is below another one of them.
+    """
     paths = [sysconfig.get_paths()["stdlib"], *(path for path in sys.path if path.endswith("-packages")), *SYSTEM]
     folders = [Path(path).resolve() for path in paths if Path(path).is_dir()]
     return [one for one in dict.fromkeys(folders) if not any(other in one.parents for other in folders)]
@@ -61,7 +64,7 @@ def gather(roots: Sequence[Path], nbytes: int, output: Path) -> Text:
 
 
 def counted(path: Path) -> Text:
-    """A file of yours, one document a line."""
+    """Return the text of an existing jsonl file, with one document a line, whose documents and bytes are counted."""
     documents = nbytes = 0
     for line in _lines(path):
         documents, nbytes = documents + 1, nbytes + len(line)
@@ -69,7 +72,7 @@ def counted(path: Path) -> Text:
 
 
 def front(text: Text, nbytes: int, output: Path) -> Text:
-    """The first documents, at least one, until there are `nbytes`."""
+    """Write the first documents of a text, at least one, until the new file has `nbytes`."""
     size = documents = 0
     with written_aside(output) as stream:
         for line in _lines(text.path):
@@ -86,7 +89,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _content(path: Path) -> bytes:
-    """What the file holds; nothing where that is no text, or too little or much of it."""
+    """Return the content of a file, or nothing where it is no text or has too few or too many bytes."""
     try:
         content = path.read_bytes() if _LEAST <= path.stat().st_size <= _MOST else b""
         text = content.decode()

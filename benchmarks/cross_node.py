@@ -1,4 +1,4 @@
-"""Tensor parallelism across nodes against ZeRO stage 2 across nodes (arXiv 1910.02054, figure 2), and why it loses.
+"""Measures tensor parallelism across nodes against ZeRO stage 2 across nodes (ZeRO, figure 2), and why it loses.
 
     python benchmarks/cross_node.py [--rates 1000 400 200 100 50] [--steps 2] [--rounds 3] [--output PAGE.md]
 
@@ -10,10 +10,11 @@ in two layouts, each as runs of pretrain_gpt.py:
     inside   tensor parallel 2 in each node, ZeRO stage 2 with data parallel 2 between them
 
 Activations grow with the batch, and ZeRO's traffic does not: with b samples of s tokens, width h and L recomputed
-layers a node of the first sends 5 L + 2 all-reduces of b s h; of the second, one gradient and one parameter for every
-parameter of the model (half of each twice).  A step is predicted to take what it takes over links without a limit, plus
-these bytes at the link's rate.  That is stated before any slow link is measured: at once in the .json beside --output,
-at the end in the page.  Layouts take turns, each through all rates; the first step at a new rate is dropped.
+layers a node sends 5 L + 2 all-reduces of b s h in the first layout, and in the second one gradient and one parameter
+for every parameter of the model (half of each twice).  The predicted time of a step is its time over links without a
+limit plus that of these bytes at the link's rate.  The prediction is stated before any slow link is measured: at once
+in the .json beside --output, at the end in the page.  Layouts take turns, each through all rates; the first step at a
+new rate is dropped.
 """
 
 import argparse
@@ -55,17 +56,17 @@ PAPER = (5.7, 10.2)  # the smallest and the largest speed-up of figure 2
 # The paper's nodes have 800 Gbit/s for 16 GPUs, which do about 38 TFLOP/s each with ZeRO: bytes per FLOP.
 PAPER_BALANCE = 800e9 / 8 / (16 * 38e12)
 CALIBRATION_STEPS = 6
-START_SECONDS = 5.0  # of a run, about
+START_SECONDS = 5.0  # about what the start of a run takes
 
-Rate = float | None  # of the links, in Mbit/s; None: as fast as the machine can
+Rate = float | None  # the rate of the links in Mbit/s; None: as fast as the machine can
 
 
 @dataclass
 class Figures:
-    """Steps of a layout at a rate.
+    """The measured steps of a layout at one rate.
 
-    seconds: by round.  wire: bytes that the busier node has sent, by step.  metered: what leaves a node in a step by
-    the program's own meter.  loss: of the first step that counts.
+    seconds: those of each step, by round.  wire: bytes that the busier node has sent, by step.  metered: bytes that
+    leave a node in a step by the program's own meter.  loss: that of the first step that counts.
     """
 
     seconds: list[list[float]] = field(default_factory=list)
@@ -74,7 +75,7 @@ class Figures:
     loss: float = math.nan
 
     def add(self, layout: Layout, before: Step, steps: Sequence[Step]) -> None:
-        """A turn's steps, and the one before them."""
+        """Add the steps of a turn; `before`, the step ahead of them, gives the bytes that were sent until then."""
         self.seconds.append([step.record["step_seconds"] for step in steps])
         for earlier, later in pairwise((before, *steps)):
             self.wire.append(max(now - then for now, then in zip(later.sent, earlier.sent, strict=True)))
@@ -91,7 +92,7 @@ Measured = dict[tuple[str, Rate], Figures]
 
 @dataclass(frozen=True)
 class Segment:
-    """Steps of a turn at one rate; the first `dropped` don't count."""
+    """The part of a turn that runs at one rate: `dropped` steps that don't count, then `steps` that do."""
 
     rate: Rate
     dropped: int
@@ -152,7 +153,7 @@ def work_of(options: argparse.Namespace) -> Work:
 
 
 def flags(layout: Layout, options: argparse.Namespace) -> list[str]:
-    """What pretrain_gpt.py is told; layers are recomputed as in the paper's runs."""
+    """Return the flags of pretrain_gpt.py for a layout; layers are recomputed as in the paper's runs."""
     settings = {
         "tensor_model_parallel_size": layout.tensor_parallel,
         "num_layers": options.num_layers,
@@ -166,7 +167,7 @@ def flags(layout: Layout, options: argparse.Namespace) -> list[str]:
         "hidden_dropout": 0,
         "attention_dropout": 0,
         "lr": 3e-4,
-        "train_iters": 10_000,  # a run is ended when enough was seen
+        "train_iters": 10_000,  # a run is ended when enough steps are measured
         "eval_iters": 0,
         "device": "cpu",
     }
@@ -175,12 +176,12 @@ def flags(layout: Layout, options: argparse.Namespace) -> list[str]:
 
 
 def schedule(rates: Sequence[float], steps: int) -> list[Segment]:
-    """First without a limit: a run's first steps make connections and moments."""
+    """Return the segments of a turn, first without a limit, since a run's first steps make connections and moments."""
     return [Segment(None, 2, steps), *(Segment(rate, 1, steps) for rate in rates)]
 
 
 class Turns:
-    """Runs of the layouts on one cluster."""
+    """The runs of the layouts on one cluster."""
 
     def __init__(self, cluster: Cluster, folder: Path, options: argparse.Namespace) -> None:
         self._cluster = cluster
@@ -189,7 +190,7 @@ class Turns:
         self._number = 0
 
     def take(self, layout: Layout, segments: Sequence[Segment], figures: Measured) -> None:
-        """One run of a layout through all segments; its steps are added to the figures."""
+        """Run a layout once through all segments, and add its steps to the figures."""
         self._number += 1
         self._cluster.set_rate(None)
         words, folder = flags(layout, self._options), self._folder / str(self._number)
@@ -210,7 +211,7 @@ def rate_name(rate: Rate) -> str:
 
 
 def predict(turns: Turns, work: Work) -> dict[str, Prediction]:
-    """One run of each layout over links without a limit, and the formulas."""
+    """Predict each layout's step times from one run over links without a limit and the formulas."""
     figures: Measured = {}
     for layout in LAYOUTS:
         turns.take(layout, [Segment(None, 2, CALIBRATION_STEPS)], figures)
@@ -218,7 +219,7 @@ def predict(turns: Turns, work: Work) -> dict[str, Prediction]:
 
 
 def expected_seconds(predictions: Mapping[str, Prediction], options: argparse.Namespace) -> float:
-    """Of all rounds."""
+    """Return the seconds that all rounds are expected to take."""
     segments = schedule(options.rates, options.steps)
     turns = (
         START_SECONDS + sum(segment.length * prediction.seconds(segment.rate) for segment in segments)
@@ -232,7 +233,7 @@ def ratio(seconds: Mapping[str, float]) -> float:
 
 
 def predicted(predictions: Mapping[str, Prediction], rate: Rate) -> float:
-    """The ratio at a rate."""
+    """Return the predicted ratio of the layouts' step times at a rate."""
     return ratio({name: prediction.seconds(rate) for name, prediction in predictions.items()})
 
 
@@ -241,7 +242,7 @@ def measured(figures: Measured, rate: Rate) -> float:
 
 
 def by_round(figures: Measured, rate: Rate) -> list[float]:
-    """The ratio in every round."""
+    """Return the measured ratio of the layouts' step times in every round."""
     turns = {
         layout.name: [statistics.median(turn) for turn in figures[layout.name, rate].seconds] for layout in LAYOUTS
     }
@@ -300,7 +301,7 @@ def paper_table(options: argparse.Namespace, predictions: Mapping[str, Predictio
 
 
 def same_balance(options: argparse.Namespace, predictions: Mapping[str, Prediction]) -> float:
-    """The rate in Mbit/s at which a node here has as many bytes of link for a FLOP as the paper's."""
+    """Return the rate in Mbit/s that gives a node here as many bytes of link for a FLOP as the paper's nodes have."""
     work = work_of(options)
     model = ModelConfig(
         num_layers=work.num_layers,
@@ -330,7 +331,7 @@ def prediction_words(options: argparse.Namespace, predictions: Mapping[str, Pred
 def page(
     options: argparse.Namespace, predictions: Mapping[str, Prediction], figures: Measured, stated: str
 ) -> list[str]:
-    """The parts of the report."""
+    """Return the parts of the report."""
     work, losses = work_of(options), {layout.name: figures[layout.name, None].loss for layout in LAYOUTS}
     parameters = process_numel(work, 1)
     return [
@@ -362,7 +363,7 @@ def page(
 
 
 def keep(path: Path | None, record: Mapping[str, object]) -> None:
-    """The figures for programs, beside the page."""
+    """Write the figures for programs to a .json beside the page, if there is to be a page."""
     if path is not None:
         path.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
@@ -372,7 +373,7 @@ def figures_record(figures: Measured) -> list[dict[str, object]]:
 
 
 def measure(options: argparse.Namespace, cluster: Cluster, folder: Path) -> list[str]:
-    """The page; progress goes to stderr, figures to their file as soon as they are there."""
+    """Measure everything and return the page; progress goes to stderr, figures to their file as soon as they exist."""
     turns, figures = Turns(cluster, folder, options), Measured()
     predictions = predict(turns, work_of(options))
     stated = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

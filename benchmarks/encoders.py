@@ -1,10 +1,10 @@
-"""Encoding alone, by a library, in a process of its own: the ceiling of what preprocessing can do with it.
+"""Times a library's encoding alone, in a process of its own: the most that preprocessing with it can reach.
 
     python benchmarks/encoders.py gigatoken --input FILE.jsonl --vocab-file V --merge-file M [--count-reading]
 
 Prints one JSON object: CPU and wall seconds of encoding the key `text` of all lines with GPT-2's byte-level BPE, and
-how many tokens came of it.  The file is read 16 MiB at a time; reading and decoding JSON counts only when asked for,
-start-up never.  Ids stay what the library gives; nothing is kept.
+the number of tokens.  The file is read 16 MiB at a time; reading and decoding JSON counts only with --count-reading,
+start-up never.  Ids are not converted from what the library returns, and none are kept.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import orjson
 
 END = "<|endoftext|>"
 _BLOCK = 16 << 20
-# Texts to the number of their tokens.
+# A function that maps texts to the number of their tokens.
 Count = Callable[[list[str]], int]
 
 
@@ -31,13 +31,16 @@ def gigatoken(vocab_file: str, merge_file: str) -> Count:
 
 
 def tokenizers(vocab_file: str, merge_file: str) -> Count:
-    """With one thread if TOKENIZERS_PARALLELISM is false."""
+    """Return a count by Hugging Face's tokenizers, which takes one thread if TOKENIZERS_PARALLELISM is false."""
     encoder = _tokenizer(vocab_file, merge_file)
     return lambda texts: sum(len(found.ids) for found in encoder.encode_batch(texts, add_special_tokens=False))
 
 
 def tiktoken(vocab_file: str, merge_file: str) -> Count:
-    """A token's rank is its id, as in GPT-2's files, where merged tokens stand in the order of their merges."""
+    """Return a count by tiktoken, which takes ranks in place of merges.
+
+    A token's rank is its id, since merged tokens stand in the order of their merges in GPT-2's files.
+    """
     import tiktoken as library
     from tokenizers.pre_tokenizers import ByteLevel
 
@@ -71,7 +74,7 @@ def _tokenizer(vocab_file: str, merge_file: str) -> Any:
 
 
 def train(text: Path, vocab_size: int, folder: Path) -> tuple[Path, Path]:
-    """vocab.json and merges.txt of a byte-level BPE learned from a jsonl file."""
+    """Train a byte-level BPE on a jsonl file, and return the paths of its vocab.json and merges.txt."""
     from tokenizers import Tokenizer
     from tokenizers.models import BPE
     from tokenizers.pre_tokenizers import ByteLevel
@@ -88,14 +91,14 @@ def train(text: Path, vocab_size: int, folder: Path) -> tuple[Path, Path]:
 
 
 def blocks(text: Path) -> Iterator[list[str]]:
-    """Texts of some lines at a time."""
+    """Yield the texts of a jsonl file, those of about 16 MiB of lines at a time."""
     with open(text, "rb") as stream:
         while lines := stream.readlines(_BLOCK):
             yield [orjson.loads(line)["text"] for line in lines]
 
 
 def rate(count: Count, text: Path, *, count_reading: bool) -> dict[str, float]:
-    """Seconds and tokens."""
+    """Count the tokens of a text, and return their number and the CPU and wall seconds that it took."""
     cpu = wall = 0.0
     tokens, parts = 0, blocks(text)
     while True:

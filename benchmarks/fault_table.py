@@ -1,10 +1,13 @@
-"""The faults of `planted_faults.py`: at least one in every package, each where its own tests must see it."""
+"""The faults that `planted_faults.py` plants: at least one in every package, which the package's tests must find."""
 
 from typing import NamedTuple
 
 
 class Fault(NamedTuple):
-    """One change to one file of megazero: `old`, which is in it once, becomes `new`.  tests: those of its package."""
+    """A change to one file of megazero: the text `old`, which occurs there once, becomes `new`.
+
+    file: the path below megazero/.  what: what the change makes wrong.  tests: the tests of its package that must fail.
+    """
 
     file: str
     what: str

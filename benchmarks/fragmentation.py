@@ -1,23 +1,23 @@
-"""What defragmentation (MD, arXiv 1910.02054 section 6.3) saves, on the allocations of a real training step.
+"""Measures what defragmentation (MD; ZeRO, section 6.3) saves, on the allocations of a real training step.
 
     python benchmarks/fragmentation.py [--num-layers 8] [--hidden-size 256] [--micro-batch-size 4] [--no-recompute]
 
 Every storage that one step of a small GPT makes is recorded, from birth to death: forward with recomputed layers,
-backward, clipping, AdamW.  Parameters and moments are there before, and left out.  What *lives long* is what the
-forward leaves for backward, and the parameters' gradients.  The record is then replayed
+backward, clipping, AdamW.  Parameters and moments exist before the step and are left out.  Storages that *live long*
+are those that forward leaves for backward, and the parameters' gradients.  The record is then replayed
 
     plain        in one memory, first fit
-    one arena    with all that lives long in one arena
-    two arenas   with what is left for backward in one arena and gradients in another, as the engine keeps them
+    one arena    with all storages that live long in one arena
+    two arenas   with those left for backward in one arena and gradients in another, as the engine keeps them
 
 where a storage that lives long is made among the rest, and copied to its arena before the next one is made.  Printed
-is the smallest memory in which each succeeds, beside the most bytes alive at once, below which nothing does.  First
-fit places a request in the same way however much memory follows, so the smallest memory is the highest address in
-use; with arenas, the sum of theirs and the rest's.
+is the smallest memory in which each replay succeeds, beside the most bytes alive at once, which no replay can go below.
+First fit places a request in the same way however much memory follows, so the smallest memory is the highest address
+in use; with arenas, the sum of these addresses in the arenas and in the rest.
 
-What to expect: arenas have no holes, but what one of them does not need at the moment serves nobody else, and copies
-cost a second storage for a moment.  A single step on an empty memory fragments little, and there they may well cost
-more than they save.
+Arenas are expected to have no holes, but memory that one of them does not need at the moment is of no use elsewhere,
+and copies cost a second storage for a moment.  A single step on an empty memory fragments little, and there arenas may
+well cost more than they save.
 
 On a GPU the engine's steps (ZeRO stage 2 on one device, gradients copied into arenas as they come) are measured too,
 with contiguous gradients and without, under PyTorch's allocator as it is and with expandable segments: bytes reserved
@@ -58,14 +58,14 @@ ALLOCATORS = {"as it is": "", "expandable segments": "expandable_segments:True"}
 
 
 class Change(NamedTuple):
-    """Storage `number` is born with so many bytes, or, with none, dies."""
+    """The birth of storage `number` with `nbytes` bytes, or its death if `nbytes` is 0."""
 
     number: int
     nbytes: int
 
 
 class Recorder(TorchDispatchMode):
-    """The births and deaths, while it is on, of storages that were not `there` before."""
+    """A dispatch mode that records births and deaths of storages, except those of the tensors `there` before."""
 
     def __init__(self, there: Iterable[Tensor]) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def numbers(self, tensors: Iterable[Tensor] | None = None) -> set[int]:
-        """The storages of these tensors, or all that are alive."""
+        """Return the numbers of the storages of these tensors, or of all that are alive."""
         keys = self._alive if tensors is None else [tensor.untyped_storage()._cdata for tensor in tensors]
         return {self._alive[key][0] for key in keys}
 
@@ -99,14 +99,14 @@ class Recorder(TorchDispatchMode):
 
 
 class Trace(NamedTuple):
-    """A step's changes, and the storages that live long, by the arena that takes them."""
+    """The changes of a step, and the numbers of the storages that live long, by the arena that takes them."""
 
     changes: list[Change]
     long_lived: dict[str, set[int]]
 
 
 def record_step(model: GPT, samples: Tensor) -> Trace:
-    """The second step: by then the moments are there."""
+    """Record the second step of training, before which the first one has made the moments."""
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=LR, weight_decay=SETTINGS.weight_decay, fused=True)
     traces = []
@@ -126,7 +126,7 @@ def record_step(model: GPT, samples: Tensor) -> Trace:
 
 
 class Memory:
-    """A plain memory without a limit, and the highest address that was ever in use."""
+    """A memory without a limit, filled by first fit, that keeps the highest address that was ever in use."""
 
     def __init__(self) -> None:
         self._book = AddressBook(UNBOUNDED, compacts=False)
@@ -149,7 +149,7 @@ class Memory:
 
 
 def replay(trace: Trace, arenas: dict[str, Memory], rest: Memory) -> None:
-    """Play the changes; without arenas everything is in `rest`."""
+    """Replay the changes of a trace in these memories; without arenas everything is in `rest`."""
     arena_of = {number: arenas[name] for name in arenas for number in trace.long_lived[name]}
     just_copied: int | None = None
     for number, nbytes in trace.changes:
@@ -166,7 +166,7 @@ def replay(trace: Trace, arenas: dict[str, Memory], rest: Memory) -> None:
 
 
 def smallest_memories(trace: Trace) -> dict[str, list[Memory]]:
-    """The memories that a replay without limits has used, by the way of replaying."""
+    """Replay a trace in each of the three ways, and return the memories that each has used."""
     plain, one, rest_of_one, rest_of_two = (Memory() for _ in range(4))
     two = {name: Memory() for name in trace.long_lived}
     replay(trace, {}, plain)
@@ -188,7 +188,7 @@ def report_replay(trace: Trace) -> None:
 
 @dataclass(frozen=True)
 class Probe:
-    """What one process measured: bytes at the peak, or that it ran out of memory."""
+    """The peak bytes that one process measured on its GPU; `fits` is False if it ran out of memory."""
 
     fits: bool
     allocated: int = 0
@@ -196,7 +196,7 @@ class Probe:
 
 
 def probe(options: argparse.Namespace) -> Probe:
-    """Three steps of the engine on this process's GPU."""
+    """Take three steps of the engine on this process's GPU, and return the peak bytes."""
     device = torch.device("cuda", 0)
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(options.gpu_gib * 2**30 / total, 1.0), device)
@@ -213,7 +213,7 @@ def probe(options: argparse.Namespace) -> Probe:
 def engine_step(
     options: argparse.Namespace, device: torch.device, *, contiguous: bool
 ) -> tuple[Callable[[Tensor], None], Tensor]:
-    """A step of ZeRO stage 2 on one device, and the samples it takes."""
+    """Return a function that takes a step of ZeRO stage 2 on one device, and the samples for it."""
     buffers = FusedBuffers(0, device)
     mesh = make_mesh(Topology(), 0, device, buffers)
     model = model_of(options, device)
@@ -234,7 +234,7 @@ def engine_step(
 
 
 def model_of(options: argparse.Namespace, device: torch.device) -> GPT:
-    """The model, each of its layers recomputed in backward unless told otherwise."""
+    """Return the model, each of whose layers is recomputed in backward unless --no-recompute is given."""
     model = make_model(model_config(options), device)
     if options.recompute:
         for layer in model.layers.values():
@@ -248,7 +248,7 @@ def samples_of(options: argparse.Namespace, device: torch.device) -> Tensor:
 
 
 def probe_in_process(arguments: list[str], kind: str, allocator: str, micro_batch_size: int) -> Probe:
-    """A probe in a process of its own, whose allocator has no past."""
+    """Run a probe in a process of its own, whose allocator has not been used before."""
     command = [sys.executable, __file__, *arguments, "--probe", kind, "--micro-batch-size", str(micro_batch_size)]
     environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": ALLOCATORS[allocator]}
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
@@ -256,7 +256,10 @@ def probe_in_process(arguments: list[str], kind: str, allocator: str, micro_batc
 
 
 def largest_that_fits(fits: Callable[[int], bool]) -> int:
-    """The largest number that fits, if all smaller ones do: doubling, then halving the gap; 0 if none does."""
+    """Return the largest number that fits, or 0 if 1 does not, provided that all smaller ones fit too.
+
+    The number is doubled until it is too large, then the gap is halved.
+    """
     low, high = 0, 1
     while fits(high):
         low, high = high, 2 * high

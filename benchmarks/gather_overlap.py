@@ -1,9 +1,10 @@
-"""How much of ZeRO stage 3's gather time hides behind computation, from a trace of every gather.
+"""Measures how much of ZeRO stage 3's gather time hides behind computation, from a trace of every gather.
 
     torchrun --nproc-per-node 2 benchmarks/gather_overlap.py [--steps 12] [--hidden-size 256] [--trace gathers.json]
 
-A gather *lasts* from its launch to its completion, and *blocks* from when somebody begins to wait for it until it is
-complete; what it lasts and doesn't block is hidden.  The same steps are taken with look-ahead and without, in turns.
+A gather *lasts* from its launch to its completion, and *blocks* from the beginning of the wait for it to its
+completion; the time that it lasts but doesn't block is hidden.  The same steps are taken with look-ahead and without,
+in turns.
 The trace is a file for Perfetto (https://ui.perfetto.dev): one line of launches to completions, one of waits.
 """
 
@@ -37,7 +38,10 @@ from megazero.zero.plan import resolve
 
 @dataclass
 class Gather:
-    """Moments of one gather, in seconds of one clock; waits that came after completion block for nothing."""
+    """The bytes of one gather and its moments, in seconds of one clock.
+
+    A wait that begins after completion doesn't block.
+    """
 
     nbytes: int
     launched: float
@@ -55,7 +59,7 @@ class Gather:
 
 
 class Traced:
-    """A communicator whose all-gathers leave their moments in `gathers`; `pending` is its torch work."""
+    """A communicator whose all-gathers leave their moments in `gathers`."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -71,7 +75,7 @@ class Traced:
 
 
 class _TracedWork:
-    """Waited for by a thread of its own, which sees when the gather is done."""
+    """The work of a gather, which a thread of its own waits for, so that the moment of completion is measured."""
 
     def __init__(self, pending: Work, gather: Gather) -> None:
         self._pending = pending
@@ -91,7 +95,7 @@ class _TracedWork:
 
 @dataclass
 class Side:
-    """The engine with or without look-ahead, and its trace."""
+    """An engine with or without look-ahead, its trace, and the seconds of its steps."""
 
     name: str
     parts: StepContext
@@ -121,7 +125,7 @@ def take_steps(side: Side, mesh: Mesh, options: argparse.Namespace, turn: int) -
         start = time.perf_counter()
         training_step(side.parts, batch, StepControls(3e-4, 1.0)).loss.item()
         side.seconds.append(time.perf_counter() - start)
-    if turn == 0:  # the first turn records the order
+    if turn == 0:  # the first turn is a warm-up, which records the order of gathers
         side.traced.gathers.clear()
         side.seconds.clear()
 

@@ -1,10 +1,10 @@
-"""Examines megazero on a machine with a GPU, in at most nine minutes: is it right, how fast is it, where do bytes go.
+"""Examines megazero on a machine with a GPU in at most nine minutes: correctness, speed, and use of memory.
 
     python benchmarks/gpu_examination.py [--device cpu] [--seconds 525] [--only PHASE ...] [--output NAME]
 
 `gpu_examination.sh` does the same on a machine that lacks some packages and has no network.  Every phase is a process
-of its own with a limit (`gpu_phases.py`); what it found is written as soon as it ends, so that one that fails, hangs or
-comes too late takes nothing with it.  The record goes to NAME.json in benchmarks/results/, what the phases printed to
+of its own with a limit (`gpu_phases.py`); its findings are written as soon as it ends, so that no results are lost when
+a later phase fails, hangs or gets no time.  The record goes to NAME.json in benchmarks/results/, the phases' output to
 NAME.log.  Exit status 0: no phase failed; 1: at least one did.  The GPU's settings stay as they are.
 
 With --device cpu the phases run at toy sizes, to test this program; those that need a GPU are recorded as such.
@@ -33,15 +33,15 @@ FOLDER = Path(__file__).resolve().parent
 PASSED, NEEDS_GPU, NO_TIME = "passed", "needs a GPU", "no time left"
 ALONE, BESIDE, TOGETHER = "alone", "beside", "together"
 _LOG_BYTES = 40_000
-_LEAST = 15.0  # seconds; less is no time to start a phase in
+_LEAST = 15.0  # seconds; with less left no phase is started
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A function of `gpu_phases.py` with its keyword arguments, and the seconds after which it is ended.
+    """A function of `gpu_phases.py` with its keyword arguments (options).
 
-    runs: ALONE, since it is timed; BESIDE all others, since it works on CPU cores; TOGETHER with its like, since
-    nothing in it is timed.
+    limit: seconds after which it is ended.  runs: ALONE, since it is timed; BESIDE all others, since it works on CPU
+    cores; or TOGETHER with others of that kind, since nothing in it is timed.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Phase:
 
     @property
     def key(self) -> str:
-        """`speed preset=gpt2-124m micro_batch=64 profile=True`."""
+        """The phase's key in the record, such as `speed preset=gpt2-124m micro_batch=64 profile=True`."""
         return " ".join([self.name, *(f"{name}={value}" for name, value in self.options.items())])
 
 
@@ -60,7 +60,7 @@ def _speed(limit: float, preset: str, micro_batch: int, needs_gpu: bool = False,
     return Phase("speed", limit, {"preset": preset, "micro_batch": micro_batch, **options}, needs_gpu=needs_gpu)
 
 
-# In the order of what they are worth.  Together they may take longer than there is time: the last ones give way.
+# The most valuable phases come first.  All together may take more time than there is, and then the last are left out.
 PHASES = (
     Phase("losses", 400, {"where": "cpu"}, runs=BESIDE),
     Phase("environment", 40),
@@ -86,7 +86,10 @@ PHASES = (
 
 @dataclass(frozen=True)
 class _Process:
-    """A phase under way; log: what it prints.  found: what it has found so far, if the file is there."""
+    """A phase under way.
+
+    log: the file of its output.  found: the file of its findings so far, which may not exist yet.  began: in seconds.
+    """
 
     phase: Phase
     process: subprocess.Popen[bytes]
@@ -96,9 +99,9 @@ class _Process:
 
 
 class Examination:
-    """Runs phases, and writes the record at `record` and the phases' output beside it after each of them.
+    """Runs phases, and after each of them writes the record at `record` and the phases' output beside it.
 
-    device: "cuda" or "cpu".  seconds: of all phases together.
+    device: "cuda" or "cpu".  seconds: the time for all phases together.
     """
 
     def __init__(self, device: str, seconds: float, record: Path) -> None:
@@ -115,7 +118,7 @@ class Examination:
         }
 
     def run(self, phases: Sequence[Phase]) -> bool:
-        """Run all phases that there is time for; whether none failed."""
+        """Run all phases that there is time for, and return True if none failed."""
         able = [phase for phase in phases if self._device == "cuda" or not phase.needs_gpu]
         for phase in phases:
             if phase not in able:
@@ -143,12 +146,12 @@ class Examination:
             self._finish(under_way, self._left())
 
     def _run_in_turn(self, phases: Sequence[Phase], scratch: Path) -> None:
-        """Run phases at the same time, each until its limit or the end of all time."""
+        """Run these phases at the same time, each at most until its limit or the end of the examination."""
         if self._left() < _LEAST:
             self.record["phases"] |= {phase.key: {"status": NO_TIME} for phase in phases}
             return
         for under_way in [self._start(phase, scratch) for phase in phases]:
-            # A toy on a busy CPU takes longer than the real thing on a GPU.
+            # A toy model on a busy CPU takes longer than the real one on a GPU.
             limit = under_way.phase.limit * (1 if self._device == "cuda" else 5)
             self._finish(under_way, min(limit, self._left()))
 
@@ -171,14 +174,14 @@ class Examination:
         return _Process(phase, process, log, found, time.monotonic())
 
     def _finish(self, under_way: _Process, seconds: float) -> None:
-        """Wait for a phase until it has run for `seconds`, end it then with all its processes, and take its results."""
+        """Wait for a phase until it has run for `seconds`, then end all its processes, and record its results."""
         process, key = under_way.process, under_way.phase.key
         try:
             status = process.wait(max(seconds - (time.monotonic() - under_way.began), 0.1))
             row: dict[str, Any] = {"status": PASSED if status == 0 else f"failed, exit status {status}"}
         except subprocess.TimeoutExpired:
             row = {"status": f"failed, ended after {seconds:.0f} s"}
-        with contextlib.suppress(ProcessLookupError):  # whatever it has started goes, too
+        with contextlib.suppress(ProcessLookupError):  # its own child processes are ended too
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         row["seconds"] = round(time.monotonic() - under_way.began, 1)
@@ -209,7 +212,10 @@ def _environment() -> dict[str, str]:
 
 
 def compared_losses(phases: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """By curve of the `losses` phases its last loss, and its largest relative distance from that of the CPU in fp32."""
+    """Compare each loss curve of the `losses` phases with the CPU's in fp32.
+
+    Returns, by curve, its last loss and its largest relative distance from the CPU's.
+    """
     curves: dict[str, list[float]] = {}
     for row in phases.values():
         curves |= row.get("found", {}).get("curves", {})

@@ -2,9 +2,9 @@
 
     python benchmarks/gpu_phases.py PHASE '{"option": ...}' --device cuda|cpu --output FOUND.json
 
-A phase writes what it has found to FOUND.json, more than once where it goes on after something that failed, and ends
-with an exception where the project is at fault.  On a CPU sizes are those of toys, and what cannot be had there is
-recorded as "needs a GPU".
+A phase writes its findings to FOUND.json, more than once where it goes on after a failure, and ends with an exception
+where the project is at fault.  On a CPU models have toy sizes, and a figure that a CPU cannot give is recorded as
+"needs a GPU".
 """
 
 import argparse
@@ -57,12 +57,12 @@ _SMALL_BATCH = "--micro-batch-size 4 --global-batch-size 8"
 
 
 class Wrong(Exception):
-    """The project computed something that it must not, or a program of it failed."""
+    """Raised when the project has computed a wrong result, or one of its programs has failed."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Where a phase works and writes."""
+    """The device on which a phase computes, and the file (`output`) to which it writes its findings as JSON."""
 
     device: torch.device
     output: Path
@@ -72,7 +72,7 @@ class Bench:
         return self.device.type == "cuda"
 
     def save(self, found: Mapping[str, Any]) -> None:
-        """What has been found so far, which is kept even if this process ends badly."""
+        """Write the findings so far, so that they are kept even if this process fails later."""
         self.output.write_text(json.dumps(found), encoding="utf-8")
 
     def wait(self) -> None:
@@ -81,7 +81,7 @@ class Bench:
 
 
 def environment(bench: Bench) -> dict[str, Any]:
-    """Versions, and on a GPU what its driver says."""
+    """Return versions of Python and packages, and with a GPU those of its libraries and nvidia-smi's output."""
     found: dict[str, Any] = {"python": sys.version, "packages": {}}
     for name in ("torch", "numpy", "triton", "pydantic", "safetensors", "sentencepiece", "tokenizers"):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -94,7 +94,7 @@ def environment(bench: Bench) -> dict[str, Any]:
 
 
 def ceilings(bench: Bench) -> dict[str, Any]:
-    """What this GPU does at most on the shapes of GPT-2's two sizes: matrix products, a copy, attention."""
+    """Measure the most that this GPU can do with the shapes of two sizes of GPT-2: products, a copy, attention."""
     stopwatch, products = Stopwatch(bench.device, at_least=10), {}
     shapes = ((8192, 8192, 8192), (65536, 768, 2304), (65536, 768, 3072), (65536, 3072, 768), (768, 65536, 3072))
     for rows, inner, columns in (*shapes, (5376, 768, 50304), (16384, 1600, 6400), (1600, 16384, 6400)):
@@ -114,7 +114,7 @@ def ceilings(bench: Bench) -> dict[str, Any]:
                 mixed = torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
             mixed.backward(torch.ones_like(mixed))
 
-        with contextlib.suppress(RuntimeError):  # "no available kernel"
+        with contextlib.suppress(RuntimeError):  # torch: "no available kernel"
             attention[backend.name] = stopwatch.best(both)
     found = {"tflops": products, "copy_tb_per_second": copied, "attention_seconds": attention}
     return {**found, "summary": f"{products} TFLOP/s, {copied} TB/s"}
@@ -122,7 +122,7 @@ def ceilings(bench: Bench) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def training(bench: Bench, words: Sequence[str], ledger: Any = None) -> Iterator[Steps]:
-    """Steps of the run that a user gets by these flags on one process, with its choice of an attention kernel."""
+    """Yield the steps of the run that these flags make on one process, with its choice of an attention kernel."""
     config = configuration_of(words, 1)
     kernel = choose_kernel(config.training.attention_backend, attention_call(config, bench.device))
     with prefer_kernel(kernel):
@@ -134,7 +134,7 @@ def training(bench: Bench, words: Sequence[str], ledger: Any = None) -> Iterator
 
 
 def launched(steps: Steps, number: int, lr: float = LR) -> Any:
-    """The report of one step, which the device may still be working on."""
+    """Launch one step and return its report, whose figures the device may still be computing."""
     return training_step(steps.parts, steps.batch(number), StepControls(lr, 1.0))
 
 
@@ -145,7 +145,7 @@ def model_words(bench: Bench, preset: str, micro_batch: int) -> list[str]:
 
 
 def small(bench: Bench) -> list[str]:
-    """A model and a batch to compute exactly."""
+    """Return the flags of a model and a batch that are small enough to be compared exactly."""
     return f"{_SMALL if bench.has_gpu else _TOY} {_SMALL_BATCH}".split()
 
 
@@ -160,7 +160,7 @@ def speed(
     stage: int = 0,
     profile: bool = False,
 ) -> dict[str, Any]:
-    """Tokens a second of a training run, its memory, places where the host waits for the device, and a profile."""
+    """Measure a training run: tokens a second, memory, places where the host waits for the device, and a profile."""
     words = [*model_words(bench, preset, micro_batch), "--bf16", "--zero-stage", str(stage)]
     words += ["--compile", compile if bench.has_gpu else "off", "--attention-backend", attention]
     words += ["--fp8-format", fp8] if fp8 else []
@@ -196,7 +196,7 @@ def speed(
 
 
 def rate(bench: Bench, step: Callable[[], object], config: RunConfig) -> dict[str, Any]:
-    """Seconds of steps that are launched one behind the other, and what follows from their median."""
+    """Time steps that are launched one after the other, and return their seconds and the rates of the median step."""
     number = 12 if bench.has_gpu else 2
     began = time.perf_counter()
     if bench.has_gpu:
@@ -232,7 +232,7 @@ def rate(bench: Bench, step: Callable[[], object], config: RunConfig) -> dict[st
 
 
 def synchronizations(step: Callable[[], object]) -> list[str]:
-    """Places in a step at which the host waits for the device, `file.py:line`."""
+    """Return the places in a step at which the host waits for the device, each as `file.py:line`."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -251,7 +251,10 @@ _KINDS: Mapping[str, Sequence[str]] = {
 
 
 def profiled(step: Callable[[int], object], number: int = 2) -> dict[str, Any]:
-    """The device's busy share, kernels a step, and milliseconds of a step by kind of kernel; prints torch's table."""
+    """Profile steps: the device's busy share, kernels a step, milliseconds of a step by kind of kernel.
+
+    Prints torch's table as well.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
@@ -283,7 +286,7 @@ def profiled(step: Callable[[int], object], number: int = 2) -> dict[str, Any]:
 
 
 def plain(bench: Bench, *, preset: str, micro_batch: int) -> dict[str, Any]:
-    """The same model of torch's own modules, compiled as a whole, under autocast: what megazero is to be beside."""
+    """Time the same model of torch's own modules, compiled as a whole, under autocast, for comparison with megazero."""
     config = configuration_of(model_words(bench, preset, micro_batch), 1)
     vocab_size, length = config.model.vocab_size or 0, config.model.seq_length
     torch.set_float32_matmul_precision("high")
@@ -312,7 +315,7 @@ def plain(bench: Bench, *, preset: str, micro_batch: int) -> dict[str, Any]:
 
 
 def exactness(bench: Bench) -> dict[str, Any]:
-    """Losses, gradient norms and gradients of three steps beside those of float64 on the CPU."""
+    """Compare losses, gradient norms and gradients of three steps with those of float64 on the CPU."""
     on_cpu = Bench(torch.device("cpu"), bench.output)
 
     def run(where: Bench, *words: str) -> tuple[list[float], Tensor]:
@@ -339,7 +342,7 @@ def exactness(bench: Bench) -> dict[str, Any]:
 
 
 def collectives(bench: Bench) -> dict[str, Any]:
-    """Stages 0 to 3 with every collective through a process group of one rank (NCCL): the same bits as without."""
+    """Check that stages 0 to 3 give the same bits with every collective through a process group of one rank (NCCL)."""
     words = [*small(bench), "--bf16", "--compile", "off", "--reduce-bucket-size", "300000"]
 
     def run(stage: int) -> tuple[list[float], Tensor]:
@@ -355,7 +358,7 @@ def collectives(bench: Bench) -> dict[str, Any]:
     def in_a_group(topology: Any, axis: str, rank: int, scratch: Scratch, **_: Any) -> Communicator:
         return ProcessGroupCommunicator(dist.new_group([0]), scratch)
 
-    # The mesh of one rank has no process groups of its own.
+    # Replaced, since the mesh of one rank has no process groups.
     startup._communicator = in_a_group
     found: dict[str, Any] = {}
     for stage, (losses, state) in enumerate(alone):
@@ -367,7 +370,7 @@ def collectives(bench: Bench) -> dict[str, Any]:
 
 
 def state_of(steps: Steps, kind: str) -> Tensor:
-    """All of "gradient", "master" or a moment, in float64 on the CPU."""
+    """Return the whole state of a kind ("gradient", "master" or a moment) in one tensor, in float64 on the CPU."""
     names = [name for name, _ in steps.core.model.named_parameters()]
     pieces = [piece.tensor.double().cpu() for name in names for piece in steps.core.engine.pieces(name, kind)]
     return torch.cat(pieces)
@@ -375,7 +378,7 @@ def state_of(steps: Steps, kind: str) -> Tensor:
 
 @contextlib.contextmanager
 def kept_failures(bench: Bench, found: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
-    """A case of a phase: its row in `found`, where an exception is kept, too, since other cases may still be right."""
+    """Yield the row of a case in `found`, and keep an exception there, so that the other cases are still tried."""
     row: dict[str, Any] = {"is_right": False}
     found[name] = row
     try:
@@ -387,15 +390,15 @@ def kept_failures(bench: Bench, found: dict[str, Any], name: str) -> Iterator[di
 
 
 def verdict(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The result of a phase with cases; `main` raises for those that are not right."""
+    """Return the result of a phase with cases; `main` raises an error for cases that are not right."""
     wrong = [name for name, row in found.items() if not row["is_right"]]
     return {"cases": found, "wrong": wrong, "summary": f"{len(found) - len(wrong)} of {len(found)} are right"}
 
 
 def losses(bench: Bench, *, where: str) -> dict[str, Any]:
-    """Loss curves of a small byte-level model on the project's own sources, by pretrain_gpt.py; where: "cpu", "device".
+    """Train a small byte-level model on the project's own sources by pretrain_gpt.py, and return the loss curves.
 
-    What one run saves, a generator loads and uses.
+    where: "cpu" or "device".  The checkpoint that one run saves is loaded by tools/generate_text.py.
     """
     runs = [("fp32", "off", "0")]
     if where == "device":
@@ -434,7 +437,7 @@ _RUN = (
 def start_training(
     bench: Bench, folder: Path, device: str, precision: str, compiles: str, stage: str
 ) -> tuple[subprocess.Popen[bytes], Path]:
-    """pretrain_gpt.py on its way, and its metrics file; the run in bf16 at stage 2 saves."""
+    """Start pretrain_gpt.py and return the process and its metrics file; the run in bf16 at stage 2 saves."""
     shape = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256"
     words = shape.split() if bench.has_gpu else _TOY.split()[:-2]  # the vocabulary is the corpus's
     words += _RUN.split()
@@ -448,14 +451,14 @@ def start_training(
 
 
 def succeed(*words: str) -> None:
-    """Run one of the project's programs; raises Wrong where it fails."""
+    """Run one of the project's programs; raise Wrong if it fails."""
     status = subprocess.run([sys.executable, *words], cwd=ROOT).returncode
     if status != 0:
         raise Wrong(f"{words[0]} ended with exit status {status}")
 
 
 def ledger(bench: Bench) -> dict[str, Any]:
-    """The ledger's peak and live bytes beside the allocator's own, by kind of run."""
+    """Compare the ledger's peak and live bytes with the allocator's own, by kind of run."""
     base = "--num-layers 6 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --vocab-size 8000"
     full = ["--recompute-granularity", "full"]
     cases = {
@@ -480,11 +483,11 @@ def ledger(bench: Bench) -> dict[str, Any]:
             if not bench.has_gpu:
                 return {**row, "is_right": row["peak"] >= row["live"] > 0}
             peak, live = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
-            # What one kernel takes and gives back by itself is not the ledger's to see.
+            # The ledger cannot count memory that a kernel allocates and frees within itself.
             is_right = abs(row["peak"] / peak - 1) < 0.1
             return {**row, "allocator_peak": peak, "allocator_live": live, "is_right": is_right}
 
-    measure(["--bf16"])  # libraries take their workspaces, which they keep
+    measure(["--bf16"])  # makes libraries allocate their workspaces, which they keep
     found: dict[str, Any] = {}
     for name, words in cases.items():
         gc.collect()
@@ -494,9 +497,10 @@ def ledger(bench: Bench) -> dict[str, Any]:
 
 
 def gpu_tests(bench: Bench) -> dict[str, Any]:
-    """The project's own tests that are marked `cuda`; on a CPU those of one of their files that are not."""
+    """Run the project's own tests that are marked `cuda`, or on a CPU the unmarked ones of one file with such tests."""
     marked = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.cuda" in path.read_text("utf-8")]
-    # By file, since collecting all tests takes longer than these, and packages that a GPU machine may not have.
+    # Files are named, since collecting all tests would take longer than these take to run, and packages that a GPU
+    # machine may lack.
     chosen = [str(path.relative_to(ROOT)) for path in marked] if bench.has_gpu else ["tests/test_timers.py"]
     words = ["-q", "-p", "no:cacheprovider", "--timeout", "60", "-m", "cuda" if bench.has_gpu else "not cuda"]
     done = subprocess.run(
@@ -522,7 +526,7 @@ _LAYOUTS = (
 
 
 def layouts(bench: Bench) -> dict[str, Any]:
-    """verify-layout with several processes on the one GPU, whose messages go through host memory (`shared_gpu.py`)."""
+    """Run verify-layout with several processes on one GPU, whose messages go through host memory (`shared_gpu.py`)."""
     found: dict[str, Any] = {}
     for number, layout in _LAYOUTS if bench.has_gpu else _LAYOUTS[:1]:
         with kept_failures(bench, found, f"{number} processes: {layout}") as row:
@@ -560,7 +564,7 @@ def main(words: Sequence[str] | None = None) -> int:
             raise Wrong("; ".join(found["wrong"]))
     except Exception as error:
         traceback.print_exc()
-        if not found and bench.output.exists():  # what was saved on the way
+        if not found and bench.output.exists():  # findings that were saved before the failure
             found = json.loads(bench.output.read_text(encoding="utf-8"))
         bench.save({**found, "error": f"{type(error).__name__}: {str(error)[:600]}"})
         return 1

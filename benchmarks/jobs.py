@@ -1,10 +1,10 @@
-"""Jobs of several processes on this machine: started, joined, asked for their results, ended.
+"""Starts jobs of several processes on this machine, joins their process groups, collects their results, and ends them.
 
 A benchmark that needs several jobs (other numbers of processes, or steps that may be refused for want of memory) starts
 them itself.  Processes are forked by a *fork server* that has imported torch and computed nothing, so a job costs about
-a second; each computes with one thread, unless told.  Jobs that run *side by side* share a barrier, so that the machine
-can be kept as busy by four jobs of one process as by one job of four.  A job that *stays* has an object in each of its
-processes and does what it is asked; in between it sleeps.
+a second; each computes with one thread, unless another number is given.  Jobs that run *side by side* share a barrier,
+so that the machine can be kept as busy by four jobs of one process as by one job of four.  A job that *stays* keeps an
+object in each of its processes, whose methods can be called; between two calls it sleeps.
 """
 
 import multiprocessing
@@ -21,12 +21,12 @@ from megazero.comm.startup import choose_device, join
 from megazero.errors import UserError
 from megazero.parallel.launch import Launch
 
-# The last one is what torch imports when a dispatch mode, such as the ledger's, meets its first backward.
+# torch imports the last one at the first backward under a dispatch mode, such as the ledger's.
 _PRELOADED = ["torch", "torch.distributed", "megazero.train.build", "torch._dynamo"]
 
 
 class Place(NamedTuple):
-    """Where a process stands: in its job, on which device, and how it waits for all processes of all jobs."""
+    """The place of a process: its rank in the job, its device, and a barrier of all processes of all jobs."""
 
     launch: Launch
     device: torch.device
@@ -34,7 +34,7 @@ class Place(NamedTuple):
 
 
 class _Reply(NamedTuple):
-    """What a process has to say at its end: a result, a user's error by its parts, or a traceback."""
+    """The reply of a process to a call: a result, a user's error by its parts, or a traceback."""
 
     result: Any = None
     error: tuple[type[UserError], tuple[Any, ...]] | None = None
@@ -47,7 +47,7 @@ class _Worker(NamedTuple):
 
 
 class _Start(NamedTuple):
-    """What a process is told at its start; stays: what fn returns is kept there, to be asked."""
+    """The parameters of a process.  stays: the object that fn returns is kept there, so that it can be called."""
 
     launch: Launch
     port: int
@@ -61,7 +61,7 @@ class _Start(NamedTuple):
 class Job:
     """Processes that stay: `fn(place, *args)` makes an object in each, and `ask` calls a method of all of them.
 
-    Errors come out as those of `run_job`, and the job has ended then.  Nothing is computed between two questions.
+    Errors are raised as by `run_job`, and the job has ended then.  Nothing is computed between two calls of `ask`.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Job:
         self._answers()
 
     def ask(self, method: str, *args: Any) -> list[Any]:
-        """The method's answers by rank; all ranks work on it at once."""
+        """Call a method of the object in every process at once, and return the results by rank."""
         for worker in self._workers:
             worker.connection.send((method, args))
         return self._answers()
@@ -98,15 +98,15 @@ class Job:
 
 
 def run_job(world_size: int, fn: Callable[..., Any], *args: Any, device: str = "auto") -> list[Any]:
-    """fn(place, *args) on every process of one job; results by rank."""
+    """Call fn(place, *args) on every process of one job, and return the results by rank."""
     return run_jobs(1, world_size, fn, *args, device=device)[0]
 
 
 def run_jobs(number: int, world_size: int, fn: Callable[..., Any], *args: Any, device: str = "auto") -> list[list[Any]]:
-    """The same for `number` jobs side by side; results by job and rank.
+    """Call fn(place, *args) on every process of `number` jobs side by side, and return the results by job and rank.
 
-    fn stands at the top of a module; arguments and results are pickled.  The first process that fails ends all of
-    them: a UserError is raised here again, anything else is a RuntimeError with its traceback.
+    fn must be defined at the top of a module; arguments and results are pickled.  The first process that fails ends
+    all of them: a UserError is raised here again, any other error as a RuntimeError with its traceback.
     """
     context = _context()
     barrier = context.Barrier(number * world_size)
@@ -131,7 +131,7 @@ def _context() -> Any:
 
 
 def _store() -> TCPStore:
-    """Where the processes of a job meet."""
+    """Return the store through which the processes of a job find each other."""
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
@@ -143,8 +143,8 @@ def _start(context: Any, start: _Start, ours: Connection, fn: Callable[..., Any]
 
 
 def _serve(start: _Start, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """The life of a process; it stays until it is ended, so that nobody sees its connections break."""
-    # The names that torchrun gives, with the store in the process that has started this one.
+    """Run a process of a job, which stays until it is ended, so that its connections to other processes don't break."""
+    # torchrun sets the same variables, but here the store is in the process that has started this one.
     os.environ.update(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(start.port),
@@ -186,7 +186,7 @@ def _collect(workers: Sequence[_Worker]) -> list[Any]:
     results: list[Any] = [None] * len(workers)
     while waiting:
         replies = {waiting.pop(connection): _receive(connection) for connection in wait(list(waiting))}
-        # A user's error explains the others' broken connections, so it goes first.
+        # A user's error explains the other processes' broken connections, so it is raised first.
         for reply in replies.values():
             if reply.error is not None:
                 kind, problems = reply.error
@@ -207,7 +207,7 @@ def _receive(connection: Any) -> _Reply:
 
 
 def _end(workers: Sequence[_Worker]) -> None:
-    """They have no state that outlives them."""
+    """Kill the processes, which have no state that outlives them."""
     for worker in workers:
         worker.process.kill()
     for worker in workers:

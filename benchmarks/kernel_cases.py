@@ -1,8 +1,8 @@
-"""The kernels on a training step's path, one at a time: what each computes, and what it needs at the least.
+"""The kernels on a training step's path, one at a time, with the least operations and bytes that each needs.
 
-Of every kernel are known the floating-point operations that its mathematics asks for, and the bytes of what it must
-read and write once, however it goes about it; both are the measure of `ceilings.py`.  Operations that are not matrix
-products count nothing: they are bound by bytes.
+Every kernel comes with the floating-point operations that its mathematics requires, and the bytes that any
+implementation must read and write once; `ceilings.py` makes its roofline of both.  Operations outside of matrix
+products are not counted: such kernels are bound by bytes.
 
 Shapes, in comments: n = tokens of a micro-batch, b = its samples, s = sequence, h = hidden, f = inner, a = heads,
 V = padded vocabulary.
@@ -40,9 +40,11 @@ _BACKENDS: Mapping[str, SDPBackend] = {
 
 @dataclass(frozen=True)
 class Kernel:
-    """call: runs it once.  flops, nbytes: what it must compute and move.  products: who computes its products, or "".
+    """A kernel on operands that exist.
 
-    operands: tensors that are there before and after, where the memory beside them is of interest.
+    call: runs it once.  flops, nbytes: the operations and bytes that it needs at the least.  products: the name of the
+    library that computes its matrix products, or "".  operands: tensors that exist before and after the call, where the
+    memory beside them is to be measured.
     """
 
     name: str
@@ -55,7 +57,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Sizes:
-    """A micro-batch of a model on a device."""
+    """The sizes of a micro-batch and of a model, with the working precision and the device."""
 
     samples: int
     length: int
@@ -73,7 +75,7 @@ class Sizes:
 
     @property
     def block(self) -> tuple[tuple[int, int], ...]:
-        """Shapes of a block's matrices, [out, in]: query, key and value; projection; up; down."""
+        """The shapes of a block's matrices, [out, in]: query, key and value; projection; up; down."""
         h, f = self.hidden, self.inner
         return (3 * h, h), (h, h), (f, h), (h, f)
 
@@ -81,12 +83,12 @@ class Sizes:
         return torch.randn(shape, device=self.device).to(dtype or self.dtype).requires_grad_(grad)
 
     def nbytes(self, *numels: int) -> int:
-        """Of tensors in the working precision."""
+        """Return the bytes of tensors of so many elements in the working precision."""
         return sum(numels) * self.dtype.itemsize
 
 
 def kernels(sizes: Sizes, libraries: Mapping[str, Products]) -> Iterator[Kernel]:
-    """All of them, made one after the other, so that their operands need not be there together."""
+    """Yield all kernels, made one after the other, so that their operands need not be in memory together."""
     yield from linear(sizes, libraries)
     yield from attention(sizes)
     yield from pointwise(sizes)
@@ -95,7 +97,7 @@ def kernels(sizes: Sizes, libraries: Mapping[str, Products]) -> Iterator[Kernel]
 
 
 def linear(sizes: Sizes, libraries: Mapping[str, Products]) -> Iterator[Kernel]:
-    """The three products of a block's four layers."""
+    """Yield the three products of each of a block's four linear layers."""
     n = sizes.tokens
     for layer, (outputs, inputs) in zip(("qkv", "projection", "up", "down"), sizes.block, strict=True):
         x, weight, bias = sizes.random(n, inputs), sizes.random(outputs, inputs), sizes.random(outputs)
@@ -112,7 +114,7 @@ def linear(sizes: Sizes, libraries: Mapping[str, Products]) -> Iterator[Kernel]:
 
 
 def attention(sizes: Sizes) -> Iterator[Kernel]:
-    """The causal core by every backend that takes these tensors, and by the one that torch chooses.
+    """Yield the causal attention core by every backend that takes these tensors, and by the one that torch chooses.
 
     A mask spares half of each product: two forward, four backward, of 2 b s s h operations when whole.
     """
@@ -127,7 +129,7 @@ def attention(sizes: Sizes) -> Iterator[Kernel]:
             gradient = torch.randn_like(output)
             backward = partial(torch.autograd.grad, output, parts, gradient, retain_graph=True)
             backward()
-        except RuntimeError:  # torch's way to say that the backend is not there, or not for these tensors
+        except RuntimeError:  # raised where the backend is missing or does not take these tensors
             continue
         yield Kernel(f"attention, forward ({name})", forward, 2 * product, sizes.nbytes(4 * n * h))
         yield Kernel(f"attention, backward ({name})", backward, 4 * product, sizes.nbytes(8 * n * h))
@@ -136,12 +138,12 @@ def attention(sizes: Sizes) -> Iterator[Kernel]:
 def _attend(parts: Sequence[Tensor], backend: SDPBackend | None) -> Tensor:
     chosen: AbstractContextManager[None] = nullcontext() if backend is None else sdpa_kernel(backend)
     with warnings.catch_warnings(), chosen:
-        warnings.simplefilter("ignore")  # reasons against a backend
+        warnings.simplefilter("ignore")  # which give the reasons why a backend cannot be used
         return F.scaled_dot_product_attention(*parts, is_causal=True)
 
 
 def pointwise(sizes: Sizes) -> Iterator[Kernel]:
-    """Layer norm of [n, h] and GELU of [n, f]."""
+    """Yield the layer norm of [n, h] and the GELU of [n, f], forward and backward."""
     n, h, f = sizes.tokens, sizes.hidden, sizes.inner
     weight, bias = sizes.random(h, grad=True), sizes.random(h, grad=True)
     x, inner = sizes.random(n, h, grad=True), sizes.random(n, f, grad=True)
@@ -156,7 +158,7 @@ def pointwise(sizes: Sizes) -> Iterator[Kernel]:
 
 
 def head(sizes: Sizes, libraries: Mapping[str, Products]) -> Iterator[Kernel]:
-    """The LM head with its loss, forward and backward: in chunks, and with whole logits."""
+    """Yield the LM head with its loss, forward and backward: in chunks, and with whole logits."""
     n, h, rows = sizes.tokens, sizes.hidden, sizes.padded_vocabulary
     x, weight = sizes.random(n, h, grad=True), sizes.random(rows, h, grad=True)
     labels = torch.randint(sizes.vocabulary, (n,), device=sizes.device)
@@ -179,7 +181,7 @@ def head(sizes: Sizes, libraries: Mapping[str, Products]) -> Iterator[Kernel]:
 
 
 def optimizer(sizes: Sizes) -> Iterator[Kernel]:
-    """AdamW's update and the gradient norm, of a block's matrices in one flat piece."""
+    """Yield AdamW's update and the gradient norm, of a block's matrices in one flat piece."""
     numels = [rows * columns for rows, columns in sizes.block]
     numel, master = sum(numels), sum_dtype(sizes.dtype)
     gradient = sizes.random(numel)

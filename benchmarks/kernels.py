@@ -1,12 +1,12 @@
-"""Each kernel on a training step's path beside its roofline, on one process.
+"""Times each kernel on a training step's path beside its roofline, on one process.
 
     python benchmarks/kernels.py [--preset gpt2-124m] [--precision bf16] [--device cuda] [--output OUT]
 
-Linear layers by every library that can compute them, attention by every backend of torch's, layer norm, GELU, the LM
-head with its loss in chunks and with whole logits, AdamW and the gradient norm (`kernel_cases.py`).  The roofline is
-max(operations / fastest product, bytes / copy) with both ceilings measured in the same run (`ceilings.py`); 8-bit
-products have a ceiling of their own.  Caches are swept before each call.  With --output OUT the page goes to OUT.md and
-the record to OUT.json.
+The kernels are linear layers by every library that can compute them, attention by every backend of torch's, layer norm,
+GELU, the LM head with its loss in chunks and with whole logits, AdamW and the gradient norm (`kernel_cases.py`).  The
+roofline is max(operations / fastest product, bytes / copy) with both ceilings measured in the same run (`ceilings.py`);
+8-bit products have a ceiling of their own.  Caches are swept before each call.  With --output OUT the page goes to
+OUT.md and the record to OUT.json.
 """
 
 import argparse
@@ -36,12 +36,16 @@ from megazero.tensor_parallel.products import Products
 from megazero.zero.plan import DTYPES
 
 FLOAT8 = "float8"
-_ABOUT = 50  # kernels, by which the time is divided
+_ABOUT = 50  # about the number of kernels, by which the time is divided
 
 
 @dataclass(frozen=True)
 class Timing:
-    """A kernel's seconds, and the bytes that it needs beside its operands at the most (None: not of interest)."""
+    """The measured figures of a kernel.
+
+    seconds: of every call.  roofline: in seconds.  flops, nbytes: what it needs at the least.  peak_bytes: the most
+    bytes alive beside its operands; None if not measured.
+    """
 
     name: str
     seconds: list[float]
@@ -56,7 +60,7 @@ class Timing:
 
     @property
     def share(self) -> float:
-        """Of the roofline's pace."""
+        """The share of the roofline's speed that the median call reaches."""
         return self.roofline / self.median
 
     def to_json(self) -> dict[str, Any]:
@@ -87,7 +91,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def configure(options: argparse.Namespace) -> RunConfig:
-    """The run whose kernels these are."""
+    """Return the configuration of the run whose kernels are timed."""
     words = ["--precision", options.precision, "--micro-batch-size", str(options.micro_batch_size)]
     if options.preset is not None:
         return configuration_of([*words, "--preset", options.preset], 1)
@@ -97,7 +101,7 @@ def configure(options: argparse.Namespace) -> RunConfig:
 
 
 def sizes_of(config: RunConfig, device: torch.device) -> Sizes:
-    """One micro-batch without model parallelism."""
+    """Return the sizes of one micro-batch without model parallelism."""
     model = config.model
     assert model.vocab_size is not None, "made-up samples have a stated vocabulary"
     return Sizes(
@@ -116,7 +120,7 @@ def sizes_of(config: RunConfig, device: torch.device) -> Sizes:
 
 
 def measure(place: Place, config: RunConfig, time_limit: float) -> tuple[dict[str, Ceilings], list[Timing]]:
-    """Ceilings ("" of the working precision, "float8"), and every kernel."""
+    """Measure the ceilings (by "" for the working precision and "float8") and time every kernel."""
     sizes, budget = sizes_of(config, place.device), min(time_limit / _ABOUT, 0.5)
     torch.manual_seed(1)
     libraries = ceilings.libraries(place.device, sizes.dtype)
@@ -145,7 +149,7 @@ def time_kernels(
 
 
 def peak_bytes(kernel: Kernel, device: torch.device) -> int:
-    """What is alive at the most during a call, operands apart; by the ledger."""
+    """Return the most bytes that are alive during a call by the ledger, operands not counted."""
     with Ledger(device) as ledger:
         for operand in kernel.operands:
             ledger.tag(operand, "parameters")
@@ -172,7 +176,7 @@ def record(config: RunConfig, found: Mapping[str, Ceilings], timings: Sequence[T
 
 
 def page(kept: Mapping[str, Any], found: Mapping[str, Ceilings], device: str) -> list[str]:
-    """The parts of the report."""
+    """Return the parts of the report."""
     model = kept["model"]
     described = "; ".join(ceiling.describe() for ceiling in found.values())
     return [
@@ -186,7 +190,7 @@ def page(kept: Mapping[str, Any], found: Mapping[str, Ceilings], device: str) ->
 
 
 def rows_of(kept: Mapping[str, Any]) -> str:
-    """The table of a record."""
+    """Return the table of a record."""
     rows = []
     for name, timing in kept["systems"].items():
         peak = timing["peak_bytes"]

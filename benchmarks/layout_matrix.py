@@ -1,4 +1,4 @@
-"""A random sample of all legal layouts, each trained beside one process: do losses, norms and weights agree?
+"""Trains a random sample of all legal layouts, each beside one process: do losses, norms and weights agree?
 
     python benchmarks/layout_matrix.py --records FILE.jsonl [--count 200] [--seed 1] [--minutes 30] [--output FILE.md]
 
@@ -8,9 +8,9 @@ dimensions of tests/support/layouts.py; the draw is a function of --seed).  Each
 float64 on real text, on processes that the program starts itself, and is compared with the plain single-process
 reference of the tests: losses and gradient norms of every rank and step, every final weight by name.
 
-A line is appended to --records for every layout as it is done, and what is there already is not run again (but for
-those that failed to run), so the program may be stopped and started at will.  It ends with status 1 if any layout
-failed or is farther off than --bound, and with 2 if --minutes were over before all were run.
+A line is appended to --records for every layout as soon as it has run, and a layout with a line is not run again (but
+for those that failed to run), so the program may be stopped and started at will.  It ends with status 1 if any layout
+failed or deviates by more than --bound, and with 2 if --minutes were over before all were run.
 """
 
 import argparse
@@ -58,13 +58,13 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def sample(count: int, seed: int, most_processes: int) -> list[Layout]:
-    """So many of all legal layouts (all of them if there are fewer), in the order of the draw."""
+    """Draw `count` of all legal layouts (all of them if there are fewer), in the order of the draw."""
     everything = list(legal_layouts(most_processes=most_processes))
     return random.Random(seed).sample(everything, min(count, len(everything)))
 
 
 def read_records(path: Path, steps: int) -> dict[str, Record]:
-    """By layout, what has been run with so many steps; a line that was cut off in writing is not there."""
+    """Return the records of runs with so many steps, by layout; a line that was cut off in writing is skipped."""
     found = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
@@ -77,26 +77,26 @@ def read_records(path: Path, steps: int) -> dict[str, Record]:
 
 
 def append(path: Path, record: Record) -> None:
-    """One more line; a line that was cut off before it stays by itself."""
+    """Append a line to the file, a new one even if the last line was cut off."""
     is_cut_off = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
     with path.open("a", encoding="utf-8") as stream:
         stream.write("\n" * is_cut_off + json.dumps(record) + "\n")
 
 
 def run(layout: Layout, steps: int, prefix: str, reference: History) -> Record:
-    """Train one layout and compare it."""
+    """Train one layout and return the record of its comparison with the reference."""
     start = time.perf_counter()
     record: Record = {"layout": str(layout), "steps": steps, "choices": asdict(layout)}
     try:
         found: Record = asdict(deviation(train_cell(layout.cell(steps=steps), prefix), reference))
     except (RankFailure, AssertionError) as error:
-        text = re.sub(r"/[^\s\"]*/", "", str(error))  # files by their names alone
+        text = re.sub(r"/[^\s\"]*/", "", str(error))  # files by name, without folders
         found = {"error": text if len(text) < 6000 else f"{text[:3000]}\n...\n{text[-3000:]}"}
     return {**record, **found, "seconds": round(time.perf_counter() - start, 2)}
 
 
 def run_missing(layouts: Iterable[Layout], options: argparse.Namespace) -> None:
-    """Run what has no record, in this order, as long as there is time."""
+    """Run the layouts that have no record or failed, in this order, as long as there is time."""
     known = read_records(options.records, options.steps)
     missing = [layout for layout in layouts if "error" in known.get(str(layout), {"error": "not run"})]
     start = time.monotonic()
@@ -116,12 +116,12 @@ def run_missing(layouts: Iterable[Layout], options: argparse.Namespace) -> None:
 
 
 def verdict(record: Record) -> str:
-    """`2.1e-15`, the largest deviation."""
+    """Return the largest deviation, such as `2.1e-15`, or `failed`."""
     return "failed" if "error" in record else f"{worst(record):.1e}"
 
 
 def worst(record: Record) -> float:
-    """The largest deviation, infinite where there is no outcome, or one that is not a number."""
+    """Return the largest deviation, which is infinite where the run failed or a deviation is not a number."""
     figures = [float("nan") if "error" in record else record[name] for name in FIGURES]
     return max(float("inf") if math.isnan(figure) else figure for figure in figures)
 
@@ -132,7 +132,7 @@ def worst_of(records: Iterable[Record], name: str) -> str:
 
 
 def by_choice(records: Sequence[Record]) -> str:
-    """A table of every choice in every dimension."""
+    """Return a table with a row for every choice in every dimension."""
     rows = []
     for dimension, values in DIMENSIONS.items():
         for value in values:
@@ -142,7 +142,7 @@ def by_choice(records: Sequence[Record]) -> str:
 
 
 def by_processes(records: Sequence[Record]) -> str:
-    """A table of the numbers of processes."""
+    """Return a table with a row for every number of processes."""
     groups: dict[int, list[Record]] = {}
     for record in records:
         groups.setdefault(Layout(**record["choices"]).world_size, []).append(record)
@@ -158,7 +158,7 @@ def _word(value: object) -> str:
 
 
 def page(records: Mapping[str, Record], layouts: Sequence[Layout], options: argparse.Namespace) -> list[str]:
-    """The parts of the summary."""
+    """Return the parts of the summary."""
     there = [records[str(layout)] for layout in layouts if str(layout) in records]
     off = [record for record in there if not worst(record) < options.bound]
     today, cores = datetime.date.today().isoformat(), os.cpu_count()

@@ -1,7 +1,7 @@
-"""What crosses a link between two nodes in a training step, by formula, and how long the step then takes.
+"""Formulas for the bytes that cross a link between two nodes in a training step, and for the time of the step.
 
-Two layouts of the same work, layers recomputed, on two nodes of two processes: tensor parallelism across the nodes, and
-tensor parallelism inside them with ZeRO stage 2 across.  *Node bytes* leave one node in a step.
+They compare two layouts of the same work, with recomputed layers, on two nodes of two processes: tensor parallelism
+across the nodes, and tensor parallelism inside them with ZeRO stage 2 across.  *Node bytes* leave one node in a step.
 """
 
 import itertools
@@ -12,13 +12,14 @@ from dataclasses import dataclass
 NODES, PROCESSES = 2, 2  # nodes, and processes on each
 WORLD_SIZE = NODES * PROCESSES
 ELEMENT = 4  # bytes in fp32
-# On a slow link a packet of 1514 bytes carries 1448, and every second one is acknowledged by 66 the other way.
+# Bytes on the link for each byte of data, if the link is slow: a packet of 1514 bytes carries 1448, and every second
+# one is acknowledged by 66 bytes the other way.
 WIRE = (1514 + 66 / 2) / 1448
 
 
 @dataclass(frozen=True)
 class Work:
-    """A model and the samples of a step."""
+    """The work that is compared: the sizes of a model, and the number of samples of a step."""
 
     num_layers: int
     hidden_size: int
@@ -29,7 +30,10 @@ class Work:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the processes share the work; axis: the one that crosses the link, of so many processes."""
+    """A layout of the processes.
+
+    axis: the parallel axis ("tp" or "dp") whose groups, of axis_size processes, communicate over the link.
+    """
 
     name: str
     what: str
@@ -44,7 +48,7 @@ class Layout:
 
     @property
     def rings(self) -> int:
-        """Groups of the crossing axis.  Each sends around a ring that leaves every node once."""
+        """The number of groups of the crossing axis, each of which sends around a ring that leaves every node once."""
         return WORLD_SIZE // self.axis_size
 
 
@@ -68,7 +72,10 @@ LAYOUTS = (ACROSS, INSIDE)
 
 
 def process_numel(work: Work, tensor_parallel: int) -> int:
-    """Parameters of one process: matrices, their columns' biases and the embedding are shared, the rest is not."""
+    """Return the number of parameters of one process.
+
+    Matrices, the biases of column-parallel ones and the word embedding are sharded, the rest is replicated.
+    """
     h = work.hidden_size
     block = (12 * h * h + 7 * h) // tensor_parallel + 6 * h
     rows = work.vocab_size // tensor_parallel + work.seq_length
@@ -76,12 +83,12 @@ def process_numel(work: Work, tensor_parallel: int) -> int:
 
 
 def process_bytes(layout: Layout, work: Work) -> int:
-    """What a process sends in a step on the axis that crosses the link.
+    """Return the bytes that a process sends in a step on the axis that crosses the link.
 
-    Tensor parallel: all-reduces of b s h; of each layer two forward, two backward, and one in recomputation, which
-    stops before the second; one behind the embedding and one before the head, and three figures a token in its loss.
-    An all-reduce of N bytes among n sends 2 N (n-1)/n.  ZeRO stage 2: gradients once for each of m micro-batches, here
-    one, and parameters once, (n-1)/n of each.
+    Tensor parallelism sends all-reduces of b s h elements: for each layer two in forward, two in backward, and one in
+    recomputation, which stops before the second; one behind the embedding and one before the head, and three figures a
+    token in its loss.  An all-reduce of N bytes among n processes sends 2 N (n-1)/n.  ZeRO stage 2 sends (n-1)/n of the
+    gradients for each of m micro-batches, here one, and (n-1)/n of the parameters once.
     """
     n = layout.axis_size
     if layout.axis == "dp":
@@ -93,26 +100,30 @@ def process_bytes(layout: Layout, work: Work) -> int:
 
 
 def node_bytes(layout: Layout, work: Work) -> int:
-    """What leaves a node in a step."""
+    """Return the bytes that leave a node over its link in a step."""
     return layout.rings * process_bytes(layout, work)
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of a layout: seconds of a step over links without a limit, measured; bytes a node sends in one, by formula."""
+    """The prediction for a layout.
+
+    compute: measured seconds of a step over links without a limit.  node_bytes: bytes that a node sends in a step, by
+    formula.
+    """
 
     compute: float
     node_bytes: int
 
     def seconds(self, mbit: float | None) -> float:
-        """Of a step over links of so many Mbit/s; None: without a limit."""
+        """Return the predicted seconds of a step over links of so many Mbit/s; None: without a limit."""
         return self.compute if mbit is None else self.compute + 8e-6 * WIRE * self.node_bytes / mbit
 
 
 def predicted_rate(across: Prediction, inside: Prediction, ratio: float) -> float | None:
-    """The rate in Mbit/s below which `across` takes `ratio` times as long as `inside`.
+    """Return the rate in Mbit/s below which `across` takes more than `ratio` times as long as `inside`.
 
-    Infinite where it does so without a limit, None where it does so at no rate.
+    The rate is infinite where `across` takes as long even without a limit, and None where it does so at no rate.
     """
     bytes_left = across.node_bytes - ratio * inside.node_bytes
     seconds_left = ratio * inside.compute - across.compute
@@ -122,9 +133,9 @@ def predicted_rate(across: Prediction, inside: Prediction, ratio: float) -> floa
 
 
 def measured_rate(points: Sequence[tuple[float, float]], ratio: float) -> float | None:
-    """The rate at which the ratio is reached, on straight lines between points (logarithm of rate, ratio).
+    """Return the rate at which the ratio is reached, on straight lines between points (logarithm of rate, ratio).
 
-    None where it is not between two points.
+    Returns None where the ratio is not between those of two neighboring points.
     """
     ordered = sorted(points)
     for (low, more), (high, less) in itertools.pairwise(ordered):

@@ -1,13 +1,13 @@
-"""Megatron-core's GPT in its DistributedDataParallel with its optimizer, from the first values of megazero's model.
+"""Trains Megatron-core's GPT in its DistributedDataParallel with its optimizer, from the first values of megazero's.
 
-Importing this needs Megatron-core.  The model is its `local` layers, which need neither Apex nor Transformer Engine:
+Importing this needs Megatron-core.  The model has its `local` layers, which need neither Apex nor Transformer Engine:
 attention writes out all scores, biases are added in compiled kernels, and the optimizer is torch's fused AdamW inside
-its own.  ZeRO stage 1 is its distributed optimizer.  Communication overlaps with computation where it can.
+Megatron-core's.  ZeRO stage 1 is its distributed optimizer.  Communication overlaps with computation where it can.
 
-It takes for granted that there is a GPU.  On the CPU it trains nevertheless, its sources as they are: `PosesAsCUDA`
-answers for CUDA while it is set up and while its optimizer updates, and `torch.cuda.current_device` says the CPU.  Its
-losses there are as good as any, its times those of code that nobody has made fast there.  This file has never run on a
-GPU, where the same lines run without anybody posing.
+Megatron-core requires a GPU.  On the CPU it trains nevertheless, with unchanged sources: `PosesAsCUDA` stands in for
+CUDA while the model is set up and while its optimizer updates, and `torch.cuda.current_device` returns the CPU.  Its
+losses there are valid, but its times are those of code that was never made fast on CPUs.  This file has never run on a
+GPU, where the same lines run without `PosesAsCUDA`.
 
 Shapes, in comments: a = heads, d = elements of a head, s = sequence.
 """
@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 
 from megazero.config.model import ModelConfig
 
-# Parts of parameters' names, ours to theirs, in the order in which they are replaced.
+# Parts of parameters' names, megazero's to Megatron-core's, in the order in which they are replaced.
 _NAMES: Mapping[str, str] = {
     r"^layers": "decoder.layers",
     r"^final_norm": "decoder.final_layernorm",
@@ -48,7 +48,7 @@ _NAMES: Mapping[str, str] = {
 
 
 class PosesAsCUDA(TorchFunctionMode):
-    """Tensors asked for on CUDA are made on the CPU, and a tensor's type, asked for by name, is CUDA's."""
+    """A mode in which tensors that are to be on CUDA are made on the CPU, and the name of a tensor's type is CUDA's."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -59,10 +59,10 @@ class PosesAsCUDA(TorchFunctionMode):
 
 
 class MegatronGPT:
-    """The model of `config` and what trains it, on this process of a job of data-parallel processes.
+    """The model of `config`, its wrapper and its optimizer, on this process of a job of data-parallel processes.
 
-    dtype: of parameters; bf16 has fp32 master weights and, as Megatron-LM has it, gradients.  shards: ZeRO stage 1.
-    optimizer: torch's, inside Megatron-core's.
+    dtype: that of parameters; with bf16 master weights are fp32, and so are gradients, as in Megatron-LM.  shards:
+    whether to use ZeRO stage 1.  optimizer: torch's, inside Megatron-core's.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class MegatronGPT:
             self.settings["device"] = "the CPU, posing as CUDA"
 
     def take(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """One step with this process's samples [b, s]; their mean loss."""
+        """Take one step with this process's samples [b, s], and return their mean loss."""
         seq_length = tokens.shape[1]
         positions = torch.arange(seq_length, device=self._device).expand_as(tokens)
         later = torch.ones(1, 1, seq_length, seq_length, dtype=torch.bool, device=self._device).triu(1)
@@ -110,13 +110,16 @@ class MegatronGPT:
         return self._model.parameters()
 
     def buffers(self) -> Iterator[Tensor]:
-        """Where gradients lie, and sharded parameters."""
+        """Yield the buffers that hold the gradients, and those of sharded parameters."""
         for buffer in self._parallel.buffers:
             yield from (data for data in (buffer.grad_data, buffer.param_data) if data is not None)
 
 
 def _model(config: ModelConfig, device: torch.device, dtype: torch.dtype, seed: int) -> Any:
-    """With the first values of the seed; in bf16 rounded, and so are the master weights, which are made of it."""
+    """Make the model with the first values of the seed.
+
+    In bf16 they are rounded, and so are the master weights, which are made from the model's.
+    """
     shape = TransformerConfig(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
@@ -127,7 +130,7 @@ def _model(config: ModelConfig, device: torch.device, dtype: torch.dtype, seed: 
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=True,
         perform_initialization=False,
-        bias_activation_fusion=True,  # its GELU is the tanh's, as ours is
+        bias_activation_fusion=True,  # its GELU is the tanh approximation, as in megazero
         bias_dropout_fusion=True,
     )
     model = GPTModel(
@@ -154,7 +157,7 @@ def _fill(model: Any, config: ModelConfig, seed: int) -> None:
 
 
 def their_name(name: str) -> str:
-    """Of a parameter that megazero's model calls `name`."""
+    """Return Megatron-core's name of the parameter that is called `name` in megazero's model."""
     for ours, theirs in _NAMES.items():
         name = re.sub(ours, theirs, name)
     return name
@@ -176,8 +179,8 @@ def _optimizer(parallel: Any, dtype: torch.dtype, *, lr: float, shards: bool) ->
     )
     optimizer = get_megatron_optimizer(config, [parallel], use_gloo_process_groups=False)
     for group in optimizer.param_groups:
-        group["weight_decay"] *= group["wd_mult"]  # its scheduler would do so
-        if "fused" in group:  # torch's; Apex and Transformer Engine have no other
+        group["weight_decay"] *= group["wd_mult"]  # as Megatron-core's scheduler would do
+        if "fused" in group:  # torch's optimizer; those of Apex and Transformer Engine are always fused
             group["fused"] = True
     return optimizer
 

@@ -1,7 +1,7 @@
-"""Runs of pretrain_gpt.py on an emulated cluster (`cluster.sh`): started as by a launcher, followed step by step.
+"""Runs pretrain_gpt.py on an emulated cluster (`cluster.sh`): starts ranks as a launcher does, and follows their steps.
 
-A run's processes have a metrics file to themselves, which is read while it grows; the bytes that have left every node
-over its link are read when a line arrives.
+Every run has a metrics file of its own, which is read while it grows; the bytes that have left every node over its link
+are read when a line arrives.
 """
 
 import json
@@ -19,15 +19,15 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[1]
 _SCRIPT = Path(__file__).with_name("cluster.sh")
 _POLL_SECONDS = 0.005
-_PATIENCE_SECONDS = 300.0  # for a step, and for the end of a run
+_PATIENCE_SECONDS = 300.0  # the longest wait for a step
 
 
 class ClusterError(Exception):
-    """This machine makes no cluster: not root, no iproute2, or a kernel that refuses."""
+    """Raised where this machine cannot make a cluster: not root, no iproute2, or a kernel that refuses."""
 
 
 class Cluster:
-    """Nodes with links, as long as the `with` block lasts; they go whatever ends it."""
+    """Nodes with links that exist as long as the `with` block lasts, and are removed whatever ends it."""
 
     def __init__(self, nodes: int) -> None:
         self.nodes = nodes
@@ -37,7 +37,7 @@ class Cluster:
         try:
             self._call("up", str(self.nodes))
         except ClusterError:
-            raise  # the script has taken back what it had made; what was there before is somebody else's
+            raise  # the script has removed what it made; anything older belongs to another program
         except BaseException:
             self._call("down")
             raise
@@ -49,16 +49,16 @@ class Cluster:
         self._call("down")
 
     def set_rate(self, mbit: float | None) -> None:
-        """Of every link and direction, in Mbit/s; None: as fast as the machine can."""
+        """Set the rate of every link in both directions, in Mbit/s; None: as fast as the machine can."""
         self._call("rate", "none" if mbit is None else f"{round(1000 * mbit)}kbit")
 
     def sent_bytes(self) -> list[int]:
-        """By node, over its link, since the cluster came up."""
+        """Return the bytes that every node has sent over its link since the cluster was made."""
         ends = (f"/sys/class/net/{self._name}v{node}/statistics/rx_bytes" for node in range(self.nodes))
         return [int(Path(end).read_text()) for end in ends]
 
     def start(self, node: int, command: Sequence[str], environment: Mapping[str, str], log: Path) -> "Process":
-        """A command on a node; what it says goes to the log."""
+        """Start a command on a node, whose output goes to the log."""
         words = ["bash", str(_SCRIPT), "exec", str(node), *command]
         with log.open("wb") as sink:
             popen = subprocess.Popen(
@@ -67,12 +67,12 @@ class Cluster:
                 cwd=ROOT,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a Ctrl-C is for this program, which ends its processes itself
+                start_new_session=True,  # Ctrl-C must reach only this program, which ends its processes itself
             )
         return Process(popen, log)
 
     def _call(self, *words: str) -> None:
-        """The script, to its end: a Ctrl-C doesn't reach it, and is heeded when it has done its work."""
+        """Run the script to its end: Ctrl-C doesn't reach it, and takes effect when it has done its work."""
         process = subprocess.Popen(
             ["bash", str(_SCRIPT), *words],
             env={**os.environ, "CLUSTER": self._name},
@@ -91,7 +91,7 @@ class Cluster:
 
 
 def obstacle() -> str:
-    """Why this machine makes no cluster, in words; empty where it does, which is tried."""
+    """Try to make a cluster, and return the reason why this machine cannot; empty if it can."""
     if os.geteuid() != 0:
         return "network namespaces and the rate of a link need root"
     try:
@@ -103,23 +103,23 @@ def obstacle() -> str:
 
 
 class Process(NamedTuple):
-    """One rank."""
+    """The process of one rank, and the file of its output."""
 
     popen: "subprocess.Popen[bytes]"
     log: Path
 
 
 class Step(NamedTuple):
-    """A step line of the metrics file, and the bytes every node had sent over its link when the line was seen."""
+    """A step's line of the metrics file, and the bytes that every node had sent over its link when it was read."""
 
     record: Mapping[str, Any]
     sent: list[int]
 
 
 class Run:
-    """pretrain_gpt.py with so many ranks on every node, as long as the `with` block lasts; then they are ended.
+    """A run of pretrain_gpt.py with so many ranks (processes) on every node, which ends with the `with` block.
 
-    They have no state that outlives them.  Raises RuntimeError from `steps` when a rank has ended.
+    The ranks have no state that outlives them.  `steps` raises RuntimeError when a rank has ended or takes too long.
     """
 
     def __init__(self, cluster: Cluster, flags: Sequence[str], folder: Path, *, processes: int) -> None:
@@ -129,7 +129,7 @@ class Run:
         self._metrics = folder / "metrics.jsonl"
         self._command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags, "--metrics-file", str(self._metrics)]
         self._ranks: list[Process] = []
-        self._seen = 0  # bytes of the file
+        self._seen = 0  # bytes of the metrics file that have been read
 
     def __enter__(self) -> "Run":
         self._folder.mkdir(parents=True)
@@ -149,11 +149,11 @@ class Run:
         self._end()
 
     def forget(self) -> None:
-        """Steps that have ended by now will not be told."""
+        """Leave the steps that have ended by now out of `steps`."""
         self._lines()
 
     def steps(self, number: int) -> list[Step]:
-        """The next ones, as soon as all have ended."""
+        """Return the next steps, as soon as all of them have ended."""
         found: list[Step] = []
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while True:
@@ -170,7 +170,7 @@ class Run:
             time.sleep(_POLL_SECONDS)
 
     def _lines(self, most: int | None = None) -> list[bytes]:
-        """Whole lines that have not been seen, at most so many."""
+        """Return whole lines of the metrics file that have not been read yet, at most so many."""
         if not self._metrics.exists():
             return []
         lines = self._metrics.read_bytes()[self._seen :].split(b"\n")[:-1][:most]
@@ -178,7 +178,7 @@ class Run:
         return lines
 
     def _environment(self, rank: int) -> dict[str, str]:
-        """What torchrun would say to a rank; one thread each, as cores are few."""
+        """Return the variables that torchrun would set for a rank, with one thread each, as cores are few."""
         told = {
             "RANK": rank,
             "WORLD_SIZE": self._cluster.nodes * self._processes,
@@ -199,7 +199,7 @@ class Run:
 
 @contextmanager
 def ends_on_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the program as Ctrl-C does, by an exception, so that everything is taken down."""
+    """Make SIGTERM and SIGHUP end the program as Ctrl-C does, by an exception, so that everything is taken down."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)

@@ -1,9 +1,9 @@
-"""How long pipeline stages idle under each schedule, measured beside the formulas, on 2 processes.
+"""Measures how long pipeline stages idle under each schedule, beside the formulas, on 2 processes.
 
     python benchmarks/pipeline_idle.py [--micro-batches 2 4 8 16] [--output FILE.md]
 
 1. Idle shares of p = 2 pipeline stages on the clock, from traces of whole steps.  Stages are alike (a small vocabulary,
-   so that embedding and head weigh nothing), as the formulas have them; schedules take turns.
+   so that embedding and head cost next to nothing), as the formulas assume; schedules take turns.
 2. Idle shares of p = 4 with the measured durations of computations, by simulation: four processes would share cores.
 3. With GPT-2's vocabulary, whose head costs as much as many layers: the balanced split beside an equal one.
 4. Bytes of activations that each stage holds at the most, by the ledger, under 1f1b and gpipe.
@@ -46,11 +46,11 @@ from megazero.train.step import StepControls, training_step
 
 STAGES, SIMULATED_STAGES = 2, 4
 GPT2_VOCABULARY = 50257
-CHUNKS: Mapping[str, int] = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1}  # on a stage, by schedule
+CHUNKS: Mapping[str, int] = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1}  # on each stage, by schedule
 
 
 class Case(NamedTuple):
-    """What is timed: a schedule (or a split, by its name) and a number of micro-batches."""
+    """A case to be timed: the name of a schedule (or of a split), and a number of micro-batches."""
 
     name: str
     micro_batches: int
@@ -58,20 +58,20 @@ class Case(NamedTuple):
 
 @dataclass
 class Times:
-    """The steps of a case: what was computed when, and seconds of whole steps, update included."""
+    """The steps of a case: when each computation ran, and the seconds of whole steps, update included."""
 
     timelines: list[Timeline] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
     @property
     def idle(self) -> list[float]:
-        """First quartile, median and third quartile of the idle share."""
+        """The first quartile, the median and the third quartile of the idle share over steps."""
         shares = [measured.idle_share for measured in self.timelines]
         return statistics.quantiles(shares, n=4, method="inclusive") if len(shares) > 1 else 3 * shares
 
     @property
     def makespan(self) -> float:
-        """From the first computation to the end of the last; the median, in seconds."""
+        """The median seconds from the first computation of a step to the end of its last."""
         return statistics.median(measured.makespan for measured in self.timelines)
 
     @property
@@ -80,7 +80,7 @@ class Times:
 
     @property
     def durations(self) -> dict[Kind, float]:
-        """Medians over steps of a kind's mean seconds."""
+        """The mean seconds of each kind of computation in a step; the median over steps."""
         means = [mean_durations(measured) for measured in self.timelines]
         return {kind: statistics.median(mean[kind] for mean in means) for kind in means[0]}
 
@@ -111,7 +111,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def configure(name: str, options: argparse.Namespace, **changes: Any) -> RunConfig:
-    """A run of two pipeline stages under a schedule."""
+    """Return the configuration of two pipeline stages under a schedule."""
     layers, chunks = options.num_layers, CHUNKS[name]
     parts = STAGES * chunks
     settings = {
@@ -145,7 +145,7 @@ class System:
         self._samples = MockSamples(config.model.vocab_size, config.model.seq_length, seed=1)
 
     def batch(self, num_micro_batches: int) -> StepBatch:
-        """The same samples every time."""
+        """Return a step's batch of so many micro-batches, with the same samples every time."""
         micro_batches = []
         for first in range(0, num_micro_batches * self._rows, self._rows):
             tokens = torch.stack([torch.from_numpy(self._samples.sample(first + row)) for row in range(self._rows)])
@@ -153,7 +153,7 @@ class System:
         return StepBatch(0, micro_batches)
 
     def take(self, batch: StepBatch) -> tuple[list[SpanRow], float]:
-        """A traced step: this stage's spans, and seconds of the whole step."""
+        """Take a traced step, and return this stage's spans and the seconds of the whole step."""
         self.mesh.world.barrier()
         self.trace.begin()
         start = time.perf_counter()
@@ -161,13 +161,13 @@ class System:
         return rows(self.trace.end()), time.perf_counter() - start
 
 
-_Steps = dict[Case, list[tuple[list[SpanRow], float]]]  # of one rank
+_Steps = dict[Case, list[tuple[list[SpanRow], float]]]  # the steps of one rank
 
 
 def timed_steps(
     place: Place, configs: Mapping[str, RunConfig], numbers: Sequence[int], rounds: int, steps: int
 ) -> _Steps:
-    """In turns, so that whatever else the machine does hits all cases alike."""
+    """Time the cases on this rank in turns, so that whatever else the machine does hits all cases alike."""
     systems = {name: System(place, config) for name, config in configs.items()}
     taken: _Steps = {Case(name, number): [] for number in numbers for name in configs}
     for _ in range(rounds):
@@ -183,7 +183,7 @@ def timed_steps(
 def time_cases(
     configs: Mapping[str, RunConfig], numbers: Sequence[int], options: argparse.Namespace
 ) -> dict[Case, Times]:
-    """The steps of all stages put together."""
+    """Time the cases on all stages, and put the stages' spans of every step together."""
     ranks: list[_Steps] = run_job(
         STAGES, timed_steps, configs, numbers, options.rounds, options.steps, device=options.device
     )
@@ -198,7 +198,7 @@ def time_cases(
 
 
 def held_steps(place: Place, configs: Mapping[str, RunConfig], number: int) -> dict[str, int]:
-    """By schedule, the most bytes of activations that this stage holds at once in its second step."""
+    """Return the most bytes of activations that this stage holds at once in its second step, by schedule."""
     found = {}
     for name, config in configs.items():
         with Ledger(place.device) as ledger:
@@ -213,13 +213,13 @@ def held_steps(place: Place, configs: Mapping[str, RunConfig], number: int) -> d
 
 
 def formula(case: Case, durations: Mapping[Kind, float], num_stages: int = STAGES) -> float:
-    """The predicted idle share."""
+    """Return the idle share that the schedule's formula predicts from these durations."""
     shape = Shape(num_stages, case.micro_batches, CHUNKS[case.name])
     return predicted_idle_share(case.name, shape, {**EQUAL_PARTS, **durations})
 
 
 def simulated(case: Case, durations: Mapping[Kind, float], num_stages: int) -> Timeline:
-    """Stages whose computations all take as long as those that were measured, in the mean."""
+    """Simulate stages whose computations all take these durations, by kind in seconds."""
     shape = Shape(num_stages, case.micro_batches, CHUNKS[case.name])
     return simulate([schedule(case.name, shape, stage) for stage in range(shape.num_stages)], shape, durations)
 
@@ -260,7 +260,7 @@ def measured_table(found: Mapping[Case, Times]) -> str:
 
 
 def simulated_table(found: Mapping[Case, Times]) -> str:
-    durations = {case.name: times.durations for case, times in found.items()}  # with the most micro-batches
+    durations = {case.name: times.durations for case, times in found.items()}  # those with the most micro-batches
     numbers = sorted({case.micro_batches * SIMULATED_STAGES // STAGES for case in found})
     lines = []
     for case in (Case(name, number) for number in numbers for name in durations):
@@ -273,7 +273,11 @@ def simulated_table(found: Mapping[Case, Times]) -> str:
 
 
 class Balance(NamedTuple):
-    """Part 3.  costs: of the costliest stage, by split and in layers, by multiply-adds."""
+    """The figures of part 3.
+
+    splits: layers of each stage, by name.  costs: multiply-adds of the costliest stage by split, and of the "head", in
+    units of a layer's.  times: the steps of each split.
+    """
 
     splits: Mapping[str, tuple[int, ...]]
     costs: Mapping[str, float]
@@ -304,7 +308,7 @@ class Balance(NamedTuple):
 
 
 def measure_balance(options: argparse.Namespace) -> Balance:
-    """An equal split and the balanced one, in turns."""
+    """Time an equal split and the balanced one, in turns."""
     layers, vocabulary = options.balance_layers, options.balance_vocab_size
     padded = derived.padded_vocab_size(vocabulary, divisible_by=128, tensor_parallel_size=1)
     hidden = options.hidden_size
@@ -331,7 +335,7 @@ def measure_balance(options: argparse.Namespace) -> Balance:
 
 
 def held_table(ranks: Sequence[Mapping[str, int]], number: int) -> str:
-    """By stage; what is expected are the schedule's micro-batches in flight."""
+    """Return a table by stage, in which the ratio of bytes should be that of the schedules' micro-batches in flight."""
     shape, lines = Shape(STAGES, number), []
     for stage, held in enumerate(ranks):
         most = {name: most_in_flight_total(schedule(name, shape, stage)) for name in held}
@@ -347,7 +351,7 @@ def page(
     balance: Balance,
     held: Sequence[Mapping[str, int]],
 ) -> list[str]:
-    """The parts of the report."""
+    """Return the parts of the report."""
     size = (
         f"width {options.hidden_size}, sequence {options.seq_length}, {options.micro_batch_size} samples a micro-batch"
     )
@@ -377,7 +381,7 @@ def page(
 
 
 def record(found: Mapping[Case, Times], balance: Balance, held: Sequence[Mapping[str, int]]) -> dict[str, Any]:
-    """The figures for programs; seconds and bytes."""
+    """Return the figures for programs, in seconds and bytes."""
     measured = [
         {
             "schedule": case.name,
@@ -400,9 +404,9 @@ def record(found: Mapping[Case, Times], balance: Balance, held: Sequence[Mapping
 
 
 def write_beside(page_file: Path, figures: Mapping[str, Any], found: Mapping[Case, Times]) -> None:
-    """The JSON file and the pictures."""
+    """Write the JSON file and the pictures beside the page."""
     page_file.with_suffix(".json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    few = sorted({case.micro_batches for case in found})[:2][-1]  # a step that can be read
+    few = sorted({case.micro_batches for case in found})[:2][-1]  # so few that the picture is legible
     for case, times in found.items():
         if case.micro_batches == few:
             title = f"{case.name}, {STAGES} pipeline stages, {few} micro-batches"
@@ -411,7 +415,7 @@ def write_beside(page_file: Path, figures: Mapping[str, Any], found: Mapping[Cas
 
 
 def in_order(found: Mapping[Case, Times], numbers: Iterable[int]) -> bool:
-    """Whether interleaved and zero-bubble idle less than 1f1b for every number of micro-batches."""
+    """Return True if interleaved and zero-bubble idle less than 1f1b for every number of micro-batches."""
     idle = {case: times.idle[1] for case, times in found.items()}
     return all(
         idle[Case(name, number)] < idle[Case("1f1b", number)]

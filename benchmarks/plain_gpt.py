@@ -1,4 +1,4 @@
-"""A GPT-2 of torch's own modules, with the first values that megazero's model has: what others train in a comparison.
+"""A GPT-2 of torch's own modules with the first values of megazero's model, which other systems train in comparisons.
 
 Pre-LN blocks, learned positions, tanh GELU, causal scaled-dot-product attention, a head tied to the word embedding, and
 the cross-entropy of all logits at once.  Parameters have the names and shapes of `megazero.model.gpt`: the fused query,
@@ -29,7 +29,7 @@ CLIP = 1.0
 
 
 class PlainGPT(nn.Module):
-    """tokens and labels [b, s] to the mean loss, without dimensions; values are torch's until `fill_` comes."""
+    """A GPT-2 that maps tokens and labels [b, s] to the mean loss []; values are torch's until `fill_` is called."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class PlainGPT(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); [b, s, h]."""
+    """A transformer block: x + attention(norm(x)), then x + mlp(norm(x)); [b, s, h]."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """down(gelu(up(x))), four times as wide inside; [b, s, h]."""
+    """A block's feed-forward layer: down(gelu(up(x))), four times as wide inside; [b, s, h]."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -97,14 +97,14 @@ class FeedForward(nn.Module):
 
 
 def plain_gpt(config: ModelConfig, seed: int, device: torch.device) -> PlainGPT:
-    """The model with the first values of the seed."""
+    """Make the model with the first values of the seed."""
     model = hollow_gpt(config).to_empty(device=device)
     fill_(model, config, seed)
     return model
 
 
 def hollow_gpt(config: ModelConfig) -> PlainGPT:
-    """The model on no device."""
+    """Make the model on the meta device, without memory."""
     with torch.device("meta"):
         return PlainGPT(config)
 
@@ -123,13 +123,13 @@ def fill_(model: nn.Module, config: ModelConfig, seed: int) -> None:
 
 
 def first_values(config: ModelConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Names of megazero's parameters and what they are at first, one after the other."""
+    """Yield the name and the first value of each of megazero's parameters, one after the other."""
     for spec, _ in named_specs(_megazero_model(config)):
         yield spec.name, initial_value(spec, seed)
 
 
 def _megazero_model(config: ModelConfig) -> GPT:
-    """On no device: it says which parameters there are, and how their values are drawn."""
+    """Make megazero's model on the meta device, to learn which parameters it has and how their values are drawn."""
     assert config.vocab_size is not None, "made-up samples have a stated vocabulary"
     random = RandomRegions(0, 0, torch.device("cpu"))
     tp = TensorParallel(LocalCommunicator(), random, torch.float32, torch.device("meta"))
@@ -137,7 +137,10 @@ def _megazero_model(config: ModelConfig) -> GPT:
 
 
 def adamw(model: nn.Module, lr: float, make: Callable[..., Optimizer] = AdamW) -> Optimizer:
-    """`make` with megazero's settings and torch's fused kernel; matrices and embeddings decay, the rest doesn't."""
+    """Make an optimizer by `make` with megazero's settings and torch's fused kernel.
+
+    Only matrices and embeddings have weight decay.
+    """
     groups = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": ADAMW.weight_decay},
         {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},

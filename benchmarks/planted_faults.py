@@ -1,13 +1,13 @@
-"""Faults planted one at a time in a copy of the tree: do the tests of their own package see them?
+"""Plants faults one at a time in a copy of the tree: do the tests of their own package fail?
 
     python benchmarks/planted_faults.py --records FILE.jsonl [--only WORD] [--minutes 30]
 
 Each row of `fault_table.py` changes one place of one file.  The tests that the row names are run on a copy of the tree
 that has the fault, those that need no process group first, up to the first failure of a test that passes without it.
 
-A line is appended to --records for every row as it is done, and what is there already is not run again unless the row
-has changed, so the program may be stopped and started at will.  It ends with status 1 if any fault was not seen, and
-with 2 if --minutes were over before all rows were run.
+A line is appended to --records for every row as soon as it has been tried, and a row whose fault was seen is not tried
+again unless it has changed, so the program may be stopped and started at will.  It ends with status 1 if any fault was
+not seen, and with 2 if --minutes were over before all rows were tried.
 """
 
 import argparse
@@ -33,7 +33,7 @@ _FAILED, _NOTHING_COLLECTED = 1, 5  # statuses of pytest
 
 
 class Outcome(NamedTuple):
-    """What became of a row: "seen", and by which test, or "not seen"; or what kept it from being tried."""
+    """The outcome of a row: "seen", and by which test, or "not seen"; or "error" or "out of time", and the output."""
 
     outcome: str
     test: str
@@ -50,7 +50,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def problems(faults: Sequence[Fault], root: Path = ROOT) -> Iterator[str]:
-    """Rows that cannot be planted."""
+    """Yield the reasons why rows cannot be planted."""
     for fault in faults:
         path = root / fault.path
         count = path.read_text(encoding="utf-8").count(fault.old) if path.is_file() else 0
@@ -62,7 +62,7 @@ def problems(faults: Sequence[Fault], root: Path = ROOT) -> Iterator[str]:
 
 
 def copy_tree(target: Path) -> None:
-    """What git keeps or would keep of the tree."""
+    """Copy to `target` all files of the tree that git tracks, and the untracked ones that it does not ignore."""
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
     for name in filter(None, names):
@@ -72,7 +72,7 @@ def copy_tree(target: Path) -> None:
 
 
 def run_tests(tree: Path, words: Sequence[str], limit: float) -> tuple[int, str]:
-    """The status and output of pytest in a tree; status -1: it took longer than `limit` seconds."""
+    """Return the status and the output of pytest in a tree; status -1: it took longer than `limit` seconds."""
     command = [sys.executable, "-B", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *words]
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     with tempfile.TemporaryFile("w+") as output:
@@ -90,13 +90,16 @@ def run_tests(tree: Path, words: Sequence[str], limit: float) -> tuple[int, str]
 
 
 def first_failure(output: str) -> str:
-    """`tests/zero/test_reduce.py::test_name[case]` of pytest's summary."""
+    """Return the first failed test of pytest's summary, such as `tests/zero/test_reduce.py::test_name[case]`."""
     found = re.search(r"^FAILED (.+?::\w+(?:\[.*?\])?)(?: - .*)?$", output, re.MULTILINE)
     return found.group(1) if found else ""
 
 
 def try_out(tree: Path, fault: Fault, limit: float) -> Outcome:
-    """Plant a fault in a tree and run its tests, those again that come after one which fails without it too."""
+    """Plant a fault in a tree and run its tests, until one fails that passes without the fault.
+
+    A test that fails without the fault too is left out, and the others are run again.
+    """
     leave_out: list[str] = []
     for marked in ("not gloo and not cuda", "gloo"):
         while True:
@@ -117,7 +120,7 @@ def try_out(tree: Path, fault: Fault, limit: float) -> Outcome:
 
 @contextmanager
 def planted(tree: Path, fault: Fault) -> Iterator[None]:
-    """The tree has the fault."""
+    """Change the file of the fault within this context, and restore it afterwards."""
     path = tree / fault.path
     text = path.read_text(encoding="utf-8")
     path.write_text(text.replace(fault.old, fault.new), encoding="utf-8")
@@ -128,14 +131,14 @@ def planted(tree: Path, fault: Fault) -> Iterator[None]:
 
 
 def read_records(path: Path) -> list[Record]:
-    """The newest line of every row, in the order of the table; rows that have changed since have none."""
+    """Return the newest line of every row, in the order of the table; a row that has changed since has none."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     known = {_key(record): record for record in map(json.loads, lines)}
     return [known[key] for key in (_key(described(fault)) for fault in FAULTS) if key in known]
 
 
 def described(fault: Fault) -> Record:
-    """The row, as JSON has it."""
+    """Return the row as JSON would give it back."""
     return {**fault._asdict(), "tests": list(fault.tests)}
 
 

@@ -1,11 +1,11 @@
-"""Preprocessing killed at random moments and gone on with: are the files those of a run that nobody killed?
+"""Kills preprocessing at random moments and resumes it: are the files those of a run that was not killed?
 
     python benchmarks/preprocess_kills.py --folder FOLDER [--kills 50] [--seed 0] [--megabytes 24]
 
-An input is made of the standard library's sources and preprocessed once undisturbed, which tells how long that takes.
-Then every trial starts tools/preprocess_data.py with two workers and a dozen partitions, kills it (SIGKILL) at a moment
-of its own, from the first second to the last rename, sometimes kills what goes on as well, and goes on to the end.
-Trials are noted in FOLDER/trials.jsonl, where a later call goes on; the last line of output sums them up.
+An input is made of the standard library's sources and preprocessed undisturbed, which shows how long that takes.  Then
+every trial starts tools/preprocess_data.py with two workers and a dozen partitions, kills it (SIGKILL) at a moment of
+its own, from the first second to the last rename, sometimes kills the resumed process as well, and resumes it to the
+end.  Trials are noted in FOLDER/trials.jsonl, from which a later call continues; the last line of output sums them up.
 """
 
 import argparse
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="where everything goes")
     parser.add_argument("--kills", type=int, default=50, help="trials")
@@ -32,7 +32,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def write_input(path: Path, num_bytes: int) -> None:
-    """Sources of the standard library as JSON lines, as often as it takes; some lines are no JSON."""
+    """Write sources of the standard library as JSON lines, repeated up to the size; some lines are no JSON."""
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     written = 0
     with open(path, "w", encoding="utf-8") as stream:
@@ -50,7 +50,7 @@ def command(folder: Path, out: Path) -> list[str]:
 
 
 def run(folder: Path, out: Path, seconds: float | None = None) -> float:
-    """One process, killed after `seconds` if it is still there; returns how long it was."""
+    """Run one process, kill it after `seconds` if it still runs, and return how many seconds it ran."""
     started = time.monotonic()
     process = subprocess.Popen(command(folder, out), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
@@ -69,11 +69,14 @@ def contents(out: Path) -> dict[str, bytes]:
 
 
 def trial(folder: Path, rng: random.Random, whole: dict[str, bytes], seconds: float) -> dict[str, object]:
-    """One kill or two, and what came of it."""
+    """Kill a run once or twice, resume it to its end, and return the trial's line.
+
+    The line has the moments in seconds, the files that each kill left, and whether the files at the end are the same.
+    """
     out = folder / "trial"
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
-    # Half of them in the last tenth of a run, where files are sealed and get their names.
+    # Half of the moments are in the last tenth of a run, where files are sealed and get their names.
     first = rng.uniform(0.9, 1.05) if rng.random() < 0.5 else rng.uniform(0.1, 0.9)
     moments = [first * seconds, *([rng.uniform(0.2, 1.0) * seconds] if rng.random() < 0.3 else [])]
     left = []
@@ -85,7 +88,7 @@ def trial(folder: Path, rng: random.Random, whole: dict[str, bytes], seconds: fl
 
 
 def main() -> None:
-    """Make the input, measure, kill, count."""
+    """Make the input, measure an undisturbed run, take the trials that are missing, and print their summary."""
     arguments = parse_arguments()
     folder: Path = arguments.folder
     folder.mkdir(parents=True, exist_ok=True)

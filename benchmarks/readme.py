@@ -2,8 +2,8 @@
 
     python benchmarks/readme.py
 
-Of records of the same program, device, model, precision, number of processes and layout the newest counts.  No figure
-on the page is typed by hand; a test compares the page with what this makes of the records.
+Of all records of the same program, device, model, precision, number of processes and layout, only the newest is shown.
+No figure on the page is typed by hand; a test compares the page with what this program makes of the records.
 """
 
 import json
@@ -42,14 +42,14 @@ what a CPU can at toy sizes, which tests the program and nothing else."""
 
 
 class Kept(NamedTuple):
-    """A record, and its file's name without .json."""
+    """A record, and the name of its file without .json."""
 
     name: str
     record: Mapping[str, Any]
 
     @property
     def title(self) -> str:
-        """`8 x 256, fp32, 2 processes, CPU`."""
+        """The record's title on the page, such as `8 x 256, fp32, 2 processes, CPU`."""
         record = self.record
         number = f"{record['world_size']} process{'es' * (record['world_size'] > 1)}"
         return f"{model_name(record)}, {record['precision']}, {number}, {record['device']}"
@@ -61,7 +61,7 @@ def model_name(record: Mapping[str, Any]) -> str:
 
 
 def newest(folder: Path) -> list[Kept]:
-    """Of every kind of record in the folder the newest, by program and title; other JSON files are no records."""
+    """Return the newest record of every kind in the folder, by program and title; other JSON files are skipped."""
     found: dict[str, Kept] = {}
     for path in sorted(folder.glob("*.json")):
         if not is_record(path):
@@ -79,13 +79,13 @@ def is_record(path: Path) -> bool:
 
 
 def kind(record: Mapping[str, Any]) -> str:
-    """What a newer record must have in common to take this one's place."""
+    """Return a key that is equal for two records if the newer one takes the place of the older one."""
     names = ("program", "device", "model", "precision", "world_size", "layout", "micro_batch_size")
     return json.dumps([record.get(name) for name in names], sort_keys=True)
 
 
 def throughput_table(runs: Sequence[Kept]) -> str:
-    """A row for each system of each record."""
+    """Return a table with a row for each system of each record."""
     header = (
         "model|layout|step, ms (quartiles)|tokens/s|TFLOP/s of a process|MFU, measured, %|MFU, data sheet, %|peak, MiB"
     )
@@ -101,7 +101,7 @@ def throughput_table(runs: Sequence[Kept]) -> str:
 
 
 def made(kept: Kept) -> str:
-    """When and how, and what the device does at most."""
+    """Return the lines that state when and by which command a record was made, and the device's ceilings."""
     record = kept.record
     limits = "; ".join(from_json(found).describe() for found in record.get("ceilings", {}).values())
     when = f"{record['date']}, torch {record['torch']} ([record](results/{kept.name}.json))" + f"; {limits}" * bool(
@@ -111,7 +111,7 @@ def made(kept: Kept) -> str:
 
 
 def page(found: Sequence[Kept], pages: Mapping[str, str]) -> str:
-    """pages: titles of other pages by file name."""
+    """Return the text of README.md from records; pages: titles of other pages by file name."""
     parts = [
         "# Benchmarks",
         paragraph(
@@ -134,9 +134,10 @@ def page(found: Sequence[Kept], pages: Mapping[str, str]) -> str:
 
 
 class Section(NamedTuple):
-    """What the page says of a program's records; rows: what stands between a record's title and how it was made.
+    """A section of the page, with the records of one program.
 
-    first: a table of all of them, in place of titles.
+    words: the paragraph that explains them.  rows: makes the text between a record's title and the lines on how it was
+    made.  first: makes one table of all records, in place of titles.
     """
 
     program: str
@@ -197,7 +198,7 @@ SECTIONS = (
 
 
 def other_pages(folder: Path) -> dict[str, str]:
-    """Titles of the Markdown pages that belong to no record, by file name."""
+    """Return the titles of the Markdown pages that belong to no record, by file name."""
     titles = {}
     for path in sorted(folder.glob("*.md")):
         beside = records.place(path, ".json")
@@ -207,7 +208,7 @@ def other_pages(folder: Path) -> dict[str, str]:
 
 
 def generated(folder: Path) -> str:
-    """What is to stand in README.md at `folder`."""
+    """Return the text that README.md in `folder` must have, made from the records in its folder `results`."""
     return page(newest(folder / "results"), other_pages(folder / "results"))
 
 

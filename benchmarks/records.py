@@ -1,7 +1,7 @@
-"""What a benchmark keeps: a *record*, dated figures as JSON, of which `readme.py` makes tables and a chart.
+"""Writes and reads the *records* of benchmarks: dated figures as JSON, of which `readme.py` makes tables.
 
-A record says what ran where, and has for each of its *systems* (what was timed: an engine, a kernel) the figures of
-that system.  Seconds, bytes and operations, never their multiples; what is not finite is null.
+A record states which program ran where, and has the figures of each of its *systems*: the engines or kernels that were
+timed.  Figures are in seconds, bytes and operations, never in their multiples; numbers that are not finite are null.
 """
 
 import json
@@ -35,19 +35,18 @@ REQUIRED: Mapping[str, tuple[type, ...]] = {
     "world_size": (int,),
     "systems": (Mapping,),
 }
-# What a system that trains has; of a kernel, one figure is asked for.
+# The figures that a system must have: one that trains, and a kernel.
 TRAINING = ("tokens_per_second", "median_step_seconds", "step_seconds", "losses", "peak_bytes", "settings")
 TIMED = ("median_step_seconds",)
-# What one that turns text into tokens has.
+# The figures that a system which turns text into tokens must have.
 ENCODING = ("text_bytes", "cpu_seconds", "bytes_per_cpu_second", "bytes_per_second", "peak_bytes", "tokens", "verdict")
 _OF_A_SYSTEM: Mapping[str, tuple[str, ...]] = {"kernels": TIMED, "corpora": ENCODING}
 
 
 def write(record: Mapping[str, Any], path: Path) -> None:
-    """The record as a file that is there whole or not at all.
+    """Write the record to a file, which exists whole or not at all.
 
-    Raises ValueError with everything that a record must have and this one has not; DataError where nothing can be
-    written.
+    Raises ValueError with everything that a record must have and this one lacks; DataError where it cannot be written.
     """
     findings = list(problems(record))
     if findings:
@@ -58,7 +57,7 @@ def write(record: Mapping[str, Any], path: Path) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What `write` wrote; raises ValueError for anything else."""
+    """Return the record that `write` has written to a file; raises ValueError for any other content."""
     record = json.loads(path.read_text(encoding="utf-8"))
     findings = list(problems(record)) if isinstance(record, dict) else ["it is no mapping"]
     if findings:
@@ -67,7 +66,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def problems(record: Mapping[str, Any]) -> Iterator[str]:
-    """What keeps this from being a record."""
+    """Yield the reasons why this is no valid record."""
     for name, kinds in REQUIRED.items():
         if name not in record:
             yield f"{name} is missing"
@@ -82,12 +81,12 @@ def problems(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def command() -> str:
-    """What to type to run it again."""
+    """Return the command that runs this program again."""
     return report.command(sys.argv)
 
 
 def described(config: ModelConfig) -> dict[str, Any]:
-    """A model of a record; its name is a preset's, or `8 x 256`."""
+    """Return the description of a model for a record; its name is that of a preset, or such as `8 x 256`."""
     assert config.vocab_size is not None, "made-up samples have a stated vocabulary"
     rows = (name for name, row in PRESETS.items() if all(getattr(config, key) == value for key, value in row.items()))
     return {
@@ -103,7 +102,7 @@ def described(config: ModelConfig) -> dict[str, Any]:
 
 
 def quartiles(seconds: Sequence[float]) -> tuple[float, float, float]:
-    """First quartile, median and third quartile, of at least one."""
+    """Return the first quartile, the median and the third quartile of one or more numbers."""
     if len(seconds) == 1:
         return seconds[0], seconds[0], seconds[0]
     low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
@@ -111,19 +110,22 @@ def quartiles(seconds: Sequence[float]) -> tuple[float, float, float]:
 
 
 def place(output: Path, suffix: str) -> Path:
-    """`name.json` beside `name`, `name.md` or `name.json`; a name may have dots of its own, as gpt2-1.5b has."""
+    """Return the path with `suffix` beside an output `name`, `name.md` or `name.json`.
+
+    A name may have dots of its own, such as gpt2-1.5b.
+    """
     return output.with_name(output.name.removesuffix(".md").removesuffix(".json") + suffix)
 
 
 def publish(parts: Iterable[str], record: Mapping[str, Any], output: Path | None) -> None:
-    """The page to stdout; with an output OUT also to OUT.md, and the record to OUT.json."""
+    """Print the page; with an output OUT also write it to OUT.md, and the record to OUT.json."""
     report.publish(parts, None if output is None else place(output, ".md"))
     if output is not None:
         write(record, place(output, ".json"))
 
 
 def _finite(value: Any) -> Any:
-    """The same of JSON's own types; numbers that JSON cannot write as None."""
+    """Return the value made of JSON's own types, with None for numbers that JSON cannot express."""
     if isinstance(value, Mapping):
         return {str(key): _finite(part) for key, part in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):

@@ -1,4 +1,4 @@
-"""What a benchmark prints and keeps: one Markdown page, with how it came about on top."""
+"""Helpers that make and print a benchmark's report, a Markdown page that begins with the machine and the command."""
 
 import argparse
 import datetime
@@ -16,11 +16,11 @@ CPU = "CPU"
 
 
 class HelpFormat(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """The module's text as it stands, and every option's default."""
+    """A help format that keeps the module's text as it is and adds every option's default."""
 
 
 def argument_parser(description: str | None) -> argparse.ArgumentParser:
-    """With the options that every benchmark of several jobs has."""
+    """Make a parser with the options that all benchmarks which start jobs have: --device and --output."""
     parser = argparse.ArgumentParser(description=description, formatter_class=HelpFormat)
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where processes compute")
     parser.add_argument("--output", type=Path, help="file for the page, which is printed in any case")
@@ -28,18 +28,18 @@ def argument_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 
 
 def paragraph(text: str) -> str:
-    """Words, in lines as long as the project's."""
+    """Wrap a text into lines as long as the project's."""
     return textwrap.fill(text, 120)
 
 
 def heading(title: str, device: str, precision: str = "fp32") -> str:
-    """Title, date, machine, versions and the command."""
+    """Return the top of a page: title, date, machine, versions and the command."""
     place = device_name(device)
     if place == CPU:
         place = f"CPU, {os.cpu_count()} cores, one thread a process"
@@ -48,20 +48,20 @@ def heading(title: str, device: str, precision: str = "fp32") -> str:
 
 
 def device_name(device: str = "auto") -> str:
-    """What processes compute on, by the maker's name or as "CPU"; device: "auto", "cpu" or "cuda"."""
-    import torch  # takes seconds, which programs that only read the source need not wait for
+    """Return the GPU's name or "CPU", whichever processes compute on.  device: "auto", "cpu" or "cuda"."""
+    import torch  # takes seconds, which programs that only read source code need not spend
 
     on_cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     return torch.cuda.get_device_name() if on_cuda else CPU
 
 
 def today() -> str:
-    """`2026-11-21`."""
+    """Return the date of today in the form `2026-11-21`."""
     return datetime.date.today().isoformat()
 
 
 def command(argv: Sequence[str]) -> str:
-    """What to type to run it again, from the project's folder; where the page went doesn't matter."""
+    """Return the command that runs a program again from the project's folder, without --output."""
     words, kept = iter(argv[1:]), []
     for word in words:
         if word == "--output":
@@ -72,17 +72,17 @@ def command(argv: Sequence[str]) -> str:
 
 
 def mib(nbytes: float) -> str:
-    """Bytes as MiB, for a column that says so."""
+    """Format bytes as a number of MiB, without the unit."""
     return f"{nbytes / MIB:.2f}"
 
 
 def tell(line: str) -> None:
-    """How far it has come, for who waits."""
+    """Print a line on the program's progress to stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
 def publish(parts: Iterable[str], output: Path | None) -> None:
-    """The page to stdout, and to the file if there is to be one."""
+    """Print the page, and write it to the file if there is one."""
     text = "\n\n".join(parts) + "\n"
     print(text, end="")
     if output is not None:

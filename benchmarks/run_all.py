@@ -1,11 +1,11 @@
-"""Everything that benchmarks/README.md shows, measured anew in one go, in at most nine minutes.
+"""Measures anew what benchmarks/README.md shows, but for preprocessing, in one run of at most nine minutes.
 
     python benchmarks/run_all.py [--time-limit 540] [--device cpu]
 
 One program after the other, so that nothing runs beside what is timed: `compare.py` on one process and on several,
 `throughput.py`, `kernels.py`, then `readme.py`.  On CPUs they train 8 layers x 256 in fp32, on GPUs gpt2-124m and
 gpt2-1.5b in bf16, on as many processes as the machine has GPUs, two at most.  Every part has a share of the time; what
-is left over goes to those behind it, and a part that goes on for a quarter more than its share is ended.  Records go to
+it leaves goes to the parts after it, and a part that takes a quarter more than its share is ended.  Records go to
 benchmarks/results/DATE-DEVICE-WHAT.json, pages beside them.
 """
 
@@ -27,17 +27,21 @@ from report import HelpFormat, tell
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
 _SMALL = "--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 4096"
-# On GPUs: preset, samples of a process and step, and systems whose models are on a GPU together.
+# The models on GPUs: preset, samples of a process and step, and systems whose models fit on a GPU together.
 _LARGE = (
     ("gpt2-124m", 8, "floor ddp zero1-torch fsdp2 megazero-0 megazero-1 megazero-2 megazero-3"),
     ("gpt2-1.5b", 4, "ddp fsdp2 megazero-2 megazero-3"),
 )
-_GRACE = 1.25  # of a part's seconds, which it keeps by itself only roughly
+_GRACE = 1.25  # a part is ended after this many times its seconds, since programs keep a time limit only roughly
 _LAST = 10.0  # seconds for readme.py
 
 
 class Part(NamedTuple):
-    """A program with its options; what: of the record's name.  share: of the time.  flags: for behind `--`."""
+    """A program with its options.
+
+    what: the last part of the record's name.  share: its weight in the division of the time.  flags: those of
+    pretrain_gpt.py, which follow `--`.
+    """
 
     what: str
     program: str
@@ -46,14 +50,14 @@ class Part(NamedTuple):
     flags: str = ""
 
     def words(self, output: Path, seconds: float, device: str) -> list[str]:
-        """The command line, all but Python."""
+        """Return the words of the command line that follow Python's."""
         own = ["--device", device, "--time-limit", f"{seconds:.0f}", "--output", str(output)]
         behind = ["--", *self.flags.split()] if self.flags else []
         return [str(FOLDER / self.program), *self.options.split(), *own, *behind]
 
 
 def parts(device: str, num_devices: int) -> list[Part]:
-    """What runs on "cpu" or "cuda" with so many devices."""
+    """Return the parts that run on "cpu", or on "cuda" with so many devices."""
     if device == "cpu":
         model = f"{_SMALL} --micro-batch-size 2"
         return [
@@ -76,18 +80,18 @@ def parts(device: str, num_devices: int) -> list[Part]:
 
 
 def slug(device_name: str) -> str:
-    """`NVIDIA H200` to `h200`."""
+    """Return a device's name in a form for file names, such as `h200` for `NVIDIA H200`."""
     words = re.findall(r"[a-z0-9]+", device_name.lower())
     return "-".join(word for word in words if word != "nvidia")
 
 
 def budget(left: float, ahead: Sequence[Part]) -> float:
-    """Seconds of the first of these parts."""
+    """Return the seconds for the first of these parts, by its share of what is left."""
     return max(left - _LAST, 0.0) * ahead[0].share / sum(part.share for part in ahead)
 
 
 def run(words: Sequence[str], limit: float) -> int | None:
-    """The exit status of a program, or None where it had to be ended, with all of its processes."""
+    """Run a program and return its exit status, or None where it and all its processes had to be ended."""
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     process = subprocess.Popen(
         [sys.executable, *words], env=environment, start_new_session=True, stdout=subprocess.DEVNULL

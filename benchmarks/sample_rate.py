@@ -1,14 +1,15 @@
-"""How fast a corpus opens and samples come, where it has a thousand million documents.
+"""Measures how fast a corpus of a thousand million documents opens, and how fast its samples are read.
 
     python benchmarks/sample_rate.py [--documents 1e9] [--seq-length 1024] [--samples 20000] [--prefix PREFIX]
 
 Without a prefix a corpus is made up that takes next to no disk: sparse files, whose documents are empty but for the
-last, and whose tokens are all 0.  Its index has the size of a real one, and reading it touches as many pages; what is
-left out is the disk, for holes are never read from it.  Name a corpus of your own to measure that too.
+last, and whose tokens are all 0.  Its index has the size of a real one, and reading it touches as many pages; only the
+disk is not measured, for the holes of sparse files are never read from it.  Give the prefix of a real corpus to measure
+the disk too.
 
-Printed are, of opening in a new process: seconds, and what its memory has grown by; of a sample, over samples in the
-order of a run: microseconds, median and quartiles, from one corpus by memory map, by positional reads, and from the
-corpus mixed seven times with itself.
+For opening in a new process the seconds and the growth of memory are printed; for samples in the order of a run the
+microseconds of each, median and quartiles, from one corpus by memory map, by positional reads, and from the corpus
+mixed seven times with itself.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from megazero.data.samples import Samples, SampleSource
 from megazero.data.storage import Access
 from megazero.units import format_bytes, format_count
 
-# Sequences with tokens in the made-up corpus, the last ones: 137 thousand million tokens of two bytes.
+# The number of sequences with tokens in the made-up corpus, its last ones: 137 thousand million tokens of two bytes.
 LONG = 64
 UINT16 = 8
 
@@ -45,7 +46,7 @@ print(time.perf_counter() - start, resident() - before)
 
 
 def make_sparse_corpus(prefix: Path, documents: int) -> None:
-    """A valid corpus: sequences of length 0 but for the last LONG ones; all documents but the last are empty."""
+    """Write a valid corpus: only its last LONG sequences have tokens, and all documents but the last are empty."""
     starts = [2 * LARGEST_LENGTH * number for number in range(LONG)]
     with open(f"{prefix}.idx", "wb") as stream:
         stream.write(HEADER.pack(MAGIC, VERSION, UINT16, documents, documents + 1))
@@ -60,14 +61,14 @@ def make_sparse_corpus(prefix: Path, documents: int) -> None:
 
 
 def describe_opening(prefix: str) -> str:
-    """Of a new process, whose imports don't count."""
+    """Open a corpus in a new process, and describe the time and the growth of memory, without those of imports."""
     done = subprocess.run([sys.executable, "-c", OPENING, prefix], capture_output=True, text=True, check=True)
     seconds, grown = map(float, done.stdout.split())
     return f"opened in {1e3 * seconds:.1f} ms, memory grew by {format_bytes(int(grown))}"
 
 
 def describe_samples(name: str, source: Samples, count: int) -> str:
-    """The time of every sample by itself."""
+    """Time `count` samples one by one, and describe the median and the quartiles."""
     taken = []
     for k in range(count):
         start = time.perf_counter()

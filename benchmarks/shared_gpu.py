@@ -1,9 +1,9 @@
-"""`python -m megazero ...` as one of several ranks that share one GPU, whose messages go through host memory and gloo.
+"""Runs `python -m megazero ...` as one of several ranks that share a GPU and communicate by host memory and gloo.
 
     RANK=... python benchmarks/shared_gpu.py cuda|cpu verify-layout FLAGS
 
 NCCL refuses two ranks on one GPU, and gloo does not move a GPU's memory, so gloo is given copies here.  All that a
-layout does to tensors on a GPU is real; what this does not try is NCCL and its streams.
+layout does to tensors on a GPU is real; only NCCL and its streams are not tested.
 """
 
 import sys
@@ -21,7 +21,7 @@ from megazero.memory.lease import Scratch
 
 
 class _Copied:
-    """A work on copies; `wait` writes what came to where it belongs."""
+    """The work of a collective on copies; `wait` copies the result (source) to the device's tensor (target)."""
 
     def __init__(self, work: Work, target: Tensor, source: Tensor) -> None:
         self._work, self._target, self._source = work, target, source
@@ -32,11 +32,11 @@ class _Copied:
 
 
 class OverHost(ProcessGroupCommunicator):
-    """Every tensor is copied to the host, sent by gloo, and copied back."""
+    """A communicator that copies every tensor to the host, has gloo send it, and copies the result back."""
 
     def __init__(self, group: dist.ProcessGroup, scratch: Scratch) -> None:
         super().__init__(group, scratch)
-        self._exchanges = False  # gloo's own collectives, which need no memory of the device
+        self._exchanges = False  # use gloo's own collectives, which need no memory of the device
 
     def all_gather_into(self, output: Tensor, input: Tensor) -> Work:
         gathered = torch.empty(output.shape, dtype=output.dtype)
@@ -68,7 +68,7 @@ def main() -> int:
     if kind == "cuda":
         from megazero.train import program
 
-        # All ranks of the node take its one GPU, and gloo in spite of it.
+        # All ranks of the node take its one GPU, and gloo in place of NCCL.
         choose_device = startup.choose_device
         program.choose_device = lambda name, local_rank: choose_device("cuda", 0)
         startup._choose_backend = lambda name, device: "gloo"

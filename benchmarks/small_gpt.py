@@ -1,4 +1,4 @@
-"""A small GPT of megazero's for benchmarks that put an engine together by hand: options, ranks, model and samples."""
+"""A small GPT of megazero for benchmarks that put an engine together by hand: options, ranks, model and samples."""
 
 import argparse
 
@@ -25,7 +25,7 @@ LR = 3e-4
 
 
 def add_work(parser: argparse.ArgumentParser) -> None:
-    """Options that say what a turn trains."""
+    """Add the options that set the model, the batch and the steps of a turn."""
     parser.add_argument("--steps", type=int, default=8, help="steps of a turn")
     parser.add_argument("--num-layers", type=int, default=8, help="blocks")
     parser.add_argument("--hidden-size", type=int, default=256, help="width")
@@ -45,7 +45,7 @@ def model_config(options: argparse.Namespace) -> ModelConfig:
 
 
 def meet() -> Mesh:
-    """All ranks of the launch as one data-parallel axis."""
+    """Join the ranks of the launch, and return a mesh with all of them on the data-parallel axis."""
     launch = Launch.from_environment()
     device = choose_device("auto", launch.local_rank)
     join(launch, backend="auto", device=device, timeout_minutes=10)
@@ -53,7 +53,7 @@ def meet() -> Mesh:
 
 
 def make_model(config: ModelConfig, device: torch.device) -> GPT:
-    """All of it on one rank, with the first values of seed 1."""
+    """Make the whole model on one rank, with the first values of seed 1."""
     context = TensorParallel(LocalCommunicator(), RandomRegions(1, 0, device), torch.float32, device)
     model = GPT(config, vocab_size=VOCABULARY, tp=context, padded_vocab_size=VOCABULARY)
     initialize_(model, 1)
@@ -61,7 +61,7 @@ def make_model(config: ModelConfig, device: torch.device) -> GPT:
 
 
 def batch_of(number: int, mesh: Mesh, options: argparse.Namespace) -> StepBatch:
-    """This rank's samples of one step."""
+    """Return this rank's samples of one step."""
     ranks, rows = mesh.topology.dp, options.micro_batch_size
     layout = BatchLayout(ranks * rows, rows, mesh.coordinate("dp"), ranks)
     return build_step_batch(MockSamples(VOCABULARY, options.seq_length, seed=1), number * ranks * rows, layout)

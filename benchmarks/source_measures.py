@@ -1,4 +1,4 @@
-"""Figures of Python source, taken from its text and syntax trees: lines, lengths, imports, repeated lines.
+"""Measures Python source by its text and syntax trees: lines, lengths, imports, repeated lines.
 
 Every line of a file is exactly one of code, comment (nothing but a comment), docstring (its blank lines too) and blank.
 A function's length goes from its `def` to its last line, docstring included.
@@ -14,7 +14,7 @@ from typing import Any
 
 PACKAGE = "megazero"
 TOP_LEVEL = "top level"
-# Shorter runs of equal lines are mostly calls that have to look alike.
+# Shorter runs of equal lines are mostly calls that have no reason to differ.
 REPEATED_LINES = 8
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -22,7 +22,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One Python file; name: its path from the tree's root, with slashes."""
+    """A Python file.  name: its path from the tree's root, with slashes."""
 
     name: str
     lines: Sequence[str]
@@ -30,22 +30,22 @@ class SourceFile:
 
     @property
     def module(self) -> str:
-        """Dotted name; a package's `__init__.py` has the package's name."""
+        """The dotted name of the module; a package's `__init__.py` has the package's name."""
         return self.name.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
 
     @property
     def package(self) -> str:
-        """The first folder below the package's root, `zero`."""
+        """The first folder below the package's root, such as `zero`, or "top level"."""
         folders = self.name.split("/")[1:-1]
         return folders[0] if folders else TOP_LEVEL
 
     def functions(self) -> Iterator[tuple[str, int]]:
-        """Qualified name and length of every function and method, nested ones included."""
+        """Yield the qualified name and the length of every function and method, nested ones included."""
         yield from _functions(self.syntax, "")
 
 
 def read_files(tree: Path, folder: str = PACKAGE) -> list[SourceFile]:
-    """All Python files below a folder of the tree, sorted by name."""
+    """Return all Python files below a folder of the tree, sorted by name."""
     found = []
     for path in sorted((tree / folder).rglob("*.py")):
         text = path.read_text(encoding="utf-8")
@@ -55,7 +55,7 @@ def read_files(tree: Path, folder: str = PACKAGE) -> list[SourceFile]:
 
 def _functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, int]]:
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.expr):  # holds no definition, and most of the tree
+        if isinstance(child, ast.expr):  # expressions hold no definitions, and are most of the tree
             continue
         inner = prefix
         if isinstance(child, Function | ast.ClassDef):
@@ -66,7 +66,7 @@ def _functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, int]]:
 
 
 def line_kinds(file: SourceFile) -> dict[str, int]:
-    """{"lines", "code", "comments", "docstrings", "blank"}: numbers of lines, the first their sum."""
+    """Return the numbers of lines by kind ("code", "comments", "docstrings", "blank") and their sum ("lines")."""
     docstrings, strings = _string_lines(file.syntax)
     kinds = Counter({"lines": len(file.lines), "code": 0, "comments": 0, "docstrings": 0, "blank": 0})
     for number, line in enumerate(file.lines, start=1):
@@ -83,7 +83,7 @@ def line_kinds(file: SourceFile) -> dict[str, int]:
 
 
 def _string_lines(syntax: ast.Module) -> tuple[set[int], set[int]]:
-    """Numbers of the lines of docstrings, and of all strings of more than one line."""
+    """Return the line numbers of docstrings, and those of all strings of more than one line."""
     docstrings: set[int] = set()
     strings: set[int] = set()
     for node in ast.walk(syntax):
@@ -96,7 +96,7 @@ def _string_lines(syntax: ast.Module) -> tuple[set[int], set[int]]:
 
 
 def spread(lengths: Iterable[int]) -> dict[str, int]:
-    """Median, the length that nine in ten do not exceed, and the largest; zeros of nothing."""
+    """Return the median of lengths, the length that nine in ten do not exceed, and the largest; zeros without any."""
     ordered = sorted(lengths)
     if not ordered:
         return {"median": 0, "p90": 0, "max": 0}
@@ -108,7 +108,7 @@ def spread(lengths: Iterable[int]) -> dict[str, int]:
 
 
 def package_row(files: Sequence[SourceFile]) -> dict[str, Any]:
-    """Number of files, their lines by kind, and the spreads of function and file lengths."""
+    """Return the number of files, their lines by kind, and the spreads of function and file lengths."""
     kinds: Counter[str] = Counter()
     for file in files:
         kinds.update(line_kinds(file))
@@ -130,7 +130,7 @@ def by_package(files: Sequence[SourceFile]) -> dict[str, list[SourceFile]]:
 
 
 def longest_functions(files: Sequence[SourceFile], number: int) -> list[tuple[str, int]]:
-    """`path:Class.method` and length, the longest first."""
+    """Return the longest functions, each as `path:Class.method` and its length in lines, the longest first."""
     found = [(f"{file.name}:{name}", length) for file in files for name, length in file.functions()]
     return sorted(found, key=lambda row: (-row[1], row[0]))[:number]
 
@@ -140,7 +140,7 @@ def longest_files(files: Sequence[SourceFile], number: int) -> list[tuple[str, i
 
 
 def imports(files: Sequence[SourceFile]) -> dict[str, set[str]]:
-    """Module -> the modules of the same package that it imports, anywhere in its text."""
+    """Return for each module the modules among `files` that it imports, anywhere in its text."""
     known = {file.module for file in files}
     graph = {}
     for file in files:
@@ -157,19 +157,19 @@ def imports(files: Sequence[SourceFile]) -> dict[str, set[str]]:
 
 
 def fan_in(graph: Mapping[str, set[str]]) -> Counter[str]:
-    """By module, how many others import it."""
+    """Return for each module the number of other modules that import it."""
     return Counter(target for targets in graph.values() for target in targets)
 
 
 def fan_out(graph: Mapping[str, set[str]]) -> Counter[str]:
-    """By module, how many others it imports."""
+    """Return for each module the number of other modules that it imports."""
     return Counter({module: len(targets) for module, targets in graph.items()})
 
 
 def repeated_runs(files: Sequence[SourceFile]) -> list[tuple[str, str]]:
-    """Pairs of places, `path:line`, at which `REPEATED_LINES` or more lines of code are equal but for indentation.
+    """Return pairs of places (`path:line`) at which `REPEATED_LINES` or more lines of code are equal.
 
-    Imports and docstrings do not count; a longer run counts once.
+    Indentation, imports and docstrings do not count; a longer run counts once.
     """
     windows: dict[tuple[str, ...], list[tuple[str, int, int]]] = defaultdict(list)
     for file in files:
@@ -180,7 +180,7 @@ def repeated_runs(files: Sequence[SourceFile]) -> list[tuple[str, str]]:
     pairs = {
         (first, second) for places in windows.values() for i, first in enumerate(places) for second in places[i + 1 :]
     }
-    # A pair whose lines before are a pair too goes on from there.
+    # A pair is part of a longer run if the lines before it are a pair too.
     starts = {((a[0], a[2]), (b[0], b[2])) for a, b in pairs}
     return sorted(
         (f"{a[0]}:{a[1]}", f"{b[0]}:{b[1]}") for a, b in pairs if ((a[0], a[2] - 1), (b[0], b[2] - 1)) not in starts

@@ -1,7 +1,8 @@
-"""What comes of a comparison: whose losses agree, how their times relate, and the record and page that say so.
+"""Judges a comparison: which systems' losses agree, how their times relate, and the record and page with the results.
 
-A *curve* is the losses of all steps, in the mean over processes.  Every system trains the same first values on the same
-samples, so every curve must be the plain model's to rounding; whose isn't `differs`, and has no part in any ratio.
+A *curve* is the losses of all steps, each the mean over processes.  Every system trains the same first values on the
+same samples, so every curve must be the plain model's up to rounding; a system with another curve has the verdict
+`differs`, and no part in any ratio.
 """
 
 import math
@@ -21,7 +22,7 @@ from turns import Held, Turn
 # since AdamW makes steps of full size from gradients that are nothing but rounding.
 BOUNDS: Mapping[str, float] = {"fp32": 1e-5, "bf16": 2e-3}
 FIRST_STEPS, LATER = 16, 100.0
-# Its processes train each for itself, so only their first losses are everybody's.
+# The processes of `floor` train each for itself, so only the first loss is that of the other systems.
 JUDGED_BY_FIRST_LOSS = ("floor",)
 BASES = ("ddp", "eager")
 _ONE_OR_TWO = ("zero1-torch", "deepspeed-1", "deepspeed-2", MEGATRON[1])
@@ -36,7 +37,11 @@ PEERS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass
 class Run:
-    """A system's turns, the first of which is a warm-up, by rank; or why there are none, or no more."""
+    """The run of one system.
+
+    turns: by turn and rank; the first turn is a warm-up.  held: by rank.  refused: why there are no turns, or no more
+    of them; empty otherwise.
+    """
 
     turns: list[list[Turn]] = field(default_factory=list)
     held: list[Held] = field(default_factory=list)
@@ -46,14 +51,14 @@ class Run:
 
     @property
     def losses(self) -> list[float]:
-        """The curve."""
+        """The curve: the loss of every step, the mean over processes."""
         return [
             statistics.fmean(losses) for turn in self.turns for losses in zip(*(r.losses for r in turn), strict=True)
         ]
 
     @property
     def rounds(self) -> list[list[float]]:
-        """Seconds of every step that counts, by turn; a step is as slow as its slowest process."""
+        """The seconds of every step that counts, by turn; a step is as slow as its slowest process."""
         return [[max(seconds) for seconds in zip(*(r.seconds for r in turn), strict=True)] for turn in self.turns[1:]]
 
     @property
@@ -62,13 +67,17 @@ class Run:
 
     @property
     def whole(self) -> list[float]:
-        """Seconds a step, by turn, from the turn's first barrier to its last."""
+        """The seconds of a step, by turn: the time from the turn's first barrier to its last, divided by its steps."""
         return [max(r.whole for r in turn) / len(turn[0].losses) for turn in self.turns[1:]]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything that was measured.  plain: the curve to agree with; num_threads: of a process."""
+    """All that was measured.
+
+    name: the model's.  num_threads: threads of a process.  steps: those of a turn.  plain: the plain model's curve.
+    runs: by system.
+    """
 
     work: Work
     name: str
@@ -83,27 +92,30 @@ class Comparison:
         return BOUNDS[self.work.precision]
 
     def differs(self, name: str) -> bool:
-        """Whether the system trains something else."""
+        """Return True if the system's losses are not the plain model's, so that it trains something else."""
         losses = self.judged(name)
         agrees = difference(losses[:FIRST_STEPS], self.plain[:FIRST_STEPS]) <= self.bound
         return not (agrees and difference(losses, self.plain) <= LATER * self.bound)
 
     def judged(self, name: str) -> list[float]:
-        """The part of a curve that must be the plain one's."""
+        """Return the part of a system's curve that must agree with the plain model's."""
         losses = self.runs[name].losses
         return losses[:1] if name in JUDGED_BY_FIRST_LOSS else losses
 
     def counts(self, name: str) -> bool:
-        """Whether the system was there, and trained what it was to train."""
+        """Return True if the system has run without a failure, and its losses agree with the plain model's."""
         return name in self.runs and not self.runs[name].refused and not self.differs(name)
 
     @property
     def is_sound(self) -> bool:
-        """Whether all systems that are installed count."""
+        """True if all systems that are installed have run, with the losses of the plain model."""
         return all(self.counts(name) or run.refused == NOT_INSTALLED for name, run in self.runs.items())
 
     def ratio(self, name: str, base: str) -> float | None:
-        """A step's time, by the base's: the median over rounds of the ratios of their medians."""
+        """Return a system's step time divided by the base's: the median over rounds of the ratios of their medians.
+
+        Returns None where one of the two has failed or differs.
+        """
         if not (self.counts(name) and self.counts(base)):
             return None
         pairs = zip(self.runs[name].rounds, self.runs[base].rounds, strict=True)
@@ -114,7 +126,7 @@ class Comparison:
         return next((name for name in BASES if self.counts(name)), None)
 
     def best_peer(self, name: str) -> str | None:
-        """The fastest of the systems that do what this one of megazero's does."""
+        """Return the fastest of the systems that do the same as this one of megazero's, or None without any."""
         peers = [peer for peer in PEERS.get(name, ()) if self.counts(peer)]
         return min(peers, key=lambda peer: statistics.median(self.runs[peer].step_seconds), default=None)
 
@@ -123,7 +135,10 @@ NOT_INSTALLED = "not installed"
 
 
 def difference(curve: Sequence[float], plain: Sequence[float]) -> float:
-    """The largest relative difference of a curve from the beginning of another; infinite without a step or a number."""
+    """Return the largest relative difference of a curve from the beginning of the plain one.
+
+    It is infinite for a curve without steps or with a loss that is no number.
+    """
     if not curve or len(curve) > len(plain):
         return math.inf
     relative = [abs(loss - other) / abs(other) for loss, other in zip(curve, plain, strict=False)]
@@ -131,7 +146,7 @@ def difference(curve: Sequence[float], plain: Sequence[float]) -> float:
 
 
 def record(comparison: Comparison, num_parameters: int) -> dict[str, Any]:
-    """The figures for programs: seconds and bytes."""
+    """Return the figures for programs, in seconds and bytes."""
     work, runs = comparison.work, comparison.runs
     best = {name: comparison.best_peer(name) for name in runs}
     base = comparison.base
@@ -191,12 +206,12 @@ def _system(comparison: Comparison, name: str, num_parameters: int) -> dict[str,
 
 
 def page(made: Mapping[str, Any]) -> list[str]:
-    """What the program prints of a record."""
+    """Return the parts of the page that `compare.py` prints: a title, the date and command, and the record's table."""
     return ["# megazero beside others on the same work", f"{made['date']}: `{made['command']}`", rows_of(made)]
 
 
 def rows_of(made: Mapping[str, Any]) -> str:
-    """The table of a record: a row for each system."""
+    """Return the table of a record, with a row for each system."""
     header = "system|step, ms|quartiles|ratio|to the best peer|tokens/s|peak, MiB|states, B a parameter|sent, MiB"
     rows, ratios = [], made["ratios"]
     for name, system in made["systems"].items():

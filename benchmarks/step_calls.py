@@ -1,10 +1,10 @@
-"""Counts the Python calls of one training step, in a process of its own: `structure.py` starts it.
+"""Counts the Python calls of one training step, in a process of its own, which `structure.py` starts.
 
     cd TREE && python .../benchmarks/step_calls.py RECORD.json [flags of pretrain_gpt.py]
 
-Runs TREE's pretrain_gpt.py under a profile hook that counts calls into functions of TREE/megazero; torch's own do not
-count, and a generator counts each time it is resumed.  A step is all between the second and the third time that
-`training_step` is called, so it has the loop around it: the batch, the figures, the log line.
+Runs TREE's pretrain_gpt.py under a profile hook that counts calls of functions in TREE/megazero; torch's own functions
+do not count, and a generator counts each time it is resumed.  A step lasts from the second to the third call of
+`training_step`, so it includes the loop around it: the batch, the figures, the log line.
 """
 
 import json
@@ -20,10 +20,10 @@ FIRST, LAST = 2, 3
 
 
 class StepCalls:
-    """The profile hook, and what it has counted between two calls of the training step.
+    """The profile hook, with its counts between two calls of the training step.
 
-    moves: calls of a function in another file than the caller's (of the package).  depth: the deepest chain of such
-    calls below the function that runs the loop, which is 1.
+    calls: of the package's functions.  moves: those of a function in another file than its caller's.  depth: the length
+    of the longest chain of calls, in which the function that runs the loop is the first.
     """
 
     def __init__(self, package: Path) -> None:
@@ -35,7 +35,7 @@ class StepCalls:
         self.functions: set[CodeType] = set()
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> None:
-        """Count a call, or follow a return; any other event is torch's or C's."""
+        """Count a call or follow a return within the package; other events are calls of C functions."""
         code = frame.f_code
         if event not in ("call", "return") or not code.co_filename.startswith(self._package):
             return
@@ -55,7 +55,10 @@ class StepCalls:
             self.depth = max(self.depth, len(self._stack) - self._base)
 
     def record(self) -> dict[str, Any]:
-        """{"files", "functions", "calls", "moves", "depth"}; raises RuntimeError where the run took too few steps."""
+        """Return the counts by name, with the number of different files and functions called.
+
+        Raises RuntimeError where the run took too few steps.
+        """
         if self._steps < LAST:
             raise RuntimeError(f"{STEP} was called {self._steps} times; counting takes {LAST}")
         files = {code.co_filename for code in self.functions}

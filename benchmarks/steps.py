@@ -1,8 +1,8 @@
-"""Training steps of a configuration on one process: what they hold, and whether they are possible under a limit.
+"""Runs training steps of a configuration on one process, to measure what they hold and whether they fit under a limit.
 
 A step is the one that pretrain_gpt.py runs, on made-up samples, with as many micro-batches and pipeline stages as the
-configuration says, at a constant learning rate.  What it holds is the ledger's word, and so is its refusal: the ledger
-raises MemoryLimitError at the operation that goes beyond the limit.
+configuration has, at a constant learning rate.  The bytes that it holds are counted by the ledger, which refuses a step
+beyond a limit: it raises MemoryLimitError at the operation that exceeds it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,20 +32,23 @@ _FLAGS = ("--mock-data", "--train-iters", "1", "--lr", str(LR), "--hidden-dropou
 
 
 def configuration(settings: Mapping[str, Any], world_size: int) -> RunConfig:
-    """The run that a user gets by these flags (`num_layers=8` is --num-layers 8) on so many processes."""
+    """Return the configuration that these flags (`num_layers=8` is --num-layers 8) make on so many processes.
+
+    Raises ConfigError with all that is wrong.
+    """
     words = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     return configuration_of(words, world_size)
 
 
 def configuration_of(words: Sequence[str], world_size: int) -> RunConfig:
-    """The same from words of a command line; raises ConfigError with all that is wrong."""
+    """Return the configuration that the words of a command line make; raises ConfigError with all that is wrong."""
     config = parse([*_FLAGS, *words], world_size=world_size).config
     raise_problems(ConfigError, rules.check(config, world_size))
     return config
 
 
 class Steps:
-    """The training of one configuration on this process; tokens: of one process and step."""
+    """The training of one configuration on this process.  tokens: those of one process in a step."""
 
     def __init__(self, config: RunConfig, place: Place, ledger: AnyLedger | None = None) -> None:
         layout = topology(config, place.launch.world_size)
@@ -62,11 +65,11 @@ class Steps:
         self._scale = self._scaler.start()
 
     def batch(self, number: int) -> StepBatch:
-        """This process's samples of one step."""
+        """Return this process's samples of one step."""
         return build_step_batch(self._samples, number * self._layout.global_batch_size, self._layout)
 
     def take(self, batch: StepBatch) -> float:
-        """One step, to its end on the device; its loss."""
+        """Take one step, wait for its end on the device, and return its loss."""
         report = training_step(self.parts, batch, StepControls(self._lr, self._scale.scale))
         loss: float = report.loss.item()
         if self.parts.checks_overflow:
@@ -74,17 +77,17 @@ class Steps:
         return loss
 
     def close(self) -> None:
-        """Wait for what is in flight, and let go of the model."""
+        """Wait for communication in flight, and release the model."""
         self.core.engine.close()
 
 
 @dataclass(frozen=True)
 class Held:
-    """A process's second step, in bytes.
+    """The bytes that a process holds and sends in its second step.
 
-    model_states: alive at its end, and all through it.  peak: the most alive at once; checkpoints, buffers: of
-    activations and of communication, at the peak.  host: in host memory.  sent: by axis.  numel: parameters of this
-    process, in elements.  at_peak: by the ledger's category.
+    model_states: alive at its end, and all through it.  peak: the most alive at once; checkpoints, buffers: activation
+    checkpoints and communication buffers at the peak.  host: in host memory.  sent: by axis.  numel: parameters of this
+    process, in elements.  at_peak: bytes at the peak by the ledger's category.
     """
 
     model_states: int
@@ -98,12 +101,12 @@ class Held:
 
     @property
     def rest(self) -> int:
-        """At the peak: what a layer needs while it is computed again, gradients on their way, temporaries."""
+        """The other bytes at the peak: what recomputing a layer needs, gradients on their way, temporaries."""
         return self.peak - self.model_states - self.checkpoints - self.buffers
 
 
 def hold(place: Place, config: RunConfig, limit_bytes: int | None) -> Held:
-    """Two steps under the ledger: the first makes moments and buffers, the second is measured."""
+    """Take two steps under the ledger, the first of which makes moments and buffers, and measure the second."""
     with Ledger(place.device, limit_bytes=limit_bytes) as ledger:
         steps = Steps(config, place, ledger)
         for number in range(2):
@@ -127,7 +130,7 @@ def hold(place: Place, config: RunConfig, limit_bytes: int | None) -> Held:
 
 
 def held(config: RunConfig, world_size: int, *, device: str, limit_bytes: int | None = None) -> Held | None:
-    """Figures of the fullest process of a job, or None where the limit refuses the steps."""
+    """Return the figures of the fullest process of a job, or None where the limit refuses the steps."""
     try:
         ranks: list[Held] = run_job(world_size, hold, config, limit_bytes, device=device)
     except MemoryLimitError:
@@ -136,9 +139,10 @@ def held(config: RunConfig, world_size: int, *, device: str, limit_bytes: int | 
 
 
 def crossing(limit: float, points: Sequence[tuple[int, int]]) -> int:
-    """Where a straight line through two points (number, bytes) has its last whole number with at most `limit` bytes.
+    """Return the last whole number at which a line through two points (number, bytes) has at most `limit` bytes.
 
-    The larger of the two numbers where the line doesn't rise, and at most four times that: further on it is a guess.
+    It is the larger of the two numbers where the line doesn't rise, and at most four times that, since further away the
+    line is no more than a guess.
     """
     (first, low), (second, high) = points
     if high <= low:
@@ -147,9 +151,10 @@ def crossing(limit: float, points: Sequence[tuple[int, int]]) -> int:
 
 
 def largest_that_fits(fits: Callable[[int], bool], guess: int) -> int:
-    """The number n >= 1 with fits(n) and not fits(n + 1), both tried; 0 if 1 doesn't fit.
+    """Return the number n >= 1 with fits(n) and not fits(n + 1), both of which are tried; 0 if 1 doesn't fit.
 
-    From the guess in steps that double until the answer is enclosed, then by bisection: a good guess costs two trials.
+    The search goes from the guess in steps that double until the answer is enclosed, then by bisection, so that a good
+    guess costs two trials.
     """
     low, high, step = max(guess, 1), max(guess, 1) + 1, 1
     if fits(low):

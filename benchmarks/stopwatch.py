@@ -1,4 +1,4 @@
-"""Seconds of single calls on a device, with caches swept before each, so that operands come from memory.
+"""Times single calls on a device, with caches swept before each, so that operands come from memory.
 
 On CUDA the sweep keeps the device busy while the host runs ahead, so that events around a call have its kernels between
 them and not the host's time to launch them.
@@ -9,12 +9,15 @@ from collections.abc import Callable
 
 import torch
 
-# More than any cache holds; on a GPU as much as takes longer to write than most calls take to launch.
+# More than any cache holds; on a GPU so much that writing it takes longer than most calls take to launch.
 _SWEEP_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 
 
 class Stopwatch:
-    """Times calls on `device`.  budget: about how many seconds one `seconds` may take; at_least, at_most: calls."""
+    """A stopwatch for calls on `device`.
+
+    budget: about how many seconds one `seconds` may take.  at_least, at_most: bounds for the number of its timed calls.
+    """
 
     def __init__(self, device: torch.device, *, budget: float = 0.5, at_least: int = 3, at_most: int = 50) -> None:
         self.device = device
@@ -22,7 +25,7 @@ class Stopwatch:
         self._sweep = torch.empty(_SWEEP_BYTES[device.type], dtype=torch.uint8, device=device)
 
     def seconds(self, call: Callable[[], object]) -> list[float]:
-        """Of every call, in order; two more before them don't count."""
+        """Return the seconds of every timed call, in order; two more calls before them don't count."""
         call()
         self._wait()
         start = time.perf_counter()
@@ -34,7 +37,7 @@ class Stopwatch:
         return self._by_events(call, number) if self.device.type == "cuda" else self._by_clock(call, number)
 
     def best(self, call: Callable[[], object]) -> float:
-        """Seconds of the fastest call."""
+        """Return the seconds of the fastest call."""
         return min(self.seconds(call))
 
     def _by_clock(self, call: Callable[[], object], number: int) -> list[float]:

@@ -1,4 +1,4 @@
-"""The shape of a source tree in figures, beside those of another tree or of an earlier record.
+"""Measures the structure of a source tree, beside that of another tree or of an earlier record.
 
     python benchmarks/structure.py [--tree DIR] [--against DIR|RECORD] [--output NAME]     everything, 2 to 5 minutes
     python benchmarks/structure.py --sizes [--against DIR|RECORD]                          lines only, a second
@@ -8,7 +8,7 @@ Python calls of a training step (`step_calls.py`); three walks through the code 
 times of the tests are those given as --fast-seconds and --whole-seconds.  NAME.json goes to benchmarks/results/.
 
 --sizes prints the lines of every package beside the newest record's and beside a budget, and the longest functions and
-files.  It is a report: a package over its budget is no error, but is to be asked about.
+files.  It is a report: a package over its budget is no error, but needs a reason.
 """
 
 import argparse
@@ -34,13 +34,13 @@ ELSEWHERE = ("tools", "benchmarks", "tests")
 LONGEST = 10
 HELP_RUNS = 5
 NUM_LAYERS = (2, 12)
-# Two micro-batches a step, so that what is done for the last one only can be told from what is done for each.
+# Two micro-batches a step, so that work for the last one only differs from work for each.
 _STEP = (
     "--mock-data --vocab-size 512 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2"
     " --global-batch-size 4 --lr 1e-3 --train-iters 4 --eval-iters 0 --zero-stage 2 --device cpu"
 )
 
-# Lines that a package should do with.  Raising one is a decision, and stands in the change that needs it.
+# The most lines that a package should have.  Raising a budget is a decision, made in the change that needs it.
 BUDGETS: Mapping[str, int] = {
     "activations": 1400,
     "checkpoint": 1600,
@@ -69,7 +69,7 @@ BUDGETS: Mapping[str, int] = {
 
 
 def sizes(tree: Path) -> dict[str, Any]:
-    """Lines by package, and the longest functions and files: what `--sizes` compares, and a part of every record."""
+    """Return what `--sizes` compares, a part of every record: lines by package, the longest functions and files."""
     files = source.read_files(tree)
     packages = source.by_package(files)
     return {
@@ -80,7 +80,7 @@ def sizes(tree: Path) -> dict[str, Any]:
 
 
 def shape(tree: Path) -> dict[str, Any]:
-    """Everything that text and syntax tell."""
+    """Measure all that can be found by reading a tree, without running it."""
     files = source.read_files(tree)
     graph = source.imports(files)
     return {
@@ -96,7 +96,7 @@ def shape(tree: Path) -> dict[str, Any]:
 
 
 def step_calls(tree: Path, num_layers: int) -> dict[str, Any]:
-    """Files and Python calls of one training step of the tree's own pretrain_gpt.py, on one process."""
+    """Count files and Python calls of one training step of the tree's own pretrain_gpt.py, on one process."""
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder, "calls.json")
         words = [str(FOLDER / "step_calls.py"), str(found), *_STEP.split(), "--num-layers", str(num_layers)]
@@ -105,7 +105,7 @@ def step_calls(tree: Path, num_layers: int) -> dict[str, Any]:
 
 
 def help_seconds(tree: Path) -> dict[str, float]:
-    """Seconds of `pretrain_gpt.py --help`, medians: by the clock, and of CPU, which other work disturbs less."""
+    """Time `pretrain_gpt.py --help`: the median wall seconds, and those of CPU, which other work disturbs less."""
     wall, cpu = [], []
     for _ in range(HELP_RUNS):
         began, used = time.perf_counter(), os.times()
@@ -117,7 +117,7 @@ def help_seconds(tree: Path) -> dict[str, float]:
 
 
 def run(tree: Path, words: Sequence[str]) -> None:
-    """A Python program with the tree as its own; raises RuntimeError with the end of its output where it fails."""
+    """Run a Python program that imports the tree's code; raise RuntimeError with the end of its output if it fails."""
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *words], cwd=tree, env=environment, capture_output=True, text=True)
     if done.returncode != 0:
@@ -125,7 +125,7 @@ def run(tree: Path, words: Sequence[str]) -> None:
 
 
 def measure(tree: Path) -> dict[str, Any]:
-    """The record of a tree, but for the times of its tests."""
+    """Return the record of a tree, without the times of its tests."""
     tell(f"{tree}: reading")
     found: dict[str, Any] = {"measures": "structure", "date": today(), "commit": commit(tree), **shape(tree)}
     found["machine"] = f"{os.cpu_count()} cores, Python {sys.version.split()[0]}"
@@ -138,7 +138,7 @@ def measure(tree: Path) -> dict[str, Any]:
 
 
 def commit(tree: Path) -> str:
-    """The abbreviated commit that is checked out, with "+" where files differ from it; "" outside of git."""
+    """Return the abbreviated commit that is checked out, with "+" where files differ from it; "" outside of git."""
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         words = ["git", "-C", str(tree), "describe", "--always", "--dirty=+", "--exclude=*"]
         return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
@@ -146,7 +146,7 @@ def commit(tree: Path) -> str:
 
 
 def newest_record(folder: Path = RESULTS) -> Path | None:
-    """The newest record of this program in a folder."""
+    """Return the newest record of this program in a folder, or None if there is none."""
     records = [path for path in folder.glob("*.json") if is_record(path)]
     return max(
         records, key=lambda path: (json.loads(path.read_text(encoding="utf-8"))["date"], path.name), default=None
@@ -154,22 +154,22 @@ def newest_record(folder: Path = RESULTS) -> Path | None:
 
 
 def is_record(path: Path) -> bool:
-    """Whether a file is one of this program's records."""
-    with contextlib.suppress(ValueError):  # neither text nor JSON
+    """Return True if the file is a record that this program has written: a JSON object that `measures` "structure"."""
+    with contextlib.suppress(ValueError):  # for a file that is neither text nor JSON
         content = json.loads(path.read_text(encoding="utf-8"))
         return isinstance(content, dict) and content.get("measures") == "structure"
     return False
 
 
 def rows(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[list[str]]:
-    """One figure a row: its name, before, after; "-" where one side does not have it."""
+    """Yield a row for each figure: its name, before, after; "-" where one side does not have it."""
     flat_before, flat_after = dict(figures(before)), dict(figures(after))
     for name in [*flat_after, *(name for name in flat_before if name not in flat_after)]:
         yield [name, flat_before.get(name, "-"), flat_after.get(name, "-")]
 
 
 def figures(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The figures of a record by name, in the order of the table; none of an empty one."""
+    """Yield the figures of a record by name, in the order of the table; none for an empty record."""
     if not record:
         return
     yield "commit", record["commit"] or "-"
@@ -207,7 +207,7 @@ def spread(lengths: Mapping[str, int]) -> str:
 
 
 def size_report(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
-    """The parts of what `--sizes` prints."""
+    """Return the parts of what `--sizes` prints."""
     lines, earlier = now["package_lines"], before.get("package_lines", {})
     budgets = {name: budget for name, budget in BUDGETS.items() if name in lines}
     packages = [
@@ -232,7 +232,7 @@ def _size_row(name: str, lines: int, before: int | None, budget: int | None) -> 
 
 
 def _beside(now: Mapping[str, Any], before: Mapping[str, Any], what: str) -> Iterable[list[str]]:
-    """The longest of today, each with its length in the record, where it was among the longest, too."""
+    """Return a row for each of the longest now, with its earlier length if it was among the longest then."""
     earlier = dict(before.get(what, ()))
     return [[name, str(lines), str(earlier.get(name, "-"))] for name, lines in now[what]]
 
@@ -275,7 +275,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _earlier(against: Path | None, measured: Any) -> dict[str, Any]:
-    """The record beside which a tree is shown: read, or measured of another tree; empty without either."""
+    """Return the record to compare with, read from a file or measured from another tree; empty without either."""
     if against is None:
         return {}
     if against.is_file():

@@ -1,11 +1,11 @@
-"""What `compare.py` compares: megazero and other systems, each training the same GPT on the same tokens.
+"""The systems that `compare.py` compares: megazero and others, each training the same GPT on the same tokens.
 
-A system is made by `make(name, place, work)` on every process of its job.  Others than megazero train `plain_gpt.py`
-with torch's fused AdamW, but for Megatron-core, which has a GPT of its own (`megatron_gpt.py`); how each is set up
-stands in its record.  In bf16 megazero keeps parameters and gradients in bf16 beside fp32 master weights, and so do
-DeepSpeed by its `bf16.enabled` and Megatron-core, whose gradients are fp32, as Megatron-LM has it; FSDP2 keeps fp32
-shards, gathers and reduces in bf16 (`MixedPrecisionPolicy`); plain, compiled and DistributedDataParallel's models keep
-fp32 and compute under autocast.
+A system is made by `make(name, place, work)` on every process of its job.  Systems other than megazero train
+`plain_gpt.py` with torch's fused AdamW, but for Megatron-core, which has a GPT of its own (`megatron_gpt.py`); the
+record has the settings of each.  In bf16 megazero keeps parameters and gradients in bf16 beside fp32 master weights,
+and so do DeepSpeed by its `bf16.enabled` and Megatron-core, but with fp32 gradients, as in Megatron-LM; FSDP2 keeps
+fp32 shards, gathers and reduces in bf16 (`MixedPrecisionPolicy`); plain, compiled and DistributedDataParallel's models
+keep fp32 and compute under autocast.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -36,7 +36,7 @@ SEED = 1
 PLAIN = "plain"
 # Megatron-core without ZeRO, and in stage 1.
 MEGATRON = ("megatron-core", "megatron-core-1")
-# Of one process, and of several; megazero-K is ZeRO stage K, and so is deepspeed-K.
+# The systems of one process, and of several; megazero-K is ZeRO stage K, and so is deepspeed-K.
 ALONE = ("eager", "compiled", "megazero")
 TOGETHER = (
     "floor",
@@ -49,12 +49,12 @@ TOGETHER = (
     *MEGATRON,
     *(f"megazero-{stage}" for stage in range(4)),
 )
-# What a system needs beside torch and megazero.
+# The package that a system needs beside torch and megazero.
 PACKAGES: Mapping[str, str] = {
     **{f"deepspeed-{stage}": "deepspeed" for stage in range(4)},
     **dict.fromkeys(MEGATRON, "megatron.core"),
 }
-# Where DeepSpeed's optimizers keep model states, beside the parameters and torch's optimizer; by its version 0.19.
+# Attributes of DeepSpeed's optimizers with model states other than parameters and torch's optimizer; version 0.19.
 _DEEPSPEED_STATES = (
     "bit16_groups_flat",
     "single_partition_of_fp32_groups",
@@ -71,7 +71,7 @@ _DEEPSPEED_STATES = (
 
 @dataclass(frozen=True)
 class Work:
-    """What is trained: the model, samples of a process and step, "fp32" or "bf16", processes."""
+    """The work of every system: the model, samples of a process in a step, "fp32" or "bf16", number of processes."""
 
     model: ModelConfig
     micro_batch_size: int
@@ -80,16 +80,16 @@ class Work:
 
     @property
     def tokens(self) -> int:
-        """Of a step, on all processes."""
+        """The number of tokens of a step, on all processes together."""
         return self.world_size * self.micro_batch_size * self.model.seq_length
 
     def flags(self) -> dict[str, Any]:
-        """The model and the micro-batch as megazero's flags."""
+        """Return the model and the micro-batch as megazero's flags."""
         names = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size")
         return {**{name: getattr(self.model, name) for name in names}, "micro_batch_size": self.micro_batch_size}
 
     def batch(self, number: int, place: Place) -> StepBatch:
-        """The samples of step `number` that the process has; one alone has all, in several micro-batches."""
+        """Return a process's samples of step `number`; a single process has all of them, in several micro-batches."""
         assert self.model.vocab_size is not None, "made-up samples have a stated vocabulary"
         samples = MockSamples(self.model.vocab_size, self.model.seq_length, seed=1)
         total = self.world_size * self.micro_batch_size
@@ -104,20 +104,20 @@ class Work:
 
 
 class States(Protocol):
-    """How model states are counted in the step between the two calls."""
+    """A counter of model states, for the step that is taken between its two calls."""
 
     def begin(self) -> None: ...
 
     def end(self) -> int:
-        """Bytes on this process, as they were when the optimizer began its update."""
+        """Return the bytes of model states on this process when the optimizer began its update."""
 
 
 @dataclass(frozen=True)
 class System:
-    """Something that trains.
+    """A system that trains on this process.
 
-    step: takes this process's batch, to its end on the device; the mean loss, of this process's samples or of all.
-    settings: how it was set up, for the record.
+    step: trains on this process's batch, waits for the end on the device, and returns the mean loss of this process's
+    samples or of all.  settings: how it was set up, for the record.
     """
 
     step: Callable[[StepBatch], float]
@@ -127,13 +127,13 @@ class System:
 
 
 def missing(name: str) -> str | None:
-    """The package that a system needs and that isn't installed."""
+    """Return the package that a system needs if it isn't installed, otherwise None."""
     package = PACKAGES.get(name)
     return package if package is not None and find_spec(package.partition(".")[0]) is None else None
 
 
 def make(name: str, place: Place, work: Work) -> System:
-    """The system on this process, with its model's first values; its package has been imported."""
+    """Make the system on this process, with its model's first values; its package must have been imported."""
     family, _, rest = name.partition("-")
     if family == "megazero":
         return _megazero(rest, place, work)
@@ -152,7 +152,7 @@ def make(name: str, place: Place, work: Work) -> System:
 
 
 def _megazero(stage: str, place: Place, work: Work) -> System:
-    """The step that pretrain_gpt.py runs, with its defaults where the flags say nothing."""
+    """Make megazero's step as pretrain_gpt.py runs it, with its defaults for all that the flags don't set."""
     flags = {
         **work.flags(),
         "precision": work.precision,
@@ -169,20 +169,23 @@ def _megazero(stage: str, place: Place, work: Work) -> System:
 
 
 class _EngineStates:
-    """As the engine says."""
+    """The model states that megazero's engine reports."""
 
     def __init__(self, steps: Steps) -> None:
         self._engine = steps.core.engine
 
     def begin(self) -> None:
-        """It says so at any time."""
+        """Do nothing, since the engine reports them at any time."""
 
     def end(self) -> int:
         return self._engine.model_state_bytes().total
 
 
 def _plain(module: Callable[..., Tensor], adam: Optimizer, place: Place, work: Work, **settings: Any) -> System:
-    """What autograd, torch's clipping and an optimizer do; autocast for bf16, unless FSDP2 sees to that."""
+    """Make a system of autograd, torch's clipping and an optimizer.
+
+    In bf16 it computes under autocast, unless FSDP2's `mp_policy` casts.
+    """
     parameters = [parameter for group in adam.param_groups for parameter in group["params"]]
     device, casts = place.device, work.precision == "bf16" and "mp_policy" not in settings
 
@@ -203,12 +206,12 @@ def _plain(module: Callable[..., Tensor], adam: Optimizer, place: Place, work: W
 
 
 def _sent(part: MicroBatch, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tokens and labels, on their way to the device."""
+    """Start copying tokens and labels to the device, and return them."""
     return part.tokens.to(device, non_blocking=True), part.labels.to(device, non_blocking=True)
 
 
 def _replicated(name: str, model: nn.Module, place: Place, work: Work) -> System:
-    """DistributedDataParallel, with torch's ZeRO stage 1 or without."""
+    """Make DistributedDataParallel, with torch's ZeRO stage 1 or without."""
     views = name == "ddp-view"
     devices = [place.device] if place.device.type == "cuda" else None
     wrapped = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=views)
@@ -219,7 +222,10 @@ def _replicated(name: str, model: nn.Module, place: Place, work: Work) -> System
 
 
 def _fsdp2(place: Place, work: Work, *, reshards: bool) -> System:
-    """Every block, and what is left in the root; made without memory, so that no process ever has the whole model."""
+    """Make FSDP2 with every block as a unit, and the remaining parameters in the root.
+
+    The model is made without memory before it is sharded, so that no process ever holds all of it.
+    """
     model = hollow_gpt(work.model)
     mesh = init_device_mesh(place.device.type, (work.world_size,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if work.precision == "bf16" else None)
@@ -233,10 +239,10 @@ def _fsdp2(place: Place, work: Work, *, reshards: bool) -> System:
 
 
 def _deepspeed(stage: int, place: Place, work: Work) -> System:
-    """Its engine with its defaults and torch's optimizer, around a model that every process has made whole.
+    """Make DeepSpeed's engine with its defaults and torch's optimizer, around a model that every process makes whole.
 
-    In bf16 without ZeRO it makes moments by an update with gradients of zero, which AdamW would count as its first and
-    scale all others by; so the count begins anew.
+    In bf16 without ZeRO the engine makes moments by an update with gradients of zero, which AdamW would count as its
+    first, and scale all later ones accordingly; so the count is set back to 0.
     """
     deepspeed: Any = import_module("deepspeed")
     model = plain_gpt(work.model, SEED, place.device)
@@ -269,7 +275,7 @@ def _deepspeed(stage: int, place: Place, work: Work) -> System:
 
 
 def _deepspeed_states(engine: Any) -> Iterator[Tensor]:
-    """What its own optimizer, around torch's, keeps; and partitions of parameters."""
+    """Yield the tensors that DeepSpeed's own optimizer keeps beside torch's, and the partitions of parameters."""
     for parameter in engine.module.parameters():
         yield from _tensors(getattr(parameter, "ds_tensor", None))
     for name in _DEEPSPEED_STATES:
@@ -277,7 +283,7 @@ def _deepspeed_states(engine: Any) -> Iterator[Tensor]:
 
 
 def _megatron(place: Place, work: Work, *, shards: bool) -> System:
-    """Its own model, wrapper and optimizer; `megatron_gpt.py` says how."""
+    """Make Megatron-core's own model, wrapper and optimizer (`megatron_gpt.py`)."""
     dtype = torch.bfloat16 if work.precision == "bf16" else torch.float32
     gpt = import_module("megatron_gpt").MegatronGPT(work.model, place.device, dtype, lr=LR, seed=SEED, shards=shards)
 
@@ -291,7 +297,10 @@ def _megatron(place: Place, work: Work, *, shards: bool) -> System:
 
 
 class _StateCount:
-    """Parameters, their gradients and the optimizer's tensors when it begins; the most, if it updates in parts."""
+    """A count of the bytes of parameters, gradients and optimizer states when the optimizer begins its update.
+
+    An optimizer that updates in parts begins several times; then the largest count is kept.
+    """
 
     def __init__(
         self,
@@ -299,7 +308,7 @@ class _StateCount:
         parameters: Iterable[Tensor],
         others: Callable[[], Iterable[Tensor]] = tuple,
     ) -> None:
-        # ZeroRedundancyOptimizer has another one inside, which keeps the states.
+        # ZeroRedundancyOptimizer holds another optimizer, which keeps the states.
         self._inner: Optimizer = getattr(optimizer, "optim", optimizer)
         self._parameters = list(parameters)
         self._others = others
@@ -329,12 +338,12 @@ class _StateCount:
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the tensors' storages, each counted once; of a DTensor this process's part."""
+    """Return the bytes of the tensors' storages, each counted once; of a DTensor only this process's part."""
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
     storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in local)}
     return sum(storage.nbytes() for storage in storages.values())
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Those in a tensor, or in lists and mappings of them."""
+    """Yield the tensors in a value: a tensor, or nested lists and mappings of them."""
     return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))

@@ -1,17 +1,18 @@
-"""How fast pretrain_gpt.py's step is, for any of its flags: seconds, tokens and model FLOPs a second, memory, losses.
+"""Measures pretrain_gpt.py's step for any of its flags: seconds, tokens and model FLOPs a second, memory, losses.
 
     python benchmarks/throughput.py --world-size 2 --steps 20 --output OUT -- \\
         --preset gpt2-124m --bf16 --zero-stage 2 --micro-batch-size 4
 
-What stands behind `--` are flags of pretrain_gpt.py, --device apart; samples are made up, dropout is off unless flags
-say otherwise, and the learning rate stays what --lr says.  Processes are real ones (gloo on CPUs, nccl on GPUs).
+The words behind `--` are flags of pretrain_gpt.py, except --device; samples are made up, dropout is off unless flags
+turn it on, and the learning rate is constantly that of --lr.  Processes are real ones (gloo on CPUs, nccl on GPUs).
 
-1. Both ceilings of the device, measured by all processes at the same time (`ceilings.py`).
-2. Steps on the clock, from all processes ready to the loss on the host of the last one; batches are made before.
-3. The same in two more steps under the ledger, which slows them, for the bytes of each category at the peak.
+1. Both ceilings of the device are measured by all processes at the same time (`ceilings.py`).
+2. Steps are timed from the moment when all processes are ready until the last one has its loss on the host; batches are
+   made before.
+3. Two more steps run under the ledger, which slows them, for the bytes of each category at the peak.
 
-Model FLOPs of a token are 6 Psi + 12 L s h (Psi: weights of matrix products, L blocks, s tokens, width h), which says
-what the mathematics asks for, recomputation left out; their rate beside the measured ceiling is the MFU.  With
+Model FLOPs of a token are 6 Psi + 12 L s h (Psi: weights of matrix products, L blocks, s tokens, width h): those that
+the mathematics requires, without recomputation.  Their rate divided by the measured ceiling is the MFU.  With
 --output OUT the page goes to OUT.md and the record to OUT.json.
 """
 
@@ -43,9 +44,11 @@ SYSTEM = "megazero"
 
 @dataclass(frozen=True)
 class Timed:
-    """What a process found.  seconds, losses: of every step, those before the timed ones too in losses.
+    """The figures of one process.
 
-    allocated: the most bytes that the device's allocator had given out in a timed step; 0 where it doesn't say.
+    seconds: those of every timed step.  losses: those of all steps, the ones before the timed ones included.
+    allocated: the most bytes that the device's allocator had given out in a timed step; 0 on a CPU.  held: the bytes of
+    a step under the ledger.
     """
 
     ceilings: Ceilings
@@ -56,7 +59,7 @@ class Timed:
 
 
 def parse_arguments(words: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
-    """Options of this program, and what stands behind `--`."""
+    """Return the options of this program, and the words behind `--`."""
     parser = argument_parser(__doc__)
     add = parser.add_argument
     add("--world-size", type=int, default=1, help="processes")
@@ -69,7 +72,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> tuple[argparse.Namesp
 
 
 def measure(place: Place, config: RunConfig, warm_up: int, steps: int, time_limit: float) -> Timed:
-    """All three parts on this process."""
+    """Measure all three parts on this process."""
     place.wait_for_all()
     found = ceilings.measure(place.device, config.precision.precision)
     seconds, losses, allocated = time_steps(place, config, warm_up, steps, time_limit)
@@ -80,7 +83,7 @@ def measure(place: Place, config: RunConfig, warm_up: int, steps: int, time_limi
 def time_steps(
     place: Place, config: RunConfig, warm_up: int, steps: int, time_limit: float
 ) -> tuple[list[float], list[float], int]:
-    """(seconds of the timed steps, losses of all steps, bytes allocated at the most)."""
+    """Take and time steps; return (seconds of the timed steps, losses of all steps, most bytes allocated)."""
     system = Steps(config, place)
     began = time.perf_counter()
     seconds: list[float] = []
@@ -105,20 +108,20 @@ def time_steps(
 
 
 def _affordable(system: Steps, left: float, step: float) -> int:
-    """Steps that all processes have time for, at least one; the same number everywhere."""
+    """Return how many steps all processes have time for, at least one; every process gets the same number."""
     most = torch.tensor(max(left / step, 1.0), dtype=torch.float64, device=system.mesh.device)
     system.mesh.world.all_reduce_scalars(most, "min").wait()
     return int(most.item())
 
 
 def device_peak(config: RunConfig, device: str) -> float | None:
-    """FLOP/s by the maker's data sheet; None where that says nothing."""
+    """Return the device's FLOP/s by the maker's data sheet, or None for a device without an entry."""
     peak = peak_tflops(records.device_name(device), precision=config.precision.precision)
     return None if peak is None else 1e12 * peak
 
 
 def figures(config: RunConfig, ranks: Sequence[Timed], flags: Sequence[str], peak: float | None) -> dict[str, Any]:
-    """The record's system: of all processes, the slowest of each step and the fullest."""
+    """Return the figures for the record: times of the slowest process in each step, bytes of the fullest process."""
     world_size = len(ranks)
     seconds = [max(step) for step in zip(*(rank.seconds for rank in ranks), strict=True)]
     median = statistics.median(seconds)
@@ -150,7 +153,7 @@ def figures(config: RunConfig, ranks: Sequence[Timed], flags: Sequence[str], pea
 
 
 def layout(config: RunConfig, world_size: int) -> str:
-    """`pipeline 1 x data 2 x tensor 1, ZeRO stage 2, 4 micro-batches of 2`."""
+    """Describe a layout, such as `pipeline 1 x data 2 x tensor 1, ZeRO stage 2, 4 micro-batches of 2`."""
     parallel, data = config.parallel, derived.data_parallel_size(config, world_size)
     degrees = f"pipeline {parallel.pipeline_model_parallel_size} x data {data}"
     number = derived.num_micro_batches(config, world_size)
@@ -176,7 +179,7 @@ def record(config: RunConfig, ranks: Sequence[Timed], flags: Sequence[str], devi
 
 
 def page(kept: Mapping[str, Any], found: Ceilings, device: str) -> list[str]:
-    """The parts of the report."""
+    """Return the parts of the report."""
     system, model = kept["systems"][SYSTEM], kept["model"]
     size = f"{model['num_layers']} layers x {model['hidden_size']}, sequence {model['seq_length']}"
     low, _, high = records.quartiles(system["step_seconds"])

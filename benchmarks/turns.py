@@ -1,8 +1,8 @@
-"""One process's part in a comparison: turns of steps, timed, and what the system held and sent.
+"""The part of one process in a comparison: timed turns of steps, and the bytes that the system held and sent.
 
 A system sleeps between its turns.  A step is timed from a barrier of its processes until its loss has been read, and,
-on a GPU, all its kernels have ended; a turn from its first barrier to its last, so that work which a step leaves for
-the time after its loss is seen as well.
+on a GPU, all its kernels have ended; a turn is timed from its first barrier to its last, so that work which a step
+leaves for the time after its loss is included.
 """
 
 import gc
@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Turn(NamedTuple):
-    """By step: its loss and seconds on this process; and the seconds of all of the turn."""
+    """The loss and the seconds of each step of a turn on this process.  whole: the seconds of the whole turn."""
 
     losses: list[float]
     seconds: list[float]
@@ -33,10 +33,10 @@ class Turn(NamedTuple):
 
 
 class Held(NamedTuple):
-    """Of one process, in bytes.
+    """The bytes that a system held and sent on one process.
 
-    peak: resident memory over what imports took, or of tensors on a GPU, before `states` and `sent` were counted.
-    states: of model states.  sent: in a step, in `messages` collectives.
+    peak: the most resident memory beyond that of imports, or of tensors on a GPU, before `states` and `sent` were
+    counted.  states: those of model states.  sent: those sent in a step, by `messages` collectives.
     """
 
     peak: int
@@ -46,11 +46,11 @@ class Held(NamedTuple):
 
 
 class Contestant:
-    """A system on this process, and how far it has come."""
+    """A system on this process, and the number of steps that it has taken."""
 
     def __init__(self, place: Place, name: str, work: Work) -> None:
         self._place, self._work = place, work
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a package has to say is no part of the page
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what packages print is no part of the page
         warnings.simplefilter("ignore", FutureWarning)
         if name in PACKAGES:
             import_module(PACKAGES[name])
@@ -60,14 +60,14 @@ class Contestant:
         self._steps = 0
         if place.device.type == "cuda":
             torch.cuda.synchronize(place.device)
-            torch.cuda.reset_peak_memory_stats(place.device)  # of training; whole models are made on the way
+            torch.cuda.reset_peak_memory_stats(place.device)  # since making a model may take more than training
 
     def described(self) -> tuple[dict[str, Any], str]:
-        """Settings and version."""
+        """Return the system's settings and version."""
         return dict(self._system.settings), self._system.version
 
     def turn(self, steps: int) -> Turn:
-        """Some more steps."""
+        """Take and time so many more steps."""
         batches = [self._batch() for _ in range(steps)]
         losses, seconds = [], []
         self._meet()
@@ -82,7 +82,7 @@ class Contestant:
         return Turn(losses, seconds, time.perf_counter() - began)
 
     def held(self) -> Held:
-        """After the last turn: one more step is taken, and watched."""
+        """Take one more step after the last turn, and return the bytes that the system holds and sends."""
         cuda = self._place.device.type == "cuda"
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         peak = torch.cuda.max_memory_allocated(self._place.device) if cuda else most - self._imported
@@ -101,7 +101,7 @@ class Contestant:
         return batch
 
     def _meet(self) -> None:
-        """Wait for this process's kernels, and for the others of the system."""
+        """Wait for this process's kernels, and for the other processes of the system."""
         self._wait()
         if dist.is_initialized():
             dist.barrier()
@@ -113,10 +113,10 @@ class Contestant:
 
 
 class Traffic(TorchDispatchMode):
-    """Bytes that this process sends while it is on, by formula, alike for all systems.
+    """A dispatch mode that counts the bytes that this process sends, by the same formula for all systems.
 
-    With n processes and a tensor of N bytes: N (n - 1) / n for whatever brings or takes a part of it or all, and twice
-    that for an all-reduce; N for a message to one other.
+    With n processes and a whole tensor of N bytes, a collective counts as N (n - 1) / n, an all-reduce as twice that,
+    and a message to one other process as N.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -133,7 +133,7 @@ class Traffic(TorchDispatchMode):
         if name.startswith(("barrier", "waittensor", "recv", "monitoredbarrier")):
             return
         self.messages += 1
-        # Inputs or outputs, whichever are more: a gather's outputs, a scatter's inputs.
+        # Inputs or outputs are counted, whichever are larger: a gather's outputs, a scatter's inputs.
         nbytes = max((sum(map(_nbytes, _tensors(value))) for value in args), default=0)
         if name == "send":
             self.sent += nbytes
@@ -150,6 +150,6 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def resident_bytes() -> int:
-    """Of this process's memory, what is resident now."""
+    """Return the bytes of this process's memory that are resident now."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return pages * resource.getpagesize()

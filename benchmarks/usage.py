@@ -1,8 +1,8 @@
-"""What a command takes: seconds of CPU, its own and those of all processes below it, wall seconds, and memory.
+"""Measures what a command takes: seconds of CPU, with those of all processes below it, wall seconds, and memory.
 
-The command is started by a small Python of its own, this file as a program, because the kernel counts into a process's
-peak of memory what its parent held when it was started, and a benchmark has torch in it.  The peak is that of the
-largest process, not of all together.  Processes that nobody waits for are not counted.
+The command is started by a small Python process, which runs this file as a program, because the kernel counts into a
+process's peak of memory what its parent held when it was started, and a benchmark holds torch.  The peak is that of the
+largest process, not of all together.  Processes for which their parent does not wait are not counted.
 """
 
 import json
@@ -17,7 +17,10 @@ from typing import NamedTuple
 
 
 class Usage(NamedTuple):
-    """cpu, wall: seconds.  peak: resident bytes of the largest process.  said: what it wrote to stdout."""
+    """The resources that a command took, and its output.
+
+    cpu, wall: seconds.  peak: resident bytes of the largest process.  said: its output to stdout.
+    """
 
     cpu: float
     wall: float
@@ -26,11 +29,14 @@ class Usage(NamedTuple):
 
 
 class CommandFailed(RuntimeError):
-    """A command that came to no good end; says how, with the last line that it wrote."""
+    """Raised when a command has failed, with its exit status and the last line that it wrote."""
 
 
 def measure(words: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None) -> Usage:
-    """Runs a command in `folder`, with more in its environment; raises CommandFailed for any exit status but 0."""
+    """Run a command in `folder` with this added to its environment, and return what it took.
+
+    Raises CommandFailed for any exit status but 0.
+    """
     with tempfile.TemporaryDirectory() as place:
         told = Path(place, "usage.json")
         done = subprocess.run(
@@ -49,10 +55,10 @@ def measure(words: Sequence[str], folder: Path, environment: Mapping[str, str] |
 
 
 def main() -> int:
-    """`usage.py TOLD.json COMMAND ...`: the command's exit status; what it took goes to the file."""
+    """Run `usage.py FILE.json COMMAND ...`: write what the command took to the file, and return its exit status."""
     began = time.perf_counter()
     process = subprocess.Popen(sys.argv[2:])
-    _, status, taken = os.wait4(process.pid, 0)  # of the process and of all that it waited for
+    _, status, taken = os.wait4(process.pid, 0)  # for the process and all processes that it waited for
     wall = time.perf_counter() - began
     usage = {"cpu": taken.ru_utime + taken.ru_stime, "wall": wall, "peak": taken.ru_maxrss * 1024}
     Path(sys.argv[1]).write_text(json.dumps(usage), encoding="utf-8")

@@ -1,12 +1,13 @@
-"""Three walks through the code, as data: which files a reader opens to follow a loss, a parameter, or the ZeRO stage.
+"""Three walks through the code, as data: the files that a reader opens to follow a loss, a parameter, the ZeRO stage.
 
 A walk is a list of stations in the order in which a run on CPUs comes to them; a station is `module:name`, the module
-below megazero/ (or beside it), the name a function, a class or a method.  Where code moves, its station moves along: a
-test asks for every one of them.  `FLAT` is of the tree before its files went to the folders of their users.
+below megazero/ (or beside it), the name a function, a class or a method.  Where code moves, its station must move
+along: a test looks up every one of them.  `TODAY` has the walks through this tree, `FLAT` those through the tree before
+its files were moved to the folders of the packages that use them.
 
     a loss          from the training step to the metrics file and the console
     a parameter     from the model through gradients and update to the checkpoint
-    the ZeRO stage  from the flag through configuration and rules to every place that asks for a placement
+    the ZeRO stage  from the flag through configuration and rules to every place that depends on a placement
 """
 
 import ast
@@ -188,7 +189,7 @@ FLAT: Mapping[str, str] = {
 
 
 class Station(NamedTuple):
-    """A place in the code; module: a path without .py.  name: as in `Class.method`."""
+    """A place in the code.  module: a path without .py.  name: a qualified name, such as `Class.method`."""
 
     module: str
     name: str
@@ -207,17 +208,18 @@ def stations(text: str) -> list[Station]:
 
 
 def measure_walks(tree: Path) -> dict[str, dict[str, Any]]:
-    """By walk {"files", "returns", "stations", "missing"}.
+    """Return for each walk, by its name, a dictionary with "files", "returns", "stations" and "missing".
 
-    files: different files.  returns: stations in a file that was left before.  missing: stations that the tree does
-    not have; of the walks known, those count of which it misses the fewest.
+    files: the number of different files.  returns: the number of stations in a file that was left before.  stations:
+    their number.  missing: the stations that the tree does not have.  The walks are those of TODAY or of FLAT,
+    whichever have fewer missing stations in the tree.
     """
     found = [{name: measure_walk(tree, stations(text)) for name, text in walks.items()} for walks in (TODAY, FLAT)]
     return min(found, key=lambda walks: sum(len(walk["missing"]) for walk in walks.values()))
 
 
 def measure_walk(tree: Path, walk: list[Station]) -> dict[str, Any]:
-    """The figures of one walk, as `measure_walks` has them."""
+    """Return the figures of one walk, in the form that `measure_walks` documents."""
     visited: list[str] = []
     returns = 0
     for station in walk:
@@ -233,7 +235,7 @@ def measure_walk(tree: Path, walk: list[Station]) -> dict[str, Any]:
 
 
 def _names(node: ast.AST, prefix: str = "") -> Iterator[str]:
-    """Qualified names of all classes and functions."""
+    """Yield the qualified names of all classes and functions."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield prefix + child.name

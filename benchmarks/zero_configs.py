@@ -1,4 +1,4 @@
-"""The ZeRO paper's configurations C1 to C5 (arXiv 1910.02054, table 3): what each holds, costs, and makes room for.
+"""Measures the configurations C1 to C5 (ZeRO, table 3): the bytes that each holds, its time, and its largest model.
 
     python benchmarks/zero_configs.py [--limit 64] [--hidden-size 128] [--micro-batch-size 16] [--output FILE]
 
@@ -12,9 +12,9 @@ One GPT, tensor parallel 2 x data parallel 2 (4 processes, which the program sta
 
 1. Bytes of a process by the ledger, and bytes sent by axis, in the second step of a model of --num-layers.
 2. Step times of the same model without the ledger: the configurations take turns (C1 C2 ... C5 C1 C2 ...).
-3. The largest model under --limit bytes a process (the paper's figure 6): layers are added until the ledger refuses one
-   of two training steps.  Where to look is told by a straight line through the bytes of two models; what is reported
-   was run: L layers fit, L + 1 don't.
+3. The largest model under --limit MiB a process (the paper's figure 6): layers are added until the ledger refuses one
+   of two training steps.  The search begins at a straight line through the bytes of two models, but the result was run:
+   L layers fit, L + 1 don't.
 
 The program fails unless the largest models come in the paper's order, C1 < C3 and C1 < C2 < C4 <= C5.
 """
@@ -40,20 +40,20 @@ NAMES = tuple(ZERO_CONFIGS)
 TENSOR_PARALLEL, DATA_PARALLEL = 2, 2
 WORLD_SIZE = TENSOR_PARALLEL * DATA_PARALLEL
 
-# Figure 6 of the paper; C3 is not in its text.
+# The largest models by figure 6 of the paper, whose text does not give that of C3.
 PAPER = {"C1": "40B", "C2": "60B", "C4": "140B", "C5": "150B"}
 
 
 @dataclass(frozen=True)
 class Timed:
-    """Seconds of every step but those of the first turn, and the loss of the last step."""
+    """The seconds of every step but those of the first turn, and the loss of the last step."""
 
     seconds: list[float]
     loss: float
 
 
 class Largest(NamedTuple):
-    """The largest model that fits: what it holds, and the layers that the straight line had promised."""
+    """The largest model that fits: its layers, those that the straight line had promised, and the bytes it holds."""
 
     layers: int
     promised: int
@@ -77,7 +77,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def configure(name: str, num_layers: int, options: argparse.Namespace) -> RunConfig:
-    """The run that --zero-config makes."""
+    """Return the configuration that --zero-config makes."""
     settings = {
         "zero_config": name,
         "tensor_model_parallel_size": TENSOR_PARALLEL,
@@ -96,7 +96,7 @@ def configure(name: str, num_layers: int, options: argparse.Namespace) -> RunCon
 
 
 def take_turns(place: Place, configs: Sequence[RunConfig], rounds: int, steps: int) -> list[Timed]:
-    """Step times of this process; a barrier first, so that nobody pays for the step before."""
+    """Time the steps of this process, each after a barrier, so that no process pays for the step before."""
     systems = [Steps(config, place) for config in configs]
     timed = [Timed([], 0.0) for _ in systems]
     for turn in range(rounds):
@@ -114,7 +114,7 @@ def take_turns(place: Place, configs: Sequence[RunConfig], rounds: int, steps: i
 
 
 def largest_model(name: str, small: Held, options: argparse.Namespace) -> Largest:
-    """small: what the model of --num-layers holds."""
+    """Find the largest model of a configuration under --limit.  small: what the model of --num-layers holds."""
     limit = int(options.limit * MIB)
     tried: dict[int, Held | None] = {}
 
@@ -133,7 +133,7 @@ def largest_model(name: str, small: Held, options: argparse.Namespace) -> Larges
 
 
 def measure(name: str, num_layers: int, options: argparse.Namespace) -> Held:
-    """What a model holds, without a limit."""
+    """Return the bytes that a model of so many layers holds without a limit."""
     found = held(configure(name, num_layers, options), WORLD_SIZE, device=options.device)
     assert found is not None, "without a limit nothing is refused"
     tell(f"{name}: {num_layers} layers hold {mib(found.peak)} MiB")
@@ -141,7 +141,7 @@ def measure(name: str, num_layers: int, options: argparse.Namespace) -> Held:
 
 
 def out_of_order(layers: Mapping[str, int]) -> list[str]:
-    """What contradicts the paper's order, in words."""
+    """Return the places at which the largest models are not in the paper's order, each as a sentence."""
     less, at_most = ("<", operator.lt), ("<=", operator.le)
     expected = [("C1", less, "C3"), ("C1", less, "C2"), ("C2", less, "C4"), ("C4", at_most, "C5")]
     return [
@@ -200,7 +200,7 @@ def largest_table(found: Mapping[str, Largest]) -> str:
 def page(
     options: argparse.Namespace, small: Mapping[str, Held], timed: Mapping[str, Timed], largest: Mapping[str, Largest]
 ) -> list[str]:
-    """The parts of the report."""
+    """Return the parts of the report."""
     model = (
         f"width {options.hidden_size}, sequence {options.seq_length}, vocabulary {options.vocab_size},"
         f" {options.micro_batch_size} samples a process and step"
