@@ -1,1 +1,1 @@
-"""The data of a run: token files become samples, samples become batches."""
+"""The data of a run: makes samples of token files, and batches of samples."""
