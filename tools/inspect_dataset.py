@@ -76,7 +76,7 @@ def compare(dataset: IndexedDataset, other: IndexedDataset, tokenizer: Tokenizer
 
 
 def main() -> int:
-    """Open the corpus (which checks the index, or parts of a large one), then print what the flags select."""
+    """Open the corpus (which checks the index, or parts of a large one), then print the parts that the flags select."""
     arguments, console = parse_arguments(), Console()
     tokenizer = load_tokenizer(tokenizer_spec(arguments)) if arguments.tokenizer_type else None
     dataset = IndexedDataset(arguments.prefix, BY_READING)

@@ -47,8 +47,8 @@ class FieldInfo:
 
     kind: "int", "float", "bool", "switch" (true, false or "auto"), "str", "path" or "list", or "pair" (two numbers, in
     files only).
-    choices: the legal values as text, empty when free.
-    optional: whether null is legal and leaves the setting unset.
+    choices: the legal values as text, empty if any value of the kind is legal.
+    optional: True if null is legal and leaves the setting unset.
     """
 
     section: str

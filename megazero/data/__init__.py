@@ -1,1 +1,1 @@
-"""The data of a run: makes samples of token files, and batches of samples."""
+"""Reads the data of a run: token files are made into samples, and samples into batches."""

@@ -128,7 +128,7 @@ class Corpora:
         Raises DataError, with counts, if a corpus has none there.
         """
         mixture = self._mixtures[split]
-        # Orders differ between splits and between corpora: each has a stream of its own.
+        # Each split of each corpus has a separate stream, so that their orders differ.
         first_stream = SPLIT_NAMES.index(split) * max(map(len, self._mixtures.values()))
         sources: list[SampleSource] = []
         problems: list[Problem] = []

@@ -91,7 +91,7 @@ class StepBatch(NamedTuple):
 
 
 def build_step_batch(source: Samples, first_sample: int, layout: BatchLayout) -> StepBatch:
-    """Build the batch of the step that starts at sample `first_sample`; raises what `source.sample` raises."""
+    """Build the batch of the step that starts at sample `first_sample`; raises every error of `source.sample`."""
     return StepBatch(
         first_sample, [_micro_batch(source, first, layout) for first in layout.first_samples(first_sample)]
     )

@@ -153,7 +153,7 @@ def advise(memory: mmap.mmap | bytes, option: int, start: int = 0, length: int |
 
 
 class PositionedTokens:
-    """A reader of tokens by positional reads, without page tables to fill; an I/O error raises instead of a signal."""
+    """A reader of tokens by positional reads, without page tables to fill; an I/O error is an exception, no signal."""
 
     def __init__(self, path: Path, dtype: "np.dtype[Any]") -> None:
         self._path, self._dtype = path, dtype

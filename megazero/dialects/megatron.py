@@ -1,4 +1,4 @@
-"""Lists flags of Megatron-LM and Megatron-DeepSpeed that megazero lacks, so that known launch scripts work.
+"""Lists flags of Megatron-LM and Megatron-DeepSpeed that are no settings of megazero, so that launch scripts work.
 
 There are four tables of flags, and a fifth of legal alternatives.  A *shorthand* sets a setting to a value.  An
 *accepted* flag would change nothing in megazero, and causes a one-line notice.  A *fixed* flag is accepted with the

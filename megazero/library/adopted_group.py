@@ -56,7 +56,7 @@ def _join_others() -> None:
 
 
 class _AllocatedScratch:
-    """Scratch memory allocated for each lease and freed after it, for rare collectives."""
+    """A scratch whose memory is allocated for each lease and freed after it, for rare collectives."""
 
     def lease(self, numel: int, dtype: torch.dtype) -> "_Lease":
         return _Lease(torch.empty(numel, dtype=dtype, device=own_device()))

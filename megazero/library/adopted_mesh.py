@@ -99,7 +99,7 @@ def find_groups(foreign: Any) -> ForeignGroups:
 
 
 class TwoAxes:
-    """Collectives over the product of two axes: rank = outer rank * inner size + inner rank."""
+    """A communicator over the product of two axes: rank = outer rank * inner size + inner rank."""
 
     def __init__(self, outer: Communicator, inner: Communicator) -> None:
         self._outer, self._inner = outer, inner

@@ -21,7 +21,6 @@ from megazero.zero.guard import guard, unguard
 GATHERED = "with megazero.zero.GatheredParameters([parameter], modifier_rank=0): ..."
 # The number of elements gathered by one collective.  They are copied from a separate buffer into the parameter: a
 # backend may refer to its output for longer than the collective lasts, which would look like an alias.
-# refer to its output for longer than the collective lasts, which would look like an alias.
 _GATHERED_NUMEL = 1 << 22
 
 

@@ -63,7 +63,9 @@ def first_value(spec: ParamSpec, parameter: nn.Parameter) -> Tensor:
 
 @dataclass(eq=False)
 class Init:
-    """A context that partitions the parameters of modules made in its block over data-parallel ranks; collective.
+    """A context that partitions the parameters of modules made in its block over the data-parallel ranks.
+
+    All ranks make the same modules.
 
     module: an existing module, which is partitioned at once; no block is needed then.
     mesh: a megazero Mesh, torch's DeviceMesh, or an object like Megatron-LM's mpu; or one of

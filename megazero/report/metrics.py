@@ -18,7 +18,7 @@ from megazero.config.model import ModelConfig
 # exp(20) is 485 million: beyond it a perplexity has no meaning.
 MAX_LOG_PERPLEXITY = 20.0
 
-# {part of a device's name: peak of dense bf16/fp16 matrix products in TFLOP/s, from the makers' data sheets}; the first
+# (part of a device's name, peak of dense bf16/fp16 matrix products in TFLOP/s, from the makers' data sheets); the first
 # part that the name contains counts.
 PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
     ("GB200", 2500.0),

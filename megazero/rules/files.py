@@ -73,7 +73,7 @@ def _paths(data: DataConfig) -> dict[str, tuple[str, ...]]:
 
 
 def weight_of(text: str) -> float | None:
-    """Return the weight that a word such as 0.3 or 1/3 spells; 0 for an invalid number (nan, inf, 1/0), else None."""
+    """Return the weight that `text` spells, 0.3 or 1/3; 0 for an invalid number (nan, inf, 1/0), None for a word."""
     numerator, slash, denominator = text.partition("/")
     try:
         value = float(numerator) / float(denominator if slash else 1)

@@ -470,7 +470,7 @@ RUN: tuple[Row[RunConfig], ...] = (
 )
 
 
-# --- what becomes of what was given ----------------------------------------------------------------------------------
+# --- problems and notices of moot settings ----------------------------------------------------------------------------
 
 Spell = Callable[[str, object], str]
 

@@ -35,7 +35,7 @@ SIGNATURE_NUMBERS = 128
 # The costs of a false pair and a missed pair, by which bands are cut: false pairs are found by their signatures.
 _BAND_WEIGHTS = (0.1, 0.9)
 _SEED = 1
-# The latest pairs are merged once they are at least this many, and at least this share of the merged ones.
+# The latest pairs are merged once they are at least _LEAST_LATEST, and one for every _LATEST_SHARE merged ones.
 _LEAST_LATEST = 4096
 _LATEST_SHARE = 32
 # The number of shingles that are hashed at a time: 128 numbers for each are 512 KiB.

@@ -20,7 +20,7 @@ Pair = tuple[IndexedDataset, IndexedDataset]
 
 
 class CorpusDifference(NamedTuple):
-    """The first difference of two corpora, in the order of documents; None for what one of them does not have.
+    """The first difference of two corpora, in the order of documents; None stands for values that a corpus lacks.
 
     position: the token's in the document, or None when the documents have the same ids.
     tokens: the ids at the position.  what: the kind of difference, in words.

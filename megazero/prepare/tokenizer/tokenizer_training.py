@@ -42,7 +42,7 @@ class TokenizerRequest:
     model_type: str = "bpe"
 
     def problems(self) -> list[Problem]:
-        """Return the problems that are known before any text is read."""
+        """Return the problems that can be found before any text is read."""
         found = []
         least = MIN_VOCAB_SIZE if self.model_type == BYTE_LEVEL else NUM_RESERVED_PIECES + 1
         if self.vocab_size < least:

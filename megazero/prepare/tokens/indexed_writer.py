@@ -268,7 +268,7 @@ def publish_corpus(scratch: Path, prefix: str | Path) -> None:
         remove_file(Path(f"{prefix}.json"))
     for ending, path in sealed.items():
         move_into_place(path, Path(f"{prefix}.{ending}"))
-    for ending in SPOOLED:  # what the index was made of
+    for ending in SPOOLED:  # the files from which the index was made
         remove_file(scratch / f"{Path(prefix).name}.{ending}")
 
 

@@ -129,7 +129,7 @@ class Journal:
             self._close()
 
     def _close(self) -> None:
-        with suppress(OSError):  # writes again what the disk has refused
+        with suppress(OSError):  # closing writes again the bytes that the disk has refused
             self._stream.close()
 
 

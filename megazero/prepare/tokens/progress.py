@@ -1,4 +1,4 @@
-"""Shows the progress of long work on text: a bar on a terminal, elsewhere a line at intervals."""
+"""Displays the progress of long work on text: a bar on a terminal, elsewhere a line at intervals."""
 
 import time
 from types import TracebackType
