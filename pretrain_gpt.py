@@ -9,13 +9,13 @@ from megazero.train.check import check
 
 
 def main() -> int:
-    """Read the command line and check it; then join the other ranks, build the run, train; returns the exit status."""
+    """Read the command line and check it; then join the other ranks, build the run and train; return the status."""
     launch = Launch.from_environment()
     parsed = parse(world_size=launch.world_size)
     for notice in parsed.notices:
         Console().line(notice)
     inputs = check(parsed.config, launch)
-    # torch comes with this, a second's wait: whoever has mistyped a flag has been told by now.
+    # This imports torch, which takes a second, so a mistyped flag is reported before it.
     from megazero.train.program import pretrain
 
     return pretrain(parsed.config, launch, inputs)

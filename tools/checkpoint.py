@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
+    """Run one command, and return the exit code."""
     options = _parser().parse_args(arguments)
     console = Console()
     # This imports torch; the flags are parsed without it.

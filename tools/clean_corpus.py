@@ -1,4 +1,4 @@
-"""Clean a corpus: mend texts; drop what is short, long, unreadable, in other languages, or there twice; write jsonl.
+"""Clean a corpus: mend texts; drop short, long or unreadable ones, other languages and duplicates; write jsonl.
 
 The chosen steps are applied in the order of the flags below; a dropped document goes through no further step.
 Without any step the input becomes jsonl.  Other keys of an object are copied.

@@ -63,7 +63,7 @@ def wrong_flags(options: argparse.Namespace) -> Iterator[Problem]:
 def choose_tokenizer(data: DataConfig, options: argparse.Namespace, *, vocab_size: int) -> Tokenizer:
     """Return the run's tokenizer, or the one of the flags.
 
-    ConfigError if neither is set, CheckpointError on a mismatch.
+    Raises ConfigError if neither is set, CheckpointError if its vocabulary is larger than the model's.
     """
     names = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
     given_flags = {name: getattr(options, name) for name in names if getattr(options, name) is not None}

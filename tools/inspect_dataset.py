@@ -25,7 +25,7 @@ from megazero.prepare.inspect.verify import verify
 from megazero.rules.files import DEFAULT_SPLIT
 
 DIFFERENT = 1
-# Reads instead of a map: a disk that fails is then an error, not a signal that ends the process.
+# Token files are read instead of mapped: a failing disk is then an error, not a signal that ends the process.
 BY_READING = Access(maps=False)
 
 
@@ -67,7 +67,7 @@ def print_lengths(dataset: IndexedDataset, picture: Path | None, console: Consol
 
 
 def compare(dataset: IndexedDataset, other: IndexedDataset, tokenizer: Tokenizer | None, console: Console) -> int:
-    """Print the first difference; returns the exit status."""
+    """Print the first difference, and return the exit status."""
     with console.progress() as progress:
         task = progress.add_task("tokens", total=min(dataset.num_tokens, other.num_tokens))
         difference = find_difference(dataset, other, lambda tokens: progress.advance(task, tokens))
@@ -76,7 +76,7 @@ def compare(dataset: IndexedDataset, other: IndexedDataset, tokenizer: Tokenizer
 
 
 def main() -> int:
-    """Open the corpus (which checks the index, or parts of a large one), then print what the flags select."""
+    """Open the corpus (which checks the index, or parts of a large one), then print the parts that the flags select."""
     arguments, console = parse_arguments(), Console()
     tokenizer = load_tokenizer(tokenizer_spec(arguments)) if arguments.tokenizer_type else None
     dataset = IndexedDataset(arguments.prefix, BY_READING)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megazero.cluster.preflight import Board
 
 DAY = 24 * 60 * 60
-# Flag -> the least value and the most; those in POSITIVE are above the least one.
+# {flag: (least value, most)}; the flags in POSITIVE must be above the least value.
 BOUNDS = {
     "--gpus-per-node": (0, 1024),
     "--min-bandwidth": (0, 10**6),
@@ -58,7 +58,7 @@ def wrong_numbers(arguments: argparse.Namespace) -> Iterator[Problem]:
 
 
 def inspect(arguments: argparse.Namespace, board: "Board", launch: Launch) -> None:
-    """Gather the nodes, measure, print the table; raises TopologyError with all problems, on all ranks."""
+    """Gather the nodes, measure, print the table; raise TopologyError with all problems, on all ranks."""
     from megazero.cluster.preflight import (
         Demands,
         gather_nodes,

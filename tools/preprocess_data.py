@@ -51,13 +51,13 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def dashed(word: str) -> str:
-    """Return a flag with dashes for underscores; any other word as it is."""
+    """Return a flag with dashes instead of underscores; any other word is returned unchanged."""
     name, equals, value = word.partition("=")
     return name.replace("_", "-") + equals + value if word.startswith("--") else word
 
 
 def check_foreign_flags(arguments: argparse.Namespace, console: Console) -> None:
-    """Print which flags of other tools have no effect; raises ConfigError for those that would need one."""
+    """Print the flags of other tools that have no effect; raise ConfigError for those whose effect is missing."""
     given = {name.replace("_", "-"): words for name, words in vars(arguments).items() if words is not None}
     problems = []
     for name, rule in PREPROCESSING_REFUSED.items():

@@ -1,1 +1,1 @@
-"""The command line of a run: flags, files and presets to one configuration."""
+"""The command line of a run, which makes one configuration of flags, files and presets."""

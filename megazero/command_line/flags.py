@@ -1,6 +1,6 @@
-"""Flags as argparse knows them: made from the settings' descriptions, read as raw words, shown by `--help`.
+"""Defines the flags for argparse from the descriptions of the settings, and splits a command line into raw values.
 
-argparse splits the words and prints the help; it checks nothing, because it would stop at the first finding.
+argparse splits the words and prints the help, but checks no values, because it would stop at the first error.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from megazero.dialects.megatron import ACCEPTED, FIXED, PUBLISHED, REFUSED, SHOR
 
 
 class _Record(argparse.Action):
-    """Keeps flags in the order and spelling in which they came, with their words as they are."""
+    """An action that records every flag in the order and spelling of the command line, with its words unchanged."""
 
     def __call__(
         self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
@@ -30,13 +30,16 @@ class _Record(argparse.Action):
 
 
 class _Help(argparse.HelpFormatter):
-    """Shows `--lr NUMBER` although argparse is told to take any number of words (we count them ourselves)."""
+    """A formatter of the help that shows `--lr NUMBER`, although argparse accepts any number of words after a flag.
+
+    The number of words is checked in `validate.parse_value`, so that it is reported together with all other problems.
+    """
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=28, width=110)
 
     def _split_lines(self, text: str, width: int) -> list[str]:
-        """Lines that break at blanks only: a flag or "all-reduce" stays whole."""
+        """Break lines at blanks only, so that a flag or "all-reduce" stays whole."""
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
     def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
@@ -44,7 +47,7 @@ class _Help(argparse.HelpFormatter):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser with every flag: settings in groups, known foreign flags hidden."""
+    """Return the parser with every flag: settings in groups, and flags of other projects, which the help hides."""
     parser = argparse.ArgumentParser(
         usage="%(prog)s [--config RUN.yaml] [--preset NAME] [--zero-config NAME] [--deepspeed-config FILE.json]"
         " [flags]",
@@ -127,13 +130,13 @@ def _default_text(info: FieldInfo) -> str:
 
 
 def split_words(argv: Sequence[str]) -> tuple[list[RawValue], list[str]]:
-    """(flags with their words, words that belong to no known flag)."""
+    """Return (flags with their words, words that belong to no known flag)."""
     parsed, stray = build_parser().parse_known_args(_normalise(argv))
     return parsed.given, stray
 
 
 def _normalise(argv: Sequence[str]) -> list[str]:
-    """Dashes for underscores in flags; `--lr -1e-5` as one word, for argparse takes the value for a flag."""
+    """Replace underscores in flags by dashes, and join `--lr -1e-5` by "=", as argparse would take -1e-5 for a flag."""
     words: list[str] = []
     for word in argv:
         if word.startswith("--"):

@@ -1,12 +1,12 @@
-"""The command line: one flag for each setting, made from the settings' own descriptions.
+"""Reads the command line, which has one flag for each setting, made from the setting's description.
 
 Order of precedence: flags (and `--deepspeed-config ds.json`, whose values count as flags), then `--config run.yaml`,
 then `--zero-config C4`, then `--preset gpt2-124m`, then defaults.  argparse splits the words and prints `--help`;
 `megazero.config.values` turns words and files' values into the settings' types.  The two libraries that would do both
 at once were tried first: tyro and jsonargparse list unknown flags together, but stop at the first value that doesn't
 fit its type, and don't report unknown flags beside it.  Neither has a place for flags that are known and refused, or
-known and without effect here (dialects/megatron.py), and both have a grammar of their own, which a library's
-configuration would not share.  Here all problems are gathered, and reported at once.
+known and without effect here (dialects/megatron.py), and each has its own grammar of values, which a configuration of
+the library would not share.  Here all problems are collected, and reported at once.
 """
 
 import difflib
@@ -36,7 +36,7 @@ from megazero.errors import ConfigError, Problem, raise_problems
 from megazero.rules import moot
 from megazero.rules import run as rules
 
-# Flags that name further sources of settings, and their forms.
+# Flags that name further sources of settings, with the form in which each is written.
 _SOURCES: Mapping[str, str] = MappingProxyType(
     {
         "config": "--config RUN.yaml",
@@ -51,7 +51,7 @@ _STRICT = "strict"
 
 @dataclass(frozen=True)
 class ParsedRun:
-    """A valid configuration, and notices about flags without effect and automatic keys, one line each."""
+    """A valid configuration, and one-line notices about flags without effect and about automatic keys."""
 
     config: RunConfig
     notices: tuple[str, ...]
@@ -59,10 +59,10 @@ class ParsedRun:
 
 @dataclass
 class _Gathered:
-    """The settings of all sources, which are taken one after the other, weakest first.
+    """The settings of all sources, which are added one after the other, the weakest first.
 
-    settings: by name, in the setting's type.  broken: settings whose strongest source has an illegal value.  unknown:
-    settings without a value because of one of the problems.  problems: everything else that is wrong.
+    settings: valid values by name, in the setting's type.  broken: problems of settings whose strongest source has an
+    illegal value.  unknown: settings without a value because of one of the problems.  problems: all other problems.
     """
 
     settings: dict[str, ParsedValue] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class _Gathered:
     notices: list[str] = field(default_factory=list)
 
     def put(self, name: str, parsed: ParsedValue | Problem) -> None:
-        """Take the value of a setting, or what is wrong with it, in place of a weaker source's."""
+        """Replace a weaker source's value of a setting, or its problem, by this one."""
         self.settings.pop(name, None)
         self.broken.pop(name, None)
         if isinstance(parsed, Problem):
@@ -81,16 +81,16 @@ class _Gathered:
             self.settings[name] = parsed
 
     def outcome(self) -> Outcome:
-        """The configuration of the settings, and what is wrong with them."""
+        """Return the configuration that the settings make, and their problems."""
         return build(self.settings, broken=self.broken, unknown=self.unknown - self.settings.keys())
 
 
 def parse(argv: Sequence[str] | None = None, *, world_size: int | None = None) -> ParsedRun:
     """Read flags (sys.argv's by default) and the files they name.
 
-    Raises ConfigError with everything that is wrong.  When settings are invalid and `world_size` is known, the rules
-    between the valid ones are tried as well; a configuration without findings is left to `rules.check`, which
-    the caller runs together with its other checks.  A known `world_size` adds the rules' advice to the notices.
+    Raises ConfigError with all problems.  When settings are invalid and `world_size` is given, the rules between valid
+    ones are checked as well; a configuration without problems is left to `rules.check`, which the caller runs together
+    with its other checks.  If `world_size` is given, the rules' advice is added to the notices.
     """
     words, stray = split_words(sys.argv[1:] if argv is None else argv)
     gathered = _Gathered()
@@ -117,7 +117,7 @@ def parse(argv: Sequence[str] | None = None, *, world_size: int | None = None) -
 
 
 def from_yaml(text: str, *, origin: str = "configuration") -> RunConfig:
-    """The configuration that `to_yaml` wrote; ConfigError with everything that is wrong."""
+    """Return the configuration that `to_yaml` wrote; raise ConfigError with all problems."""
     gathered = _Gathered()
     _take(gathered, read_text(text, origin=origin))
     outcome = gathered.outcome()
@@ -131,7 +131,7 @@ def _valid(outcome: Outcome) -> RunConfig:
 
 
 def _unexpected(stray: Sequence[str]) -> Iterable[Problem]:
-    """One problem for every unknown flag, and one for words that follow none."""
+    """Yield a problem for every unknown flag, and one for all words that follow no flag."""
     loose = []
     in_unknown = False
     for word in stray:
@@ -155,13 +155,13 @@ def _values(words: Iterable[RawValue], name: str) -> list[str]:
 
 
 def _is_strict(gathered: _Gathered, words: Iterable[RawValue]) -> bool:
-    """Whether the last --strict is true; one that is neither true nor false is a problem."""
+    """Return True if the last --strict is true; a value that is neither true nor false is added as a problem."""
     switches = [_switch(gathered, word) for word in words if word.flag_name == _STRICT]
     return bool(switches and switches[-1])
 
 
 def _switch(gathered: _Gathered, item: RawValue) -> bool | None:
-    """The value of a flag that is true or false, or stands alone; None when it is neither, which is a problem."""
+    """Return a flag's truth value, True if no value follows it; None if it has another value, which is a problem."""
     words = item.value if isinstance(item.value, tuple) else (item.value,)
     switch = True if not words else as_boolean(words[0]) if len(words) == 1 else None
     if switch is None:
@@ -173,7 +173,7 @@ def _switch(gathered: _Gathered, item: RawValue) -> bool | None:
 def _take_rows(
     gathered: _Gathered, words: Iterable[RawValue], source: str, rows: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Add the named rows of settings that the words of `source` ask for."""
+    """Add the settings of the rows that `words` name by the flag `source`."""
     for name in _values(words, source):
         if name not in rows:
             near = difflib.get_close_matches(name, rows, n=1, cutoff=0.3)
@@ -196,9 +196,9 @@ def _take_file(gathered: _Gathered, path: Path) -> None:
 def _take_flags(
     gathered: _Gathered, flags: Sequence[RawValue], names: Sequence[str], world_size: int
 ) -> ParsedFile | None:
-    """Add the flags, and beside them the settings of the DeepSpeed configuration in `names`, which count as flags.
+    """Add the flags and the settings of the DeepSpeed configuration in `names`, which have equal precedence.
 
-    Returns the DeepSpeed configuration, if there is one.
+    Returns the DeepSpeed configuration, or None if there is none.
     """
     if len(names) > 1:
         given = " ".join(f"--deepspeed-config {name}" for name in names)
@@ -216,7 +216,7 @@ def _take_flags(
     precision = without.settings.get("precision")
     file = read_deepspeed(content, names[0])
     translation = adopt(file, wants_fp16=precision is not None and precision.value == "fp16")
-    for name in translation.unknown:  # a weaker source's value is not what the user wants
+    for name in translation.unknown:  # a weaker source's value must not replace an invalid one
         gathered.settings.pop(name, None)
     _take(gathered, [*translation.written, *flags])
     translation.unknown |= gathered.broken.keys()
@@ -229,13 +229,13 @@ def _take_flags(
 
 
 def _model_parallel_size(settings: Mapping[str, ParsedValue]) -> int:
-    """Processes that hold one copy of the model, as far as settings are valid."""
+    """Return the number of processes that hold one copy of the model, from those of its settings that are valid."""
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
     return math.prod(settings[name].value for name in names if name in settings)
 
 
 def _take(gathered: _Gathered, raw: Sequence[RawValue]) -> None:
-    """Add one source: settings replace those of weaker sources; foreign names become notices or problems."""
+    """Add one source: its settings replace those of weaker sources; foreign names become notices or problems."""
     settings = {flag.removeprefix("--"): info for info in FIELDS for flag in spellings(info)}
     here: dict[str, RawValue] = {}
     shorthands = []
@@ -254,10 +254,10 @@ def _take(gathered: _Gathered, raw: Sequence[RawValue]) -> None:
 
 
 def _take_setting(gathered: _Gathered, here: dict[str, RawValue], info: FieldInfo, item: RawValue) -> None:
-    """Add a setting to `here`, the settings of the same source."""
+    """Add a setting to `here`, which holds the settings of the same source."""
     before = here.get(info.name)
     here[info.name] = item
-    # The same flag twice is how scripts override themselves; two spellings that disagree are a slip.
+    # Scripts repeat a flag to override it, which is legal; two spellings with different values are taken for a mistake.
     if before is not None and _flag_of(before) != _flag_of(item) and not _same(info, before, item):
         gathered.problems.append(_clash(before.source, item.source, info.flag))
 
@@ -267,7 +267,7 @@ def _flag_of(item: RawValue) -> str:
 
 
 def _same(info: FieldInfo, first: RawValue, second: RawValue) -> bool:
-    """Whether two raw values mean the same: a file's 2 and a command line's "2"."""
+    """Return True if two raw values mean the same, such as 2 in a file and "2" on a command line."""
     parsed = [parse_value(info, item) for item in (first, second)]
     values = [item.value for item in parsed if isinstance(item, ParsedValue)]
     return bool(values[0] == values[1] if len(values) == 2 else first.value == second.value)
@@ -278,7 +278,7 @@ def _clash(first: str, second: str, flag: str) -> Problem:
 
 
 def _take_shorthand(gathered: _Gathered, here: dict[str, RawValue], item: RawValue) -> None:
-    """Set what the shorthand stands for; `here` are the settings of the same source, which may contradict it."""
+    """Set the setting that the shorthand stands for; `here` holds the settings of the same source, which may clash."""
     flag = f"--{item.flag_name}"
     if not _switch(gathered, item):
         return
@@ -299,7 +299,7 @@ def _take_shorthand(gathered: _Gathered, here: dict[str, RawValue], item: RawVal
 
 
 def _take_foreign(gathered: _Gathered, item: RawValue) -> None:
-    """A name that is no setting: notice, refusal, or unknown."""
+    """Add the notice or the problem of a name that is not a setting."""
     name = item.flag_name
     if name in ACCEPTED:
         gathered.notices.append(f"--{name}: accepted, without effect: {ACCEPTED[name]}")

@@ -1,1 +1,1 @@
-"""What the user chose: frozen dataclasses that hold every setting, and the grammar of their values."""
+"""The configuration: frozen dataclasses that hold the user's value of every setting, and the grammar of values."""

@@ -1,8 +1,9 @@
-"""Three sizes of a batch that determine each other: samples of a step, of a micro-batch, and micro-batches of a step.
+"""Solves for the three sizes of a batch: samples per step, samples per micro-batch, and micro-batches per step.
 
     train = micro x accumulation x data-parallel size
 
-Any two give the third; `train` alone is one micro-batch a process, `micro` alone one micro-batch a step.
+Any two determine the third.  `train` alone means one micro-batch per process and step; `micro` alone means one
+micro-batch per step.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,7 +13,7 @@ from types import MappingProxyType
 from megazero.config.nearest import neighbours
 from megazero.errors import Problem
 
-# What DeepSpeed calls the three.
+# DeepSpeed's names of the three sizes.
 KEYS: Mapping[str, str] = MappingProxyType(
     {
         "train": "train_batch_size",
@@ -24,9 +25,10 @@ KEYS: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Samples of a step over all processes, samples of a micro-batch on one, micro-batches of a step on each.
+    """The three sizes of a batch, solved.
 
-    train and micro are None together: then the program decides, and every micro-batch it runs counts.
+    train: samples per step over all processes.  micro: samples per micro-batch on one process.  accumulation:
+    micro-batches per step on each process.  When train is None, so is micro: then the caller's program sets the sizes.
     """
 
     train: int | None
@@ -36,7 +38,7 @@ class BatchSizes:
 
 @dataclass(frozen=True)
 class GivenSizes:
-    """The sizes that are given, None for the others."""
+    """The sizes of a batch that the user has given; None for each of the others."""
 
     train: int | None = None
     micro: int | None = None
@@ -44,7 +46,10 @@ class GivenSizes:
 
 
 def solve(given: GivenSizes, data_parallel_size: int, names: Mapping[str, str] = KEYS) -> BatchSizes | Problem:
-    """The three sizes on so many data-parallel processes, or why there are none; `names` as the user knows them."""
+    """Return the three sizes on this many data-parallel processes, or the problem if no sizes fit.
+
+    names: the user's names of the three sizes, for the problem's text.
+    """
     train, micro, accumulation = given.train, given.micro, given.accumulation
     if train is None:
         count = accumulation or 1

@@ -1,4 +1,4 @@
-"""An optimizer or a learning-rate schedule, chosen by name and parameters: what was said against the tables.
+"""Checks the choice of an optimizer or a learning-rate schedule, a name and parameters, against tables of both.
 
 The tables are `optimizers.py` and `schedules.py`; a choice is one of their rows with a value for every parameter.
 `choose_optimizer` and `choose_scheduler` read a section of a file; a run's settings are read by
@@ -30,18 +30,18 @@ class OptimizerChoice:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SchedulerChoice:
-    """A schedule by name; `params` are complete: everything that was not said has its default."""
+    """A learning-rate schedule by name; `params` hold a value for every parameter, by default the table's."""
 
     type: str
     params: Mapping[str, Any] = field(default_factory=dict)
 
 
-# What stands for "take the default" wherever a value may stand.
+# The value that means "take the default", wherever a value may stand.
 AUTO = "auto"
 
 
 def known_type(place: Location, name: Any, known: Iterable[str], refused: Mapping[str, str]) -> str | Problem:
-    """The name as the tables spell it (case doesn't matter), or why there is none."""
+    """Return the name as the tables spell it (case doesn't matter), or the problem if no entry may be chosen by it."""
     spelt = {entry.lower(): entry for entry in (*known, *refused)}
     legal = ", ".join(known)
     if not isinstance(name, str) or not name:
@@ -60,9 +60,9 @@ def known_type(place: Location, name: Any, known: Iterable[str], refused: Mappin
 def choose_optimizer(
     place: Location, name: Any, params: Mapping[str, Any], findings: Diagnostics, *, defaults: Mapping[str, Any]
 ) -> OptimizerChoice:
-    """The optimizer `name` with `params`, the learning rate among them; what is wrong goes to `findings`.
+    """Return the optimizer `name` with `params`, among them the learning rate; problems are added to `findings`.
 
-    place: the section, whose `type` and `params` the arguments are.  defaults: values that win over torch's defaults.
+    place: the section that `name` (its `type`) and `params` come from.  defaults: values that replace torch's defaults.
     """
     entry = known_type(place.key("type"), name, OPTIMIZERS, REFUSED_OPTIMIZERS)
     if isinstance(entry, Problem):
@@ -87,9 +87,10 @@ def choose_scheduler(
     lr: float | None,
     may_be_auto: tuple[str, ...] = (),
 ) -> SchedulerChoice | None:
-    """The schedule `name` with `params`; `lr` is the optimizer's, which an automatic peak takes; None: not known yet.
+    """Return the schedule `name` with `params`, or None if there is no such schedule; problems are added to `findings`.
 
-    may_be_auto: parameters without a default that the caller knows by itself; they are left out where they say "auto".
+    lr: the optimizer's learning rate, which an automatic peak takes; None if it is not determined yet.
+    may_be_auto: parameters without a default that the caller computes itself; where they are "auto" they are left out.
     """
     entry = known_type(place.key("type"), name, SCHEDULES, REFUSED_SCHEDULES)
     if isinstance(entry, Problem):
@@ -115,7 +116,7 @@ def choose_scheduler(
 
 
 def _schedule_conflicts(place: Location, values: Mapping[str, Any]) -> Iterator[Problem]:
-    """What is wrong between parameters that are legal one by one."""
+    """Yield a problem for every combination of parameters that is illegal although each of them is legal alone."""
     end = values.get("total_num_steps")
     if end is not None and end < values["warmup_num_steps"]:
         warmup = values["warmup_num_steps"]
@@ -138,7 +139,7 @@ def _schedule_conflicts(place: Location, values: Mapping[str, Any]) -> Iterator[
 
 
 def changed_params(optimizer: OptimizerChoice, scheduler: SchedulerChoice | None) -> dict[str, Any]:
-    """The parameters that have other values than their defaults, by dotted names such as "optimizer.params.betas"."""
+    """Return the parameters whose values are not their defaults, by dotted names such as "optimizer.params.betas"."""
     known = OPTIMIZERS[optimizer.type]
     tables = {"optimizer.params": (known.params, optimizer.params)}
     if scheduler is not None:
@@ -156,7 +157,10 @@ def defaults_of(table: Mapping[str, FieldInfo]) -> dict[str, Any]:
 def read_params(
     place: Location, table: Mapping[str, FieldInfo], said: Mapping[str, Any], findings: Diagnostics
 ) -> dict[str, Any]:
-    """What was said, in its type; what is automatic is left out."""
+    """Return the given values of parameters, each in its parameter's type, without those that are "auto".
+
+    said: the values as the user wrote them, by name.  Problems and notices are added to `findings`.
+    """
     values = {}
     for name, value in said.items():
         where = place.key(str(name))
@@ -173,7 +177,7 @@ def read_params(
 
 
 def optimizer_conflicts(place: Location, values: Mapping[str, Any]) -> Iterator[Problem]:
-    """What torch would refuse although every value by itself is legal."""
+    """Yield a problem for every combination of values that torch would refuse although each value is legal alone."""
     if values.get("nesterov") and (values["momentum"] == 0 or values["dampening"] != 0):
         yield Problem(
             place.key("nesterov").quote(True), "Nesterov momentum has a momentum and no dampening", "momentum: 0.9"

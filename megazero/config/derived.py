@@ -1,6 +1,6 @@
-"""Figures that follow from the configuration and the world size; pure functions, so everyone computes them alike.
+"""Computes figures that follow from the configuration and the world size, with pure functions.
 
-They presume that `rules.check` found nothing.  `world_size` is the number of processes of the job.
+The functions require that `rules.check` found no problem.  `world_size` is the number of processes of the job.
 """
 
 from typing import Literal
@@ -12,34 +12,34 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 
 
 def ffn_hidden_size(model: ModelConfig) -> int:
-    """Inner width of the feed-forward layer, in elements."""
+    """Return the inner width of the feed-forward layer, in elements."""
     return 4 * model.hidden_size if model.ffn_hidden_size is None else model.ffn_hidden_size
 
 
 def max_position_embeddings(model: ModelConfig) -> int:
-    """Rows of the position table."""
+    """Return the number of rows of the position table."""
     return model.seq_length if model.max_position_embeddings is None else model.max_position_embeddings
 
 
 def padded_vocab_size(vocab_size: int, *, divisible_by: int, tensor_parallel_size: int) -> int:
-    """Rows of the embedding over all tensor-parallel ranks: the next multiple of divisible_by x degree."""
+    """Return the rows of the embedding over all tensor-parallel ranks: the next multiple of divisible_by x degree."""
     multiple = divisible_by * tensor_parallel_size
     return -(-vocab_size // multiple) * multiple
 
 
 def model_parallel_size(config: RunConfig) -> int:
-    """Processes that hold one copy of the model."""
+    """Return the number of processes that together hold one copy of the model."""
     return config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
 
 
 def num_virtual_chunks(config: RunConfig) -> int:
-    """Chunks of layers on every pipeline stage."""
+    """Return the number of chunks of layers on every pipeline stage."""
     length = config.parallel.num_layers_per_virtual_pipeline_stage
     return 1 if length is None else config.model.num_layers // (config.parallel.pipeline_model_parallel_size * length)
 
 
 def pipeline_schedule(config: RunConfig) -> Schedule:
-    """Order of forwards and backwards, "auto" resolved."""
+    """Return the schedule, the order of forwards and backwards; "auto" is replaced by the one that it stands for."""
     given = config.parallel.pipeline_schedule
     if given == "auto":
         return "interleaved" if num_virtual_chunks(config) > 1 else "1f1b"
@@ -47,34 +47,34 @@ def pipeline_schedule(config: RunConfig) -> Schedule:
 
 
 def given_split(config: RunConfig) -> tuple[int, ...] | None:
-    """Layers of every chunk, in the order of the model, as the user wants them; None leaves it to their costs."""
+    """Return the user's number of layers of every chunk, in the model's order; None if layers are split by cost."""
     text = config.parallel.pipeline_split
     return None if text is None else tuple(int(word) for word in text.split(","))
 
 
 def data_parallel_size(config: RunConfig, world_size: int) -> int:
-    """Copies of the model that are trained side by side."""
+    """Return the number of copies of the model that are trained side by side."""
     return world_size // model_parallel_size(config)
 
 
 def samples_per_micro_step(config: RunConfig, world_size: int) -> int:
-    """Samples that all data-parallel processes take together in one micro-batch each."""
+    """Return the number of samples in one micro-batch of every data-parallel process, all processes together."""
     return config.training.micro_batch_size * data_parallel_size(config, world_size)
 
 
 def global_batch_size(config: RunConfig, world_size: int) -> int:
-    """Samples of one step."""
+    """Return the number of samples in one step."""
     given = config.training.global_batch_size
     return samples_per_micro_step(config, world_size) if given is None else given
 
 
 def num_micro_batches(config: RunConfig, world_size: int) -> int:
-    """Micro-batches of one step on each data-parallel process (gradient accumulation)."""
+    """Return the number of micro-batches per step on each data-parallel process (gradient accumulation)."""
     return global_batch_size(config, world_size) // samples_per_micro_step(config, world_size)
 
 
 def train_iters(config: RunConfig, world_size: int) -> int:
-    """Steps of the whole run; samples that don't fill a last global batch are left over."""
+    """Return the number of steps of the whole run; samples that don't fill a last global batch are left out."""
     if config.training.train_iters is not None:
         return config.training.train_iters
     assert config.training.train_samples is not None, "rules.check lets no run through without a length"
@@ -82,6 +82,6 @@ def train_iters(config: RunConfig, world_size: int) -> int:
 
 
 def lr_decay_iters(config: RunConfig, world_size: int) -> int:
-    """Step at which the learning rate has come down to min_lr."""
+    """Return the step at which the learning rate reaches min_lr."""
     given = config.optimizer.lr_decay_iters
     return train_iters(config, world_size) if given is None else given

@@ -1,4 +1,4 @@
-"""The sections that a run and the library share: ZeRO, number formats, activations, the optimizer."""
+"""The sections of settings that a run and the library share: ZeRO, number formats, activations, the optimizer."""
 
 from typing import Literal
 
@@ -6,13 +6,13 @@ from pydantic.dataclasses import dataclass
 
 from megazero.config.fields import STRICT, setting
 
-# The largest size that says "no limit", the same as in a DeepSpeed configuration that leaves the limit out.
+# The size that means "no limit"; DeepSpeed has the same default for a limit that a configuration leaves out.
 UNLIMITED = 2**63 - 1
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ZeroConfig:
-    """Stage, buckets, and how long gathered parameters stay (Rajbhandari et al., arXiv 1910.02054, section 5)."""
+    """The ZeRO stage, its buckets, and how long gathered parameters stay (ZeRO, section 5)."""
 
     zero_stage: int = setting(
         1,
@@ -127,7 +127,7 @@ Fp8Format = Literal["e4m3", "hybrid"]
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class PrecisionConfig:
-    """Working precision; fp16 and bf16 keep fp32 master weights and moments."""
+    """The working precision; with fp16 and bf16, master weights and moments are kept in fp32."""
 
     precision: Literal["fp64", "fp32", "bf16", "fp16"] = setting(
         "fp32", help="number format of parameters and computation; --fp64 --fp32 --bf16 --fp16 for short"
@@ -160,7 +160,7 @@ class PrecisionConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ActivationConfig:
-    """Recomputation of activations, and where its checkpoints lie (arXiv 1910.02054, sections 4.2 and 6)."""
+    """Recomputation of activations, and the place where their checkpoints are kept (ZeRO, sections 4.2 and 6)."""
 
     recompute_granularity: Literal["none", "selective", "full"] = setting(
         "none", help="what backward computes again; selective: the attention core; full: whole layers"
@@ -218,7 +218,7 @@ class ActivationConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class OptimizerConfig:
-    """Update rule and learning rate; weight decay is not applied to biases and layer norms."""
+    """The update rule and the learning rate; weight decay is not applied to biases and layer norms."""
 
     optimizer: Literal["adam", "sgd", "adagrad", "adadelta", "adamax", "nadam", "radam", "rmsprop", "rprop", "asgd"] = (
         setting("adam", help="update rule, torch's of this name; adam is AdamW, whose weight decay is decoupled")

@@ -1,6 +1,6 @@
-"""How a field of the configuration describes itself.
+"""Declares the settings of the configuration, and reads their descriptions back.
 
-A *setting* is one field of a section's dataclass.  Its declaration holds everything there is to know about it: name,
+A *setting* is one field of a section's dataclass.  Its declaration holds everything that describes it: name,
 type, default, range, help, unit and aliases.  The command line, its `--help`, the YAML file and the error messages are
 all made from `FieldInfo`, the description read back by `describe`.
 """
@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import is_pydantic_dataclass
 from pydantic.fields import FieldInfo as PydanticField
 
-# Sections refuse unknown names, NaN, infinity and values of another type: what a user writes is turned into the
+# Sections refuse unknown names, NaN, infinity and values of another type: a value that a user writes is turned into the
 # setting's type by one function, `megazero.config.values.coerce`, before a section is built.
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 
@@ -47,12 +47,12 @@ def setting(
 
 @dataclass(frozen=True)
 class FieldInfo:
-    """A setting as the command line and the messages see it.
+    """The description of a setting, from which the command line and the messages are made.
 
     kind: "int", "float", "bool", "switch" (true, false or "auto"), "str", "path" or "list", or "pair" (two numbers, in
     files only).
-    choices: the legal values as text, empty when free.
-    optional: whether null is legal and leaves the setting unset.
+    choices: the legal values as text, empty if any value of the kind is legal.
+    optional: True if null is legal and leaves the setting unset.
     """
 
     section: str
@@ -70,17 +70,17 @@ class FieldInfo:
 
     @property
     def flag(self) -> str:
-        """The flag's canonical spelling, `--tensor-model-parallel-size`."""
+        """The canonical spelling of the flag, such as `--tensor-model-parallel-size`."""
         return "--" + self.name.replace("_", "-")
 
     @property
     def can_stand_alone(self) -> bool:
-        """Whether the flag without a word means true."""
+        """True if the flag without a value after it means true."""
         return self.kind in ("bool", "switch")
 
     @property
     def legal(self) -> str:
-        """The accepted values as a phrase: "a whole number, at least 1"."""
+        """The accepted values as a phrase such as "a whole number, at least 1"."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
         nouns = {
@@ -100,22 +100,22 @@ class FieldInfo:
 
     @property
     def when_unset(self) -> str:
-        """What an unset optional setting stands for, in the words of its help: "as many as the largest unit has"."""
+        """The meaning of an optional setting that is unset, as in its help: "as many as the largest unit has"."""
         return self.help.partition("without it, ")[2].partition(";")[0] or "not set"
 
 
 def parameter(name: str, kind: str, default: Any, *, choices: tuple[str, ...] = (), **bounds: float) -> FieldInfo:
-    """A value that a table describes and no section holds; without a default (None) it is required."""
+    """Return the description of a parameter that a table lists and no section holds; default None: it is required."""
     return FieldInfo("", name, kind, choices, default, default is None, "", "", (), "", tuple(bounds.items()))
 
 
 def by_name(*parameters: FieldInfo) -> Mapping[str, FieldInfo]:
-    """A frozen table of parameters."""
+    """Return a read-only table of the parameters by name."""
     return types.MappingProxyType({info.name: info for info in parameters})
 
 
 def describe(section: str, cls: type) -> tuple[FieldInfo, ...]:
-    """The settings of the section's dataclass `cls`, in the order they are declared."""
+    """Return the settings of the section's dataclass `cls`, in the order of their declaration."""
     assert is_pydantic_dataclass(cls), f"{section} is no section"
     return tuple(_describe_one(section, name, field) for name, field in cls.__pydantic_fields__.items())
 
@@ -143,7 +143,7 @@ def _describe_one(section: str, name: str, field: PydanticField) -> FieldInfo:
 
 
 def _kind(annotation: Any) -> tuple[str, tuple[str, ...]]:
-    """(kind, choices) of a type annotation; `X | None` counts as X, `bool | Literal["auto"]` is a switch."""
+    """Return (kind, choices) of a type annotation; `X | None` counts as X, `bool | Literal["auto"]` is a switch."""
     if get_origin(annotation) in (Union, types.UnionType):
         members = [arg for arg in get_args(annotation) if arg is not type(None)]
         if bool in members and len(members) > 1:

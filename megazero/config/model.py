@@ -1,4 +1,4 @@
-"""Shape of the GPT and of its initial values."""
+"""The settings of the GPT's shape and of its initial values."""
 
 from pydantic.dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from megazero.config.fields import STRICT, setting
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ModelConfig:
-    """GPT-2: pre-LN blocks, learned positions, tanh GELU, biases."""
+    """The shape of a GPT-2 model: pre-LN blocks, learned positions, tanh GELU, biases."""
 
     num_layers: int = setting(help="transformer blocks", unit="blocks", ge=1)
     hidden_size: int = setting(help="width of the residual stream", unit="elements", ge=1)

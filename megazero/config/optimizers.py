@@ -1,9 +1,9 @@
-"""Optimizers by name: what parameters each takes, how a run's settings give them, and why others are refused.
+"""The tables of optimizers: the parameters of each, the settings of a run that set them, and why others are refused.
 
-An optimizer is a class of torch.optim that updates every element by itself, so that it may run on flat slices of
-parameters; its parameters have torch's names and defaults.  The library chooses one under torch's name; a run under
-Megatron-LM's, where `adam` is AdamW.  A run's settings (--adam-beta1, --sgd-momentum, --weight-decay) are the
-parameters that they are called after; all others go by --optimizer-params.
+An optimizer is a class of torch.optim that updates every element independently of the others, so that it may run on
+flat slices of parameters; its parameters have torch's names and defaults.  The library's configuration uses torch's
+names of optimizers; a run uses Megatron-LM's, where `adam` is AdamW.  Some settings of a run (--adam-beta1,
+--sgd-momentum, --weight-decay) are parameters under their own flags; all others are given by --optimizer-params.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ _MOMENTUM = parameter("momentum", "float", 0.0, ge=0)
 
 @dataclass(frozen=True)
 class Optimizer:
-    """One class of torch.optim: torch's default learning rate, and its arguments."""
+    """A class of torch.optim: torch's default learning rate for it, and the descriptions of its arguments."""
 
     lr: float
     params: Mapping[str, FieldInfo]
@@ -127,7 +127,7 @@ REFUSED_OPTIMIZERS: Mapping[str, str] = MappingProxyType(
 
 # --- at the command line ---------------------------------------------------------------------------------------------
 
-# What `--optimizer` may say, beside "adam" with decoupled_weight_decay=false, which is torch's Adam.
+# The names that `--optimizer` takes; "adam" with decoupled_weight_decay=false is torch's Adam instead.
 RUN_NAMES: Mapping[str, str] = MappingProxyType(
     {"adam": "AdamW"} | {name.lower(): name for name in OPTIMIZERS if name not in ("AdamW", "Adam")}
 )
@@ -135,7 +135,10 @@ DECOUPLED = _DECOUPLED.name
 
 
 def run_settings(kind: str) -> Mapping[str, tuple[str, ...]]:
-    """Parameter of an optimizer -> the settings of a run that give it; those of Adam serve all that have its betas."""
+    """Return the settings of a run that set parameters of the optimizer `kind`, by parameter.
+
+    The settings of Adam serve every optimizer that has betas.
+    """
     params = OPTIMIZERS[kind].params
     adams = {"betas": ("adam_beta1", "adam_beta2"), "eps": ("adam_eps",)} if "betas" in params else {}
     momentum = {"momentum": ("sgd_momentum",)} if kind == "SGD" else {}

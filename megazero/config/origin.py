@@ -1,10 +1,10 @@
-"""Where the value of a setting comes from, as far as it matters for what becomes of a value without effect."""
+"""The kinds of sources of a setting's value, which decide the outcome for a value that has no effect."""
 
 from enum import Enum
 
 
 class Origin(Enum):
-    """The kinds of sources; `rules/moot.py` says what each of them means for a setting that has no effect."""
+    """A kind of source; `rules/moot.py` describes the outcome of each kind for a setting that has no effect."""
 
     USER = "a flag, a file or a mapping in megazero's own words"
     FOREIGN = "a DeepSpeed configuration, or a flag that published Megatron scripts carry"

@@ -1,9 +1,9 @@
-"""Named rows of settings: models, `--preset gpt2-124m`, and the ZeRO paper's configurations, `--zero-config C4`.
+"""Named groups of settings: models, `--preset gpt2-124m`, and the ZeRO paper's configurations, `--zero-config C4`.
 
-A preset fills in settings of the model; shapes are OpenAI's published GPT-2 ones (the 124M and 1.5B models), dropout
-and initial values are the defaults.  A ZeRO configuration fills in what is partitioned and how checkpoints of
-activations are kept (arXiv 1910.02054, table 3); its buffers of constant size are always there.  A file and flags that
-name the same setting win over both.
+A preset fills in settings of the model; shapes are those of OpenAI's published GPT-2 models with 124M and 1.5B
+parameters, dropout and initial values are the defaults.  A ZeRO configuration fills in the states that are partitioned
+and the place of activation checkpoints (ZeRO, table 3); the buffers of constant size, which every configuration of that
+table has, are always there.  A file and flags that name the same setting take precedence over both.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ PRESETS: Mapping[str, Mapping[str, int]] = MappingProxyType(
 
 
 def _zero(stage: int, *, partitioned: bool = False, in_cpu: bool = False) -> Mapping[str, int | str | bool]:
-    """A row that leaves nothing open, so that a later one replaces it as a whole."""
+    """Return a ZeRO configuration's settings; all of them set the same names, so a later one replaces it whole."""
     row: dict[str, int | str | bool] = {
         "zero_stage": stage,
         "contiguous_gradients": True,

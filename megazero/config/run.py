@@ -1,6 +1,6 @@
-"""The whole configuration of a run: ten sections in one object.
+"""The configuration of a run: ten sections of settings in one object.
 
-A builder gets the section it needs, never this whole; only the programs, the rules and the derived figures see it.
+A builder takes the section that it needs; only the programs, the rules and the derived figures take the whole.
 """
 
 from dataclasses import field
@@ -16,7 +16,7 @@ from megazero.config.model import ModelConfig
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class TrainingConfig:
-    """A step takes one global batch: each data-parallel process runs its share as micro-batches."""
+    """Batch sizes, length of the run and evaluation; in a step each data-parallel process runs its micro-batches."""
 
     micro_batch_size: int = setting(
         help="samples of one forward pass on one data-parallel process",
@@ -61,7 +61,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ParallelConfig:
-    """Degrees of parallelism; the data-parallel degree is what is left of the world size."""
+    """Degrees of parallelism; the data-parallel degree is the world size divided by the other two."""
 
     tensor_model_parallel_size: int = setting(
         1, help="processes that share every layer", unit="processes", aliases=("model-parallel-size",), ge=1
@@ -120,7 +120,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DataConfig:
-    """Where tokens come from; which sample is the k-th depends on the seed and k alone."""
+    """The corpus and its tokenizer; the k-th sample depends on the corpus, the seed and k alone."""
 
     data_path: tuple[str, ...] = setting(
         (), help="prefix of a .bin/.idx pair, or a mixture: WEIGHT PREFIX WEIGHT PREFIX ..."
@@ -167,7 +167,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class CheckpointConfig:
-    """Checkpoints fit every layout; they are folders below `save`, the newest named by its file `latest`."""
+    """Checkpoints, which fit every layout; they are folders below `save`, whose file `latest` names the newest."""
 
     save: Path | None = setting(None, help="folder for checkpoints; without it, nothing is saved")
     load: Path | None = setting(
@@ -185,7 +185,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class LoggingConfig:
-    """Console, TensorBoard and a file of one JSON object a step."""
+    """Reports on the console, in TensorBoard, and in a file of one JSON object a step."""
 
     log_interval: int = setting(100, help="steps between lines on the console", unit="steps", ge=1)
     metrics_file: Path | None = setting(
@@ -221,7 +221,7 @@ class LoggingConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RunConfig:
-    """One run.  model, training and optimizer have settings without a default; the other sections may be left out."""
+    """The settings of one run.  model, training and optimizer must be given, since some of theirs have no default."""
 
     model: ModelConfig
     training: TrainingConfig
@@ -235,7 +235,7 @@ class RunConfig:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
 
-# In the order of `--help` and of the YAML file.
+# The sections in the order of `--help` and of the YAML file.
 SECTIONS: tuple[tuple[str, type], ...] = (
     ("model", ModelConfig),
     ("training", TrainingConfig),
@@ -250,5 +250,5 @@ SECTIONS: tuple[tuple[str, type], ...] = (
 )
 
 
-# Every setting of every section; names are unique, so a flag needs no section.
+# Every setting of every section; names are unique over all sections, so a flag names no section.
 FIELDS: tuple[FieldInfo, ...] = tuple(info for section, cls in SECTIONS for info in describe(section, cls))

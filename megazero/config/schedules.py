@@ -1,8 +1,8 @@
-"""Learning-rate schedules by name: what parameters each takes, and why others are refused.
+"""The tables of learning-rate schedules: the parameters of each, and why others are refused.
 
-The formulas are those of `megazero/optim/schedules.py`, where this table's twin of functions stands.  DeepSpeed's three
-have its documented names and defaults; the three of Megatron-LM are called after their decay, and their parameters
-after its flags.  The peak of those is the optimizer's learning rate.
+`megazero/optim/schedules.py` computes the schedules, with one function for each.  DeepSpeed's three have its documented
+names and defaults.  The three of Megatron-LM are called after their decay, and their parameters after its flags; their
+peak is the optimizer's learning rate.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,8 @@
-"""From the settings that a user gave to a RunConfig, with everything that is wrong at once.
+"""Builds a RunConfig from the settings that a user gave, and reports all of their problems at once.
 
 `parse_value` turns one raw value into its setting's type, `build` makes sections of all of them.  `Outcome` is the
-result: a configuration, or the problems together with a `partial` configuration that has the valid settings only, so
-that rules between settings can still be tried (`Unknown` is raised when one reads an invalid one).
+result: a configuration, or the problems together with a `partial` configuration that has the valid settings only, on
+which rules between settings can still be checked (`Unknown` is raised when a rule reads an invalid setting).
 """
 
 from collections.abc import Collection, Mapping
@@ -18,12 +18,12 @@ INFO: Mapping[str, FieldInfo] = {info.name: info for info in FIELDS}
 
 
 class Unknown(Exception):
-    """Raised on reading a setting of a partial configuration that has no valid value."""
+    """Raised when a setting without a valid value is read from a partial configuration."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """config is None exactly when something is wrong; partial has the settings that are valid."""
+    """The result of a build; `config` is None if and only if there are problems, `partial` has the valid settings."""
 
     config: RunConfig | None
     partial: RunConfig
@@ -31,7 +31,7 @@ class Outcome:
 
 
 def parse_value(info: FieldInfo, raw: RawValue) -> ParsedValue | Problem:
-    """The value of the setting, or what is wrong with it; the name `no_...` of a switch negates the value."""
+    """Return the parsed value of the setting, or its problem; under the name `no_...` a switch's value is negated."""
     value = raw.value
     if isinstance(value, tuple) and not (info.kind == "list" and value):  # the words after a flag
         if info.can_stand_alone and not value:
@@ -49,7 +49,7 @@ def parse_value(info: FieldInfo, raw: RawValue) -> ParsedValue | Problem:
 
 
 def validate(raw: Mapping[str, RawValue]) -> Outcome:
-    """The outcome of raw values by the names of their settings."""
+    """Return the outcome of raw values, which are given by the names of their settings."""
     parsed = {name: parse_value(INFO[name], item) for name, item in raw.items()}
     settings = {name: item for name, item in parsed.items() if isinstance(item, ParsedValue)}
     return build(settings, broken={name: item for name, item in parsed.items() if isinstance(item, Problem)})
@@ -61,7 +61,7 @@ def build(
     broken: Mapping[str, Problem],
     unknown: Collection[str] = (),
 ) -> Outcome:
-    """The outcome of parsed settings; what is not among them has its default.
+    """Return the outcome of parsed settings; every setting that is not among them has its default.
 
     broken: settings that are wrong.  unknown: settings that have no value because of a problem reported elsewhere.
     """
@@ -91,7 +91,7 @@ def _missing(info: FieldInfo) -> Problem:
 
 
 class _PartialSection:
-    """Reads like a section, but not at the names in `unknown`."""
+    """A section whose settings can be read, except those in `unknown`: reading these raises Unknown."""
 
     def __init__(self, section: object, unknown: frozenset[str]) -> None:
         self._section = section
@@ -104,7 +104,7 @@ class _PartialSection:
 
 
 class _PartialRun:
-    """Reads like a RunConfig whose sections are partial."""
+    """A stand-in for a RunConfig, with partial sections."""
 
     def __init__(self, config: RunConfig, unknown: frozenset[str]) -> None:
         for section, _ in SECTIONS:

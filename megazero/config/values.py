@@ -1,7 +1,7 @@
-"""The one grammar of values: how a value that a user wrote becomes a value of its setting's type.
+"""The one grammar of values, by which a value that a user wrote becomes a value of its setting's type.
 
 Flags, `--config` files, the library's mappings, JSON and YAML files and DeepSpeed configurations all pass their values
-through `coerce`.  A flag's word is text, a file has types; the verdict doesn't depend on which of the two it is:
+through `coerce`.  A flag's value is text, a file's has a type; the result doesn't depend on which of the two it is:
 
     a whole number     3, 5e8, 5.0e8 and 500_000_000, bare or quoted; not 2.5, true, "" or a number out of range
     a number           the same and 0.5, bare or quoted; not NaN or infinity
@@ -12,7 +12,7 @@ through `coerce`.  A flag's word is text, a file has types; the verdict doesn't 
     two numbers        a list of two numbers
     null               an optional setting stays unset; any other one is refused
 
-`InvalidValue` is raised for anything else, and `violation` makes the Problem that a user reads.
+`InvalidValue` is raised for anything else; `violation` makes the Problem that the user reads.
 """
 
 import difflib
@@ -29,7 +29,7 @@ from megazero.config.fields import FieldInfo
 from megazero.config.origin import Origin
 from megazero.errors import Problem
 
-# Names that a message lists when none of them is near.
+# The number of names that a message lists when none of them resembles the given one.
 _MANY = 20
 
 _BOOLEANS: Mapping[str, bool] = MappingProxyType(
@@ -39,11 +39,11 @@ _BOOLEANS: Mapping[str, bool] = MappingProxyType(
 
 @dataclass(frozen=True)
 class RawValue:
-    """A name and its value as a user wrote them, before the value's type is looked at.
+    """A name and its value as a user wrote them, before the value is converted to the setting's type.
 
-    name: with underscores, however it was spelled ("num_layers" for num-layers).  value: a tuple is the words after a
-    flag; anything else is a value as YAML, JSON or Python knows it.  source: the user's own words, "--lr 1e-3".
-    origin: the kind of source.
+    name: the setting's name with underscores, however it was spelled ("num_layers" for num-layers).  value: a tuple of
+    the words after a flag, or a value of the type that YAML, JSON or Python gives it.  source: the text that the user
+    wrote, "--lr 1e-3".  origin: the kind of source.
     """
 
     name: str
@@ -56,13 +56,13 @@ class RawValue:
 
     @property
     def flag_name(self) -> str:
-        """The name as a flag has it, without the two dashes in front."""
+        """The name of the flag, without the two dashes in front."""
         return self.name.replace("_", "-")
 
 
 @dataclass(frozen=True)
 class ParsedValue:
-    """The value of the setting `name`, in the setting's type; `source` is how the user wrote it, `origin` its kind."""
+    """The value of the setting `name`, in its type; `source` is the text that the user wrote, `origin` its kind."""
 
     name: str
     value: Any
@@ -72,14 +72,14 @@ class ParsedValue:
 
 @dataclass
 class Diagnostics:
-    """The results of reading or checking settings beside the settings themselves: problems, and notices of one line."""
+    """The problems and the one-line notices that are found while settings are read or checked."""
 
     problems: list[Problem] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
 
 
 class InvalidValue(ValueError):
-    """The value is not legal for the setting."""
+    """Raised for a value that is not legal for its setting."""
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,11 @@ class Location:
     path: str = ""
 
     def key(self, name: str) -> "Location":
-        """The location of a key below this one."""
+        """Return the location of a key below this one."""
         return Location(self.origin, f"{self.path}.{name}" if self.path else name)
 
     def quote(self, value: Any) -> str:
-        """The key and its value as a message shows them: "ds.json: zero_optimization.stage: 5"."""
+        """Return the key and its value as a message shows them: "ds.json: zero_optimization.stage: 5"."""
         return f"{self}: {shown(value)}"
 
     def __str__(self) -> str:
@@ -102,15 +102,15 @@ class Location:
 
 
 def shown(value: Any) -> str:
-    """A value as JSON writes it, cut when it is long."""
+    """Return the value as JSON writes it, cut to 60 characters."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def coerce(info: FieldInfo, value: Any) -> Any:
-    """The value in the setting's type, by the grammar above; a value of that type stays as it is.
+    """Return the value in the setting's type, by the grammar above; a value of that type is returned unchanged.
 
-    Raises InvalidValue.
+    Raises InvalidValue if the value is not legal.
     """
     if value is None:
         if not info.optional:
@@ -138,7 +138,7 @@ def coerce(info: FieldInfo, value: Any) -> Any:
 
 
 def as_boolean(value: Any) -> bool | None:
-    """The truth value that `value` spells; None when it spells none."""
+    """Return the truth value that `value` spells, or None if it spells none."""
     if isinstance(value, bool):
         return value
     # 1 and 0 count because DeepSpeed and launch scripts use them; 1.0 is a number and no truth value.
@@ -147,7 +147,7 @@ def as_boolean(value: Any) -> bool | None:
 
 
 def as_number(value: Any) -> int | float | None:
-    """The finite number that `value` is or spells; None when it is none.
+    """Return the finite number that `value` is or spells, or None if it is none.
 
     A whole number without a point or an exponent stays exact, however large it is.
     """
@@ -184,9 +184,9 @@ def _text(info: FieldInfo, value: Any) -> str:
 
 
 def violation(given: str, name: str, info: FieldInfo, value: Any) -> Problem:
-    """The problem of a value that is not legal.
+    """Return the problem of a value that is not legal.
 
-    given: the user's own words.  name: the setting as the user knows it, "--num-layers" or "zero.zero_stage".
+    given: the text that the user wrote.  name: the user's name of the setting, "--num-layers" or "zero.zero_stage".
     """
     if value == "" or (isinstance(value, (list, tuple)) and "" in value):
         return Problem(given, f"{name} has an empty value (an unset shell variable?)", info.legal)
@@ -199,7 +199,7 @@ def violation(given: str, name: str, info: FieldInfo, value: Any) -> Problem:
 
 
 def unknown(location: Location, value: Any, known: Iterable[str]) -> Problem:
-    """The problem of a key that is not known; `known` are the names that may stand beside it."""
+    """Return the problem of an unknown key; `known` are the names that may stand in its place."""
     names = sorted(known)
     name = location.path.rpartition(".")[2]
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
@@ -207,7 +207,7 @@ def unknown(location: Location, value: Any, known: Iterable[str]) -> Problem:
 
 
 def nearest(info: FieldInfo, value: Any) -> tuple[str, ...]:
-    """The legal values next to `value`; none where none is nearer than another (an open range, a text)."""
+    """Return the legal values next to `value`; none if the legal values have no nearest one (an open range, a text)."""
     if info.choices:
         near = difflib.get_close_matches(str(value), info.choices, n=1, cutoff=0.3)
         return (*near, *(choice for choice in info.choices if choice not in near))

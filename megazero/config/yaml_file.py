@@ -1,8 +1,8 @@
-"""`--config run.yaml`: the settings as a flat YAML mapping, `num_layers: 12`, one key a setting.
+"""Reads and writes YAML files of settings (`--config run.yaml`): a flat mapping such as `num_layers: 12`.
 
 Keys are the flags' names with underscores (or dashes), without sections, so that a file and a command line have the
 same names.  An unknown key is an error, and so is one that stands twice.  `to_yaml` writes a configuration in full, and
-`from_yaml` reads it back to an equal one; this is how the resolved configuration is kept with a run.
+`from_yaml` (command_line/parse.py) reads it back to an equal one; a run saves its resolved configuration in this form.
 """
 
 from collections.abc import Hashable, Mapping
@@ -17,12 +17,13 @@ from megazero.config.run import SECTIONS, RunConfig
 from megazero.config.values import RawValue
 from megazero.errors import ConfigError, Problem
 
-# The first line of the file that a run saves: settings that have no effect in it were not given for it by the user.
+# The first line of the file that a run saves; it marks settings that the user did not give, so that those without
+# effect are reported as notices.
 SAVED = "# The resolved configuration of a run, saved by megazero: all settings, also those without effect"
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML's safe subset; a mapping that names a key twice is refused instead of losing the first."""
+    """A loader of YAML's safe subset that refuses a mapping with the same key twice, instead of dropping the first."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[object] = set()
@@ -37,12 +38,12 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 
 def read_file(path: Path) -> tuple[RawValue, ...]:
-    """The settings in the file, unchecked; ConfigError when it can't be read or is not a flat mapping."""
+    """Return the unchecked settings in the file; raise ConfigError if it can't be read or is not a flat mapping."""
     return read_text(_text_of(path, f"--config {path}"), origin=str(path))
 
 
 def read_text(text: str, *, origin: str) -> tuple[RawValue, ...]:
-    """The settings in `text`, unchecked, with values as YAML gives them."""
+    """Return the unchecked settings in `text`, with values of the types that YAML gives them; raise as `read_file`."""
     content = _load(text, origin, "num_layers: 12")
     if content is None:
         return ()
@@ -56,7 +57,7 @@ def read_text(text: str, *, origin: str) -> tuple[RawValue, ...]:
 
 
 def read_nested(path: Path) -> Mapping[str, Any]:
-    """The mapping in a YAML file that may have sections; ConfigError when it can't be read or is no mapping."""
+    """Return the mapping in a YAML file, which may have sections; raise ConfigError if it has none or can't be read."""
     content = _load(_text_of(path, str(path)), str(path), "zero: {...}")
     if not isinstance(content, dict):
         raise ConfigError(Problem(str(path), "the file is a mapping from names to values", "zero: {...}"))
@@ -81,7 +82,7 @@ def _load(text: str, origin: str, example: str) -> Any:
 
 
 def to_yaml(config: RunConfig) -> str:
-    """Every setting with its value, section by section, below the line that marks what a run has saved."""
+    """Return a YAML text of every setting and its value, by section, below the line `SAVED`."""
     parts = [SAVED]
     for section, _ in SECTIONS:
         values = getattr(config, section)
@@ -106,7 +107,7 @@ def _not_flat(origin: str, key: object, value: object) -> Problem | None:
 
 
 def _plain(value: Any) -> Any:
-    """A value as YAML's safe subset knows it."""
+    """Return the value in a type of YAML's safe subset."""
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
     return str(value) if isinstance(value, Path) else value

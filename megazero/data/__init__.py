@@ -1,1 +1,1 @@
-"""The data of a run: token files become samples, samples become batches."""
+"""Reads the data of a run: token files are made into samples, and samples into batches."""

@@ -1,4 +1,4 @@
-"""Mixtures: the corpus of sample k, as a pure function of k.
+"""Mixes corpora by weight: the corpus of sample k is a pure function of k.
 
 The corpora are the leaves of a binary tree.  Of the first m samples that reach a node, round(m * w) go left, w being
 the left side's share of the node's weight.  This count grows by 0 or 1 with m,
@@ -6,9 +6,9 @@ so sample number m goes left exactly when the count grows, and the count is its 
 the root takes a few divisions of exact integers: no table, no loop over earlier samples, and every corpus gives its
 samples 0, 1, 2, ... without gap.
 
-The tree is Huffman's, which puts the two lightest together first.  A node is off by half a sample at most, of which a
-corpus of weight p below a side of weight s feels the part p / s; and from one node above it to the next s grows as the
-Fibonacci numbers do, or faster.  So after any number of samples a corpus is off its share by at most half the sum of
+The tree is Huffman's, which puts the two lightest together first.  A node's count is off by half a sample at most, of
+which a corpus of weight p below a side of weight s gets the part p / s; and from one node above it to the next, s grows
+as the Fibonacci numbers do, or faster.  So after any number of samples a corpus is off its share by at most half of
 1 / 1 + 1 / 1 + 1 / 2 + 1 / 3 + 1 / 5 + ..., less than 1.7 samples, however many corpora there are.
 """
 
@@ -34,7 +34,7 @@ class Choice(NamedTuple):
 
 
 class WeightedPrefix(NamedTuple):
-    """A corpus of a mixture; weight None: in proportion to its size."""
+    """A corpus of a mixture; its weight is None if it is mixed in proportion to its size."""
 
     prefix: str
     weight: Fraction | None
@@ -77,7 +77,7 @@ class BlendedSamples:
 
     @property
     def seq_length(self) -> int:
-        """Inputs in a sample."""
+        """The number of inputs in a sample."""
         return self._sources[0].seq_length
 
     def sample(self, k: int) -> NDArray[np.int64]:

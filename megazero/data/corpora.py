@@ -1,4 +1,4 @@
-"""The corpora of a run: opened, checked against the vocabulary, and made into samples.
+"""Opens the corpora of a run, checks them against the vocabulary, and makes samples of them.
 
 Either --data-path names corpora that --split cuts into three, or each split has corpora of its own, read whole
 (--train-data-path, --valid-data-path, --test-data-path).
@@ -33,7 +33,7 @@ class Corpora:
     """The opened corpora of a run.
 
     data_path: the values of the flag ("PREFIX", or weights and prefixes).  split: "969,30,1".
-    own_paths: the values of the flags of splits' own corpora, by the split's name; in place of the two others.
+    own_paths: the values of the flags of splits' own corpora, by the split's name; they replace the two others.
     Raises DataError with the problems of every corpus.
     """
 
@@ -78,7 +78,7 @@ class Corpora:
 
     @property
     def bytes_per_token(self) -> float | None:
-        """UTF-8 bytes of text that a token stands for, over all whole corpora; None when a sidecar is missing."""
+        """The bytes of UTF-8 text that a token stands for, over all whole corpora; None when a sidecar is missing."""
         known = [sidecar for _, sidecar in self._known_sidecars()]
         tokens = sum(sidecar.tokens for sidecar in known)
         if len(known) < len(self._corpora) or tokens == 0:
@@ -103,7 +103,7 @@ class Corpora:
         return sum(share * ratio for share, ratio in zip(shares, ratios, strict=True)) / sum(shares)
 
     def is_given(self, split: str) -> bool:
-        """Return whether a split has a share of the corpora, or corpora of its own."""
+        """Return True if a split has a share of the corpora, or corpora of its own."""
         return bool(self._split[1][SPLIT_NAMES.index(split)]) if self._split else split in self._mixtures
 
     def vocabulary_problems(self, vocab_size: int, tokenizer: TokenizerSpec | None = None) -> list[Problem]:
@@ -123,12 +123,12 @@ class Corpora:
         return problems
 
     def samples(self, split: str, *, seq_length: int, seed: int, vocab_size: int) -> Samples:
-        """Return the samples of "train", "valid" or "test";
+        """Return the samples of "train", "valid" or "test".
 
-        raises DataError, with counts, if a corpus has none there.
+        Raises DataError, with counts, if a corpus has none there.
         """
         mixture = self._mixtures[split]
-        # Orders differ between splits and between corpora: each has a stream of its own.
+        # Each split of each corpus has a separate stream, so that their orders differ.
         first_stream = SPLIT_NAMES.index(split) * max(map(len, self._mixtures.values()))
         sources: list[SampleSource] = []
         problems: list[Problem] = []

@@ -1,4 +1,4 @@
-"""Token files: the `.bin/.idx` pair of the Megatron family, read through mmap.
+"""Reads token files through mmap: the `.bin/.idx` pair of the Megatron family.
 
 `PREFIX.bin` holds the ids of all *sequences*, back to back, in one integer type.  `PREFIX.idx` lists where sequences
 and *documents* begin (all integers little endian, nothing aligned; S sequences, D - 1 documents):
@@ -16,8 +16,8 @@ and *documents* begin (all integers little endian, nothing aligned; S sequences,
 
 Sequences lie back to back, so the token range [a, b) of the corpus is the slice [a, b) of the .bin.  When a file is
 opened, all of its index is checked, in blocks of bounded size.  Reading the index of a *large* corpus would take
-minutes, so there only the header, the sizes, both ends and blocks spread evenly over it are; every lookup checks its
-entries against their neighbours, which finds a series of wrong ones at its edges, and `check` checks them all.
+minutes, so there only the header, the sizes, both ends and blocks spread evenly over it are checked; every lookup
+compares its entries with their neighbours, which finds a series of wrong ones at its edges, and `check` checks all.
 
 The int64 arrays start at an odd multiple of two.  numpy copies a misaligned array whole before it searches in it or
 computes with it, so queries read single elements (bisect) and only blocks are ever copied.
@@ -46,9 +46,9 @@ TYPE_CODES = {np.dtype(kind): code for code, kind in INTEGER_TYPES.items()}
 FLOAT_CODES = frozenset({6, 7})
 
 LARGEST_LENGTH = 2**31 - 1
-# Vocabularies from here on are stored as int32; the field's tools leave a little room below 2**16.
+# Vocabularies of at least this size are stored as int32; the field's tools leave a little room below 2**16.
 UINT16_VOCABULARY = 65_500
-# Elements checked at a time: 8 MiB of int64.
+# The number of elements checked at a time: 8 MiB of int64.
 CHECK_BLOCK = 1 << 20
 # A corpus with more than WHOLE_BLOCKS blocks of sequences or documents has only SPREAD_BLOCKS small ones checked.
 WHOLE_BLOCKS = 4
@@ -56,7 +56,7 @@ SPREAD_BLOCKS, SPREAD_BLOCK = 64, 4096
 
 
 def token_dtype(vocab_size: int) -> "np.dtype[Any]":
-    """Return the integer type in which ids of a vocabulary of `vocab_size` entries are location."""
+    """Return the integer type in which the ids of a vocabulary of `vocab_size` entries are stored."""
     return np.dtype(np.uint16 if vocab_size < UINT16_VOCABULARY else np.int32)
 
 
@@ -87,7 +87,7 @@ class IndexedDataset:
     """A corpus, its index memory-mapped and checked (see above for how much of it).
 
     name: the prefix as it was given.  prefix: that of the .idx and .json on this machine; for a corpus in an object
-    store that of the cached copy.
+    store, that of the cached copy.
     Raises DataError, with every missing file or the first defect that makes the rest meaningless.
     """
 
@@ -116,7 +116,7 @@ class IndexedDataset:
 
     @property
     def is_large(self) -> bool:
-        """Whether opening the corpus checked a part of its index only."""
+        """True if only a part of the index was checked when the corpus was opened."""
         return max(self.num_sequences, self.num_documents) > WHOLE_BLOCKS * CHECK_BLOCK
 
     @property
@@ -182,9 +182,9 @@ class IndexedDataset:
         return TokenPosition(document, token - self.sequence_start(self._sequences_of(document).start))
 
     def check(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Check every entry of the index; calls progress(entries done, entries in all) after every block.
+        """Check every entry of the index; call progress(entries done, entries in all) after every block.
 
-        Raises DataError for the first that is wrong.
+        Raises DataError for the first wrong entry.
         """
         advise(self._index, mmap.MADV_SEQUENTIAL)
         self._check_blocks(_cut(self.num_sequences), _cut(len(self._documents)), progress)
@@ -263,7 +263,7 @@ class IndexedDataset:
             )
 
     def _sequences_of(self, document: int) -> range:
-        # Check its own two entries, and those beside them: an entry out of order contradicts one of its neighbours.
+        # Check the document's two entries, and those beside them: an entry out of order contradicts a neighbour.
         self._check_entries(document, document + 3)
         first, stop = int(self._documents[document]), int(self._documents[document + 1])
         if not 0 <= first <= stop <= self.num_sequences:
@@ -322,7 +322,7 @@ def _cut(count: int) -> Iterator[range]:
 
 
 def _spread(count: int) -> Iterator[range]:
-    """Cut small blocks out of [0, count), evenly spread from begin to end; all of it where that is no more."""
+    """Cut small blocks, spread evenly from begin to end, out of [0, count); all of it if that is no more."""
     if count <= SPREAD_BLOCKS * SPREAD_BLOCK:
         return _cut(count)
     firsts = ((count - SPREAD_BLOCK) * number // (SPREAD_BLOCKS - 1) for number in range(SPREAD_BLOCKS))

@@ -1,4 +1,4 @@
-"""Batches: the samples of a step, cut into micro-batches, and read ahead in the background (pinned for a GPU).
+"""Cuts the samples of a step into micro-batches, and reads them ahead in the background (pinned for a GPU).
 
 Step i of a run with global batch size B takes samples [i * B, (i + 1) * B), whatever the layout.  With D data-parallel
 ranks and micro-batch size b, micro-batch m of rank d starts at sample
@@ -8,8 +8,8 @@ ranks and micro-batch size b, micro-batch m of rank d starts at sample
 so a layout determines which rank reads a sample, never which samples a step has.  The state of a loader is one integer:
 the number of samples consumed.
 
-Where the documents in a sample matter, every token has the number of its document (`documents`, counted from 0 in each
-sample) and its position in that (`positions`).  A document ends with its end-of-document token; without one it
+If the layout distinguishes documents, every token has the number of its document (`documents`, counted from 0 in each
+sample) and its position in it (`positions`).  A document ends with its end-of-document token; without one it
 continues in the next text.
 """
 
@@ -34,7 +34,7 @@ POLL_SECONDS = 0.1
 class BatchLayout:
     """The distribution of a step's samples over data-parallel ranks and micro-batches, and this rank's part of it.
 
-    masked_token: positions whose input is this id do not count in the loss (--eod-mask-loss); None: all count.
+    masked_token: positions whose input is this id do not count in the loss (--eod-mask-loss); None: all of them count.
     document_end: the id of end-of-document tokens; required by the two that follow.
     resets_positions, resets_attention: micro-batches have `positions`, and `documents`.
     pins: batches lie in pinned memory, from where a GPU copies them while the host continues.
@@ -91,7 +91,7 @@ class StepBatch(NamedTuple):
 
 
 def build_step_batch(source: Samples, first_sample: int, layout: BatchLayout) -> StepBatch:
-    """Build the batch of the step that starts at sample `first_sample`; raises what `source.sample` raises."""
+    """Build the batch of the step that starts at sample `first_sample`; raises every error of `source.sample`."""
     return StepBatch(
         first_sample, [_micro_batch(source, first, layout) for first in layout.first_samples(first_sample)]
     )
@@ -131,7 +131,7 @@ class BatchLoader:
     """An endless iterator over StepBatches that reads `prefetch` steps ahead in one background thread.
 
     An error of the source is raised by the `next` that would have returned its batch.  With prefetch 0 there is no
-    thread.  Close it, or use it as a context manager.  clock: seconds that only grow.
+    thread.  Close it, or use it as a context manager.  clock: a function that returns seconds, which never decrease.
     """
 
     def __init__(

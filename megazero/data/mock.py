@@ -1,4 +1,4 @@
-"""Synthetic samples for timing and for trying a layout without a corpus (--mock-data).
+"""Makes synthetic samples for timing and for trying a layout without a corpus (--mock-data).
 
 Every sample counts upwards through the vocabulary from a start that depends on (seed, k), so a model learns it within
 minutes and a falling loss still means something.

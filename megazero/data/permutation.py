@@ -1,4 +1,4 @@
-"""A shuffled order of [0, n) that needs no table: a keyed permutation, evaluated one element at a time.
+"""Shuffles [0, n) without a table, by a keyed permutation that is evaluated one element at a time.
 
 A *Feistel network* writes a number as two digits (left, right) of base a and mixes one digit into the other, round by
 round; every round is invertible, so the whole is a bijection of [0, a * a) for any round function (Luby and Rackoff

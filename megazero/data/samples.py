@@ -1,4 +1,4 @@
-"""Samples: the tokens of sample k of the run, as a pure function of (seed, k).
+"""Computes the tokens of sample k of the run, as a pure function of (seed, k).
 
 A *split* cuts a corpus into three contiguous ranges of sequences (train, valid, test).  The tokens of a range, taken
 as one long row, make n = (tokens - 1) // seq_length samples of seq_length + 1 tokens; neighbours share one token, the
@@ -15,8 +15,8 @@ any k costs nothing.  Sequences lie back to back, so a sample is one slice of th
 Samples can be *skipped*: spans of their numbers are left out, for instance where a loss diverged.  The remaining ones
 move up, so sample k of the run is then sample k + s of all, s being the number of skipped ones before it.  That is
 again a function of k alone: it holds at any layout, and on resuming with the same spans.  A span that is new at a
-restart, after c samples, and lies ahead of c removes just its samples.  One that lies behind c has been read already;
-it moves the rest up all the same, so as many samples behind c as it is long are not read.
+restart, after c samples, and lies ahead of c removes only its own samples.  One that lies behind c has been read
+already; it moves the rest up nevertheless, so after c as many samples as it is long are not read.
 """
 
 from bisect import bisect_right
@@ -36,7 +36,7 @@ SPLIT_NAMES = ("train", "valid", "test")
 
 
 class Split(NamedTuple):
-    """Shares of train, valid and test; they add up to 1."""
+    """The shares of train, valid and test, which add up to 1."""
 
     train: float
     valid: float
@@ -44,7 +44,7 @@ class Split(NamedTuple):
 
 
 class SplitRanges(NamedTuple):
-    """Contiguous ranges of sequences."""
+    """The contiguous ranges of sequences of train, valid and test."""
 
     train: range
     valid: range
@@ -65,7 +65,7 @@ class Samples(Protocol):
 
 
 def parse_split(text: str) -> Split:
-    """Parse "969,30,1": up to three weights, normalised to 1; those left out are 0, so "1" makes all of it train.
+    """Parse "969,30,1": up to three weights, normalised to 1; missing ones are 0, so "1" makes all of it train.
 
     Raises DataError for anything else.
     """

@@ -1,8 +1,9 @@
-"""The sidecar: facts about a corpus that its token file has no room for, in `PREFIX.json` beside it.
+"""Reads and writes the sidecar, which holds facts about a corpus that its token file has no room for.
 
-It names the tokenizer of the tokens, so that a wrong vocabulary is found before a run starts, and the bytes of text
-that they stand for, so that a loss can be given in bits per byte.  A corpus without one (made by another tool) is
-usable; one whose counts disagree with the index belongs to other data and is refused.
+The sidecar is `PREFIX.json` beside the token file.  It names the tokenizer of the tokens, so that a wrong vocabulary is
+found before a run starts, and the bytes of text that the tokens stand for, so that a loss can be given in bits per
+byte.  A corpus without a sidecar (made by another tool) is usable; a sidecar whose counts disagree with the index
+belongs to other data and is refused.
 """
 
 import json
@@ -95,7 +96,7 @@ def read_sidecar(dataset: IndexedDataset) -> Sidecar | None:
 
 
 def load_sidecar(path: Path) -> Sidecar:
-    """Parse a sidecar's file, of whatever corpus; raises DataError if it is damaged."""
+    """Parse the file of a sidecar of any corpus; raises DataError if it is damaged."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

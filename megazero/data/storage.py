@@ -1,4 +1,4 @@
-"""Storage of corpora: readers of tokens on a disk, or in anything that fsspec opens.
+"""Reads the tokens of corpora from a disk, or from any storage that fsspec opens.
 
 A *token reader* returns the tokens [start, stop) of a .bin.  On a disk they come from a memory map, or (no map) from
 positional reads.  A prefix with a *scheme*, such as s3://bucket/folder/name, lies in an *object store*: its index and
@@ -7,7 +7,7 @@ its sidecar are copied once into a cache folder, and tokens are read from the .b
 A cached copy is named by the identity of the content: the store's own checksums and sizes of the three files, and the
 sidecar itself, which holds digests of the two others.  A corpus that was made anew under the same prefix gets another
 copy, so an index is never used with other tokens.  The folder may be removed whenever no run is starting.  While a run
-reads, it checks now and then that the .bin has not been replaced.
+reads, it checks at intervals that the .bin has not been replaced.
 """
 
 import fcntl
@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from megazero.errors import DataError, Problem, raise_problems
 from megazero.files import cannot_read, cannot_write, written_aside
 
-# Two characters at least: a single one would be a drive.
+# A scheme has at least two characters: a single one would be a drive.
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 # A failed request is retried after pauses that grow threefold: 20 s in all, for a store that restarts.
 ATTEMPTS = 5
@@ -46,7 +46,7 @@ CHECK_SECONDS = 60.0
 NO_OBJECT = (404, 410)
 # Files up to this size are left to the system's reading ahead; ranges from this length on are prefetched as a whole.
 SMALL_FILE_BYTES, LONG_RANGE_BYTES = 1 << 30, 1 << 18
-# Bytes of an index that are copied at a time.
+# The number of bytes of an index that are copied at a time.
 COPY_BYTES = 64 << 20
 
 Result = TypeVar("Result")
@@ -56,8 +56,8 @@ Result = TypeVar("Result")
 class Access:
     """The settings with which a run reads its corpora.
 
-    maps: token files on a disk are mapped into memory; False: every read is a system call of its own.
-    index_folder: the folder for indexes of corpora in object stores; None: one in the user's cache folder.
+    maps: True if token files on a disk are mapped into memory; False makes every read a system call.
+    index_folder: the folder for indexes of corpora in object stores; None for one in the user's cache folder.
     """
 
     maps: bool = True
@@ -68,7 +68,7 @@ PLAIN_ACCESS = Access()
 
 
 class TokenReader(Protocol):
-    """The tokens of a .bin, by their numbers."""
+    """A reader of the tokens of a .bin, by their numbers."""
 
     def tokens(self, start: int, stop: int) -> NDArray[Any]:
         """Return tokens [start, stop): a read-only array [stop - start]; the range must be inside the file."""
@@ -84,12 +84,12 @@ class CorpusLocation(NamedTuple):
 
 
 def is_remote(prefix: str) -> bool:
-    """Return whether the prefix names an object store."""
+    """Return True if the prefix names an object store."""
     return SCHEME.match(prefix) is not None
 
 
 def output_problems(prefix: str) -> list[Problem]:
-    """Return the problems of writing a corpus there."""
+    """Return the problems of writing a corpus at this prefix."""
     if not is_remote(prefix):
         return []
     given = f"--output-prefix {prefix}"
@@ -123,7 +123,7 @@ def map_file(path: Path) -> mmap.mmap | bytes:
 
 
 class MappedTokens:
-    """Tokens as a view of the mapped file.
+    """A reader of tokens as a view of the mapped file.
 
     A page that is missing is read with its neighbours, so a small file is soon in memory.  Samples of a large one are
     spread over it, and neighbours (megabytes on some machines) would be read for nothing; so there pages are read one
@@ -153,7 +153,7 @@ def advise(memory: mmap.mmap | bytes, option: int, start: int = 0, length: int |
 
 
 class PositionedTokens:
-    """Tokens by positional reads: no page tables to fill, and an I/O error is an error instead of a signal."""
+    """A reader of tokens by positional reads, without page tables to fill; an I/O error is an exception, no signal."""
 
     def __init__(self, path: Path, dtype: "np.dtype[Any]") -> None:
         self._path, self._dtype = path, dtype
@@ -184,7 +184,7 @@ class PositionedTokens:
 
 
 class RemoteTokens:
-    """Tokens by byte ranges of an object."""
+    """A reader of tokens by byte ranges of an object."""
 
     def __init__(self, store: "_Store", dtype: "np.dtype[Any]") -> None:
         self._store, self._dtype = store, dtype
@@ -270,7 +270,7 @@ class _Store:
         return int(size), f"{ending} {size} {self._request(ending, self._system.checksum)}"
 
     def _check_unchanged(self) -> None:
-        """Raise DataError when the .bin is not the one that `identity` found."""
+        """Raise DataError if the .bin is not the one that `identity` found."""
         self._last_check = time.monotonic()
         self._system.invalidate_cache()
         size, fingerprint = self._fingerprint("bin")
@@ -311,9 +311,9 @@ def _hides_failure(error: FileNotFoundError) -> bool:
 
 
 def _within(seconds: float, call: Callable[[], Result]) -> Result:
-    """Return a call's result; TimeoutError when it takes longer, and its thread is abandoned.
+    """Return a call's result; raise TimeoutError if it takes longer, and abandon its thread.
 
-    Drivers have time limits of their own, but some multiply them by retries of theirs.
+    Drivers have their own time limits, but some multiply them by their retries.
     """
     result: Future[Result] = Future()
 

@@ -1,4 +1,4 @@
-"""Tokenizers: text to ids and back, thin adapters over the `tokenizers` and `sentencepiece` libraries.
+"""Converts text to ids and back, with thin adapters over the `tokenizers` and `sentencepiece` libraries.
 
 Every tokenizer has an *end-of-document* id (eod), which preprocessing appends to a document on request.
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 GPT2_BPE = "GPT2BPETokenizer"
 SENTENCE_PIECE = "SentencePieceTokenizer"
 BYTE = "ByteTokenizer"
-# The files each type reads, by flag.
+# {type of tokenizer: names of the flags of the files it reads}
 FILES = {GPT2_BPE: ("vocab_file", "merge_file"), SENTENCE_PIECE: ("tokenizer_model",), BYTE: ()}
 
 END_OF_TEXT = "<|endoftext|>"
@@ -121,7 +121,7 @@ class ByteTokenizer:
 
 
 class Gpt2BpeTokenizer:
-    """Byte-level BPE in GPT-2's two files."""
+    """A tokenizer by byte-level BPE, in GPT-2's two files."""
 
     def __init__(self, vocab_file: Path, merge_file: Path) -> None:
         vocab = _read_vocab(vocab_file)
@@ -157,14 +157,14 @@ class Gpt2BpeTokenizer:
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model of either kind (BPE, unigram)."""
+    """A tokenizer by a SentencePiece model of either kind (BPE, unigram)."""
 
     def __init__(self, model_file: Path) -> None:
         from sentencepiece import SentencePieceProcessor
 
         self._model = SentencePieceProcessor()
         try:
-            # From the bytes: the library prints to stderr when it opens a file it cannot read.
+            # Loaded from the bytes: the library prints to stderr when it opens a file it cannot read.
             self.content = model_file.read_bytes()
             self._model.LoadFromSerializedProto(self.content)
         except (RuntimeError, OSError) as error:

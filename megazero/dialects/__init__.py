@@ -1,1 +1,1 @@
-"""What other projects' flags and configuration files mean here."""
+"""Translates the flags and configuration files of other projects into settings of megazero."""

@@ -1,10 +1,10 @@
-"""Flags of Megatron-LM and Megatron-DeepSpeed that are not settings of megazero, so that known launch scripts work.
+"""Lists flags of Megatron-LM and Megatron-DeepSpeed that are no settings of megazero, so that launch scripts work.
 
-Four tables, and a fifth of what is legal instead.  A *shorthand* sets a setting to a value.  An *accepted* flag changes
-nothing that megazero could do otherwise; it earns a one-line notice.  A *fixed* flag is accepted with the values that
-say what megazero does anyway, and refused with any other.  A *refused* flag asks for an effect megazero doesn't have:
-it is an error, because a run that silently ignores it would not be the run that was asked for.  Names are written
-without the two dashes.
+There are four tables of flags, and a fifth of legal alternatives.  A *shorthand* sets a setting to a value.  An
+*accepted* flag would change nothing in megazero, and causes a one-line notice.  A *fixed* flag is accepted with the
+values that describe what megazero does in any case, and refused with any other.  A *refused* flag requests an effect
+that megazero doesn't have: it is an error, because a run that ignores it would not be the requested one.  Names are
+written without the two dashes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 @dataclass(frozen=True)
 class Shorthand:
-    """Sets `field` to `value`; another value said beside it clashes, unless it is one of `gives_way_to`."""
+    """A flag that sets `field` to `value`; another value beside it is an error, unless it is in `gives_way_to`."""
 
     field: str
     value: str
@@ -39,8 +39,8 @@ SHORTHANDS: Mapping[str, Shorthand] = MappingProxyType(
     }
 )
 
-# Settings of megazero that published launch scripts give by these flags also where they have no effect, in Megatron-LM
-# or Megatron-DeepSpeed as little as here; a flag that would stop those programs then is not among them.
+# Settings of megazero that published launch scripts give by these flags even where they have no effect, neither in
+# Megatron-LM or Megatron-DeepSpeed nor here; a flag that would stop those programs then is not among them.
 _PUBLISHED = (
     "accumulate-allreduce-grads-in-fp32 adam-beta1 adam-beta2 adam-eps attention-backend checkpoint-in-cpu"
     " checkpoint-num-layers contigious-checkpointing data-cache-path eval-interval hysteresis initial-loss-scale"
@@ -55,7 +55,7 @@ PUBLISHED: frozenset[str] = frozenset(_PUBLISHED.split())
 
 @dataclass(frozen=True)
 class Fixed:
-    """A flag with one meaning here: `values` are those that say so, `rule` what megazero does."""
+    """A flag of which megazero supports certain `values` only; `rule` describes what megazero does."""
 
     values: tuple[str, ...]
     rule: str
@@ -95,7 +95,7 @@ FIXED: Mapping[str, Fixed] = MappingProxyType(
 
 
 def _rows(rows: Iterable[tuple[str, str]]) -> Mapping[str, str]:
-    """(text, names separated by blanks) -> name -> text."""
+    """Return {name: text} from rows of (text, names separated by blanks)."""
     return MappingProxyType({name: text for text, names in rows for name in names.split()})
 
 
@@ -307,7 +307,7 @@ REFUSED: Mapping[str, str] = _rows(
 _CHUNK_LENGTH = "--num-layers-per-virtual-pipeline-stage N"
 _LAYERS_OF_CHUNKS = "--pipeline-split N,N,..."
 
-# What says the same with settings of megazero: legal in place of a fixed flag's other values, or of a refused flag.
+# {flag: settings of megazero with the same meaning}, a legal alternative to a refused flag, or to a fixed flag's value.
 INSTEAD: Mapping[str, str] = _rows(
     (
         (_CHUNK_LENGTH, "virtual-pipeline-model-parallel-size num-virtual-stages-per-pipeline-rank"),
@@ -324,7 +324,7 @@ INSTEAD: Mapping[str, str] = _rows(
     )
 )
 
-# Answers of the same kinds for the flags of the field's preprocessing tools (tools/preprocess_data.py).
+# The same tables for the flags of the field's preprocessing tools (tools/preprocess_data.py).
 PREPROCESSING_ACCEPTED: Mapping[str, str] = _rows(
     (
         ("documents always come in the input's order", "keep-sequential-samples"),

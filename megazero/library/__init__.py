@@ -1,1 +1,1 @@
-"""megazero around any torch.nn.Module: `engine = megazero.initialize(model, config)`."""
+"""Trains any torch.nn.Module with ZeRO: `engine = megazero.initialize(model, config)`."""

@@ -91,7 +91,7 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_sta
 
 
 class _State:
-    """One kind of state of one parameter: "master", "gradient", or the optimizer's name for it."""
+    """One kind of state of one parameter: "master", "gradient", or the optimizer's name of a state."""
 
     def __init__(self, param: nn.Parameter, kind: str) -> None:
         self._engine, self._name = _engine_of(param)
@@ -176,7 +176,7 @@ class _State:
 
 
 def _engine_of(param: nn.Parameter) -> tuple[Engine, str]:
-    """The engine that owns the parameter, and the parameter's name there."""
+    """Return the engine that owns the parameter, and the parameter's name there; raise UsageError if there is none."""
     handle = handle_of(param)
     if handle is None or not isinstance(handle.owner, Engine):
         given = f"a parameter of shape {tuple(param.shape)} without an engine"
@@ -191,7 +191,7 @@ def _is_trained(engine: Engine, name: str) -> bool:
 
 
 def _checked_key(param: nn.Parameter, key: str) -> str:
-    """The key, if the parameter's optimizer has such state from its first step on; raises UsageError if not."""
+    """Return the key if the parameter's optimizer has such state from its first step on; raise UsageError if not."""
     engine, name = _engine_of(param)
     inner = engine.settings.optimizer
     keys = inner.moments

@@ -1,7 +1,7 @@
-"""A communicator over one process group that the user has made, for callers that need no mesh.
+"""Makes a communicator over a process group that the user has made, for callers that need no mesh.
 
-Without a group it is over all processes of the job.  They join here, as the launcher's environment says, if torch's
-default group does not exist yet.
+Without a group, the communicator is over all processes of the job.  If torch's default group does not exist yet, they
+join in one here, as the launcher's environment describes the job.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from megazero.parallel.launch import Launch
 
 
 def adopt_group(group: Any = None) -> Communicator:
-    """A communicator over a torch process group; None: over all processes of the job.  One alone needs no group.
+    """Return a communicator over a torch process group, by default over all processes; one process needs no group.
 
     Raises TopologyError when this process is not in the group.
     """
@@ -43,7 +43,7 @@ def adopt_group(group: Any = None) -> Communicator:
 
 
 def own_device() -> torch.device:
-    """The device of this process: its default group's or, without a group, its GPU, else the CPU."""
+    """Return the device of this process: that of its default group or, without one, its GPU if any, else the CPU."""
     return joined_device() if is_joined() else choose_device("auto", Launch.from_environment().local_rank)
 
 
@@ -56,7 +56,7 @@ def _join_others() -> None:
 
 
 class _AllocatedScratch:
-    """Scratch memory allocated for each lease and freed after it, for rare collectives."""
+    """A scratch whose memory is allocated for each lease and freed after it, for rare collectives."""
 
     def lease(self, numel: int, dtype: torch.dtype) -> "_Lease":
         return _Lease(torch.empty(numel, dtype=dtype, device=own_device()))
@@ -67,4 +67,4 @@ class _Lease:
         self.tensor = tensor
 
     def release(self) -> None:
-        """The memory is freed with this object."""
+        """Do nothing: the memory is freed with this object."""

@@ -1,4 +1,4 @@
-"""A mesh over process groups that the user's program has made.
+"""Makes a mesh over process groups that the user's program has made.
 
 The program may have joined the job already, and may run tensor parallelism of its own.  Its groups are given in one of
 three forms:
@@ -10,7 +10,7 @@ three forms:
 
 Ranks need not be numbered as a `Topology` numbers them: this rank's number follows from its places in the two groups,
 and collectives over "world" run over one group first, then over the other.  The second data-parallel group, over which
-parameters are gathered, is made here, which every process of the job takes part in.
+parameters are gathered, is made here by a collective call of all processes of the job.
 """
 
 from collections.abc import Callable
@@ -42,24 +42,24 @@ class ForeignGroups(NamedTuple):
 
 
 def is_joined() -> bool:
-    """True if this process has a default process group."""
+    """Return True if this process has a default process group."""
     return dist.is_available() and dist.is_initialized()
 
 
 def joined_device() -> torch.device:
-    """The device of the default process group: this process's current GPU, or the CPU."""
+    """Return the device of the default process group: this process's current GPU, or the CPU."""
     uses_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config(_default_group())
     return torch.device("cuda", torch.cuda.current_device()) if uses_gpu else torch.device("cpu")
 
 
 def adopt_default(device: torch.device, scratch: Scratch) -> Mesh:
-    """A mesh in which all processes of the default group are data parallel; a collective call."""
+    """Return a mesh in which all processes of the default group are data parallel; a collective call."""
     group = _default_group()
     return make_mesh(Topology(dp=dist.get_world_size(group)), dist.get_rank(group), device, scratch)
 
 
 def adopt(foreign: Any, device: torch.device, scratch: Scratch) -> Mesh:
-    """A mesh over the user's groups; every process of the job calls this.  Raises TopologyError."""
+    """Return a mesh over the user's groups; a collective call of the whole job.  Raises TopologyError."""
     groups = find_groups(foreign)
     data = dist.get_process_group_ranks(groups.data)
     tensor = [dist.get_rank()] if groups.tensor is None else dist.get_process_group_ranks(groups.tensor)
@@ -99,7 +99,7 @@ def find_groups(foreign: Any) -> ForeignGroups:
 
 
 class TwoAxes:
-    """Collectives over the product of two axes: rank = outer rank * inner size + inner rank."""
+    """A communicator over the product of two axes: rank = outer rank * inner size + inner rank."""
 
     def __init__(self, outer: Communicator, inner: Communicator) -> None:
         self._outer, self._inner = outer, inner

@@ -1,9 +1,9 @@
-"""The configuration of the library: how `megazero.initialize(model, config)` trains one model.
+"""The configuration of the library, with which `megazero.initialize(model, config)` trains one model.
 
 It has two forms.  megazero's own has the sections `zero`, `precision`, `activations`, `optimizer` and `scheduler`,
 whose names and defaults are those of the dataclasses; DeepSpeed's is a published DeepSpeed configuration
 (megazero/dialects/deepspeed).  Both may be a mapping, a JSON file or a YAML file; `load_engine_config` takes any of
-them and gives an `EngineConfig` that has been checked.  A configuration with only keys that both forms have (the
+them and returns an `EngineConfig` that has been checked.  A configuration with only keys that both forms have (the
 optimizer's, the batch's) is read as DeepSpeed's.  The number of processes is still unknown then: `resolve_batch`
 computes the batch's sizes from it.
 """
@@ -71,12 +71,12 @@ _FORMS = "zero, precision, ... of megazero, or zero_optimization, fp16, bf16, ..
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class EngineConfig:
-    """How one model is trained.
+    """The settings by which an engine trains one model.
 
     gradient_clipping: largest global gradient norm; 0 clips nothing.
     gradient_accumulation_steps, train_micro_batch_size_per_gpu, train_batch_size: the batch's sizes as they are given,
-    None where they are not; `resolve_batch` gives all of them.
-    notices: lines about keys without effect and keys that are "auto".
+    None where they are not; `resolve_batch` returns all of them.
+    notices: one-line texts about keys without effect and keys that are "auto".
     automatic_sizes: sizes of the batch that are "auto" in a DeepSpeed configuration, as messages name them.
     origin: USER, or FOREIGN where a DeepSpeed configuration has set the settings.
     """
@@ -96,7 +96,7 @@ class EngineConfig:
 
 
 def load_engine_config(config: EngineConfig | Mapping[str, Any] | str | Path) -> EngineConfig:
-    """The configuration, checked and complete; raises ConfigError with everything that is wrong."""
+    """Return the configuration, checked and complete; raise ConfigError with all problems."""
     if isinstance(config, EngineConfig):
         return _checked(config)
     if isinstance(config, Mapping):
@@ -110,7 +110,7 @@ def load_engine_config(config: EngineConfig | Mapping[str, Any] | str | Path) ->
 
 
 def resolve_batch(config: EngineConfig, data_parallel_size: int) -> BatchSizes:
-    """The batch's sizes on so many data-parallel processes; raises ConfigError when they contradict each other."""
+    """Return the batch's sizes on this many data-parallel processes; raise ConfigError if they contradict."""
     given = GivenSizes(
         config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
     )
@@ -121,7 +121,7 @@ def resolve_batch(config: EngineConfig, data_parallel_size: int) -> BatchSizes:
 
 
 def automatic_sizes(config: EngineConfig, sizes: BatchSizes) -> tuple[str, ...]:
-    """One line for each size of the batch that is "auto" in a DeepSpeed configuration, with what it became."""
+    """Return one line, with the resulting value, for each size of the batch that is "auto" in a DeepSpeed file."""
     became = {KEYS["train"]: sizes.train, KEYS["micro"]: sizes.micro, KEYS["accumulation"]: sizes.accumulation}
     texts = {
         name: "the size of what the program passes" if size is None else shown(size) for name, size in became.items()
@@ -185,7 +185,7 @@ def _from_own(content: Mapping[str, Any], location: Location) -> EngineConfig:
     plain = _values(infos, location, {name: content[name] for name in _PLAIN if name in content}, diagnostics)
     parts = EngineParts(zero, precision, activations, optimizer, scheduler)
     diagnostics.problems.extend(_problems(parts, location))
-    if sections_are_valid:  # else defaults stand in for what is not
+    if sections_are_valid:  # else defaults stand in for invalid values
         diagnostics.problems.extend(_moot(parts, location))
     raise_problems(ConfigError, diagnostics.problems)
     return EngineConfig(
@@ -200,7 +200,7 @@ def _from_own(content: Mapping[str, Any], location: Location) -> EngineConfig:
 
 
 def _mapping(location: Location, value: Any, diagnostics: Diagnostics) -> Mapping[str, Any]:
-    """The value as a section; an empty one stands in for what is none."""
+    """Return the value if it is a mapping, else an empty one; any value but None is then added as a problem."""
     if isinstance(value, Mapping):
         return value
     if value is not None:
@@ -219,7 +219,7 @@ def _section(cls: type[_Section], location: Location, value: Any, diagnostics: D
 def _values(
     infos: Mapping[str, FieldInfo], location: Location, raw: Mapping[str, Any], diagnostics: Diagnostics
 ) -> dict[str, Any]:
-    """The values of settings by their names; `infos` may have several names for one."""
+    """Return the values by the names of their settings; `infos` may have several names for one setting."""
     values: dict[str, Any] = {}
     for name, value in raw.items():
         where, info = location.key(str(name)), infos.get(name)
@@ -259,7 +259,7 @@ def _scheduler(location: Location, value: Any, diagnostics: Diagnostics, lr: flo
 
 
 def _problems(parts: EngineParts, location: Location) -> Iterator[Problem]:
-    """The problems between settings, by their dotted names."""
+    """Yield the problems between settings, which are quoted by their dotted names."""
 
     def spell(name: str) -> str:
         return f"{'zero' if name in ZeroConfig.__dataclass_fields__ else 'precision'}.{name}"
@@ -270,7 +270,7 @@ def _problems(parts: EngineParts, location: Location) -> Iterator[Problem]:
 
 
 def _moot(parts: EngineParts, location: Location) -> Iterable[Problem]:
-    """The problems of settings that have no effect."""
+    """Return the problems of settings that have no effect."""
     changed = {
         (name, info.name): value
         for name in _SECTIONS
@@ -289,7 +289,7 @@ def _moot(parts: EngineParts, location: Location) -> Iterable[Problem]:
 
 
 def _undecidable(activations: ActivationConfig, location: Location) -> Iterator[Problem]:
-    """Switches on "auto", which a run of `pretrain_gpt.py` decides by the sizes of its own model."""
+    """Yield a problem for each switch that is "auto" and that only a run, which holds its model's sizes, can decide."""
     for name in ("partition_activations", "checkpoint_in_cpu"):
         if getattr(activations, name) == "auto":
             rule = f"{name} is decided by the size of checkpoints, which is not known before the model runs"
@@ -297,7 +297,7 @@ def _undecidable(activations: ActivationConfig, location: Location) -> Iterator[
 
 
 def _checked(config: EngineConfig) -> EngineConfig:
-    """A configuration made in Python: its sections are valid one by one; the names and what is between them are not."""
+    """Return a configuration made in Python, checked: names, and rules between settings; values are checked already."""
     diagnostics, location = Diagnostics(), Location("config")
     optimizer = choose_optimizer(
         location.key("optimizer"), config.optimizer.type, config.optimizer.params, diagnostics, defaults={}
@@ -309,7 +309,7 @@ def _checked(config: EngineConfig) -> EngineConfig:
         scheduler = choose_scheduler(where, scheduler.type, scheduler.params, diagnostics, lr=optimizer.lr)
     parts = EngineParts(config.zero, config.precision, config.activations, optimizer, scheduler)
     diagnostics.problems.extend(_problems(parts, location))
-    if config.origin is Origin.USER:  # a DeepSpeed configuration has earned its notices when it was read
+    if config.origin is Origin.USER:  # a DeepSpeed configuration got its notices when it was read
         diagnostics.problems.extend(_moot(parts, location))
     raise_problems(ConfigError, diagnostics.problems)
     notices = (*config.notices, *(notice for notice in diagnostics.notices if notice not in config.notices))

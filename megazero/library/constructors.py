@@ -1,4 +1,4 @@
-"""Observe the constructors of modules: which are running, and which torch functions they call.
+"""Observes the constructors of modules: which are running, and which torch functions they call.
 
 `ConstructorCalls` is a mode of one thread, which calls the methods of a `ConstructionHooks` (`zero_init.py` has one).
 """
@@ -22,14 +22,14 @@ class ConstructionHooks(Protocol):
     """Callbacks around the torch functions that constructors of modules call."""
 
     def release_unused(self) -> None:
-        """Memory is about to be allocated: release the parameters that need not be whole any more."""
+        """Release the parameters that need not be whole any more; called before memory is allocated."""
 
     def call_ended(self) -> None:
-        """A torch function that was called with guarded parameters has returned."""
+        """Release the parameters gathered for a call; called after a torch function with guarded parameters returns."""
 
 
 class ConstructorCalls(TorchFunctionMode):
-    """Calls the hooks before torch functions that allocate memory, and around those with guarded parameters."""
+    """A function mode that calls the hooks before allocations and around torch functions with guarded parameters."""
 
     def __init__(self, hooks: ConstructionHooks) -> None:
         super().__init__()
@@ -47,24 +47,24 @@ class ConstructorCalls(TorchFunctionMode):
             with torch._C.DisableTorchFunction():
                 self.hooks.call_ended()
                 if isinstance(result, torch.Tensor) and is_running(nn.Parameter.__new__):
-                    result.__class__ = nn.Parameter  # of `nn.Parameter(guarded)`, which wants its argument's class back
+                    result.__class__ = nn.Parameter  # `nn.Parameter(guarded)` must return this class
         return result
 
 
 def innermost() -> ConstructionHooks | None:
-    """The hooks of the innermost active `ConstructorCalls` of this thread; None without one."""
+    """Return the hooks of the innermost active `ConstructorCalls` of this thread, or None if there is none."""
     active_modes: Callable[[], list[TorchFunctionMode]] = _get_current_function_mode_stack
     return next((mode.hooks for mode in reversed(active_modes()) if isinstance(mode, ConstructorCalls)), None)
 
 
 def under_construction() -> set[int]:
-    """The identities of the objects whose constructors are running."""
+    """Return the identities of the objects whose constructors are running."""
     running = [frame for frame in _frames() if frame.f_code.co_name == "__init__" and frame.f_code.co_argcount]
     return {id(frame.f_locals.get(frame.f_code.co_varnames[0])) for frame in running}
 
 
 def is_running(function: Callable[..., Any]) -> bool:
-    """True if a Python function is being executed in this thread."""
+    """Return True if a Python function is being executed in this thread."""
     return any(frame.f_code is function.__code__ for frame in _frames())
 
 

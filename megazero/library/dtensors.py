@@ -1,4 +1,4 @@
-"""Models whose parameters are DTensors: tensor parallelism as torch's `parallelize_module` does it.
+"""Adapts models whose parameters are DTensors: those with tensor parallelism by torch's `parallelize_module`.
 
 The engine lays out plain tensors, so each DTensor parameter is replaced by an ordinary parameter, this rank's *local
 tensor*.  While its module's forward runs, the module has the DTensor again, made from the local tensor so that
@@ -57,7 +57,7 @@ def _dtensor_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]
 
 
 def _ranks_of_axis(mesh: Mesh) -> list[int]:
-    """The ranks in the job of this process's tensor-parallel axis."""
+    """Return the ranks in the job of this process's tensor-parallel axis; a collective call."""
     axis = mesh.axis("tp")
     ranks = torch.empty(axis.size, dtype=torch.int64, device=mesh.device)
     axis.all_gather_into(ranks, torch.tensor([dist.get_rank()], device=mesh.device)).wait()
@@ -78,7 +78,7 @@ def _problems(model: nn.Module, ranks: list[int]) -> Iterator[Problem]:
 
 
 def _local_parameter(parameter: Any) -> nn.Parameter:
-    """This rank's local tensor as a parameter of its own, with its spec."""
+    """Return this rank's local tensor as a parameter of its own, with its spec."""
     local = nn.Parameter(parameter.to_local().detach().clone(), requires_grad=parameter.requires_grad)
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     axes = ("tp",) if isinstance(parameter.placements[0], Shard) else ()
@@ -87,7 +87,7 @@ def _local_parameter(parameter: Any) -> nn.Parameter:
 
 
 def _wrap_in_forward(module: nn.Module, name: str, wrapping: _Wrapping) -> None:
-    """Register hooks that hide the registered parameter by an attribute of the instance during a forward."""
+    """Register hooks that, during a forward, shadow the registered parameter by an attribute of the instance."""
 
     def wrap(owner: nn.Module, _inputs: Any) -> None:
         local = owner._parameters[name]

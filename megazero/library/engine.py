@@ -104,24 +104,24 @@ class DataParallelEngine:
         self._passes.run(_multiplied(loss, weight * self.loss_scale), retain_graph=retain_graph)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the loss scale, from which a plain `backward()` starts; needed in fp16."""
+        """Return the loss times the loss scale, from which a plain `backward()` starts; needed in fp16."""
         scaled = _multiplied(loss, self.loss_scale)
         self._passes.expect_scaled(scaled)
         return scaled
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """A context whose backward passes accumulate gradients without being counted as the step's.
+        """Return a context in which backward passes accumulate gradients without being counted as the step's.
 
         Partitioned gradients are reduced nevertheless, since no rank has memory for whole ones.
         """
         return self._passes.no_sync()
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """True if the current micro-batch is the last of its step."""
+        """Return True if the current micro-batch is the last of its step."""
         return self._passes.is_boundary
 
     def step(self) -> None:
-        """Update the parameters if the step's backward passes are done; do nothing before.
+        """Update the parameters if all of the step's backward passes are done; do nothing before that.
 
         Raises UsageError without a backward pass, and TrainingError when the loss scale can fall no further (fp16).
         """
@@ -135,7 +135,7 @@ class DataParallelEngine:
         self._passes.reset()
 
     def was_step_applied(self) -> bool:
-        """True if the last call of `step` changed the parameters."""
+        """Return True if the last call of `step` changed the parameters."""
         return self._was_applied
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -143,27 +143,27 @@ class DataParallelEngine:
 
     @property
     def loss_scale(self) -> float:
-        """The factor of the next loss; 1 except in fp16."""
+        """The factor by which the next loss is multiplied; 1 except in fp16."""
         return self._stepper.loss_scale
 
     def get_global_grad_norm(self) -> float | None:
-        """The norm of the last step's averaged gradients, before clipping; None before the first step."""
+        """Return the norm of the last step's averaged gradients, before clipping; None before the first step."""
         return None if self._last is None else float(self._last.grad_norm.item())
 
     def get_lr(self) -> list[float]:
-        """The learning rates of the next update, one for each param group."""
+        """Return the learning rates of the next update, one for each param group."""
         return self._stepper.rates.current()
 
     def gradient_accumulation_steps(self) -> int:
-        """The number of backward passes of a step."""
+        """Return the number of backward passes in a step."""
         return self._batch.accumulation
 
     def train_micro_batch_size_per_gpu(self) -> int | None:
-        """The samples of a backward pass on one rank; None if the configuration leaves them out."""
+        """Return the samples of a backward pass on one rank; None if the configuration leaves the number out."""
         return self._batch.micro
 
     def train_batch_size(self) -> int | None:
-        """The samples of a step over all ranks; None if the configuration does not give them."""
+        """Return the samples of a step over all ranks; None if the configuration leaves the number out."""
         return self._batch.train
 
     def train(self, mode: bool = True) -> Self:
@@ -176,9 +176,10 @@ class DataParallelEngine:
         return self.train(False)
 
     def take_checkpoint_seconds(self) -> dict[str, float]:
-        """Host seconds in `megazero.recompute` since the last call: "checkpoint-forward" and "checkpoint-recompute".
+        """Return the host seconds in `megazero.recompute` since the last call, by part.
 
-        Empty unless the configuration's profile_backward (DeepSpeed's profile) is on.
+        The parts are "checkpoint-forward" and "checkpoint-recompute".  The result is empty unless the configuration's
+        profile_backward (DeepSpeed's profile) is on.
         """
         return {name: seconds for name, seconds in self._timers.take().items() if name.startswith("checkpoint-")}
 
@@ -189,8 +190,8 @@ class DataParallelEngine:
     def save_16bit_model(self, folder: str | Path, filename: str = WEIGHTS_FILE) -> bool:
         """Write the working parameters and buffers to folder/filename, a safetensors file; a collective call.
 
-        Raises UsageError where parameters are partitioned and the configuration does not allow to gather them, or a
-        rank has slices of them only; CheckpointError when the file cannot be written.
+        Raises UsageError if parameters are partitioned and the configuration does not allow gathering them, or if a
+        rank has slices of them only; CheckpointError if the file cannot be written.
         """
         partitioned = self.zero_engine.plan.parameter.placement is Placement.PARTITIONED
         if partitioned and not self.config.zero.gather_16bit_weights_on_model_save:
@@ -217,6 +218,6 @@ class DataParallelEngine:
 
 
 def _multiplied(loss: Tensor, factor: float) -> Tensor:
-    """The loss times a factor, in 32 bits at least: the product could overflow in 16."""
+    """Return the loss times a factor, in 32 bits at least, since the product could overflow in 16."""
     wide = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
     return wide * factor

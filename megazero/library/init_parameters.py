@@ -1,4 +1,4 @@
-"""The parameters that a zero.Init has partitioned: their slices on this rank, and the time in which they are whole.
+"""Holds the parameters that a zero.Init has partitioned: their slices on this rank, and the time they are whole.
 
     whole --partition, release--> slice --gather--> whole
 
@@ -19,13 +19,13 @@ from megazero.errors import Problem, UsageError, raise_problems
 from megazero.zero.guard import guard, unguard
 
 GATHERED = "with megazero.zero.GatheredParameters([parameter], modifier_rank=0): ..."
-# Elements gathered by one collective.  They are copied from a buffer of their own into the parameter: a backend may
-# refer to its output for longer than the collective lasts, which would look like an alias.
+# The number of elements gathered by one collective.  They are copied from a separate buffer into the parameter: a
+# backend may refer to its output for longer than the collective lasts, which would look like an alias.
 _GATHERED_NUMEL = 1 << 22
 
 
 class SlicedParameter:
-    """A parameter with this rank's slice of it, between which and the whole it moves."""
+    """A parameter with this rank's slice of it; it changes between being whole and being this slice only."""
 
     def __init__(self, name: str, parameter: nn.Parameter, communicator: Communicator, device: torch.device) -> None:
         self.name = name
@@ -84,7 +84,7 @@ class SlicedParameter:
         guard(parameter)
 
     def values(self) -> Tensor:
-        """All values of a released parameter, [numel], gathered from all ranks in pieces of their slices."""
+        """Return all values of a released parameter, [numel], gathered from all ranks in pieces of their slices."""
         assert self._slice is not None, "a parameter is partitioned before it is gathered"
         whole = self._slice.new_empty(self._shape.numel())
         ranks, numel = self._communicator.size, self._slice.numel()
@@ -118,6 +118,7 @@ class _WholeParameter:
 
     made_for: the module that registered a new parameter, which stays whole while the module is under construction.
     call: the function for which the parameter was gathered; version, memory: the parameter's at that time.
+    was_aliased: True if the parameter had an alias when the call returned.
     """
 
     sliced: SlicedParameter
@@ -186,12 +187,12 @@ class WholeParameters:
         raise_problems(UsageError, [_problem_of_alias(whole) for whole in self._unpinned(gathered=True)])
 
     def reset(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Clear the collection; yields the new parameters, which have not been partitioned yet."""
+        """Clear the collection, and yield the new parameters, which have not been partitioned yet."""
         yield from [(sliced.name, whole.parameter) for sliced, whole in self._whole.items() if not whole.call]
         self._whole.clear()
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor that autograd saves if it shares a parameter's memory, which may be freed before backward."""
+        """Return a tensor that autograd saves, copied if it shares a parameter's memory, which may be freed early."""
         if not torch._C._has_storage(tensor):
             return tensor
         memory = address(tensor)
@@ -199,7 +200,7 @@ class WholeParameters:
         return tensor.detach().clone() if is_parameter else tensor
 
     def _unpinned(self, *, gathered: bool) -> list[_WholeParameter]:
-        """The parameters without pins that were gathered for a call, or those that are new."""
+        """Return the parameters without pins: those gathered for a call or, if not `gathered`, the new ones."""
         return [whole for whole in self._whole.values() if bool(whole.call) == gathered and not whole.sliced.pins]
 
     def _release(self, whole: _WholeParameter, *, changed: bool = True) -> None:
@@ -217,11 +218,11 @@ def _problem_of_alias(whole: _WholeParameter) -> Problem:
 
 
 def address(tensor: Tensor) -> int:
-    """The identity of the memory of a tensor."""
+    """Return the identity of a tensor's memory."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def has_alias(tensor: Tensor, names: int = 1) -> bool:
-    """True if more than `names` tensors, this one included, share its memory."""
+    """Return True if more than `names` tensors, this one included, share its memory."""
     uses: int = torch._C._storage_Use_Count(address(tensor))
     return uses > names + 1

@@ -1,4 +1,4 @@
-"""`megazero.initialize`: from a module and a configuration to an engine that trains it."""
+"""Defines `megazero.initialize`, which makes an engine from a module and a configuration."""
 
 import warnings
 from collections.abc import Mapping
@@ -35,18 +35,18 @@ def initialize(
     mesh: Any = None,
     optimizer: Optimizer | MakeOptimizer | None = None,
 ) -> DataParallelEngine:
-    """An engine that trains `model` in data parallel with ZeRO; every process calls this with the same model.
+    """Return an engine that trains `model` in data parallel with ZeRO; every process calls this with the same model.
 
     model: moved to this process's device and into the configuration's precision, with rank 0's values everywhere; from
-    then on it belongs to the engine.  What requires a gradient now is trained, what doesn't is frozen.
+    then on it belongs to the engine.  Parameters that require a gradient now are trained, the others are frozen.
     config: megazero's own configuration or DeepSpeed's, as a mapping or a file (`megazero/library/config.py`).
-    mesh: which processes train together: None for all (of torch's default group, or that the launcher has started), a
+    mesh: the processes that train together: None for all (of torch's default group, or of the launcher's job), a
     megazero Mesh, torch's DeviceMesh, or an object like Megatron-LM's mpu (`megazero/library/adopted_mesh.py`).
     Parameters that are DTensors over its tensor-parallel axis become local tensors (`megazero/library/dtensors.py`).
     optimizer: a torch optimizer over parameters of the model, or a function that makes one of them; its param groups
-    hold, and learning-rate schedulers on it act.  None: the configuration's, over all parameters.
+    and learning-rate schedulers on it take effect.  None: the configuration's optimizer, over all parameters.
 
-    Raises ConfigError, TopologyError or UsageError with everything that is wrong at once.
+    Raises ConfigError, TopologyError or UsageError, each with all problems of its kind.
     """
     settings = load_engine_config(config)
     mesh, buffers = mesh_and_buffers(mesh)

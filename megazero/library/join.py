@@ -1,4 +1,4 @@
-"""Make the mesh of the processes that train together, from the argument `mesh` of `initialize`."""
+"""Makes the mesh of the processes that train together, from the argument `mesh` of `initialize`."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from megazero.parallel.topology import Topology
 
 
 def mesh_and_buffers(given: Any) -> tuple[Mesh, FusedBuffers]:
-    """Make the mesh, and the buffers of its collectives, which are empty until the engine gives them a size.
+    """Return the mesh, and the buffers of its collectives, which are empty until the engine gives them a size.
 
     given: a Mesh, whose collectives have buffers of their own; the user's groups (`library/adopted_mesh.py`); or
     None: all processes of torch's default group or, if there is none, all that the launcher has started.

@@ -1,4 +1,4 @@
-"""Buffers of a module (a BatchNorm's running statistics) on data-parallel ranks: as `DistributedDataParallel` has them.
+"""Synchronises a module's buffers, such as a BatchNorm's running statistics, as `DistributedDataParallel` does.
 
 Every rank's forward updates its own buffers.  Rank 0's are sent to all before a forward if the forward before was one
 whose gradients are synchronised: one that computes gradients, and whose backward ends a step.  So ranks never drift

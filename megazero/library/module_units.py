@@ -1,4 +1,4 @@
-"""The units of any module, whose parameters are gathered and released together, for models that define none.
+"""Divides any module into units, whose parameters are gathered and released together, if the model defines none.
 
 A *block* is an element of an `nn.ModuleList` or `nn.Sequential` that is not cut further: it has a forward, and holds no
 list of its own with two or more elements that have parameters.  The parameters of a block are one unit.  Outside of
@@ -29,7 +29,7 @@ _WHOLE_MODEL = "the model"
 
 
 def choose_units(model: nn.Module) -> list[Unit]:
-    """Units that hold every parameter of `model` once, under the name of its first registration."""
+    """Return units that hold every parameter of `model` once, under the name of its first registration."""
     owners = _owners(model)
     block_of = {part: block for block in _blocks(model) for part in block.modules()}
     module_names = {module: name or _WHOLE_MODEL for name, module in model.named_modules()}
@@ -49,7 +49,7 @@ def choose_units(model: nn.Module) -> list[Unit]:
 
 
 def _owners(model: nn.Module) -> Mapping[nn.Parameter, tuple[nn.Module, ...]]:
-    """The modules that have each parameter registered on themselves; parameters count by identity."""
+    """Return, for each parameter, the modules that register it themselves; parameters are compared by identity."""
     found: dict[nn.Parameter, dict[nn.Module, None]] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
@@ -59,7 +59,7 @@ def _owners(model: nn.Module) -> Mapping[nn.Parameter, tuple[nn.Module, ...]]:
 
 
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """The blocks in the model; none is part of another one."""
+    """Yield the blocks in the model, none of which is part of another one."""
     for module in model.children():
         if isinstance(model, nn.ModuleList | nn.Sequential) and not _is_cut_further(module):
             yield module

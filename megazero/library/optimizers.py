@@ -1,4 +1,4 @@
-"""The optimizer of an engine: the one that the configuration describes, or one that the user has made."""
+"""Chooses the optimizer of an engine: the one that the configuration describes, or one that the user has made."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -28,9 +28,9 @@ class EngineOptimizer(NamedTuple):
 
 
 def choose(given: Optimizer | MakeOptimizer | None, choice: OptimizerChoice, model: nn.Module) -> EngineOptimizer:
-    """The optimizer that the user has given, or else the configuration's over all of the model's parameters.
+    """Return the optimizer that the user has given, or else the configuration's over all of the model's parameters.
 
-    Raises ConfigError when it does not work on flat pieces, or updates something else than the model.
+    Raises ConfigError if it does not work on flat pieces, or updates tensors that are not the model's parameters.
     """
     if given is None:
         return _configured(choice, model)

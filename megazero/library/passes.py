@@ -1,4 +1,4 @@
-"""The backward passes of a step: how many there are, and where each begins and ends.
+"""Counts the backward passes of a step, and finds where each begins and ends.
 
 `engine.backward(loss)` marks its begin and end itself.  A plain `loss.backward()` is detected by hooks:
 
@@ -80,7 +80,7 @@ class BackwardPasses:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context whose passes are not counted."""
+        """Return a context in which passes are not counted."""
         before, self._synchronises = self._synchronises, False
         try:
             yield
@@ -106,7 +106,7 @@ class BackwardPasses:
         _call_on_gradient(loss, self._on_scaled_loss)
 
     def check_complete(self) -> bool:
-        """True if the step is complete; raises UsageError without a counted pass, and within `no_sync`."""
+        """Return True if the step is complete; raise UsageError without a counted pass, and within `no_sync`."""
         if not self._synchronises:
             raise UsageError(Problem("engine.step() within engine.no_sync()", _STEP, "engine.step() after the block"))
         if self.count == 0:

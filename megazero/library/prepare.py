@@ -1,4 +1,4 @@
-"""Prepare a user's module for the engine: device, number format, equal values on all ranks, specs.
+"""Prepares a user's module for the engine: device, number format, equal values on all ranks, specs.
 
 Parameters that `zero.Init` has partitioned are on the device, with equal values, already.  Only their number format
 changes: they have no memory, so a new empty tensor of the format is enough.
@@ -24,7 +24,8 @@ _SHARDED = ("tensor_model_parallel", "model_parallel")
 def prepare(model: nn.Module, mesh: Mesh, dtype: torch.dtype) -> None:
     """Move `model` to the mesh's device and to `dtype`, with data-parallel rank 0's values on all ranks.
 
-    dtype: of all floating-point parameters and buffers.  Raises UsageError with all reasons against training it.
+    dtype: the type of all floating-point parameters and buffers.  Raises UsageError with all reasons why the model
+    cannot be trained.
     """
     raise_problems(UsageError, _problems(model))
     own = [parameter for parameter in model.parameters() if handle_of(parameter) is None]

@@ -1,4 +1,4 @@
-"""Save a model's working parameters as one safetensors file, gathered and written unit by unit.
+"""Saves a model's working parameters as one safetensors file, gathered and written unit by unit.
 
 The file has the entries of the model's state_dict.  Its header needs shapes only, so it is written first; then each
 unit is gathered on all ranks, rank 0 writes its tensors, and the unit is released: no rank has more than one unit.
@@ -24,7 +24,7 @@ from megazero.parallel.param_spec import Unit
 from megazero.zero.gathered import GatheredParameters
 
 _ALIGNMENT = 8
-_NO_UNIT = -1  # buffers, which every rank has
+_NO_UNIT = -1  # the unit of buffers, which every rank has
 
 
 class StoredTensor(NamedTuple):
@@ -54,9 +54,9 @@ def save_model(model: nn.Module, units: Sequence[Unit], path: Path, mesh: Mesh) 
 
 
 def contents(model: nn.Module, units: Sequence[Unit]) -> tuple[list[StoredTensor], dict[str, str]]:
-    """The tensors to store, in file order, and {further name: name it is stored under}.
+    """Return the tensors to store, in file order, and {further name: name it is stored under}.
 
-    Wide elements come first, so that every tensor is aligned to its element size; within them units stay together.
+    Wider elements come first, so that every tensor is aligned to its element size; those of a width are sorted by unit.
     """
     unit_of = {name: index for index, unit in enumerate(units) for name in unit.parameters}
     first_name: dict[int, str] = {}
@@ -72,7 +72,10 @@ def contents(model: nn.Module, units: Sequence[Unit]) -> tuple[list[StoredTensor
 
 
 def header(stored: Sequence[StoredTensor], aliases: dict[str, str]) -> bytes:
-    """The header: the length of the JSON, 8 bytes little-endian; then name -> dtype, shape, bytes, space-padded."""
+    """Return the file's header: the length of the JSON in 8 bytes, little-endian, then the JSON, padded with spaces.
+
+    The JSON maps each tensor's name to its dtype, shape and byte range, and "__metadata__" to the aliases.
+    """
     table: dict[str, object] = {"__metadata__": {"format": "pt", **aliases}}
     position = 0
     for item in stored:
@@ -86,7 +89,7 @@ def header(stored: Sequence[StoredTensor], aliases: dict[str, str]) -> bytes:
 
 
 def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The names and tensors of the state_dict, without calling it: partitioned parameters have no values to read."""
+    """Yield the names and tensors of the state_dict without calling it, as partitioned parameters have no values."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         persistent = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
         for name, tensor in (*module._parameters.items(), *persistent.items()):
@@ -95,7 +98,7 @@ def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class _Writer:
-    """A writer of rank 0's file.  An error is stored and raised in `publish`, where all ranks learn of it."""
+    """A writer of rank 0's file.  It stores an error until `publish` raises it, within a call that all ranks share."""
 
     def __init__(self, path: Path, start: bytes) -> None:
         self._error: UserError | None = None

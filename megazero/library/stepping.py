@@ -1,4 +1,4 @@
-"""One optimizer step: norm over all ranks, clipping, overflow check, update, loss scale, learning rates.
+"""Performs an optimizer step: norm over all ranks, clipping, overflow check, update, loss scale, learning rates.
 
 Gradients arrive as sums over micro-batches and data-parallel ranks, of losses that were multiplied by the loss scale.
 One factor turns the sums into averages, `gradient_scale`:
@@ -26,7 +26,7 @@ from megazero.zero.step import first_overflow, reduce_gradients, update_paramete
 class StepOutcome(NamedTuple):
     """The outcome of a step.
 
-    grad_norm: before clipping, unscaled; a float64 scalar.  applied: False after an overflow.
+    grad_norm: the gradients' norm before clipping, unscaled; a float64 scalar.  applied: False after an overflow.
     """
 
     grad_norm: Tensor
@@ -49,7 +49,7 @@ class LearningRates:
         self._write()
 
     def current(self) -> list[float]:
-        """The rates of the next update, one a group."""
+        """Return the rates of the next update, one for each group."""
         return [float(group["lr"]) for group in self._groups]
 
     def advance(self) -> None:
@@ -83,7 +83,7 @@ class Stepper:
         clip_grad: float,
         accumulation: int,
     ) -> None:
-        """clip_grad: largest gradient norm, 0 for none.  accumulation: micro-batches of a step."""
+        """clip_grad: largest gradient norm, 0 for no limit.  accumulation: micro-batches per step."""
         self._engine = engine
         self._accumulation = accumulation
         self._timers = timers
@@ -94,15 +94,15 @@ class Stepper:
 
     @property
     def loss_scale(self) -> float:
-        """The factor of the next backward's loss."""
+        """The factor by which the next backward's loss is multiplied."""
         return self._state.scale
 
     def gradient_scale(self) -> float:
-        """The factor that turns summed gradients into averages."""
+        """Return the factor that turns summed gradients into averages."""
         return self._engine.predivisor / (self._engine.data_parallel.size * self._accumulation * self.loss_scale)
 
     def step(self) -> StepOutcome:
-        """Update the parameters, which are up to date on every rank when this returns.
+        """Update the parameters; they are up to date on every rank when this returns.
 
         Where gradients pass through fp16, one that is not finite skips the update and lowers the loss scale.  Raises
         TrainingError after too many such steps at the lowest scale.

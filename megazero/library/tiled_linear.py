@@ -1,6 +1,6 @@
-"""A linear layer in tiles, so that ZeRO stage 3 gathers one tile of its weight at a time.
+"""Defines a linear layer in tiles, of whose weight ZeRO stage 3 gathers one tile at a time.
 
-Memory-centric tiling (ZeRO-Infinity, arXiv 2104.07857, section 5.1.3): a layer whose weight alone would not fit, or
+Memory-centric tiling (ZeRO-Infinity, section 5.1.3): a layer whose weight alone would not fit, or
 would need one piece of memory larger than any that is free, becomes a grid of small linear layers, used one after the
 other.  Each is a module of its own, so ZeRO stage 3, which gathers parameters module by module, has one tile in memory.
 
@@ -24,10 +24,10 @@ from megazero.zero.gathered import GatheredParameters
 
 
 class TiledLinear(nn.Module):
-    """y [.., out_features] = x [.., in_features] W^T + b, computed in in_splits x out_splits tiles.
+    """A linear layer in in_splits x out_splits tiles: y [.., out_features] = x [.., in_features] W^T + b.
 
-    `linears[o][i]` makes its share of output part o from input part i; the last tile of each row has the bias.  Where
-    sizes do not divide, the first parts have one element more.
+    `linears[o][i]` computes its share of output part o from input part i; the last tile of each row has the bias.
+    Where sizes do not divide evenly, the first parts have one element more.
 
     input_is_already_split: forward takes the in_splits parts of x in a sequence, instead of x.
     combine_out_splits: False makes forward return the list of the out_splits parts of y, and y is never whole.
@@ -73,7 +73,7 @@ class TiledLinear(nn.Module):
             self.copy_params_from(init_linear)
 
     def forward(self, input_: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
-        """input_ [.., in_features], or its parts in a sequence; raises ConfigError when they are not of these sizes."""
+        """Return y for input_ [.., in_features], or for its parts in a sequence; raise ConfigError for other sizes."""
         parts = self._parts_of(input_)
         outputs = [self._output_part(cast(nn.ModuleList, row), parts) for row in self.linears]
         if not self.combine_out_splits:
@@ -82,7 +82,7 @@ class TiledLinear(nn.Module):
 
     @torch.no_grad()
     def copy_params_from(self, other: nn.Linear) -> None:
-        """Take the values of `other`, a linear layer of the whole size; raises ConfigError if it has another.
+        """Copy the values of `other`, a linear layer of the whole size; raise ConfigError if it has another size.
 
         Where parameters are partitioned this is collective, and every rank takes data-parallel rank 0's values.
         """
@@ -101,7 +101,7 @@ class TiledLinear(nn.Module):
         )
 
     def _tiles(self) -> Iterator[tuple[nn.Linear, slice, slice]]:
-        """Every tile, with the slices of its outputs and inputs in the whole layer."""
+        """Yield every tile, with the slices of its outputs and inputs in the whole layer."""
         for row, outputs in zip(self.linears, _slices(self._out_sizes), strict=True):
             for tile, inputs in zip(cast(nn.ModuleList, row), _slices(self._in_sizes), strict=True):
                 yield cast(nn.Linear, tile), outputs, inputs
@@ -153,11 +153,11 @@ def _check_splits(side: str, splits: int, features: int) -> Problem | None:
 
 
 def _cut(size: int, splits: int) -> list[int]:
-    """Sizes of the parts, as equal as can be, larger ones first."""
+    """Return the sizes of the parts, as equal as possible, larger ones first."""
     smallest, longer = divmod(size, splits)
     return [smallest + (part < longer) for part in range(splits)]
 
 
 def _slices(sizes: Sequence[int]) -> list[slice]:
-    """The slice of each part in the whole."""
+    """Return the slice of each part in the whole."""
     return [slice(begin, end) for begin, end in pairwise(accumulate(sizes, initial=0))]

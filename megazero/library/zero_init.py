@@ -1,4 +1,4 @@
-"""zero.Init: a model larger than one process's memory, partitioned while it is being made.
+"""Defines zero.Init, which partitions a model larger than one process's memory while the model is being made.
 
     with megazero.zero.Init():
         model = Model()
@@ -51,7 +51,7 @@ from megazero.zero.plan import resolve
 
 
 def first_value(spec: ParamSpec, parameter: nn.Parameter) -> Tensor:
-    """The initial value of any parameter, for an engine; one that an Init has partitioned is gathered and detached.
+    """Return a parameter's initial value, for an engine; one that an Init has partitioned is gathered and detached.
 
     A collective call.  A detached parameter has no memory until the engine attaches its own.
     """
@@ -63,13 +63,15 @@ def first_value(spec: ParamSpec, parameter: nn.Parameter) -> Tensor:
 
 @dataclass(eq=False)
 class Init:
-    """Partitions the parameters of modules made in its block over the data-parallel ranks; all ranks do the same.
+    """A context that partitions the parameters of modules made in its block over the data-parallel ranks.
+
+    All ranks make the same modules.
 
     module: an existing module, which is partitioned at once; no block is needed then.
     mesh: a megazero Mesh, torch's DeviceMesh, or an object like Megatron-LM's mpu; or one of
     DeepSpeed's arguments: sequence_data_parallel_group, data_parallel_group, mpu.  By default all processes of the job.
-    dtype: of all floating-point parameters and buffers after the block; by default that of the configuration, or else
-    the one they were made in.  Values are drawn in the latter, so they are those of `model.to(dtype)`.
+    dtype: the type of all floating-point parameters and buffers after the block; by default that of the configuration,
+    or else the one they were made in.  Values are drawn in the latter, so they are those of `model.to(dtype)`.
     config_dict_or_path (config is an older name): the configuration that the engine will be given.
     enabled: False makes the block do nothing.
     mem_efficient_linear: accepted without effect; the engine gathers weights for backward in any case.
@@ -144,7 +146,7 @@ class Init:
     # --- the interface of guard.py's Owner ----------------------------------------------------------------------------
 
     def touched(self, name: str, call: str) -> None:
-        """Gather the parameter for the call, in the block of Init.  Raises UsageError elsewhere."""
+        """Gather the parameter for the call, inside the block of Init; raise UsageError outside of it."""
         if not self._hooks:
             rule = f"{name} is partitioned until an engine takes it over: it is whole inside zero.Init's block only"
             raise UsageError(Problem(f"{call} of parameter {name} after zero.Init", rule, f"{GATHERED} to change it"))
@@ -171,7 +173,7 @@ class Init:
             for sliced in (self._sliced[name] for name in names):
                 if modifier_rank is not None:
                     sliced.partition(modifier_rank)
-                sliced.pins = max(sliced.pins - 1, 0)  # 0: the block began before this Init had the parameter
+                sliced.pins = max(sliced.pins - 1, 0)  # 0 if the block began before this Init had the parameter
                 if not sliced.pins and sliced not in self._whole:
                     sliced.release(just_partitioned=modifier_rank is not None)
 
@@ -179,7 +181,7 @@ class Init:
         """Do nothing: the engine finds such parameters at their first use in a forward."""
 
     def detach_parameter(self, name: str) -> Tensor:
-        """Gather a parameter's values, [numel], and detach it, without memory, from this Init; a collective call."""
+        """Return a parameter's gathered values, [numel], and detach it, without memory; a collective call."""
         if self._hooks or self._sliced[name].pins:
             given = f"an engine that takes over {name} inside a block of zero.Init or GatheredParameters"
             raise UsageError(Problem(given, "an engine is made of parameters that nobody holds", "after the block"))
@@ -314,13 +316,13 @@ class Init:
 
 
 def _innermost_init() -> Init | None:
-    """The Init of the innermost block of this thread; None outside of a block."""
+    """Return the Init of the innermost block of this thread, or None outside of a block."""
     hooks = innermost()
     return hooks if isinstance(hooks, Init) else None
 
 
 def _problems(init: Init) -> Iterator[Problem]:
-    """A problem for every argument that is not implemented, or contradicts another one."""
+    """Yield a problem for every argument that is not implemented, or contradicts another one."""
     if init.remote_device not in (None, "none"):
         rule = "parameters stay on the device that computes with them"
         yield Problem(f"Init(remote_device={init.remote_device!r})", rule, "leave remote_device out")
@@ -342,7 +344,7 @@ def _problems(init: Init) -> Iterator[Problem]:
 
 
 def _communicator_of(init: Init) -> tuple[Communicator, torch.device]:
-    """The communicator over which parameters are partitioned, and the device of this process."""
+    """Return the communicator over which parameters are partitioned, and the device of this process."""
     if isinstance(init.mesh, Mesh):
         return init.mesh.gathering, init.mesh.device
     foreign = init.mpu if init.mesh is None else init.mesh

@@ -1,1 +1,1 @@
-"""Preparation of corpora by tools before a run: texts, token files, tokenizers, and reports about corpora."""
+"""Prepares corpora by tools before a run: texts, token files, tokenizers, and reports about corpora."""

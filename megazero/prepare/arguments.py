@@ -1,4 +1,4 @@
-"""Flags that the tools which read text have in common."""
+"""Defines the flags that the tools which read text have in common."""
 
 import argparse
 import os
@@ -105,7 +105,7 @@ def add_shard_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def chosen_shard(arguments: argparse.Namespace) -> Shard:
-    """Return the shard of this process; raises ConfigError when only one of its flags is given."""
+    """Return the shard of this process; raise ConfigError if only one of its flags is given."""
     index, count = arguments.shard_index, arguments.num_shards
     if arguments.shards_from_slurm:
         names = [f"SLURM_ARRAY_TASK_{name}" for name in ("ID", "MIN", "MAX", "COUNT")]

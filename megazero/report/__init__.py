@@ -1,1 +1,1 @@
-"""Reports of a run: metrics, writers, the ledger's report, pictures, summaries."""
+"""Reports of a run: metrics and their writers, the ledger's report, pictures, summaries."""

@@ -1,4 +1,4 @@
-"""The picture of one step's ledger: live bytes by category over the step's operations, as one HTML file.
+"""Draws one step's ledger: live bytes by category over the step's operations, as one HTML file.
 
 Time is counted in operations, which, unlike seconds, are the same in every run.  A picture has a fixed number of
 columns; where several moments fall into one, the highest is drawn, so the peak is never lost.
@@ -22,7 +22,7 @@ _HEIGHT = 420
 _LEFT, _RIGHT, _TOP, _BOTTOM = 80, 20, 34, 48
 _LETTER_WIDTH = 8
 
-# Model states in cold colours, activations in warm ones; neighbours in the stack differ in lightness.
+# Model states have cold colours, activations warm ones; neighbours in the stack differ in lightness.
 _COLOURS: Mapping[Category, str] = {
     "parameters": "#1d4e89",
     "master": "#7b6db0",
@@ -52,7 +52,7 @@ th, td { padding: 3px 20px 3px 0; }
 
 
 class _Scale(NamedTuple):
-    """The scale of the drawing: operations and bytes to coordinates."""
+    """The scale of the drawing, which converts operations and bytes to coordinates."""
 
     operations: int
     top_bytes: float
@@ -110,7 +110,7 @@ def columns(timeline: Timeline) -> NDArray[np.int64]:
     num_columns = min(_COLUMNS, timeline.num_operations + 1)
     column = timeline.operations * num_columns // (timeline.num_operations + 1)
     before = np.searchsorted(column, np.arange(num_columns))
-    # A column's own moments, and with less than any height the last one before it.
+    # The candidates of a column: its own moments, and the last one before it, with less than any height.
     point = np.concatenate([np.maximum(before - 1, 0), np.arange(len(column))])
     columns_of = np.concatenate([np.arange(num_columns), column])
     height = np.concatenate([np.full(num_columns, -1), timeline.totals])
@@ -121,7 +121,7 @@ def columns(timeline: Timeline) -> NDArray[np.int64]:
 
 
 def _areas(step: StepMemory, scale: _Scale) -> list[str]:
-    """Draw one closed path a category, from the bottom of the stack to its top."""
+    """Draw one closed path per category, from the bottom of the stack to its top."""
     table = columns(step.timeline)
     tops = table.cumsum(axis=1)
     paths = []

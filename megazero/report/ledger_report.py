@@ -1,4 +1,4 @@
-"""Figures of a ledger: a step's memory and traffic for the metrics file and TensorBoard, and a picture of it.
+"""Reports a ledger: a step's memory and traffic for the metrics file and TensorBoard, and a picture of it.
 
 A *message* is one collective of one rank on one axis; its bytes are what this rank sends (`comm/metered.py`).
 """
@@ -61,7 +61,7 @@ def traffic(meter: Meter) -> dict[str, dict[str, Traffic]]:
 class LedgerReport:
     """Reports of a rank's ledger: figures of every step, a picture of the second and of every `interval`-th.
 
-    ledger: `NullLedger()` for a run without one.  folder: the folder for pictures; None for none.
+    ledger: `NullLedger()` for a run without a ledger.  folder: the folder for pictures; None for no pictures.
     Raises DataError when a picture can't be written.
     """
 

@@ -1,4 +1,4 @@
-"""Lines about this rank's memory besides its model states: activations, buffers and arenas (ZeRO-R)."""
+"""Describes this rank's memory besides its model states: activations, buffers and arenas (ZeRO-R)."""
 
 from megazero.activations.recompute import Recomputation
 from megazero.memory.fused_buffers import FusedBuffers
@@ -7,9 +7,10 @@ from megazero.zero.engine import Engine
 
 
 def opening_line(activations: str, logits_chunk_bytes: int, buffers: FusedBuffers, *, mask_bytes: int = 0) -> str:
-    """Describe the chosen settings.  activations: the phrase about them.  buffers: the constant-size ones.
+    """Describe the chosen settings.
 
-    mask_bytes: those of one micro-batch's attention mask, 0 without one.
+    activations: the phrase about activations.  buffers: the buffers of constant size.
+    mask_bytes: the bytes of one micro-batch's attention mask, 0 without one.
     """
     mask = f" | an attention mask of {format_bytes(mask_bytes)} for every micro-batch in flight" if mask_bytes else ""
     return (

@@ -1,7 +1,7 @@
-"""The metrics of a run: host figures of a step, of a rank, of an interval and of an evaluation.
+"""Defines the metrics of a run: host figures of a step, of a rank, of an interval and of an evaluation.
 
 *Model FLOPs* are the floating-point operations in the mathematics of the model, however they are computed; their
-rate against the device's peak is the *MFU*, model FLOPs utilisation (Chowdhery et al., arXiv 2204.02311, appendix B).
+rate against the device's peak is the *MFU*, model FLOPs utilisation (PaLM, appendix B).
 A token costs 6 Psi + 12 L s h: two operations a weight forward and four backward, and the two s x s products of
 attention in each of L blocks, counted in full although the mask hides half.  Psi is the number of weights that take
 part in a matrix product: the blocks' four matrices and the LM head over the unpadded vocabulary.  A tied embedding is
@@ -18,7 +18,8 @@ from megazero.config.model import ModelConfig
 # exp(20) is 485 million: beyond it a perplexity has no meaning.
 MAX_LOG_PERPLEXITY = 20.0
 
-# Dense bf16/fp16 matrix products, TFLOP/s, from the makers' data sheets; the first that is part of the device's name.
+# (part of a device's name, peak of dense bf16/fp16 matrix products in TFLOP/s, from the makers' data sheets); the first
+# part that the name contains counts.
 PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
     ("GB200", 2500.0),
     ("B200", 2250.0),
@@ -36,14 +37,14 @@ PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One training step, read back from the device.
+    """The figures of one training step, read back from the device.
 
     consumed_samples: samples of all steps so far.  loss: mean over the global batch's tokens.
-    grad_norm: before clipping; infinite or NaN in a step that overflowed.  lr: the rate this step used.
-    tokens_per_second: of the whole run.  tflops_per_device: model TFLOP/s of one process's device.
+    grad_norm: the norm before clipping; infinite or NaN in a step that overflowed.  lr: the rate that this step used.
+    tokens_per_second: the rate of the whole run.  tflops_per_device: model TFLOP/s of one process's device.
     mfu: fraction of the device's peak, None where no peak is known.  timers: seconds by name.
     overflow_parameter: the first parameter that overflowed, empty unless the step was skipped.
-    data_wait_seconds: how long this process waited for its batch.
+    data_wait_seconds: the time that this process waited for its batch.
     pipeline_idle_share: the idle part of the pipeline stages' time in a step that was traced, 0 to 1; else None.
     """
 
@@ -71,7 +72,7 @@ class RankMetrics:
 
     model_state_bytes: {"parameters" | "gradients" | "master" | "moments": bytes}.
     comm_bytes: {axis: {collective: bytes}}.  ledger: `StepLedger.to_json`, empty without a ledger.
-    data_wait_seconds: how long this rank waited for its batch.
+    data_wait_seconds: the time that this rank waited for its batch.
     """
 
     peak_memory_bytes: int
@@ -85,7 +86,7 @@ class RankMetrics:
 class Evaluation:
     """The loss on one split ("validation" or "test") after `iteration` steps.
 
-    loss: nats a token.  bytes_per_token: those of the corpus's text; None when the corpus has no sidecar.
+    loss: in nats per token.  bytes_per_token: bytes of the corpus's text per token; None when it has no sidecar.
     """
 
     iteration: int
@@ -96,7 +97,7 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss), with the loss capped at `MAX_LOG_PERPLEXITY`; NaN stays NaN."""
+        """The perplexity, exp(loss), with the loss capped at `MAX_LOG_PERPLEXITY`; NaN stays NaN."""
         return math.exp(self.loss if math.isnan(self.loss) else min(self.loss, MAX_LOG_PERPLEXITY))
 
     @property
@@ -106,7 +107,7 @@ class Evaluation:
 
 
 def matmul_parameters(config: ModelConfig, *, vocab_size: int) -> int:
-    """Return the weights that take part in matrix products; vocab_size: that of the unpadded vocabulary."""
+    """Return the number of weights that take part in matrix products; vocab_size is that of the unpadded vocabulary."""
     hidden = config.hidden_size
     feed_forward = config.ffn_hidden_size or 4 * hidden
     block = 4 * hidden * hidden + 2 * hidden * feed_forward
@@ -138,7 +139,7 @@ class Rates:
     device_peak_tflops: float | None = None
 
     def tokens_per_second(self, num_tokens: int, *, seconds: float) -> float:
-        """Return the tokens a second of the whole run; 0 when no time has passed."""
+        """Return the tokens per second of the whole run; 0 when no time has passed."""
         return num_tokens / seconds if seconds > 0 else 0.0
 
     def tflops_per_device(self, num_tokens: int, *, seconds: float) -> float:
@@ -155,7 +156,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class IntervalMetrics:
-    """The steps between two log lines.
+    """The figures of the steps between two log lines.
 
     last: the interval's last step, whose rate, loss scale and gradient norm the line shows.
     loss: mean over the steps that were not skipped, None when all were.
@@ -180,7 +181,7 @@ class IntervalMetrics:
 
 
 def interval_metrics(steps: Sequence[StepMetrics]) -> IntervalMetrics:
-    """Average over `steps`, at least one, in order."""
+    """Return the averages over `steps`, at least one, in order."""
     losses = [step.loss for step in steps if not step.skipped]
     seconds = sum(step.step_seconds for step in steps)
     fractions = [step.mfu * step.step_seconds for step in steps if step.mfu is not None]

@@ -1,4 +1,4 @@
-"""The metrics file: one JSON object a line at full precision, for programs to read.
+"""Writes the metrics file, which has one JSON object a line at full precision, for programs to read.
 
 A *step line* is {"iteration": ..., ..., "ranks": [{"rank": 0, ...}, ...]}, an *evaluation line* {"evaluation": {...}}.
 JSON has no infinities and no NaN; they become null.

@@ -1,9 +1,9 @@
-"""Reports of pipeline traces: when a step's stages computed, and how long they idled; a figure and a picture.
+"""Reports pipeline traces, which show when a step's stages computed and idled, as a figure and a picture.
 
 A *traced step* is the run's second (the first is slower, for it allocates buffers), every log_interval-th, and the
-last; in all others nothing is recorded and nothing is synchronised.  Of all pipelines, the data-parallel and
-tensor-parallel copies of one another, rank 0's is traced.  Waits of ZeRO and tensor parallelism inside a computation
-count as computing.
+last; in all others nothing is recorded and nothing is synchronised.  Pipelines are data-parallel and tensor-parallel
+copies of one another; only rank 0's is traced.  Waits of ZeRO and tensor parallelism inside a computation count as
+computing.
 """
 
 import json
@@ -25,7 +25,7 @@ _FIRST_TRACED = 2
 
 
 class PipelineReport:
-    """A tracer of steps into `folder`; None: no step.
+    """A tracer that writes files about steps into `folder`; with None it traces no step.
 
     `begin_step` and `publish` are collectives of the pipeline's ranks.  Raises DataError when a file can't be written.
     """
@@ -82,8 +82,8 @@ class PipelineReport:
 def on_one_clock(ranks: Sequence[Mapping[str, Any]]) -> list[list[SpanRow]]:
     """Return every rank's spans on one clock.
 
-    Processes of a machine share one clock.  Those of several machines are aligned at `together`, when the ranks left a
-    barrier: exact to within the barrier's own spread.
+    Processes of a machine share one clock.  Those of several machines are aligned at `together`, the time at which
+    the ranks left a barrier, which is exact to within the spread of the barrier.
     """
     alike = len({rank["machine"] for rank in ranks}) == 1
     return [
@@ -97,9 +97,10 @@ def on_one_clock(ranks: Sequence[Mapping[str, Any]]) -> list[list[SpanRow]]:
 
 
 def summary(measured: Timeline, plan: StagePlan) -> dict[str, Any]:
-    """Return the file's content; `stages` has every stage's spans: kind, micro-batch, chunk, start, end in seconds.
+    """Return the content of the .json file.
 
-    The formula takes the measured mean durations, as far as it depends on durations.
+    `stages` has every stage's spans: kind, micro-batch, chunk, start, end in seconds.  The formula of the predicted
+    idle share takes the measured mean durations, if it depends on durations.
     """
     last = max(span.action.micro_batch for spans in measured.stages for span in spans)
     shape = Shape(plan.num_stages, last + 1, plan.num_chunks)

@@ -1,7 +1,7 @@
-"""The outcome of a run, read from its metrics file.
+"""Summarises the outcome of a run, which is read from its metrics file.
 
 The figures of interest are the first and the last *evaluation* of the validation split - before and after training -
-and the *pace*, tokens a second over all steps but the first, which pays for warming up.
+and the *pace*, tokens a second over all steps but the first, which includes warming up.
 """
 
 import json
@@ -18,8 +18,8 @@ from megazero.units import format_count, format_duration
 class RunSummary:
     """A run's outcome.
 
-    before, after: evaluation records of the metrics file; None when the run did not evaluate, and the same record
-    when it did once.  num_steps: steps so far.  train_seconds: time in steps, without evaluations and saving.
+    before, after: first and last evaluation record of the metrics file, equal if there is only one; None when the run
+    did not evaluate.  num_steps: steps so far.  train_seconds: time in steps, without evaluations and saving.
     """
 
     before: Mapping[str, Any] | None

@@ -1,4 +1,4 @@
-"""Writers of a run's figures: the console, a file of JSON lines (`metrics_file.py`), TensorBoard.
+"""Writes a run's figures to the console, to a file of JSON lines (`metrics_file.py`), and for TensorBoard.
 
 A *writer* is called with every step and every evaluation.  Writers exist on rank 0 only and never communicate with
 another rank or the device: their arguments are host figures.
@@ -18,7 +18,7 @@ from megazero.units import format_duration
 
 
 class MetricsWriter(Protocol):
-    """A destination for figures."""
+    """A destination for a run's figures."""
 
     def step(self, metrics: StepMetrics, ranks: Sequence[RankMetrics]) -> None:
         """Write one step; `ranks` has an entry for every rank, in rank order."""
@@ -30,7 +30,7 @@ class MetricsWriter(Protocol):
         """Write everything that is still buffered, and close."""
 
 
-# The timers of --profile-backward, of the last step.
+# The timers of --profile-backward, which a line shows for the last step.
 _PROFILED = ("checkpoint-forward", "checkpoint-recompute")
 
 
@@ -108,7 +108,7 @@ def _evaluation(evaluation: Evaluation) -> str:
 class TensorBoardWriter:
     """A writer of scalars under Megatron-LM's names, by iteration and, as "NAME vs samples", by consumed samples.
 
-    data-wait-seconds is the sum since the point before, so that every step that waited shows.
+    data-wait-seconds is the sum since the previous point, so that the wait of every step is shown.
 
     A run resumed from before its last point draws the steps in between twice: TensorBoard can only drop them for both
     kinds of axis at once.
@@ -178,7 +178,7 @@ def _training_scalars(metrics: StepMetrics, world_size: int) -> dict[str, float]
 
 
 def _memory_scalars(ranks: Sequence[RankMetrics]) -> dict[str, float]:
-    """Return the bytes of the rank that has most of each, which runs out first."""
+    """Return the bytes of each category on the rank that has most of it, which runs out of memory first."""
     categories = sorted({name for rank in ranks for name in rank.model_state_bytes})
     scalars: dict[str, float] = {
         f"mem-{name}-bytes": max(rank.model_state_bytes.get(name, 0) for rank in ranks) for name in categories

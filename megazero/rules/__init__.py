@@ -1,1 +1,1 @@
-"""Rules between settings: each gives the problems it finds, and the nearest legal values."""
+"""Rules between settings; each yields the problems that it finds, with the nearest legal values."""

@@ -1,4 +1,4 @@
-"""Rules between the settings of recomputation and the rest of a run; `rules.check` tries them."""
+"""Rules between the settings of recomputation and those of the model; `rules.check` tries them."""
 
 from collections.abc import Iterator
 

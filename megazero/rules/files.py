@@ -63,7 +63,7 @@ def mixture_has_weights(config: RunConfig, world_size: int) -> Iterator[Problem]
 
 
 def _paths(data: DataConfig) -> dict[str, tuple[str, ...]]:
-    """The arguments of every flag that names corpora, by flag."""
+    """Return the values of all flags that name corpora, by flag."""
     return {
         DATA_PATH: data.data_path,
         "--train-data-path": data.train_data_path,
@@ -73,7 +73,7 @@ def _paths(data: DataConfig) -> dict[str, tuple[str, ...]]:
 
 
 def weight_of(text: str) -> float | None:
-    """A weight such as 0.3 or 1/3; 0 for an invalid number (nan, inf, 1/0); None for a word."""
+    """Return the weight that `text` spells, 0.3 or 1/3; 0 for an invalid number (nan, inf, 1/0), None for a word."""
     numerator, slash, denominator = text.partition("/")
     try:
         value = float(numerator) / float(denominator if slash else 1)
@@ -85,7 +85,7 @@ def weight_of(text: str) -> float | None:
 
 
 def split_shares(split: str) -> tuple[float, float, float] | None:
-    """Shares of (training, validation, test) that add up to 1; None if `split` is not valid."""
+    """Return the shares of (training, validation, test), which add up to 1; None if `split` is not valid."""
     try:
         weights = [float(part) for part in split.replace("/", ",").split(",")]
     except ValueError:
@@ -123,7 +123,7 @@ def split_has_what_is_read(config: RunConfig, world_size: int) -> Iterator[Probl
 
 
 def span_of_samples(word: str) -> range | None:
-    """The samples of "A-B", both included; None if `word` is no such span."""
+    """Return the samples from A to B of "A-B", both included; None if `word` is no such span."""
     found = re.fullmatch(r"([0-9]+)-([0-9]+)", word)
     span = range(int(found[1]), int(found[2]) + 1) if found else range(0)
     return span if span else None

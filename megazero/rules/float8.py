@@ -14,7 +14,7 @@ from megazero.config.nearest import flags, neighbours
 from megazero.config.run import RunConfig
 from megazero.errors import Problem
 
-MULTIPLE = 16  # of every dim, as the libraries of 8-bit products require
+MULTIPLE = 16  # of which every dim is a multiple, as the libraries of 8-bit products require
 
 
 def has_8bit_products(*dims: int) -> bool:
@@ -35,7 +35,7 @@ class _Layer(NamedTuple):
 
 
 def advice(config: RunConfig) -> Iterator[str]:
-    """A notice that names the layers whose products remain in the working precision."""
+    """Yield a notice that names the layers whose products remain in the working precision, if there are any."""
     if config.precision.fp8_format is None:
         return
     left_out = [layer for layer in _layers(config) if not layer.fits]
@@ -92,12 +92,12 @@ def _flag(config: RunConfig) -> str:
 
 
 def _tokens(config: RunConfig) -> int:
-    """The number of tokens in a micro-batch, which is a dim of every product, with or without sequence parallelism."""
+    """Return the number of tokens in a micro-batch, a dim of every product, with or without sequence parallelism."""
     return config.training.micro_batch_size * config.model.seq_length
 
 
 def _layers(config: RunConfig) -> tuple[_Layer, ...]:
-    """The linear layers of a block, with their names in `model/gpt.py`."""
+    """Return the linear layers of a block, with their names in `model/gpt.py`."""
     degree, hidden = config.parallel.tensor_model_parallel_size, config.model.hidden_size
     width, inner = hidden // degree, derived.ffn_hidden_size(config.model) // degree
     return (

@@ -1,14 +1,14 @@
-"""Settings that have no effect in the configuration they stand in: one table for a run and for the library.
+"""Finds settings that have no effect in their configuration, by one table for runs and for the library.
 
-A setting is *moot* where nothing that it could be set to would change what happens, because of what other settings say.
-A value equal to the setting's default asks for nothing, given or not, and is passed over; so both doors agree, also on
-sections that were made in Python.  A number that is never reached (an interval longer than the run) does what it says
-and is not moot; neither is a value that "auto" would have come to.
+A setting is *moot* if, because of other settings, no value of it would change what happens.  A value equal to the
+setting's default requests nothing, given or not, and is passed over; so runs and the library agree, also on sections
+that were made in Python.  A number that is never reached (an interval longer than the run) has its stated effect and is
+not moot; neither is a value that "auto" would have become.
 
-What becomes of a moot setting depends on where its value comes from (`config/origin.py`).  In megazero's own words it
-is an error.  From a DeepSpeed configuration, or by a flag that published Megatron scripts carry, it is a notice, and an
-error where the user wants to be strict.  From a preset or the configuration that a run has saved it is a notice.  What
-is moot because the job has one data-parallel process is a notice at most, for the same configuration serves more.
+The outcome for a moot setting depends on the source of its value (`config/origin.py`).  In megazero's own terms it is
+an error.  From a DeepSpeed configuration, or by a flag that published Megatron scripts carry, it is a notice, and an
+error under --strict.  From a preset or the configuration that a run has saved it is a notice.  A setting that is moot
+because the job has one data-parallel process is a notice at most, since the same configuration also serves larger jobs.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -54,10 +54,10 @@ S = TypeVar("S", contravariant=True)
 
 @dataclass(frozen=True)
 class Row(Generic[S]):
-    """Settings with one reason to be moot.
+    """Settings that are moot for the same reason.
 
-    because: the reason as a phrase, "" where the settings have an effect.
-    remedy: settings that would give them one, with a value each; any of them does.
+    because: a function that returns the reason as a phrase, or "" if the settings have an effect.
+    remedy: other settings, with a value each, any one of which would give these settings an effect.
     """
 
     settings: tuple[str, ...]
@@ -95,7 +95,7 @@ def _gradients_may_overflow(sections: SharedSections) -> bool:
 
 
 def _some_parameters_are_published(zero: ZeroConfig) -> bool:
-    """Whether an update leaves its parameters on one process though others keep them whole."""
+    """Return True if an updated parameter lies on one process only, although others keep whole copies of it."""
     persistent = zero.param_persistence_threshold > 0 and zero.model_persistence_threshold > 0
     return zero.zero_stage in (1, 2) or (zero.zero_stage == 3 and persistent)
 
@@ -190,7 +190,7 @@ SHARED: tuple[Row[SharedSections], ...] = (
     ),
 )
 
-# With one data-parallel process.
+# Settings that are moot with one data-parallel process.
 ALONE: tuple[Row[SharedSections], ...] = (
     Row(
         ("reduce_scatter", "allgather_partitions", "prescale_gradients"),
@@ -203,7 +203,7 @@ ALONE: tuple[Row[SharedSections], ...] = (
 
 
 def _peak_of_schedule(sections: LibrarySections) -> str:
-    """Why the optimizer's learning rate does not count: the schedule has a peak of its own."""
+    """Return why the optimizer's learning rate has no effect (the schedule has a peak of its own), "" if it has."""
     choice = sections.scheduler
     peak = None if choice is None else choice.params.get("warmup_max_lr")
     if choice is None or peak is None or peak == sections.optimizer.lr:
@@ -267,7 +267,7 @@ _TOKENIZER_OF: Mapping[str, str] = MappingProxyType(
 )
 
 
-# A parameter of some optimizers -> one that takes it.
+# {setting that is a parameter of some optimizers only: one of these optimizers}
 _OPTIMIZER_OF: Mapping[str, str] = MappingProxyType(
     {
         "weight_decay": "adam",
@@ -307,7 +307,7 @@ def _no_partitioned_checkpoints(config: RunConfig) -> str:
 
 
 def _same_order_of_ranks(config: RunConfig) -> str:
-    """Why the order is the default's: of axes with one rank it does not matter where they stand."""
+    """Return why the order of ranks equals the default one; the place of an axis with one rank makes no difference."""
     parallel = config.parallel
     sizes = {"pp": parallel.pipeline_model_parallel_size, "dp": 2, "tp": parallel.tensor_model_parallel_size}
     given, default = (
@@ -470,13 +470,13 @@ RUN: tuple[Row[RunConfig], ...] = (
 )
 
 
-# --- what becomes of what was given ----------------------------------------------------------------------------------
+# --- problems and notices of moot settings ----------------------------------------------------------------------------
 
 Spell = Callable[[str, object], str]
 
 
 class _Moot(NamedTuple):
-    """A setting that was given, why it has no effect, and what would give it one."""
+    """A given setting, the reason why it has no effect, and other settings that would give it one."""
 
     item: ParsedValue
     because: str
@@ -486,9 +486,9 @@ class _Moot(NamedTuple):
 def of_a_run(
     config: RunConfig, given: Sequence[ParsedValue], *, world_size: int | None = None, strict: bool = False
 ) -> Diagnostics:
-    """What is moot in a run; a rule about settings that `config` does not know finds nothing.
+    """Return the problems and notices of a run's moot settings; a row that reads an invalid setting finds nothing.
 
-    world_size: processes of the job, None where that is not known.  strict: whether foreign words count as the user's.
+    world_size: processes of the job, None if unknown.  strict: True if foreign settings count as the user's own.
     """
     found = [*_moot(config, given, (*RUN, *SHARED))]
     if world_size is not None and _is_alone(config, world_size):
@@ -499,19 +499,19 @@ def of_a_run(
 
 
 def of_the_library(sections: LibrarySections, given: Sequence[ParsedValue]) -> Diagnostics:
-    """What is moot in a configuration of the library, on any number of processes."""
+    """Return the problems of moot settings in a configuration of the library, on any number of processes."""
     return _diagnostics(_moot(sections, given, (*LIBRARY, *SHARED)), _as_key, strict=False)
 
 
 def on_one_process(sections: SharedSections) -> tuple[str, ...]:
-    """Notices of what is moot in the library because there is one data-parallel process."""
+    """Return notices of the library's settings that are moot because there is one data-parallel process."""
     values = {setting: getattr(sections.zero, setting) for row in ALONE for setting in row.settings}
     given = [ParsedValue(name, value, _as_key(name, value), Origin.FOREIGN) for name, value in values.items()]
     return tuple(_diagnostics(_moot(sections, given, ALONE), _as_key, strict=False).notices)
 
 
 def _moot(sections: S, given: Iterable[ParsedValue], rows: Iterable[Row[S]]) -> Iterator[_Moot]:
-    """The settings that ask for something and have no effect, each with the first reason in the table."""
+    """Yield the settings that differ from their defaults and have no effect, each with the table's first reason."""
     by_setting: dict[str, list[Row[S]]] = {}
     for row in rows:
         for setting in row.settings:
@@ -528,13 +528,13 @@ def _moot(sections: S, given: Iterable[ParsedValue], rows: Iterable[Row[S]]) -> 
 
 
 def _asks_for_something(sections: object, setting: str) -> bool:
-    """Whether the setting has another value than its default; one that is no setting of a run has been given one."""
+    """Return True if the setting's value is not its default; a name that is no setting of a run always counts."""
     info = _INFO.get(setting)
     return info is None or getattr(getattr(sections, info.section), setting) != info.default
 
 
 def _is_alone(config: RunConfig, world_size: int) -> bool:
-    """Whether the job has one data-parallel process, as far as the layout is known."""
+    """Return True if the job has one data-parallel process; False also if the layout is invalid."""
     try:
         return world_size == derived.model_parallel_size(config)
     except Unknown:

@@ -1,4 +1,4 @@
-"""The optimizer of a run: its settings, and --optimizer-params, against the table of optimizers."""
+"""Checks the optimizer of a run, its settings and --optimizer-params, against the table of optimizers."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,7 +11,7 @@ from megazero.errors import ConfigError, Problem, raise_problems
 
 
 def optimizer_choice(config: OptimizerConfig) -> OptimizerChoice:
-    """The optimizer of a run, whose learning rate is the schedule's peak; raises ConfigError with what is wrong."""
+    """Return a run's optimizer, whose learning rate is the schedule's peak; raise ConfigError with all problems."""
     findings = Diagnostics()
     choice = choose_for_run(config, findings)
     raise_problems(ConfigError, findings.problems)
@@ -19,7 +19,7 @@ def optimizer_choice(config: OptimizerConfig) -> OptimizerChoice:
 
 
 def choose_for_run(config: OptimizerConfig, findings: Diagnostics) -> OptimizerChoice:
-    """The same; what is wrong goes to `findings`."""
+    """Return the optimizer of a run as `optimizer_choice` does, but add the problems to `findings`."""
     kind = RUN_NAMES[config.optimizer]
     place, given = Location("--optimizer-params"), _key_values(config.optimizer_params, findings)
     if kind == "AdamW" and given.pop(DECOUPLED, True) is False:
@@ -49,7 +49,7 @@ def _flags(settings: Iterable[str]) -> str:
 
 
 def _key_values(words: Iterable[str], findings: Diagnostics) -> dict[str, Any]:
-    """The values of --optimizer-params by name: `nesterov=true`, or a list, `etas=0.5,1.2`."""
+    """Return the values of --optimizer-params by name: one value, `nesterov=true`, or a list, `etas=0.5,1.2`."""
     values: dict[str, Any] = {}
     for word in words:
         name, _, text = word.partition("=")
@@ -63,7 +63,7 @@ def _key_values(words: Iterable[str], findings: Diagnostics) -> dict[str, Any]:
 
 
 def _typed(word: str) -> Any:
-    """The word as a file would have it, so that messages quote numbers and truth values without quotation marks."""
+    """Return the word in the type that a file would give it, so that messages quote numbers and truth values so."""
     if word.lower() in ("true", "false"):
         return word.lower() == "true"
     number = as_number(word)

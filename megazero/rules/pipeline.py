@@ -91,7 +91,7 @@ def micro_batches_fill_turns(config: RunConfig, world_size: int) -> Iterator[Pro
 
 
 def turns(config: RunConfig) -> int:
-    """The number of micro-batches in a turn of the requested schedule: the stages if it is interleaved, else 1.
+    """Return the number of micro-batches in a turn of the requested schedule: its stages if interleaved, else 1.
 
     A length of chunks requests it, too, even an illegal one, since legal values near it would.
     """
@@ -101,7 +101,7 @@ def turns(config: RunConfig) -> int:
 
 
 def known(read: Callable[[], int | None], otherwise: int | None) -> int | None:
-    """The result of `read`; `otherwise` if it reads an invalid setting."""
+    """Return the result of `read`, or `otherwise` if it reads an invalid setting."""
     try:
         return read()
     except Unknown:
@@ -140,7 +140,7 @@ def split_has_all_layers(config: RunConfig, world_size: int) -> Iterator[Problem
 
 
 def _even(layers: int, count: int) -> str:
-    """A split of layers into `count` chunks, as even as possible; if there are too few, the outer chunks have none."""
+    """Return the most even split of layers into `count` chunks; if layers are too few, the outer chunks have none."""
     if layers < count:
         return ",".join(["1" if layers == count - 1 else "0", *["1"] * (count - 2), "0"])
     return ",".join(str(layers // count + (chunk < layers % count)) for chunk in range(count))
@@ -160,7 +160,7 @@ def sequence_is_split_evenly(config: RunConfig, world_size: int) -> Iterator[Pro
 
 
 def _even_sizes(config: RunConfig, world_size: int) -> list[str]:
-    """Sizes of micro-batches and samples that split evenly; those that fit batch and positions, if there are any."""
+    """Return flags with sizes that split evenly: those that also fit the batch and the positions, if there are any."""
     tensor, micro = config.parallel.tensor_model_parallel_size, config.training.micro_batch_size
     length, rows = config.model.seq_length, known(lambda: config.model.max_position_embeddings, None)
     step = tensor // math.gcd(tensor, length)
@@ -176,7 +176,7 @@ def _even_sizes(config: RunConfig, world_size: int) -> list[str]:
 
 
 def _samples_per_turn(config: RunConfig, world_size: int) -> int | None:
-    """The number that the size of a micro-batch must divide: the samples of one turn on one copy of the model.
+    """Return the number that the size of a micro-batch must divide: the samples per turn on one copy of the model.
 
     None if the global batch size is not given, or does not fit the job.
     """
@@ -201,13 +201,13 @@ def _stages(config: RunConfig) -> int:
 
 
 def _has_whole_chunks(config: RunConfig) -> bool:
-    """True if the layers of a chunk, where given, make at least two chunks per stage and leave no remainder."""
+    """Return True if the layers of a chunk, if given, make at least two chunks per stage and leave no remainder."""
     length, layers = config.parallel.num_layers_per_virtual_pipeline_stage, config.model.num_layers
     return length is None or (layers % (_stages(config) * length) == 0 and layers > _stages(config) * length)
 
 
 def _lengths(config: RunConfig, length: int) -> list[int]:
-    """Numbers of layers per chunk near `length` with which every pipeline stage has two chunks or more."""
+    """Return numbers of layers per chunk near `length` with which every pipeline stage has two chunks or more."""
     whole, rest = divmod(config.model.num_layers, _stages(config))
     return [] if rest else [near for near in near_divisors(whole, min(length, whole - 1)) if near < whole]
 

@@ -33,12 +33,12 @@ def check(config: RunConfig, world_size: int) -> tuple[Problem, ...]:
 
 
 def corpus_is_named(config: RunConfig, world_size: int) -> bool:
-    """True if the settings of the corpus break no rule, so that opening it can find further problems only."""
+    """Return True if the settings of the corpus break no rule, so that only opening it can find further problems."""
     return not any(_try(rule, config, world_size) for rule in file_rules.CORPUS_RULES)
 
 
 def advice(config: RunConfig, world_size: int) -> tuple[str, ...]:
-    """Notices about legal settings that cost something, one line each; none while there are problems."""
+    """Return one-line notices about legal settings that have a cost; none while there are problems."""
     if check(config, world_size):
         return ()
     return (
@@ -91,7 +91,7 @@ def tensor_parallel_divides_heads(config: RunConfig, world_size: int) -> Iterato
 
 
 def _tensor_degrees(config: RunConfig, world_size: int, heads: int) -> int:
-    """The number that a tensor-parallel degree divides if it fits the heads and the job.
+    """Return the number that every tensor-parallel degree that fits the heads and the job divides.
 
     If the pipeline size does not divide the job, no degree fits it, so only the heads are considered.
     """
@@ -135,7 +135,7 @@ def layout_divides_world(config: RunConfig, world_size: int) -> Iterator[Problem
 def _legal_layouts(
     tensor: int, pipeline: int, world_size: int, *, heads: int | None = None, layers: int | None = None
 ) -> Iterator[str]:
-    """Other numbers of processes, and other values of one of the two sizes, each of which alone solves the problem.
+    """Yield other numbers of processes, and other values of one of the two sizes, each of which solves the problem.
 
     Values that the number of heads or layers forbids are left out, if these numbers are known.
     """
@@ -268,7 +268,7 @@ def schedule_has_one_source(config: RunConfig, world_size: int) -> Iterator[Prob
 
 
 def _with_flags(rule: StateRule) -> Rule:
-    """Make a rule between two sections a rule of the run, in which settings are spelt as flags."""
+    """Turn a rule between two sections into a rule of the run, whose messages spell settings as flags."""
 
     @functools.wraps(rule)
     def of_the_run(config: RunConfig, world_size: int) -> Iterable[Problem]:

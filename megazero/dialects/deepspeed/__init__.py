@@ -1,1 +1,1 @@
-"""DeepSpeed's JSON configurations: their keys, read strictly, as sections of a configuration."""
+"""Reads DeepSpeed's JSON configurations strictly, and translates their keys into settings of megazero."""

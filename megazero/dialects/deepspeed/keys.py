@@ -1,10 +1,10 @@
-"""The tables of DeepSpeed's keys: what becomes of each, in the manner of the tables of Megatron-LM's flags.
+"""The tables of DeepSpeed's keys, each of which is honoured, accepted with a notice, or refused.
 
-A key is a dotted path, `zero_optimization.stage`.  An *honoured* key has a value that megazero uses; what it may be,
-and DeepSpeed's default, stand here.  An *accepted* key changes nothing that megazero could do otherwise, and earns a
-one-line notice.  A *refused* key asks for an effect megazero doesn't have, unless its value turns the effect off.  A
-*switched* key is a section with an `enabled` of its own, refused where one is true.  Keys of `optimizer.params` and
-`scheduler.params` depend on the type beside them and stand in config/choices.py.
+A key is a dotted path, `zero_optimization.stage`.  An *honoured* key has a value that megazero uses; its legal values
+and DeepSpeed's default are given here.  An *accepted* key would change nothing in megazero, and causes a one-line
+notice.  A *refused* key requests an effect that megazero doesn't have, unless its value turns the effect off.  A
+*switched* key is a section with a switch such as `enabled`, refused if one is true.  Keys of `optimizer.params` and
+`scheduler.params` depend on the type beside them; their tables are config/optimizers.py and config/schedules.py.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,7 @@ from megazero.config.fields import FieldInfo, describe
 
 
 def key(path: str, kind: str, default: Any, *, choices: tuple[str, ...] = (), **bounds: float) -> FieldInfo:
-    """A description of a key that is no setting of megazero under the same name; default None: without a value."""
+    """Return the description of a key that has no setting of the same name; default None: it has no value."""
     section, _, name = path.rpartition(".")
     limits = tuple(bounds.items())
     return FieldInfo(section, name, kind, choices, default, False, "", "", (), "", limits, optional=default is None)
@@ -25,7 +25,7 @@ def key(path: str, kind: str, default: Any, *, choices: tuple[str, ...] = (), **
 
 # --- honoured --------------------------------------------------------------------------------------------------------
 
-# Key of `zero_optimization` -> DeepSpeed's default; the settings of the same name say what a value may be.
+# {key of `zero_optimization`: DeepSpeed's default}; the legal values are those of the settings of the same name.
 _ZERO_DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {
         "stage": 0,
@@ -50,7 +50,7 @@ _ZERO_DEFAULTS: Mapping[str, Any] = MappingProxyType(
 )
 _FORMATS = ("fp64", "fp32", "bf16", "fp16")
 
-# Field of ZeroConfig -> the key it comes from.
+# {field of ZeroConfig: the key it comes from}
 ZERO_KEYS: Mapping[str, str] = MappingProxyType(
     {
         **{("zero_stage" if name == "stage" else name): f"zero_optimization.{name}" for name in _ZERO_DEFAULTS},
@@ -70,7 +70,7 @@ def _zero_keys() -> dict[str, FieldInfo]:
     }
 
 
-# Field of ActivationConfig -> the key it comes from; the defaults are the same.
+# {field of ActivationConfig: the key it comes from}; the defaults are the same.
 ACTIVATION_KEYS: Mapping[str, str] = MappingProxyType(
     {
         "partition_activations": "activation_checkpointing.partition_activations",
@@ -82,8 +82,8 @@ ACTIVATION_KEYS: Mapping[str, str] = MappingProxyType(
     }
 )
 
-# Field of PrecisionConfig -> the key it comes from; DeepSpeed has the loss scale 0 for a dynamic one, and a power of 2
-# for its first value.
+# {field of PrecisionConfig: the key it comes from}; DeepSpeed's loss scale 0 means a dynamic one, whose first value is
+# given as a power of 2.
 PRECISION_KEYS: Mapping[str, str] = MappingProxyType(
     {
         "loss_scale": "fp16.loss_scale",
@@ -95,7 +95,7 @@ PRECISION_KEYS: Mapping[str, str] = MappingProxyType(
     }
 )
 
-# Setting of a run -> the key it comes from.
+# {setting of a run: the key it comes from}
 BATCH_KEYS: Mapping[str, str] = MappingProxyType(
     {"global_batch_size": "train_batch_size", "micro_batch_size": "train_micro_batch_size_per_gpu"}
 )
@@ -134,7 +134,7 @@ HONOURED: Mapping[str, FieldInfo] = MappingProxyType(
     }
 )
 
-# Mappings whose keys depend on the type beside them.
+# Sections whose keys depend on the type beside them.
 PARAMS = ("optimizer.params", "scheduler.params")
 
 _STAGE3 = (
@@ -142,7 +142,7 @@ _STAGE3 = (
     " max_reuse_distance gather_16bit_weights_on_model_save module_granularity_threshold"
     " use_all_reduce_for_fetch_params allgather_sequential partition_stream_chunk_size"
 )
-# Another spelling -> the key.
+# {other spelling: the key}
 ALIASES: Mapping[str, str] = MappingProxyType(
     {f"zero_optimization.stage3_{name}": f"zero_optimization.{name}" for name in _STAGE3.split()}
     | {
@@ -159,7 +159,7 @@ ALIASES: Mapping[str, str] = MappingProxyType(
 
 
 def _paths(rows: Iterable[tuple[str, str, str]]) -> Mapping[str, str]:
-    """(text, section, names separated by blanks) -> path -> text."""
+    """Return {path: text} from rows of (text, section, names separated by blanks)."""
     return MappingProxyType(
         {f"{section}.{name}" if section else name: text for text, section, names in rows for name in names.split()}
     )
@@ -217,7 +217,7 @@ ACCEPTED: Mapping[str, str] = _paths(
 
 @dataclass(frozen=True)
 class Refused:
-    """A key whose effect is not there: the values that turn it off, why, and what to write instead."""
+    """A key whose effect megazero lacks: the reason, the values that turn it off, and a legal alternative."""
 
     reason: str
     off: tuple[Any, ...] = (False, None)
@@ -290,7 +290,7 @@ SWITCHES = ("enabled", "deepcompile")
 
 @dataclass(frozen=True)
 class Switched:
-    """A section that is refused where a switch in it is true; `names` are its keys, () when they are free."""
+    """A section that is refused if a switch in it is true; `names` are its legal keys, () if any key is legal."""
 
     reason: str
     names: tuple[str, ...] = ()
@@ -342,7 +342,7 @@ SWITCHED: Mapping[str, Switched] = MappingProxyType(
     }
 )
 
-# Keys that only say more about a refused neighbour; while that is off they mean nothing.
+# Keys that only refine a refused neighbour; while that is off they have no meaning, and are ignored.
 DETAILS: frozenset[str] = frozenset(
     f"zero_optimization.{section}.{name}"
     for section, names in (
@@ -352,7 +352,7 @@ DETAILS: frozenset[str] = frozenset(
     for name in names.split()
 )
 
-# Everything that may stand in a file; the sections are the beginnings of the paths.
+# All keys that may stand in a file; sections are the beginnings of the paths.
 KNOWN: frozenset[str] = frozenset((*HONOURED, *PARAMS, *ALIASES, *ACCEPTED, *REFUSED, *SWITCHED, *DETAILS))
 SECTIONS: frozenset[str] = frozenset(
     path[:end] for path in KNOWN for end, character in enumerate(path) if character == "."

@@ -1,9 +1,9 @@
-"""Reading a DeepSpeed configuration strictly: every key is honoured, accepted with a notice, or refused by name.
+"""Reads a DeepSpeed configuration strictly: every key is honoured, accepted with a notice, or refused by name.
 
-`read_file` gives a JSON file's mapping, `read` a mapping's `ParsedFile`: the values by key, in the key's type, with
-everything that is wrong.  "auto" stands for megazero's own default, except on a key that has a value of this name
-(partition_activations, cpu_checkpointing).  What becomes of each key is a table (keys.py); sections.py translates the
-values into settings, for the library and for a run.
+`read_file` returns a JSON file's mapping, `read` a mapping's `ParsedFile`: the values by key, in the key's type, with
+all problems.  "auto" stands for megazero's own default, except on a key that has a value of this name
+(partition_activations, cpu_checkpointing).  The tables in keys.py decide the outcome for each key; sections.py
+translates the values into settings, for the library and for a run.
 """
 
 import json
@@ -29,7 +29,7 @@ from megazero.dialects.deepspeed.keys import (
 )
 from megazero.errors import ConfigError, Problem
 
-# Other names of number formats.
+# {DeepSpeed's name of a number format: megazero's name}
 _FORMATS: Mapping[str, str] = MappingProxyType(
     {
         **{name: name for name in ("fp64", "fp32", "fp16", "bf16", "none", AUTO)},
@@ -40,23 +40,23 @@ _FORMATS: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class ParsedKey:
-    """A key's value in the key's type, or AUTO, and where it stands."""
+    """A key's value, in the key's type or AUTO, and the key's location."""
 
     value: Any
     location: Location
 
     @property
     def source(self) -> str:
-        """The key and its value as a message shows them."""
+        """The text of the key and its value in a message."""
         return self.location.quote(self.value)
 
 
 @dataclass(frozen=True)
 class ParsedFile:
-    """A DeepSpeed configuration after its keys have been looked up and their values checked.
+    """A DeepSpeed configuration whose keys have been looked up and whose values have been checked.
 
-    values: honoured keys by their canonical path.  sections: sections that are there, though they may be empty.
-    params: PARAMS that are there, unchecked, since what they may hold depends on the type beside them.
+    values: honoured keys by their canonical path.  sections: sections that the file has, though they may be empty.
+    params: those of PARAMS that the file has, unchecked, since their legal keys depend on the type beside them.
     off: refused keys and sections that are "auto", which turns them off.  invalid: honoured keys with an illegal value.
     """
 
@@ -69,27 +69,27 @@ class ParsedFile:
     diagnostics: Diagnostics = field(default_factory=Diagnostics)
 
     def get(self, path: str, own: Any) -> Any:
-        """The value of an honoured key; DeepSpeed's default when it is absent, megazero's `own` when it is "auto"."""
+        """Return an honoured key's value: DeepSpeed's default if it is absent, megazero's `own` if it is "auto"."""
         if path not in self.values:
             return HONOURED[path].default
         return own if self.is_automatic(path) else self.values[path].value
 
     def written(self, path: str) -> ParsedKey | None:
-        """The key at `path`; None when it is absent or "auto"."""
+        """Return the key at `path`, or None if it is absent or "auto"."""
         return None if self.is_automatic(path) else self.values.get(path)
 
     def is_automatic(self, path: str) -> bool:
-        """Whether the key is there and leaves its value to megazero."""
+        """Return True if the file has the key with the value "auto", and that is no value of the key itself."""
         key = self.values.get(path)
         return key is not None and bool(key.value == AUTO) and AUTO not in HONOURED[path].choices
 
     def location(self, path: str = "") -> Location:
-        """The location of a key by its canonical path, whichever spelling the file has."""
+        """Return the location of a key by its canonical path, whichever spelling the file has."""
         return Location(self.origin, path)
 
 
 def read_file(path: Path) -> Mapping[str, Any]:
-    """The mapping in a JSON file; ConfigError when it can't be read, is no JSON, or names a key twice."""
+    """Return the mapping in a JSON file; raise ConfigError if it can't be read, is no JSON, or has a key twice."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -111,7 +111,7 @@ def read_file(path: Path) -> Mapping[str, Any]:
 
 
 def read(content: Mapping[str, Any], origin: str) -> ParsedFile:
-    """The parsed configuration; `origin` names it in messages.  Nothing is raised: see its diagnostics."""
+    """Return the parsed configuration, with its problems, of which none is raised; `origin` names it in messages."""
     file = ParsedFile(origin)
     zero = content.get("zero_optimization")
     if isinstance(zero, bool):  # an old form: true is stage 1
@@ -127,7 +127,7 @@ def read(content: Mapping[str, Any], origin: str) -> ParsedFile:
 
 
 class _NoNumber(ValueError):
-    """NaN or an infinity in a JSON text."""
+    """Raised for NaN or an infinity in a JSON text."""
 
 
 def _no_number(text: str) -> Any:
@@ -144,7 +144,7 @@ def _unique(pairs: list[tuple[str, Any]], twice: list[str]) -> dict[str, Any]:
 
 
 def _walk(file: ParsedFile, location: Location, section: str, content: Mapping[str, Any]) -> None:
-    """Take every key of a section; `location` is how the user wrote it, `section` its canonical path."""
+    """Read every key of a section; `location` is the user's spelling of its path, `section` the canonical one."""
     for name, value in content.items():
         where = location.key(str(name))
         path = f"{section}.{name}" if section else str(name)
@@ -164,7 +164,7 @@ def _walk(file: ParsedFile, location: Location, section: str, content: Mapping[s
 
 
 def _names_in(section: str) -> set[str]:
-    """Names that may stand in a section, "" being the top."""
+    """Return the names of the keys that a section may have; "" is the top level."""
     start = f"{section}." if section else ""
     return {path.removeprefix(start).partition(".")[0] for path in KNOWN if path.startswith(start)}
 
@@ -231,7 +231,7 @@ def _take_switched(file: ParsedFile, location: Location, path: str, value: Any) 
 
 
 def _is_on(section: Any) -> bool:
-    """Whether a switch is on anywhere in the section."""
+    """Return True if a switch such as `enabled` is true in the section or in a mapping within it."""
     if not isinstance(section, Mapping):
         return as_boolean(section) is True
     return any(

@@ -1,8 +1,8 @@
-"""`--deepspeed-config FILE.json`: a DeepSpeed configuration beside the flags of a run.
+"""Combines a DeepSpeed configuration, `--deepspeed-config FILE.json`, with the flags of a run.
 
-The file's written settings count as flags: the same value beside one is fine, another one is an error.  What a section
-of the file leaves out has DeepSpeed's default, but gives way to everything that is given anywhere.  "auto", and a
-section that is absent, leave the settings as they are.
+The settings that the file writes count as flags: a flag with the same value may stand beside one, a flag with another
+value is an error.  A key that a section of the file leaves out has DeepSpeed's default, but any source of the setting
+takes precedence over that.  "auto", and a section that is absent, leave the settings unchanged.
 """
 
 import math
@@ -22,11 +22,11 @@ from megazero.dialects.deepspeed.schedule import adopt_optimizer, adopt_schedule
 from megazero.dialects.deepspeed.sections import Translation, automatic_notices, resolve, text_for_key, translate
 from megazero.errors import Problem
 
-# Sizes of the batch -> the settings they are.
+# {size of the batch: the setting that holds it}
 _SIZES: Mapping[str, str] = MappingProxyType(
     {part: setting for part, path in KEYS.items() for setting, key in BATCH_KEYS.items() if key == path}
 )
-# Parameters of optimizer and schedule -> the settings they are in a run.
+# {parameter of the optimizer or the schedule: the settings of a run that hold it}
 _PARAMS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "optimizer.params.lr": ("lr",),
@@ -40,23 +40,23 @@ _PARAMS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def adopt(file: ParsedFile, *, wants_fp16: bool) -> Translation:
-    """The settings of a file, as far as it alone decides them; problems go to its diagnostics.
+    """Return the settings that a file alone determines; problems are added to the file's diagnostics.
 
-    wants_fp16: whether fp16 is asked for elsewhere, so that an automatic `fp16.enabled` is true.
+    wants_fp16: True if another source requests fp16, so that an automatic `fp16.enabled` is true.
     """
     translation = translate(file, wants_fp16=wants_fp16)
     for section, add, rate in (("optimizer", adopt_optimizer, "lr"), ("scheduler", adopt_scheduler, "warmup_max_lr")):
         if section in file.sections:
             before = len(file.diagnostics.problems)
             add(translation)
-            # A section with a problem sets no learning rate; where it has one, the run must not call --lr missing.
+            # A section with a problem sets no learning rate; where it has one, the run must not report --lr as missing.
             if len(file.diagnostics.problems) > before and file.params.get(f"{section}.params", {}).get(rate) != AUTO:
                 translation.unknown.add("lr")
     return translation
 
 
 def complete(translation: Translation, settings: dict[str, ParsedValue], *, data_parallel_size: int) -> list[Problem]:
-    """Add to the run's `settings` what depends on all of them: defaults, and what follows from file and flags together.
+    """Add to `settings`, the run's, those that depend on all of them: defaults, and sizes that follow from others.
 
     Returns the problems between file and flags.
     """
@@ -73,7 +73,10 @@ def complete(translation: Translation, settings: dict[str, ParsedValue], *, data
 
 
 def notices(file: ParsedFile, config: RunConfig, world_size: int | None) -> Iterator[str]:
-    """What the file's automatic keys became in the run; sizes that depend on the processes need `world_size`."""
+    """Yield a line for each section with the values that its automatic keys became in the run.
+
+    world_size: None leaves out the sizes that depend on the number of processes.
+    """
     values = {name: (info, getattr(getattr(config, info.section), name)) for name, info in INFO.items()}
 
     def became(path: str) -> str | None:
@@ -98,7 +101,7 @@ def notices(file: ParsedFile, config: RunConfig, world_size: int | None) -> Iter
 
 
 def _against_formats(file: ParsedFile, settings: Mapping[str, ParsedValue]) -> Iterator[Problem]:
-    """A format that the file turns off and a flag on."""
+    """Yield a problem if the file turns the number format off that the run's settings turn on."""
     precision = settings.get("precision")
     if precision is None or precision.value not in ("fp16", "bf16"):
         return
@@ -111,7 +114,7 @@ def _against_formats(file: ParsedFile, settings: Mapping[str, ParsedValue]) -> I
 def _against_batch(
     translation: Translation, settings: dict[str, ParsedValue], data_parallel_size: int
 ) -> list[Problem]:
-    """Set the sizes that follow from the file's and the flags' together; a problem when they contradict each other."""
+    """Set the batch sizes that follow from the file's and the flags' together; return a problem if they contradict."""
     file = translation.file
     accumulation = file.written(KEYS["accumulation"])
     given = {part: settings[name] for part, name in _SIZES.items() if name in settings}
@@ -138,7 +141,7 @@ def _against_batch(
 
 
 def _against_floor(translation: Translation, settings: dict[str, ParsedValue]) -> Iterator[Problem]:
-    """The cosine's end is known once the learning rate is."""
+    """Set the cosine's end, a part of the learning rate; yield a problem if the run has another end."""
     floor, lr, end = translation.floor, settings.get("lr"), settings.get("min_lr")
     if floor is None or lr is None:
         return

@@ -1,15 +1,15 @@
-"""Optimizer and schedule of a DeepSpeed configuration as settings of a run.
+"""Translates the optimizer and the schedule of a DeepSpeed configuration into settings of a run.
 
-An optimizer is --optimizer, the settings that are called after its parameters, and --optimizer-params for the others.
-Schedules are those of a run, of which the last can't begin elsewhere than at 0:
+An optimizer becomes --optimizer, the settings that are called after its parameters, and --optimizer-params for the
+others.  Schedules become those of a run; a run's cosine warms up from 0 or --lr-warmup-init only:
 
     WarmupLR        --lr-decay-style constant, --lr-warmup-iters warmup_num_steps, at least 2, --lr-warmup-type,
                     --lr-warmup-init warmup_min_lr
     WarmupDecayLR   --lr-decay-style linear, the same, --lr-decay-iters total_num_steps, --min-lr warmup_min_lr
     WarmupCosineLR  --lr-decay-style cosine, the same, --min-lr cos_min_ratio x lr
 
-A step then has the schedule's rate at that step.  DeepSpeed calls its schedule after a step, so there the rate comes
-one step later; a notice says so.
+In megazero a step has the schedule's rate at that step.  DeepSpeed calls its schedule after a step, so there each rate
+comes one step later; a notice reports this.
 """
 
 from collections.abc import Mapping
@@ -28,13 +28,13 @@ _STYLES: Mapping[str, str] = MappingProxyType(
 
 
 def adopt_optimizer(adopted: Translation) -> None:
-    """The optimizer and its parameters as settings of a run."""
+    """Add the optimizer and its parameters as settings of a run."""
     file = adopted.file
     before = len(file.diagnostics.problems)
     choice = optimizer_of(file)
     if len(file.diagnostics.problems) > before:
         return
-    # Without decay it makes no difference whether it is decoupled, which the fused kernel's is.
+    # Without weight decay it makes no difference whether that is decoupled, as the fused kernel's is.
     is_adamw = choice.type == "Adam" and not choice.params["weight_decay"]
     kind = "AdamW" if is_adamw else choice.type
     said = file.written("optimizer.type")
@@ -56,14 +56,14 @@ def adopt_optimizer(adopted: Translation) -> None:
 
 
 def _word(value: Any) -> str:
-    """The value of a parameter as --optimizer-params has it."""
+    """Return the value of a parameter in the form of --optimizer-params."""
     if isinstance(value, bool):
         return str(value).lower()
     return ",".join(str(item) for item in value) if isinstance(value, tuple) else str(value)
 
 
 def _adopt_param(adopted: Translation, name: str, settings: Mapping[str, Any]) -> None:
-    """Settings that one parameter of the optimizer stands for."""
+    """Add the settings that one parameter of the optimizer stands for."""
     path = f"optimizer.params.{name}"
     params = adopted.file.params.get("optimizer.params", {})
     for setting, value in settings.items():
@@ -74,7 +74,7 @@ def _adopt_param(adopted: Translation, name: str, settings: Mapping[str, Any]) -
 
 
 def adopt_scheduler(adopted: Translation) -> None:
-    """The schedule as a run's own, if that is exactly the same."""
+    """Add the schedule as settings of a run, or a problem if a run has no equal schedule."""
     file = adopted.file
     before = len(file.diagnostics.problems)
     said = file.written("scheduler.type")
@@ -116,7 +116,7 @@ def adopt_scheduler(adopted: Translation) -> None:
 
 
 def _adopt_warmup(adopted: Translation, choice: SchedulerChoice) -> None:
-    """Length, shape and start of the warm-up, and the end of the decay."""
+    """Add the length, shape and start of the warm-up, and the end of the decay."""
     values = {**choice.params, "warmup_num_steps": max(2, choice.params["warmup_num_steps"])}
     _adopt_written(adopted, "warmup_num_steps", "lr_warmup_iters", values["warmup_num_steps"])
     _adopt_written(adopted, "warmup_type", "lr_warmup_type", values["warmup_type"])
@@ -131,7 +131,7 @@ def _adopt_warmup(adopted: Translation, choice: SchedulerChoice) -> None:
 
 
 def _adopt_written(adopted: Translation, name: str, setting: str, value: Any) -> None:
-    """A parameter of the schedule: as said, or as a default; an automatic one is the run's to know."""
+    """Add a parameter of the schedule as the file gives it, or its default; an automatic one is left to the run."""
     path = f"scheduler.params.{name}"
     written = adopted.file.params.get("scheduler.params", {}).get(name)
     if written is None:
@@ -141,7 +141,7 @@ def _adopt_written(adopted: Translation, name: str, setting: str, value: Any) ->
 
 
 def _adopt_peak(adopted: Translation, peak: float, *, written: bool) -> None:
-    """The peak of the schedule is the learning rate, whatever the optimizer's is."""
+    """Make the peak of the schedule the learning rate, in place of the optimizer's."""
     path = "scheduler.params.warmup_max_lr"
     if not written:
         adopted.default("lr", peak, path)

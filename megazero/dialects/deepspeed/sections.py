@@ -1,11 +1,12 @@
-"""The translation of a DeepSpeed configuration into settings of megazero's sections, for the library and for a run.
+"""Translates a DeepSpeed configuration into settings of megazero's sections, for the library and for a run.
 
-`translate` gives every setting that a key stands for, with the key as its source: `written` ones are in the file,
+`translate` returns every setting that a key stands for, with the key as its source: `written` ones are in the file,
 `defaults` are DeepSpeed's documented values of keys that are not.  `resolve` decides what depends on several settings.
-Both doors call the two.  The library builds its sections from the settings right away (`engine_parts`); a run puts the
-written ones beside its flags first, and lets defaults give way to everything else (run.py).
+The library and a run both call the two.  The library builds its sections from the settings right away
+(`engine_parts`); a run adds the written ones to its flags first, and gives all other sources precedence over the
+defaults (run.py).
 
-A key that says "auto" contributes no setting, so that megazero's own default or the run's flag holds;
+A key that is "auto" contributes no setting, so that megazero's own default or the run's flag holds;
 `automatic_notices` reports what it became.
 """
 
@@ -35,7 +36,7 @@ from megazero.rules.states import STATE_RULES
 
 _Section = TypeVar("_Section", ZeroConfig, PrecisionConfig, ActivationConfig)
 
-# Setting -> the key whose value it has as it stands.
+# {setting: the key whose value it takes unchanged}
 _SAME: Mapping[str, str] = MappingProxyType(
     {**ZERO_KEYS, **ACTIVATION_KEYS, **BATCH_KEYS, "clip_grad": "gradient_clipping"}
 )
@@ -43,13 +44,16 @@ _INFO: Mapping[str, FieldInfo] = MappingProxyType(
     {info.name: info for cls in (ZeroConfig, PrecisionConfig, ActivationConfig) for info in describe("", cls)}
 )
 _ACCUMULATION, _ACCUMULATION_KEY = "accumulate_allreduce_grads_in_fp32", "data_types.grad_accum_dtype"
-# DeepSpeed's defaults where torch's are others.
+# DeepSpeed's defaults of Adam that differ from torch's.
 _ADAM: Mapping[str, Any] = MappingProxyType({"weight_decay": 0.0})
 
 
 @dataclass(frozen=True)
 class Floor:
-    """The end of a cosine as a part of the learning rate, which may come from elsewhere; written: not a default."""
+    """The end of a cosine as a part of the learning rate, which may come from another source.
+
+    written: True if the file gives the ratio, False if it is a default.
+    """
 
     ratio: float
     location: Location
@@ -58,10 +62,11 @@ class Floor:
 
 @dataclass
 class Translation:
-    """A file's settings.
+    """The settings that a file stands for.
 
-    whole: whether a section that the file leaves out has DeepSpeed's defaults too.  written: settings of keys in the
-    file.  defaults: settings of keys that are not in it.  unknown: settings whose key has a problem of its own.
+    whole: True if a section that the file leaves out has DeepSpeed's defaults too.  written: settings of keys in the
+    file.  defaults: settings of keys that are not in it.  unknown: settings whose key has a problem.
+    floor: the end of a cosine, if the schedule is one.
     """
 
     file: ParsedFile
@@ -72,7 +77,7 @@ class Translation:
     floor: Floor | None = None
 
     def covers(self, path: str) -> bool:
-        """Whether the key at `path` has DeepSpeed's default when it is absent."""
+        """Return True if the key at `path` has DeepSpeed's default when it is absent."""
         return self.whole or path.rpartition(".")[0] in self.file.sections
 
     def write(self, setting: str, value: Any, source: str) -> None:
@@ -85,14 +90,14 @@ class Translation:
         self.defaults.append(RawValue(setting, value, source, Origin.DEFAULT))
 
     def refuse(self, given: str, rule: str, legal: str) -> None:
-        """Add the problem of something that megazero doesn't do."""
+        """Add the problem of a setting whose effect megazero doesn't have."""
         self.file.diagnostics.problems.append(Problem(given, f"refused: {rule}", legal))
 
 
 def translate(file: ParsedFile, *, whole: bool = False, wants_fp16: bool = False) -> Translation:
-    """The settings of all keys but the optimizer's and the schedule's; problems go to the file's diagnostics.
+    """Return the settings of all keys but the optimizer's and the schedule's; problems go to the file's diagnostics.
 
-    wants_fp16: whether fp16 is asked for elsewhere, so that an automatic `fp16.enabled` is true.
+    wants_fp16: True if another source requests fp16, so that an automatic `fp16.enabled` is true.
     """
     translation = Translation(file, whole)
     for setting, path in _SAME.items():
@@ -124,14 +129,14 @@ def _translate_key(translation: Translation, setting: str, path: str) -> None:
 
 
 def _to_setting(setting: str, value: Any) -> Any:
-    """The setting's value for a key's: the loss scale 0 is a dynamic one, a power its first value."""
+    """Return the setting's value for a key's: a loss scale of 0 becomes None (dynamic), a power its first value."""
     if setting == "loss_scale":
         return value or None
     return 2.0**value if setting == "initial_loss_scale" else value
 
 
 def _to_key(setting: str, value: Any) -> Any:
-    """The key's value for a setting's, the inverse of `_to_setting`."""
+    """Return the key's value for a setting's, the inverse of `_to_setting`."""
     if setting == "loss_scale":
         return value or 0
     if setting == "initial_loss_scale":
@@ -141,14 +146,14 @@ def _to_key(setting: str, value: Any) -> Any:
 
 
 def resolve(translation: Translation, settings: dict[str, ParsedValue]) -> None:
-    """Change `settings`, the file's and all others, where the meaning of a key depends on more than the key."""
+    """Change `settings`, those of all sources, where the meaning of a key depends on other settings."""
     _resolve_overlap(translation, settings)
     if "precision" not in translation.unknown:
         _resolve_accumulation(translation.file, settings)
 
 
 def _resolve_overlap(translation: Translation, settings: dict[str, ParsedValue]) -> None:
-    """DeepSpeed's default: communication overlaps in ZeRO stage 3 only."""
+    """Add DeepSpeed's default of overlap_comm, which is true in ZeRO stage 3 only."""
     path = ZERO_KEYS["overlap_comm"]
     is_absent = path not in translation.file.values and path not in translation.file.invalid
     if is_absent and translation.covers(path) and "zero_stage" in settings:
@@ -158,7 +163,7 @@ def _resolve_overlap(translation: Translation, settings: dict[str, ParsedValue])
 
 
 def _resolve_accumulation(file: ParsedFile, settings: dict[str, ParsedValue]) -> None:
-    """Check the format of gradients against the model's: the same, or fp32 where that is wider."""
+    """Check the format of accumulated gradients, which must be the model's, or fp32 where that is wider."""
     key = file.written(_ACCUMULATION_KEY)
     precision = settings["precision"].value if "precision" in settings else _INFO["precision"].default
     is_narrow = precision in ("bf16", "fp16")
@@ -177,9 +182,9 @@ def _resolve_accumulation(file: ParsedFile, settings: dict[str, ParsedValue]) ->
 
 
 def automatic_notices(file: ParsedFile, became: Callable[[str], str | None]) -> Iterator[str]:
-    """One line a section with the keys that are "auto" and what each became.
+    """Yield one line for each section with "auto" keys, with the value that each of them became.
 
-    became: the text for a key's canonical path; None leaves the key out.
+    became: a function that returns the text for a key's canonical path; None leaves the key out.
     """
     keys = [(path, key.location) for path, key in file.values.items() if file.is_automatic(path)]
     for path, params in file.params.items():
@@ -195,7 +200,7 @@ def automatic_notices(file: ParsedFile, became: Callable[[str], str | None]) -> 
 
 
 def text_for_key(path: str, values: Mapping[str, tuple[FieldInfo, Any]]) -> str | None:
-    """What an automatic key of the shared sections became, by the values of settings; None for any other key."""
+    """Return the text of an automatic key of the shared sections, from the settings' values; None for any other key."""
     for name in ("fp16", "bf16"):
         if path == f"{name}.enabled":
             return shown(values["precision"][1] == name)
@@ -216,7 +221,7 @@ def text_for_key(path: str, values: Mapping[str, tuple[FieldInfo, Any]]) -> str 
 
 @dataclass(frozen=True)
 class EngineParts:
-    """The parts of a configuration of the library, the batch apart."""
+    """The sections of a configuration of the library, without the batch's sizes."""
 
     zero: ZeroConfig
     precision: PrecisionConfig
@@ -226,7 +231,7 @@ class EngineParts:
 
 
 def engine_parts(file: ParsedFile) -> EngineParts:
-    """The parts; problems and notices go to the file's diagnostics."""
+    """Return the library's sections; problems and notices are added to the file's diagnostics."""
     translation = translate(file, whole=True)
     raw = (*translation.defaults, *translation.written)
     settings = {item.name: ParsedValue(item.name, item.value, item.source, item.origin) for item in raw}
@@ -249,7 +254,7 @@ def engine_parts(file: ParsedFile) -> EngineParts:
 
 
 def _given_params(file: ParsedFile, parts: EngineParts) -> Iterator[ParsedValue]:
-    """The parameters of optimizer and schedule that the file gives other values than their defaults."""
+    """Yield the parameters of optimizer and schedule to which the file gives values other than their defaults."""
     for name, value in changed_params(parts.optimizer, parts.scheduler).items():
         path = "optimizer.params.lr" if name == "optimizer.lr" else name
         section, _, key = path.rpartition(".")
@@ -268,7 +273,7 @@ def _spell(setting: str) -> str:
 
 
 def _became(path: str, parts: EngineParts) -> str | None:
-    """What an automatic key became in the library; None for the batch's sizes, which depend on the processes."""
+    """Return the text of an automatic key in the library; None for the batch's sizes, which depend on the processes."""
     section, _, name = path.rpartition(".")
     if section == "optimizer.params":
         params = {"lr": parts.optimizer.lr, **parts.optimizer.params}
@@ -287,7 +292,7 @@ def _became(path: str, parts: EngineParts) -> str | None:
 
 
 def optimizer_of(file: ParsedFile) -> OptimizerChoice:
-    """The optimizer that the file names, AdamW when it names none; problems go to the file's diagnostics."""
+    """Return the optimizer that the file names, by default AdamW; problems are added to the file's diagnostics."""
     location, key = file.location("optimizer"), file.written("optimizer.type")
     params = dict(file.params.get("optimizer.params", {}))
     if params and "optimizer.type" not in (*file.values, *file.invalid):
@@ -297,13 +302,13 @@ def optimizer_of(file: ParsedFile) -> OptimizerChoice:
     if name.lower() in ("adam", "adamw"):
         name = _adam(location.key("params"), name, params, file.diagnostics)
     _refuse_clipping(location.key("params"), params, file.diagnostics)
-    # What is automatic has torch's default, as in megazero's own form; what is absent has DeepSpeed's.
+    # An automatic parameter has torch's default, as in megazero's own form; an absent one has DeepSpeed's.
     defaults = {key: value for key, value in _ADAM.items() if name in ("Adam", "AdamW") and key not in params}
     return choose_optimizer(location, name, params, file.diagnostics, defaults=defaults)
 
 
 def _adam(location: Location, name: str, params: dict[str, Any], diagnostics: Diagnostics) -> str:
-    """Adam or AdamW as torch means them; takes DeepSpeed's own parameters of Adam out of `params`."""
+    """Return torch's name, Adam or AdamW, for DeepSpeed's Adam; remove DeepSpeed's own parameters from `params`."""
     given = {key: params.pop(key) for key in ("adam_w_mode", "bias_correction") if key in params}
     switches = {key: as_boolean(value) for key, value in given.items()}
     for key, value in given.items():
@@ -317,7 +322,7 @@ def _adam(location: Location, name: str, params: dict[str, Any], diagnostics: Di
 
 
 def _refuse_clipping(location: Location, params: dict[str, Any], diagnostics: Diagnostics) -> None:
-    """Refuse the clipping that old configurations put among an optimizer's parameters."""
+    """Refuse max_grad_norm, by which old configurations set clipping among an optimizer's parameters."""
     value = params.pop("max_grad_norm", 0)
     if value not in (0, None, AUTO):
         rule = "gradients are clipped before the optimizer sees them"
@@ -327,7 +332,10 @@ def _refuse_clipping(location: Location, params: dict[str, Any], diagnostics: Di
 
 
 def scheduler_of(file: ParsedFile, lr: float) -> SchedulerChoice | None:
-    """The schedule that the file names, if any; `lr` is the optimizer's.  Problems go to the file's diagnostics."""
+    """Return the schedule that the file names, if any; problems are added to the file's diagnostics.
+
+    lr: the optimizer's learning rate.
+    """
     key = file.written("scheduler.type")
     params = file.params.get("scheduler.params", {})
     location = file.location("scheduler")

@@ -1,1 +1,1 @@
-"""Cleaning and deduplication of texts."""
+"""Cleans and deduplicates texts."""

@@ -1,6 +1,6 @@
-"""Cleaning of a corpus: documents that pass all steps, and a count of what every step has dropped.
+"""Cleans a corpus: writes the documents that pass all steps, and counts those that every step has dropped.
 
-The chosen steps are applied to every document in this order, and the first that drops it is the last:
+The chosen steps are applied to every document in this order, up to the first that drops it:
 
     fix text -> characters -> printable -> languages -> exact duplicates -> near duplicates
 
@@ -37,7 +37,7 @@ _MEBIBYTE = 1 << 20
 
 @dataclass(frozen=True)
 class StepChoice:
-    """The chosen steps and their limits; every field is the flag of its name, and None or empty leaves a step out."""
+    """The chosen steps and their limits; each field is the flag of its name, and None or empty leaves a step out."""
 
     fix_text: bool = False
     min_characters: int | None = None
@@ -117,7 +117,10 @@ class CleaningRequest:
 
 @dataclass
 class StepCount:
-    """The documents that went through a step; text_bytes: those that passed it, after it, in UTF-8."""
+    """The counts of documents that went through a step.
+
+    text_bytes: UTF-8 bytes of the documents that passed the step, as they are after it.
+    """
 
     name: str
     documents: int = 0
@@ -127,10 +130,10 @@ class StepCount:
 
 
 def clean_corpus(request: CleaningRequest, console: Console, bad: BadLines | None = None) -> list[StepCount]:
-    """Write the output, and the dropped documents if a file is given; returns the counts of every step.
+    """Write the output, and the dropped documents if a file is given; return the counts of every step.
 
-    bad: collects lines that cannot be used; None: they are errors.  Raises DataError for input that cannot be read, and
-    when no document is left; nothing is written then.
+    bad: collects lines that cannot be used; None makes them errors.  Raises DataError for input that cannot be read,
+    and when no document is left; nothing is written then.
     """
     raise_problems(DataError, [*request.choice.problems(), *_path_problems(request)])
     steps = request.choice.steps()
@@ -164,7 +167,7 @@ def summary_lines(counts: Sequence[StepCount]) -> list[str]:
 
 
 def _through(text: str, steps: Sequence[Step], counts: Sequence[StepCount]) -> str | Dropped:
-    """Run one document through the steps, counted; returns its text, or the reason of the step that dropped it."""
+    """Run one document through the steps, and count it; return its text, or the reason of the step that dropped it."""
     size = len(text.encode())
     counts[0].documents += 1
     counts[0].text_bytes += size
@@ -182,7 +185,7 @@ def _through(text: str, steps: Sequence[Step], counts: Sequence[StepCount]) -> s
 
 
 def _objects(request: CleaningRequest, console: Console, bad: BadLines | None) -> Iterator[dict[str, Any]]:
-    """Yield every object of the input, under a bar of mebibytes."""
+    """Yield every object of the input, while a progress bar counts mebibytes."""
     files = readable_files(request.inputs, request.rules)
     with console.progress() as progress:
         size = sum(file.size for file in files)

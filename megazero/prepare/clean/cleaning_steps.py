@@ -1,4 +1,4 @@
-"""Steps of cleaning that judge one document at a time: each returns the text, or mended, or a reason to drop it."""
+"""Steps of cleaning that judge one document at a time: each returns the text, mended or not, or a reason to drop it."""
 
 import re
 import unicodedata
@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 from megazero.errors import DataError, Problem
 
-# The characters from which a language is identified; more is slower and hardly more certain.
+# The number of characters from which a language is identified; more is slower and hardly more certain.
 LANGUAGE_CHARACTERS = 4096
 _REPLACEMENT = "\ufffd"
 # Anything but the characters of ASCII that are no control characters and begin no character's name.
@@ -20,7 +20,7 @@ class Dropped(NamedTuple):
 
 
 class Step(Protocol):
-    """One step; steps are applied one after the other to every document in turn."""
+    """A step of cleaning; steps are applied one after the other to every document in turn."""
 
     @property
     def name(self) -> str:
@@ -33,8 +33,8 @@ class Step(Protocol):
 
 
 class FixText:
-    """Mends what programs did to a text, by ftfy's rules: wrong encodings (`\u00c3\u00a9`), HTML's names of characters,
-    control characters, ligatures, curly quotes, line ends; the result is in Unicode's form NFC.
+    """A step that mends damage by programs, by ftfy's rules: wrong encodings (`\u00c3\u00a9`), HTML's names of
+    characters, control characters, ligatures, curly quotes, line ends; the result is in Unicode's form NFC.
 
     The library works line by line and is slow, so it is called only for lines with a character that it could mend; the
     result is the same as for the whole text.  Raises DataError where it is missing.
@@ -66,7 +66,7 @@ class FixText:
 
 
 class Characters:
-    """Drops texts that are shorter or longer than the limits."""
+    """A step that drops texts that are shorter or longer than the limits."""
 
     name = "--min/max-characters"
 
@@ -84,7 +84,7 @@ class Characters:
 
 
 class Printable:
-    """Drops texts with too many characters that cannot be printed: control characters, unassigned codes, U+FFFD."""
+    """A step that drops texts with too many unprintable characters: control characters, unassigned codes, U+FFFD."""
 
     name = "--min-printable"
 
@@ -98,7 +98,7 @@ class Printable:
 
 
 class Languages:
-    """Drops texts whose most probable language is not in the list, or not probable enough.
+    """A step that drops texts whose most probable language is not in the list, or not probable enough.
 
     The language is that of the text's first LANGUAGE_CHARACTERS.  Raises DataError without the library, and for
     languages that it does not support.
@@ -144,5 +144,5 @@ def missing_package(flag: str, package: str) -> Problem:
 def _is_printable(character: str) -> bool:
     if character in "\t\n\r":
         return True
-    # Python counts spaces other than the plain one as not printable; a reader sees them as spaces.
+    # Python counts all spaces but the plain one as not printable, although they are shown as spaces.
     return character != _REPLACEMENT and (character.isprintable() or unicodedata.category(character)[0] == "Z")

@@ -1,4 +1,4 @@
-"""Deduplication: documents whose text is the same as an earlier one's, or nearly the same, are dropped.
+"""Drops duplicates: documents whose text is the same as an earlier one's, or nearly the same.
 
 *Exact*: texts are compared by 128 bits of xxh3; among 1e12 documents two different ones collide with a chance of 1e-15.
 
@@ -23,7 +23,7 @@ from xxhash import xxh3_64_intdigest, xxh3_128_intdigest, xxh32_intdigest
 from megazero.errors import DataError
 from megazero.prepare.clean.cleaning_steps import Dropped, missing_package
 
-# Bytes of memory a kept document takes, measured on a million of them (near: on 100,000, at the threshold of 0.8).
+# The bytes of memory that a kept document takes, measured on a million (near: on 100,000, at the threshold of 0.8).
 EXACT_BYTES = 30
 NEAR_BYTES = 550
 
@@ -35,12 +35,12 @@ SIGNATURE_NUMBERS = 128
 # The costs of a false pair and a missed pair, by which bands are cut: false pairs are found by their signatures.
 _BAND_WEIGHTS = (0.1, 0.9)
 _SEED = 1
-# Pairs wait for being merged until they are this many, and as many as a share of those that are.
+# The latest pairs are merged once they are at least _LEAST_LATEST, and one for every _LATEST_SHARE merged ones.
 _LEAST_LATEST = 4096
 _LATEST_SHARE = 32
-# Shingles that are hashed at a time: 128 numbers for each are 512 KiB.
+# The number of shingles that are hashed at a time: 128 numbers for each are 512 KiB.
 _BATCH = 1024
-# Odd and without pattern in its bits; multiplication by it makes hashes depend on the order of words.
+# An odd number without pattern in its bits; multiplication by it makes hashes depend on the order of words.
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 # Scripts without spaces between words (Thai to Khmer, kana, ideographs): every letter counts as a word.
 _WORD = re.compile(
@@ -51,9 +51,10 @@ _ASCII_WORDS = bytes(code if _WORD.fullmatch(chr(code)) else ord(" ") for code i
 
 
 class PairTable:
-    """Pairs of a key of 64 bits and a number, found by key, in little more memory than the two take.
+    """A table of pairs of a 64-bit key and a number, found by key, in little more memory than the two take.
 
-    Two arrays, sorted by key, and a dictionary of the latest, merged into them when it has a share of their size.
+    It has two arrays, sorted by key, and a dictionary of the latest pairs, which are merged into the arrays when the
+    dictionary has a share of their size.
     """
 
     def __init__(self, dtype: type[np.uint32] | type[np.uint64]) -> None:
@@ -95,7 +96,7 @@ class PairTable:
 
 
 class ExactDuplicates:
-    """Drops a text that is the same as an earlier one."""
+    """A step that drops a text that is the same as an earlier one."""
 
     name = "--deduplicate exact"
 
@@ -112,9 +113,9 @@ class ExactDuplicates:
 
 
 class NearDuplicates:
-    """Drops a text whose similarity to a kept one reaches the threshold.
+    """A step that drops a text whose similarity to a kept one reaches the threshold.
 
-    Raises DataError where the library is missing.
+    Raises DataError if the library is missing.
     """
 
     name = "--deduplicate near"
@@ -149,7 +150,7 @@ class NearDuplicates:
         return text
 
     def _sketch(self, text: str) -> NDArray[np.uint32]:
-        """Return the numbers of a text."""
+        """Return the MinHash numbers of a text."""
         sketch, hashes = self._empty.copy(), shingles(text)
         for start in range(0, len(hashes), _BATCH):
             sketch.update_batch(hashes[start : start + _BATCH].tolist())
@@ -179,7 +180,7 @@ def shingles(text: str) -> NDArray[np.uint32]:
 
 
 def _words(text: str) -> list[bytes]:
-    """Return the matches of _WORD; for ASCII by a way that is four times as fast."""
+    """Return the matches of _WORD; those of ASCII text are found in a way that is four times as fast."""
     if text.isascii():
         return text.encode().translate(_ASCII_WORDS).split()
     return [word.encode() for word in _WORD.findall(text)]

@@ -1,1 +1,1 @@
-"""Inspection of corpora: their content, whether they are whole, and where two of them differ."""
+"""Inspects corpora: their content, their integrity, and the first difference of two."""

@@ -1,4 +1,4 @@
-"""Comparison of two corpora, which finds the first difference; both are read in blocks, side by side.
+"""Compares two corpora, which are read in blocks, side by side, and finds the first difference.
 
 Equal corpora have the same documents of the same sequences of the same ids, in the same integer type: their files are
 the same byte for byte.
@@ -13,17 +13,17 @@ from megazero.data.indexed_dataset import CHECK_BLOCK, IndexedDataset, Tokens
 from megazero.data.tokenizers import Tokenizer
 from megazero.prepare.inspect.lengths import document_lengths
 
-# Tokens shown on either side of the first that differs.
+# The number of tokens shown on either side of the first one that differs.
 _AROUND = 8
 
 Pair = tuple[IndexedDataset, IndexedDataset]
 
 
 class CorpusDifference(NamedTuple):
-    """The first difference of two corpora, in the order of documents; None for what one of them does not have.
+    """The first difference of two corpora, in the order of documents; None stands for values that a corpus lacks.
 
     position: the token's in the document, or None when the documents have the same ids.
-    tokens: the ids there.  what: the kind of difference, in words.
+    tokens: the ids at the position.  what: the kind of difference, in words.
     """
 
     document: int | None
@@ -35,7 +35,7 @@ class CorpusDifference(NamedTuple):
 def find_difference(
     one: IndexedDataset, other: IndexedDataset, advance: Callable[[int], None]
 ) -> CorpusDifference | None:
-    """Return the first difference, or None; calls advance(tokens) after every block."""
+    """Return the first difference, or None; call advance(tokens) after every block."""
     pair = (one, other)
     token = _first_token(pair, advance)
     return _in_documents(pair, token) or _in_sequences(pair) or _in_types(pair)
@@ -55,7 +55,7 @@ def _first_token(pair: Pair, advance: Callable[[int], None]) -> int | None:
 
 
 def _in_documents(pair: Pair, token: int | None) -> CorpusDifference | None:
-    """Return a difference in ids: before the first document whose length differs, or in it."""
+    """Return the first difference in ids, before or in the first document whose length differs, or None."""
     document = start = 0
     for blocks in zip(*map(document_lengths, pair), strict=False):
         count = min(map(len, blocks))
@@ -94,7 +94,7 @@ def _at(pair: Pair, token: int) -> CorpusDifference:
 
 
 def _in_sequences(pair: Pair) -> CorpusDifference | None:
-    """Return the first document that is cut into other sequences, all ids being the same."""
+    """Return the first document that is cut into other sequences, given that all ids are the same."""
     for first in range(0, pair[0].num_documents, CHECK_BLOCK):
         stop = min(first + CHECK_BLOCK, pair[0].num_documents)
         found = _first(*(dataset.document_ends(first, stop) for dataset in pair))

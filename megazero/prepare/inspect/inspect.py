@@ -1,4 +1,4 @@
-"""Descriptions of a corpus's content for the user."""
+"""Describes the content of a corpus for the user."""
 
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ class SampleRequest(NamedTuple):
 
 
 def header_lines(dataset: IndexedDataset, sidecar: Sidecar | None) -> list[str]:
-    """Return counts and types, one fact a line."""
+    """Return lines with counts and types, one fact a line."""
     size = dataset.num_tokens * dataset.dtype.itemsize
     cut = f", of at most {sidecar.split_documents} tokens" if sidecar and sidecar.split_documents else ""
     lines = [
@@ -44,7 +44,7 @@ def header_lines(dataset: IndexedDataset, sidecar: Sidecar | None) -> list[str]:
 
 
 def shown_document(dataset: IndexedDataset, number: int, limit: int, tokenizer: Tokenizer | None) -> str:
-    """Return the first `limit` tokens of a document: as text with a tokenizer, else as ids."""
+    """Return the first `limit` tokens of a document, as text if there is a tokenizer, else as ids."""
     tokens = dataset.document(number)
     ids = [int(token) for token in tokens[:limit]]
     rest = f" ... ({len(tokens)} tokens)" if len(tokens) > limit else f" ({len(tokens)} tokens)"
@@ -52,7 +52,7 @@ def shown_document(dataset: IndexedDataset, number: int, limit: int, tokenizer: 
 
 
 def whole_document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | None) -> list[str]:
-    """Return a line that names the document, then all of it: the text itself, or its ids.
+    """Return a line that names the document, then the whole document, as its text or its ids.
 
     Raises DataError when there is no such document.
     """
@@ -63,7 +63,7 @@ def whole_document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | 
 
 
 def whole_sample(dataset: IndexedDataset, request: SampleRequest, tokenizer: Tokenizer | None) -> list[str]:
-    """Return a line that names the sample, then all of it, as a run over this corpus alone reads it.
+    """Return a line that names the sample, then the whole sample, as a run over this corpus alone reads it.
 
     The last of its seq_length + 1 tokens is a label only.  Raises DataError when the part has no sample.
     """

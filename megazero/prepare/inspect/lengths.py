@@ -1,4 +1,4 @@
-"""Lengths of a corpus's documents: read block by block, counted exactly.
+"""Counts the lengths of a corpus's documents exactly, reading block by block.
 
 *Ranges* of lengths double: 1, 2-3, 4-7, ... tokens; documents without a token have a range of their own.  The q-th
 percentile is the shortest length that q percent of the documents do not exceed, the median the 50th.
@@ -22,12 +22,12 @@ from megazero.errors import DataError, Problem
 from megazero.files import written_aside
 from megazero.units import format_count
 
-# Lengths below are counted one by one in a table; a longer document, at most one in a million tokens, is listed.
+# Lengths below this are counted one by one in a table; a longer document, at most one in a million tokens, is listed.
 TABLE_SIZE = 1 << 20
 
 
 class LengthRange(NamedTuple):
-    """Documents of `shortest` to `longest` tokens."""
+    """A range of lengths, `shortest` to `longest` tokens, with its number of documents."""
 
     shortest: int
     longest: int
@@ -40,7 +40,7 @@ class LengthRange(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """Lengths of a corpus's documents in tokens; every figure is 0 where there is no document."""
+    """Figures of the lengths of a corpus's documents, in tokens; each is 0 if there is no document."""
 
     documents: int
     empty: int
@@ -53,7 +53,7 @@ class Lengths(NamedTuple):
 
     @property
     def mean(self) -> float:
-        """The mean tokens of a document."""
+        """The mean number of tokens in a document."""
         return self.tokens / max(1, self.documents)
 
 
@@ -65,7 +65,7 @@ def num_blocks(dataset: IndexedDataset) -> int:
 def document_lengths(dataset: IndexedDataset) -> Iterator[NDArray[np.int64]]:
     """Yield the length of every document in tokens, up to CHECK_BLOCK documents at a time.
 
-    Raises DataError at the end if the index lists more or fewer tokens than there are.
+    Raises DataError at the end if the index lists more or fewer tokens than the .bin has.
     """
     sequences = tokens = 0
     for first in range(0, dataset.num_documents, CHECK_BLOCK):
@@ -87,7 +87,7 @@ def document_lengths(dataset: IndexedDataset) -> Iterator[NDArray[np.int64]]:
 
 
 def count_lengths(blocks: Iterable[NDArray[np.int64]]) -> Lengths:
-    """Sum up the blocks of `document_lengths`."""
+    """Return the figures of all blocks that `document_lengths` yields."""
     table = np.zeros(TABLE_SIZE, np.int64)
     long = [np.empty(0, np.int64)]
     tokens = 0
@@ -102,7 +102,7 @@ def count_lengths(blocks: Iterable[NDArray[np.int64]]) -> Lengths:
         return Lengths(0, 0, 0, 0, 0, 0, 0, ())
     seen = counts.cumsum()
     documents = int(seen[-1])
-    # The number of documents that a share of all makes, in whole numbers: floats would be off from 2**53 / 20 on.
+    # A share of the documents is computed in whole numbers: floats would be inexact from 2**53 / 20 documents on.
     median, percentile_95 = (int(values[np.searchsorted(seen, -(-documents * q // 100))]) for q in (50, 95))
     shortest, longest = int(values[0]), int(values[-1])
     empty = int(table[0])
@@ -126,7 +126,7 @@ _COLUMN, _GAP, _HEIGHT = 52, 8, 260
 
 
 def length_lines(lengths: Lengths) -> list[str]:
-    """Return the figures, then a line with a bar for every range."""
+    """Return lines with the figures, then a line with a bar for every range."""
     lines = [
         f"lengths        shortest {lengths.shortest}, median {lengths.median}, mean {lengths.mean:.1f}, "
         f"95th percentile {lengths.percentile_95}, longest {lengths.longest} tokens",
@@ -191,7 +191,7 @@ def _columns(ranges: Sequence[LengthRange]) -> Iterator[str]:
 
 
 def _binary(length: int) -> str:
-    """Format a length: 1024 as 1Ki; smaller ones, all of them powers of two, as they are."""
+    """Format a length: 1024 as 1Ki; smaller ones, all of them powers of two, unchanged."""
     for shift, unit in ((30, "Gi"), (20, "Mi"), (10, "Ki")):
         if length >> shift:
             return f"{length >> shift}{unit}"

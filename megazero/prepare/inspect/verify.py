@@ -1,4 +1,4 @@
-"""Verification of a corpus: a consistent index, files as they were written, ids in the vocabulary."""
+"""Verifies a corpus: its index is consistent, its files are unchanged, its ids are in the vocabulary."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -14,7 +14,7 @@ Advance = Callable[[int], None]
 
 
 class TokenScan(NamedTuple):
-    """All tokens, read once: the smallest and the largest id, (0, -1) without tokens; the digest of the .bin."""
+    """The result of reading all tokens: the least and the largest id ((0, -1) without tokens), the .bin's digest."""
 
     lowest: int
     highest: int
@@ -22,9 +22,9 @@ class TokenScan(NamedTuple):
 
 
 def verify(dataset: IndexedDataset, sidecar: Sidecar | None, vocab_size: int | None, console: Console) -> list[str]:
-    """Read the whole corpus, under progress bars; returns the results for the user.
+    """Read the whole corpus, with progress bars; return lines with the results for the user.
 
-    Raises DataError with all that is wrong.
+    Raises DataError with all problems.
     """
     with console.progress() as progress:
         entries, of_bin, of_idx = (progress.add_task(name, total=None) for name in ("index", "tokens", "digest"))
@@ -51,7 +51,7 @@ def verify(dataset: IndexedDataset, sidecar: Sidecar | None, vocab_size: int | N
 
 
 def scan_tokens(dataset: IndexedDataset, advance: Advance) -> TokenScan:
-    """Read every token, a block at a time; calls advance(tokens) after each."""
+    """Read every token, a block at a time; call advance(tokens) after each."""
     lowest, highest, digest = 0, -1, xxhash.xxh3_128()
     for start in range(0, dataset.num_tokens, CHECK_BLOCK):
         block = dataset.tokens(start, min(start + CHECK_BLOCK, dataset.num_tokens))

@@ -1,1 +1,1 @@
-"""Texts of any input: files of many kinds, cut into chunks and documents."""
+"""Reads texts from files of many kinds, which are cut into chunks and documents."""

@@ -1,4 +1,4 @@
-"""Lines of the input that cannot be used, collected instead of raised as errors (--skip-bad-lines)."""
+"""Collects lines of the input that cannot be used, instead of raising them as errors (--skip-bad-lines)."""
 
 from collections.abc import Callable
 
@@ -18,13 +18,13 @@ class LineCounter:
         self._path, self._position, self._count = "", 0, 0
 
     def before(self, file: InputFile, stop: int) -> int:
-        """Return the line ends in the first `stop` bytes; raises DataError when the file cannot be read."""
+        """Return the number of line ends in the first `stop` bytes; raise DataError if the file cannot be read."""
         if file.path != self._path or stop < self._position:
             self._path, self._position, self._count = file.path, 0, 0
         try:
             with open(file.path, "rb") as stream:
                 stream.seek(self._position)
-                # In pieces, because they may be more than memory holds.
+                # Read in pieces, because the bytes may be more than memory holds.
                 for start in range(self._position, stop, READ_BYTES):
                     self._count += stream.read(min(READ_BYTES, stop - start)).count(b"\n")
         except OSError as error:
@@ -36,7 +36,7 @@ class LineCounter:
 def line_numbers(data: bytes, first: Callable[[], int]) -> Callable[[int], int]:
     """Return a function from offsets in `data`, in ascending order, to numbers of lines.
 
-    first: returns the number of the first line; called once at most.
+    first: a function that returns the number of the first line; it is called once at most.
     """
     offset, line = 0, 0
 
@@ -50,9 +50,9 @@ def line_numbers(data: bytes, first: Callable[[], int]) -> Callable[[int], int]:
 
 
 class BadLines:
-    """The lines, rows or documents that were skipped, with reasons; in the order of the input.
+    """A list of the lines, rows or documents that were skipped, with reasons; in the order of the input.
 
-    counter: counts their numbers.
+    counter: the counter of line ends that gives them their numbers.
     """
 
     def __init__(self) -> None:
@@ -69,10 +69,10 @@ class BadLines:
         self._lines.append(f"{where}: {reason}")
 
     def lines(self) -> list[str]:
-        """Return each as FILE:LINE: REASON."""
+        """Return every skipped line as FILE:LINE: REASON."""
         return list(self._lines)
 
     def pop_lines(self) -> list[str]:
-        """Return each as in `lines`, and clear the list."""
+        """Return the same as `lines`, and clear the list."""
         lines, self._lines = self._lines, []
         return lines

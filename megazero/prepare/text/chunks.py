@@ -1,4 +1,4 @@
-"""Chunks: the input cut into pieces that can be distributed over workers and machines.
+"""Cuts the input into chunks, which can be distributed over workers and machines.
 
 A chunk is made of about a mebibyte of whole documents.  Its beginning depends on the files alone, never on the number
 of workers: a file that can be read from its middle is cut at multiples of CHUNK_BYTES, and a line belongs to the chunk
@@ -8,8 +8,8 @@ in which it begins; a file that can only be read from its beginning is cut by it
     LineBlock   whole lines that have been read already, out of a compressed file or standard input
     Records     rows of a table, or documents between separators, that have been read already
 
-A *shard* is the part of one of several machines: the chunks that begin in its share of all bytes, and whole files where
-a file cannot be cut.  The shards one after the other are the whole.
+A *shard* is the part for one of several machines: the chunks that begin in its share of all bytes, and whole files if
+these cannot be cut.  The shards one after the other are the whole input.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,7 +45,7 @@ class DocumentRules:
 
 
 class LineRange(NamedTuple):
-    """The lines that begin in [start, stop); input_bytes: those of the file, as in every chunk."""
+    """The lines of a file that begin in bytes [start, stop); input_bytes, as in every chunk, counts these bytes."""
 
     file: InputFile
     start: int
@@ -57,7 +57,7 @@ class LineRange(NamedTuple):
 
 
 class LineBlock(NamedTuple):
-    """A block of whole lines; first_line counts from 1."""
+    """A block of whole lines, which have been read; first_line counts from 1."""
 
     file: InputFile
     first_line: int
@@ -66,7 +66,10 @@ class LineBlock(NamedTuple):
 
 
 class Records(NamedTuple):
-    """Objects with texts as str, or as bytes that are not decoded yet; first counts from 1, in `unit`s."""
+    """Objects whose texts are str, or bytes that are not decoded yet; `first` is the first one's number, from 1.
+
+    unit: the name of what is counted, "row" or "document".
+    """
 
     file: InputFile
     first: int
@@ -86,7 +89,7 @@ class Shard:
     count: int
 
     def owns(self, start: int, total: int) -> bool:
-        """Return whether a chunk at byte `start` of `total` belongs to the shard; the end is the last shard's."""
+        """Return True if a chunk at byte `start` of `total` belongs to the shard; the end is the last shard's."""
         return min(start, max(0, total - 1)) * self.count // max(1, total) == self.index
 
 
@@ -111,7 +114,7 @@ def rule_problems(files: Sequence[InputFile], rules: DocumentRules) -> list[Prob
 
 
 def readable_files(words: Sequence[str], rules: DocumentRules) -> list[InputFile]:
-    """Return every file that the words of --input name; raises DataError if there is none, or not for these rules."""
+    """Return every file that the words of --input name; raise DataError if there is none, or if the rules forbid it."""
     files = find_inputs(words, rules.input_format)
     raise_problems(DataError, rule_problems(files, rules))
     return files
@@ -122,7 +125,7 @@ def find_chunks(
 ) -> Iterator[Chunk]:
     """Yield the chunks of a shard in order; files that can be cut are not opened.
 
-    columns: those of tables to read; None: all.  Raises DataError for a file that cannot be read.
+    columns: the columns of tables to read; None for all.  Raises DataError for a file that cannot be read.
     """
     total, before = sum(file.size for file in files), 0
     for file in files:
@@ -154,7 +157,7 @@ def _whole_file(file: InputFile, rules: DocumentRules, columns: Sequence[str] | 
 
 
 def _line_blocks(file: InputFile) -> Iterator[LineBlock]:
-    """Cut as a seekable file is cut: a chunk holds the lines that begin between two multiples."""
+    """Yield blocks at the same lines as a seekable file is cut: a chunk holds the lines between two multiples."""
     held, offset, searched, line, counted, position = bytearray(), 0, 0, 1, 0, 0
     for block in read_blocks(file):
         held += block.data
@@ -188,7 +191,7 @@ def _separated(file: InputFile, key: str, separator: bytes) -> Iterator[Records]
 
 
 def _between(file: InputFile, separator: bytes) -> Iterator[tuple[bytes, int]]:
-    """Yield every document between separators, and how far the file has been read by then."""
+    """Yield every document between separators, with the number of the file's bytes read by then."""
     held, position, mark = bytearray(), 0, BYTE_ORDER_MARK
     for block in read_blocks(file):
         # The held bytes have been searched; a separator that ends in the block begins at most in their last bytes.

@@ -1,4 +1,4 @@
-"""Documents: the texts of a chunk, or its objects with all their keys.
+"""Reads the documents of a chunk: texts, or objects with all their keys.
 
     JSON lines   one object a line, one document each; lines of white space alone are skipped
     plain text   has no documents of its own, so a rule makes them:
@@ -40,7 +40,7 @@ BLOCK_LIMIT_BYTES = 4 * BLOCK_BYTES
 class Document(NamedTuple):
     """One document: a text for every key.
 
-    contents: the same in UTF-8; ASCII, which is most text, stays a str, since encoding it would only copy it.  The
+    contents: the texts in UTF-8; ASCII, which is most text, stays a str, since encoding it would only copy it.  The
     length of each is its size in bytes.
     """
 
@@ -49,21 +49,21 @@ class Document(NamedTuple):
 
 
 class _Unusable(Exception):
-    """An unusable record: the rule that it breaks, what would be legal, and, in a line of text, the position."""
+    """Raised for an unusable record, with the broken rule, a legal alternative and, in a line of text, the position."""
 
     def __init__(self, rule: str, legal: str = "", offset: int = 0) -> None:
         super().__init__(rule)
         self.rule, self.legal, self.offset = rule, legal, offset
 
 
-# A raw record: bytes from the beginning of the chunk's lines, or the number of a row in its chunk; and its content.
+# A raw record is (position, content); the position is in bytes from the chunk's first line, or a row's number in it.
 _Record = tuple[int, Any]
 
 
 class _Opened(NamedTuple):
     """The opened records of a chunk: the raw records, a function that parses one, and one that locates an error.
 
-    locate is called for errors only, and in order: counting lines reads everything before.
+    locate is called for errors only, and in ascending order, as it counts the lines before.
     """
 
     records: Iterator[_Record]
@@ -72,9 +72,9 @@ class _Opened(NamedTuple):
 
 
 def read_documents(chunk: Chunk, rules: DocumentRules, bad: BadLines | None = None) -> Iterator[Document]:
-    """Yield the documents of a chunk in order; raises DataError with file and line for one that cannot be read.
+    """Yield the documents of a chunk in order; raise DataError with file and line for one that cannot be read.
 
-    bad: collects it instead.
+    bad: collects these instead.
     """
     yield from _usable(_open(chunk, rules, bad), bad, lambda content: _document(content, rules))
 
@@ -124,7 +124,7 @@ def _open_records(chunk: Records) -> _Opened:
 
 
 def _is_blank(row: dict[str, Any], unit: str) -> bool:
-    """Return whether a record is no document: between two separators there may be nothing; a row always counts."""
+    """Return True if a record is no document: there may be nothing between two separators; a row always counts."""
     return unit == "document" and not any(text.strip() for text in row.values())
 
 
@@ -146,7 +146,7 @@ def _read_lines(chunk: LineRange | LineBlock) -> tuple[int, bytes]:
 def _range_lines(stream: BinaryIO, start: int, stop: int) -> tuple[int, bytes]:
     """Return the position and the bytes of the lines that begin in [start, stop)."""
     if start:
-        # The line with the byte before belongs to another chunk; all of this range may lie in it.
+        # The line that holds the byte before belongs to another chunk; all of this range may lie in that line.
         stream.seek(start - 1)
         head = stream.readline(stop - start + 1)
         if not head.endswith(b"\n"):
@@ -195,7 +195,7 @@ def _object(line: bytes, *, replaces: bool, is_exact: bool) -> dict[str, Any]:
         if is_exact and _may_be_rounded(content):
             content = _lenient_object(line, replaces=replaces)
     except orjson.JSONDecodeError:
-        # The stricter and faster of two readers; the other one may accept the line, or has a better message.
+        # orjson is the stricter and faster of two readers; the other one may accept the line, or has a better message.
         content = _lenient_object(line, replaces=replaces)
     if not isinstance(content, dict):
         raise _Unusable(f"is a JSON object, not {type(content).__name__}")
@@ -203,7 +203,7 @@ def _object(line: bytes, *, replaces: bool, is_exact: bool) -> dict[str, Any]:
 
 
 def _may_be_rounded(value: Any) -> bool:
-    """Return whether it has a float that may have been an integer of more than 64 bits."""
+    """Return True if the value has a float that may have been an integer of more than 64 bits."""
     if isinstance(value, float):
         return abs(value) >= 1 << 63
     if isinstance(value, dict):

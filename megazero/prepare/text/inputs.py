@@ -1,4 +1,4 @@
-"""The files of --input: files, folders, patterns and standard input, found, checked and recognised by their endings.
+"""Finds and checks the files of --input: files, folders, patterns and standard input, recognised by their endings.
 
     .jsonl .json .ndjson   JSON lines          .gz .zst after any of the first two rows: compressed
     .txt                   plain text
@@ -30,9 +30,9 @@ STANDARD_INPUT = "-"
 class InputFile(NamedTuple):
     """A file to read.
 
-    path: "-" for standard input.  format: one of FORMATS.  compression: "gzip", "zstd" or "".
-    size: bytes of the file on the disk, 0 if not known.  modified: nanoseconds of its last change.
-    is_pipe: it can be read only once.
+    path: the file's path, "-" for standard input.  format: one of FORMATS.  compression: "gzip", "zstd" or "".
+    size: bytes of the file on the disk, 0 if unknown.  modified: the time of its last change, in nanoseconds.
+    is_pipe: True if it can be read only once.
     """
 
     path: str
@@ -44,12 +44,12 @@ class InputFile(NamedTuple):
 
     @property
     def is_seekable(self) -> bool:
-        """Whether bytes in its middle can be read without those before them."""
+        """True if bytes in the middle of the file can be read without those before them."""
         return not self.compression and self.format != PARQUET and not self.is_pipe
 
 
 def find_inputs(words: Sequence[str], input_format: str | None = None) -> list[InputFile]:
-    """Return every file that `words` name, in order; raises DataError with all words that name none.
+    """Return every file that `words` name, in order; raise DataError with all words that name none.
 
     input_format: the format of standard input, and of files without a known ending.
     """
@@ -70,7 +70,7 @@ def find_inputs(words: Sequence[str], input_format: str | None = None) -> list[I
 
 
 def file_format(path: str) -> tuple[str | None, str]:
-    """Return format (None for an unknown ending) and compression of a file's name."""
+    """Return the format (None for an unknown ending) and the compression that a file's name has."""
     endings = [ending.lower() for ending in Path(path).suffixes[-2:]]
     compression = COMPRESSION_ENDINGS.get(endings[-1], "") if endings else ""
     if compression:
@@ -125,7 +125,7 @@ def _below(top: str, problems: list[Problem]) -> Iterator[str]:
 
 
 def _opened(name: str, input_format: str | None) -> InputFile | Problem:
-    """Check a file without reading it."""
+    """Return the file, or its problem, without reading it."""
     if not name:
         return Problem("--input ''", "must be a file")
     try:

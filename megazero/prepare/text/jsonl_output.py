@@ -1,4 +1,4 @@
-"""Writing of a jsonl corpus: a JSON object a line, compressed by the file's ending, whole or not at all.
+"""Writes a jsonl corpus: a JSON object a line, compressed by the file's ending, whole or not at all.
 
 .jsonl .json   plain
 .gz            gzip; the same objects give the same bytes, as no time is written to the file

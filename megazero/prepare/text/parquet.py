@@ -1,4 +1,4 @@
-"""Rows of Parquet files, through pyarrow, which is imported only when there is such a file."""
+"""Reads the rows of Parquet files by pyarrow, which is imported only when there is such a file."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 from megazero.errors import DataError, Problem
 from megazero.prepare.text.inputs import InputFile
 
-# Rows that are read from their columns at a time; texts may be long.
+# The number of rows that are read from their columns at a time; texts may be long.
 BATCH_ROWS = 256
-# The memory of a row besides its content.
+# The memory that a row takes besides its content, in bytes.
 ROW_BYTES = 64
 
 
 class Rows(NamedTuple):
-    """Some rows; first: the number of the first, from 1.  input_bytes: their share of the file."""
+    """A group of rows; first: the number of the first one, from 1.  input_bytes: their share of the file."""
 
     first: int
     rows: tuple[dict[str, Any], ...]
@@ -32,7 +32,7 @@ def read_rows(file: InputFile, columns: Sequence[str] | None, num_bytes: int) ->
         given = f"--input {file.path} without the package pyarrow"
         raise DataError(Problem(given, "Parquet files are read by it", 'pip install "megazero[corpora]"')) from error
     try:
-        # One batch after the other: reading ahead would hold whole row groups.
+        # Batches are read one after the other: reading ahead would hold whole row groups.
         options = {"pre_buffer": False, "buffer_size": 1 << 20, "page_checksum_verification": True}
         with pyarrow.parquet.ParquetFile(file.path, **options) as table:
             _require_columns(file, columns, table.schema_arrow.names)

@@ -1,4 +1,4 @@
-"""Corpora of text files: one JSON object a line, for every file, or for every piece between separators.
+"""Makes corpora of text files: one JSON object a line, for every file, or for every piece between separators.
 
 Files are sorted by a hash of their names, so any contiguous part of the corpus (a held-out split, say) is a fair sample
 of the whole, on every machine.
@@ -27,14 +27,14 @@ STDLIB_EXCLUDED = ("site-packages", "dist-packages", "__pycache__", "test", "tes
 
 
 class SourceFile(NamedTuple):
-    """A file and its name in the corpus: relative, with / between folders."""
+    """A file, with its name in the corpus, which is relative and has / between folders."""
 
     name: str
     path: Path
 
 
 class SourceSummary(NamedTuple):
-    """The result of writing.  skipped: files (or pieces) that are not UTF-8, and files of white space alone."""
+    """The counts of what was written.  skipped: files (or pieces) that are not UTF-8, and files of white space."""
 
     documents: int
     text_bytes: int
@@ -44,7 +44,7 @@ class SourceSummary(NamedTuple):
 def find_sources(roots: Sequence[Path], patterns: Sequence[str], excluded: Sequence[str]) -> list[SourceFile]:
     """Return the files below `roots` whose name matches one of `patterns`, in hashed order.
 
-    excluded: patterns too; a file is left out when one matches its relative name or any folder or file name in it.
+    excluded: patterns of files to leave out: those whose relative name, or any folder or file name in it, matches one.
     A root that is a file is read whatever its name.  Raises DataError for missing roots, or when nothing is found.
     """
     missing = [Problem(f"--input {root}", "must be a folder or a file") for root in roots if not root.exists()]
@@ -65,8 +65,8 @@ def find_stdlib() -> list[SourceFile]:
 def write_jsonl(sources: Iterable[SourceFile], output: Path, separator: str | None = None) -> SourceSummary:
     """Write {"text": ..., "name": ...} lines, atomically, compressed by the ending of `output`.
 
-    separator: cuts a file into documents called NAME#1, NAME#2, ...; such files may be larger than memory, and .gz or
-    .zst.
+    separator: the text that cuts a file into documents called NAME#1, NAME#2, ...; such files may be larger than
+    memory, and .gz or .zst.
     """
     raise_problems(DataError, ending_problems("--output", output))
     documents = text_bytes = skipped = 0
@@ -87,7 +87,7 @@ def write_jsonl(sources: Iterable[SourceFile], output: Path, separator: str | No
 
 
 def _pieces(source: SourceFile, separator: str) -> Iterator[tuple[str, str | None]]:
-    """Yield name and text of every piece that is not white space alone; the text is None where it is not UTF-8."""
+    """Yield the name and the text of every piece that is not white space alone; None for a text that is not UTF-8."""
     path, bad = str(source.path), BadLines()
     rules = DocumentRules(text_rule="separator", separator=separator)
     file = InputFile(path, TEXT, file_format(path)[1])
@@ -107,7 +107,7 @@ def _walk(root: Path, patterns: Sequence[str], excluded: Sequence[str]) -> Itera
             path = Path(folder, file)
             name = path.relative_to(root).as_posix()
             wanted = any(fnmatch(file, pattern) for pattern in patterns) and not _matches(name, excluded)
-            if wanted and path.is_file():  # no dangling link, and no pipe, which would be waited on for ever
+            if wanted and path.is_file():  # no dangling link, and no pipe, which would block for ever
                 yield SourceFile(name, path)
 
 

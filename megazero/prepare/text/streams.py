@@ -1,4 +1,4 @@
-"""Blocks of files that can only be read from their beginning: compressed ones and standard input.
+"""Reads, in blocks, files that can only be read from their beginning: compressed ones and standard input.
 
 A truncated file is an error, not a short file: both formats mark their end, which must be present.
 """
@@ -14,20 +14,20 @@ from megazero.errors import DataError, Problem
 from megazero.prepare.text.inputs import STANDARD_INPUT, InputFile
 
 READ_BYTES = 1 << 20
-# So few, because a byte of a compressed file may expand to ten thousands.
+# The number of compressed bytes read at a time: so few, because each may expand to ten thousands.
 PACKED_BYTES = 512
 _GZIP = 16 + zlib.MAX_WBITS
 
 
 class FileBlock(NamedTuple):
-    """Some bytes of a file's content; position: the file's bytes read so far."""
+    """A block of a file's content; position: the number of the file's bytes read so far."""
 
     data: bytes
     position: int
 
 
 def read_blocks(file: InputFile) -> Iterator[FileBlock]:
-    """Yield the content of a file, decompressed, in blocks; raises DataError when it cannot be read or is damaged."""
+    """Yield the content of a file, decompressed, in blocks; raise DataError if it cannot be read or is damaged."""
     try:
         if file.path == STANDARD_INPUT:
             yield from _content(sys.stdin.buffer, file)
@@ -56,7 +56,7 @@ def _unpacked(stream: BinaryIO, file: InputFile) -> Iterator[FileBlock]:
         "zstd": lambda: zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj(),
     }
     opener = openers[file.compression]
-    # A file may be several compressed ones put together, and gzip's may be followed by padding zeros.
+    # A file may be several compressed ones put together, and those of gzip may be followed by padding zeros.
     member, filling, position = None, b"", 0
     while data := stream.read(PACKED_BYTES):
         position += len(data)

@@ -1,1 +1,1 @@
-"""Training of tokenizers."""
+"""Trains tokenizers."""

@@ -1,4 +1,4 @@
-"""Training a byte-level BPE and writing it as GPT-2's two files.
+"""Trains a byte-level BPE and writes it as GPT-2's two files.
 
     vocab.json   token to id: the 256 byte symbols in GPT-2's order, then the learnt tokens in the order of learning,
                  and <|endoftext|> as the last id
@@ -23,25 +23,25 @@ from megazero.files import AsideFile, remove_file
 from megazero.prepare.tokenizer.training_text import TrainingText
 
 VOCAB_FILE, MERGE_FILE = "vocab.json", "merges.txt"
-# The bytes, one merge, the end of a text.
+# The least number of ids: the bytes, one merge, the end of a text.
 MIN_VOCAB_SIZE = 258
 _VERSION = "#version: 0.2"
 
 
 class ByteLevelModel(NamedTuple):
-    """Tokens by id, <|endoftext|> last, and pairs in the order in which they are merged."""
+    """A vocabulary: tokens by id, <|endoftext|> last, and pairs in the order in which they are merged."""
 
     tokens: list[str]
     merges: list[tuple[str, str]]
 
 
 def learn_byte_level(text: TrainingText, vocab_size: int) -> ByteLevelModel:
-    """Learn a vocabulary of that size; the same text gives the same one.  Raises DataError when there is too little."""
+    """Learn a vocabulary of `vocab_size` ids, deterministically; raise DataError if there is too little text."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     trainer = BpeTrainer(
         vocab_size=vocab_size - 1,
-        # A pair that occurs only once is chance.
+        # A pair that occurs only once is taken for chance.
         min_frequency=2,
         initial_alphabet=ByteLevel.alphabet(),
         show_progress=False,

@@ -1,4 +1,4 @@
-"""Training a tokenizer that loses nothing: decode(encode(text)) == text for source code as for prose.
+"""Trains a tokenizer that loses nothing: decode(encode(text)) == text for source code as for prose.
 
 bpe, unigram     SentencePiece models.  Normalisation is the identity, white space is kept and may form pieces of its
                  own (indentation), no space is added in front, pieces may span punctuation but not a space, and
@@ -22,9 +22,9 @@ from megazero.prepare.tokenizer.training_text import TrainingText
 
 BYTE_LEVEL = "byte-level-bpe"
 MODEL_TYPES = ("bpe", "unigram", BYTE_LEVEL)
-# Bytes every piece vocabulary starts with: the unknown piece, the end-of-document piece and 256 byte pieces.
+# The pieces that every vocabulary starts with: the unknown piece, the end-of-document piece and 256 byte pieces.
 NUM_RESERVED_PIECES = 258
-# Characters passed to the trainer at a time; it drops sentences that are longer than its own limit in bytes.
+# The number of characters passed to the trainer at a time; it drops sentences longer than its own limit in bytes.
 PIECE_CHARACTERS = 2000
 # The trainer drops sentences with one of these characters, so text is cut at them; they are encoded as bytes.
 UNTRAINABLE = str.maketrans({"\t": "\x00"})
@@ -42,7 +42,7 @@ class TokenizerRequest:
     model_type: str = "bpe"
 
     def problems(self) -> list[Problem]:
-        """Return the problems that are known before any text is read."""
+        """Return the problems that can be found before any text is read."""
         found = []
         least = MIN_VOCAB_SIZE if self.model_type == BYTE_LEVEL else NUM_RESERVED_PIECES + 1
         if self.vocab_size < least:

@@ -1,4 +1,4 @@
-"""The text that a tokenizer learns from: a bounded share of a corpus, sampled evenly."""
+"""Samples the text that a tokenizer learns from: a bounded share of a corpus, taken evenly."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -13,14 +13,14 @@ _MEBIBYTE = 1 << 20
 
 
 class TrainingText(NamedTuple):
-    """Documents, or their beginnings, and the size of all in UTF-8."""
+    """Documents, or their beginnings, and the size of all of them in UTF-8 bytes."""
 
     texts: list[str]
     num_bytes: int
 
 
 def sample_text(inputs: Sequence[str], rules: DocumentRules, max_bytes: int, console: Console) -> TrainingText:
-    """Return about `max_bytes` bytes of text, sampled evenly from the input; raises DataError when there is none.
+    """Return about `max_bytes` bytes of text, sampled evenly from the input; raise DataError if there is none.
 
     Where the size of the input is known, a share of every chunk is read, so little of it is decoded.  Where it is not
     (standard input), documents are thinned out while they are read.

@@ -1,1 +1,1 @@
-"""Token files: texts encoded by workers, written, resumed, merged."""
+"""Makes token files: texts are encoded by workers, and the files are written, resumed and merged."""

@@ -1,4 +1,4 @@
-"""The corpora that a command line names, in order.
+"""Finds the corpora that a command line names, in order.
 
 *Shards* are the corpora that one preprocessing made in several jobs, `NAME_shard_00003_of_00008_KEY_document`.  They
 are sorted by their numbers, however they are given, and must be complete.  Other corpora stay in the order in which
@@ -19,19 +19,19 @@ from megazero.errors import DataError, Problem, raise_problems
 
 _NAME = re.compile(r"(.*)_shard_(\d+)_of_(\d+)(_[^/]*)")
 _ENDING = re.compile(r"\.(idx|bin|json)$")
-# Names that a message lists before the number of the remaining ones.
+# The number of names that a message lists before it counts the remaining ones.
 _NAMED = 10
 
 
 class Family(NamedTuple):
-    """The parts that the names of all shards of one preprocessing and one key share, before and after the numbers."""
+    """The parts, before and after the numbers, that the names of all shards of one preprocessing and one key share."""
 
     head: str
     rest: str
 
 
 class ShardName(NamedTuple):
-    """The parts of a shard's name; width: digits of the numbers."""
+    """The parts of a shard's name; width: the number of digits of its numbers."""
 
     family: Family
     number: int
@@ -46,11 +46,11 @@ class ShardName(NamedTuple):
 
 class _NamedCorpus(NamedTuple):
     prefix: str
-    ending: str  # of the file that was named; empty for what was named as a corpus
+    ending: str  # the ending of the file that was named; empty if a corpus was named
 
 
 def parse_shard(prefix: str) -> ShardName | None:
-    """Parse a shard's prefix; None for the name of something that is no shard."""
+    """Return the parts of a shard's prefix; None for a name that is no shard's."""
     found = _NAME.fullmatch(os.path.normpath(prefix))
     if found is None:
         return None
@@ -62,8 +62,8 @@ def find_prefixes(words: Sequence[str]) -> tuple[str, ...]:
     """Return the corpora that the words of --input name, shards in order.
 
     A word is a prefix, a folder (for all corpora in it), a file of a corpus, or a pattern with * ? [] of prefixes or
-    of files.  Raises DataError with every word that means none, every corpus that is given twice, and everything that
-    is wrong with the shards.
+    of files.  Raises DataError with every word that names none, every corpus that is given twice, and all problems of
+    the shards.
     """
     meant: list[_NamedCorpus] = []
     problems: list[Problem] = []
@@ -80,7 +80,7 @@ def find_prefixes(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def names(prefixes: Sequence[str]) -> str:
-    """List some of the prefixes, and how many more there are."""
+    """Return a text of some of the prefixes, and of the number of the others."""
     more = f" and {len(prefixes) - _NAMED} more" if len(prefixes) > _NAMED else ""
     return ", ".join(prefixes[:_NAMED]) + more
 
@@ -100,12 +100,12 @@ def _corpora(word: str) -> Iterator[_NamedCorpus]:
 
 
 def _is_corpus(prefix: str) -> bool:
-    """Return whether there is a corpus, or half of one, which is an error when it is opened."""
+    """Return True if there is a corpus, or half of one, which is an error when it is opened."""
     return idx_path(prefix).is_file() or bin_path(prefix).is_file()
 
 
 def _repetitions(meant: Sequence[_NamedCorpus]) -> list[Problem]:
-    """Return the problem of repeated corpora; the three files of one corpus, as of `out_*`, count as one."""
+    """Return the problem of repeated corpora; the three files of one corpus, which `out_*` matches, count as one."""
     times = Counter((os.path.realpath(idx_path(each.prefix)), each.ending) for each in meant)
     as_files = {path for path, ending in times if ending}
     twice = {path for (path, ending), count in times.items() if count > 1 or (not ending and path in as_files)}
@@ -138,7 +138,7 @@ def _shard_problems(prefixes: Sequence[str]) -> list[Problem]:
 
 
 def _family_problems(shards: Sequence[ShardName]) -> list[Problem]:
-    """Return the problems of the shards of one name."""
+    """Return the problems of the shards of one family."""
     counts = sorted({shard.num_shards for shard in shards})
     name = f"--input {shards[0].family.head}_shard_*{shards[0].family.rest}"
     if len(counts) > 1:

@@ -1,4 +1,4 @@
-"""Encoding of a chunk: its documents become one row of tokens for every key, ready to be written."""
+"""Encodes a chunk: its documents become one row of tokens for every key, ready to be written."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,8 +20,9 @@ from megazero.prepare.tokens.encoders import Encoder, Ids, fastest_encoder
 class EncodeRules:
     """The rules by which a document is encoded.
 
-    append_eod: it ends with the end-of-document id, unless it has no token.  split_documents: longest sequence in
-    tokens, 0 for any; a longer document is several sequences.  skip_bad_lines: collect them instead of raising.
+    append_eod: True to end it with the end-of-document id, unless it has no token.  split_documents: longest sequence
+    in tokens, 0 for any; a longer document is several sequences.  skip_bad_lines: True to collect bad lines instead of
+    raising them.
     """
 
     documents: DocumentRules
@@ -33,8 +34,8 @@ class EncodeRules:
 class EncodedTexts(NamedTuple):
     """The documents of a chunk under one key.
 
-    tokens [sum of lengths]; lengths int64 [sequences], none of them 0; counts int64 [documents]: sequences of each;
-    text_bytes: UTF-8 bytes of all texts.
+    tokens [sum of lengths]: the ids of all sequences.  lengths int64 [sequences]: tokens of each, none of them 0.
+    counts int64 [documents]: sequences of each.  text_bytes: UTF-8 bytes of all texts.
     """
 
     tokens: NDArray[Any]
@@ -46,7 +47,8 @@ class EncodedTexts(NamedTuple):
 class Encoded(NamedTuple):
     """One encoded chunk; `texts` has an entry for every key, `bad_lines` one for every line skipped.
 
-    library: the encoder's.  notice: the reason why it is not the fastest one, or not for all documents; "" if it is.
+    library: the name of the encoder's library.  notice: the reason why it is not the fastest one, or not for all
+    documents; "" if it is.
     """
 
     texts: tuple[EncodedTexts, ...]
@@ -57,7 +59,7 @@ class Encoded(NamedTuple):
 
 
 def chunk_encoder(spec: TokenizerSpec, rules: EncodeRules) -> Callable[[Chunk], Encoded]:
-    """Return a function that encodes chunks, with a tokenizer of its own."""
+    """Return a function that encodes chunks, with a newly loaded tokenizer."""
     tokenizer = load_tokenizer(spec)
     return encode_with(tokenizer, fastest_encoder(tokenizer), rules)
 
@@ -65,7 +67,7 @@ def chunk_encoder(spec: TokenizerSpec, rules: EncodeRules) -> Callable[[Chunk], 
 def encode_with(tokenizer: Tokenizer, encoder: Encoder, rules: EncodeRules) -> Callable[[Chunk], Encoded]:
     """Return a function that encodes chunks; `encoder` returns the same ids as `tokenizer`."""
     end = np.array([tokenizer.eod], np.uint32) if rules.append_eod else None
-    # One for all chunks, for it stores the number of lines before the last one.
+    # All chunks share one, since it stores the number of lines before the last one.
     bad = BadLines() if rules.skip_bad_lines else None
     return partial(_encode_chunk, encoder, token_dtype(tokenizer.vocab_size), end, rules, bad)
 

@@ -1,4 +1,4 @@
-"""Fast encoding: by gigatoken, where it returns the same ids as the tokenizer's own library.
+"""Encodes fast: by gigatoken, where it returns the same ids as the tokenizer's own library.
 
 gigatoken is some hundred times faster than `tokenizers` and ten times faster than `sentencepiece`, and a second
 implementation, so it is trusted only where both agree:
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from megazero.data.tokenizers import END_OF_TEXT, Gpt2BpeTokenizer, SentencePieceTokenizer, Tokenizer
 
 Ids = Sequence[int] | NDArray[Any]
-# A text, or its UTF-8, whichever exists: gigatoken reads either, and conversion takes time.
+# A text, or its UTF-8, whichever exists: gigatoken reads both, and conversion takes time.
 Content = str | bytes
 Encode = Callable[[Content], Ids]
 
@@ -40,7 +40,7 @@ NEW_LETTERS = (
 )
 # Blocks of pictures, where Unicode reserves every code for more of them: there will be no letter or digit here.
 PICTURES = range(0x1F300, 0x1FB00)
-# Planes with characters of their own, and those that are for private use; the others are empty.
+# Planes with assigned characters, and those for private use; the others are empty.
 ASSIGNED = (range(0x40000), range(0xE0000, 0xF0000))
 PRIVATE = range(0xF0000, 0x110000)
 ASCII = bytes(range(128))
@@ -78,7 +78,8 @@ OTHER_PROBES = (
 class Encoder(NamedTuple):
     """The fastest encoder of a tokenizer.
 
-    library: the library that encodes.  notice: why it is not the fastest one, or not for all documents; "" when it is.
+    library: the library that encodes.  notice: the reason why it is not the fastest one, or not for all documents; ""
+    if it is.
     """
 
     encode: Encode
@@ -98,8 +99,8 @@ def fastest_encoder(tokenizer: Tokenizer) -> Encoder:
 class _Fast(NamedTuple):
     """gigatoken's encoder of a tokenizer, and a test for the texts that it encodes the same.
 
-    caution: the reason to trust it with ASCII alone, whatever the probes' result; "" when they decide.
-    cut: splits a text into parts that can be encoded one by one; the text itself where that is not possible.
+    caution: the reason to trust it with ASCII alone, whatever the probes' result; "" when the probes decide.
+    cut: a function that splits a text into parts that can be encoded one by one, or returns it whole if there are none.
     """
 
     encode: Encode
@@ -109,7 +110,7 @@ class _Fast(NamedTuple):
 
 
 def _checked(tokenizer: Tokenizer, library: str, make: Callable[[Any, Any], _Fast]) -> Encoder:
-    """Return gigatoken where it agrees with `library`, the tokenizer's own."""
+    """Return an encoder that uses gigatoken where it agrees with `library`, the tokenizer's own."""
 
     def slow(content: Content) -> Ids:
         return tokenizer.encode(content if isinstance(content, str) else content.decode())
@@ -145,7 +146,7 @@ def _either(fast: _Fast, slow: Encode) -> Encode:
 
 
 def _by_parts(fast: _Fast, slow: Encode, content: Content) -> Ids:
-    """Encode a text in parts, by gigatoken where it is trusted with a part."""
+    """Encode a text in parts: by gigatoken if it is trusted with a part, else by the tokenizer's own library."""
     parts = fast.cut(content if isinstance(content, str) else content.decode())
     runs = groupby(parts, fast.trusts)
     found = ((fast.encode if trusted else slow)("".join(run)) for trusted, run in runs)
@@ -196,10 +197,10 @@ def _utf8(content: Content) -> bytes:
 
 
 class _KnownCharacters:
-    """The characters whose kind is the same in every library: assigned in Python's tables, and not NEW_LETTERS."""
+    """A table of the characters of the same kind in every library: assigned in Python's tables, and not NEW_LETTERS."""
 
     def contain_all_of(self, content: Content) -> bool:
-        """Return whether all characters of a text are known."""
+        """Return True if all characters of a text are known."""
         others = _utf8(content).translate(None, ASCII).decode()  # most characters are ASCII, and removed quickly
         return not self._unknown[np.frombuffer(others.encode("utf-32-le"), np.uint32)].any()
 

@@ -1,9 +1,9 @@
-"""Writing token files: `PREFIX.bin` and `PREFIX.idx`, byte for byte as Megatron-LM's tools do, in constant memory.
+"""Writes token files, `PREFIX.bin` and `PREFIX.idx`, byte for byte as Megatron-LM's tools do, in constant memory.
 
-A corpus grows in a *scratch folder* beside its destination: tokens, sequence lengths and document ends each in a file
-of their own.  *Sealing* makes the index out of these, in blocks, and syncs everything to the disk; *publishing* renames
-the files to their final names, the .idx last.  Each rename can be repeated, so an interrupted publication is completed
-by publishing once more.
+A corpus grows in a *scratch folder* beside its destination: tokens, sequence lengths and document ends each in a
+separate file.  *Sealing* makes the index out of these, in blocks, and syncs everything to the disk; *publishing*
+renames the files to their final names, the .idx last.  Each rename can be repeated, so an interrupted publication is
+completed by publishing once more.
 """
 
 import os
@@ -32,7 +32,7 @@ from megazero.data.indexed_dataset import (
 from megazero.errors import DataError, Problem
 from megazero.files import cannot_write, move_into_place, remove_file
 
-# Bytes of a file that are read at a time.
+# The number of bytes of a file that are read at a time.
 BLOCK_BYTES = 8 << 20
 # The files of a corpus: its tokens, its index, and the sidecar, which only some writers make.
 ENDINGS = ("bin", "idx", "json")
@@ -40,7 +40,7 @@ SPOOLED = ("lengths", "documents")
 
 
 class Position(NamedTuple):
-    """The size of a corpus written so far; digests: those of its files, which a later writer compares."""
+    """The size of a corpus written so far; digests: those of its files, against which a later writer checks them."""
 
     tokens: int = 0
     sequences: int = 0
@@ -51,7 +51,7 @@ class Position(NamedTuple):
 class Spool:
     """A file that grows; bytes beyond `size` when it is opened are cut off.
 
-    Raises DataError when the disk refuses, or has fewer than `size` bytes, or others than those of `digest`, if given.
+    Raises DataError if the disk refuses, or if the file has fewer than `size` bytes or another digest than `digest`.
     """
 
     def __init__(self, path: Path, size: int = 0, digest: str = "") -> None:
@@ -80,7 +80,7 @@ class Spool:
         return self._digest.hexdigest()
 
     def write(self, content: bytes | memoryview) -> None:
-        """Append."""
+        """Append bytes."""
         try:
             self._stream.write(content)
         except OSError as error:
@@ -96,7 +96,7 @@ class Spool:
             raise cannot_write(self.path, error) from error
 
     def close(self) -> None:
-        """Close without syncing; harmless when closed."""
+        """Close without syncing; a second call has no effect."""
         with suppress(OSError):
             self._stream.close()
 
@@ -104,9 +104,9 @@ class Spool:
 class IndexedDatasetWriter:
     """A writer of a corpus, which is published when the `with` block ends well, and removed when it does not.
 
-    scratch: a folder that the caller removes; None: a private one beside the corpus.
-    position: the size up to which an earlier writer's files in `scratch` are continued; None: they are overwritten.
-    `digests`, after sealing: xxh3_128 in hexadecimal by file ending.
+    scratch: a folder that the caller removes; None for a private one beside the corpus.
+    position: the size up to which an earlier writer's files in `scratch` are continued; None to overwrite them.
+    digests: after sealing, xxh3_128 in hexadecimal by file ending.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class IndexedDatasetWriter:
         self._append(tokens, lengths, self.num_sequences + np.cumsum(counts, dtype=np.int64))
 
     def append(self, dataset: IndexedDataset) -> None:
-        """Append every document of another corpus of the same integer type, its sequences as they are."""
+        """Append every document of another corpus of the same integer type, with its sequences unchanged."""
         assert dataset.dtype == self.dtype, f"{dataset.prefix} holds {dataset.dtype}, {self.prefix} {self.dtype}"
         before = self.num_sequences
         nothing = np.empty(0, np.int64)
@@ -168,7 +168,7 @@ class IndexedDatasetWriter:
             self._append(None, nothing, before + dataset.document_ends(first, stop))
 
     def _append(self, tokens: Tokens | None, lengths: NDArray[Any] | None, ends: NDArray[np.int64]) -> None:
-        """Append to each of the three files; None: that file is appended to by a separate call."""
+        """Append to each of the three files, except those of None, which a separate call appends to."""
         sizes = np.empty(0, np.int64) if lengths is None else lengths
         if tokens is not None and len(tokens):
             assert lengths is None or int(sizes.sum()) == len(tokens), "lengths and tokens disagree"
@@ -237,7 +237,7 @@ class IndexedDatasetWriter:
         self.discard()
 
     def discard(self) -> None:
-        """Remove a private scratch folder; harmless after `publish`."""
+        """Remove a private scratch folder; without effect after `publish`."""
         for spool in (self._tokens, self._lengths, self._documents):
             spool.close()
         if self._owns_scratch:
@@ -257,7 +257,7 @@ class IndexedDatasetWriter:
 
 
 def publish_corpus(scratch: Path, prefix: str | Path) -> None:
-    """Move a corpus's files from `scratch` to their final names; files that an earlier call has moved stay.
+    """Move a corpus's files from `scratch` to their final names; those that an earlier call has moved stay there.
 
     An index or sidecar of an earlier corpus is removed before the new tokens get their name, so no moment pairs an old
     index with new tokens.
@@ -268,7 +268,7 @@ def publish_corpus(scratch: Path, prefix: str | Path) -> None:
         remove_file(Path(f"{prefix}.json"))
     for ending, path in sealed.items():
         move_into_place(path, Path(f"{prefix}.{ending}"))
-    for ending in SPOOLED:  # what the index was made of
+    for ending in SPOOLED:  # the files from which the index was made
         remove_file(scratch / f"{Path(prefix).name}.{ending}")
 
 

@@ -1,4 +1,4 @@
-"""The journal of a long piece of work, by which it can be resumed after any interruption.
+"""Keeps the journal of a long piece of work, by which it can be resumed after any interruption.
 
 A scratch folder beside the destination holds the files made so far and a *journal*: a first line that describes the
 work, then a line for every *partition* that was finished and synced to the disk.  A line counts when it is whole; the
@@ -28,11 +28,11 @@ LOCKLESS = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK})
 
 
 class Journal:
-    """The scratch folder of one piece of work, locked while it is open; as a context manager.
+    """A context manager of the scratch folder of one piece of work, which is locked while it is open.
 
-    work: the description of the work, as plain JSON values.  resume: continue after the last partition; else the
-    folder's files are removed.  Raises DataError when another process has the lock, or when the folder belongs to other
-    work.
+    work: the description of the work, as plain JSON values.  resume: True to continue after the last partition; else
+    the folder's files are removed.  Raises DataError when another process has the lock, or when the folder belongs to
+    other work.
 
     A `with` block that ends well removes the folder.  One that is interrupted leaves it if a partition was finished;
     after a full disk it is removed.
@@ -62,7 +62,7 @@ class Journal:
 
     @property
     def can_resume(self) -> bool:
-        """Whether a later run can resume from here."""
+        """True if a later run can resume from here."""
         return self.last is not None
 
     def _lock(self) -> None:
@@ -90,7 +90,7 @@ class Journal:
 
     def _begin(self, work: Mapping[str, Any]) -> None:
         try:
-            # First, or a journal could list files that have been removed.
+            # The journal is cleared first, or it could list files that have been removed.
             self._stream.truncate(0)
             os.fsync(self._stream.fileno())
             for path in self.folder.iterdir():
@@ -129,7 +129,7 @@ class Journal:
             self._close()
 
     def _close(self) -> None:
-        with suppress(OSError):  # writes again what the disk has refused
+        with suppress(OSError):  # closing writes again the bytes that the disk has refused
             self._stream.close()
 
 
@@ -142,7 +142,7 @@ def _whole_lines(content: bytes) -> Iterator[bytes]:
 
 
 def _other_work(folder: Path, key: str, earlier: Any, now: Any) -> Problem:
-    if isinstance(earlier, list) and isinstance(now, list):  # of many, the first that differs
+    if isinstance(earlier, list) and isinstance(now, list):  # of long lists only the first items that differ
         earlier, now = next(pair for pair in zip_longest(earlier, now) if pair[0] != pair[1])
     return Problem(
         f"--resume: {key} was {json.dumps(earlier)[:200]} when {folder} was made, and is {json.dumps(now)[:200]}",

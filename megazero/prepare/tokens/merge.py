@@ -1,4 +1,4 @@
-"""Merging of corpora: the same files, byte for byte, as if all their text had been preprocessed at once."""
+"""Merges corpora into the same files, byte for byte, as if all their text had been preprocessed at once."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from megazero.prepare.tokens.indexed_writer import IndexedDatasetWriter
 
 # Fields of the sidecar that corpora have in common when one tokenizer and one --append-eod made them.
 _ALIKE = ("tokenizer_type", "tokenizer_files", "vocab_size", "eod", "append_eod", "split_documents")
-# Reads instead of a map: a disk that fails is then an error, not a signal that ends the process.
+# Token files are read instead of mapped: a failing disk is then an error, not a signal that ends the process.
 _BY_READING = Access(maps=False)
 
 
@@ -45,7 +45,7 @@ class Merged(NamedTuple):
 
 
 def open_inputs(prefixes: Sequence[str], output_prefix: str) -> tuple[MergeInput, ...]:
-    """Open every corpus once; raises DataError with all rules that a merge of them would break."""
+    """Open every corpus once; raise DataError with all rules that a merge of them would break."""
     problems = _output_problems(prefixes, output_prefix)
     parts: list[MergeInput] = []
     for prefix in prefixes:
@@ -58,7 +58,7 @@ def open_inputs(prefixes: Sequence[str], output_prefix: str) -> tuple[MergeInput
 
 
 def merge(parts: Sequence[MergeInput], output_prefix: str, advance: Callable[[int], None]) -> Merged:
-    """Write OUTPUT-PREFIX.{bin,idx,json}; calls advance(tokens) after every input.
+    """Write OUTPUT-PREFIX.{bin,idx,json}; call advance(tokens) after every input.
 
     Raises DataError when an input is damaged or has changed, or the disk is full; no file has its final name then.
     """
@@ -87,7 +87,7 @@ def _open_input(prefix: str) -> MergeInput:
 
 
 def _reopened(part: MergeInput) -> IndexedDataset:
-    """Open the corpus again; what a large one's opening leaves unchecked is checked as it is copied."""
+    """Open the corpus again; the part that is unchecked on opening a large one is checked as it is copied."""
     dataset = IndexedDataset(part.prefix, _BY_READING)
     if (dataset.dtype, dataset.num_documents, dataset.num_tokens) != (part.dtype, part.documents, part.tokens):
         raise DataError(

@@ -1,4 +1,4 @@
-"""Preprocessing: texts become token files.
+"""Preprocesses texts into token files.
 
 The input is cut into chunks, any number of workers encode them, and this process writes them in the input's order, so
 the files are the same for any number of workers.  Every *partition* of the input that is finished is synced to the disk
@@ -31,9 +31,9 @@ from megazero.prepare.tokens.progress import TextProgress, WorkCount
 from megazero.prepare.tokens.workers import worker_pool
 from megazero.units import format_bytes
 
-# Input between two entries in the journal: the most that an interruption costs.
+# The number of bytes of input between two entries in the journal: the most that an interruption costs.
 PARTITION_BYTES = 256 << 20
-# Bad lines that are shown one by one.
+# The number of bad lines that are shown one by one.
 SHOWN_BAD_LINES = 20
 
 
@@ -41,7 +41,7 @@ SHOWN_BAD_LINES = 20
 class PreprocessRequest:
     """A job of preprocessing: --input, --output-prefix, tokenizer flags, and so on.
 
-    workers: processes; 1 encodes in this one.  log_interval: documents between two lines of progress.
+    workers: number of processes; 1 encodes in this one.  log_interval: documents between two lines of progress.
     split_documents: longest sequence in tokens, 0 for any.  partitions: parts of the input after each of which a run
     can be resumed, 0 for one every PARTITION_BYTES.
     """
@@ -71,7 +71,7 @@ class PreprocessRequest:
 
 
 class WrittenCorpus(NamedTuple):
-    """A corpus that was written."""
+    """The prefix and the sidecar of a corpus that was written."""
 
     prefix: str
     sidecar: Sidecar
@@ -83,7 +83,7 @@ EncodeChunks = Callable[[Iterable[Chunk]], Iterator[Encoded]]
 class Preprocessed(NamedTuple):
     """The result of preprocessing; library: the encoder's, "" when an earlier run had encoded everything.
 
-    bad_lines: how many were skipped; bad_lines_file: the list of them.
+    bad_lines: the number of skipped lines.  bad_lines_file: the file that lists them.
     """
 
     corpora: list[WrittenCorpus]
@@ -93,7 +93,7 @@ class Preprocessed(NamedTuple):
 
 
 def preprocess(request: PreprocessRequest, console: Console) -> Preprocessed:
-    """Write {bin,idx,json} of a corpus for every key; returns what was written.
+    """Write {bin,idx,json} of a corpus for every key; return a description of the files.
 
     Raises DataError for input that cannot be read (file and line), and leaves earlier files untouched then.
     """
@@ -130,7 +130,7 @@ def _encoding(request: PreprocessRequest) -> Iterator[tuple[Tokenizer, EncodeChu
 
 
 def _checked_inputs(request: PreprocessRequest) -> list[InputFile]:
-    """Return every file to read; raises DataError with all problems of files, rules and tokenizer."""
+    """Return every file to read; raise DataError with all problems of files, rules and tokenizer."""
     problems: list[Problem] = []
     files: list[InputFile] = []
     try:
@@ -191,7 +191,7 @@ class _PreprocessRun:
         self._bad_bytes = last.get("bad_bytes", 0)
 
     def write(self, encode: EncodeChunks) -> None:
-        """Encode and write the remaining chunks, partition by partition; seal."""
+        """Encode and write the remaining chunks, partition by partition; then seal the corpora."""
         request, dtype = self._request, token_dtype(self._tokenizer.vocab_size)
         chunks = find_chunks(self._files, request.rules, request.shard, request.rules.json_keys)
         partition = self._partition_bytes()
@@ -230,11 +230,11 @@ class _PreprocessRun:
         return max(1, total // self._request.partitions) if total and self._request.partitions else PARTITION_BYTES
 
     def _total_bytes(self) -> int:
-        """Return about the bytes of this shard's input; 0 where they are not known."""
+        """Return the approximate number of bytes of this shard's input; 0 if it is unknown."""
         return sum(file.size for file in self._files) // self._request.shard.count
 
     def _print_notice(self, encoded: Encoded) -> None:
-        """Print the encoder's notice, with the first chunk."""
+        """Print the encoder's notice after the first chunk."""
         if encoded.notice and not self.library:
             self._console.line(f"note: {encoded.notice}")
         self.library = encoded.library
@@ -281,7 +281,7 @@ class _PreprocessRun:
 
 
 def _publish(request: PreprocessRequest, folder: Path, sealed: Mapping[str, Any]) -> list[WrittenCorpus]:
-    """Rename everything to its final name; files that an interrupted run has renamed stay."""
+    """Rename all files to their final names; those that an interrupted run has renamed stay there."""
     bad, corpora = _bad_lines(request), []
     for prefix in request.corpus_prefixes():
         publish_corpus(folder, prefix)
@@ -313,7 +313,7 @@ def _sidecar(
 
 
 def _refuse_empty(request: PreprocessRequest, writers: Sequence[IndexedDatasetWriter]) -> None:
-    """Raise DataError for a corpus without text; a shard of one may be empty."""
+    """Raise DataError for a corpus without text; one shard of several may be empty."""
     if request.shard.count > 1:
         return
     names = ", ".join(request.inputs)

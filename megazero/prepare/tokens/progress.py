@@ -1,4 +1,4 @@
-"""Progress of long work on text: a bar on a terminal, a line now and then elsewhere."""
+"""Displays the progress of long work on text: a bar on a terminal, elsewhere a line at intervals."""
 
 import time
 from types import TracebackType
@@ -12,7 +12,7 @@ from megazero.units import format_bytes, format_count, format_duration
 
 
 class WorkCount(NamedTuple):
-    """An amount of work; input_bytes: those of the files on the disk."""
+    """An amount of work; input_bytes: bytes of the files on the disk."""
 
     documents: int = 0
     tokens: int = 0
@@ -24,9 +24,9 @@ BAR_WIDTH = 16
 
 
 class TextProgress:
-    """A count of documents, tokens and bytes of input, with their rates; as a context manager.
+    """A context manager that counts documents, tokens and bytes of input, and shows them with their rates.
 
-    total_bytes: those of all input, 0 if not known.  interval: documents between two lines where there is no terminal.
+    total_bytes: bytes of all input, 0 if unknown.  interval: documents between two lines if there is no terminal.
     earlier: the work of an earlier process, which counts, but not for the rates.
     """
 

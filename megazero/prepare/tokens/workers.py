@@ -1,4 +1,4 @@
-"""A pool of processes that do the same work on many tasks, with the results in the order of the tasks.
+"""Runs a pool of processes that do the same work on many tasks, with the results in the order of the tasks.
 
 Task number i goes to worker i modulo their number, so results need no task numbers; a worker has a few tasks queued and
 receives them in a thread of its own, so neither side can wait for the other for ever.
@@ -31,11 +31,11 @@ from megazero.errors import DataError, Problem, UserError
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
-# Tasks that a worker has received and whose results have not been used.
+# The number of tasks that a worker has received and whose results have not been used.
 AHEAD = 3
-# Room for the arrays of a result; those of a larger one go through the pipe.  Only memory that is written to is used.
+# The bytes for the arrays of a result; a larger result goes through the pipe.  Only memory that is written is used.
 SLOT_BYTES = 16 << 20
-# Bytes; every array begins at a multiple.
+# Every array begins at a multiple of this many bytes.
 ALIGNMENT = 64
 
 
@@ -54,7 +54,7 @@ class _Packed(NamedTuple):
 
 
 class _Slots:
-    """Memory for results, shared with one worker."""
+    """Memory for results, which is shared with one worker."""
 
     def __init__(self, file: int) -> None:
         self._file = file
@@ -95,9 +95,9 @@ def worker_pool(
 ) -> Iterator[Callable[[Iterable[Task]], Iterator[Result]]]:
     """Yield a function that returns the results of tasks, in their order; it is called once.
 
-    start: makes the function that does one task; called once in each worker, so it must be picklable, as tasks and
-    results must.  Arrays in a result are valid until the next result.  Raises a task's error in its turn: a UserError
-    with its problems, anything else as a RuntimeError with the worker's traceback.
+    start: a function that makes the function that does one task; called once in each worker, so it must be picklable,
+    as tasks and results must.  Arrays in a result are valid until the next result.  Raises a task's error in its turn:
+    a UserError with its problems, anything else as a RuntimeError with the worker's traceback.
     """
     # spawn, not fork: the tokenizer libraries have threads, which do not survive a fork.
     context = multiprocessing.get_context("spawn")
@@ -135,7 +135,7 @@ def _start_worker(context: SpawnContext, start: Callable[[], Callable[[Task], Re
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Block Ctrl-C meanwhile, also for processes that are started inside: this process ends them."""
+    """Block Ctrl-C inside, also for processes that are started there, since this process ends them."""
     resource_tracker.ensure_running()  # the first start would do this, and unblock Ctrl-C afterwards
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -183,7 +183,7 @@ def _pack(result: Any, slot: memoryview) -> _Packed:
 
 
 def _unpack(packed: _Packed, slot: memoryview) -> Any:
-    # From a worker that this process has started, through a private pipe: never from a file.
+    # The pickle comes from a worker that this process has started, through a private pipe: never from a file.
     return pickle.loads(packed.content, buffers=_buffers(slot, packed.sizes))
 
 
