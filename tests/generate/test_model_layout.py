@@ -1,4 +1,4 @@
-"""Layouts to generate with: which are refused and what is said, and how a model is cut for its memory."""
+"""Tests the layouts for generation: which are refused with which message, and how a model is cut to fit memory."""
 
 import pytest
 from support.models import small_config
@@ -56,7 +56,7 @@ def test_inner_elements_count_as_heads_do() -> None:
 
 
 def test_stages_are_cut_by_what_they_hold() -> None:
-    """A layer's matrices have 12 h^2 elements, as many as 12 h rows of the vocabulary; positions tip the scales."""
+    """A layer's matrices have 12 h^2 elements, as many as 12 h rows of the vocabulary; positions break ties."""
     layer = 12 * 60
     assert split(4, vocab_size=10, pp=3) == [1, 2, 1]
     assert split(6, vocab_size=10, pp=3) == [2, 2, 2]
