@@ -94,9 +94,7 @@ def test_checkpoints_of_gpt2(seen: dict[str, dict[str, Any]]) -> None:
 
 
 def left_by(layers: int, hidden: int, heads: int, kernels: str) -> int:
-    """Return the bytes that a forward leaves in fp16 without recomputation, with dropout but in the core of CPU's
-    flash.
-    """
+    """Return the bytes that an fp16 forward leaves without recomputation, with dropout (not in CPU flash's core)."""
     tokens = BATCH * SEQUENCE
     one, matrices = 2 * tokens * hidden, heads * SEQUENCE * tokens
     mask = one // 2 if kernels in ("unfused", "GPU's flash") else one  # bytes, or the activation's dtype
