@@ -242,7 +242,7 @@ def test_a_layout_that_does_not_divide_is_refused() -> None:
 
 
 def test_reading_a_real_corpus(tmp_path: Path) -> None:
-    """In two epochs, four ranks read every input of the corpus exactly twice."""
+    """Four ranks read every input of the corpus exactly twice in two epochs."""
     dataset = IndexedDataset(write_corpus(tmp_path / "c", count_up(97, 7)))
     source = SampleSource(dataset, sequences=range(7), seq_length=8, seed=3, vocab_size=97)
     seen: list[int] = []

@@ -165,7 +165,7 @@ def test_an_index_that_changes_while_it_is_copied_is_no_copy(
 def test_reads_that_fail_or_come_short_are_tried_again(
     stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of every four tries the first raises an error, the next two return too few bytes, and the last one succeeds."""
+    """The first of every four tries raises an error, the next two return too few bytes, and the last one succeeds."""
     tries = 0
 
     def change(read: Callable[..., bytes], path: str, start: Any, end: Any) -> bytes:

@@ -28,9 +28,10 @@ Flags = Mapping[str, str | None]
 class Row(NamedTuple):
     """One wrong invocation.
 
-    flags: what it changes of the smallest good run; None removes a flag, {folder} is a new folder.  told: what its
-    message holds, in this order.  prepare: puts files into the folder.  ranks: of the job; more than one can't be
-    joined here, so a row that isn't refused before that fails.  trains: the error is found only while training.
+    flags: the changes to the smallest good run; None removes a flag, {folder} is a new folder. told: the parts of its
+    message, in this order. prepare: a function that puts files into the folder. ranks: the size of the job; several
+    processes cannot be joined here, so a row that is not refused before that fails. trains: the error is found only
+    while training.
     """
 
     flags: Flags
@@ -417,7 +418,7 @@ def good_files(folder: Path) -> None:
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", ["wrong flags, values and combinations", "a token outside the vocabulary"])
 def test_a_job_says_it_once(name: str, tmp_path: Path) -> None:
-    """A job prints its message once, whether all ranks find the error or one, whose exit is all that the others see."""
+    """A job prints its message once, whether all ranks find the error, or one does and the others notice its exit."""
     row = ROWS[name]
     if row.prepare is not None:
         row.prepare(tmp_path)

@@ -146,7 +146,7 @@ def test_gradients_are_there_after_the_last_backward(stage: int) -> None:
     assert run_ranks(DP, when_there_are_gradients, stage) == [[False, False, True, False]] * DP
 
 
-# --- setting -----------------------------------------------------------------------------------------------------
+# --- setting values ----------------------------------------------------------------------------------------------
 
 
 def values_for(parameter: nn.Parameter, seed: int) -> Tensor:

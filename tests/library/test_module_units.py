@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 class Tree(nn.Module):
-    """The module tree that the docstring of megazero's module draws."""
+    """The module tree that the docstring of megazero.library.module_units draws."""
 
     def __init__(self) -> None:
         super().__init__()

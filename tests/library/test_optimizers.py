@@ -113,7 +113,7 @@ def test_a_scheduler_on_a_given_optimizer_acts(stage: int) -> None:
         return 1.0 / (1 + step)
 
     model = make(NAME)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)  # the frozen ones too
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)  # including the frozen parameters
     scheduler = LambdaLR(optimizer, rate)
     engine = megazero.initialize(model, config(stage), optimizer=optimizer)
     found = run(engine, scheduler=scheduler)

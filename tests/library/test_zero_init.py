@@ -44,7 +44,7 @@ def live_bytes(model: nn.Module) -> int:
     return sum(parameter.untyped_storage().nbytes() for parameter in model.parameters())
 
 
-# --- the same model as without -----------------------------------------------------------------------------------
+# --- equality with models made without Init ----------------------------------------------------------------------
 
 
 class NanoGpt(nn.Module):

@@ -105,7 +105,7 @@ def left_by(layers: int, hidden: int, heads: int, kernels: str) -> int:
         "CPU's math": 6 * one + (4 + 4 + 4) * matrices,  # everything in float32
     }
     statistics = 2 * 2 * tokens  # mean and 1/deviation of a norm, fp16
-    norm = one + statistics  # with its input
+    norm = one + statistics  # includes the norm's input
     attention = norm + one + cores[kernels] + one + mask  # qkv's input, the projection's input
     feed_forward = norm + one + 4 * one + 4 * one + mask  # inputs of up, of GELU and of down
     embedding = mask  # the ids are the batch's own memory, as one tensor rank has them all

@@ -114,7 +114,7 @@ def test_an_untied_head_is_gathered_once() -> None:
 
 @pytest.mark.gloo
 def test_what_is_kept_for_reuse_is_not_gathered_again() -> None:
-    """With room for it every unit is gathered once: model states as in stage 2 during a pass, and traffic of 2 Psi."""
+    """Every unit is gathered once if there is room: model states as in stage 2 during a pass, and traffic of 2 Psi."""
     (seen, _) = run_ranks(RANKS, third_step, 4, {"max_reuse_distance": 10**9})
     assert seen.gathered == seen.padded
     position = 24 * 60 + (-24 * 60) % (16 * RANKS)

@@ -65,7 +65,7 @@ def test_no_term_grows_with_depth_but_the_owned_slice(untied: bool) -> None:
 
 @pytest.mark.gloo
 def test_resident_gradients_do_grow() -> None:
-    """Stage 0 keeps the gradients of all layers, which shows that the observer above sees gradients."""
+    """Stage 0 keeps the gradients of all layers, which shows that the observer above counts gradients."""
     shallow, deep = (run_ranks(2, peak_of_a_step, depth, 0)[0] for depth in (2, 8))
     assert deep["persistent"] > 2 * shallow["persistent"]
     assert shallow["persistent"] == 2 * shallow["owned"]

@@ -19,7 +19,7 @@ from megazero.train.step import StepControls, training_step
 
 HIDDEN = int(SETTINGS["hidden_size"])
 CUT = 4 * BATCH * SEQUENCE * HIDDEN  # bytes of a message in fp32
-WORDS = 4 * VOCABULARY * HIDDEN  # of the word embedding
+WORDS = 4 * VOCABULARY * HIDDEN  # bytes of the word embedding in fp32
 STAGES, MICRO_BATCHES = 4, 8
 # Every stage has as many layers, whatever the head costs, so that stages differ in their place alone.
 FOUR_STAGES = {"pipeline_model_parallel_size": STAGES, "num_layers": 8, "pipeline_split": "2,2,2,2"}

@@ -40,7 +40,7 @@ from megazero.zero.plan import ModelStateBytes
 RANKS = 2
 ACCUMULATION = 2
 QUANTUM = 16 * RANKS
-ITEMSIZE = 8  # of float64
+ITEMSIZE = 8  # bytes of a float64 element
 HUGE = 10**9
 COLLECTIVES: tuple[Collective, ...] = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
 STAGES = (0, 1, 2, 3)

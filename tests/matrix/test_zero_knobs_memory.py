@@ -18,7 +18,7 @@ from megazero.zero.unit_memory import UnitState
 
 RANKS = 2
 HUGE = 10**9
-ITEMSIZE = 8  # of float64
+ITEMSIZE = 8  # bytes of a float64 element
 WIDTH, DEPTH = 8, 4
 MATRIX, BIAS = WIDTH * WIDTH, WIDTH
 UNIT = 96  # elements of a layer, weight and bias, padded to a multiple of 16 x 2

@@ -241,7 +241,7 @@ def test_long_lived_blocks_fragment_a_plain_memory_and_not_arenas(
     assert plain.allocate(large) is None
 
     arena = AddressBook(long_lived, alignment=1, compacts=False)
-    rest = AddressBook(capacity - long_lived, alignment=1, compacts=False)  # as much in all
+    rest = AddressBook(capacity - long_lived, alignment=1, compacts=False)  # both have the capacity of the plain memory
     step(rest, arena)
     assert arena.statistics.free_bytes == 0
     assert rest.allocate(large) is not None

@@ -184,7 +184,7 @@ def test_recomputed_dropout_is_the_same_dropout() -> None:
         (Layout({"recompute_granularity": "selective"}), PARTS, 4),
         (Layout({}, within_documents=True), WHOLE, 1),  # other masks need no other graphs
         (Layout({"recompute_granularity": "selective"}, within_documents=True), PARTS, 4),
-        (Layout({"pipeline_schedule": "zero-bubble"}, pp=2), PARTS, 2),  # parameters stay outside
+        (Layout({"pipeline_schedule": "zero-bubble"}, pp=2), PARTS, 2),  # parameters stay outside of the graphs
     ],
     ids=[
         "zero",
@@ -203,7 +203,7 @@ def test_layouts(layout: Layout, compiled: str, graphs: int) -> None:
 
 
 def test_what_draws_from_a_state_of_its_own_stays_outside() -> None:
-    """With a split sequence only the activation is compiled, so that compiled runs drop the same elements as others."""
+    """Only the activation is compiled if the sequence is split, so that compiled runs drop what other runs drop."""
     settings = {"hidden_dropout": 0.2, "attention_dropout": 0.1, "sequence_parallel": True}
     for off, on in run_ranks(2, off_and_on, Layout(settings, tp=2)):
         check_same(off, on)
@@ -239,7 +239,7 @@ def test_gradients_of_compiled_blocks_add_up_in_the_flat_tensor() -> None:
 
 
 def test_a_machine_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """With "on" a missing compiler is an error that names it; with "auto" it costs a notice, where it costs time."""
+    """A missing compiler is an error that names it for "on", and for "auto" a notice, where its absence costs time."""
     monkeypatch.setenv("PATH", str(tmp_path))
     for name in ("CC", "CXX"):
         monkeypatch.delenv(name, raising=False)

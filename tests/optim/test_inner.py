@@ -66,7 +66,7 @@ def inputs(lr: float, factor: float = 1.0, found_inf: float | None = None) -> St
 
 
 def torch_adamw(start: Tensor, grads: list[Tensor], factor: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (weights, first moments, second moments) after all steps of a plain loop in torch."""
+    """Return weights, first moments and second moments after all steps of a plain loop in torch."""
     parts = {decay: start[part].clone().requires_grad_(True) for decay, part in Flat.parts().items()}
     groups = [
         {"params": [weight], "weight_decay": SETTINGS.weight_decay if decay else 0.0} for decay, weight in parts.items()

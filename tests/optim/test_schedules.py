@@ -103,7 +103,7 @@ def test_tables_of_deepspeeds_schedules(name: str) -> None:
 
 
 def test_defaults() -> None:
-    """By default the rate rises with the logarithm for a thousand steps, to 0.001 or the optimizer's own rate."""
+    """The default rate rises with the logarithm for a thousand steps, to 0.001 or the optimizer's own rate."""
     found = rates("WarmupLR", 1001)
     assert found[32] == pytest.approx(0.001 * 5 * math.log(2) / (3 * math.log(10)), rel=1e-14)
     assert found[999] < found[1000] == pytest.approx(0.001, rel=1e-14)

@@ -32,7 +32,7 @@ def test_chunks_are_dealt_out_to_stages() -> None:
 
 
 def test_costs_of_a_small_model() -> None:
-    """With h 4, f 12, s 10, V 7: matrices 4x12 + 4x4 + 4x12 + 12x4; 5 keys per query on average, each twice 4."""
+    """The sizes are h 4, f 12, s 10, V 7, so a query has 5 keys on average, and each costs twice 4."""
     matrices = 4 * 12 + 4 * 4 + 4 * 12 + 12 * 4
     assert model_costs(hidden=4, ffn=12, seq=10, padded_vocab=7) == Costs(matrices + 2 * 5 * 4, 8, 28)
 

@@ -31,7 +31,7 @@ def test_a_step_is_made_once() -> None:
 
 
 def test_what_a_message_proves() -> None:
-    """With two stages, the gradient of micro-batch 0 comes when the other side has received two activations."""
+    """The gradient of micro-batch 0 comes when the other one of two stages has received two activations."""
     stages = parse_stages(
         """
         stage 0   F0 sf0 F1 sf1 rb0 B0 F2 sf2 rb1 B1 rb2 B2
