@@ -1,4 +1,4 @@
-"""The mixture against a count of what came before."""
+"""Tests the mixture of corpora against a running count of the samples chosen so far."""
 
 from fractions import Fraction
 from itertools import pairwise
@@ -19,7 +19,9 @@ from megazero.errors import DataError
 
 
 def most_off(corpora: int) -> Fraction:
-    """Half of 1/1 + 1/1 + 1/2 + 1/3 + 1/5 + ..., as many as nodes there can be above a corpus."""
+    """Return the most samples that a corpus is ever off its share: half of 1/1 + 1/1 + 1/2 + 1/3 + 1/5 + ..., with one
+    term for each node of the blend's tree that can lie above a corpus.
+    """
     fibonacci, parts = (1, 1), Fraction()
     for _ in range(corpora - 1):
         parts += Fraction(1, fibonacci[0])
@@ -48,7 +50,7 @@ def test_every_corpus_counts_its_samples_without_gap_and_keeps_its_share(weights
 @settings(max_examples=40, deadline=None)
 @given(weights=weights_strategy, k=st.integers(0, 10**15))
 def test_far_samples_follow_on_each_other(weights: list[Fraction], k: int) -> None:
-    """The number within a corpus grows by one from each of its samples to the next, wherever one starts to look."""
+    """The number within a corpus grows by one from each of its samples to the next, wherever reading starts."""
     blend = Blend(weights)
     seen: dict[int, list[int]] = {}
     for step in range(60):
@@ -80,7 +82,7 @@ MIXTURES = [
 
 @pytest.mark.parametrize("weights", MIXTURES, ids=lambda weights: ",".join(map(str, weights)))
 def test_proportions_hold_after_every_single_sample(weights: list[Fraction]) -> None:
-    """Of 4000 samples, every beginning: no corpus is off its share by more than the bound, however many there are."""
+    """At every point of 4000 samples, no corpus is off its share by more than the bound, however many there are."""
     blend, counts, total = Blend(weights), [0] * len(weights), sum(weights)
     shares, bound = [Fraction(weight) / total for weight in weights], most_off(len(weights))
     assert [most_off(2), most_off(3)] == [Fraction(1, 2), 1] and bound < Fraction(17, 10)
@@ -93,7 +95,7 @@ def test_proportions_hold_after_every_single_sample(weights: list[Fraction]) -> 
 
 @pytest.fixture
 def mixture(tmp_path: Path) -> Samples:
-    """Three corpora of 40, 25 and 11 samples, whose tokens are all different, mixed 3 : 2 : 1."""
+    """Return a mixture, 3 : 2 : 1, of three corpora of 40, 25 and 11 samples, whose tokens are all different."""
     sources = []
     for number, count in enumerate((40, 25, 11)):
         tokens = [1000 * number + token for token in range(4 * count + 1)]
@@ -112,7 +114,7 @@ def test_no_sample_is_seen_twice_before_its_corpus_has_been_read(mixture: Sample
 
 
 def rows_of_steps(source: Samples, steps: int, *, data_size: int, start: int = 0) -> list[list[list[int]]]:
-    """The rows of every step from the one that starts at sample `start`, in the order of samples, of all ranks."""
+    """Return the rows of all ranks in every step from sample `start` up to step `steps`, in the order of samples."""
     found: list[list[list[int]]] = []
     for step in range(start // 24, steps):
         rows: dict[int, list[int]] = {}

@@ -1,4 +1,4 @@
-"""The corpora of a run: opening, splits, vocabulary, mixtures."""
+"""Tests the corpora of a run: opening them, splits, vocabulary and mixtures."""
 
 from collections import Counter
 from dataclasses import replace
@@ -40,7 +40,7 @@ def test_splits_share_no_token(prefix: str) -> None:
 
 
 def test_an_empty_split_is_refused_with_counts_and_a_legal_one(tmp_path: Path) -> None:
-    """190 documents are too few for 969,30,1: its test split has none."""
+    """190 documents are too few for the split 969,30,1: its test part has none."""
     prefix = write_corpus(tmp_path / "a", count_up(1900, 190))
     corpora = Corpora([prefix], split="969,30,1")
     assert corpora.samples("train", **SHAPE).seq_length == 4
@@ -87,7 +87,9 @@ def test_sidecars_tell_vocabulary_and_bytes(prefix: str) -> None:
 
 
 def test_bytes_per_token_are_those_of_the_split(prefix: str, tmp_path: Path) -> None:
-    """Tokens 0 to 99 stand for 2 bytes, those to 255 for 4, others for none (outside: as the last)."""
+    """Tokens 0 to 99 stand for 2 bytes, tokens 100 to 255 for 4, and all others for none, as the last id of the sidecar
+    does.
+    """
     write_sidecar(prefix, SIDECAR)
     corpora = Corpora([prefix], split="5,10,85")
     assert corpora.split_bytes_per_token("train") == 2.0
@@ -125,12 +127,14 @@ def test_description(prefix: str) -> None:
     assert line == f"{prefix}: 100 documents, 1000 tokens; sequences train 80, valid 10, test 10"
 
 
-# --- corpora of the splits' own ---------------------------------------------------------------------------------------
+# --- splits with corpora of their own ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def own(tmp_path: Path) -> dict[str, list[str]]:
-    """Train: two corpora of 400 and 200 tokens; valid: one of 101 tokens from 1000 on; no test."""
+    """Return prefixes by split: two corpora of 400 and 200 tokens to train, one of 100 tokens from 1000 on to validate,
+    none to test (each has one more token, the last label).
+    """
     first = write_corpus(tmp_path / "first", count_up(401, 3))
     second = write_corpus(tmp_path / "second", [[[500 + token for token in range(201)]]])
     held_out = write_corpus(tmp_path / "held_out", [[[1000 + token for token in range(101)]]])
@@ -163,7 +167,7 @@ def test_own_corpora_bring_vocabulary_and_bytes(own: dict[str, list[str]]) -> No
         write_sidecar(prefix, replace(SIDECAR, documents=documents, sequences=documents, tokens=tokens))
     corpora = Corpora(own_paths=own)
     assert (corpora.vocab_size, corpora.eod) == (257, 256)
-    # Tokens of 256 and more have 0 bytes, as the end of a document.
+    # Tokens of 256 and more have 0 bytes, like the token that ends a document.
     assert corpora.split_bytes_per_token("train") == pytest.approx((200 + 4 * 156) / 401 * 401 / 602)
     assert corpora.split_bytes_per_token("valid") == 0.0
     assert [problem.given for problem in corpora.vocabulary_problems(100)] == [

@@ -1,4 +1,4 @@
-"""Batches: the same samples make a step whatever the layout, from any start, in the background or not."""
+"""Tests that the same samples make up a step in any layout, from any start, and with or without a background thread."""
 
 import threading
 from dataclasses import replace
@@ -19,7 +19,7 @@ from megazero.errors import DataError
 
 
 class Counting:
-    """Sample k is k, k + 1, k + 2, k + 3; it fails from `broken` on."""
+    """A source whose sample k is [k, k + 1, k + 2, k + 3], and which fails from sample `broken` on."""
 
     seq_length = 3
 
@@ -66,7 +66,7 @@ def test_the_mask_leaves_out_positions_whose_input_is_the_token() -> None:
 
 
 class Given:
-    """Sample 0 is these tokens."""
+    """A source whose every sample consists of the given tokens."""
 
     def __init__(self, *tokens: int) -> None:
         self.tokens = np.array(tokens)
@@ -77,7 +77,7 @@ class Given:
 
 
 def places(*tokens: int) -> tuple[list[int], list[int]]:
-    """Positions and documents of a sample's inputs where 0 ends a document; the last token is a label only."""
+    """Return positions and documents of a sample's inputs, where 0 ends a document; the last token is only a label."""
     layout = BatchLayout(1, 1, document_end=0, resets_positions=True, resets_attention=True)
     (piece,) = build_step_batch(Given(*tokens), 0, layout).micro_batches
     assert piece.positions is not None and piece.documents is not None
@@ -116,7 +116,7 @@ def test_places_are_told_as_far_as_they_are_asked_for() -> None:
 
 
 class Clock:
-    """Time that goes by only where somebody says so."""
+    """A clock that moves only when a test sets `now`; `was_read` is set once the clock has been read."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -128,7 +128,7 @@ class Clock:
 
 
 class Slow(Counting):
-    """A sample takes 2 seconds, from when it may be read on."""
+    """A counting source that takes 2 seconds of the clock for each sample, and begins once `may_read` is set."""
 
     def __init__(self, clock: Clock, may_read: threading.Event) -> None:
         super().__init__()
@@ -150,10 +150,10 @@ def test_reading_when_needed_is_waiting() -> None:
 
 
 def test_a_batch_that_is_not_there_yet_is_waited_for() -> None:
-    """The source begins when the loader has been asked, so that all its time is waited."""
+    """The source begins only when the loader has started to wait, so that all of the source's time counts as waited."""
     clock = Clock()
     source = Slow(clock, clock.was_read)
-    source.broken = 3  # nothing is read ahead that would take time too
+    source.broken = 3  # nothing can be read ahead, which would take time too
     with BatchLoader(source, BatchLayout(3, 3), prefetch=1, clock=clock) as loader:
         next(loader)
         assert loader.waited_seconds == 6.0
@@ -166,7 +166,7 @@ def test_a_batch_that_is_there_is_not_waited_for() -> None:
     source.broken = 6
     with BatchLoader(source, BatchLayout(3, 3), prefetch=3, clock=clock) as loader:
         assert loader._thread is not None
-        loader._thread.join(timeout=60)  # it ends with the failure, behind two batches
+        loader._thread.join(timeout=60)  # the thread ends with the failure, behind two batches
         assert (next(loader).first_sample, next(loader).first_sample) == (0, 3)
         assert clock.now == 12.0 and loader.waited_seconds == 0.0
 
@@ -217,7 +217,7 @@ def test_batches_for_a_gpu_are_pinned(prefetch: int) -> None:
 
 
 def test_pinning_takes_place_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU nothing can be pinned, so that a copy stands in for it."""
+    """Without a GPU nothing can be pinned, so a copy of the tensor plus 1000 stands in for the pinned tensor."""
     threads: list[str] = []
 
     def pin(part: torch.Tensor) -> torch.Tensor:
@@ -242,7 +242,7 @@ def test_a_layout_that_does_not_divide_is_refused() -> None:
 
 
 def test_reading_a_real_corpus(tmp_path: Path) -> None:
-    """Two epochs by four ranks: every input of the corpus twice."""
+    """Four ranks read every input of the corpus exactly twice in two epochs."""
     dataset = IndexedDataset(write_corpus(tmp_path / "c", count_up(97, 7)))
     source = SampleSource(dataset, sequences=range(7), seq_length=8, seed=3, vocab_size=97)
     seen: list[int] = []

@@ -1,7 +1,9 @@
-"""Token files beside Megatron-LM's own writer and reader, where megatron.core is installed, and beside the format.
+"""Tests token files against the format, and against Megatron-LM's own writer and reader where megatron.core is
+installed.
 
-Ids are those of the `tokenizers` library, called here; expected bytes are packed by tests/support from the format's
-description, or written by Megatron's builder.  The text is the standard library's, and documents made to be awkward.
+The ids come from the `tokenizers` library, called here; the expected bytes are packed by tests/support from the
+format's description, or written by Megatron's builder. The texts are the standard library's sources and documents made
+to be awkward.
 """
 
 import json
@@ -27,7 +29,7 @@ from megazero.prepare.tokens.indexed_writer import IndexedDatasetWriter
 from megazero.prepare.tokens.preprocess import PreprocessRequest, preprocess
 
 END = "<|endoftext|>"
-# Of every plane of Unicode its first and last characters, some letters, and what no character stands for.
+# From every plane of Unicode: its first and last code points, some letters, and code points without a character.
 PLANES = "".join(chr(plane << 16 | low) for plane in range(17) for low in (0, 1, 0x41, 0x2028, 0xFFFD, 0xFFFE, 0xFFFF))
 NASTY = [
     "",
@@ -59,7 +61,7 @@ PARTS = [SEQUENCES, [[[9]]], [[], [[8, 8]], []]]
 
 
 class Files(NamedTuple):
-    """Of a byte-level BPE, and the library's tokenizer with the same."""
+    """Files of a byte-level BPE, and the tokenizer that the `tokenizers` library makes of them."""
 
     vocab: str
     merges: str
@@ -67,7 +69,7 @@ class Files(NamedTuple):
 
 
 def library_texts(number: int = 40, most: int = 20_000) -> list[str]:
-    """Sources of the standard library, the same ones on one machine."""
+    """Return small sources of the standard library, the same ones in every run on one machine."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     paths = [path for path in sorted(folder.glob("*.py")) if path.stat().st_size < most]
     return [path.read_text(encoding="utf-8") for path in paths[:number]]
@@ -81,7 +83,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     tokenizer.train_from_iterator(library_texts(12), trainer)
     merges = [tuple(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]]
     assert len(merges) > 400
-    merges.append(("x", chr(0xE0)))  # the first byte of some letters, so that it shows what is taken for one
+    merges.append(("x", chr(0xE0)))  # joins x to the first byte of some letters, which shows what counts as a letter
     paths = write_gpt2_files(tmp_path_factory.mktemp("bpe"), merges)
     tokenizer = Tokenizer(BPE.from_file(*paths))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
@@ -90,7 +92,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 
 def expected(texts: Sequence[str], files: Files, *, append_eod: bool) -> list[list[list[int]]]:
-    """Ids of every document, without a sequence where there are none."""
+    """Return the ids of every document as sequences, with no sequence for a document without ids."""
     eod = json.loads(Path(files.vocab).read_text(encoding="utf-8"))[END]
     assert files.tokenizer.encode(END).ids == [eod]
     ids = [files.tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
@@ -98,7 +100,7 @@ def expected(texts: Sequence[str], files: Files, *, append_eod: bool) -> list[li
 
 
 def preprocessed(folder: Path, texts: Sequence[str], files: Files, *, append_eod: bool) -> str:
-    """The prefix of what this project makes of the texts."""
+    """Preprocess the texts with megazero and return the prefix of the files."""
     path = folder / "in.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     spec = TokenizerSpec("GPT2BPETokenizer", files.vocab, files.merges)
@@ -139,13 +141,15 @@ def test_the_reader_reads_what_the_format_says(tmp_path: Path, files: Files, tex
 
 @pytest.fixture(scope="module")
 def megatron() -> Any:
-    """Megatron's module, whose imports have much to complain about."""
+    """Return Megatron's module of indexed datasets, imported without the many warnings of its imports."""
     with warnings.catch_warnings(action="ignore"):
         return pytest.importorskip("megatron.core.datasets.indexed_dataset")
 
 
 def by_megatron(megatron: Any, prefix: Path, documents: Sequence[Sequence[Sequence[int]]], kind: Any) -> str:
-    """As its preprocessing adds documents: all ids of one, and the lengths of its sequences."""
+    """Write documents with Megatron's builder as its preprocessing does (all ids of a document, then the lengths of its
+    sequences), and return the prefix.
+    """
     builder = megatron.IndexedDatasetBuilder(f"{prefix}.bin", dtype=kind)
     for document in documents:
         builder.add_document(joined(document), [len(sequence) for sequence in document])
@@ -188,7 +192,7 @@ def test_every_type_of_token_is_written_as_megatron_does(tmp_path: Path, kind: A
 
 
 def test_files_put_together_as_megatron_does(tmp_path: Path, megatron: Any) -> None:
-    """Its builder's add_index, and ours."""
+    """megazero's writer joins token files into the same bytes as the builder's add_index of Megatron."""
     prefixes = [write_corpus(tmp_path / str(number), documents) for number, documents in enumerate(PARTS)]
     builder = megatron.IndexedDatasetBuilder(f"{tmp_path}/theirs.bin", dtype=np.uint16)
     with IndexedDatasetWriter(tmp_path / "ours", np.dtype(np.uint16)) as writer:

@@ -1,4 +1,4 @@
-"""Synthetic samples."""
+"""Tests the synthetic samples."""
 
 import numpy as np
 

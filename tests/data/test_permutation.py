@@ -1,4 +1,4 @@
-"""The keyed permutation: a bijection for every size, unlike for unlike keys, even over all orders."""
+"""Tests the keyed permutation: a bijection for every size, different for different keys, and even over all orders."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -15,12 +15,12 @@ from megazero.data.permutation import Epochs, Permutation
 
 
 def whole(order: Permutation) -> NDArray[np.uint64]:
-    """Where every index goes."""
+    """Return the image of every index."""
     return order.images(np.arange(order.size, dtype=np.uint64))
 
 
 def test_bijection_for_every_size() -> None:
-    """A row of n numbers in which each of n values occurs."""
+    """All values from 0 to size - 1 occur among the images of as many indices."""
     for size in range(1, 10_001):
         seen = np.zeros(size, bool)
         seen[whole(Permutation(size, (1234, size)))] = True
@@ -48,11 +48,11 @@ def test_every_order_of_a_few_elements_is_about_equally_frequent(size: int) -> N
     orders = list(permutations(range(size)))
     expected = 2400 / len(orders)
     chi_square = sum((seen[order] - expected) ** 2 / expected for order in orders)
-    assert chi_square < 2.5 * len(orders) + 10  # mean of the statistic: orders - 1
+    assert chi_square < 2.5 * len(orders) + 10  # the statistic's mean is the number of orders - 1
 
 
 def test_places_are_spread_evenly() -> None:
-    """First elements over many keys, and differences of neighbours within one order, in 20 classes each."""
+    """First elements over many keys, and differences of neighbours within one order, are even over 20 classes each."""
     size, classes = 10_007, 20
     firsts = Counter(Permutation(size, (seed,))[0] * classes // size for seed in range(4000))
     order = Permutation(size, (3,))
@@ -82,7 +82,7 @@ def test_the_key_decides(other: tuple[int, ...]) -> None:
     ),
 ])  # fmt: skip
 def test_the_order_is_the_same_for_ever(size: int, key: tuple[int, ...], places: list[int]) -> None:
-    """Runs are resumed by later versions; these figures must never change."""
+    """Later versions resume runs of earlier ones, so these figures must never change."""
     order = Permutation(size, key)
     indices = [number * (size // 8) for number in range(8)]
     assert [order[index] for index in indices] == places
@@ -107,19 +107,19 @@ def test_epochs_follow_on_each_other() -> None:
     assert [row[k] for k in (27, 0, 13, 14)] == [expected[k] for k in (27, 0, 13, 14)]
 
 
-# --- whether orders look drawn by lot ---------------------------------------------------------------------------------
+# --- statistics of orders against those of random draws ---------------------------------------------------------------
 
 Orders = Callable[[int, tuple[int, ...]], NDArray[np.uint64]]
 
 
 def excess(counts: NDArray[np.int64], freedom: int) -> float:
-    """By how many standard deviations chi-square is above its mean, if all cells are equally likely."""
+    """Return by how many standard deviations chi-square exceeds its mean for equally likely cells."""
     mean = counts.sum() / counts.size
     return float((((counts - mean) ** 2 / mean).sum() - freedom) / (2 * freedom) ** 0.5)
 
 
 def excess_of_places(orders: Orders, size: int) -> float:
-    """Values at every place, over the orders of many keys: [place, value]."""
+    """Return the excess for counts of values at places, [place, value], over the orders of many keys."""
     counts = np.zeros((size, size), np.int64)
     for seed in range(1500):
         counts[np.arange(size), orders(size, (seed, 3))] += 1
@@ -127,7 +127,7 @@ def excess_of_places(orders: Orders, size: int) -> float:
 
 
 def excess_of_neighbours(orders: Orders, size: int) -> float:
-    """Pairs of values side by side, at every second place, over the orders of many keys."""
+    """Return the excess for pairs of adjacent values, taken at every second place, over the orders of many keys."""
     counts = np.zeros((size, size), np.int64)
     for seed in range(1500):
         order = orders(size, (seed, 4))
@@ -137,7 +137,7 @@ def excess_of_neighbours(orders: Orders, size: int) -> float:
 
 
 def excess_of_steps(orders: Orders, size: int) -> float:
-    """Pairs of values side by side within one long order, each in one of 20 classes."""
+    """Return the excess for pairs of adjacent values within one long order, each value in one of 20 classes."""
     order = orders(size, (5,)).astype(np.int64) * 20 // size
     counts = np.zeros((20, 20), np.int64)
     np.add.at(counts, (order[:-1], order[1:]), 1)
@@ -160,7 +160,7 @@ def test_values_are_even_over_places_and_neighbours(statistic: Callable[[Orders,
 def test_orders_that_are_none_are_not_even(
     statistic: Callable[[Orders, int], float], size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The statistics can tell: of numbers left as they are, and of a network of one round."""
+    """The statistics are large for numbers left in their order, and for a network of one round."""
     assert statistic(lambda size, key: np.arange(size, dtype=np.uint64), size) > 20
     monkeypatch.setattr(permutation, "NUM_ROUNDS", 1)
     assert statistic(lambda size, key: whole(Permutation(size, key)), size) > 20

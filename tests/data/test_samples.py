@@ -1,4 +1,4 @@
-"""Splits and samples against a reference that lists everything."""
+"""Tests splits and samples against a reference that lists everything."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +17,7 @@ from megazero.rules.files import split_shares
 
 
 def megatron_ranges(text: str, count: int) -> list[tuple[int, int]]:
-    """Megatron-LM's rule: cumulative shares of the normalised weights, times the count, rounded."""
+    """Return splits by Megatron-LM's rule: cumulative shares of the normalised weights, times the count, rounded."""
     weights = [float(part) for part in text.split(",")]
     weights += [0.0] * (3 - len(weights))
     total = sum(weights)
@@ -118,7 +118,7 @@ def test_a_negative_token_is_refused(tmp_path: Path) -> None:
 
 
 def test_samples_may_be_written_to(tmp_path: Path) -> None:
-    """A batch is the caller's own memory, not the file's."""
+    """A sample is the caller's own memory, not the file's."""
     dataset = IndexedDataset(write_corpus(tmp_path / "c", [[[1, 2, 3]]], code=5))
     source = SampleSource(dataset, sequences=range(1), seq_length=2, seed=0, vocab_size=50)
     source.sample(0)[0] = 9
@@ -138,7 +138,7 @@ class Row:
 
 
 def left(spans: list[range], count: int) -> list[int]:
-    """The row's first samples that are in no span."""
+    """Return the first `count` numbers of samples that are in none of the spans."""
     skipped = {number for span in spans for number in span}
     return [number for number in range(count + len(skipped)) if number not in skipped][:count]
 
@@ -157,7 +157,7 @@ def test_skipped_samples_are_passed_over_and_nothing_else(steps: list[tuple[int,
 
 
 def test_a_span_that_is_new_at_a_restart() -> None:
-    """After 10 samples: one ahead takes out its own; one behind, read already, moves the row by its length."""
+    """After 10 samples, a new span ahead removes its own samples; one behind, read already, shifts later numbers."""
     ahead, behind = RemainingSamples(Row(), [range(12, 14)]), RemainingSamples(Row(), [range(3, 5)])
     assert [ahead.number(k) for k in range(10, 15)] == [10, 11, 14, 15, 16]
     assert [behind.number(k) for k in range(10, 13)] == [12, 13, 14]

@@ -1,4 +1,4 @@
-"""The facts beside a corpus."""
+"""Tests the sidecar, the file of facts beside a corpus."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Where corpora lie: every way of reading gives the same, stores may fail for a while, copies fit their tokens."""
+"""Tests storage of corpora: all ways of reading return the same, stores may fail for a while, copies stay correct."""
 
 import sys
 import threading
@@ -37,7 +37,7 @@ def local(tmp_path: Path) -> str:
 
 @pytest.fixture
 def stored(local: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The corpus in memory, behind fsspec; failed reads are tried again without a pause."""
+    """Yield the prefix of a corpus in memory, behind fsspec; failed reads are repeated without a pause."""
     monkeypatch.setattr(storage, "FIRST_PAUSE_SECONDS", 0.0)
     put(local)
     yield STORE
@@ -50,7 +50,7 @@ def put(local: str, endings: tuple[str, ...] = ("idx", "bin", "json")) -> None:
 
 
 def patch_reads(monkeypatch: pytest.MonkeyPatch, change: Callable[..., bytes]) -> list[tuple[str, Any]]:
-    """Have `change(read, path, start, end)` answer range requests; returns the list of requests."""
+    """Make `change(read, path, start, end)` answer range requests, and return the list that records the requests."""
     read, asked = MemoryFileSystem.cat_file, []
 
     def answer(self: Any, path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
@@ -85,7 +85,7 @@ def test_every_way_of_reading_gives_the_same(tmp_path: Path, kind: str, code: in
 
 
 def test_long_ranges_of_large_files_are_asked_for_ahead(local: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every page that is asked for, the range begins at a page's begin and ends within the file."""
+    """Prefetching accepts any range of tokens, although the system accepts only ranges that begin at a page's start."""
     monkeypatch.setattr(storage, "SMALL_FILE_BYTES", 0)
     monkeypatch.setattr(storage, "LONG_RANGE_BYTES", 100)
     write_corpus(Path(local), count_up(9000))
@@ -129,7 +129,9 @@ def test_the_index_is_copied_once(stored: str, tmp_path: Path, monkeypatch: pyte
 def test_a_corpus_that_was_made_again_has_a_copy_of_its_own(
     stored: str, local: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str
 ) -> None:
-    """Same prefix and sizes; one that tells neither times nor checksums still has another sidecar."""
+    """A copy is not reused for another corpus of the same prefix and sizes; where the store has no times or checksums,
+    the sidecar differs.
+    """
     if changed == "sidecar":
         monkeypatch.setattr(MemoryFileSystem, "checksum", lambda self, path: 0)
     access = Access(index_folder=tmp_path / "cache")
@@ -163,7 +165,7 @@ def test_an_index_that_changes_while_it_is_copied_is_no_copy(
 def test_reads_that_fail_or_come_short_are_tried_again(
     stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every fourth try is the first that works."""
+    """The first of every four tries raises an error, the next two return too few bytes, and the last one succeeds."""
     tries = 0
 
     def change(read: Callable[..., bytes], path: str, start: Any, end: Any) -> bytes:
@@ -212,7 +214,7 @@ def test_whoever_is_not_welcome_asks_once(stored: str, tmp_path: Path, monkeypat
 def test_a_store_that_says_nothing_is_not_waited_for(
     stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its answer comes when nobody waits for it any more; a long range is given more time."""
+    """The answer comes after the time limit of a request has passed; a long range has a longer limit."""
     hangs = threading.Event()
 
     def hang(read: Callable[..., bytes], path: str, start: Any, end: Any) -> bytes:
@@ -255,7 +257,7 @@ def test_a_size_that_is_not_told_is_an_error(stored: str, tmp_path: Path, monkey
 
 
 class WebFailure(Exception):
-    """As the driver of web servers has them."""
+    """An error with a status code, such as the driver of web servers raises."""
 
     def __init__(self, status: int | None) -> None:
         self.status = status

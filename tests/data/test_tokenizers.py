@@ -1,4 +1,4 @@
-"""Tokenizers: ids against an independent BPE, texts there and back, damaged files."""
+"""Tests tokenizers: ids against an independent BPE, round trips of texts, and damaged files."""
 
 import io
 import json
@@ -28,12 +28,12 @@ MERGES = [
     ("1", "2"),
     ("'", "ll"),
 ]
-# GPT-2's way of cutting text into words, for ASCII.
+# GPT-2's rule for cutting text into words, for ASCII.
 WORDS = re.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+")
 
 
 def plain_bpe(text: str) -> list[str]:
-    """Merge the pair that comes first in MERGES, everywhere, until none is left."""
+    """Return the tokens of a text after merging the pair that comes first in MERGES, everywhere, until none is left."""
     tokens = []
     for word in WORDS.findall(text):
         parts = [byte_symbols()[byte] for byte in word.encode()]

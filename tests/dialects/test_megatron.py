@@ -1,4 +1,4 @@
-"""The tables of foreign flags."""
+"""Tests the tables of flags that other frameworks' launch scripts use."""
 
 import pytest
 from support.configs import SMALL
@@ -9,7 +9,7 @@ from megazero.config.run import FIELDS
 from megazero.dialects.megatron import ACCEPTED, FIXED, INSTEAD, REFUSED, SHORTHANDS
 from megazero.errors import ConfigError
 
-# Flags of published launch scripts (Megatron-LM, Megatron-DeepSpeed, BLOOM): all must be known, whatever the answer.
+# Flags of published launch scripts (Megatron-LM, Megatron-DeepSpeed, BLOOM): each must be in some table.
 PUBLISHED = """
 num-layers hidden-size num-attention-heads seq-length max-position-embeddings ffn-hidden-size kv-channels
 init-method-std make-vocab-size-divisible-by hidden-dropout attention-dropout untie-embeddings-and-output-weights
@@ -48,7 +48,7 @@ account-for-loss-in-pipeline-split pipeline-model-parallel-layout no-overlap-p2p
 microbatch-group-size-per-virtual-pipeline-stage standalone-embedding-stage
 """
 
-# Flags about how another implementation works, with words as scripts give them: none changes what is computed here.
+# Flags about the workings of another implementation, with values as scripts give them: none changes a result here.
 INNER = """
 --tp-comm-overlap --tp-comm-overlap-cfg buffers.yaml --tp-comm-bootstrap-backend nccl --disable-tp-comm-overlap-ag
 --disable-tp-comm-overlap-rs --disable-tp-comm-overlap-bulk-dgrad --disable-tp-comm-overlap-bulk-wgrad
@@ -84,7 +84,7 @@ def test_shorthands_set_real_settings() -> None:
 
 
 def test_what_counted_as_a_refusal_before_stage_3() -> None:
-    """The launcher's file is read, and flags of other engines point to the stage that does what they ask for."""
+    """DeepSpeed's configuration file is read, and flags of other engines point to the ZeRO stage that does the same."""
     assert "deepspeed-config" not in REFUSED
     assert "--zero-stage 3" in REFUSED["use-megatron-fsdp"] and "--zero-stage 3" in REFUSED["use-torch-fsdp2"]
     assert SHORTHANDS["use-distributed-optimizer"].gives_way_to == ("2", "3")
@@ -113,7 +113,7 @@ def test_a_refusal_gives_a_reason_and_names_only_flags_that_exist() -> None:
 
 
 def test_every_flag_of_recomputation_has_its_answer() -> None:
-    """What was refused before there was recomputation sets something, says what is the case anyway, or is refused."""
+    """Every flag about recomputation sets something, is accepted as true anyway, or is refused."""
     settings = {name for info in FIELDS for name in (info.flag.removeprefix("--"), *info.aliases)}
     known = """recompute-granularity recompute-method recompute-num-layers checkpoint-num-layers partition-activations
     activations-checkpoint-method checkpoint-in-cpu distribute-saved-activations"""
@@ -163,7 +163,7 @@ def test_effects_that_are_not_there_are_refused(words: str, told: str) -> None:
 
 
 def test_what_is_legal_instead_is_a_setting() -> None:
-    """Every row answers a flag that is refused, and names flags that exist."""
+    """Every row answers a flag that is refused, and names only flags that exist."""
     flags = {info.flag for info in FIELDS}
     assert set(INSTEAD) <= {*FIXED, *REFUSED}
     for name, legal in INSTEAD.items():

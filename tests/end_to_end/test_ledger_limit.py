@@ -1,4 +1,4 @@
-"""--ledger-limit: a run that needs more ends with one message, on one process and on several."""
+"""Tests --ledger-limit: a run that needs more memory ends with one message, on one process and on several."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def flags(folder: Path, **changes: str | None) -> list[str]:
 
 
 def test_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The peak that the ledger tells of a run is the limit that suffices for it; a little less does not."""
+    """The peak that the ledger reports for a run is a sufficient limit for it; a little less is not."""
     set_launcher(monkeypatch)
     assert run_here(flags(tmp_path, ledger=""), monkeypatch) == 0
     peak = max(record["ranks"][0]["ledger"]["peak_bytes"] for record in read_steps(tmp_path / "steps.jsonl").values())
@@ -39,10 +39,10 @@ def test_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 @pytest.mark.gloo
 @pytest.mark.parametrize(("limit", "phase"), [("1.8", "forward"), ("3.3", "backward")])
 def test_every_rank_of_a_job_finds_it(limit: str, phase: str, tmp_path: Path) -> None:
-    """In the middle of a step, in backward with reductions on their way; a step takes 3.6 MiB."""
+    """The limit is exceeded in the middle of a step, in backward with reductions in flight; a step takes 3.6 MiB."""
     wide = {"hidden_size": "64", "micro_batch_size": "8", "global_batch_size": "32", "zero_stage": "2"}
     finished = run_torchrun(flags(tmp_path, ledger_limit=limit, **wide), ranks=2, folder=tmp_path)
-    assert finished.code == 1, finished.stdout  # torchrun's for any failure
+    assert finished.code == 1, finished.stdout  # torchrun's exit code for any failure
     assert is_told_once(finished.stderr) and f"alive in {phase}: " in finished.stderr, finished.stderr
     assert 'pretrain_gpt.py", line' not in finished.stderr and "Traceback" not in finished.stdout
     assert read_steps(tmp_path / "steps.jsonl") == {}

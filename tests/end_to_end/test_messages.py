@@ -1,6 +1,6 @@
-"""What a user is told: wrong invocations and damaged files, each with the message it gets.
+"""Tests the message that a user gets for each wrong invocation and for each damaged file.
 
-Every row goes through pretrain_gpt.py.  It must end with an exit code, without a traceback and before anything is
+Every row goes through pretrain_gpt.py. It must end with an exit code, without a traceback and before anything is
 written, and its message must name what was given, the rule, and what would be legal.
 
 `python tests/end_to_end/test_messages.py` prints all invocations with their messages as Markdown.
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-if __name__ == "__main__":  # pytest knows where the tests' support code is
+if __name__ == "__main__":  # pytest finds the tests' support code by itself
     sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
 import pytest
@@ -28,9 +28,10 @@ Flags = Mapping[str, str | None]
 class Row(NamedTuple):
     """One wrong invocation.
 
-    flags: what it changes of the smallest good run; None removes a flag, {folder} is a new folder.  told: what its
-    message holds, in this order.  prepare: puts files into the folder.  ranks: of the job; more than one can't be
-    joined here, so a row that isn't refused before that fails.  trains: the error is found only while training.
+    flags: the changes to the smallest good run; None removes a flag, {folder} is a new folder. told: the parts of its
+    message, in this order. prepare: a function that puts files into the folder. ranks: the size of the job; several
+    processes cannot be joined here, so a row that is not refused before that fails. trains: the error is found only
+    while training.
     """
 
     flags: Flags
@@ -344,15 +345,15 @@ if not torch.cuda.is_available():
 
 
 class Told(NamedTuple):
-    """What came of an invocation."""
+    """The outcome of an invocation."""
 
     code: int
     message: str
-    written: list[str]  # names of files that weren't there, or have changed
+    written: list[str]  # names of files that were not there before, or have changed
 
 
 def tell(row: Row, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Told:
-    """Prepare the row's files and run it."""
+    """Prepare the row's files, run its invocation, and return the outcome."""
     if row.prepare is not None:
         row.prepare(folder)
     set_launcher(monkeypatch, world_size=row.ranks)
@@ -366,19 +367,19 @@ def tell(row: Row, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Told:
 
 
 def arguments(row: Row, folder: Path) -> list[str]:
-    """The invocation's words, with everything that a run might write inside of the folder."""
+    """Return the words of the row's command line, with every place that a run might write to inside the folder."""
     places = {"--save": "{folder}/run", "--metrics-file": "{folder}/steps", "--tensorboard-dir": "{folder}/board"}
     words = command_line({**SMALL_RUN, **places, **row.flags})
     return [word.replace("{folder}", str(folder)) for word in words]
 
 
 def contents(folder: Path) -> dict[Path, bytes | None]:
-    """All that is in a folder, files with their bytes."""
+    """Return every path below a folder, with the bytes of files."""
     return {path: path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
 
 
 def is_told(row: Row, message: str, folder: Path) -> bool:
-    """Whether the message holds what it should, in that order."""
+    """Return True if the message holds the row's parts in their order."""
     position = 0
     for part in row.told:
         position = message.find(part.replace("{folder}", str(folder)), position)
@@ -417,22 +418,22 @@ def good_files(folder: Path) -> None:
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", ["wrong flags, values and combinations", "a token outside the vocabulary"])
 def test_a_job_says_it_once(name: str, tmp_path: Path) -> None:
-    """Whether every rank has found it or one rank alone, and all others only that it has left."""
+    """A job prints its message once, whether all ranks find the error, or one does and the others notice its exit."""
     row = ROWS[name]
     if row.prepare is not None:
         row.prepare(tmp_path)
     finished = run_torchrun([*arguments(row, tmp_path), "--device", "cpu"], ranks=2, folder=tmp_path)
-    assert finished.code == 1  # torchrun's for any failure
+    assert finished.code == 1  # torchrun's exit code for any failure
     assert is_told(row, finished.stderr, tmp_path), finished.stderr
     for part in row.told:
         assert finished.stderr.count(part.replace("{folder}", str(tmp_path))) == 1, finished.stderr
-    # torchrun shows where it raised its own error; nothing of ours does.
+    # torchrun prints the traceback of its own error; megazero's ranks print none.
     assert 'pretrain_gpt.py", line' not in finished.stderr
     assert "Traceback" not in finished.stdout
 
 
 def print_table() -> None:
-    """All invocations with their messages, as Markdown."""
+    """Print all invocations with their messages, as Markdown."""
     print(f"Every invocation changes this one:\n\n    pretrain_gpt.py {' '.join(command_line(SMALL_RUN))}\n")
     for name, row in ROWS.items():
         with tempfile.TemporaryDirectory() as place, pytest.MonkeyPatch.context() as monkeypatch:

@@ -1,6 +1,6 @@
-"""A run that was saved and resumed is the run that was not: bit by bit at the same layout, to rounding at another.
+"""Tests that a resumed run equals an uninterrupted one: bit by bit in the same layout, up to rounding in another.
 
-All runs go through what pretrain_gpt.py calls after joining, with dropout on where the layout stays.
+All runs go through the functions that pretrain_gpt.py calls after joining, with dropout on where the layout stays.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 
 
 def train_one_after_another(rank: int, world_size: int, runs: list[dict[str, Any]]) -> list[str]:
-    """Why each of the runs ended."""
+    """Train the runs in turn on this rank and return the reason why each of them ended."""
     reasons = []
     for settings in runs:
         config, launch = make_run(**SETTINGS | settings), Launch(rank, world_size, rank)
@@ -58,7 +58,7 @@ def train_one_after_another(rank: int, world_size: int, runs: list[dict[str, Any
 
 
 def train_on(world_size: int, *runs: dict[str, Any]) -> list[str]:
-    """The same, on ranks of a job of that size; what rank 0 says."""
+    """Train the runs in turn on ranks of a job of that size and return the reasons that rank 0 gives."""
     reasons: list[str] = run_ranks(world_size, train_one_after_another, world_size, list(runs))[0]
     return reasons
 
@@ -68,13 +68,13 @@ def files(folder: Path) -> dict[str, Any]:
 
 
 def figures(metrics_file: Path) -> list[tuple[Any, ...]]:
-    """What must not depend on an interruption, of every step."""
+    """Return the figures of every step that must not depend on an interruption."""
     names = ("consumed_samples", "loss", "grad_norm", "lr", "loss_scale", "skipped")
     return [(iteration, *(step[name] for name in names)) for iteration, step in read_steps(metrics_file).items()]
 
 
 def tensors(checkpoint: Checkpoint) -> dict[tuple[str, str], torch.Tensor]:
-    """Everything that was saved, by name and kind."""
+    """Return every saved tensor by name and kind."""
     return {
         (name, kind): checkpoint.read_full(name, kind)
         for name, saved in checkpoint.parameters.items()

@@ -1,7 +1,7 @@
-"""Runs that are asked to end: all ranks stop after the same step, save, and exit 0; the run can go on from there.
+"""Tests that on a signal all ranks stop after the same step, save and exit 0, so that the run can be resumed.
 
-Signals go to real processes under torchrun.  torchrun itself turns a SIGTERM into its own exit code 1; its workers
-save nevertheless.
+Signals go to real processes under torchrun. torchrun itself turns a SIGTERM into its own exit code 1; its workers save
+nevertheless.
 """
 
 import os
@@ -19,7 +19,7 @@ ENDLESS = {**SMALL_RUN, "--train-iters": "1000000", "--log-interval": "1000000",
 
 
 def flags(folder: Path, **more: str) -> list[str]:
-    """An endless run in `folder`; `more` by flag, without dashes."""
+    """Return the words of an endless run in `folder`; `more` holds further flags by name, without dashes."""
     paths = {"--save": f"{folder / 'saved'}", "--load": f"{folder / 'saved'}", "--metrics-file": f"{folder / 'steps'}"}
     return command_line({**ENDLESS, **paths, **{f"--{name.replace('_', '-')}": value for name, value in more.items()}})
 
@@ -29,7 +29,7 @@ def wait_for_steps(program: Program, folder: Path) -> None:
 
 
 def complete_checkpoint(folder: Path) -> Checkpoint:
-    """The newest checkpoint, which holds the last step of the metrics file and nothing wrong."""
+    """Return the newest checkpoint, after checks that it holds the last step of the metrics file and nothing wrong."""
     last = max(read_steps(folder / "steps"))
     assert (folder / "saved" / LATEST).read_text().strip() == f"step_{last:07d}"
     checkpoint = open_checkpoint(folder / "saved")
@@ -40,7 +40,7 @@ def complete_checkpoint(folder: Path) -> Checkpoint:
 
 
 def said(finished: Finished, text: str) -> None:
-    """The run's output holds `text` once, and no traceback."""
+    """Assert that the run's output holds `text` once, and no traceback."""
     assert finished.stdout.count(text) == 1, finished
     assert "Traceback" not in finished.stdout
 

@@ -1,4 +1,4 @@
-"""A process alone, and what keeps several from meeting; real jobs are started in tests/tools/test_generate_text.py."""
+"""Tests a process that generates alone; tests/tools/test_generate_text.py starts real jobs of several processes."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Layouts to generate with: which are refused and what is said, and how a model is cut for its memory."""
+"""Tests the layouts for generation: which are refused with which message, and how a model is cut to fit memory."""
 
 import pytest
 from support.models import small_config
@@ -21,7 +21,7 @@ def test_one_copy_of_the_model(tp: int, pp: int) -> None:
     [
         (2, 2, 1, "on 1 process\n.*\n.*legal: 4 processes; --tensor-model-parallel-size 1 --pipeline-model-p.* 1$"),
         (1, 1, 2, "on 2 processes\n.*\n.*legal: 1 process; .*-size 1 .*-size 2; .*-size 2 .*-size 1$"),
-        # 5 divides no 12 heads; 10 pipeline stages are too many for 3 layers.
+        # 5 does not divide 12 heads; 10 pipeline stages are too many for 3 layers.
         (1, 1, 10, "legal: 1 process; --tensor-model-parallel-size 2 --pipeline-model-parallel-size 5$"),
         (5, 1, 5, "size 5\n.*12 heads.*240 inner.*\n.*legal: .*-size 4, --tensor-model-parallel-size 6$"),
         (8, 1, 8, "legal: --tensor-model-parallel-size 6, --tensor-model-parallel-size 12$"),
@@ -56,7 +56,7 @@ def test_inner_elements_count_as_heads_do() -> None:
 
 
 def test_stages_are_cut_by_what_they_hold() -> None:
-    """A layer's matrices have 12 h^2 elements, as many as 12 h rows of the vocabulary; positions tip the scales."""
+    """A layer's matrices have 12 h^2 elements, as many as 12 h rows of the vocabulary; positions break ties."""
     layer = 12 * 60
     assert split(4, vocab_size=10, pp=3) == [1, 2, 1]
     assert split(6, vocab_size=10, pp=3) == [2, 2, 2]

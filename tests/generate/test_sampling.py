@@ -1,4 +1,4 @@
-"""Filters on hand-made logits, and draws against the probabilities they should have."""
+"""Tests filters on hand-made logits, and random draws against the probabilities they should have."""
 
 import math
 
@@ -43,7 +43,7 @@ def test_top_p(top_p: float, expected: list[int]) -> None:
 
 
 def test_top_p_takes_no_more_than_it_needs() -> None:
-    """Of four equal tokens two reach a half, to the bit."""
+    """Two of four equal tokens reach a probability of one half exactly, so no third one is kept."""
     assert kept(keep_top_p(torch.zeros(1, 4, dtype=torch.float64), 0.5)) == [0, 1]
 
 
@@ -74,7 +74,7 @@ def test_temperature_sharpens() -> None:
 
 
 def test_top_p_counts_what_top_k_has_left() -> None:
-    # After top-k 3 the probabilities are 4/9, 2/9, 3/9: 0.75 of them needs two tokens, of all four it needs three.
+    # After top-k 3 the probabilities are 4/9, 2/9, 3/9: two tokens of these reach 0.75, three of all four do.
     assert frequencies(Sampling(top_k=3, top_p=0.75)) == pytest.approx([0, 4 / 7, 0, 3 / 7], abs=0.02)
 
 

@@ -1,4 +1,4 @@
-"""Generation from checkpoints of several layouts, on one process and on several, against the reference's logits."""
+"""Tests generation from checkpoints of several layouts, on one process and on several, against a reference's logits."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -34,14 +34,14 @@ def load(folder: Path, rank: int = 0, *, tp: int = 1, pp: int = 1) -> Session:
 
 
 def session_and_weights(folder: Path, tp: int, **changes: object) -> tuple[Session, dict[str, Tensor]]:
-    # A large spread of initial weights, so that the best token is clearly the best.
+    # The initial weights have a large spread, so that the best token is clearly the best.
     config = run_config(small_config(init_method_std=0.3, **changes))
     weights = save_checkpoint(folder, config, vocab_size=VOCAB, tp=tp)
     return load(folder), weights
 
 
 def logits_after(session: Session, prompt: list[int]) -> Tensor:
-    """[V], of a session that has the last stage."""
+    """Return the next token's logits [V] of a session that has the last stage."""
     logits = session.next_logits(torch.tensor([prompt]))
     assert logits is not None
     return logits[0]
@@ -109,14 +109,14 @@ def test_weights_without_a_word_embedding_are_refused() -> None:
 
 
 class Layout(NamedTuple):
-    """Degrees to generate with."""
+    """The tensor- and pipeline-parallel degrees to generate with."""
 
     tp: int
     pp: int
 
 
 class Observed(NamedTuple):
-    """What one rank had and saw; its logits are None before the last stage."""
+    """The layers, elements, logits and texts of one rank; its logits are None before the last stage."""
 
     layers: list[int]
     num_elements: int
@@ -125,7 +125,7 @@ class Observed(NamedTuple):
 
 
 def observe(session: Session, stop: int) -> Observed:
-    """Logits of a short and of a long prompt, and continuations: greedy, drawn, drawn until a stop, of several rows."""
+    """Return logits after a short and a long prompt, and texts: greedy, drawn, drawn until a stop, of several rows."""
     batch = torch.tensor([PROMPT, PROMPT[::-1]])
     drawn = Sampling(temperature=1.5, top_k=40, top_p=0.95)
     return Observed(
@@ -174,7 +174,7 @@ def test_several_processes_continue_as_one(
 
 
 def save_on_rank(rank: int, folder: Path) -> None:
-    """A pipeline's own checkpoint: initial weights of two stages with a padded, cut vocabulary."""
+    """Save a checkpoint of a pipeline: initial weights of two stages with a padded vocabulary cut over ranks."""
     config = tiny_run(
         num_layers=3,
         max_position_embeddings=WINDOW,
@@ -218,7 +218,7 @@ def load_own_on_rank(rank: int, root: Path) -> str:
 
 @pytest.mark.gloo
 def test_ranks_that_see_different_steps_all_refuse(tmp_path: Path) -> None:
-    """One looks before a run has saved anew, the other after it."""
+    """One rank opens the folder before a run has saved a new step, the other after it."""
     alone, _ = session_and_weights(tmp_path / "0", 1)
     fragments = (
         StateFragment(spec, "weight", 0, spec.numel, parameter.detach().view(-1))

@@ -1,4 +1,4 @@
-"""Full and local access to weights, gradients and optimizer state, beside plain torch."""
+"""Tests full and local access to weights, gradients and optimizer state against plain torch."""
 
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 
 class Seen(NamedTuple):
-    """All there is of one parameter."""
+    """The full weight, gradient and optimizer state of one parameter; None where there is none."""
 
     weight: Tensor | None
     gradient: Tensor | None
@@ -58,7 +58,7 @@ def backward(rank: int, model: nn.Module, engine: Engine, step: int, *, is_last:
 
 
 def watch(rank: int, stage: int) -> list[dict[str, Seen]]:
-    """What is seen of every parameter after the backward of each step, and after the last update."""
+    """Return the full values of every parameter after the backward of each step, and after the last update."""
     model, engine, _ = make_engine(rank, Options(stage=stage, dp=DP))
     found = []
     for step in range(STEPS):
@@ -146,7 +146,7 @@ def test_gradients_are_there_after_the_last_backward(stage: int) -> None:
     assert run_ranks(DP, when_there_are_gradients, stage) == [[False, False, True, False]] * DP
 
 
-# --- setting -----------------------------------------------------------------------------------------------------
+# --- setting values ----------------------------------------------------------------------------------------------
 
 
 def values_for(parameter: nn.Parameter, seed: int) -> Tensor:
@@ -154,7 +154,7 @@ def values_for(parameter: nn.Parameter, seed: int) -> Tensor:
 
 
 def set_everything(rank: int, stage: int, precision: str) -> list[Tensor]:
-    """Set, look, take one step with what has been set; what a parameter of two dims and the lone number became."""
+    """Set all values, read them, and take a step with them; return a matrix and a parameter of one element after it."""
     model, engine, _ = make_engine(rank, Options(stage=stage, dp=DP, precision=precision))
     engine.begin_step()
     backward(rank, model, engine, 0)
@@ -180,7 +180,7 @@ def set_everything(rank: int, stage: int, precision: str) -> list[Tensor]:
 
 
 def step_plain() -> list[Tensor]:
-    """The same step by the formula: gradients are kept before they are scaled."""
+    """Compute the same step by its formula; gradients are kept before they are scaled."""
     model, found = make_model(), []
     for seed, parameter in enumerate((model.middle.weight, model.scale)):
         value = values_for(parameter, seed)
@@ -206,7 +206,7 @@ def test_what_is_set_is_what_the_next_step_starts_from(stage: int) -> None:
 
 
 def set_locally(rank: int, stage: int) -> tuple[int, dict[str, int]]:
-    """Everything is doubled piece by piece; how much of a parameter the rank owns, and the messages of looking."""
+    """Double all values piece by piece; return the elements that the rank owns, and the collectives of a full read."""
     model, engine, _ = make_engine(rank, Options(stage=stage, dp=DP))
     mesh = mesh_in_worker(rank, dp=DP)
     engine.begin_step()
@@ -255,7 +255,7 @@ def test_local_forms(stage: int) -> None:
 
 
 def momentum(rank: int, stage: int) -> list[str]:
-    """SGD keeps its buffer from its first step on; one parameter is in a group without momentum, one in none."""
+    """Access the momentum of SGD, kept from its first step on; one group has no momentum, one parameter no group."""
     mesh = mesh_in_worker(rank, dp=DP)
     model = make_model()
     groups = [
@@ -276,7 +276,7 @@ def momentum(rank: int, stage: int) -> list[str]:
 
     weight = model.first.weight
     assert safe_get_full_optimizer_state(weight, key) is None
-    if stage == 0:  # elsewhere a rank may own nothing of it, and have nothing to miss
+    if stage == 0:  # in other stages a rank may own nothing of it, and then misses nothing
         assert safe_get_local_optimizer_state(weight, key) is None
     refused(safe_set_full_optimizer_state, weight, torch.zeros(weight.shape, dtype=torch.float64), key)
     engine.begin_step()

@@ -1,4 +1,4 @@
-"""Communicators over groups that are there, or that have to be joined first."""
+"""Tests communicators over groups that exist already, and over groups that have to be joined first."""
 
 import os
 import subprocess
@@ -30,7 +30,7 @@ def test_several_processes_need_a_meeting_place(monkeypatch: pytest.MonkeyPatch)
 
 
 def figures(communicator: Communicator) -> list[float]:
-    """What its collectives make of (axis rank + 1): gathered, summed and scattered, summed, broadcast from the last."""
+    """Return what collectives make of (axis rank + 1): gathered, reduce-scattered, summed, broadcast from the last."""
     mine = torch.tensor([communicator.rank + 1.0])
     gathered = torch.empty(communicator.size)
     communicator.all_gather_into(gathered, mine).wait()

@@ -1,4 +1,4 @@
-"""Meshes over foreign groups: who belongs together, and that collectives over both axes are those of a world."""
+"""Tests meshes over groups that another library made: their axes, and collectives over both axes as over a world."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ from megazero.library.adopted_mesh import TwoAxes, adopt, adopt_default, find_gr
 from megazero.memory.fused_buffers import FusedBuffers
 
 CPU = torch.device("cpu")
-# Data parallelism innermost, the other way round than a Topology numbers ranks.
+# Data parallelism is innermost, the opposite of the order in which a Topology numbers ranks.
 DATA, TENSOR = ((0, 1), (2, 3)), ((0, 2), (1, 3))
 
 
@@ -25,7 +25,7 @@ def group_of(groups: tuple[tuple[int, ...], ...], rank: int) -> dist.ProcessGrou
 
 
 def mpu_of(rank: int, data: Any, tensor: Any, name: str = "get_tensor_model_parallel_group") -> SimpleNamespace:
-    """What Megatron-LM calls mpu: functions that give groups."""
+    """Return an object of functions that return groups, such as Megatron-LM calls mpu."""
     groups = group_of(data, rank), group_of(tensor, rank)
     return SimpleNamespace(**{"get_data_parallel_group": lambda: groups[0], name: lambda: groups[1]})
 
@@ -35,7 +35,7 @@ def scratch() -> FusedBuffers:
 
 
 def hears(mesh: Mesh, rank: int) -> dict[str, list[int]]:
-    """By axis, the ranks that hear this one."""
+    """Return, by axis, the ranks that share this rank's group."""
     found = {}
     for name, axis in mesh.communicators.items():
         ranks = torch.empty(axis.size, dtype=torch.int64)
@@ -150,7 +150,7 @@ def test_what_cannot_be_adopted() -> None:
 
 
 def alone_in_its_group(rank: int) -> tuple[int, int, int]:
-    """Every process a data-parallel axis of its own."""
+    """Adopt groups in which every process has a data-parallel axis of its own, and return the sizes of axes."""
     mesh = adopt(mpu_of(rank, ((0,), (1,)), ((0, 1),)), CPU, scratch())
     only_data = adopt(SimpleNamespace(get_data_parallel_group=lambda: dist.group.WORLD), CPU, scratch())
     groups = find_groups(SimpleNamespace(get_data_parallel_group=lambda: dist.group.WORLD))

@@ -1,4 +1,4 @@
-"""What happens between and around steps: nothing written, errors in the middle, a second engine, empty parameters."""
+"""Tests events around steps: gathering without writing, errors in the middle, a second engine, empty parameters."""
 
 from typing import Any
 

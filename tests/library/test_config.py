@@ -1,4 +1,4 @@
-"""The configuration of the library, in both forms and from all sources."""
+"""Tests the configuration of the library, in both forms and from all sources."""
 
 import json
 from dataclasses import FrozenInstanceError, replace
@@ -154,7 +154,7 @@ def test_it_is_frozen_and_strict() -> None:
             EngineConfig(**wrong)  # type: ignore[arg-type]
 
 
-# --- what is wrong ---------------------------------------------------------------------------------------------------
+# --- errors ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

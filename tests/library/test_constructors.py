@@ -1,4 +1,4 @@
-"""Which constructors are running, and where calls of torch functions begin and end."""
+"""Tests which constructors count as running, and where calls of torch functions begin and end."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from megazero.zero.guard import attach_handle, detach_handle, guard
 
 
 class Telling(nn.Module):
-    """Asks, at several places of its constructor, who is in the making."""
+    """A module that records, at several places of its constructor, which modules are under construction."""
 
     def __init__(self, ask: Callable[[], set[int]]) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ def test_functions_that_are_running() -> None:
 
 
 class Diary:
-    """Hooks that record their calls, and own parameters that are whole in fact."""
+    """Hooks that record their calls and hand out parameters that are whole in fact."""
 
     def __init__(self) -> None:
         self.entries: list[str] = []
@@ -86,7 +86,7 @@ def test_a_call_that_fails_is_no_end() -> None:
 
 
 def test_a_parameter_made_of_a_guarded_one() -> None:
-    """As torch.nn.utils.parametrize makes them."""
+    """A guarded parameter can be wrapped in a new one, as torch.nn.utils.parametrize does."""
     diary = Diary()
     parameter = diary.guarded("p")
     with ConstructorCalls(diary):

@@ -1,4 +1,4 @@
-"""Models that torch's own tensor parallelism has cut, under the engine, against the uncut model on one process."""
+"""Tests models cut by torch's own tensor parallelism, under the engine, against the uncut model on one process."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ CUT = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 
 class Layer(nn.Module):
-    """Norm, up, down: replicated parameters, sliced ones, and a replicated one among the sliced."""
+    """A norm, a layer up and one down: replicated parameters, sliced ones, and a replicated one among the sliced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def test_a_model_of_dtensors_trains_like_the_uncut_one(zero_stage: int) -> None:
 
 
 def refused(rank: int) -> str:
-    """Distributed over the data-parallel axis: that is the engine's."""
+    """Return the message for a model that is distributed over the data-parallel axis, which belongs to the engine."""
     mesh = device_mesh()
     model = make_model()
     for layer in model:

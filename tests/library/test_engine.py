@@ -1,4 +1,4 @@
-"""The engine around models of many kinds, in every ZeRO stage, against plain PyTorch in float64."""
+"""Tests the engine around models of many kinds, in every ZeRO stage, against plain PyTorch in float64."""
 
 from dataclasses import dataclass, field
 from functools import cache
@@ -20,7 +20,7 @@ OPTIMIZER = {"type": "AdamW", "lr": 1e-2, "params": {"weight_decay": 0.1}}
 
 @dataclass(frozen=True)
 class Options:
-    """How a case is trained; `plain` uses loss.backward()."""
+    """The settings with which a case is trained; `plain` calls loss.backward() instead of engine.backward(loss)."""
 
     stage: int
     dp: int = 1
@@ -39,7 +39,7 @@ class Options:
 
 
 def train(rank: int, name: str, options: Options) -> History:
-    """Some steps on this rank's share, with an evaluation between them."""
+    """Train some steps on this rank's share, with an evaluation between them, and return the history."""
     model = make(name)
     engine = megazero.initialize(model, options.config(), mesh=mesh_in_worker(rank, dp=options.dp))
     losses, norms = [], []
@@ -136,7 +136,7 @@ def test_more_ranks(stage: int) -> None:
     ids=str,
 )
 def test_gathering_in_every_way(name: str, zero: dict[str, Any]) -> None:
-    """What is gathered when, and for how long, changes nothing."""
+    """The timing of gathers, and the time that parameters stay gathered, change no result."""
     check(name, Options(3, dp=2, accumulation=2, zero=zero))
 
 
@@ -158,7 +158,7 @@ def test_gradients_on_every_way(stage: int, zero: dict[str, Any]) -> None:
 
 
 def apart(rank: int, stage: int) -> History:
-    """Each rank uses another half of the model."""
+    """Train on two ranks of which each uses a different part of the model."""
     model = make("branching")
     engine = megazero.initialize(model, Options(stage).config(), mesh=mesh_in_worker(rank, dp=2))
     losses = []
@@ -175,7 +175,7 @@ def apart(rank: int, stage: int) -> History:
 @pytest.mark.gloo
 @pytest.mark.parametrize("stage", range(3))
 def test_ranks_that_use_different_parts(stage: int) -> None:
-    """What a rank does not use has a zero gradient there."""
+    """A parameter that a rank does not use counts as having a zero gradient there."""
     model = make("branching")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     for step in range(STEPS):
@@ -194,7 +194,7 @@ def test_ranks_that_use_different_parts(stage: int) -> None:
 
 
 def read_at_once(rank: int, stage: int) -> list[bool]:
-    """Whether a large parameter is up to date on this rank right after each step."""
+    """Return, for each step, whether a large parameter is up to date on this rank right after it."""
     model = torch.nn.Linear(700, 300, bias=False).double()
     torch.nn.init.zeros_(model.weight)
     config = {
@@ -214,5 +214,5 @@ def read_at_once(rank: int, stage: int) -> list[bool]:
 @pytest.mark.gloo
 @pytest.mark.parametrize("stage", range(3))
 def test_parameters_may_be_read_after_a_step(stage: int) -> None:
-    """Not only where a forward would wait for them."""
+    """A parameter can be read right after a step, without a forward that waits for it."""
     assert run_ranks(2, read_at_once, stage) == [[True] * 5] * 2

@@ -1,4 +1,4 @@
-"""Models of Hugging Face's transformers, made from configurations, against plain PyTorch in float64."""
+"""Tests models of Hugging Face's transformers, made from configurations, against plain PyTorch in float64."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ VOCABULARY = 31
 
 
 def make_model(name: str) -> nn.Module:
-    """Small ones without dropout; Bart's encoder, decoder and head share one embedding, Bert's head has a bias too."""
+    """Return a small model without dropout: Bart with one embedding for encoder, decoder and head, or Bert."""
     torch.manual_seed(6)
     if name == "bert":
         sizes = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 20}
@@ -41,7 +41,7 @@ def batch(step: int) -> dict[str, Tensor]:
 
 
 def train(rank: int, name: str, stage: int, dp: int, recompute: bool | None) -> tuple[list[float], dict[str, Tensor]]:
-    """recompute: whether activation checkpointing is reentrant; None: there is none."""
+    """Train a model; recompute: True for reentrant checkpointing, False for the other kind, None for none."""
     model: Any = make_model(name)
     if recompute is not None:
         model.gradient_checkpointing_enable({"use_reentrant": recompute})
@@ -98,6 +98,7 @@ def test_transformers(name: str, stage: int, dp: int, recompute: bool | None) ->
     for _, found in runs:
         assert found.keys() == weights.keys()
         for key, value in weights.items():
-            # Keys' biases have no gradient but noise, which AdamW would blow up; see the bound on them.
+            # Gradients of the keys' biases are nothing but noise, which AdamW amplifies: they have a bound of their
+            # own.
             bound = LR * STEPS * 2 if "k_proj.bias" in key or "key.bias" in key else 1e-8
             torch.testing.assert_close(found[key], value, rtol=1e-8, atol=bound, msg=key)

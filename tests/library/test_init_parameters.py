@@ -1,4 +1,4 @@
-"""Slices: what ranks keep of a parameter, and that it comes back."""
+"""Tests the slices of a parameter that ranks keep, and the parameter's reconstruction from them."""
 
 from unittest.mock import patch
 
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def parameter_of(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
-    """Other values on every rank."""
+    """Return a parameter whose values differ from rank to rank."""
     values = torch.arange(torch.Size(shape).numel()).view(shape) + 1000 * rank
     return nn.Parameter(values.to(dtype), requires_grad=dtype.is_floating_point)
 
@@ -25,7 +25,7 @@ SHAPES = [(), (1,), (2,), (7,), (3, 4), (5, 1, 7)]
 
 
 def through_slices(rank: int, source: int, gathered_numel: int) -> list[tuple[int, bool]]:
-    """For each shape: bytes that the rank keeps, and whether everything came back as it was on the source rank."""
+    """Return, for each shape, the bytes that the rank keeps, and whether all values came back as on the source rank."""
     found, communicator = [], mesh_in_worker(rank, dp=3).gathering
     with patch.object(init_parameters, "_GATHERED_NUMEL", gathered_numel):
         for dtype in (torch.float64, torch.bfloat16, torch.int64):
@@ -69,12 +69,12 @@ def test_memory_that_others_use_is_theirs() -> None:
     assert bool((parameter == 1).all()) and address(parameter) != address(values)
     before = parameter.data
     sliced.release()
-    before.add_(1)  # memory that was filled is not taken from whoever refers to it
+    before.add_(1)  # memory that was filled is not taken from tensors that refer to it
     assert bool((before == 2).all())
 
 
 def test_odd_memory() -> None:
-    """Transposed, and in another number format afterwards."""
+    """A transposed parameter can be sliced, and be converted to another number format while it is released."""
     parameter = nn.Parameter(torch.arange(6.0).view(2, 3).t())
     sliced = alone(parameter)
     sliced.partition(0)
@@ -106,4 +106,4 @@ def test_aliases() -> None:
 
 
 class _Nobody(Owner):
-    """An owner that is never asked."""
+    """An owner whose methods are never called."""

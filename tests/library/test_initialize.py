@@ -1,4 +1,4 @@
-"""`megazero.initialize` as users call it: configurations, notices, models made under Init, the engine as the model."""
+"""Tests `megazero.initialize` as users call it: configurations, notices, models under Init, the engine as a model."""
 
 import importlib
 import json
@@ -31,7 +31,7 @@ def run(engine: DataParallelEngine, name: str, rank: int = 0, dp: int = 1) -> di
 
 def close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
-    for name, value in expected.items():  # attention's key biases have no gradient but noise, which AdamW blows up
+    for name, value in expected.items():  # gradients of attention's key biases are noise, which AdamW amplifies
         torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9, msg=name)
 
 
@@ -56,7 +56,7 @@ def made_under_init(rank: int, name: str, stage: int, dtype: torch.dtype | None)
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("dtype", [None, torch.float64])
 def test_models_made_under_init(stage: int, dtype: torch.dtype | None) -> None:
-    """Their number format is the configuration's, whatever they were made in."""
+    """The parameters' number format is the configuration's, whatever format they were made in."""
     for name in ("translator", "convolutions"):
         expected = train_plain(name, STEPS, adamw).weights
         for found in run_ranks(2, made_under_init, name, stage, dtype):

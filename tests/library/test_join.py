@@ -1,4 +1,4 @@
-"""Who trains together: started by torchrun, joined already, somebody else's groups, or alone."""
+"""Tests how processes find each other: started by torchrun, joined already, in groups of another library, or alone."""
 
 import os
 import subprocess
@@ -34,7 +34,7 @@ torch.distributed.destroy_process_group()
 
 @pytest.mark.gloo
 def test_started_by_torchrun(tmp_path: Path) -> None:
-    """The whole way of a user's program on two processes."""
+    """A user's whole program runs on two processes."""
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.getcwd()}
     script = tmp_path / "program.py"

@@ -1,4 +1,4 @@
-"""Running statistics on data-parallel ranks, beside torch's own DistributedDataParallel."""
+"""Tests running statistics on data-parallel ranks against torch's own DistributedDataParallel."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -19,7 +19,7 @@ STEPS = 3
 
 
 class Normalised(nn.Module):
-    """Convolutions with batch normalisation, and buffers of other kinds, one of them shared, one not saved."""
+    """A model of convolutions with batch normalisation and other buffers, of which one is shared and one not saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def with_engine(rank: int, stage: int) -> list[dict[str, Tensor]]:
 
 
 def evaluate(model: Any, rank: int, step: int) -> None:
-    """Every second time; it makes all ranks' statistics equal, so that the next step's first forward need not."""
+    """Evaluate after every second step, which makes all ranks' statistics equal, so that the next step need not."""
     if step % 2:
         model.eval()
         with torch.no_grad():
@@ -117,11 +117,11 @@ def test_buffers_are_those_of_ddp(stage: int) -> None:
 
 
 def two_forwards(rank: int) -> bool:
-    """The second forward's message must not upset the first one's backward."""
+    """The broadcast of the second forward does not disturb the backward of the first one."""
     model = make_model()
     config = {"zero": {"zero_stage": 0}, "precision": {"precision": "fp64"}, "optimizer": {"type": "SGD"}}
     engine = megazero.initialize(model, config, mesh=mesh_in_worker(rank, dp=2))
-    model.body[1].eval()  # statistics enter the graph
+    model.body[1].eval()  # puts the statistics into the graph
     loss = engine(batch(rank, 0, 0)).sum() + engine(batch(rank, 0, 1)).sum()
     engine.backward(loss)
     engine.step()

@@ -1,4 +1,4 @@
-"""Units of modules of many shapes, against literal tables."""
+"""Tests the division of modules of many shapes into units against literal tables."""
 
 from collections import OrderedDict
 
@@ -11,7 +11,7 @@ from megazero.library.module_units import choose_units
 
 
 def table(model: nn.Module) -> dict[str, tuple[list[str], list[str]]]:
-    """Unit -> (parameters, names of its consumers)."""
+    """Return, for each unit by name, its parameters and the names of the modules that use them."""
     names = {module: name for name, module in model.named_modules()}
     units = choose_units(model)
     listed = [name for unit in units for name in unit.parameters]
@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 class Tree(nn.Module):
-    """The drawing in the module's docstring."""
+    """The module tree that the docstring of megazero.library.module_units draws."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def test_a_module_that_is_no_list_is_cut_by_owner() -> None:
 
 
 def test_an_inner_list_cuts_the_element_around_it() -> None:
-    """What the element has beside the list is cut by owner."""
+    """The parameters that the element has beside the list are cut by their owners."""
     outer = Block(4)
     outer.experts = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(2)])
     assert {unit: names for unit, (names, _) in table(nn.ModuleList([outer])).items()} == {
@@ -92,7 +92,7 @@ def test_a_list_with_one_parametrised_element_does_not_cut() -> None:
 
 
 def test_lists_of_lists_are_no_blocks() -> None:
-    """Nobody calls a list as a whole, even one with a single element."""
+    """A list, even one of a single element, is never called as a whole, so lists in a list are not its blocks."""
     grid = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleList([nn.ModuleDict({"a": nn.Linear(2, 2)})])])
     assert {unit: consumers for unit, (_, consumers) in table(grid).items()} == {"0.0": ["0.0"], "1.0.a": ["1.0.a"]}
 
@@ -125,7 +125,7 @@ def test_one_module_with_a_parameter_under_two_names_shares_nothing() -> None:
 
 
 def test_parametrized_modules() -> None:
-    """A parametrization is a list with parameters of its own, and is called."""
+    """A parametrization is a list with parameters of its own, and unlike other lists it is called."""
     model = parametrizations.weight_norm(nn.Linear(3, 2))
     originals = [f"parametrizations.weight.original{index}" for index in (0, 1)]
     assert table(model) == {

@@ -1,11 +1,11 @@
-"""Every setting of the library's sections meets the same values through all its doors, with one verdict.
+"""Tests that every setting of the library's sections takes the same values through all sources, with one verdict.
 
-The verdict is that of tests/support/raw_values.py, to which tests/command_line/test_one_grammar.py holds a run's doors.
-A value is read by `load_engine_config` from a mapping, a JSON file and a YAML file with megazero's own sections, and
-from a mapping with DeepSpeed's keys where a key has the setting's value as it stands.  In a DeepSpeed configuration
-"auto" and null have a meaning of their own, so they are left out there, and so are keys whose value is another one than
-the setting's (a power of 2, a number format under several names).  A setting that only a run has any use for is refused
-by a rule with a sentence of its own; the verdict of the grammar is told from it by the sentence.
+The verdict is that of tests/support/raw_values.py, to which tests/command_line/test_one_grammar.py holds the settings
+of a run. A value is read by `load_engine_config` from a mapping, a JSON file and a YAML file with megazero's own
+sections, and from a mapping with DeepSpeed's keys where a key has the setting's value as it stands. In a DeepSpeed
+configuration "auto" and null have a meaning of their own, so they are left out there, and so are keys whose value
+differs from the setting's (a power of 2, a number format under several names). A setting that only a run uses is
+refused by a rule with a sentence of its own, which distinguishes that refusal from the verdict on the value.
 """
 
 import json
@@ -25,14 +25,14 @@ from megazero.library.config import EngineConfig, load_engine_config
 
 SECTIONS = {"zero": ZeroConfig, "precision": PrecisionConfig, "activations": ActivationConfig}
 SETTINGS = {(section, info.name): info for section, cls in SECTIONS.items() for info in describe(section, cls)}
-# Settings beside which one is legal: a loss scale is for fp16, a count of checkpoints for an arena.
+# Settings that make another one legal: a loss scale needs fp16, a count of checkpoints needs an arena.
 BESIDE = {"precision": {"precision": "fp16"}, "activations": {"contiguous_checkpointing": True}}
-# A rule between settings found the value after the grammar had accepted it.
+# The verdict on a value that reads as legal, and which only a rule between settings refuses.
 ACCEPTED = "accepted"
 
 
 def verdict(config: Any, section: str, info: FieldInfo, name: str) -> Any:
-    """The value that the setting has, or REFUSED where the grammar refuses it, `name` being the key in messages."""
+    """Return the setting's value, or REFUSED if the value itself is illegal, `name` being the key in messages."""
     try:
         loaded = load_engine_config(config)
     except ConfigError as error:
@@ -61,7 +61,7 @@ def from_yaml_file(content: dict[str, Any], folder: Path) -> Any:
 
 
 def unexpected(form: str, verdicts: dict[str, tuple[FieldInfo, Any]]) -> dict[str, Any]:
-    """Verdicts beside those of the table, where they differ."""
+    """Return the verdicts that differ from those of the table, each beside the table's."""
     wanted = {name: expected(info, form) for name, (info, _) in verdicts.items()}
     return {
         name: (item, wanted[name])

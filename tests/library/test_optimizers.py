@@ -1,4 +1,4 @@
-"""Every elementwise optimizer of torch on partitioned state: chosen by name, given, or made by a function."""
+"""Tests every elementwise optimizer of torch on partitioned state: chosen by name, given, or made by a function."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,8 +20,8 @@ from megazero.optim.inner import Elementwise, FusedAdamW
 from megazero.zero.gathered import GatheredParameters
 
 STEPS = 4
-NAME = "perceptron"  # frozen, unused and lone parameters
-# Options by name of optimizer, away from the defaults where these are simple.
+NAME = "perceptron"  # a model with frozen, unused and one-element parameters
+# Options by name of optimizer, different from the defaults where that is simple.
 OPTIONS: dict[str, dict[str, Any]] = {
     "AdamW": {"betas": (0.8, 0.9), "weight_decay": 0.2},
     "Adam": {"amsgrad": True, "weight_decay": 0.1},
@@ -91,7 +91,7 @@ def test_by_name_on_several_ranks(kind: str) -> None:
 
 
 def grouped(parameters: Any) -> torch.optim.Optimizer:
-    """Two groups of different rates and decays."""
+    """Return AdamW with two groups of different rates and decays."""
     parameters = list(parameters)
     groups = [{"params": parameters[::2], "lr": 0.05, "weight_decay": 0.3}, {"params": parameters[1::2]}]
     return torch.optim.AdamW(groups, lr=LR, weight_decay=0.0)
@@ -113,7 +113,7 @@ def test_a_scheduler_on_a_given_optimizer_acts(stage: int) -> None:
         return 1.0 / (1 + step)
 
     model = make(NAME)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)  # the frozen ones too
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)  # including the frozen parameters
     scheduler = LambdaLR(optimizer, rate)
     engine = megazero.initialize(model, config(stage), optimizer=optimizer)
     found = run(engine, scheduler=scheduler)

@@ -1,4 +1,4 @@
-"""Which backward passes are a step's: explicit and plain ones, recomputing ones, uncounted ones, and refusals."""
+"""Tests which backward passes are a step's: explicit, plain and recomputing ones, uncounted ones, and refused ones."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -55,7 +55,7 @@ def weights(engine: DataParallelEngine) -> list[Tensor]:
 
 
 def after_sgd(*losses: tuple[int, float]) -> list[Tensor]:
-    """Parameters after one step of plain SGD on a weighted sum of losses, by seed."""
+    """Return the parameters after one step of plain SGD on a weighted sum of losses, given as (seed, weight)."""
     model = make_model()
     sum(loss_of(model, seed) * weight for seed, weight in losses).backward()  # type: ignore[union-attr]
     return [(p - 0.1 * p.grad).detach() for p in model.parameters() if p.grad is not None]
@@ -65,7 +65,7 @@ def close(found: list[Tensor], expected: list[Tensor]) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
-# --- what counts -----------------------------------------------------------------------------------------------------
+# --- passes that count -----------------------------------------------------------------------------------------------
 
 
 def test_a_boundary_is_known_before_and_after_each_pass() -> None:
@@ -87,7 +87,7 @@ def test_a_boundary_is_known_before_and_after_each_pass() -> None:
 
 
 def in_one_step(rank: int, stage: int) -> list[list[Tensor]]:
-    """Three uncounted or uneven ways to one and the same step."""
+    """Take the same step in three ways, with uncounted or uneven passes, and return the weights after each."""
     mesh = mesh_in_worker(rank, dp=2)
     found = []
     for way in (uncounted_passes, accumulated_at_the_end, dropped_gradients):
@@ -109,7 +109,7 @@ def uncounted_passes(stage: int, mesh: Any, rank: int) -> DataParallelEngine:
 
 
 def accumulated_at_the_end(stage: int, mesh: Any, rank: int) -> DataParallelEngine:
-    """All passes, then step."""
+    """Run all passes before the call of step."""
     engine = make_engine(stage, accumulation=2, mesh=mesh)
     engine.backward(loss_of(engine, rank))
     loss = (loss_of(engine, 2 + rank) + loss_of(engine, 4 + rank)) * 0.5
@@ -119,14 +119,14 @@ def accumulated_at_the_end(stage: int, mesh: Any, rank: int) -> DataParallelEngi
 
 
 def dropped_gradients(stage: int, mesh: Any, rank: int) -> DataParallelEngine:
-    """A loop that empties gradients whenever it likes."""
+    """Take a step in a loop that calls zero_grad between passes."""
     engine = make_engine(stage, accumulation=3, mesh=mesh)
     engine.module.zero_grad()
     for seed, weight in ((0, 0.5), (2, 0.25), (4, 0.25)):
         (loss_of(engine, seed + rank) * (3 * weight)).backward()
         engine.step()
         if stage == 1:
-            engine.module[0].zero_grad()  # a part of them
+            engine.module[0].zero_grad()  # a part of the gradients
         elif stage != 3:
             engine.module.zero_grad()
         engine.zero_grad()
@@ -145,7 +145,7 @@ def test_ways_to_one_step(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_no_pass_of_autograd_grad(stage: int) -> None:
-    """A gradient penalty: derivatives by the input, then a pass through them."""
+    """A gradient penalty is trained: derivatives by the input, then a pass through them that alone counts."""
     engine = make_engine(stage)
     x = batch().requires_grad_()
     (slope,) = torch.autograd.grad(engine(x).sum(), x, create_graph=True)
@@ -163,7 +163,7 @@ def test_no_pass_of_autograd_grad(stage: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 def test_gradients_of_gradients(stage: int) -> None:
-    """With create_graph autograd adds nothing in place."""
+    """Gradients accumulate also with create_graph=True, where autograd adds nothing in place."""
     engine = make_engine(stage, accumulation=2)
     for seed in (0, 1):
         loss_of(engine, seed).backward(create_graph=True)
@@ -202,7 +202,7 @@ def test_recomputation_around_the_engine(stage: int, reentrant: bool) -> None:
 
 
 class RecomputedEnd(nn.Module):
-    """The first gradients of a backward come in a pass inside the pass, and the next ones in another."""
+    """A model whose first gradients come in a backward pass inside the pass, and the next ones in another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,7 +230,7 @@ def test_passes_inside_a_plain_pass(stage: int) -> None:
 
 
 def adversaries(stage: int | None) -> list[Tensor]:
-    """Two models, one trained through the other, which is frozen meanwhile; None: in plain PyTorch."""
+    """Train two models, one through the other, which is frozen meanwhile; stage None: in plain PyTorch."""
     makers = make_model(), nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)).double()
     torch.manual_seed(9)
     for p in makers[1].parameters():
@@ -290,13 +290,13 @@ def test_a_backward_that_fails_is_forgotten(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_backward_that_fails_half_way_is_forgotten(stage: int) -> None:
-    """Some gradients have come already."""
+    """A pass that fails after some gradients have come leaves no trace."""
     engine = make_engine(stage)
 
     def fail(gradient: Tensor) -> None:
         raise ValueError("not today")
 
-    first = next(engine.module.parameters())  # whose gradient comes last
+    first = next(engine.module.parameters())  # its gradient comes last
     handle = first.register_hook(fail)
     with pytest.raises(ValueError, match="not today"):
         loss_of(engine, 1).backward()
@@ -341,7 +341,7 @@ def test_a_complete_step_takes_no_further_pass(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_plain_pass_too_many_starts_the_step_over(stage: int) -> None:
-    """Its first gradients are there by the time it is noticed."""
+    """The pass is refused when its first gradients have been added already, so the step starts over."""
     engine = make_engine(stage)
     loss_of(engine).backward()
     with pytest.raises(UsageError, match="backward pass 2 of a step of 1"):
@@ -365,7 +365,7 @@ def test_fp16_wants_the_scale(stage: int) -> None:
 
 
 def test_shared_parameters_in_reentrant_checkpoints(engine: DataParallelEngine) -> None:
-    """Each checkpoint completes the gradient: the first would be sent away without the second."""
+    """Each checkpoint completes the gradient, so the first one would be reduced without the second."""
     layer = engine.module[2]
     x = torch.ones(2, 6, dtype=torch.float64, requires_grad=True)
     for _ in range(2):
@@ -386,7 +386,7 @@ def test_close_takes_the_hooks_off() -> None:
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_an_interrupted_pass_is_forgotten(stage: int, where: str) -> None:
-    """Ctrl-C: torch calls no hooks on its way out."""
+    """A pass that Ctrl-C interrupts leaves no trace, although torch calls no hooks then."""
     engine = make_engine(stage)
     interrupts = True
 

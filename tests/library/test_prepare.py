@@ -1,4 +1,4 @@
-"""A module before its engine: refusals, number formats, equal values, descriptions."""
+"""Tests the preparation of a module for its engine: refusals, number formats, equal values, descriptions."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""`megazero.recompute` in a user's model, under a configuration that says how its checkpoints are kept."""
+"""Tests `megazero.recompute` in a user's model, under configurations that set how its checkpoints are kept."""
 
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ DEPTH, WIDTH, ROWS, STEPS = 4, 10, 7, 3
 
 
 class Trained(NamedTuple):
-    """What came of a run: losses, weights, and what the configuration has caused."""
+    """The losses and weights of a run, and the effects of its configuration: bytes, and the names of timed events."""
 
     losses: list[float]
     weights: dict[str, Tensor]
@@ -27,7 +27,7 @@ class Trained(NamedTuple):
 
 
 class Tower(nn.Module):
-    """Layers with dropout, a mask among the inputs, and one matrix that all of them use."""
+    """A model of layers with dropout, with a mask among its inputs and one matrix that all layers use."""
 
     def __init__(self, *, recomputes: bool) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ def test_auto_is_for_runs_whose_sizes_are_known() -> None:
 
 
 def differing(rank: int) -> str:
-    """What is said when the tensor-parallel ranks have been given different data."""
+    """Return the error's message when the tensor-parallel ranks have been given different data."""
     engine = megazero.initialize(
         Tower(recomputes=True), own(1, partition_activations=True), mesh=mesh_in_worker(rank, tp=2)
     )
@@ -161,7 +161,7 @@ def test_inputs_that_differ_between_tensor_parallel_ranks_are_refused() -> None:
 
 
 class Probing(nn.Module):
-    """Rank 0 keeps a figure of its own, so that a part of its graph outlives that of the other ranks."""
+    """A model that keeps a figure on rank 0, so that a part of its graph outlives that of the other ranks."""
 
     def __init__(self, keeps: bool, probes: str) -> None:
         super().__init__()

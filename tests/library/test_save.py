@@ -1,4 +1,4 @@
-"""A model as one safetensors file: readable by the library of that name, equal to the state_dict, never half there."""
+"""Tests the safetensors file of a model: its library reads the values of the state_dict, and it is never partial."""
 
 import json
 from itertools import pairwise
@@ -19,7 +19,7 @@ from megazero.library.save import contents
 
 
 class Mixed(nn.Module):
-    """Tied weights, a module under two names, buffers of several kinds, numbers of every width."""
+    """A model with tied weights, a module under two names, buffers of several kinds, and numbers of every width."""
 
     def __init__(self) -> None:
         super().__init__()

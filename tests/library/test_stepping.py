@@ -1,4 +1,4 @@
-"""One step: number formats, loss scale, norm over tensor-parallel ranks, learning rates."""
+"""Tests one step: number formats, loss scale, norm over tensor-parallel ranks, learning rates."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -46,7 +46,9 @@ def working(engine: DataParallelEngine) -> list[Tensor]:
 
 
 def by_hand(precision: str, steps: int, scale: float) -> tuple[list[Tensor], list[float]]:
-    """Working parameters, fp32 master weights, unscaling, clipping and SGD in plain torch; norms too."""
+    """Take steps in plain torch, with working parameters, fp32 master weights, unscaling, clipping and SGD; return the
+    working parameters and the norms.
+    """
     model = make_model(DTYPES[precision])
     master = [p.detach().float() for p in model.parameters()]
     norms = []
@@ -91,7 +93,7 @@ def test_gradient_scale_is_told() -> None:
 
 
 def seen_gradients(rank: int, stage: int, zero: dict[str, Any]) -> list[Tensor | None]:
-    """What a user sees of each gradient between a step's last backward and its update."""
+    """Return each gradient as a user reads it between a step's last backward and its update."""
     config = {
         "zero": {"zero_stage": stage, "reduce_bucket_size": 64, **zero},
         "precision": {"precision": "fp16", "loss_scale": 128.0},
@@ -112,7 +114,7 @@ def seen_gradients(rank: int, stage: int, zero: dict[str, Any]) -> list[Tensor |
 @pytest.mark.gloo
 @pytest.mark.parametrize("stage", range(4))
 def test_gradients_are_shown_as_averages(stage: int) -> None:
-    """Of the second step, whose parameters the first one has changed."""
+    """Gradients of the second step, whose parameters the first one has changed, are averages over ranks."""
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     for _ in range(2):
@@ -126,7 +128,7 @@ def test_gradients_are_shown_as_averages(stage: int) -> None:
 
 
 def overflowing(rank: int, stage: int) -> list[Any]:
-    """A loss that is too large on rank 1 only; what each rank tells of the steps."""
+    """Take steps with a loss that is too large on rank 1 only; return what each rank reports of them."""
     engine = make_engine(stage, mesh_in_worker(rank, dp=2), precision="fp16", initial_loss_scale=256.0, hysteresis=2)
     before, told = working(engine), []
     for step, factor in enumerate((1e6, 1e6, 1.0)):
@@ -155,11 +157,13 @@ def test_training_stops_when_the_scale_can_fall_no_further() -> None:
         engine.step()
 
 
-# --- tensor parallelism of the user's own ----------------------------------------------------------------------------
+# --- tensor parallelism that the user brings -------------------------------------------------------------------------
 
 
 def norms_with_mpu(rank: int, stage: int, mark: str) -> list[float | None]:
-    """Ranks 0 and 2 (and 1 and 3) share a model: "cut" is a slice on each, "whole" the same on both."""
+    """Return the norms of two steps in which ranks 0 and 2 (and 1 and 3) share a model: its parameter "cut" is a slice
+    on each, and "whole" is the same on both.
+    """
     pairs = [(0, 1), (2, 3)], [(0, 2), (1, 3)]
     groups = [next(g for g in [(r, dist.new_group(r)) for r in pair] if rank in g[0])[1] for pair in pairs]
     mpu = SimpleNamespace(get_data_parallel_group=lambda: groups[0], get_model_parallel_group=lambda: groups[1])
@@ -185,7 +189,7 @@ def norms_with_mpu(rank: int, stage: int, mark: str) -> list[float | None]:
 @pytest.mark.parametrize("stage", range(3))
 @pytest.mark.parametrize("mark", ["tensor_model_parallel", "model_parallel"])
 def test_the_norm_counts_every_slice_and_every_whole_parameter_once(stage: int, mark: str) -> None:
-    # Averaged over data-parallel ranks: 4 and 5 in the slices' 15 elements each, 1.5 in 7 elements.
+    # Averages over data-parallel ranks: 4 and 5 in the slices' 15 elements each, 1.5 in 7 elements.
     expected = (15 * 4.0**2 + 15 * 5.0**2 + 7 * 1.5**2) ** 0.5
     for norms in run_ranks(4, norms_with_mpu, stage, mark):
         assert norms == pytest.approx([expected] * 2, rel=1e-12)
@@ -209,7 +213,7 @@ def test_a_schedule_is_one_call_behind() -> None:
 
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
 def test_a_schedule_of_the_configuration(kind: str) -> None:
-    """Parameters move by the schedule's rate, whatever the optimizer's is: two steps at 0, then on."""
+    """Parameters move by the schedule's rate, whatever the optimizer's is: two steps at 0, then rising."""
     schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.4, "warmup_num_steps": 4, "warmup_type": "linear"}}
     config = {"optimizer": {"type": kind, "params": {"lr": 9.0}}, "scheduler": schedule}
     with pytest.warns(UserWarning, match="optimizer.params.lr: 9.0: moot here"):
@@ -226,7 +230,7 @@ def test_a_schedule_of_the_configuration(kind: str) -> None:
 
 
 def test_a_runs_schedule_by_name() -> None:
-    """A line from 0.4 down to 0.1, behind a warm-up that begins at 0.2: no call behind, as in a run."""
+    """The rate rises from 0.2 to 0.4 and falls on a line to 0.1; unlike DeepSpeed's, it is not one call behind."""
     params = {"lr_warmup_iters": 2, "lr_warmup_init": 0.2, "lr_decay_iters": 4, "min_lr": 0.1}
     schedule = {"type": "linear", "params": params}
     engine = megazero.initialize(make_model(), {"optimizer": {"type": "SGD", "lr": 0.4}, "scheduler": schedule})
@@ -239,7 +243,7 @@ def test_a_runs_schedule_by_name() -> None:
 
 
 def test_a_peak_below_the_schedules_ends_is_refused() -> None:
-    """The rates of a given optimizer count, not the configuration's."""
+    """The schedule is checked against the rates of a given optimizer, not against the configuration's."""
     schedule = {
         "type": "cosine",
         "params": {"lr_decay_iters": 4, "min_lr": 0.1, "lr_warmup_iters": 2, "lr_warmup_init": 0.2},

@@ -1,4 +1,4 @@
-"""Tiles against the whole linear layer, the size of what they work with, and partitioned parameters."""
+"""Tests tiles against the whole linear layer, the sizes of their temporary tensors, and partitioned parameters."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -35,7 +35,7 @@ def batch(inputs: int = IN, *shape: int) -> Tensor:
 
 
 def weight_gradient(layer: TiledLinear) -> Tensor:
-    """The tiles' weight gradients, put together to the whole layer's."""
+    """Return the tiles' weight gradients, joined to the gradient of the whole layer."""
     return torch.cat([torch.cat([tile.weight.grad for tile in row], dim=1) for row in layer.linears])
 
 
@@ -112,7 +112,7 @@ def test_one_layers_parts_go_into_the_next() -> None:
 
 
 class Scaled(nn.Linear):
-    """A linear layer with a setting of its own."""
+    """A linear layer with a constructor argument of its own, a scale."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool, *, scale: float, dtype: torch.dtype) -> None:
         super().__init__(inputs, outputs, bias=bias, dtype=dtype)
@@ -139,7 +139,7 @@ def test_copy_later() -> None:
 
 
 class Sizes(TorchDispatchMode):
-    """The shapes of everything that operations make, in forward and in backward."""
+    """A mode that records the shapes of all tensors that operations make, in forward and in backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ def shapes_of_a_step(layer: nn.Module, x: Tensor) -> set[torch.Size]:
 
 @pytest.mark.parametrize(("in_splits", "out_splits"), [(1, 1), (2, 1), (4, 2), (4, 5)])
 def test_working_memory_shrinks_with_the_tiles(in_splits: int, out_splits: int) -> None:
-    """Nothing of a step is larger than a tile's weight, down to 1 / (in_splits * out_splits) of the whole one."""
+    """No tensor of a step is larger than a tile's weight, down to 1 / (in_splits * out_splits) of the whole weight."""
     layer = TiledLinear(48, 40, in_splits=in_splits, out_splits=out_splits)
     tile = 48 * 40 // (in_splits * out_splits)
     assert max(p.numel() for p in layer.parameters()) == tile
@@ -181,7 +181,7 @@ def test_output_is_never_whole_unless_asked_for() -> None:
 
 
 class Keeper:
-    """Keeps parameters' values somewhere else, as an engine does; `held` is the number of elements handed out now."""
+    """An owner that keeps parameters' values elsewhere, as an engine does; `held` counts the elements gathered now."""
 
     def __init__(self, module: nn.Module, rank: int) -> None:
         self.parameters = dict(module.named_parameters())
@@ -219,7 +219,7 @@ class Keeper:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_copying_gathers_partitioned_parameters_tile_by_tile(rank: int) -> None:
-    """Both layers are partitioned; rank 0's values count, and the other rank leaves its own alone."""
+    """Both layers are partitioned; rank 0's values count, and the other rank does not change its own."""
     linear = whole()
     layer = TiledLinear(IN, OUT, in_splits=3, out_splits=2, dtype=torch.float64)
     tiles, source = Keeper(layer, rank), Keeper(linear, rank)
@@ -258,7 +258,7 @@ def test_splits_out_of_range(splits: dict[str, int], given: list[str]) -> None:
     [(True, [7]), (True, [6, 7]), (True, [7, 6, 1]), (False, [7, 6]), (True, []), (False, [])],
 )
 def test_inputs_in_the_wrong_form(already_split: bool, widths: list[int]) -> None:
-    """Without widths the input is one tensor, of a wrong width where one tensor is right."""
+    """An input is refused if it is one tensor instead of parts, or the reverse, or has wrong widths."""
     layer = TiledLinear(IN, OUT, in_splits=2, input_is_already_split=already_split)
     x = [torch.zeros(2, width) for width in widths] or torch.zeros(2, IN if already_split else IN + 1)
     with pytest.raises(ConfigError) as caught:
@@ -285,7 +285,7 @@ def test_shows_what_it_is() -> None:
 
 
 def tiles_under_stage_3(rank: int, splits: int) -> tuple[float, int, Tensor]:
-    """Loss, most gathered elements and the gradient of one training step of a model that is one wide layer."""
+    """Return loss, most gathered elements and the gradient of one training step of a model that is one wide layer."""
     torch.manual_seed(8)
     plain = nn.Linear(24, 40, dtype=torch.float64)
     model = nn.Sequential(TiledLinear(24, 40, in_splits=splits, out_splits=splits, init_linear=plain).double())

@@ -1,4 +1,4 @@
-"""zero.Init: models made under it are the models made whole; what a rank holds meanwhile; training them."""
+"""Tests zero.Init: its models equal models made whole, ranks hold only slices of them, and they can be trained."""
 
 import importlib.util
 import math
@@ -44,11 +44,11 @@ def live_bytes(model: nn.Module) -> int:
     return sum(parameter.untyped_storage().nbytes() for parameter in model.parameters())
 
 
-# --- the same model as without -----------------------------------------------------------------------------------
+# --- equality with models made without Init ----------------------------------------------------------------------
 
 
 class NanoGpt(nn.Module):
-    """Draws its values three times: in its layers, by apply from within its constructor, and by name."""
+    """A model that draws its values three times: in its layers, by apply inside its constructor, and by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class NanoBlock(nn.Module):
 
 
 class Redrawing(nn.Module):
-    """Does to the parameters of finished modules whatever constructors do."""
+    """A model whose constructor changes the parameters of finished modules in all the ways that constructors do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Redrawing(nn.Module):
 
 
 class Growing(nn.Module):
-    """Parameters that are replaced, dropped, assigned late, empty, of one element, integers; buffers."""
+    """A model with buffers and with parameters replaced, dropped, assigned late, empty, of one element, or integers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ def made_under_init(rank: int, dp: int) -> list[bool]:
         assert getattr(model, "spread", 0) == getattr(whole, "spread", 0)
         for made in (model, whole):
             if hasattr(made, "lazy"):
-                del made.lazy  # no values to compare
+                del made.lazy  # has no values to compare
         partitioned = [parameter for parameter in model.parameters() if parameter.numel()]
         assert all(isinstance(parameter, PartitionedParameter) for parameter in partitioned), name
         assert live_bytes(model) == 0
@@ -211,7 +211,7 @@ def test_models_of_huggingface(kind: str) -> None:
 
 
 class LiveBytes(TorchDispatchMode):
-    """The most bytes that storages made inside have held together, looked at after every operation."""
+    """A mode that counts the most bytes that storages made inside it hold together, checked after every operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ SQUARE = 4 * WIDTH * WIDTH  # bytes
 
 
 class Wide(nn.Module):
-    """16 squares of float32, at most 3 of them in one module; all made in lists, drawn again at the end."""
+    """A model of 16 squares of float32, at most 3 in one module; all made in lists, and drawn again at the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,7 +252,7 @@ class WideBlock(nn.Module):
 
 
 def memory_of_making(rank: int, dp: int) -> tuple[int, int]:
-    """Bytes at the most while a model is made, and while its values are taken over one by one."""
+    """Return the most live bytes while a model is made, and while its values are read one by one."""
     with patch.object(kept, "_GATHERED_NUMEL", 512):
         with LiveBytes() as making, Init(mesh=mesh_in_worker(rank, dp=dp, is_late=False)):
             model = Wide()
@@ -267,8 +267,8 @@ def memory_of_making(rank: int, dp: int) -> tuple[int, int]:
 def test_a_rank_holds_slices_and_one_module() -> None:
     slices = 16 * SQUARE // 4
     for making, giving in run_ranks(4, memory_of_making, 4):
-        assert making <= slices + 3 * SQUARE  # a block's own 2 squares and the one in it
-        # 2 squares whole, their slice, a buffer; and what the backend has not let go yet of those before.
+        assert making <= slices + 3 * SQUARE  # a block's own 2 squares, and 1 of the block inside it
+        # 2 whole squares, their slice, a buffer; and memory of earlier ones that the backend has not released yet.
         assert giving < 4 * SQUARE
     ((alone, _),) = run_ranks(1, memory_of_making, 1)
     assert alone >= 16 * SQUARE, "the count sees what is there"
@@ -278,7 +278,7 @@ def test_a_rank_holds_slices_and_one_module() -> None:
 
 
 def train(rank: int, stage: int, dp: int) -> EngineRun:
-    """As support.irregular_model does it, with a model made under Init."""
+    """Train as support.irregular_model does, but a model made under Init."""
     mesh = mesh_in_worker(rank, dp=dp)
     torch.manual_seed(7 + 10 * rank)
     with Init(mesh=mesh, dtype=torch.float64):

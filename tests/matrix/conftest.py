@@ -1,4 +1,4 @@
-"""The text and the reference run that all layouts are compared with, made once."""
+"""Fixtures of the layout tests: the text and the reference run that all layouts are compared with, made once."""
 
 import pytest
 from support.reference import History

@@ -1,4 +1,4 @@
-"""Pipeline x tensor x data parallel: a pairwise cover of all legal layouts computes what one process computes."""
+"""Tests pipeline x tensor x data parallel layouts, a pairwise cover of all legal ones, against one process."""
 
 import functools
 import random
@@ -25,7 +25,7 @@ from support.training import FAULTS, deviation, reference_history, train_cell
 from megazero.config import derived
 
 BOUND = 1e-9
-STEPS = 6  # the whole warm-up and some of the decay; benchmarks/layout_matrix.py takes 10 in layouts drawn from all
+STEPS = 6  # covers the warm-up and some of the decay; benchmarks/layout_matrix.py takes 10 in layouts drawn from all
 GRID = {**DIMENSIONS, "tp": (1, 2, 4), "dp": (1, 2, 4), "accumulation": (1, 3, 4), "chunks": (1, 2)}
 LAYOUTS = tuple(legal_layouts(GRID))
 COVER = pairwise_cover(LAYOUTS)
@@ -38,7 +38,7 @@ FAULTY = {
     "ends": Layout(pp=3, accumulation=3, stage=1),
 }
 
-# What the dimensions leave out, where pipelines could break it.
+# Settings that the dimensions leave out and that pipelines could break.
 FULL = {"recompute_granularity": "full"}
 UNTIED = {"untie_embeddings_and_output_weights": True}
 WINDOW = {"zero3_reshard_after": "window"}
@@ -80,7 +80,7 @@ Reference = Callable[..., History]
 
 @pytest.fixture(scope="module")
 def trained_alone(corpus: str) -> Reference:
-    """What one process gets, by number of layers and further settings of the model."""
+    """Return a function that trains on one process, by number of layers and further settings of the model."""
     return functools.cache(
         lambda layers, **settings: reference_history(
             corpus, STEPS, num_layers=layers, global_batch_size=GLOBAL_BATCH, **settings
@@ -131,7 +131,7 @@ def test_every_pair_of_choices_is_in_the_cover() -> None:
 
 
 def test_nothing_legal_is_left_out() -> None:
-    """Layouts of the whole grid, whatever a shorter way to them says."""
+    """The list of legal layouts, which is built by a shorter way, holds every legal layout of the whole grid."""
     known, generator = frozenset(legal_layouts()), random.Random(5)
     drawn = {any_layout(generator) for _ in range(6000)}
     legal = {layout for layout in drawn if layout.world_size <= MOST_PROCESSES and is_legal(layout)}

@@ -1,4 +1,4 @@
-"""Activation memory, gathers and temporaries of real steps, by the ledger and the meter (ZeRO, sections 6 and 8)."""
+"""Measures activation memory, gathers and temporaries of real steps with ledger and meter (ZeRO, sections 6 and 8)."""
 
 from typing import Any
 
@@ -54,7 +54,7 @@ def test_each_choice_keeps_less() -> None:
     granularities = ("none", "selective", "full")
     everything, selective, full = (held(2, num_layers=LAYERS, recompute_granularity=name) for name in granularities)
     assert everything.peaks["activation_checkpoints"] == 0
-    # Not the peak of everything, to which temporaries add that gloo has not let go of yet.
+    # The peak of everything is not compared: temporaries that gloo has not released yet add to it.
     kept = [seen.peaks["activations"] + seen.peaks["activation_checkpoints"] for seen in (full, selective, everything)]
     assert kept[0] < kept[1] < kept[2]
 
@@ -63,9 +63,10 @@ def test_each_choice_keeps_less() -> None:
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_traffic_of_slices(tp: int, dropout: float) -> None:
-    """In units of b s h sent (tp-1)/tp times: an all-reduce 2, a gather 1.
+    """Slices cost one gather more for every block, counted in units of b s h sent (tp-1)/tp times: an all-reduce is 2,
+    a gather 1.
 
-    A block has 2 all-reduces in forward and 2 in backward.  Recomputation stops with the last tensor that backward
+    A block has 2 all-reduces in forward and 2 in backward. Recomputation stops with the last tensor that backward
     needs: with dropout that is the mask made after the second all-reduce, and both are repeated (12 in all, the gather
     is 1/12); without dropout the second, useless one is skipped (10, 1/10).
     """
@@ -85,7 +86,7 @@ def test_traffic_of_slices(tp: int, dropout: float) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_temporaries_do_not_grow_with_the_model(stage: int, precision: str) -> None:
-    """Four times the layers: the same constant-size buffers, and the same peak of everything that comes and goes."""
+    """Four times the layers need the same constant-size buffers, and the same peaks of all temporary memory."""
     changes = {"zero_stage": stage, "precision": precision, "recompute_granularity": "full"}
     small, large = held(1, 2, num_layers=2, **changes), held(1, 2, num_layers=8, **changes)
     for category in ("temporary", "communication_buffers", "gathered_parameters"):

@@ -1,4 +1,4 @@
-"""Model states and traffic of real runs, counted, against the paper's formulas (sections 3.1, 5 and 7)."""
+"""Compares model states and traffic of real runs with the paper's formulas (ZeRO, sections 3.1, 5 and 7)."""
 
 import itertools
 
@@ -7,12 +7,12 @@ from support.training import GLOBAL_BATCH, SETTINGS, Cell, Outcome, train_cell
 
 from megazero.zero.plan import data_parallel_bytes, resolve
 
-# (p, g, k) bytes an element: working parameter, gradient, master plus moments; k's two parts beside it.
+# Bytes of an element (p, g, k): working parameter, gradient, and k = master plus moments, listed as its two parts.
 SIZES = {"bf16": (2, 2, 4, 8), "fp32": (4, 4, 0, 8), "fp64": (8, 8, 0, 16)}
 LAYOUTS = ((1, 1), (1, 2), (2, 2), (1, 4))
 
 
-# Every pair of (layout, stage), (stage, precision), (stage, accumulation) occurs.
+# In these cells every pair of (layout, stage), (stage, precision) and (stage, accumulation) occurs.
 CELLS = [
     Cell(tp=tp, dp=dp, stage=stage, accumulation=(1, 4)[index % 2], precision=precision, steps=2)
     for index, ((tp, dp), stage, precision) in enumerate(itertools.product(LAYOUTS, (0, 1, 2, 3), SIZES))
@@ -33,7 +33,7 @@ def test_counted_bytes_equal_the_formulas(cell: Cell, corpus: str) -> None:
 
 
 def check_states(cell: Cell, outcome: Outcome, padded: int) -> None:
-    """p + g + k, p + g + k/Nd, p + (g + k)/Nd, (p + g + k)/Nd for stages 0, 1, 2, 3."""
+    """Check the bytes of an element: p + g + k, p + g + k/Nd, p + (g + k)/Nd, (p + g + k)/Nd in stages 0, 1, 2, 3."""
     p, g, master, moments = SIZES[cell.precision]
     owned = padded if cell.stage == 0 else padded // cell.dp
     gradients = padded // cell.dp if cell.stage >= 2 else padded
@@ -46,10 +46,10 @@ def check_states(cell: Cell, outcome: Outcome, padded: int) -> None:
 
 
 def check_traffic(cell: Cell, outcome: Outcome, padded: int) -> None:
-    """Elements sent, over (Nd - 1) / Nd, with m micro-batches.
+    """Check the elements sent over the data-parallel axis, in units of (Nd - 1) / Nd, with m micro-batches.
 
-    2 Psi in stages 0 and 1, (m + 1) Psi in stage 2; in stage 3 m Psi of gradients, and of parameters m times what
-    `gathered` counts.
+    They are 2 Psi in stages 0 and 1, and (m + 1) Psi in stage 2; stage 3 sends m Psi of gradients, and parameters m
+    times as often as `gathered` counts.
     """
     p, g, _, _ = SIZES[cell.precision]
     counted = outcome.comm_bytes.get("dp", {})
@@ -75,17 +75,18 @@ def check_traffic(cell: Cell, outcome: Outcome, padded: int) -> None:
 
 
 def gathered() -> dict[str, int]:
-    """How often each unit is gathered in a micro-batch.
+    """Return how often each unit is gathered in a micro-batch.
 
-    Blocks and the final norm for forward and for backward; the position table for forward alone, since nothing in
-    backward reads it.  The tied matrix for the embedding and for the head, whose gradients are made in forward.
+    Blocks and the final norm are gathered for forward and for backward; the position table for forward alone, since
+    nothing in backward reads it; the tied matrix for the embedding and for the head, whose gradients are made in
+    forward.
     """
     blocks = {f"layers.{index}": 2 for index in range(int(SETTINGS["num_layers"]))}
     return {"embedding.word": 2, "embedding.position": 1, "final_norm": 2, **blocks}
 
 
 def check_tensor_parallel_traffic(cell: Cell, outcome: Outcome) -> None:
-    """Four all-reduces of b s h a block and micro-batch, one for the embedding, one for the head's input gradient."""
+    """Check 4 all-reduces of b s h per block and micro-batch, 1 for the embedding, 1 for the head's gradient."""
     samples = GLOBAL_BATCH // cell.dp
     tokens = samples * int(SETTINGS["seq_length"])
     activations = tokens * int(SETTINGS["hidden_size"]) * SIZES[cell.precision][0]
@@ -97,7 +98,7 @@ def check_tensor_parallel_traffic(cell: Cell, outcome: Outcome) -> None:
 
 
 def parameters_on_a_rank(tp: int) -> int:
-    """Psi by hand: 12 h^2 / t + 13 h-ish a block, vocabulary rows padded to a multiple of t."""
+    """Return Psi by hand: about 12 h^2 / t + 13 h per block, with vocabulary rows padded to a multiple of t."""
     h, layers, s = (int(SETTINGS[name]) for name in ("hidden_size", "num_layers", "seq_length"))
     rows = -(-int(SETTINGS["vocab_size"]) // tp)
     sharded = (12 * h * h + 7 * h) // tp  # qkv 3h^2 + 3h, projection h^2, up 4h^2 + 4h, down 4h^2

@@ -1,7 +1,7 @@
-"""Documents kept apart inside samples: a pairwise cover of small layouts trains like one process, float64.
+"""Tests that small layouts train like one process, in float64, when documents are kept apart inside samples.
 
-The twin reads every document on its own.  Here a document is a line of source text: some are empty but for their end,
-some go on into the next sample, and some samples lie within one.
+The twin reads every document on its own. Here a document is a line of source text: some are empty but for their end,
+some go on into the next sample, and some samples lie within one. The layouts are a pairwise cover.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def train_in_turn(rank: int, cells: list[Cell], prefix: str) -> list[Outcome]:
 @pytest.mark.gloo
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_layouts_train_like_one_process(size: int, lines: str, alone: History) -> None:
-    """All layouts of one size after the other, by the same processes."""
+    """All layouts of one size are trained in turn by the same processes."""
     layouts = [layout for layout in COVER if layout.world_size == size]
     cells = [cell_of(layout) for layout in layouts]
     if size == 2:

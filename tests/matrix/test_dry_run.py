@@ -1,4 +1,4 @@
-"""The engine's step as a rank of 1,024 takes it, on this machine: fake tensors, fake process group, the real code."""
+"""Tests the engine's step as one rank of 1,024 takes it: the real code with fake tensors and a fake process group."""
 
 import json
 import os
@@ -13,7 +13,7 @@ SUPPORT = Path(__file__).parents[1] / "support"
 
 
 def dry_run(*arguments: Any) -> dict[str, Any]:
-    """What `support/dry_run.py` prints, in a process of its own."""
+    """Run `support/dry_run.py` in a process of its own and return the figures that it prints."""
     environment = {**os.environ, "PYTHONPATH": str(SUPPORT.parent)}
     command = [sys.executable, str(SUPPORT / "dry_run.py"), *map(json.dumps, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -42,7 +42,7 @@ def test_a_step_of_1024_ranks(rank: int, stage: int) -> None:
     share = padded * 63 // 64
     reductions = 2 if stage >= 2 else 1
     assert result["comm_bytes"]["dp"]["reduce_scatter"] == 2 * reductions * share
-    if stage == 3:  # two micro-batches; the tied matrix for the embedding and the head, no backward of the embeddings
+    if stage == 3:  # 2 micro-batches; the tied matrix for embedding and head, no backward of the embeddings
         gathered = 2 * 2 * padded - 2 * result["units"]["embedding.position"]
         assert result["comm_bytes"]["dp"]["all_gather"] == 2 * gathered * 63 // 64
     else:
@@ -54,7 +54,7 @@ def test_a_step_of_1024_ranks(rank: int, stage: int) -> None:
 
 @pytest.mark.parametrize(("pipeline_rank", "schedule"), [(0, "1f1b"), (1, "zero-bubble"), (3, "interleaved")])
 def test_a_step_of_1024_ranks_in_three_dimensions(pipeline_rank: int, schedule: str) -> None:
-    """4 pipeline stages x 16 x tensor 16 with the sequence split, ZeRO stage 3 gathering once a window."""
+    """A step of 4 pipeline stages x 16 x tensor 16 splits the sequence, and ZeRO stage 3 gathers once a window."""
     pp, dp, tp, m, h, tokens = 4, 16, 16, 8, 4096, 256
     chunks = 2 if schedule == "interleaved" else 1
     settings = {
@@ -75,7 +75,8 @@ def test_a_step_of_1024_ranks_in_three_dimensions(pipeline_rank: int, schedule: 
     assert result["comm_bytes"]["pp"] == {"send": m * (forwards + backwards) * 2 * tokens * h // tp}
     assert (forwards, backwards) == (cuts // pp + (not last), cuts // pp + (not first))
 
-    # What a rank holds is gathered once a window: once a step, or, taking turns, once for every run of p micro-batches.
+    # Parameters are gathered once a window: once a step, or, if chunks take turns, once for every run of p
+    # micro-batches.
     word, position = result["units"].get("embedding.word", 0), result["units"].get("embedding.position", 0)
     padded = result["padded"]
     if chunks == 1:
@@ -88,7 +89,7 @@ def test_a_step_of_1024_ranks_in_three_dimensions(pipeline_rank: int, schedule: 
     assert shared == (2 * word // dp if first or last else 0)
 
     # A layer gathers two inputs in forward, two gradients in backward, and for its weights the inputs once more; where
-    # those are made later, the gradients too.
+    # weight gradients are made later, the output gradients too.
     layers = 8 // pp
     share = 2 * tokens * h * (tp - 1) // tp
     gathers = layers * (2 + 2 + 2 + 2 * (schedule == "zero-bubble")) + first + last

@@ -1,4 +1,4 @@
-"""Activation bytes of large models, by dry run, against formulas whose every term is named; exact to the byte."""
+"""Compares activation bytes of large models, by dry run, with formulas whose every term is named; exact to the byte."""
 
 import json
 import os
@@ -63,7 +63,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def seen() -> dict[str, dict[str, Any]]:
-    """What `dry_run` sees of every case, all from one process."""
+    """Return the figures that `dry_run` prints for every case, all from one process."""
     folders = [str(TESTS), str(TESTS.parent / "benchmarks"), str(TESTS.parent)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
     command = [sys.executable, str(TESTS / "support" / "dry_run_activations.py"), json.dumps(list(CASES.values()))]
@@ -74,7 +74,7 @@ def seen() -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("layers", [3, 5])
 def test_checkpoints_of_100_billion_parameters(seen: dict[str, dict[str, Any]], layers: int) -> None:
-    """Batch 32, 16 tensor-parallel ranks: whole, in slices, in an arena, and on the host; as much for every layer."""
+    """Checkpoints of batch 32 on 16 tensor ranks grow with depth alone: whole, in slices, in an arena, on the host."""
     one = 32 * 1024 * 8192 * 2
     whole, sliced, in_arena, on_host = (seen[f"100B, {layers} layers, {name}"] for name in KINDS)
     assert whole["checkpoints"] == whole["most_checkpoints"] == layers * one
@@ -88,13 +88,13 @@ def test_checkpoints_of_100_billion_parameters(seen: dict[str, dict[str, Any]], 
 
 
 def test_checkpoints_of_gpt2(seen: dict[str, dict[str, Any]]) -> None:
-    """All 48 layers of 1600, batch 32."""
+    """The checkpoints of all 48 layers of width 1600 take 5 GB at batch 32."""
     figures = seen["1.5B, full"]
     assert figures["checkpoints"] == figures["most_checkpoints"] == 48 * 32 * 1024 * 1600 * 2 == 5_033_164_800
 
 
 def left_by(layers: int, hidden: int, heads: int, kernels: str) -> int:
-    """Bytes that a forward leaves without recomputation: fp16, dropout everywhere (in CPU's flash, not in the core)."""
+    """Return the bytes that an fp16 forward leaves without recomputation, with dropout (not in CPU flash's core)."""
     tokens = BATCH * SEQUENCE
     one, matrices = 2 * tokens * hidden, heads * SEQUENCE * tokens
     mask = one // 2 if kernels in ("unfused", "GPU's flash") else one  # bytes, or the activation's dtype
@@ -105,10 +105,10 @@ def left_by(layers: int, hidden: int, heads: int, kernels: str) -> int:
         "CPU's math": 6 * one + (4 + 4 + 4) * matrices,  # everything in float32
     }
     statistics = 2 * 2 * tokens  # mean and 1/deviation of a norm, fp16
-    norm = one + statistics  # with its input
+    norm = one + statistics  # includes the norm's input
     attention = norm + one + cores[kernels] + one + mask  # qkv's input, the projection's input
-    feed_forward = norm + one + 4 * one + 4 * one + mask  # up's input, GELU's, down's
-    embedding = mask  # the ids are the batch's own: one tensor rank has them all
+    feed_forward = norm + one + 4 * one + 4 * one + mask  # inputs of up, of GELU and of down
+    embedding = mask  # the ids are the batch's own memory, as one tensor rank has them all
     head = norm + one + 4 * PADDED_VOCABULARY * hidden + 4  # gradients of its input and its matrix; the loss
     return layers * (attention + feed_forward) + embedding + head
 
@@ -125,7 +125,7 @@ def test_what_forward_leaves_is_the_formula_term_by_term(
 
 
 def test_the_formula_in_the_literature_is_ours_without_small_terms() -> None:
-    """287 and 86 GB for 1.5B at batch 32: the layers' sbh (34 + 5 as/h) is all but half a percent and one percent."""
+    """For 1.5B at batch 32, sbh (34 + 5 as/h) per layer, 287 and 86 GB, is all but 0.5 and 1 percent."""
     sbh, matrices = BATCH * SEQUENCE * 1600, 25 * SEQUENCE * BATCH * SEQUENCE
     assert 48 * (34 * sbh + 5 * matrices) == 286_890_393_600
     assert left_by(48, 1600, 25, "unfused") / (48 * (34 * sbh + 5 * matrices)) == pytest.approx(1, abs=0.005)
@@ -134,6 +134,6 @@ def test_the_formula_in_the_literature_is_ours_without_small_terms() -> None:
 
 @pytest.mark.parametrize("case", SMALL_CASES)
 def test_fake_tensors_leave_what_real_ones_do(seen: dict[str, dict[str, Any]], case: str) -> None:
-    """The same small step with values and without: every term, and the peak."""
+    """The same small step with values and without has the same bytes in every term, and the same peak."""
     assert seen[f"{case}, fake"] == seen[f"{case}, real"]
     assert seen[f"{case}, real"]["activations"] > 0

@@ -1,4 +1,4 @@
-"""Tensor x data parallel computes one thing: float64, gloo, real text, against the plain single-process reference."""
+"""Tests that tensor x data parallel layouts compute what a plain single process does: float64, gloo, real text."""
 
 from pathlib import Path
 
@@ -7,8 +7,8 @@ from support.reference import History
 from support.training import Cell, deviation, reference_history, train_cell
 
 BOUND = 1e-9
-# Every layout, and every stage twice.  All pairs of degrees, stages, accumulations are in test_3d_layouts.py's cover,
-# and benchmarks/layout_matrix.py trains their whole product.
+# Every layout occurs, and every stage twice. All pairs of degrees, stages and accumulations are in the cover of
+# test_3d_layouts.py, and benchmarks/layout_matrix.py trains their whole product.
 CELLS = [
     Cell(tp=1, dp=1, stage=0, accumulation=4),
     Cell(tp=1, dp=1, stage=3),

@@ -1,4 +1,4 @@
-"""Stage 3's gathered parameters: at most two units at a time however deep the model, and 3 Psi of traffic."""
+"""Tests stage 3's gathered parameters: at most two units at a time however deep the model, and 3 Psi of traffic."""
 
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ RANKS = 2
 
 
 class FlatsAlive(TorchDispatchMode):
-    """Bytes of some tensors' storages, looked at before every operation: the most that was there at once."""
+    """A mode that reads the storage bytes of some tensors before every operation; `peak` is the largest sum."""
 
     def __init__(self, flats: list[Tensor]) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class FlatsAlive(TorchDispatchMode):
 
 
 class Seen(NamedTuple):
-    """Elements; of the third step, by when everything is recorded."""
+    """Figures of the third step, by when the order of uses is recorded, all in elements."""
 
     counted_peak: int
     watched_peak: int
@@ -95,7 +95,7 @@ def test_without_look_ahead_there_is_one_unit_at_a_time() -> None:
 @pytest.mark.gloo
 @pytest.mark.parametrize("depth", [1, 6])
 def test_a_step_moves_less_than_three_psi(depth: int) -> None:
-    """Not gathered twice: the position table.  The tied matrix is, for embedding and head: no backward reads it."""
+    """All units but the position table are gathered twice: the tied matrix for embedding and head, not for backward."""
     (seen, _) = run_ranks(RANKS, third_step, depth, {})
     position = 24 * 60 + (-24 * 60) % (16 * RANKS)
     assert seen.reduced == seen.padded
@@ -105,7 +105,7 @@ def test_a_step_moves_less_than_three_psi(depth: int) -> None:
 
 @pytest.mark.gloo
 def test_an_untied_head_is_gathered_once() -> None:
-    """Its gradients are made in forward, so nothing in backward reads it; nor the two tables of the embedding."""
+    """The head's gradients are made in forward, so no backward reads its matrix, nor the embedding's two tables."""
     (seen, _) = run_ranks(RANKS, third_step, 1, {"untie_embeddings_and_output_weights": True})
     position = 24 * 60 + (-24 * 60) % (16 * RANKS)
     head = seen.word
@@ -114,7 +114,7 @@ def test_an_untied_head_is_gathered_once() -> None:
 
 @pytest.mark.gloo
 def test_what_is_kept_for_reuse_is_not_gathered_again() -> None:
-    """With room for it every unit is gathered once: model states of stage 2 while a pass lasts, traffic of 2 Psi."""
+    """Every unit is gathered once if there is room: model states as in stage 2 during a pass, and traffic of 2 Psi."""
     (seen, _) = run_ranks(RANKS, third_step, 4, {"max_reuse_distance": 10**9})
     assert seen.gathered == seen.padded
     position = 24 * 60 + (-24 * 60) % (16 * RANKS)

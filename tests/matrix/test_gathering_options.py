@@ -1,4 +1,4 @@
-"""ZeRO stage 3 under every way of gathering: bucket sizes, overlap, look-ahead, persistence; one trajectory."""
+"""Tests that stage 3 trains the same with all options of gathering: bucket sizes, overlap, look-ahead, persistence."""
 
 import itertools
 
@@ -8,19 +8,19 @@ from support.training import LR, Cell, Outcome, max_relative, reference_history,
 
 BOUND = 1e-9
 STEPS = 4
-# Small, since the smallest buckets make a message of every 32 elements.
+# The model is small, since the smallest buckets make a message of every 32 elements.
 MODEL = {"num_layers": 2, "hidden_size": 20, "num_attention_heads": 4}
-# Elements: the smallest legal bucket, a prime, the default, the whole model.
+# Bucket sizes in elements: the smallest legal one, a prime, the default, and one for the whole model.
 BUCKETS = (1, 499, 16_777_216, 10**12)
 OVERLAP = (True, False)
-# None of it, less than a block and more than one, all.
+# Elements of look-ahead: none, more than one block, everything.
 LOOK_AHEAD = (0, 6000, 10**9)
-# Nothing persists, what is smaller than a matrix, everything.
+# Largest persistent parameter in elements: none persists, all that are smaller than a matrix, everything.
 PERSISTENT = (0, 100, 10**9)
 
 
 def pairwise(*axes: tuple[object, ...]) -> list[tuple[object, ...]]:
-    """Few combinations in which every pair of values of two axes occurs; greedy, the same every time."""
+    """Return few combinations in which every pair of values of two axes occurs; greedy, and the same every time."""
     everything = list(itertools.product(*axes))
     places = list(itertools.combinations(range(len(axes)), 2))
     missing = {(a, b, row[a], row[b]) for row in everything for a, b in places}
@@ -56,7 +56,7 @@ def small_reference(corpus: str) -> History:
 
 
 def gathered_elements(outcome: Outcome, cell: Cell) -> int:
-    """Elements of whole parameters gathered in the last step."""
+    """Return the elements of whole parameters gathered in the last step."""
     sent = outcome.comm_bytes["dp"].get("all_gather", 0)
     return sent // 8 * cell.dp // (cell.dp - 1)
 
@@ -70,7 +70,7 @@ def test_every_way_of_gathering_trains_the_same(cell: Cell, corpus: str, small_r
         assert max_relative(outcome.grad_norms, small_reference.grad_norms) < BOUND
     weights = outcomes[0].full(outcomes[1:])
     assert max(weight_errors(weights, small_reference.weights, LR).values()) < BOUND
-    # The options are in effect: what persists is published once a step, everything else gathered for each use.
+    # The options are in effect: persistent parameters are published once a step, all others gathered for each use.
     padded, _ = outcomes[0].layout
     if cell.settings["param_persistence_threshold"] == 10**9:
         assert gathered_elements(outcomes[0], cell) == padded

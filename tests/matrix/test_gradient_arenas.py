@@ -1,4 +1,4 @@
-"""Gradients live in arenas through real steps of every stage, in no more memory than the pool of buffers took."""
+"""Tests that gradients of every stage lie in arenas, in no more memory than a pool of buffers takes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,9 +22,9 @@ STAGES = (0, 1, 2, 3)
 
 
 class Seen(NamedTuple):
-    """What one rank saw in two steps of two micro-batches each.
+    """Figures of one rank after two steps of two micro-batches each.
 
-    sent: for every tensor that was reduced, the arena it lay in ("kept", "buckets", or "").  kept: whether reduced
+    sent: for every tensor that was reduced, the arena it lay in ("kept", "buckets", or ""). kept: whether reduced
     gradients, and `.grad` where it is set after backward, lie in the arena of kept ones.
     """
 
@@ -37,7 +37,7 @@ class Seen(NamedTuple):
 
 
 class Recording:
-    """A communicator that notes where what it reduces lies."""
+    """A communicator that notes in which arena each tensor that it reduces lies."""
 
     def __init__(self, inner: Any, core: RunComponents) -> None:
         self._inner = inner
@@ -65,7 +65,7 @@ class Recording:
 
 @contextmanager
 def lending(mesh: Mesh, buffers: FusedBuffers) -> Iterator[None]:
-    """The mesh of all tests borrows for gloo's reductions from these buffers meanwhile."""
+    """Make the mesh of all tests lease from these buffers for gloo's reductions while the context lasts."""
     innermost: Any = mesh.axis("dp")
     while hasattr(innermost, "_inner"):
         innermost = innermost._inner
@@ -76,7 +76,7 @@ def lending(mesh: Mesh, buffers: FusedBuffers) -> Iterator[None]:
 
 
 def two_steps(rank: int, tp: int, dp: int, settings: dict[str, Any], pool_only: bool = False) -> Seen:
-    """pool_only: buckets are leased from the pool instead, as without an arena."""
+    """Take two steps and return their figures; pool_only: buckets are leased from the pool, as without an arena."""
     changes = {**SETTINGS, "precision": "fp32", "mock_data": True, "tensor_model_parallel_size": tp, **settings}
     config = make_run(**{**changes, "micro_batch_size": 2, "global_batch_size": 4 * dp})
     mesh = mesh_in_worker(rank, tp=tp, dp=dp, is_late=False)

@@ -1,4 +1,4 @@
-"""Stage 2 never holds full gradients: the owned slice, constant-size buffers, and what autograd makes in one piece."""
+"""Tests that stage 2 holds no full gradients: only the owned slice, constant-size buffers, and autograd's newest."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ HIDDEN = 60
 
 
 def peak_of_a_step(rank: int, num_layers: int, stage: int, untied: bool = False) -> dict[str, int]:
-    """Bytes: most gradients alive at once outside buffers, the largest parameter, persistent gradients, buffers."""
+    """Return bytes: most gradients alive at once outside buffers, largest parameter, persistent gradients, buffers."""
     changes = {"num_layers": num_layers, "zero_stage": stage, "precision": "fp32", "mock_data": True}
     changes["untie_embeddings_and_output_weights"] = untied
     config = make_run(**{**SETTINGS, **changes, "micro_batch_size": 2, "global_batch_size": 4})
@@ -26,7 +26,7 @@ def peak_of_a_step(rank: int, num_layers: int, stage: int, untied: bool = False)
     buffers = FusedBuffers(0, mesh.device)
     core = build_components(config, mesh, buffers, vocab_size=257)
     matrices = {name.name: parameter.numel() for name, parameter in named_specs(core.model) if parameter.ndim > 1}
-    # Sizes no activation of this model has: 2 x 24 tokens give multiples of 48.
+    # No activation of this model has these sizes: 2 x 24 tokens give multiples of 48.
     numels = frozenset(numel for numel in matrices.values())
     parts = step_context(config, core)
     tokens = torch.arange(48).view(2, 24) % 257
@@ -51,9 +51,9 @@ def peak_of_a_step(rank: int, num_layers: int, stage: int, untied: bool = False)
 @pytest.mark.parametrize("untied", [True, False])
 def test_no_term_grows_with_depth_but_the_owned_slice(untied: bool) -> None:
     shallow, deep = (run_ranks(2, peak_of_a_step, depth, 2, untied)[0] for depth in (2, 8))
-    # One matrix at a time; beside it only the position table's, which is made last.  A tied matrix gets two
-    # contributions, the head's (held through backward) and the embedding's; autograd adds them in place, except under
-    # an observer like this one, which therefore sees the sum as a third piece.
+    # One matrix is alive at a time; beside it only the position table's gradient, which is made last. A tied matrix
+    # gets two contributions, the head's (held through backward) and the embedding's; autograd adds them in place,
+    # except under an observer like this one, which therefore sees the sum as a third piece.
     pieces = 1 if untied else 3
     position_table = 4 * 24 * HIDDEN
     for seen in (shallow, deep):
@@ -65,7 +65,7 @@ def test_no_term_grows_with_depth_but_the_owned_slice(untied: bool) -> None:
 
 @pytest.mark.gloo
 def test_resident_gradients_do_grow() -> None:
-    """Stage 0 keeps the gradients of all layers: the figures above are not a blind observer's."""
+    """Stage 0 keeps the gradients of all layers, which shows that the observer above counts gradients."""
     shallow, deep = (run_ranks(2, peak_of_a_step, depth, 0)[0] for depth in (2, 8))
     assert deep["persistent"] > 2 * shallow["persistent"]
     assert shallow["persistent"] == 2 * shallow["owned"]

@@ -1,10 +1,10 @@
-"""bf16, fp16 and fp32 stay near the float64 reference; fp16 skips and backs off on all ranks alike."""
+"""Tests that bf16, fp16 and fp32 stay near the float64 reference, and that fp16 skips on all ranks alike."""
 
 import pytest
 from support.reference import History
 from support.training import Cell, max_relative, train_cell
 
-# Largest relative error of a loss, and of a gradient norm, over 20 steps: some four times what was measured.
+# Bounds of the relative error of a loss, and of a gradient norm, over 20 steps: some four times the measured values.
 BOUNDS = {"fp32": (3e-7, 1e-6), "bf16": (6e-3, 3e-2), "fp16": (5e-4, 5e-3)}
 FP16 = {"initial_loss_scale": 1024.0}
 
@@ -36,12 +36,12 @@ def test_losses_stay_near_the_reference(cell: Cell, corpus: str, reference: Hist
 @pytest.mark.gloo
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_fp16_overflow_skips_the_step_on_every_rank(stage: int, corpus: str, reference: History) -> None:
-    """The scale starts too high: steps are skipped, on all ranks alike, until gradients fit."""
+    """The scale starts too high, so steps are skipped, on all ranks alike, until the gradients fit."""
     settings = {"initial_loss_scale": 2.0**20, "hysteresis": 1}
     outcomes = train_cell(Cell(tp=2, dp=2, stage=stage, precision="fp16", steps=12, settings=settings), corpus)
     skipped = outcomes[0].skipped
     assert skipped[0] and skipped[1] and sum(skipped) < 8
     assert all(outcome.skipped == skipped for outcome in outcomes)
-    # The reference's first step has learning rate 0 (warm-up), so its second loss is still one of the initial weights.
+    # The reference's first step has learning rate 0 (warm-up), so its second loss is still that of the initial weights.
     assert outcomes[0].losses[:2] == pytest.approx(reference.losses[:2], rel=2e-3)
     assert outcomes[0].losses[-1] < 0.9 * outcomes[0].losses[0], "after the skips it trains"

@@ -1,4 +1,4 @@
-"""The order of a pipeline's passes, recomputation and windows change no bit of what is trained, dropout on."""
+"""Tests that the order of a pipeline's passes, recomputation and windows change no bit of a run, with dropout on."""
 
 from dataclasses import replace
 from typing import Any
@@ -25,7 +25,7 @@ SAME: tuple[dict[str, Any], ...] = (
 
 
 def outcomes(layout: Layout, precision: str, corpus: str, **settings: Any) -> list[Outcome]:
-    """Three steps."""
+    """Train three steps and return every rank's outcome."""
     cell = layout.cell(steps=3, precision=precision)
     return train_cell(replace(cell, settings={**cell.settings, **DROPOUT, **settings}), corpus)
 
@@ -46,6 +46,6 @@ def test_not_a_bit_changes(layout: Layout, precision: str, corpus: str) -> None:
 
 @pytest.mark.gloo
 def test_dropout_is_on(corpus: str) -> None:
-    """Equal bits would mean little if nothing was random."""
+    """Dropout changes the losses; equal bits would mean little if nothing were random."""
     still = outcomes(LAYOUTS[0], "fp32", corpus, hidden_dropout=0.0, attention_dropout=0.0)
     assert still[0].losses != outcomes(LAYOUTS[0], "fp32", corpus)[0].losses

@@ -1,7 +1,7 @@
-"""Traffic of pipelines in real runs, counted, against formulas that stand here by themselves.
+"""Compares the counted traffic of pipelines in real runs with formulas that are written out here.
 
-N bytes are n = b s tokens of h elements, whole; p pipeline stages with v chunks each, m micro-batches, t = tp, d = dp.
-All runs are in float64, so every element has 8 bytes.  A bucket is larger than any unit here.
+n = b s tokens of h elements make N bytes; p pipeline stages with v chunks each, m micro-batches, t = tp, d = dp. All
+runs are in float64, so every element has 8 bytes. A bucket is larger than any unit here.
 """
 
 from dataclasses import replace
@@ -20,18 +20,18 @@ SPLIT = {"sequence_parallel": True}
 
 
 def cell(**choices: Any) -> Cell:
-    """Two steps; layers are split evenly, as far as they can be, whatever the head costs."""
+    """Return a cell of two steps; layers are split as evenly as they can be, whatever the head costs."""
     settings = {**ONE_BUCKET, **choices.pop("settings", {})}
     return Cell(**{"steps": 2, **choices}, settings=settings)
 
 
 def tokens(cell: Cell) -> int:
-    """n, of a micro-batch."""
+    """Return n, the number of tokens of a micro-batch."""
     return GLOBAL_BATCH // (cell.dp * cell.accumulation) * S
 
 
 def chunks(cell: Cell) -> int:
-    """v."""
+    """Return v, the number of chunks of a pipeline stage."""
     return 2 if "num_layers_per_virtual_pipeline_stage" in cell.settings else 1
 
 
@@ -56,7 +56,7 @@ PIPELINES = [
 @pytest.mark.gloo
 @pytest.mark.parametrize("cell", PIPELINES, ids=str)
 def test_a_message_for_every_cut_micro_batch_and_direction(cell: Cell, corpus: str) -> None:
-    """m (v p - 1) messages each way; the model's first chunk sends no gradient, its last no activation."""
+    """Each way m (v p - 1) messages are sent; the model's first chunk sends no gradient, its last no activation."""
     outcomes = train_cell(cell, corpus)
     p, v, m = cell.pp, chunks(cell), cell.accumulation
     message = tokens(cell) * H * BYTES // (cell.tp if "sequence_parallel" in cell.settings else 1)
@@ -84,7 +84,7 @@ def test_a_message_for_every_cut_micro_batch_and_direction(cell: Cell, corpus: s
     ids=str,
 )
 def test_the_ends_sum_the_word_embedding_once(cell: Cell, corpus: str) -> None:
-    """An all-reduce between two of what a rank owns of it: twice half of that, whatever m."""
+    """The two ends all-reduce the part of the matrix that a rank owns: twice half of its bytes, whatever m is."""
     rows = -(-VOCABULARY // cell.tp)
     for rank, outcome in enumerate(train_cell(cell, corpus)):
         copies = 1 if cell.stage == 0 else cell.dp
@@ -110,7 +110,7 @@ def test_the_ends_sum_the_word_embedding_once(cell: Cell, corpus: str) -> None:
     ids=str,
 )
 def test_data_parallel_traffic_is_of_a_stages_own_parameters(layout: Cell, stage: int, corpus: str) -> None:
-    """(2 or m + 1) Psi (d - 1) / d, Psi of the pipeline stage."""
+    """The traffic is (2 or m + 1) Psi (d - 1) / d, where Psi counts the pipeline stage's own parameters."""
     cell = replace(layout, stage=stage)
     config = cell.config("unused")
     outcomes = train_cell(cell, corpus)
@@ -127,17 +127,17 @@ def test_data_parallel_traffic_is_of_a_stages_own_parameters(layout: Cell, stage
     assert sum(psi) == layers * (12 * H * H + 13 * H) + 2 * matrix + S * H + 2 * H, "the tied matrix is there twice"
 
 
-# By pipeline stage and local chunk, the windows of p = 2, v = 2, m = 4; then, how many of them have a forward:
+# By pipeline stage and local chunk: the number of windows for p = 2, v = 2, m = 4, and of those with a forward.
 #   stage 0   F0 F1 | F0.1 F1.1 | F2 B0.1 F3 | B1.1 F2.1 | B0 F3.1 B1 | B2.1 B3.1 | B2 B3
 #   stage 1   F0 F1 | F0.1 B0.1 F1.1 B1.1 | F2 B0 F3 B1 | F2.1 B2.1 F3.1 B3.1 | B2 B3
-# A chunk that comes up again with at most one computation of the other chunk in between stays.
+# A chunk that is used again after at most one computation of the other chunk stays gathered in between.
 WINDOWS = {(0, 0): (4, 2), (0, 1): (1, 1), (1, 0): (3, 2), (1, 1): (2, 2)}
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("takes_turns", [False, True])
 def test_stage_3_gathers_once_a_window(takes_turns: bool, corpus: str) -> None:
-    """Instead of for every forward and backward; the embedding, and the head, read theirs in forward alone."""
+    """A unit is gathered once a window, for forward and backward; embedding and head for forward alone."""
     m, settings = 4, {"zero3_reshard_after": "window", **(TURNS if takes_turns else {"num_layers": 4})}
     cell_ = cell(pp=2, dp=2, accumulation=m, stage=3, settings=settings)
     for rank, outcome in enumerate(train_cell(cell_, corpus)):
@@ -152,9 +152,9 @@ def test_stage_3_gathers_once_a_window(takes_turns: bool, corpus: str) -> None:
 @pytest.mark.gloo
 @pytest.mark.parametrize("settings", [{"num_layers": 4}, TURNS, {**TURNS, "num_layers": 8}], ids=str)
 def test_stage_3_without_windows_holds_two_units(settings: dict[str, Any], corpus: str) -> None:
-    """A unit is gathered for every forward and backward, unless it is the one used next anyway: never more often.
+    """A unit is gathered for every forward and backward, but not again if it is the one used next: never more often.
 
-    The last stage alternates forwards and backwards as a model does that is not cut: there it is exactly that.
+    The last stage alternates forwards and backwards as an uncut model does, so the count is exact there.
     """
     m = 4
     cell_ = cell(pp=2, dp=2, accumulation=m, stage=3, settings=settings)
@@ -171,7 +171,7 @@ def test_stage_3_without_windows_holds_two_units(settings: dict[str, Any], corpu
 
 
 def chunk_of(unit: str, stage: int) -> int:
-    """The local chunk of a unit: of four layers each pipeline stage has every second; the head belongs to the last."""
+    """Return the local chunk of a unit: a pipeline stage has every second of four layers, the last one the head."""
     if unit.startswith("layers."):
         return int(unit.split(".")[1]) // 2
     return stage
@@ -179,9 +179,9 @@ def chunk_of(unit: str, stage: int) -> int:
 
 # --- tensor parallel -------------------------------------------------------------------------------------------------
 
-# By layer and micro-batch, in units of N: what is gathered, what is reduced and scattered.  A column-parallel layer
-# gathers its input, and again for its weight's gradient; a row-parallel one gathers its output's gradient.  A backward
-# that is cut in two gathers that gradient twice.
+# Gathers and reduce-scatters by layer and micro-batch, in units of N. A column-parallel layer gathers its input, and
+# again for its weight's gradient; a row-parallel one gathers its output's gradient. A backward that is cut in two
+# gathers that gradient twice.
 GATHERED = {"1f1b": 2 * 2 + 2 * 1, "zero-bubble": 2 * 2 + 2 * 2}
 SCATTERED = 2 * 1 + 2 * 1
 
@@ -192,7 +192,7 @@ SCATTERED = 2 * 1 + 2 * 1
     [(2, 1, "1f1b"), (2, 2, "1f1b"), (4, 2, "1f1b"), (2, 2, "zero-bubble"), (4, 2, "zero-bubble")],
 )
 def test_a_split_sequence_is_gathered_and_scattered(tp: int, pp: int, schedule: str, corpus: str) -> None:
-    """(t - 1) / t of N for each; the embedding scatters in forward and gathers in backward, the head the reverse."""
+    """Each sends (t - 1) / t of N; the embedding scatters in forward and gathers in backward, the head the reverse."""
     settings = {**SPLIT, "num_layers": 4, "pipeline_split": "3,1" if pp == 2 else None, "pipeline_schedule": schedule}
     cell_ = cell(tp=tp, pp=pp, accumulation=2, settings=settings)
     outcomes = train_cell(cell_, corpus)
@@ -214,7 +214,7 @@ def test_a_split_sequence_is_gathered_and_scattered(tp: int, pp: int, schedule: 
 
 @pytest.mark.gloo
 def test_without_it_a_stage_all_reduces_what_its_own_layers_need(corpus: str) -> None:
-    """Four all-reduces of N a layer and micro-batch, one for the embedding, one for the head's input gradient."""
+    """A layer and micro-batch takes 4 all-reduces of N, the embedding 1, and the head's input gradient 1."""
     cell_ = cell(tp=2, pp=2, accumulation=2, settings={"num_layers": 4, "pipeline_split": "3,1"})
     for rank, outcome in enumerate(train_cell(cell_, corpus)):
         stage, m, n = stage_of(cell_, rank), cell_.accumulation, tokens(cell_)

@@ -1,4 +1,4 @@
-"""What pipeline stages must agree about: an overflow on one of them, the norm, and the matrix that two of them hold."""
+"""Tests agreement of pipeline stages: about an overflow on one of them, the norm, and the matrix that two hold."""
 
 import math
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ KINDS = ("weight", "exp_avg", "exp_avg_sq")
 
 
 def config_of(degrees: Degrees, stage: int, **settings: Any) -> RunConfig:
-    """Two micro-batches a step, clipping that bites."""
+    """Return a configuration of two micro-batches a step, with a clipping threshold that takes effect."""
     return tiny_run(
         **{
             "num_layers": 4,
@@ -48,7 +48,7 @@ def size_of(degrees: Degrees) -> int:
 
 
 class Outcome(NamedTuple):
-    """One rank's reports as lists of figures, what it owns at the end, and the parameter blamed for an overflow."""
+    """One rank's reports as lists of figures, its owned state at the end, and the parameter blamed for an overflow."""
 
     reports: list[list[float]]
     saved: list[Saved]
@@ -63,7 +63,7 @@ def figures(report: StepReport) -> list[float]:
 def overflow_once(
     rank: int, degrees: Degrees, settings: dict[str, Any], guilty: tuple[int, str] | None, steps: int = 2
 ) -> Outcome:
-    """Some fp16 steps on the same batch; before, one in which a parameter's gradient is infinite on one rank only."""
+    """Take fp16 steps on the same batch, after one in which a parameter's gradient is infinite on one rank only."""
     config = config_of(degrees, **{"stage": 0, "precision": "fp16", **settings})
     core = core_on_rank(rank, config, **degrees)
     parts = step_context(config, core)
@@ -112,7 +112,7 @@ def test_an_overflow_on_one_stage_skips_the_step_on_all(
         assert (outcome.blamed, skipped, index) == (guilty[1], 1.0, skipping[0].reports[0][4])
         assert not math.isfinite(norm)
         assert loss == straight[0].reports[0][0], "the loss itself was finite"
-        # What follows is what would have been without the skipped step.
+        # The steps after the skipped one are those of a run without it.
         assert outcome.reports[1:] == straight[0].reports
         assert [row[3] for row in outcome.reports[1:]] == [0.0, 0.0]
     for kind in KINDS:
@@ -121,7 +121,7 @@ def test_an_overflow_on_one_stage_skips_the_step_on_all(
 
 
 def too_high_once(rank: int, degrees: Degrees, settings: dict[str, Any], scale: float) -> Outcome:
-    """One step with this loss scale, then two with one that fits."""
+    """Take one step with this loss scale, then two with one that fits."""
     config = config_of(degrees, **{"stage": 1, "precision": "fp16", **settings})
     core = core_on_rank(rank, config, **degrees)
     parts = step_context(config, core)
@@ -143,7 +143,7 @@ def too_high_once(rank: int, degrees: Degrees, settings: dict[str, Any], scale: 
     ids=str,
 )
 def test_a_scale_that_is_too_high_skips_everywhere(settings: dict[str, Any]) -> None:
-    """Also where gradients of parameters are set aside."""
+    """All ranks skip the step, also where weight gradients are made later than input gradients."""
     degrees = {"pp": 2, "tp": 2}
     outcomes = run_ranks(4, too_high_once, degrees, settings, 2.0**40)
     fitting = run_ranks(4, too_high_once, degrees, settings, 64.0)
@@ -168,14 +168,14 @@ def test_every_rank_reports_the_same_to_the_bit(stage: int, precision: str) -> N
 
 
 class Copy(NamedTuple):
-    """What a rank holds of the tied matrix after a step: its working values, and by kind what it owns of its state."""
+    """A rank's copy of the tied matrix after a step: its working values, and the state that the rank owns, by kind."""
 
     working: Tensor
     state: dict[str, list[tuple[int, int, Tensor]]]
 
 
 def copies_on_rank(rank: int, degrees: Degrees, settings: dict[str, Any]) -> list[Copy]:
-    """The first and the last stage's copy after each of ten steps; nothing of other stages."""
+    """Return the first and the last stage's copy after each of ten steps; other stages return none."""
     config = config_of(degrees, **settings)
     core = core_on_rank(rank, config, **degrees)
     parts, layout = step_context(config, core), batch_layout(config, core.mesh, None)
@@ -197,7 +197,7 @@ def copies_on_rank(rank: int, degrees: Degrees, settings: dict[str, Any]) -> lis
 
 
 def same(one: Copy, other: Copy) -> bool:
-    """Equal to the bit."""
+    """Return True if the two copies are equal to the bit."""
     pairs = [(one.working, other.working)]
     for kind in KINDS:
         for (start, stop, ours), (begin, end, theirs) in zip(one.state[kind], other.state[kind], strict=True):
@@ -222,7 +222,7 @@ def same(one: Copy, other: Copy) -> bool:
     ids=str,
 )
 def test_tied_copies_stay_the_same_bits(degrees: Degrees, settings: dict[str, Any], precision: str) -> None:
-    """Weights, masters and moments, after each of ten steps."""
+    """Weights, masters and moments of both copies are equal to the bit after each of ten steps."""
     size = size_of(degrees)
     ranks = run_ranks(size, copies_on_rank, degrees, {**settings, "precision": precision})
     a_stage = size // degrees["pp"]

@@ -1,4 +1,4 @@
-"""What pipeline stages hold, by the ledger: gradients and activations against the number of micro-batches."""
+"""Measures the memory of pipeline stages: gradients and activations against the number of micro-batches."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,15 +19,15 @@ from megazero.train.step import StepControls, training_step
 
 HIDDEN = int(SETTINGS["hidden_size"])
 CUT = 4 * BATCH * SEQUENCE * HIDDEN  # bytes of a message in fp32
-WORDS = 4 * VOCABULARY * HIDDEN  # of the word embedding
+WORDS = 4 * VOCABULARY * HIDDEN  # bytes of the word embedding in fp32
 STAGES, MICRO_BATCHES = 4, 8
-# Layers as many on every stage, whatever the head costs: stages differ in their place alone.
+# Every stage has as many layers, whatever the head costs, so that stages differ in their place alone.
 FOUR_STAGES = {"pipeline_model_parallel_size": STAGES, "num_layers": 8, "pipeline_split": "2,2,2,2"}
 
 
 @dataclass
 class Held:
-    """Bytes of one rank in its second step, by category: the most, and at the step's end; what belongs to it."""
+    """Bytes of one rank in its second step by category, at the peak and at the end, and of what the rank owns."""
 
     peaks: dict[str, int]
     peak_bytes: int
@@ -37,7 +37,7 @@ class Held:
 
 
 def step_on_rank(rank: int, dp: int, num_micro_batches: int, changes: dict[str, Any]) -> Held:
-    """Two steps; `changes` go over SETTINGS."""
+    """Take two steps and return the bytes held in the second; `changes` override SETTINGS."""
     batch_size = {"global_batch_size": num_micro_batches * BATCH * dp}
     config = make_run(**{**SETTINGS, **batch_size, **changes})
     mesh = mesh_in_worker(rank, dp=dp, pp=config.parallel.pipeline_model_parallel_size, is_late=False)
@@ -63,14 +63,14 @@ def step_on_rank(rank: int, dp: int, num_micro_batches: int, changes: dict[str, 
 
 
 def four_stages(schedule: str, num_micro_batches: int, **changes: Any) -> list[Held]:
-    """What the stages hold, one after the other."""
+    """Return the bytes that the four stages hold, in their order."""
     settings = {**FOUR_STAGES, "pipeline_schedule": schedule, **changes}
     found: list[Held] = run_ranks(STAGES, step_on_rank, 1, num_micro_batches, settings)
     return found
 
 
 def activations(held: Held) -> int:
-    """What a micro-batch in flight leaves."""
+    """Return the peak bytes of activations and checkpoints that micro-batches in flight leave."""
     return held.peaks["activations"] + held.peaks["activation_checkpoints"]
 
 
@@ -83,7 +83,7 @@ def test_gradients_of_stage_2_do_not_grow_with_micro_batches() -> None:
             assert held.peaks["gradients"] == first.peaks["gradients"]
             assert held.peaks["communication_buffers"] == first.peaks["communication_buffers"]
             assert held.peak_bytes <= first.peak_bytes + CUT
-            # Beside what it owns, one gradient as autograd makes it, the largest there is.
+            # Beside the gradients that a rank owns there is one as autograd makes it, at most the largest one.
             assert held.owned_gradients <= held.peaks["gradients"] <= held.owned_gradients + WORDS
             assert held.peaks["communication_buffers"] <= 6 * held.largest_bucket
             assert held.left["gradients"] == held.owned_gradients
@@ -91,11 +91,11 @@ def test_gradients_of_stage_2_do_not_grow_with_micro_batches() -> None:
 
 @pytest.mark.gloo
 def test_1f1b_holds_as_many_micro_batches_as_stages_follow() -> None:
-    """gpipe holds all m, stage s under 1f1b min(m, p - s).  What one more micro-batch costs is measured on gpipe."""
+    """gpipe holds all m micro-batches, 1f1b min(m, p - s) on stage s; the bytes of one are measured on gpipe."""
     alone = four_stages("1f1b", 1)
     fewer, gpipe = (four_stages("gpipe", count) for count in (MICRO_BATCHES - 1, MICRO_BATCHES))
     alternating = four_stages("1f1b", MICRO_BATCHES)
-    messages = 4 * CUT  # two that are being received, two that have been sent; alone none is there at the peak
+    messages = 4 * CUT  # two being received and two sent; one micro-batch alone has none at its peak
     for stage in range(STAGES):
         one, in_flight = activations(gpipe[stage]) - activations(fewer[stage]), min(MICRO_BATCHES, STAGES - stage)
         assert messages < one / 8
@@ -106,7 +106,7 @@ def test_1f1b_holds_as_many_micro_batches_as_stages_follow() -> None:
 
 @pytest.mark.gloo
 def test_checkpoints_are_those_of_micro_batches_in_flight() -> None:
-    """Two layers a stage, a checkpoint each; what came in is the first of them, what goes out is of the next stage."""
+    """Each of a stage's two layers has a checkpoint: the stage's input, and the first layer's output."""
     changes = {"recompute_granularity": "full"}
     alternating, gpipe = (four_stages(schedule, MICRO_BATCHES, **changes) for schedule in ("1f1b", "gpipe"))
     for stage in range(STAGES):
@@ -117,7 +117,7 @@ def test_checkpoints_are_those_of_micro_batches_in_flight() -> None:
 
 @pytest.mark.gloo
 def test_zero_bubble_holds_no_more_micro_batches_than_there_are_stages() -> None:
-    """Until their weight gradients are made, which wait for the end on later stages: there p, not p - s of them."""
+    """Micro-batches are held until their weight gradients, which later stages make at the end: p there, not p - s."""
     alone, plain = (four_stages(schedule, 1) for schedule in ("zero-bubble", "1f1b"))
     split, longer = (four_stages("zero-bubble", count) for count in (MICRO_BATCHES, 2 * MICRO_BATCHES))
     for stage in range(STAGES):
@@ -144,6 +144,6 @@ def test_nothing_of_a_step_stays(schedule: str, stage: int) -> None:
 
 @pytest.mark.gloo
 def test_messages_do_not_pile_up() -> None:
-    """Twice the micro-batches, the same peak: what has been sent goes as soon as it is known to have been taken."""
+    """Twice the micro-batches have the same peak: a sent message is released once its receipt is proven."""
     few, many = (four_stages("1f1b", count) for count in (MICRO_BATCHES, 2 * MICRO_BATCHES))
     assert [held.peak_bytes for held in many] == [held.peak_bytes for held in few]

@@ -1,4 +1,4 @@
-"""Runs that are stopped and go on in other layouts, twice, as the program makes them: nothing is lost on the way."""
+"""Tests runs of the program that are stopped and resumed in other layouts, twice: no step and no state is lost."""
 
 import itertools
 import json
@@ -26,7 +26,7 @@ SETTINGS = {
 
 
 class Leg(NamedTuple):
-    """The layout of a part of a run."""
+    """The layout of one part of a run."""
 
     tp: int
     pp: int
@@ -53,7 +53,7 @@ def reason_of_run(rank: int, size: int, settings: dict[str, Any]) -> str:
 
 
 def run_leg(leg: Leg, folder: Path, until: int) -> None:
-    """Go on from the last checkpoint in the folder, if there is one, and stop after `until` steps with another."""
+    """Resume from the last checkpoint in the folder, if there is one, and stop after `until` steps with another."""
     settings = {
         **SETTINGS,
         "tensor_model_parallel_size": leg.tp,
@@ -72,7 +72,7 @@ def run_leg(leg: Leg, folder: Path, until: int) -> None:
 
 
 def figures(folder: Path) -> tuple[list[float], list[float]]:
-    """Losses and gradient norms of all steps."""
+    """Return the losses and gradient norms of all steps."""
     lines = [json.loads(line) for line in (folder / "m.jsonl").read_text().splitlines()]
     assert [line["iteration"] for line in lines] == list(range(1, STEPS + 1))
     return [line["loss"] for line in lines], [line["grad_norm"] for line in lines]
@@ -101,7 +101,7 @@ def test_a_run_goes_on_in_another_layout(
 
 
 def check_words(root: Path, step: int) -> None:
-    """The tied matrix is stored once, and whole: its boxes have as many elements as it has, of every kind of state."""
+    """Check that the tied matrix is stored once and whole: for every kind of state, boxes cover each element once."""
     checkpoint = open_checkpoint(root)
     assert checkpoint.step == step
     entries = [entry for entry in checkpoint.manifest.tensors if entry.parameter == "embedding.word.weight"]

@@ -1,4 +1,4 @@
-"""Recomputation, sliced checkpoints, checkpoints on the host and arenas change no bit of what is trained."""
+"""Tests that recomputation, sliced checkpoints, checkpoints on the host and arenas change no bit of the result."""
 
 from dataclasses import replace
 from typing import Any
@@ -26,13 +26,13 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     },
 )
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
-# Layouts whose 4-process reductions are worth comparing, and one whose slices don't divide (36 samples' worth of 60).
+# Layouts with reductions over 4 processes, and one whose slices don't divide evenly.
 PLAIN = [
     Cell(tp=tp, dp=dp, stage=stage, accumulation=accumulation, precision=precision, steps=3, settings=DROPOUT)
     for stage, (tp, dp, accumulation) in enumerate(((2, 2, 2), (4, 1, 1), (2, 2, 1), (2, 2, 2)))
     for precision in ("fp32", "bf16")
 ]
-# Every option in every stage, and in both precisions.
+# Every option is combined with every stage, and with both precisions.
 CELLS = [
     (plain, option)
     for plain in PLAIN
@@ -43,7 +43,7 @@ CELLS = [
 
 @pytest.fixture(scope="module")
 def plain_outcomes(corpus: str) -> dict[str, list[Outcome]]:
-    """What the same layouts train without any of it."""
+    """Return the outcomes of the same layouts without any of the options."""
     return {str(plain): train_cell(plain, corpus) for plain in PLAIN}
 
 
@@ -66,6 +66,6 @@ def test_not_a_bit_changes(
 
 @pytest.mark.gloo
 def test_dropout_is_on(corpus: str, plain_outcomes: dict[str, list[Outcome]]) -> None:
-    """Equal bits would mean little if nothing was random."""
+    """Dropout changes the losses; equal bits would mean little if nothing were random."""
     still = train_cell(replace(PLAIN[0], settings={}), corpus)
     assert still[0].losses != plain_outcomes[str(PLAIN[0])][0].losses

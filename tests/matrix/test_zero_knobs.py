@@ -1,7 +1,8 @@
-"""Every setting of the ZeRO section has its effect, in counted messages, bytes and values, and none on the training.
+"""Tests that every setting of the ZeRO section changes counted messages, bytes or values, and never the training.
 
-Here: what is reduced and published, and how; `test_zero_knobs_memory.py` has what is gathered and kept.  Expected
-figures come from the shapes of the awkward model, whose units are its own two parameters and each of its layers.
+This module covers the reduction and publication of parameters; `test_zero_knobs_memory.py` covers gathering and
+keeping. Expected figures come from the shapes of the awkward model, whose units are its own two parameters and each of
+its layers.
 """
 
 import math
@@ -39,21 +40,21 @@ from megazero.zero.plan import ModelStateBytes
 RANKS = 2
 ACCUMULATION = 2
 QUANTUM = 16 * RANKS
-ITEMSIZE = 8  # of float64
+ITEMSIZE = 8  # bytes of a float64 element
 HUGE = 10**9
 COLLECTIVES: tuple[Collective, ...] = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
 STAGES = (0, 1, 2, 3)
 
 
 def section_numels(*, trainable: bool = True) -> list[int]:
-    """Elements of each unit of the awkward model, with padding."""
+    """Return the elements of each unit of the awkward model, with padding."""
     parameters = [(n.rpartition(".")[0], p) for n, p in make_model().named_parameters() if p.requires_grad == trainable]
     sums = (sum(p.numel() for _, p in unit) for _, unit in groupby(parameters, lambda named: named[0]))
     return [math.ceil(numel / QUANTUM) * QUANTUM for numel in sums]
 
 
 def num_buckets(size: int = Options().bucket) -> int:
-    """Messages that move every trainable element once, at most `size` elements each."""
+    """Return the number of messages of at most `size` elements that move every trainable element once."""
     legal = max(size // QUANTUM, 1) * QUANTUM
     return sum(math.ceil(numel / legal) for numel in section_numels())
 
@@ -63,7 +64,7 @@ FROZEN = sum(section_numels(trainable=False))
 
 
 class Seen(NamedTuple):
-    """norms of all steps; weights as saved, and as they work; traffic of the last step by collective."""
+    """Norms of all steps, weights as saved and as working copies, traffic of the last step, and state bytes."""
 
     norms: list[float]
     saved: list[Saved]
@@ -77,7 +78,7 @@ class Seen(NamedTuple):
 
 
 def train(rank: int, options: Options) -> Seen:
-    """Some steps on this rank's share of the batches, which make up for what gradients have been divided by."""
+    """Take steps on this rank's share of the batches, scaled to undo what gradients have been divided by."""
     model, engine, _ = make_engine(rank, options)
     mesh = mesh_in_worker(rank, dp=RANKS)
     norms, dtype = [], next(model.parameters()).dtype
@@ -93,7 +94,7 @@ def train(rank: int, options: Options) -> Seen:
         mesh.world.all_reduce_scalars(square).wait()
         norms.append(float(square.sqrt()) * engine.predivisor)
         engine.update(StepInputs(LR, torch.tensor(engine.predivisor, dtype=torch.float64), None))
-    sent = {name: replace(mesh.meter.count("dp", name)) for name in COLLECTIVES}  # copies: gathering below counts too
+    sent = {name: replace(mesh.meter.count("dp", name)) for name in COLLECTIVES}  # copied, as gathers below count too
     with GatheredParameters(model):
         working = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     engine.close()
@@ -102,13 +103,13 @@ def train(rank: int, options: Options) -> Seen:
 
 
 def seen(stage: int, *, precision: str = "fp64", bucket: int = Options().bucket, **zero: Any) -> Seen:
-    """What rank 0 sees of two steps."""
+    """Return rank 0's figures of two steps."""
     options = Options(stage, RANKS, steps=2, precision=precision, bucket=bucket, zero=tuple(zero.items()))
     return run_ranks(RANKS, train, options)[0]  # type: ignore[no-any-return]
 
 
 def reductions(stage: int) -> int:
-    """How often every gradient is reduced in a step."""
+    """Return the number of times that every gradient is reduced in a step."""
     return ACCUMULATION if stage >= 2 else 1
 
 
@@ -160,7 +161,7 @@ def test_a_message_respects_both_bucket_sizes(reduced: int, gathered: int) -> No
 @pytest.mark.gloo
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_without_all_gather_every_owner_broadcasts(stage: int) -> None:
-    """In stage 3 with every trainable parameter kept whole, so that there is something to publish."""
+    """Every owner broadcasts its part; in stage 3 all trainable parameters are kept whole, so that there is one."""
     run, plain = (seen(stage, allgather_partitions=value, param_persistence_threshold=HUGE) for value in (False, True))
     assert plain.calls["all_gather"] == num_buckets()
     assert run.calls.get("all_gather", 0) == 0
@@ -172,7 +173,7 @@ def test_without_all_gather_every_owner_broadcasts(stage: int) -> None:
 
 
 def most_reductions_in_flight(rank: int, stage: int, overlap: bool) -> int:
-    """Looked at whenever a gradient has come, and at the end of backward."""
+    """Return the most reductions in flight, counted whenever a gradient has come and at the end of backward."""
     model, engine, _ = make_engine(rank, Options(stage, RANKS, bucket=QUANTUM, overlap=overlap))
     looks: list[int] = []
     for parameter in model.parameters():
@@ -214,7 +215,7 @@ def test_gradients_travel_in_the_format_of_the_wire(stage: int, precision: str, 
 
 
 class Slope(nn.Module):
-    """Its gradient is its input."""
+    """A model whose gradient is its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +226,7 @@ class Slope(nn.Module):
 
 
 def sum_of_large_gradients(rank: int, stage: int, zero: Mapping[str, Any]) -> tuple[float, float]:
-    """(gradient of rank 0 as it is kept, what it has been divided by) when each rank's is 40000 in fp16."""
+    """Return (gradient that rank 0 keeps, divisor that it includes) when every rank's gradient is 40000 in fp16."""
     model = Slope().half()
     engine = engine_around(model, mesh_in_worker(rank, dp=RANKS), precision="fp16", zero_stage=stage, **zero)
     engine.begin_step()
@@ -241,7 +242,7 @@ def sum_of_large_gradients(rank: int, stage: int, zero: Mapping[str, Any]) -> tu
 @pytest.mark.parametrize("reduce_scatter", [True, False])
 def test_dividing_first_keeps_sums_below_the_largest_number(stage: int, reduce_scatter: bool) -> None:
     rows: list[tuple[dict[str, Any], tuple[float, float]]] = [
-        ({}, (math.inf, 1.0)),  # 65504 is the largest
+        ({}, (math.inf, 1.0)),  # fp16's largest number is 65504
         ({"prescale_gradients": True}, (40_000.0, 2.0)),
         ({"gradient_predivide_factor": 4.0}, (20_000.0, 4.0)),
     ]
@@ -254,7 +255,7 @@ def test_dividing_first_keeps_sums_below_the_largest_number(stage: int, reduce_s
 
 
 def loaded_values(name: str, numel: int) -> Tensor:
-    """float32 that bfloat16 cannot hold."""
+    """Return float32 values that bfloat16 cannot represent."""
     return torch.linspace(1.0, 2.0, numel) / 3 + len(name) / 7
 
 
@@ -293,7 +294,7 @@ def test_master_weights_come_from_rounded_weights_if_so_wanted(stage: int, from_
 
 
 def backward_with_an_unused_layer(rank: int, stage: int, ignore: bool) -> str:
-    """What the engine says about it."""
+    """Return the message of the engine's error, or an empty string if there is none."""
     model, engine, _ = make_engine(rank, Options(stage, RANKS, zero=(("ignore_unused_parameters", ignore),)))
     engine.begin_step()
     try:
@@ -324,9 +325,9 @@ def test_unused_parameters_stop_the_run_with_their_names(stage: int) -> None:
     assert run_ranks(RANKS, backward_with_all_used, stage)[0] == 3.0 * RANKS
 
 
-# All of them: the training stays what it is.
+# Every setting leaves the training as it is.
 
-# (setting, other values, ZeRO stages it applies to); further settings without which it has no effect come after it.
+# Rows of (setting with another value, ZeRO stages it applies to); settings without which it has no effect follow it.
 ALL, PUBLISHING, GATHERING = STAGES, (1, 2, 3), (3,)
 OTHERS: list[tuple[dict[str, Any], tuple[int, ...]]] = [
     ({"contiguous_gradients": False}, ALL),
@@ -353,8 +354,8 @@ OTHERS: list[tuple[dict[str, Any], tuple[int, ...]]] = [
     ({"prescale_gradients": True}, ALL),
     ({"gradient_predivide_factor": 3.0}, ALL),
 ]
-# The stage is in every row; two decide about a checkpoint, one about construction; one is about parameters this model
-# leaves unused; and windows are of schedules (test_3d_layouts.py).
+# Settings that other tests cover: the stage is in every row; two are about checkpoints, one about construction, one
+# about parameters that this model leaves unused; and windows belong to schedules (test_3d_layouts.py).
 ELSEWHERE = {
     "zero_stage",
     "load_from_fp32_weights",
@@ -385,7 +386,7 @@ def test_the_training_stays_the_same(
     )
     runs = run_ranks(RANKS, train, options._replace(zero=tuple(rest.items())))
     norms, weights = plain
-    # A gradient that has been float32 on its way has 24 bits.
+    # A gradient that is float32 for its reduction keeps only 24 bits.
     bound = 1e-5 if "communication_data_type" in zero else 1e-9
     saved = full_state(runs)
     assert saved.keys() == weights.keys()

@@ -1,6 +1,6 @@
-"""The settings of the ZeRO section that decide what is gathered, when, and how long it stays; in counted elements.
+"""Tests the ZeRO settings that decide what is gathered, when, and how long it stays, in counted elements.
 
-`test_zero_knobs.py` has the others, and shows for all that the training stays what it is.
+`test_zero_knobs.py` covers the other settings, and shows for all that they leave the training as it is.
 """
 
 import weakref
@@ -18,7 +18,7 @@ from megazero.zero.unit_memory import UnitState
 
 RANKS = 2
 HUGE = 10**9
-ITEMSIZE = 8  # of float64
+ITEMSIZE = 8  # bytes of a float64 element
 WIDTH, DEPTH = 8, 4
 MATRIX, BIAS = WIDTH * WIDTH, WIDTH
 UNIT = 96  # elements of a layer, weight and bias, padded to a multiple of 16 x 2
@@ -26,7 +26,7 @@ PADDED_BIAS = 32
 
 
 class Chain(nn.Module):
-    """Layers, each a unit; the last as wide as asked."""
+    """A chain of layers, each of which is a unit; the last one has a width of its own."""
 
     def __init__(self, last: int = WIDTH) -> None:
         super().__init__()
@@ -47,14 +47,14 @@ def make_chain(rank: int, zero: dict[str, Any], last: int = WIDTH, precision: st
 
 
 def run_pass(model: nn.Module, engine: Engine) -> None:
-    """Forward and backward of one micro-batch."""
+    """Run forward and backward of one micro-batch."""
     engine.begin_step()
     x = torch.ones(2, WIDTH, dtype=next(model.parameters()).dtype, requires_grad=True)
     engine.backward(model(x).sum(), is_last=True)
 
 
 class Gathered(NamedTuple):
-    """In a step that knows the order of uses: all-gathers, bytes sent for them, most gathered elements at once."""
+    """All-gathers of a step whose order of uses is recorded: calls, bytes sent, peak elements, and parameter bytes."""
 
     calls: int
     nbytes: int
@@ -82,7 +82,7 @@ def gathered(**zero: Any) -> Gathered:
     return first  # type: ignore[no-any-return]
 
 
-# The last layer's backward follows its forward at once.
+# The last layer's backward follows its forward at once, so its unit is gathered once for both.
 EACH_USE = 2 * DEPTH - 1
 
 
@@ -93,7 +93,7 @@ WIDE_UNIT = 224  # (8 + 1) x 24 = 216 elements, padded
 
 
 def gathers_in_flight(rank: int, zero: dict[str, Any]) -> dict[str, int]:
-    """{unit: its buckets on their way} when the first layer begins, in a pass whose order is known."""
+    """Return {unit: its buckets in flight} when the first layer begins, in a pass whose order is recorded."""
     model, engine = make_chain(rank, zero, last=WIDE)
     run_pass(model, engine)
     looks: list[dict[str, int]] = []
@@ -102,7 +102,7 @@ def gathers_in_flight(rank: int, zero: dict[str, Any]) -> dict[str, int]:
         units = engine._gather._units.values()
         looks.append({unit.name: len(unit.works) for unit in units if unit.state is UnitState.IN_FLIGHT})
 
-    model.layers[0].register_forward_pre_hook(look)  # after the engine's
+    model.layers[0].register_forward_pre_hook(look)  # runs after the engine's hook
     run_pass(model, engine)
     engine.finish_reductions()
     engine.close()
@@ -113,7 +113,7 @@ def gathers_in_flight(rank: int, zero: dict[str, Any]) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("zero", "expected"),
     [
-        ({}, {"layers.1": 1, "layers.2": 1}),  # as the largest unit, 224
+        ({}, {"layers.1": 1, "layers.2": 1}),  # the default is the size of the largest unit, 224
         ({"prefetch_bucket_size": 0}, {}),
         ({"prefetch_bucket_size": UNIT}, {"layers.1": 1}),
         ({"prefetch_bucket_size": 2 * UNIT - 1}, {"layers.1": 1}),
@@ -145,7 +145,7 @@ def test_what_is_gathered_ahead(zero: dict[str, Any], expected: dict[str, int]) 
     ids=str,
 )
 def test_what_stays_whole_is_published_once_and_never_gathered(zero: dict[str, Any], whole_biases: int) -> None:
-    """The first layers' biases come first, and with whole ones a layer's matrix is gathered alone."""
+    """The biases of the first layers stay whole first, and a layer whose bias is whole gathers its matrix alone."""
     run = gathered(**zero)
     sizes = [MATRIX] * whole_biases + [UNIT] * (DEPTH - whole_biases)
     elements = 2 * sum(sizes) - sizes[-1] + whole_biases * PADDED_BIAS
@@ -169,7 +169,7 @@ def test_a_model_that_is_whole_is_only_published() -> None:
     [(0, 1), (2 * UNIT - 1, 1), (2 * UNIT, 2), (4 * UNIT - 1, 2), (4 * UNIT, 3), (6 * UNIT, 4), (HUGE, 4)],
 )
 def test_what_is_needed_again_soon_is_not_gathered_again(distance: int, kept: int) -> None:
-    """Between the forward and the backward of a layer come both of every layer behind it."""
+    """The distance between a layer's forward and backward is that of both passes through every later layer."""
     run = gathered(max_reuse_distance=distance, prefetch_bucket_size=0)
     assert run.calls == 2 * DEPTH - kept
     assert run.peak == kept * UNIT
@@ -182,7 +182,7 @@ def test_what_is_needed_again_soon_is_not_gathered_again(distance: int, kept: in
 @pytest.mark.parametrize(
     ("limit", "calls", "units"),
     [
-        # Not even the layer in use fits: nothing is kept, the last layer for its backward included.
+        # Not even the layer in use fits, so nothing is kept, not even the last layer for its backward.
         (0, 2 * DEPTH, 1),
         (UNIT, EACH_USE, 1),
         (2 * UNIT, 2 * DEPTH - 2, 2),
@@ -206,7 +206,7 @@ def test_the_limit_of_live_parameters_bounds_what_is_gathered_ahead(limit: int, 
 
 
 def bytes_between_forward_and_backward(rank: int, efficient: bool) -> tuple[int, int]:
-    """(bytes of the memory that forwards have computed with, alive before backward and after)."""
+    """Return the bytes of storages that forwards computed with, alive before backward and alive after it."""
     model, engine = make_chain(rank, {"memory_efficient_linear": efficient})
     used: list[weakref.ref[torch.UntypedStorage]] = []
     for layer in model.layers:
@@ -244,7 +244,7 @@ def test_what_stays_in_memory_is_not_gathered_for_backward() -> None:
 
 
 class Updates(NamedTuple):
-    """What the optimizer was given in one step: elements of each run; and the bytes that buffers must hold."""
+    """The elements of each run that the optimizer got in one step, and the bytes that the largest buffer must have."""
 
     numels: list[int]
     largest_buffer_bytes: int
@@ -269,7 +269,7 @@ def count_updates(rank: int, zero: dict[str, Any]) -> Updates:
 
 @pytest.mark.gloo
 def test_the_optimizer_updates_at_most_a_sub_group_at_once() -> None:
-    """In stage 0, where runs are as long as buckets; biases come first, padding belongs to the matrix."""
+    """Runs are as long as buckets in stage 0; biases come first, and the padding belongs to the matrix."""
     whole, cut = (run_ranks(RANKS, count_updates, {"zero_stage": 0, "sub_group_size": size})[0] for size in (10**9, 20))
     assert whole.numels == [BIAS, UNIT - BIAS] * DEPTH
     assert cut.numels == [BIAS, 20, 20, 20, 20, 8] * DEPTH
@@ -279,13 +279,13 @@ def test_the_optimizer_updates_at_most_a_sub_group_at_once() -> None:
 
 # contiguous_gradients
 
-GRADIENTS = 7  # parameters that this model's loss depends on and that are trained
+GRADIENTS = 7  # parameters that are trained and that this model's loss depends on
 
 
 class Arrivals(NamedTuple):
-    """Looked at whenever a gradient has come: how many are alive outside buckets, and how many buckets are open.
+    """Counts taken whenever a gradient has come: gradients alive outside buckets, and open buckets.
 
-    left: gradients alive when the step's reductions are done.
+    left: gradients alive when the step's reductions are done. gradient_bytes: bytes of persistent gradients.
     """
 
     alive: list[int]
@@ -295,7 +295,7 @@ class Arrivals(NamedTuple):
 
 
 def watch_gradients(rank: int, stage: int, contiguous: bool) -> Arrivals:
-    """Two micro-batches of one unit in one bucket, which only end with the unused parameter, that is, with backward."""
+    """Run two micro-batches of one unit in one bucket, which ends with backward, since it holds an unused parameter."""
     zero = (("contiguous_gradients", contiguous),)
     model, engine, _ = make_engine(rank, Options(stage, RANKS, bucket=HUGE, units=False, zero=zero))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -328,7 +328,7 @@ def test_leased_gradients_go_into_their_bucket_at_once_or_all_together(stage: in
 @pytest.mark.gloo
 @pytest.mark.parametrize("stage", [0, 1])
 def test_resident_gradients_are_flat_or_autograds_own(stage: int) -> None:
-    """Autograd's own stay for the second micro-batch and go when their bucket is complete."""
+    """Gradients that autograd made stay for the second micro-batch and go when their bucket is complete."""
     flat, own = (run_ranks(RANKS, watch_gradients, stage, value)[0] for value in (True, False))
     numel = sum(parameter.numel() for parameter in make_model().parameters() if parameter.requires_grad)
     padded = ITEMSIZE * (numel + -numel % 32)

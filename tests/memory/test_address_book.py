@@ -1,4 +1,4 @@
-"""The address book against a map of bytes: what fits, what slides, what stays, and what the statistics say."""
+"""Tests the address book against a map of bytes: which requests fit, which blocks slide or stay, and its statistics."""
 
 from collections.abc import Callable
 
@@ -12,14 +12,14 @@ from megazero.memory.address_book import AddressBook, Block
 
 FREE = -1
 
-# (what, which): sizes in bytes for requests, else a number that picks a live block.
+# An action and a number: the bytes of a request, or else a number that picks a live block.
 ACTIONS = st.lists(
     st.tuples(st.sampled_from(["allocate", "allocate fixed", "free", "pin", "unpin"]), st.integers(0, 70)), max_size=60
 )
 
 
 class ByteMap:
-    """Memory as one number a byte: which request occupies it."""
+    """Memory as an array with one number per byte: the request that occupies it."""
 
     def __init__(self, book: AddressBook, capacity: int) -> None:
         self.book = book
@@ -28,7 +28,7 @@ class ByteMap:
         self.most_live = self.failed = self.moved = self.compactions = 0
 
     def allocate(self, number: int, nbytes: int, *, movable: bool) -> bool:
-        """Carry out a request and its moves; whether it was granted."""
+        """Carry out a request and its moves; return True if it was granted."""
         walls = {key: block.start for key, block in self.live.items() if block.is_wall}
         grant = self.book.allocate(nbytes, movable=movable)
         if grant is None:
@@ -60,7 +60,7 @@ class ByteMap:
         return int((self.bytes != FREE).sum())
 
     def gaps(self) -> list[int]:
-        """Lengths of the free runs, by address."""
+        """Return the lengths of the free runs, by address."""
         marks = "".join("." if owner == FREE else "x" for owner in self.bytes)
         return [len(run) for run in marks.split("x") if run]
 
@@ -126,7 +126,7 @@ def test_a_plain_allocator_of_the_same_capacity_moves_nothing(actions: list[tupl
 
 
 def holes(pattern: str) -> tuple[AddressBook, list[Block]]:
-    """A full book of one byte a letter: blocks are runs of a letter, capitals fixed, and those of dots are freed."""
+    """Return a book with holes: runs of a letter are blocks, one byte a letter, capitals fixed; dots are freed."""
     runs = [pattern[0]]
     for letter in pattern[1:]:
         if runs[-1][0] == letter:
@@ -145,7 +145,7 @@ def holes(pattern: str) -> tuple[AddressBook, list[Block]]:
 @pytest.mark.parametrize(
     ("pattern", "nbytes", "start", "moves"),
     [
-        ("aa..bb...", 2, 2, []),  # the first gap that takes it, not the best
+        ("aa..bb...", 2, 2, []),  # the first gap that is large enough, not the best
         ("aa..bbb.", 3, 5, [(4, 2)]),
         ("..aaa..b..", 4, 6, [(7, 5)]),  # one byte slides rather than three
         ("a.b.c.", 3, 3, [(2, 1), (4, 2)]),
@@ -192,13 +192,13 @@ def test_capacity_and_sizes_are_multiples_of_the_alignment() -> None:
     assert empty is not None and empty.block.nbytes == 0
 
 
-# Section 6.3: what lives long, interleaved with what lives short.
+# Long-lived blocks interleaved with short-lived ones (ZeRO, section 6.3).
 
 LAYERS = 8
 
 
 def forward_with_checkpoints(rest: AddressBook, checkpoints: AddressBook) -> int:
-    """A layer makes two activations, and its checkpoint between; they go when the next layer's are there."""
+    """Allocate two activations and a checkpoint for each layer, freeing activations once the next layer's are there."""
     previous: list[Block] = []
     for _ in range(LAYERS):
         first, _, second = take(rest, 4), take(checkpoints, 2), take(rest, 4)
@@ -211,7 +211,7 @@ def forward_with_checkpoints(rest: AddressBook, checkpoints: AddressBook) -> int
 
 
 def backward(rest: AddressBook, gradients: AddressBook) -> int:
-    """A layer takes a scratch buffer and makes its input's gradient and its parameters'; its output's then goes."""
+    """Allocate scratch, the input's gradient and a kept gradient for each layer; free its output's gradient after."""
     above = take(rest, 3)
     for _ in range(LAYERS):
         scratch, below, _ = take(rest, 1), take(rest, 3), take(gradients, 1)
@@ -232,7 +232,7 @@ def take(book: AddressBook, nbytes: int) -> Block:
 def test_long_lived_blocks_fragment_a_plain_memory_and_not_arenas(
     step: Callable[[AddressBook, AddressBook], int], capacity: int, large: int
 ) -> None:
-    """`large` is asked for when only what lives long is left: there is enough, in pieces."""
+    """A request of `large` bytes fails when only long-lived blocks are left, since the free bytes are in pieces."""
     plain = AddressBook(capacity, alignment=1, compacts=False)
     long_lived = step(plain, plain)
     seen = plain.statistics
@@ -241,7 +241,7 @@ def test_long_lived_blocks_fragment_a_plain_memory_and_not_arenas(
     assert plain.allocate(large) is None
 
     arena = AddressBook(long_lived, alignment=1, compacts=False)
-    rest = AddressBook(capacity - long_lived, alignment=1, compacts=False)  # as much in all
+    rest = AddressBook(capacity - long_lived, alignment=1, compacts=False)  # both have the capacity of the plain memory
     step(rest, arena)
     assert arena.statistics.free_bytes == 0
     assert rest.allocate(large) is not None

@@ -1,4 +1,4 @@
-"""Arenas: tensors keep their values and their identity while their memory moves; real tensors, fake ones, a ledger."""
+"""Tests arenas: tensors keep values and identity while their memory moves; real tensors, fake ones, and a ledger."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ ACTIONS = st.lists(
 @given(ACTIONS)
 def test_any_history_leaves_every_tensor_its_values(actions: list[tuple[str, int, torch.dtype]]) -> None:
     arena = arena_of(320, alignment=8)
-    live: list[tuple[ArenaBlock, Tensor, Tensor]] = []  # block, the object that it gave out, its values
+    live: list[tuple[ArenaBlock, Tensor, Tensor]] = []  # block, its tensor, its values
     pinned: list[tuple[ArenaBlock, int]] = []
     for action, which, dtype in actions:
         if action.startswith("allocate"):
@@ -92,7 +92,7 @@ def test_a_tensor_moves_and_stays_the_same_object() -> None:
     block.tensor.copy_(torch.arange(65))
     tensor, address = block.tensor, block.tensor.data_ptr()
     hole.release()
-    assert arena.allocate(512, torch.uint8) is not None  # into the hole, first fit
+    assert arena.allocate(512, torch.uint8) is not None  # goes into the hole, the first fit
     assert tensor.data_ptr() == address
 
     arena = arena_of(3 * 512)
@@ -106,7 +106,7 @@ def test_a_tensor_moves_and_stays_the_same_object() -> None:
     assert (arena.statistics.num_compactions, arena.statistics.moved_bytes) == (1, 512)
 
 
-# Bytes moved, by a distance: longer than the staging piece, shorter, and equal; what moves overlaps itself or not.
+# Sizes and distances of moves, in bytes, longer than, shorter than and equal to the staging piece and to each other.
 @pytest.mark.parametrize("distance", [1, 3, 512])
 @pytest.mark.parametrize("nbytes", [1, 2, 511, 512, 513, 3000, 9 << 20])
 def test_overlapping_moves_keep_every_byte(distance: int, nbytes: int) -> None:
@@ -144,7 +144,7 @@ def test_autograd_does_not_notice_a_move() -> None:
 
 
 def test_blocks_have_versions_of_their_own() -> None:
-    """Writing to one does not spoil what autograd has saved of another."""
+    """Writing to one block does not invalidate what autograd has saved of another."""
     arena = arena_of(1024)
     saved, other = take(arena, 4, torch.float64), take(arena, 4, torch.float64)
     saved.tensor.fill_(3.0)

@@ -1,4 +1,4 @@
-"""Leases from an arena: whole slots, room for as many as there are, the pool beyond that, and the ledger."""
+"""Tests leases from an arena: whole slots, room for as many leases as slots, the pool beyond that, and the ledger."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def test_a_lease_is_a_dense_tensor_in_the_arena(dtype: torch.dtype) -> None:
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 64), st.integers(0, 7)), max_size=60))
 def test_as_many_leases_as_slots_always_fit(history: list[tuple[bool, int, int]]) -> None:
-    """Whatever their sizes and the order in which they go: no lease of up to a slot is in another's way."""
+    """Leases of up to a slot never block each other, whatever their sizes and the order in which they are released."""
     scratch, pool = scratch_of(4)
     out: list[Lease] = []
     for takes, numel, which in history:

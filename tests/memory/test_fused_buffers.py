@@ -1,4 +1,4 @@
-"""The pool of constant-size buffers: how many it makes, what it hands out again, what it refuses."""
+"""Tests the pool of constant-size buffers: how many it makes, which it lends again, and what it refuses."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def test_the_pool_is_as_large_as_the_most_that_were_out_at_once() -> None:
 
 @given(st.lists(st.booleans(), max_size=60))
 def test_any_history_of_leases(takes: list[bool]) -> None:
-    """True leases, False returns the oldest; the pool holds the high-water mark and never one tensor twice."""
+    """True leases, False returns the oldest lease; the pool has as many buffers as leases at the peak, and no more."""
     pool = FusedBuffers(8, CPU)
     out: list[BufferLease] = []
     most = 0
@@ -69,7 +69,7 @@ def test_with_gives_the_buffer_back_even_after_an_error() -> None:
     with pytest.raises(ZeroDivisionError), pool.lease(2, torch.float32) as tensor:
         assert tensor.shape == (2,)
         raise ZeroDivisionError
-    pool.resize(8)  # possible only while none is out
+    pool.resize(8)  # possible only while no buffer is leased
 
 
 def test_resize_makes_new_buffers_and_waits_for_none_to_be_out() -> None:

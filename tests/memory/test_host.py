@@ -1,4 +1,4 @@
-"""Host memory: what comes back, which buffers are used again, what is counted where; streams where there is a GPU."""
+"""Tests host memory: stored values, reuse of buffers, what is counted where, and streams where there is a GPU."""
 
 import ctypes
 import gc
@@ -19,7 +19,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int
 
 
 def random_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Any bit patterns, NaN among them (bools are 0 or 1)."""
+    """Return any bit patterns, NaN among them (bools are 0 or 1)."""
     if dtype == torch.bool:
         return torch.randint(0, 2, shape).bool()
     numel = torch.Size(shape).numel()
@@ -53,7 +53,7 @@ def test_a_copy_shares_nothing_with_its_source_or_its_buffer() -> None:
     x.fill_(-1)
     loaded = first.load()
     first.release()
-    second = memory.store(torch.zeros(6))  # into the same buffer
+    second = memory.store(torch.zeros(6))  # goes into the same buffer
     assert memory.buffer_bytes == 24
     assert loaded.tolist() == [0, 1, 2, 3, 4, 5]
     second.release()
@@ -77,7 +77,7 @@ def test_the_source_is_kept_until_it_was_sent() -> None:
         stored.sent()
         assert sum(ledger.live_bytes().values()) == 0
         again = memory.store(torch.zeros(50))
-        again.release()  # without anybody having asked whether it was sent
+        again.release()  # without a check before it that the copy was sent
         assert sum(ledger.live_bytes().values()) == 0
 
 
@@ -89,7 +89,7 @@ def test_the_way_back_begins_once() -> None:
     assert memory.fetched_bytes == 16
     assert ahead.load() is ahead.load()
     assert memory.fetched_bytes == 16
-    assert late.load().tolist() == [1, 1, 1, 1]  # nobody has prefetched it
+    assert late.load().tolist() == [1, 1, 1, 1]  # no prefetch was made of it
     assert memory.fetched_bytes == 32
     never = memory.store(torch.ones(4))
     never.prefetch()
@@ -104,7 +104,7 @@ def test_after_letting_go_another_load_brings_it_again() -> None:
         mine = stored.load()
         mine += 1
         stored.release_copy()
-        assert sum(ledger.live_bytes().values()) == 12  # mine
+        assert sum(ledger.live_bytes().values()) == 12  # the bytes of `mine`
         del mine
         assert sum(ledger.live_bytes().values()) == 0
         assert stored.load().tolist() == [0, 1, 2]
@@ -140,7 +140,7 @@ def test_buffers_are_used_again_by_size() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), max_size=40))
 def test_any_history(moves: list[tuple[int, int]]) -> None:
-    """0 and 1 store so many floats, 2 loads, 3 releases one: contents and statistics are those of plain lists."""
+    """Moves 0 and 1 store that many floats, 2 loads, 3 releases; contents and statistics are those of plain lists."""
     memory = HostMemory(CPU)
     held: list[tuple[HostTensor, list[float]]] = []
     made: dict[int, int] = {}
@@ -185,7 +185,7 @@ def test_only_dense_tensors_of_the_device_are_stored() -> None:
 
 @pytest.mark.parametrize("fake", [False, True])
 def test_a_ledger_counts_device_memory_alone(fake: bool) -> None:
-    """Also on a CPU, where both look alike; at no moment is a buffer on the device."""
+    """No buffer is counted as device memory at any moment, not even on a CPU, where both kinds of memory look alike."""
     mode = FakeTensorMode() if fake else torch.no_grad()
     with mode, Ledger(CPU, limit_bytes=800) as ledger:
         memory = HostMemory(CPU, ledger=ledger)
@@ -207,14 +207,14 @@ def test_a_ledger_counts_device_memory_alone(fake: bool) -> None:
         step = ledger.take()
     assert step.peak_bytes == 400
     assert step.timeline.totals[-1] == 0
-    assert ledger.elsewhere_bytes() == memory.buffer_bytes == 2000  # the pool's
+    assert ledger.elsewhere_bytes() == memory.buffer_bytes == 2000  # the pool's buffers
     del memory, kept, stored
     gc.collect()
     assert ledger.elsewhere_bytes() == 0
 
 
 def test_bandwidth_is_that_of_copies() -> None:
-    """Within what any memory does: a plain copy and back takes no more than a hundred times as long, or as short."""
+    """The measured bandwidth is within the range of any memory, and a measurement of no bytes is positive too."""
     nbytes = 1 << 22
     measured = host_bandwidth(CPU, nbytes)
     assert 1e8 < measured < 1e13
@@ -223,7 +223,7 @@ def test_bandwidth_is_that_of_copies() -> None:
 
 @pytest.mark.cuda
 def test_streams_order_copies_and_computation() -> None:
-    """Sources are overwritten and copies read while the device is kept busy; a copy that is late is wrong."""
+    """A copy that came late would be wrong: sources are overwritten and copies read while the device is kept busy."""
     device = torch.device("cuda", torch.cuda.current_device())
     memory = HostMemory(device)
     busy = torch.randn(2048, 2048, device=device)
@@ -250,7 +250,7 @@ def test_streams_order_copies_and_computation() -> None:
 
 # --- freed memory goes back to the system ----------------------------------------------------------------------------
 
-PIECE, PIECES = 100_000, 400  # bytes; below what the C library would map, and unmap, by itself
+PIECE, PIECES = 100_000, 400  # smaller than the pieces that the C library maps, and unmaps, one by one
 
 
 def resident_kib() -> int:
@@ -260,7 +260,7 @@ def resident_kib() -> int:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
 def test_holes_are_given_back() -> None:
-    """Every second of many small pieces is freed, which leaves holes that nobody can give back by growing smaller."""
+    """Freeing every second of many small pieces leaves holes, which are returned although the heap cannot shrink."""
     libc = ctypes.CDLL(None)
     libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (
         ctypes.c_void_p,

@@ -1,4 +1,4 @@
-"""Pools of temporary memory are leased from in one way."""
+"""Tests that every pool of temporary memory offers the same way to lease."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""The ledger beside hand counts, PyTorch's profiler, fake tensors, and (where there is one) a GPU's allocator."""
+"""Tests the ledger against hand counts, PyTorch's profiler, fake tensors, and a GPU's allocator where there is one."""
 
 import gc
 
@@ -22,7 +22,7 @@ def nonzero(bytes_by_category: dict[Category, int]) -> dict[str, int]:
 
 
 def check_sums(step: StepMemory) -> None:
-    """What holds for every step, whatever happened in it."""
+    """Check the relations between figures that hold for every step."""
     totals = step.timeline.totals
     assert sum(step.at_peak.values()) == step.peak_bytes == totals.max()
     assert (step.timeline.live >= 0).all()
@@ -101,7 +101,7 @@ def test_a_storage_resized_in_place_counts_with_its_new_size() -> None:
             assert nonzero(ledger.live_bytes()) == {}
             gathered.untyped_storage().resize_(4000)
             ledger.resized(gathered)
-            ledger.resized(gathered)  # told twice, counted once
+            ledger.resized(gathered)  # a second report is not counted again
             assert nonzero(ledger.live_bytes()) == {"gathered_parameters": 4000}
         step = ledger.take()
     assert step.timeline.totals.tolist() == [4000, 0, 4000, 0, 4000]
@@ -115,7 +115,7 @@ def test_a_resize_by_an_operation_needs_no_telling() -> None:
         grows.resize_(50)
         assert sum(ledger.live_bytes().values()) == 200
         grows.untyped_storage().resize_(400)
-        grows.zero_()  # seen at the next operation at the latest
+        grows.zero_()  # noticed at the next operation at the latest
         assert sum(ledger.live_bytes().values()) == 400
 
 
@@ -148,7 +148,7 @@ def test_a_tag_holds_from_birth_and_a_second_one_from_now() -> None:
 
 
 def test_an_unnamed_storage_of_an_earlier_step_changes_sides_now() -> None:
-    """What a step has been told is not contradicted by the next one."""
+    """A storage tagged in a later step changes its category then; the figures of the earlier step stay."""
     with Ledger(CPU) as ledger:
         old = torch.zeros(5)
         assert ledger.take().peaks["temporary"] == 20
@@ -177,7 +177,7 @@ def test_the_innermost_category_counts() -> None:
 
 
 def test_activations_are_what_a_forward_leaves_alive() -> None:
-    """x W: backward keeps x and W; gelu keeps its input.  10 x 6 and 6 x 6 floats."""
+    """Backward of x W keeps x and W, and that of gelu its input, of [10, 6] and [6, 6] floats."""
     weight = torch.zeros(6, 6, requires_grad=True)
     ledger = Ledger(CPU)
     ledger.tag(weight, "parameters")
@@ -198,7 +198,7 @@ def test_activations_are_what_a_forward_leaves_alive() -> None:
         assert nonzero(ledger.live_bytes()) == {"parameters": 144, "temporary": 240, "gradients": 144}
     step = ledger.take()
     check_sums(step)
-    # Known from birth: at the moment gelu's output exists, its input already counts as an activation.
+    # Activations count from birth: at the moment gelu's output exists, its input already counts as an activation.
     forward = step.timeline.live[step.timeline.operations <= step.timeline.phases[1].operation]
     assert forward[:, CATEGORIES.index("activations")].max() == 244
     assert step.peaks["temporary"] >= 480
@@ -232,13 +232,13 @@ def test_what_is_elsewhere_is_not_counted_whatever_happens_to_it() -> None:
         host.add_(1).resize_(50)
         ledger.resized(host)
         ledger.phase("backward")
-        ledger.elsewhere(host)  # told twice
+        ledger.elsewhere(host)  # a second report is not counted again
         assert (nonzero(ledger.live_bytes()), ledger.elsewhere_bytes()) == ({"temporary": 40}, 200)
         device.copy_(host[:10])
         step = ledger.take()
         check_sums(step)
-        assert step.timeline.totals.tolist() == [0, 100, 140, 40]  # what it was before it was told
-        ledger.elsewhere(device)  # of an earlier step
+        assert step.timeline.totals.tolist() == [0, 100, 140, 40]  # as counted before the report
+        ledger.elsewhere(device)  # a tensor of an earlier step
         assert (nonzero(ledger.live_bytes()), ledger.elsewhere_bytes()) == ({}, 240)
         del host, device
         assert ledger.elsewhere_bytes() == 0
@@ -252,7 +252,7 @@ def test_a_named_storage_goes_elsewhere() -> None:
     ledger = Ledger(CPU)
     ledger.tag(moments, "moments")
     ledger.elsewhere(moments)
-    on_meta = torch.zeros(3, device="meta")  # not this ledger's device anyway, and yet elsewhere
+    on_meta = torch.zeros(3, device="meta")  # not on this ledger's device anyway, and yet elsewhere
     ledger.elsewhere(on_meta)
     assert (nonzero(ledger.live_bytes()), ledger.elsewhere_bytes()) == ({}, 32 + 12)
     assert ledger.take().timeline.totals.tolist() == [0, 32, 0]
@@ -269,7 +269,7 @@ def test_other_devices_and_layouts_are_left_out() -> None:
 
 
 def test_a_gpu_gives_out_multiples_of_512_bytes() -> None:
-    """With fake tensors, which need no GPU."""
+    """The sizes are counted on fake tensors, which need no GPU."""
     cuda = torch.device("cuda", 0)
     with FakeTensorMode(), Ledger(cuda, allocator=lambda: 0) as ledger:
         tensors = [torch.empty(numel, dtype=torch.uint8, device=cuda) for numel in (0, 1, 512, 513)]
@@ -293,7 +293,7 @@ def test_samples_compare_with_an_allocator() -> None:
 
 
 class Block(nn.Module):
-    """Layer norm, two matrices and a residual, of width 24."""
+    """A block of width 24: layer norm, two matrices and a residual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -307,7 +307,7 @@ class Block(nn.Module):
 
 
 def train_a_step(ledger: AnyLedger, steps: int = 2) -> list[StepMemory | None]:
-    """A small model with AdamW; the same operations whatever watches."""
+    """Train a small model with AdamW; the operations are the same with every ledger."""
     model = nn.Sequential(Block(), Block(), Block())
     for parameter in model.parameters():
         ledger.tag(parameter, "parameters")
@@ -343,7 +343,7 @@ def test_a_training_loop_by_hand() -> None:
     assert step.at_peak["parameters"] == step.peaks["parameters"] == F32 * PARAMETERS
     assert step.peaks["moments"] == 2 * F32 * PARAMETERS
     assert step.peaks["gradients"] == F32 * PARAMETERS
-    # A block keeps the norm's output and its two statistics a row, up's output, gelu's output, and its own output
+    # A block keeps the norm's output and its two statistics per row, up's output, gelu's output, and its own output
     # (the next one's input); the last one's output is kept by the square, whose own output `mean` does not need.
     kept = 3 * F32 * 40 * (24 + 1 + 1 + 96 + 96 + 24)
     loss = F32
@@ -379,7 +379,7 @@ def test_resizes_of_fake_storages() -> None:
 
 
 def test_beside_the_allocators_own_events() -> None:
-    """What the allocator sees more is scratch inside kernels."""
+    """The allocator's peak exceeds the ledger's only by scratch memory inside kernels."""
     with Ledger(CPU) as ledger:
         activities = [torch.profiler.ProfilerActivity.CPU]
         with torch.profiler.profile(profile_memory=True, activities=activities) as profile:
@@ -421,5 +421,5 @@ def test_within_two_percent_of_the_cuda_allocator() -> None:
         step = ledger.take()
     check_sums(step)
     _, backward, update = step.timeline.phases
-    assert update.operation - backward.operation > 16  # the mode was there in the engine's own thread
+    assert update.operation - backward.operation > 16  # the mode was active in the engine's own thread too
     assert step.allocator_gap is not None and step.allocator_gap <= 0.02

@@ -1,4 +1,4 @@
-"""Peaks and timelines of changes, beside a slow count of every moment."""
+"""Tests peaks and timelines of changes against a slow count of every moment."""
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ def test_the_peak_may_be_the_start() -> None:
 
 @given(st.lists(st.tuples(st.integers(-(10**14), 10**14), st.sampled_from(CATEGORIES), st.just(1)), max_size=30))
 def test_every_moment(changes: list[Change]) -> None:
-    """Exact where float64 would not be."""
+    """The figures are exact for numbers that float64 cannot represent."""
     start: dict[Category, int] = {name: 10**17 + index for index, name in enumerate(CATEGORIES)}
     moments = [dict(start)]
     for nbytes, category, _ in changes:

@@ -1,4 +1,4 @@
-"""The ledger that is not kept: every call of the interface, and nothing happens."""
+"""Tests the ledger that counts nothing: it accepts every call of the interface, and no call has an effect."""
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -8,7 +8,7 @@ from megazero.memory.ledger_interface import AnyLedger, NullLedger
 
 
 def use(ledger: AnyLedger) -> bool:
-    """Make every call; whether operations were watched."""
+    """Make every call of the interface; return True if operations were watched."""
     with ledger, ledger.category("gradients"):
         watched = _get_current_dispatch_mode() is not None
         x = torch.zeros(3)

@@ -1,4 +1,4 @@
-"""The limit of live memory: when it speaks, how often, and what it says."""
+"""Tests the limit of live memory: when it raises an error, how often, and with which message."""
 
 import pytest
 import torch
@@ -52,11 +52,11 @@ def test_the_operation_that_exceeds_it_raises(fake: bool) -> None:
     mode = FakeTensorMode() if fake else torch.no_grad()
     with mode, Ledger(CPU, limit_bytes=1000) as ledger:
         a = torch.zeros(100)
-        torch.zeros(150)  # 1000 for a moment
+        torch.zeros(150)  # 1000 bytes in all, for a moment
         b = a + 1
         with pytest.raises(MemoryLimitError, match=r"1\.6 KiB alive: temporary 1\.6 KiB"):
             torch.cat([a, b])[0].item()
-        # What the operation had made is gone, and cleaning up goes unhindered.
+        # The operation's result is gone, and cleaning up is not hindered.
         assert sum(ledger.live_bytes().values()) == 800
         assert torch.zeros(500).shape == (500,)
 
@@ -84,7 +84,7 @@ def test_a_storage_that_grows_exceeds_it() -> None:
 
 
 def test_in_backward() -> None:
-    """The error comes out of autograd as it is."""
+    """The error passes through autograd unchanged."""
     layers = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
     parameters = 4 * 4 * (32 * 32 + 32)
     with Ledger(CPU) as ledger:
@@ -101,7 +101,7 @@ def test_in_backward() -> None:
 
 
 def step(ledger: Ledger, layers: nn.Module) -> Tensor:
-    """Forward and backward, of which the latter needs more."""
+    """Run forward and backward, of which the latter needs more memory."""
     layers.zero_grad()
     for parameter in layers.parameters():
         ledger.tag(parameter, "parameters")
@@ -123,7 +123,7 @@ def test_every_step_is_told_anew() -> None:
         kept = torch.zeros(20)
         ledger.take()
         torch.zeros(5)
-        with pytest.raises(MemoryLimitError):  # what was alive when the step began counts
+        with pytest.raises(MemoryLimitError):  # memory that was alive when the step began counts
             torch.zeros(6)
         assert kept.shape == (20,)
 

@@ -1,7 +1,7 @@
-"""Compiled blocks compute what the same blocks compute uncompiled, in a few graphs without breaks.
+"""Tests that compiled blocks compute what the same blocks compute uncompiled, in a few graphs without breaks.
 
-Inductor makes the code where numbers and random draws are compared; elsewhere what is asked is which graphs there are
-and what stays outside of them, so they run as they are traced, which takes no compiler.
+Inductor makes the code where numbers and random draws are compared. The other tests are about the graphs and about the
+operations outside them, so they run the graphs as traced, which takes no compiler.
 """
 
 from functools import partial
@@ -25,14 +25,14 @@ pytestmark = pytest.mark.gloo
 
 WHOLE, PARTS = "every block as a whole", "the code between a block's collectives"
 PIECES_OF_THE_HEAD = 3
-INDUCTOR_SECONDS = 300.0  # on a busy machine that has compiled nothing yet
+INDUCTOR_SECONDS = 300.0  # allows for a busy machine that has compiled nothing yet
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 needs_compiler = pytest.mark.skipif(bool(lacking(CPU)), reason=f"this machine lacks {lacking(CPU)}")
 STEPS, MICRO_BATCHES = 3, 2
 
 
 class Layout(NamedTuple):
-    """How a run is made; settings: of its own.  backend: of torch.compile, inductor where None."""
+    """A run's settings, degrees of parallelism, and the backend of torch.compile (None: inductor)."""
 
     settings: dict[str, Any]
     tp: int = 1
@@ -48,9 +48,9 @@ class Layout(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """What some steps gave on one rank: figures of every step, evaluations, the last step's kept gradients, traffic.
+    """One rank's results of some steps: figures of every step, evaluations, the last step's kept gradients, traffic.
 
-    graphs: of blocks.
+    compiled: which parts of a block are compiled. graphs: the number of graphs of blocks.
     """
 
     figures: list[tuple[float, float]]
@@ -63,7 +63,7 @@ class Ran(NamedTuple):
 
 
 def off_and_on(rank: int, layout: Layout) -> tuple[Ran, Ran]:
-    """The same run uncompiled and compiled."""
+    """Return the results of the same run uncompiled and compiled."""
     return run(rank, layout, "off"), run(rank, layout, "on")
 
 
@@ -98,7 +98,7 @@ def run(rank: int, layout: Layout, choice: str) -> Ran:
 
 
 def batch_of(core: RunComponents, step: int, *, within_documents: bool = False) -> StepBatch:
-    """This data-parallel rank's micro-batches of a step; within_documents: each with other ones."""
+    """Return this data-parallel rank's micro-batches of a step; within_documents: each has documents of its own."""
     first, data_rank = step * 2 * MICRO_BATCHES * core.mesh.topology.dp, core.mesh.coordinate("dp")
     micro_batches = []
     for index in range(MICRO_BATCHES):
@@ -111,7 +111,7 @@ def batch_of(core: RunComponents, step: int, *, within_documents: bool = False) 
 
 @torch.no_grad()
 def evaluated(core: RunComponents) -> float:
-    """The loss of other samples, without dropout."""
+    """Return the loss of other samples, without dropout."""
     core.model.train(False)
     batch = reference_batch(1000, 2, masked=False)
     loss = core.model.summed_loss(batch.tokens, batch.labels).item() / (2 * LENGTH)
@@ -121,7 +121,7 @@ def evaluated(core: RunComponents) -> float:
 
 
 def check_same(off: Ran, on: Ran) -> None:
-    """Figures, gradients and traffic of the two runs."""
+    """Check that figures, gradients and traffic of the two runs are the same."""
     assert off.compiled is None and off.graphs == 0
     assert on.breaks == {}
     torch.testing.assert_close(on.figures, off.figures, rtol=1e-12, atol=0)
@@ -182,9 +182,9 @@ def test_recomputed_dropout_is_the_same_dropout() -> None:
         (Layout({}, tp=2), PARTS, 4),  # attention, activation, between the two, and after them
         (Layout({"sequence_parallel": True, "zero_stage": 2}, tp=2), PARTS, 4),
         (Layout({"recompute_granularity": "selective"}), PARTS, 4),
-        (Layout({}, within_documents=True), WHOLE, 1),  # other masks are no other graphs
+        (Layout({}, within_documents=True), WHOLE, 1),  # other masks need no other graphs
         (Layout({"recompute_granularity": "selective"}, within_documents=True), PARTS, 4),
-        (Layout({"pipeline_schedule": "zero-bubble"}, pp=2), PARTS, 2),  # parameters stay outside
+        (Layout({"pipeline_schedule": "zero-bubble"}, pp=2), PARTS, 2),  # parameters stay outside of the graphs
     ],
     ids=[
         "zero",
@@ -203,7 +203,7 @@ def test_layouts(layout: Layout, compiled: str, graphs: int) -> None:
 
 
 def test_what_draws_from_a_state_of_its_own_stays_outside() -> None:
-    """So that compiled runs drop what others do: with a split sequence nothing but the activation is compiled."""
+    """Only the activation is compiled if the sequence is split, so that compiled runs drop what other runs drop."""
     settings = {"hidden_dropout": 0.2, "attention_dropout": 0.1, "sequence_parallel": True}
     for off, on in run_ranks(2, off_and_on, Layout(settings, tp=2)):
         check_same(off, on)
@@ -222,7 +222,7 @@ def test_replicated_dropout_is_the_same_on_every_rank(recomputing: dict[str, Any
 
 
 def where_gradients_are(rank: int, choice: str) -> list[str]:
-    """Weights of layers whose gradients autograd would keep in a tensor of its own."""
+    """Return the parameters of layers that have no gradient tensor before a backward."""
     core = core_on_rank(rank, tiny_run(zero_stage=1, compile=choice))
     return [
         name
@@ -232,14 +232,14 @@ def where_gradients_are(rank: int, choice: str) -> list[str]:
 
 
 def test_gradients_of_compiled_blocks_add_up_in_the_flat_tensor() -> None:
-    """What is compiled writes no gradients, so autograd finds a place for each, and there is no second copy."""
+    """Compiled code writes no gradients, so autograd needs a place for each, and there is no second copy."""
     assert run_ranks(1, where_gradients_are, "on") == [[]]
     [written_by_layers] = run_ranks(1, where_gradients_are, "off")
     assert len(written_by_layers) > 0 and all(name.endswith("weight") for name in written_by_layers)
 
 
 def test_a_machine_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Told to compile it says what is missing; left alone it goes on without, and says so where that costs time."""
+    """A missing compiler is an error that names it for "on", and for "auto" a notice, where its absence costs time."""
     monkeypatch.setenv("PATH", str(tmp_path))
     for name in ("CC", "CXX"):
         monkeypatch.delenv(name, raising=False)

@@ -1,4 +1,4 @@
-"""The GPT against transformers' GPT-2 and against the plain reference: logits, losses and gradients, at every tp."""
+"""Tests the GPT against transformers' GPT-2 and the plain reference: logits, losses and gradients, at every tp."""
 
 import ast
 from dataclasses import replace
@@ -21,7 +21,7 @@ from megazero.parallel.layer_split import chunks_of, cut
 from megazero.parallel.param_spec import named_specs
 
 VOCAB, DIVISIBLE_BY = 101, 8
-CONV1D = {  # transformers' name of a block's layer: ours; their matrices are [in, out]
+CONV1D = {  # names of a block's layers in transformers and here; transformers' matrices are [in, out]
     "attn.c_attn": "attention.qkv",
     "attn.c_proj": "attention.projection",
     "mlp.c_fc": "mlp.up",
@@ -36,7 +36,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def random_weights(config: ModelConfig) -> dict[str, Tensor]:
-    """Full logical weights, all of them non-zero, biases too."""
+    """Return full logical weights, all of them non-zero, biases too."""
     generator = torch.Generator().manual_seed(9)
     return {
         spec.name: 0.1 * torch.randn(spec.full_shape, generator=generator, dtype=torch.float64)
@@ -45,7 +45,7 @@ def random_weights(config: ModelConfig) -> dict[str, Tensor]:
 
 
 def logits_and_gradients(rank: int, size: int, weights: dict[str, Tensor], untied: bool) -> tuple[Tensor, list[Piece]]:
-    """This rank's logits, and its pieces of the gradients of the mean loss."""
+    """Return this rank's logits, and its pieces of the gradients of the mean loss."""
     tp = context(mesh_in_worker(rank, tp=size).axis("tp"))
     config = small_config(untie_embeddings_and_output_weights=untied)
     model = build_gpt(config, tp, vocab_size=VOCAB, divisible_by=DIVISIBLE_BY)
@@ -66,7 +66,7 @@ def transformers_gpt2(weights: dict[str, Tensor]) -> nn.Module:
 
 
 def to_theirs(name: str, weights: dict[str, Tensor]) -> Tensor:
-    """The value of transformers' parameter `name`, from ours."""
+    """Return the value of transformers' parameter `name`, made from megazero's weights."""
     top = {"wte": "embedding.word", "wpe": "embedding.position", "ln_f": "final_norm"}
     parts = name.removeprefix("transformer.").split(".")
     if parts[0] in top:
@@ -134,7 +134,7 @@ def test_residual_dropout_is_the_same_at_every_tensor_parallel_size() -> None:
 
 
 def mixed_heads(rank: int, dropout: float) -> Tensor:
-    """What the first block's heads give on this rank, when both ranks' heads have the same weights."""
+    """Return the output of the first block's heads on this rank, when both ranks' heads have the same weights."""
     tp = context(mesh_in_worker(rank, tp=2).axis("tp"))
     model = build_gpt(small_config(attention_dropout=dropout), tp, vocab_size=VOCAB, divisible_by=DIVISIBLE_BY)
     weights = random_weights(small_config())
@@ -243,7 +243,7 @@ def test_gpt_itself_does_not_communicate() -> None:
 
 
 def cut_gpt(split: tuple[int, ...], stage: int, num_stages: int, **changes: object) -> gpt.GPT:
-    """One pipeline stage of the small model."""
+    """Return one pipeline stage of the small model."""
     chunks = chunks_of(cut(split), stage=stage, num_stages=num_stages)
     config = small_config(num_layers=sum(split), **changes)
     return gpt.GPT(config, vocab_size=VOCAB, tp=context(), padded_vocab_size=VOCAB, chunks=chunks)
@@ -296,7 +296,7 @@ def test_units_stand_in_the_order_of_use_chunk_by_chunk() -> None:
     units = [(unit.name, unit.part) for unit in cut_gpt((1, 1, 1, 2), 0, 2).units()]
     assert units == [("embedding.word", 0), ("embedding.position", 0), ("layers.0", 0), ("layers.2", 1)]
     last = [(unit.name, unit.part) for unit in cut_gpt((1, 1, 1, 2), 1, 2).units()]
-    # Backward needs the tied matrix first: so it stands last.
+    # Backward needs the tied matrix first, so it stands last.
     assert last == [
         ("layers.1", 0),
         ("layers.3", 1),
@@ -309,7 +309,7 @@ def test_units_stand_in_the_order_of_use_chunk_by_chunk() -> None:
 
 
 def split_logits_and_gradients(rank: int, size: int, weights: dict[str, Tensor]) -> tuple[float, list[Piece]]:
-    """The loss and the gradients with the sequence split; partial ones are summed here."""
+    """Return the loss and the gradients with the sequence split; partial gradients are summed here."""
     axis = mesh_in_worker(rank, tp=size).axis("tp")
     tp = replace(context(axis), splits_sequence=True)
     model = build_gpt(small_config(), tp, vocab_size=VOCAB, divisible_by=DIVISIBLE_BY)
@@ -328,7 +328,7 @@ def split_logits_and_gradients(rank: int, size: int, weights: dict[str, Tensor])
 @pytest.mark.gloo
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_a_split_sequence_changes_nothing(size: int) -> None:
-    """24 tokens in rows of 12: with 3 ranks a rank's part begins inside a sequence."""
+    """The 24 tokens are in rows of 12, so with 3 ranks a rank's part begins inside a sequence."""
     weights = random_weights(small_config())
     whole = build_gpt(small_config(), context(), vocab_size=VOCAB)
     put_logical(whole, weights)

@@ -1,4 +1,4 @@
-"""First values: the same logical tensor from every layout, with the distribution asked for."""
+"""Tests initial values: every layout gets the same logical tensor, with the requested distribution."""
 
 import math
 
@@ -19,7 +19,7 @@ NORMAL = Init("normal", 0.5)
 
 
 class Axis:
-    """A place on a tensor-parallel axis; nothing is sent while values are drawn."""
+    """A rank and a size of a tensor-parallel axis; nothing is sent while values are drawn."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -41,7 +41,7 @@ def initial_weights(size: int, *, divisible_by: int = 8) -> dict[str, Tensor]:
 
 
 def test_every_tensor_parallel_size_starts_with_the_same_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(initialize, "BLOCK_NUMEL", 1000)  # many blocks even here
+    monkeypatch.setattr(initialize, "BLOCK_NUMEL", 1000)  # makes many blocks even here
     alone = initial_weights(1)
     for size, divisible_by in [(2, 8), (4, 8), (3, 1), (4, 128)]:
         other = initial_weights(size, divisible_by=divisible_by)
@@ -53,7 +53,7 @@ def test_every_tensor_parallel_size_starts_with_the_same_values(monkeypatch: pyt
 def test_any_box_is_a_slice_of_the_whole(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=4)))
     offset = tuple(data.draw(st.integers(0, n)) for n in shape)
-    local = tuple(data.draw(st.integers(1, 8)) for _ in shape)  # may reach past the end: padding
+    local = tuple(data.draw(st.integers(1, 8)) for _ in shape)  # may reach past the end, as padding does
     spec = ParamSpec("w", shape, local, offset, init=NORMAL)
     expected = torch.zeros(local)
     whole = initial_value(whole_spec(shape), 1).view(shape)
@@ -122,7 +122,7 @@ def test_no_more_than_a_block_is_drawn_at_once(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(initialize, "_draw", recording)
     initial_value(ParamSpec("w", (4096, 1024), (1024, 1024), (1024, 0), init=NORMAL), 1)
-    assert drawn == [1 << 20]  # the one block of four that this rank's rows are in
+    assert drawn == [1 << 20]  # the one of four blocks that holds this rank's rows
 
 
 def test_fake_tensors_pass() -> None:

@@ -1,4 +1,4 @@
-"""Documents in a row: each attends, and counts its positions, as if it were alone."""
+"""Tests documents in a row: each attends, and counts its positions, as if it were alone."""
 
 from itertools import pairwise
 
@@ -19,7 +19,7 @@ from megazero.parallel.param_spec import named_specs
 from megazero.tensor_parallel.random import RandomRegions
 
 VOCAB, END, LENGTH = 31, 0, 12
-# Where a row's documents end, as places of END among its 13 tokens.
+# The places, among a row's 13 tokens, of the tokens END that end its documents.
 ROWS = {
     "none": (),
     "several": (3, 7, 9),
@@ -31,7 +31,7 @@ ROWS = {
 
 
 class Drawn:
-    """Sample k has the ends of the k-th of ROWS."""
+    """A source whose sample k has the document ends of the k-th of ROWS."""
 
     seq_length = LENGTH
 
@@ -42,7 +42,7 @@ class Drawn:
 
 
 def micro_batch(*, positions: bool = True, attention: bool = True) -> MicroBatch:
-    """All of ROWS."""
+    """Return a micro-batch of all ROWS."""
     layout = BatchLayout(len(ROWS), len(ROWS), 0, 1, None, END, positions, attention)
     return build_step_batch(Drawn(), 0, layout).micro_batches[0]  # type: ignore[arg-type]
 
@@ -52,7 +52,7 @@ def sequences_of(batch: MicroBatch) -> Sequences:
 
 
 def documents_of(batch: MicroBatch) -> list[tuple[int, Batch]]:
-    """(row, inputs and labels [1, any length]) of every document, cut at its end without looking at `documents`."""
+    """Return (row, inputs and labels [1, any length]) of every document, cut at its end without use of `documents`."""
     found = []
     for row, (tokens, labels) in enumerate(zip(batch.tokens, batch.labels, strict=True)):
         ends = [place + 1 for place, token in enumerate(tokens.tolist()) if token == END]
@@ -75,7 +75,7 @@ def gpt(activations: ActivationPlan = NO_RECOMPUTATION, **changes: float) -> GPT
 
 
 def test_a_row_of_documents_is_the_documents_alone() -> None:
-    """Losses document by document, and all gradients, against the plain twin that only ever sees one document."""
+    """Losses of documents, and all gradients, equal those of the plain twin that reads one document at a time."""
     model, batch = gpt(), micro_batch()
     apart = documents_of(batch)
     assert [sum(row == at for row, _ in apart) for at in range(len(ROWS))] == [1, 4, 2, 1, 4, 12]
@@ -107,7 +107,7 @@ def test_the_twin_cuts_documents_as_we_do() -> None:
 
 
 def test_each_of_the_two_does_its_part_only() -> None:
-    """Attention alone: a shifted position is another one.  Positions alone: what came before is still seen."""
+    """Resetting attention alone leaves positions shifted; resetting positions alone leaves other documents visible."""
     model, batch = gpt(), micro_batch()
     plain = Sequences(LENGTH)
     losses = {
@@ -128,7 +128,7 @@ def test_each_of_the_two_does_its_part_only() -> None:
 
 
 def rows(model: GPT, batch: MicroBatch, sequences: Sequences) -> Tensor:
-    """What the head reads, [b, s, h]."""
+    """Return the head's input, [b, s, h]."""
     x = model.through(0, model.embed(batch.tokens, sequences), sequences)
     return model.final_norm(x).detach().view(*batch.tokens.shape, -1)
 
@@ -145,7 +145,7 @@ def test_what_follows_or_belongs_to_others_is_out_of_sight() -> None:
 
 @pytest.mark.parametrize("granularity", ["none", "full", "selective"])
 def test_one_mask_serves_all_layers_and_their_backward(granularity: str) -> None:
-    """No layer keeps one of its own, which a mask of booleans would make kernels do."""
+    """No layer keeps a mask of its own, which kernels would make of a mask of booleans."""
     random = RandomRegions(1, 0, torch.device("cpu"))
     plan = ActivationPlan(granularity, Recomputation(random) if granularity != "none" else None)  # type: ignore[arg-type]
     model, batch = gpt(plan), micro_batch()
@@ -162,7 +162,7 @@ def test_one_mask_serves_all_layers_and_their_backward(granularity: str) -> None
         loss = model.summed_loss(batch.tokens, batch.labels, None, sequences)
         loss.backward()
     assert set(squares) <= {sequences.mask.untyped_storage().data_ptr()}
-    assert len(squares) == (3 if granularity == "none" else 0)  # recomputed layers are given it again
+    assert len(squares) == (3 if granularity == "none" else 0)  # recomputed layers get it as an argument again
     plainly = gpt()
     assert torch.equal(loss, plainly.summed_loss(batch.tokens, batch.labels, None, sequences))
 

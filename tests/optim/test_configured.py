@@ -1,4 +1,4 @@
-"""The optimizer that a configuration has chosen: which of the two kinds, its groups, what checkpoints keep of it."""
+"""Tests the optimizer that a configuration selects: its kind, its groups, and the state that checkpoints keep."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Norms against numpy in float64, clipping against torch's, and who overflowed first."""
+"""Tests norms against numpy in float64, clipping against torch's, and which parameter is named for an overflow."""
 
 import math
 
@@ -35,7 +35,7 @@ def test_norms(dtype: torch.dtype, rtol: float) -> None:
 
 
 def test_narrow_squares_do_not_overflow() -> None:
-    """60000 in fp16 is finite, its square is not."""
+    """The norm of fp16 values of 60000 is right, although their squares are not finite in fp16."""
     (norm,) = fragment_norms([torch.full((100,), 60000.0, dtype=torch.float16)], CPU, BUFFERS).tolist()
     assert norm == pytest.approx(600_000, rel=1e-6)
 
@@ -47,7 +47,7 @@ def test_narrow_squares_do_not_vanish() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_wider_copies_are_made_in_a_buffer(dtype: torch.dtype) -> None:
-    """Nothing of a fragment's size is allocated, inside of kernels either; narrow fragments share one buffer."""
+    """No memory of a fragment's size is allocated, not even inside kernels; narrow fragments share one buffer."""
     buffers = FusedBuffers(1 << 16, CPU)
     fragments = [random(1 << 14, seed, dtype) for seed in range(3)]
     fragment_norms(fragments, CPU, buffers)
@@ -107,7 +107,7 @@ def test_a_norm_that_is_not_finite_gives_no_step() -> None:
         ([1.0, 2.0], [4, 5], ALL_FINITE),
         ([1.0, math.inf], [4, 5], 5),
         ([math.nan, math.inf], [4, 5], 4),
-        # Fragments come in the layout's order, parameters in the model's; the smallest index counts.
+        # Fragments come in the layout's order, parameters in the model's; the smallest parameter index counts.
         ([math.inf, 1.0, math.nan], [9, 1, 3], 3),
         ([math.inf, 1.0], [0, 0], 0),
     ],

@@ -1,4 +1,4 @@
-"""AdamW on flat runs against torch.optim.AdamW, and a skipped step that leaves no trace."""
+"""Tests AdamW on flat runs against torch.optim.AdamW, and that a skipped step changes nothing."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from megazero.optim.inner import AdamWSettings, FusedAdamW, Run, StepInputs, adv
 from megazero.parallel.param_spec import ParamSpec
 
 SETTINGS = AdamWSettings(beta1=0.8, beta2=0.95, eps=1e-6, weight_decay=0.3)
-NUMEL = {True: 11, False: 5}  # of the decayed and of the other run
+NUMEL = {True: 11, False: 5}  # elements of the decayed run and of the other one
 RATES = (3e-2, 1e-2, 0.0, 5e-3, 2e-2)
 
 
@@ -22,7 +22,7 @@ def spec(decay: bool) -> ParamSpec:
 
 @dataclass
 class Flat:
-    """Master weights and moments of both runs in one flat tensor each, as the engine keeps them."""
+    """The master weights and moments of both runs, each in one flat tensor, as the engine keeps them."""
 
     master: Tensor
     exp_avg: Tensor
@@ -38,7 +38,7 @@ class Flat:
         return cls(values, torch.zeros(numel, dtype=dtype), torch.zeros(numel, dtype=dtype), torch.zeros(()), pool)
 
     def update(self, gradient: Tensor, inputs: StepInputs) -> None:
-        """One optimizer step over both runs."""
+        """Take one optimizer step over both runs."""
         advance(self.step, inputs)
         optimizer = FusedAdamW(SETTINGS)
         for decay, part in self.parts().items():
@@ -66,7 +66,7 @@ def inputs(lr: float, factor: float = 1.0, found_inf: float | None = None) -> St
 
 
 def torch_adamw(start: Tensor, grads: list[Tensor], factor: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(weights, first and second moments) after all steps of torch's plain loop."""
+    """Return weights, first moments and second moments after all steps of a plain loop in torch."""
     parts = {decay: start[part].clone().requires_grad_(True) for decay, part in Flat.parts().items()}
     groups = [
         {"params": [weight], "weight_decay": SETTINGS.weight_decay if decay else 0.0} for decay, weight in parts.items()
@@ -102,7 +102,7 @@ def test_steps_equal_torchs(dtype: torch.dtype, rtol: float, factor: float, foun
 
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16], ids=str)
 def test_narrow_gradients_are_widened_before_they_are_scaled(narrow: torch.dtype) -> None:
-    """A factor of 1 / 2^16 would push fp16 gradients below what fp16 can hold."""
+    """A factor of 1 / 2^16 would otherwise push fp16 gradients below the smallest fp16 number."""
     flat, grads = Flat.start(torch.float32), gradients(narrow)
     expected, _, _ = torch_adamw(flat.master.clone(), [gradient.float() for gradient in grads], 2.0**-16)
     for rate, gradient in zip(RATES, grads, strict=True):
@@ -151,11 +151,11 @@ def test_scratch_memory_is_one_buffer_and_given_back() -> None:
     flat = Flat.start(torch.float64)
     flat.update(gradients(torch.float64)[0], inputs(1e-2))
     assert flat.pool.num_buffers == 1
-    flat.pool.resize(8)  # refused while a buffer is out
+    flat.pool.resize(8)  # refused while a buffer is leased
 
 
 def one_call(flat: Flat, gradient: Tensor, given: StepInputs) -> None:
-    """torch's own kernel on both runs whole."""
+    """Apply torch's own kernel to both runs whole."""
     advance(flat.step, given)
     for decay, part in Flat.parts().items():
         torch._fused_adamw_(
@@ -180,7 +180,7 @@ def one_call(flat: Flat, gradient: Tensor, given: StepInputs) -> None:
 def test_pieces_are_updated_as_one_run_is(
     monkeypatch: pytest.MonkeyPatch, piece: int, dtype: torch.dtype, rtol: float
 ) -> None:
-    """Runs of 11 and 5 elements: in pieces that divide them or don't, as long as they are, and longer."""
+    """Runs of 11 and 5 elements are cut into pieces that divide them or not, that are as long, or that are longer."""
     monkeypatch.setattr(inner, "_CACHED_NUMEL", piece)
     ours, whole = Flat.start(dtype), Flat.start(dtype)
     for count, (rate, gradient) in enumerate(zip(RATES, gradients(dtype), strict=True), 1):
@@ -207,7 +207,7 @@ def test_a_piece_is_all_the_memory_that_a_run_needs(monkeypatch: pytest.MonkeyPa
     flat.pool.resize(4 * 8)
     flat.update(gradients(torch.float64)[0], inputs(1e-2))
     assert flat.pool.num_buffers == 1
-    flat.pool.resize(8)  # refused while a buffer is out
+    flat.pool.resize(8)  # refused while a buffer is leased
 
 
 @pytest.mark.parametrize("extra", [-1, 0, 1])
@@ -223,7 +223,7 @@ def test_a_run_about_as_long_as_a_piece_really_is(extra: int) -> None:
 
 @pytest.mark.parametrize("narrow", [torch.float64, torch.bfloat16], ids=str)
 def test_a_gradient_with_a_graph_is_used_for_its_values(narrow: torch.dtype) -> None:
-    """As a backward with create_graph=True leaves it."""
+    """A backward with create_graph=True leaves a gradient with a graph, of which only the values are used."""
     ours, plain = Flat.start(torch.float64), Flat.start(torch.float64)
     gradient = gradients(narrow)[0]
     plain.update(gradient, inputs(1e-2, 0.5))

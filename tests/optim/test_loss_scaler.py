@@ -1,4 +1,4 @@
-"""The loss scale against literal histories and against torch's GradScaler, whose rule is the case of hysteresis 1."""
+"""Tests the loss scale against literal histories and torch's GradScaler, whose rule is the case of hysteresis 1."""
 
 import json
 from dataclasses import replace
@@ -20,7 +20,7 @@ def dynamic(**changes: Any) -> LossScaler:
 
 
 def history(scaler: LossScaler, steps: str) -> list[LossScale]:
-    """States after each step of a string such as "..x.", x being an overflow."""
+    """Return the states after each step of a string such as "..x.", in which x is an overflow."""
     states = [scaler.start()]
     for step in steps:
         states.append(scaler.after_step(states[-1], overflow=step == "x"))
@@ -32,7 +32,7 @@ def history(scaler: LossScaler, steps: str) -> list[LossScale]:
     [
         ("...", [16, 16, 32]),
         ("......", [16, 16, 32, 32, 32, 64]),
-        # The first overflow is put up with, every further one halves, until growth refills the hysteresis.
+        # The first overflow is tolerated, and every further one halves the scale, until growth refills the hysteresis.
         ("xxx", [16, 8, 4]),
         ("xx.x", [16, 8, 8, 4]),
         ("xx...x", [16, 8, 8, 8, 16, 16]),
@@ -56,7 +56,7 @@ def test_consecutive_overflows_alone_use_up_the_hysteresis() -> None:
 @given(st.text("...x", max_size=60), st.integers(1, 5))
 def test_hysteresis_one_is_torchs_rule(steps: str, window: int) -> None:
     scale, tracker = torch.tensor(2.0**20), torch.tensor(0, dtype=torch.int32)
-    # The minimum is out of reach here; torch has none.
+    # The minimum is out of reach here, since torch has none.
     scaler = dynamic(initial=2.0**20, minimum=2.0**-100, window=window, hysteresis=1)
     for step, state in zip(steps, history(scaler, steps), strict=True):
         torch._amp_update_scale_(scale, tracker, torch.tensor(float(step == "x")), 2.0, 0.5, window)

@@ -1,4 +1,4 @@
-"""Schedules: literal tables, the formulas of Megatron-LM, DeepSpeed and transformers, limits; what a resume refuses."""
+"""Tests schedules: literal tables, formulas of Megatron-LM, DeepSpeed and transformers, limits, and refused resumes."""
 
 import math
 from collections.abc import Callable
@@ -22,14 +22,14 @@ BASE = 0.5  # the optimizer's own rate
 
 
 def choice(kind: str, **params: Any) -> SchedulerChoice:
-    """With the table's defaults for what is left out."""
+    """Return a schedule with the table's defaults for parameters that are left out."""
     table = SCHEDULES[kind]
     assert params.keys() <= table.keys()
     return SchedulerChoice(type=kind, params={name: info.default for name, info in table.items()} | params)
 
 
 def rates(kind: str, count: int, base: float = BASE, **params: Any) -> list[float]:
-    """Of updates 0, 1, 2, ..."""
+    """Return the rates of updates 0, 1, 2, ..."""
     return [rate_of(choice(kind, **params), updates, base) for updates in range(count)]
 
 
@@ -44,7 +44,7 @@ def test_every_schedule_takes_the_parameters_of_its_table() -> None:
                 RATES[kind](1, BASE, **{other: value for other, value in params.items() if other != name})
 
 
-# --- DeepSpeed's -----------------------------------------------------------------------------------------------------
+# --- DeepSpeed's schedules --------------------------------------------------------------------------------------------
 
 
 def warmup(low: float, peak: float | None, steps: int, shape: str = "log") -> SchedulerChoice:
@@ -67,7 +67,7 @@ def cosine(total: int, low: float, steps: int, floor: float, shape: str = "log")
 EIGHTH = [0, 1 / 3, 0.5283208335737187, 2 / 3, 0.7739760316291208, 0.8616541669070520, 0.9357849740192014, 1, 1]
 ROOT = math.sqrt(0.5) / 2
 
-# Rates of updates 0, 1, 2, ..., which DeepSpeed's calls -1, 0, 1, ... set.
+# Rates of updates 0, 1, 2, ..., which DeepSpeed's scheduler sets in calls -1, 0, 1, ...
 WARMUP_TABLES: dict[str, tuple[SchedulerChoice, list[float]]] = {
     "log": (warmup(0.0, 1.0, 8), [0, *EIGHTH, 1]),
     "log between two rates": (warmup(0.2, 0.5, 8), [0.2, *(0.2 + 0.3 * part for part in EIGHTH), 0.5]),
@@ -76,19 +76,19 @@ WARMUP_TABLES: dict[str, tuple[SchedulerChoice, list[float]]] = {
     # One step of warm-up counts as two.
     "log of two steps": (warmup(0.0, 1.0, 1), [0, 0, 1, 1]),
     "linear of two steps": (warmup(0.0, 1.0, 1, "linear"), [0, 0, 0.5, 1, 1]),
-    # 4 steps up, 5 down: at step 9 it is over.
+    # 4 steps up and 5 down: the decay is over at step 9.
     "decay": (decay(9, 0.0, 1.0, 4, "linear"), [0, 0, 0.25, 0.5, 0.75, 1, 0.8, 0.6, 0.4, 0.2, 0, 0, 0]),
     "decay to the start rate": (decay(4, 0.2, 1.0, 2, "linear"), [0.2, 0.2, 0.6, 1.0, 0.6, 0.2, 0.2]),
-    # log(step + 1) / log 4 is 0, 1/2, 0.792..., 1: the peak stands for two steps.
+    # log(step + 1) / log 4 is 0, 1/2, 0.792..., 1: the peak lasts two steps.
     "decay after log": (decay(6, 0.0, 1.0, 4), [0, 0, 0.5, 0.7924812503605781, 1, 1, 0.5, 0, 0]),
     "decay to the optimizer's rate": (decay(4, 0.0, None, 2, "linear"), [0, 0, 0.25, 0.5, 0.25, 0]),
     "warm-up longer than the run": (decay(2, 0.1, 1.0, 4, "linear"), [0.1, 0.1, 0.325, 0.55, 0.775, 0.1, 0.1]),
-    # Parts of 0.5; 2 steps up, 4 down by cos(pi/4), cos(pi/2), ...: the end comes at step 5 of 6.
+    # Parts of 0.5: 2 steps up, 4 down by cos(pi/4), cos(pi/2), ...; the end comes at step 5 of 6.
     "cosine": (
         cosine(6, 0.0, 2, 0.0, "linear"),
         [0, 0, 0.25, BASE * (0.5 + ROOT), 0.25, BASE * (0.5 - ROOT), 0, 0, 0],
     ),
-    # 0.5 (0.2 + 0.8 / 2) = 0.3 half way down; the start is 0.5 * 0.4, and nothing at all before the first call.
+    # Half way down the rate is 0.5 (0.2 + 0.8 / 2) = 0.3; it starts at 0.5 * 0.4, and is 0 before the first call.
     "cosine between ratios": (cosine(4, 0.4, 2, 0.2, "linear"), [0, 0.2, 0.35, 0.3, 0.1, 0.1, 0.1]),
     "cosine after log": (cosine(6, 0.0, 4, 0.0), [0, 0, 0.25, 0.5 * 0.7924812503605781, 0.5, 0.25, 0, 0]),
     "cosine without a decay": (cosine(2, 0.0, 2, 0.2, "linear"), [0, 0, 0.25, 0.1, 0.1]),
@@ -103,7 +103,7 @@ def test_tables_of_deepspeeds_schedules(name: str) -> None:
 
 
 def test_defaults() -> None:
-    """A thousand steps by the logarithm, up to 0.001 or the optimizer's own rate."""
+    """The default rate rises with the logarithm for a thousand steps, to 0.001 or the optimizer's own rate."""
     found = rates("WarmupLR", 1001)
     assert found[32] == pytest.approx(0.001 * 5 * math.log(2) / (3 * math.log(10)), rel=1e-14)
     assert found[999] < found[1000] == pytest.approx(0.001, rel=1e-14)
@@ -112,7 +112,7 @@ def test_defaults() -> None:
 
 
 def deepspeed(kind: str, call: int, base: float, params: dict[str, Any]) -> float:
-    """What DeepSpeed's scheduler sets in call number `call`, as its documentation and sources have it."""
+    """Return the rate that DeepSpeed's scheduler sets in call number `call`, by its documentation and sources."""
     warmup = max(2, params["warmup_num_steps"])
 
     def gamma(after: float) -> float:
@@ -167,7 +167,7 @@ def test_deepspeeds_rise_then_fall_within_limits(kind: str, warmup: int, total: 
     assert found[-1] == pytest.approx({"WarmupLR": 0.001, "WarmupDecayLR": 0.0, "WarmupCosineLR": 1e-7}[kind])
 
 
-# --- a run's ---------------------------------------------------------------------------------------------------------
+# --- schedules of a run -----------------------------------------------------------------------------------------------
 
 TABLES: dict[str, tuple[dict[str, Any], list[float]]] = {
     "linear, no warm-up": ({"style": "linear"}, [1.0, 0.75, 0.5, 0.25, 0.0, 0.0, 0.0]),
@@ -176,7 +176,6 @@ TABLES: dict[str, tuple[dict[str, Any], list[float]]] = {
     "cosine": ({"style": "cosine"}, [1.0, 0.5 + ROOT, 0.5, 0.5 - ROOT, 0.0, 0.0]),
     "cosine, warm-up": ({"style": "cosine", "warmup_steps": 2}, [0.0, 0.5, 1.0, 0.5, 0.0, 0.0]),
     "constant": ({"style": "constant", "minimum": 0.1, "warmup_steps": 2}, [0.0, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
-    # 2.5 steps of warm-up: the fraction of a step is kept.
     "from a rate above zero": (
         {"style": "constant", "warmup_steps": 4, "decay_steps": 6, "warmup_init": 0.2},
         [0.2, 0.4, 0.6, 0.8, 1, 1],
@@ -186,6 +185,7 @@ TABLES: dict[str, tuple[dict[str, Any], list[float]]] = {
         {"style": "linear", "warmup_steps": 4, "decay_steps": 6, "warmup_type": "log", "minimum": 0.1},
         [0, 0.5, 0.7924812503605781, 1, 1, 0.55, 0.1, 0.1],
     ),
+    # 2.5 steps of warm-up keep the fraction of a step.
     "warm-up of a fraction": ({"style": "linear", "warmup_steps": 2.5, "decay_steps": 5}, [0.0, 0.4, 0.8, 0.8, 0.4, 0]),
 }
 
@@ -203,7 +203,7 @@ def test_tables_of_a_runs_schedules(name: str) -> None:
 
 
 def megatron(samples: int, *, peak: float, minimum: float, style: str, warmup: float, decay: int) -> float:
-    """The rate after `samples` samples, `warmup` and `decay` being samples too."""
+    """Return Megatron-LM's rate after `samples` samples; `warmup` and `decay` are in samples too."""
     if warmup > 0 and samples <= warmup:
         return peak / warmup * samples
     if style == "constant":
@@ -295,7 +295,7 @@ def test_a_checkpoint_without_the_warm_ups_start_and_shape_had_the_plain_one() -
         reconcile(schedule(warmup_type="log"), saved, OptimizerConfig(lr=1.0))
 
 
-# --- the same at both doors ------------------------------------------------------------------------------------------
+# --- the same schedule in a run and in the library --------------------------------------------------------------------
 
 
 @given(
@@ -328,6 +328,6 @@ def test_transformers_schedules(style: str, make: Callable[[torch.optim.Optimize
         optimizer.step()
         scheduler.step()
     params = {"lr_warmup_iters": 5} | ({} if style == "constant" else {"lr_decay_iters": 23})
-    # transformers' cosine rises again behind its end.
+    # transformers' cosine rises again after its end.
     count = 24 if style == "cosine" else 30
     assert rates(style, count, **params) == pytest.approx(theirs[:count], rel=1e-12, abs=1e-15)

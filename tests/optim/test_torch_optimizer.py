@@ -1,4 +1,4 @@
-"""Torch optimizers on flat runs against the same optimizer on the model itself, and those that are refused."""
+"""Tests torch optimizers on flat runs against the same optimizer on the model itself, and those that are refused."""
 
 import copy
 import warnings
@@ -55,7 +55,7 @@ def model() -> nn.Sequential:
 
 
 def groups(net: nn.Module) -> Groups:
-    """Weights with a decay, biases without and at another rate."""
+    """Return two groups: weights with a decay, and biases without one and with another rate."""
     named = list(net.named_parameters())
     weights = [p for name, p in named if name.endswith("weight")]
     biases = [p for name, p in named if name.endswith("bias")]
@@ -69,7 +69,7 @@ def loss(net: nn.Module, step: int) -> Tensor:
 
 @dataclass
 class FlatModel:
-    """A model whose parameters are also one flat tensor a group, which is cut into uneven runs."""
+    """A model whose parameters are also one flat tensor per group, which is cut into uneven runs."""
 
     net: nn.Module
     template: Optimizer
@@ -91,7 +91,7 @@ class FlatModel:
         return cls(net, template, flats, optimizer, runs)
 
     def step(self, number: int, *, lr: float | None = None) -> None:
-        """Gradients of the model, the runs' updates from one lent buffer, and the new values back in the model."""
+        """Compute the model's gradients, update the runs from one lent buffer, and copy the new values to the model."""
         self.net.zero_grad()
         loss(self.net, number).backward()
         gradients = [flat_gradient(group["params"]) for group in self.template.param_groups]
@@ -132,9 +132,9 @@ def maker(name: str) -> Callable[[Groups], Optimizer]:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_runs_equal_the_model(name: str) -> None:
-    """Two groups, uneven runs down to one element, a scheduler that moves both groups' rates."""
+    """Two groups, cut into uneven runs down to one element, follow a scheduler that moves both groups' rates."""
     flat, plain = FlatModel.of(maker(name)), model()
-    # Only its flat twin leaves out "capturable", which torch refuses on a CPU.
+    # Only the flat twin drops "capturable" by itself; torch refuses it on a CPU.
     optimizer = maker(name)(groups(plain))
     for group in optimizer.param_groups:
         group["capturable"] = False
@@ -151,7 +151,7 @@ def test_runs_equal_the_model(name: str) -> None:
 
 
 def test_every_option_of_the_template_acts() -> None:
-    """A schedule of betas and weight decay, not of the rate alone."""
+    """A schedule of betas and weight decay takes effect, not one of the rate alone."""
     flat, plain = FlatModel.of(maker("AdamW")), model()
     optimizer = maker("AdamW")(groups(plain))
     for number in range(STEPS):
@@ -164,7 +164,7 @@ def test_every_option_of_the_template_acts() -> None:
 
 
 def test_the_rate_of_a_step_may_be_given() -> None:
-    """It holds for that step only."""
+    """The given rate holds for that step only."""
     flat, plain = FlatModel.of(maker("Adam")), model()
     optimizer = maker("Adam")(groups(plain))
     for number, rate in enumerate((0.5, None, 0.0, 0.02, None)):
@@ -220,7 +220,7 @@ def test_groups_of_parameters() -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_state_goes_on_elsewhere(name: str) -> None:
-    """To the bit: two steps, the state into a new optimizer over the same runs, three more steps."""
+    """A new optimizer over the same runs takes the state over after two steps, and continues equal to the bit."""
     straight, first, second = (FlatModel.of(maker(name)) for _ in range(3))
     for number in range(STEPS):
         straight.step(number)
@@ -241,7 +241,7 @@ def test_state_goes_on_elsewhere(name: str) -> None:
 
 
 def test_state_by_name() -> None:
-    """Told apart from numbers even where a run has one element only; the tensors are the optimizer's own."""
+    """Tensors and numbers are distinguished even in a run of one element; the tensors are the optimizer's own."""
     flat = FlatModel.of(maker("Adam"))
     assert flat.optimizer.state_of(0) == RunState({}, {})
     assert flat.optimizer.state_names(0) == ("exp_avg", "exp_avg_sq")
@@ -273,7 +273,7 @@ USERS: dict[str, Callable[[Groups], Optimizer]] = {
 
 @pytest.mark.parametrize("make", USERS.values(), ids=USERS.keys())
 def test_elementwise_optimizers_of_users(make: Callable[[Groups], Optimizer]) -> None:
-    """They pass, equal themselves on the whole model, and go on from a saved state."""
+    """Elementwise optimizers of users pass, equal themselves on the whole model, and continue from a saved state."""
     flat, resumed, plain = FlatModel.of(make), FlatModel.of(make), model()
     optimizer = make(groups(plain))
     for number in range(STEPS):
@@ -313,7 +313,7 @@ REFUSED: dict[str, tuple[type[Optimizer], dict[str, Any], str]] = {
     "SparseAdam": (torch.optim.SparseAdam, {}, "SparseAdam does not support dense gradients"),
     "differentiable": (torch.optim.Adam, {"differentiable": True}, "raises RuntimeError"),
     "trust ratio": (TrustRatio, {}, "elements of a flat piece differ from the same ones of a matrix by up to"),
-    # With the template's rate nothing would move, and so nothing differ.
+    # With the template's rate nothing would move, and so nothing would differ.
     "trust ratio in a warm-up": (TrustRatio, {"lr": 0.0}, "elements of a flat piece differ"),
     "gradient kept": (KeepsGradient, {}, "keeps the gradient itself"),
     "list kept": (KeepsList, {}, "state 'history' is a list"),
@@ -355,6 +355,6 @@ def test_an_optimizer_that_has_stepped_is_refused(name: str) -> None:
 
 
 def test_state_that_the_template_was_made_with_is_freed() -> None:
-    """Adagrad makes its accumulators at once, as large as the model."""
+    """Adagrad makes its accumulators at once, as large as the model, so they are freed."""
     flat = FlatModel.of(maker("Adagrad"))
     assert len(flat.template.state) == 0

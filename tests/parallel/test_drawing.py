@@ -1,4 +1,4 @@
-"""The picture of a layout, compared with literal ones."""
+"""Tests the picture of a layout against literal pictures."""
 
 import textwrap
 

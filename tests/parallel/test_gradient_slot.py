@@ -1,4 +1,4 @@
-"""Gradient slots: which parameters have one, and that layers write there what autograd would have got."""
+"""Tests gradient slots: which parameters have one, and that layers write there the gradient that autograd would get."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ OUT, IN = 5, 7
 
 @dataclass
 class Kept:
-    """Memory for one gradient, full of nan; `refuses` it as often as it says."""
+    """Memory for one gradient, filled with nan, that refuses a gradient `refuses` times."""
 
     tensor: Tensor
     times: int = 0
@@ -54,7 +54,7 @@ def test_a_place_is_attached_and_taken_off() -> None:
     parameter = nn.Parameter(drawn(OUT, IN))
     place = kept_for(parameter)
     assert gradient_slot_of(parameter) is None
-    detach_gradient_slot(parameter)  # of one that has none
+    detach_gradient_slot(parameter)  # does nothing where there is none
     attach_gradient_slot(parameter, place)
     assert gradient_slot_of(parameter) is place
     assert gradient_slot_of(parameter.detach()) is None and gradient_slot_of(parameter.view(-1)) is None
@@ -83,7 +83,7 @@ def test_add_to(dtype: torch.dtype) -> None:
 
 @dataclass
 class Case:
-    """One layer with its parameter and something to differentiate; what the gradient is, computed anew."""
+    """One layer's parameter, a function to differentiate, and a function that computes the gradient independently."""
 
     parameter: nn.Parameter
     run: Callable[[int], Tensor]
@@ -168,7 +168,7 @@ CASES = [column, row, embedding, head]
 
 @pytest.mark.parametrize("make", CASES)
 def test_layers_write_first_and_add_then(make: Callable[[torch.dtype], Case]) -> None:
-    """Autograd gets nothing, but its hooks are called: gradients are counted by them."""
+    """Autograd gets no gradient, but calls its hooks, which serve to count gradients."""
     case = make(torch.float64)
     place = kept_for(case.parameter)
     case.watch()
@@ -181,7 +181,7 @@ def test_layers_write_first_and_add_then(make: Callable[[torch.dtype], Case]) ->
 
 @pytest.mark.parametrize("make", CASES)
 def test_two_uses_in_one_pass_share_the_place(make: Callable[[torch.dtype], Case]) -> None:
-    """As the head and the embedding that it is tied to do."""
+    """Two uses in one pass, such as those of a head and its tied embedding, add to the same memory."""
     case = make(torch.float64)
     place = kept_for(case.parameter)
     case.watch()
@@ -193,7 +193,7 @@ def test_two_uses_in_one_pass_share_the_place(make: Callable[[torch.dtype], Case
 
 @pytest.mark.parametrize("make", CASES)
 def test_a_place_may_be_of_a_higher_precision(make: Callable[[torch.dtype], Case]) -> None:
-    """Sums over passes are then made there: the sum of many keeps what bf16 would lose."""
+    """Sums over passes are made in the slot's precision, so a sum of many keeps what bf16 would lose."""
     case = make(torch.bfloat16)
     place = kept_for(case.parameter, torch.float32)
     attach_gradient_slot(case.parameter, place)
@@ -220,5 +220,5 @@ def test_a_frozen_weight_takes_no_place(make: Callable[[torch.dtype], Case]) -> 
     place = kept_for(case.parameter)
     attach_gradient_slot(case.parameter, place)
     case.parameter.requires_grad_(False)
-    case.run(1).backward()  # the bias still wants its gradient
+    case.run(1).backward()  # the bias still needs its gradient
     assert place.times == 0 and case.parameter.grad is None

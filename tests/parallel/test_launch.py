@@ -1,4 +1,4 @@
-"""From the launcher's environment to a process's place in its job; nonsense is refused."""
+"""Tests how a process's place in its job follows from the launcher's environment, and that nonsense is refused."""
 
 import os
 
@@ -17,7 +17,7 @@ def set_environment(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
 
 
 def slurm(rank: int, size: int, local: int, per_node: str) -> dict[str, str]:
-    """What a task of srun finds in its environment."""
+    """Return the environment variables of a task of srun."""
     return {
         "SLURM_PROCID": str(rank),
         "SLURM_STEP_NUM_TASKS": str(size),
@@ -45,7 +45,7 @@ def slurm(rank: int, size: int, local: int, per_node: str) -> dict[str, str]:
         (slurm(3, 4, 1, ""), Launch(3, 4, 1)),
         (slurm(3, 4, 1, "2(x3)"), Launch(3, 4, 1)),
         (slurm(0, 1, 0, "1"), Launch(0, 1, 0)),
-        # A batch script itself, with four tasks to come; and torchrun, started once on each of two nodes.
+        # A batch script itself, which may start four tasks; and torchrun, started once on each of two nodes.
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "2(x2)"}, Launch(0, 1, 0)),
         (
             {**slurm(1, 2, 0, "1(x2)"), "RANK": "7", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"},
@@ -71,7 +71,7 @@ def test_launch(environment: dict[str, str], launch: Launch, monkeypatch: pytest
         ({"LOCAL_RANK": "-1"}, "LOCAL_RANK -1"),
         ({**slurm(0, 4, 0, "4"), "SLURM_PROCID": "x"}, "'SLURM_PROCID': 'x'"),
         (slurm(4, 4, 0, "4"), "SLURM_PROCID 4, SLURM_STEP_NUM_TASKS 4"),
-        # Dealt out to the nodes in turn, as srun --distribution=cyclic does.
+        # Tasks that go to the nodes in turn, as srun --distribution=cyclic places them.
         (slurm(1, 4, 0, "2(x2)"), "SLURM_PROCID 1, SLURM_STEP_NUM_TASKS 4, SLURM_LOCALID 0, SLURM_STEP_TASKS_PER_NODE"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Chunks and splits: literal tables, and the balance rule against every split there is."""
+"""Tests chunks and splits: literal tables, and the rule of balance against all possible splits."""
 
 import itertools
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ def test_chunks_are_dealt_out_to_stages() -> None:
 
 
 def test_costs_of_a_small_model() -> None:
-    """h 4, f 12, s 10, V 7: matrices 4x12 + 4x4 + 4x12 + 12x4, 5 keys a query on average, each twice 4."""
+    """The sizes are h 4, f 12, s 10, V 7, so a query has 5 keys on average, and each costs twice 4."""
     matrices = 4 * 12 + 4 * 4 + 4 * 12 + 12 * 4
     assert model_costs(hidden=4, ffn=12, seq=10, padded_vocab=7) == Costs(matrices + 2 * 5 * 4, 8, 28)
 
@@ -67,7 +67,7 @@ def test_a_large_vocabulary_on_a_small_model_leaves_the_last_chunk_without_layer
 
 
 def all_splits(num_layers: int, num_chunks: int) -> Iterator[tuple[int, ...]]:
-    """Every legal split, by trying all tuples."""
+    """Yield every legal split, by trying all tuples."""
     for split in itertools.product(range(num_layers + 1), repeat=num_chunks):
         if sum(split) == num_layers and all(split[1:-1]):
             yield split

@@ -1,4 +1,4 @@
-"""Nodes: who is where, which groups cross, and what tensor parallelism across them is told."""
+"""Tests nodes: the ranks on each, the groups that cross nodes, and messages on tensor parallelism across them."""
 
 import dataclasses
 import itertools

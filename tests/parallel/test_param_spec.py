@@ -1,4 +1,4 @@
-"""What a parameter is on a rank: its box without padding, who counts it, and what undescribed modules get."""
+"""Tests a rank's description of a parameter: its box without padding, the counting rank, and undescribed modules."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from megazero.parallel.param_spec import Box, Init, ParamSpec, attach_spec, name
 
 
 def vocabulary_rows(rank: int) -> ParamSpec:
-    """11 rows of 5, padded to 16, on 4 ranks of 4 rows each."""
+    """Return a rank's 4 of 11 rows of 5 elements, padded to 16 rows on 4 ranks."""
     return ParamSpec("word.weight", (11, 5), (4, 5), (4 * rank, 0), sharded_axes=("tp",))
 
 
@@ -34,7 +34,7 @@ def test_a_part_of_a_fused_matrix_is_one_box() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 7), st.integers(1, 5), st.integers(0, 8)), max_size=3))
 def test_the_box_holds_the_elements_that_exist(dims: list[tuple[int, int, int]]) -> None:
-    """Marking this rank's region in an array that is large enough, then looking only at the logical part of it."""
+    """The box has the elements of this rank's region, marked in a large enough array, that lie in the logical part."""
     full, local, offset = (tuple(row[part] for row in dims) for part in range(3))
     spec = ParamSpec("p", full, local, offset)
     room = np.zeros([max(n, start + length) for n, length, start in dims], dtype=bool)

@@ -1,4 +1,4 @@
-"""Threads of a process on the CPU: what the user says, and a share of the cores where nobody does."""
+"""Tests the number of a process's CPU threads: the user's choice, or else a share of the cores."""
 
 import os
 from pathlib import Path
@@ -18,7 +18,7 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "1"}
 
 @pytest.fixture(autouse=True)
 def sixteen_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The file that limits them."""
+    """Make the machine have 16 cores, and return the file that limits them."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
     monkeypatch.setattr(threads, "_QUOTA", tmp_path / "cpu.max")
     return tmp_path / "cpu.max"
@@ -34,15 +34,15 @@ def sixteen_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         (None, Launch(3, 32, 3), TORCHRUN, 1),
         (3, ALL_ON_ONE, TORCHRUN, 3),
         (3, ALONE, {"OMP_NUM_THREADS": "2"}, 3),
-        # Said by the user: another number, or any where torchrun would have written none.
+        # The user's choice: another number than torchrun's, or any number where torchrun would have written none.
         (None, ALL_ON_ONE, TORCHRUN | {"OMP_NUM_THREADS": "2"}, None),
         (None, ALL_ON_ONE, {"OMP_NUM_THREADS": "1"}, None),
         (None, ALONE, TORCHRUN, None),
         (None, ALONE, {"OMP_NUM_THREADS": "1"}, None),
-        # Said by nobody, of a process that has the node for itself.
+        # No choice, of a process that has the node for itself.
         (None, ALONE, {}, None),
         (None, Launch(1, 2, 0, (1, 1)), {}, None),
-        # srun binds each task to cores of its own, which are not shared out again.
+        # srun binds each task to cores of its own, which are not divided again.
         (None, ALL_ON_ONE, {"SLURM_CPUS_PER_TASK": "6"}, 6),
         (None, ALL_ON_ONE, TORCHRUN | {"SLURM_CPUS_PER_TASK": "16"}, 4),
     ],

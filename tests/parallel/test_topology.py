@@ -1,4 +1,4 @@
-"""Ranks and their groups: literal tables, and laws that hold for any degrees."""
+"""Tests ranks and their groups: literal tables, and laws that hold for any degrees."""
 
 import pytest
 from hypothesis import given
@@ -72,7 +72,7 @@ def test_sizes_and_description() -> None:
 
 
 def test_orders() -> None:
-    """Where rank 1 is, tells which axis is innermost; where the first rank of the second half is, the outermost."""
+    """Rank 1's coordinates show the innermost axis, and those of the second half's first rank the outermost."""
     places = {}
     for text in ("pp-dp-tp", "dp-pp-tp", "pp-tp-dp", "tp-pp-dp", "dp-tp-pp", "tp-dp-pp"):
         topology = Topology(tp=2, dp=2, pp=2, order=parse_order(text))
@@ -126,7 +126,7 @@ def test_groups_partition_the_world(topology: Topology, axis: str) -> None:
     assert {len(group) for group in groups} == {topology.size(axis)}
     assert list(groups) == sorted(groups, key=lambda group: group[0])
     for group in groups:
-        # A rank's place in its group is its coordinate, and along every other axis the group stands still.
+        # A rank's place in its group is its coordinate, and along every other axis the group's coordinate is constant.
         assert [topology.coordinate(rank, axis) for rank in group][: len(group)] == (
             list(group) if axis == WORLD else list(range(len(group)))
         )

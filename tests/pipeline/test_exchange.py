@@ -1,4 +1,4 @@
-"""Messages between stages: they arrive in order, have the agreed shape, and are let go when they have been taken."""
+"""Tests messages between stages: they arrive in order, have the agreed shape, and are released once received."""
 
 import weakref
 
@@ -16,13 +16,13 @@ CUT = Cut((3, 2), torch.float64)
 
 
 def message(kind: Kind, micro_batch: int, chunk: int) -> Tensor:
-    """What belongs to the way between a global chunk and the next."""
+    """Return the message that belongs between a global chunk and the next one."""
     letter = 1 if kind in (Kind.SEND_ACTIVATION, Kind.RECEIVE_ACTIVATION) else 2
     return torch.full(CUT.shape, letter * 1e4 + chunk * 100 + micro_batch, dtype=CUT.dtype)
 
 
 def run_schedule(rank: int, name: str, shape: Shape) -> int:
-    """Every action of a schedule, with messages that say what they are; the most sends that were held at once."""
+    """Run every action of a schedule with messages that identify themselves; return the most sends held at once."""
     mesh = mesh_in_worker(rank, pp=shape.num_stages)
     step = StagePlan(name, shape.num_stages, shape.num_chunks, rank).step(shape.num_micro_batches)
     exchange = Exchange(mesh, CUT, step.receipts)
@@ -101,7 +101,7 @@ def test_an_input_gets_its_gradient_and_holds_no_memory_of_its_own() -> None:
     received = ReceivedInput()
     x = torch.tensor([1.0, 2.0])
     memory = weakref.ref(x)
-    y = received.enter(x) + 3.0  # which saves nothing
+    y = received.enter(x) + 3.0  # an addition, which saves nothing
     del x
     assert memory() is None
     y.backward(torch.tensor([5.0, 7.0]))

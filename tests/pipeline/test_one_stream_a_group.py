@@ -1,7 +1,7 @@
-"""No schedule hangs where a group does one thing after the other on each rank, as an NCCL communicator does.
+"""Tests that no schedule hangs where each rank's group does one thing after the other, as an NCCL communicator does.
 
-Messages are handed over: both sides must have come to it.  A rank's computations go on in their own order, and its
-groups each in theirs; an exchange is posted behind the computation before it.
+A message is transferred once both sides have come to it. A rank's computations run in their own order, and each of its
+groups in its own; an exchange is posted behind the computation before it.
 """
 
 from collections import defaultdict, deque
@@ -25,7 +25,7 @@ KeyOf = Callable[[Route, int], str]
 
 
 class Posted(NamedTuple):
-    """An exchange: between whom, the how-manieth on that way, and how many computations it stands behind."""
+    """An exchange: (sender, receiver, channel, count on that way), and the computations that come before it."""
 
     message: tuple[int, int, str, int]
     behind: int
@@ -33,7 +33,7 @@ class Posted(NamedTuple):
 
 
 class World:
-    """Every stage's queues."""
+    """A simulation of the queues of every stage."""
 
     def __init__(self, plan: StagePlan, num_micro_batches: int, *, trains: bool, key_of: KeyOf) -> None:
         stages = [StagePlan(plan.schedule, plan.num_stages, plan.num_chunks, stage) for stage in range(plan.num_stages)]
@@ -60,7 +60,7 @@ class World:
             count[way] += 1
 
     def run(self) -> bool:
-        """Whether everything comes to its end."""
+        """Return True if all computations and exchanges come to their end."""
         while self._compute() | self._hand_over():
             pass
         return all(done == len(todo) for done, todo in zip(self.done, self.computations, strict=True)) and not any(

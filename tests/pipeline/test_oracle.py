@@ -1,4 +1,4 @@
-"""The same stages under torch.distributed.pipelining: its 1F1B and interleaved schedules, our gradients."""
+"""Tests gradients of stages under the 1F1B and interleaved schedules of torch.distributed.pipelining."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ THEIRS = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
 
 class TheirChunk(nn.Module):
-    """One of our chunks, as their stage has it: what comes in is all it gets."""
+    """One of megazero's chunks, as a stage of torch's requires it: with the incoming tensor as its only input."""
 
     def __init__(self, model: GPT, index: int, length: int) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def config_of(schedule: str) -> RunConfig:
 
 
 def gradients_of_both(rank: int, schedule: str) -> dict[str, tuple[Tensor, Tensor]]:
-    """By parameter of this rank: our gradient of the summed loss, and theirs."""
+    """Return, by parameter of this rank, megazero's gradient of the summed loss, and torch's."""
     config = config_of(schedule)
     core = core_on_rank(rank, config, pp=2)
     batches = build_step_batch(DrawnSamples(), 0, batch_layout(config, core.mesh, None)).micro_batches

@@ -1,4 +1,4 @@
-"""Exchanges, windows and counts; and that every schedule fits together, for stages, chunks and micro-batches galore."""
+"""Tests exchanges, windows and counts, and that schedules of many stages, chunks and micro-batches fit together."""
 
 import random
 
@@ -36,7 +36,7 @@ stage 1   rf0 F0 rf1 I0 sb0 F1 I1 sb1 W0 W1
 
 
 def complete(name: str, shape: Shape) -> list[tuple[Action, ...]]:
-    """All stages' actions as the runtime gets them."""
+    """Return all stages' actions as the runtime gets them."""
     stages = enumerate(computations(name, shape))
     return [with_windows(with_exchanges(actions, shape, stage)) for stage, actions in stages]
 
@@ -94,7 +94,7 @@ def test_receives_are_posted_exactly_one_computation_ahead(name: str) -> None:
 
 
 def is_user(computation: Action, receive: Action) -> bool:
-    """Whether a computation is of the kind that a receive is for."""
+    """Return True if the computation is of the kind that the receive is for."""
     is_forward = receive.kind is Kind.RECEIVE_ACTIVATION
     return computation.kind in ((Kind.FORWARD,) if is_forward else (Kind.BACKWARD, Kind.INPUT_GRADIENT))
 
@@ -151,7 +151,7 @@ def test_a_backward_beside_the_half_of_one_is_found() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_can_be_left_out(name: str) -> None:
-    """Whatever action goes, the simulation sees it."""
+    """The simulation notices if any action is left out."""
     shape = Shape(2, 4, 2 if name == "interleaved" else 1)
     stages = complete(name, shape)
     for stage, actions in enumerate(stages):
@@ -163,7 +163,7 @@ def test_nothing_can_be_left_out(name: str) -> None:
 
 @pytest.mark.parametrize("kinds", [RECEIVES[:1], RECEIVES[1:], SENDS[:1], SENDS[1:]])
 def test_messages_cannot_change_places(kinds: tuple[Kind, ...]) -> None:
-    """Two messages of one channel in another order on one side: found, or stopped before."""
+    """Two messages of one channel in another order on one side are found by the validation."""
     shape = Shape(3, 6, 2)
     stages = complete("interleaved", shape)
     for seed in range(20):

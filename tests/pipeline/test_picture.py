@@ -1,4 +1,4 @@
-"""The picture of a step, read back as the SVG that it is: boxes to scale, idle left white, the caption's figures."""
+"""Tests the picture of a step by reading its SVG: boxes to scale, idle time left white, and the caption's figures."""
 
 import re
 from collections.abc import Iterator
@@ -17,13 +17,13 @@ UNIT = 0.004  # seconds of a simulation's unit of time
 
 
 def simulated(name: str, shape: Shape, unit: float = UNIT) -> Timeline:
-    """Forwards of one unit and backwards of two, in seconds."""
+    """Return the timeline of a schedule with forwards of one unit and backwards of two, in seconds."""
     units = {Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.INPUT_GRADIENT: 1, Kind.WEIGHT_GRADIENT: 1}
     return simulate(computations(name, shape), shape, {kind: unit * length for kind, length in units.items()})
 
 
 def boxes(svg: str) -> Iterator[tuple[str, float, float, float, str]]:
-    """What it says when pointed at, x, y, width and colour of every computation."""
+    """Yield tooltip, x, y, width and colour of every computation."""
     for rect in ElementTree.fromstring(svg).iter(f"{SVG}rect"):
         if rect.get("class") == "box":
             said = rect.findtext(f"{SVG}title") or ""

@@ -1,4 +1,4 @@
-"""The runtime runs any list of actions in its order and says which backward is a chunk's last."""
+"""Tests that the runtime runs any list of actions in its order and marks the backward that is a chunk's last."""
 
 import pytest
 from hypothesis import given
@@ -12,7 +12,7 @@ from megazero.pipeline.stage_plan import StepActions
 
 
 class Drawing:
-    """Callbacks that draw what they are asked to do; `!` marks the last backward of a chunk."""
+    """Callbacks that record their calls as a drawing; `!` marks the last backward of a chunk."""
 
     def __init__(self) -> None:
         self.done: list[str] = []

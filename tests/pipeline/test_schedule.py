@@ -1,4 +1,4 @@
-"""Schedules as drawings, and the same order as torch.distributed.pipelining gives."""
+"""Tests schedules as drawings, and that torch.distributed.pipelining has the same order."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -131,7 +131,7 @@ THEIR_KINDS = {
 
 
 def theirs(shape: Shape, actions: list[Any]) -> str:
-    """Torch's computations in our drawing: it numbers stages where we number chunks, and pads with None."""
+    """Draw torch's computations as megazero's; torch numbers stages instead of chunks, and pads with None."""
     ours = [
         Action(THEIR_KINDS[action.computation_type], action.microbatch_index, action.stage_index // shape.num_stages)
         for action in actions

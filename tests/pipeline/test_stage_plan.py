@@ -1,4 +1,4 @@
-"""A stage's plan: its actions, and when its messages are known to have been taken."""
+"""Tests a stage's plan: its actions, and the points at which its messages are proven to have been received."""
 
 from collections import deque
 
@@ -31,7 +31,7 @@ def test_a_step_is_made_once() -> None:
 
 
 def test_what_a_message_proves() -> None:
-    """Two stages: the gradient of micro-batch 0 comes when the other side has taken two activations."""
+    """The gradient of micro-batch 0 comes when the other one of two stages has received two activations."""
     stages = parse_stages(
         """
         stage 0   F0 sf0 F1 sf1 rb0 B0 F2 sf2 rb1 B1 rb2 B2
@@ -55,7 +55,7 @@ def test_what_a_message_proves() -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_what_is_proved_has_happened_however_slow_others_are(name: str) -> None:
-    """One stage is as far as it can get, the others no further than it forces them to be."""
+    """A proof holds although one stage is as far as it can get and the others no further than it forces them to be."""
     for shape in shapes_of(name, range(2, 6), range(1, 4), range(1, 11)):
         stages = [with_exchanges(schedule(name, shape, stage), shape, stage) for stage in range(shape.num_stages)]
         for stage in range(shape.num_stages):
@@ -75,7 +75,7 @@ def _check_proofs(stages: list[tuple[Action, ...]], shape: Shape, stage: int) ->
 
 
 class _Lazy:
-    """Stages that only do what a message needs; counts what they have taken of a stage's."""
+    """Stages that only do what a message needs, with a count of the messages of a stage that they have received."""
 
     def __init__(self, stages: list[tuple[Action, ...]], shape: Shape) -> None:
         self._stages = [deque(actions) for actions in stages]
@@ -85,7 +85,7 @@ class _Lazy:
         self._forced: dict[tuple[str, int], int] = {}
 
     def force_message(self, stage: int, receive: Action) -> Receipts:
-        """Make its sender go on until it has sent the next message of this kind to `stage`."""
+        """Make the message's sender go on until it has sent the next message of this kind to `stage`."""
         p, kind = self._shape.num_stages, "sf" if receive.kind is Kind.RECEIVE_ACTIVATION else "sb"
         sender = (stage - 1) % p if kind == "sf" else (stage + 1) % p
         number = self._forced[kind, stage] = self._forced.get((kind, stage), 0) + 1
@@ -95,7 +95,7 @@ class _Lazy:
         return Receipts(*(self._taken.get((k, r), 0) if r == sender else 0 for k, r in receivers.items()))
 
     def _do(self, stage: int) -> None:
-        """The next action of a stage, without asking whether its input is there: who it comes from is far enough."""
+        """Do the next action of a stage, without a check for its input: the stage that sends it is far enough."""
         action = self._stages[stage].popleft()
         if action.kind.value in ("sf", "sb"):
             self._sent[action.kind.value, stage] = self._sent.get((action.kind.value, stage), 0) + 1

@@ -1,4 +1,4 @@
-"""Timelines as drawings, and the simulation against the published formulas."""
+"""Tests timelines as drawings, and the simulation against the published formulas."""
 
 from collections.abc import Mapping
 
@@ -36,7 +36,7 @@ stage 1    .  .  . F0 B0 B0 F1 B1 B1  .  .  .  .
 
 
 def seconds(forward: float, inputs: float, weights: float) -> Mapping[Kind, float]:
-    """Durations of the four kinds."""
+    """Return the durations of the four kinds of computation."""
     kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
     return dict(zip(kinds, (forward, inputs + weights, inputs, weights), strict=True))
 
@@ -92,7 +92,7 @@ def test_a_backward_before_its_own_forward() -> None:
 @pytest.mark.parametrize("durations", [seconds(1, 1, 1), seconds(3, 2, 2), seconds(2, 5, 1), seconds(4, 4, 3)])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero-bubble", "interleaved"])
 def test_the_simulation_agrees_with_the_formula(name: str, durations: Mapping[Kind, float]) -> None:
-    """Exactly: times are whole numbers, and both shares are the nearest float to the same fraction."""
+    """The shares are equal, as times are whole numbers and both shares are the nearest float to one fraction."""
     for shape in shapes_of(name, range(1, 7), range(1, 4), range(1, 13)):
         share = simulate(computations(name, shape), shape, durations).idle_share
         assert share == predicted_idle_share(name, shape, durations), str(shape)

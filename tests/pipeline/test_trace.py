@@ -1,4 +1,4 @@
-"""Spans of computations: when they are kept, what they measure, and how several ranks' become one timeline."""
+"""Tests spans of computations: when they are kept, what they measure, and how spans of ranks become a timeline."""
 
 import json
 import time
@@ -32,7 +32,7 @@ def test_spans_are_kept_between_begin_and_take() -> None:
     assert trace.end() == []
     trace.begin()
     compute(trace, F0)
-    trace.begin()  # a step that was not finished
+    trace.begin()  # begins again after a step that was not finished
     compute(trace, B0)
     assert [span.action for span in trace.end()] == [B0]
 
@@ -77,7 +77,7 @@ def test_kernels_are_waited_for() -> None:
 
 @pytest.mark.parametrize(("name", "chunks"), [("zero-bubble", 1), ("interleaved", 2)])
 def test_a_timeline_comes_back_from_its_rows(name: str, chunks: int) -> None:
-    """Through JSON, from clocks that began long ago; rank 0's first span begins it."""
+    """A timeline survives JSON and clocks that began long ago; rank 0's first span is its beginning."""
     shape = Shape(3, 6, chunks)
     simulated = simulate(computations(name, shape), shape)
     late = [[Span(action, 1024 + start, 1024 + end) for action, start, end in spans] for spans in simulated.stages]

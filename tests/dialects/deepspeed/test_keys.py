@@ -1,4 +1,4 @@
-"""The tables of keys: each key in one of them, every documented key in some, and defaults as documented."""
+"""Tests the tables of keys: each key is in one table, every documented key in some, and defaults are as documented."""
 
 import dataclasses
 
@@ -100,13 +100,13 @@ def test_absent_keys_have_deepspeeds_defaults() -> None:
 
 
 def test_every_setting_of_zero_has_its_key() -> None:
-    """All but one about the schedule of a pipeline, which DeepSpeed combines with no partitioned parameters."""
+    """Every setting has a key but one for pipelines, which DeepSpeed does not combine with partitioned parameters."""
     fields = {field.name for field in dataclasses.fields(ZeroConfig)}  # type: ignore[arg-type]
     assert set(ZERO_KEYS) == fields - {"zero3_reshard_after"} and all(path in HONOURED for path in ZERO_KEYS.values())
 
 
 def test_settings_of_activations_have_their_keys() -> None:
-    """All but those that say what is recomputed, which a file of this kind leaves to the model."""
+    """Every setting has a key but those that choose what is recomputed, which a DeepSpeed file leaves to the model."""
     fields = {field.name for field in dataclasses.fields(ActivationConfig)}  # type: ignore[arg-type]
     rest = {"recompute_granularity", "recompute_method", "recompute_num_layers", "logits_chunk_bytes"}
     assert set(ACTIVATION_KEYS) == fields - rest and all(path in HONOURED for path in ACTIVATION_KEYS.values())

@@ -1,4 +1,4 @@
-"""ParsedFile a DeepSpeed configuration: what becomes of every key, and what is wrong with a file."""
+"""Tests reading of a DeepSpeed configuration: how every key is treated, and which errors of a file are reported."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from megazero.errors import ConfigError, Problem
 
 
 def nested(path: str, value: Any) -> dict[str, Any]:
-    """{"a": {"b": value}} for a.b."""
+    """Return {"a": {"b": value}} for the path a.b."""
     for name in reversed(path.split(".")):
         value = {name: value}
     assert isinstance(value, dict)
@@ -32,7 +32,7 @@ def only(reading: ParsedFile) -> Problem:
     return reading.diagnostics.problems[0]
 
 
-# --- what becomes of every key ---------------------------------------------------------------------------------------
+# --- treatment of every key -------------------------------------------------------------------------------------------
 
 SAMPLES: dict[str, Any] = {
     "int": (3, "three"),

@@ -1,4 +1,4 @@
-"""`--deepspeed-config` beside flags: the whole command line."""
+"""Tests whole command lines in which `--deepspeed-config` stands beside flags."""
 
 import json
 from pathlib import Path
@@ -105,7 +105,7 @@ def test_auto_leaves_the_settings_alone() -> None:
     assert (config.optimizer.clip_grad, config.optimizer.weight_decay, config.optimizer.lr) == (3.0, 0.3, 1e-3)
     assert config.zero.reduce_bucket_size == ZeroConfig().reduce_bucket_size and config.zero.overlap_comm
     assert config.precision.precision == "fp32"
-    # An automatic format is on where a flag asks for it, and then the rest of the section counts.
+    # A format set to "auto" is on if a flag selects it, and then the rest of its section applies.
     assert run(content, f"{SIZED} --fp16").config.precision.initial_loss_scale == 4096.0
     assert run(content, f"{SIZED} --precision fp16").config.precision.initial_loss_scale == 4096.0
     assert run(content, f"{SIZED} --bf16").config.precision.precision == "bf16"

@@ -1,4 +1,4 @@
-"""Optimizer and schedule of a DeepSpeed configuration as settings of a run."""
+"""Tests the translation of a DeepSpeed configuration's optimizer and schedule into settings of a run."""
 
 import math
 from typing import Any
@@ -64,7 +64,7 @@ def test_without_decay_it_makes_no_difference_whether_it_is_decoupled() -> None:
 
 
 def as_choice(made: Translation) -> OptimizerChoice:
-    """The optimizer of a run with these settings and no others."""
+    """Return the optimizer of a run that has these settings and no others."""
     values = {"lr": 0.001} | defaults(made) | said(made)
     return optimizer_choice(OptimizerConfig(**values))
 
@@ -136,7 +136,7 @@ def test_a_cosine_leaves_its_floor_open_until_the_rate_is_known() -> None:
 
 
 def documented(kind: str, step: int, *, shape: str, start: float, floor: float) -> float:
-    """The rate as DeepSpeed's documentation draws it, up to 0.5 in 10 steps: then constant, or down to step 37."""
+    """Return the rate in DeepSpeed's documentation: up to 0.5 in 10 steps, then constant or down until step 37."""
     lr, warmup, total = 0.5, 10, 37
     if step < warmup:
         return start + (lr - start) * (step / warmup if shape == "linear" else math.log(step + 1) / math.log(warmup))
@@ -152,7 +152,7 @@ def documented(kind: str, step: int, *, shape: str, start: float, floor: float) 
 @pytest.mark.parametrize("start", [0.0, 0.125])
 @pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
 def test_a_runs_schedule_is_the_documented_one(kind: str, start: float, shape: str | None) -> None:
-    """shape None: the file says nothing of it."""
+    """The rates of a translated schedule are the documented ones; shape None leaves warmup_type out of the file."""
     params: dict[str, Any] = {"warmup_num_steps": 10} | ({} if shape is None else {"warmup_type": shape})
     params |= {} if kind == "WarmupLR" else {"total_num_steps": 37}
     if kind == "WarmupCosineLR":

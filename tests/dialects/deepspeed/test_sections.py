@@ -1,4 +1,4 @@
-"""From the file of a DeepSpeed configuration to the parts of the library's, published configurations among them."""
+"""Tests the translation of a DeepSpeed configuration, published ones among them, into the library's own sections."""
 
 import json
 from typing import Any
@@ -13,7 +13,7 @@ from megazero.dialects.deepspeed.reading import ParsedFile, read
 from megazero.dialects.deepspeed.sections import EngineParts, engine_parts, translate
 from megazero.errors import Problem
 
-# The shapes of configurations as tutorials and integrations publish them.
+# Configurations in the shapes that tutorials and integrations publish.
 ZERO_2_FP16 = """{
   "train_batch_size": 8, "gradient_accumulation_steps": 1, "steps_per_print": 2000,
   "optimizer": {"type": "Adam", "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}},
@@ -166,7 +166,7 @@ def test_the_loss_scale() -> None:
     assert (moving.min_loss_scale, moving.hysteresis) == (1e-5, 4)
     own = parts({"fp16": {"enabled": True, "initial_scale_power": "auto", "loss_scale": "auto"}})[0].precision
     assert own.initial_loss_scale == PrecisionConfig().initial_loss_scale and own.loss_scale is None
-    # Without fp16 the section says nothing.
+    # Without fp16 the section has no effect.
     assert parts({"fp16": {"enabled": False, "loss_scale": 128}})[0].precision == PrecisionConfig()
 
 
@@ -241,7 +241,7 @@ def test_gradients_in_the_models_own_format_are_no_wider() -> None:
     assert parts({"data_types": {"grad_accum_dtype": "fp32"}})[0].precision == PrecisionConfig()
 
 
-# --- the translation for both doors ----------------------------------------------------------------------------------
+# --- the translation that runs and the library share ------------------------------------------------------------------
 
 
 def test_a_translation_keeps_sources_and_tells_written_settings_from_defaults() -> None:
