@@ -1,4 +1,4 @@
-"""The summary of metrics files written by the writer a run uses."""
+"""Tests of the summary of metrics files, which are made by the writer that a run uses."""
 
 from pathlib import Path
 from typing import Any
