@@ -57,7 +57,7 @@ def area_of(corners: list[tuple[float, float]]) -> float:
 
 
 def test_areas_are_bytes_times_operations() -> None:
-    """Of 13 columns (operations 0 to 12) parameters are in all, activations in 2 to 8, and a temporary in 3."""
+    """Areas are bytes times operations: parameters fill 13 columns (0 to 12), activations 2 to 8, a temporary 3."""
     found = areas(drawing(PLAIN))
     unit = area_of(found["parameters"]) / (13 * 4)
     assert area_of(found["activations"]) / unit == pytest.approx(7 * 2, rel=2e-3)

@@ -170,7 +170,7 @@ def test_what_loads_torch() -> None:
 
 
 def test_only_few_talk_to_torch_distributed() -> None:
-    """`comm` wraps it, `cluster` tests it, and three files of `library` adopt a user's groups, meshes and DTensors."""
+    """Only `comm`, `cluster` and three files of `library`, for a user's groups, meshes and DTensors, import it."""
     adapters = [f"megazero/library/{name}.py" for name in ("adopted_group", "adopted_mesh", "dtensors")]
     wrong = [
         s.name

@@ -1,4 +1,4 @@
-"""On real ranks, sound layouts agree with one process, and a fault planted in any dimension is named."""
+"""Sound layouts on real ranks agree with one process, and a fault planted in any dimension is named."""
 
 import math
 from collections.abc import Callable

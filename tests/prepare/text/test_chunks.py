@@ -82,7 +82,7 @@ def test_packed_files_are_cut_where_plain_ones_are(
 
 
 def test_blocks_of_packed_text_are_those_of_plain_text(tmp_path: Path) -> None:
-    """With the default chunk and read sizes, blocks of compressed text equal those of plain text."""
+    """Blocks of compressed text equal those of plain text, here with the default chunk and read sizes."""
     content = b"".join(b"paragraph %d\n" % number * 30 + b"\n" for number in range(4000))
     plain, *others = in_every_packing(tmp_path, "a.txt", content, [100_000, 1 << 20])
     expected = texts_of(plain, rules=BLOCKS)
