@@ -202,7 +202,7 @@ def test_the_configuration_that_is_saved_names_the_vocabulary(tmp_path: Path) ->
     assert "vocab_size: 257" in (tmp_path / "config.yaml").read_text()
 
 
-# --- going on ---------------------------------------------------------------------------------------------------------
+# --- resuming ---------------------------------------------------------------------------------------------------------
 
 GO_ON: dict[str, Any] = {"lr_decay_style": "linear", "lr_decay_iters": 10}
 

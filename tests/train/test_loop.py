@@ -269,7 +269,7 @@ def test_figures_that_are_read_a_step_late_all_arrive(settings: dict[str, Any], 
         settings = {**settings, "save": str(tmp_path / "save")}
     config, launch = tiny_run(**settings, metrics_file=str(tmp_path / "m.jsonl")), Launch(0, 1, 0)
     late = assemble(config, launch, CPU, inputs := check(config, launch))
-    loader = BatchLoader(inputs.train, late.loader._layout, prefetch=0, clock=count().__next__)  # 1 s a reading
+    loader = BatchLoader(inputs.train, late.loader._layout, prefetch=0, clock=count().__next__)  # 1 s per read
     with StopRequest() as stop:
         loop = _Loop(replace(late, loader=loader), stop)
         loop._max_pending = 1

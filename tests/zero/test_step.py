@@ -14,7 +14,7 @@ TIMERS = Timers(torch.device("cpu"), waits=False)
 
 
 def with_gradients(kind: str, precision: str, factor: float) -> DataParallelEngine:
-    """Return a linear layer's engine after a backward; gradients are `factor` times X in weight rows, times 1 in biases."""
+    """Return a linear layer's engine after a backward: rows of the weight have gradient factor * X, biases factor."""
     config = {"zero": {"zero_stage": 1}, "precision": {"precision": precision}, "optimizer": {"type": kind, "lr": 1.0}}
     torch.manual_seed(1)
     engine = megazero.initialize(nn.Linear(3, 2), config)

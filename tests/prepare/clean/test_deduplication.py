@@ -84,7 +84,7 @@ def test_words_of_ascii_are_those_of_any_text() -> None:
 
 
 def test_near_duplicates_are_found_by_similarity() -> None:
-    """Documents of known similarity: all those well above the threshold go, all those well below stay."""
+    """Of documents of known similarity, all well above the threshold are dropped, and all well below it are kept."""
     draw, counts = random.Random(3), {True: [0, 0], False: [0, 0]}
     step = NearDuplicates(0.8)
     for _ in range(150):

@@ -111,7 +111,7 @@ def test_other_work_is_refused_and_told_apart(tmp_path: Path) -> None:
     assert "input was" in given[0] and '"a.jsonl", 10' in given[0] and '"a.jsonl", 11' in given[0]
     assert "shard was 0" in given[1] and "is 1" in given[1]
     assert "new was null" in given[2]
-    with Journal(folder, WORK, resume=True) as journal:  # the journal is unharmed by the refusals
+    with Journal(folder, WORK, resume=True) as journal:  # the refusals have not changed the journal
         assert journal.last == {"chunks": 1}
 
 
