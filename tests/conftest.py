@@ -1,7 +1,7 @@
-"""Settings of the whole test suite: no test depends on timing, and a test needs no more than its markers say.
+"""Settings of the whole test suite: no test depends on timing, and none needs more than its markers declare.
 
-A test that is neither `gloo` nor `cuda` is marked `pure`: it fails if it calls ranks or starts processes that find each
-other. Tests marked `cuda` are skipped where there is no GPU.
+A test that is neither `gloo` nor `cuda` is marked `pure`: it fails if it starts ranks or makes a process group.  Tests
+marked `cuda` are skipped where there is no GPU.
 """
 
 import multiprocessing.context
@@ -14,23 +14,23 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-# A busy machine must not fail a property: hypothesis gives up after 200 ms an example otherwise.
+# A busy machine must not fail a property test: by default hypothesis fails an example that takes over 200 ms.
 settings.register_profile("megazero", deadline=None)
 settings.load_profile("megazero")
 
-# Started in the background, a shell's children ignore Ctrl-C, and so would every program that a test interrupts.
+# Processes that a shell starts in the background ignore Ctrl-C, and so would every program that a test interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Before pytest's own, which leaves out what -m does not select.
+# This runs before pytest's own hook, which deselects by -m, so that -m can select `pure` tests.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests `pure` that have no other marker of needs; skip tests marked `cuda` where there is no GPU."""
+    """Mark tests that are neither `gloo` nor `cuda` as `pure`; skip tests marked `cuda` where there is no GPU."""
     for item in items:
         if not any(item.get_closest_marker(name) for name in ("gloo", "cuda")):
             item.add_marker(pytest.mark.pure)
-    # The short files last: where files are dealt out to several processes, these end together then.
+    # The short files come last, so that processes which share out the files end at about the same time.
     long_files = {item.path for item in items if item.get_closest_marker("gloo")}
     items.sort(key=lambda item: item.path not in long_files)
     needy = [item for item in items if item.get_closest_marker("cuda")]
@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Around a pure test and its fixtures, process groups are forbidden."""
+    """Forbid process groups while a pure test and its fixtures run."""
     if item.get_closest_marker("pure") is None:
         return (yield)
     with _no_process_groups():
@@ -50,7 +50,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
 
 @contextmanager
 def _no_process_groups() -> Iterator[None]:
-    """Ranks (only they come from a fork server), rendezvous and torchrun fail, saying which marker is missing."""
+    """Make starting ranks, rendezvous and torchrun fail with the name of the marker that is missing."""
     import torch.distributed  # Slow to import: by now the test's own module has done it, if any does.
     from support.processes import WorkerPool
 

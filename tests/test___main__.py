@@ -1,4 +1,4 @@
-"""`python -m megazero`: its words, what is refused before processes meet, and verify-layout as a user starts it."""
+"""Tests of `python -m megazero`: its commands, what is refused before processes meet, and verify-layout itself."""
 
 import os
 import signal
@@ -19,14 +19,14 @@ Capture = pytest.CaptureFixture[str]
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    """The exit code, in this process under the launcher's environment as it is."""
+    """Run the program in this process, in the environment as it is; return its exit code."""
     monkeypatch.setattr(sys, "argv", ["megazero", *words])
     return run_program(program.main)
 
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment of a program that is started by hand."""
+    """Set the environment of a program that is started by hand, without a launcher."""
     set_launcher(monkeypatch)
 
 

@@ -1,4 +1,4 @@
-"""One voice for many ranks; what a pipe and what a real terminal gets; exit codes of programs."""
+"""Tests of the console: only rank 0 prints, pipes get plain text and terminals a bar, and programs have exit codes."""
 
 import os
 import pty
@@ -14,13 +14,13 @@ from megazero.errors import ConfigError, TrainingError
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the tests had been started by hand."""
+    """Remove the launcher's variables, as if the tests had been started by hand."""
     for name in ("RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
 
 
 def on_a_terminal(action: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> str:
-    """What a real terminal in the place of standard output shows while the action runs."""
+    """Return what a terminal in place of standard output shows while the action runs."""
     shown, ours = pty.openpty()
     with os.fdopen(shown, "rb", buffering=0) as screen, os.fdopen(ours, "w") as stream, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", stream)
@@ -40,7 +40,7 @@ def on_a_terminal(action: Callable[[], object], monkeypatch: pytest.MonkeyPatch)
         ({"RANK": "3"}, 3),
         ({"SLURM_PROCID": "5"}, 5),
         ({"RANK": "0", "SLURM_PROCID": "5"}, 0),
-        # Nonsense is somebody else's message; here it must not become a traceback.
+        # Other code reports a rank that makes no sense; here it must only not raise an error.
         ({"RANK": "abc"}, 0),
         ({"RANK": ""}, 0),
         ({"RANK": "-1"}, 0),

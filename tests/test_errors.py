@@ -1,4 +1,4 @@
-"""What a user reads when something is wrong: the texts, character by character, and the exit codes."""
+"""Tests of error messages, character by character, and of exit codes."""
 
 import pytest
 

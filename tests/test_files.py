@@ -1,4 +1,4 @@
-"""Files appear whole or not at all."""
+"""Files that are written aside appear whole or not at all."""
 
 from pathlib import Path
 

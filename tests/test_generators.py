@@ -1,4 +1,4 @@
-"""The random states of torch's default generators: what was drawn after `get_state` is drawn again."""
+"""Restoring the states of torch's default generators makes them draw the same numbers again."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def test_drawing_does_not_change_a_state_that_was_taken() -> None:
 
 
 def test_a_gpu_that_is_not_there_has_none() -> None:
-    """Fake tensors may be on one."""
+    """Without a GPU a CUDA device, which fake tensors may be on, adds no state."""
     device = torch.device("cpu" if torch.cuda.is_available() else "cuda")
     assert len(DefaultGenerators(device).get_state()) == 1
 

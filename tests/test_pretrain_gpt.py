@@ -1,4 +1,4 @@
-"""The program from its command line on one process: what it prints, writes, and takes up again."""
+"""Tests of pretrain_gpt.py from its command line on one process: what it prints, writes and resumes."""
 
 import json
 import re
@@ -18,14 +18,14 @@ Capture = pytest.CaptureFixture[str]
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment of a program that is started by hand."""
+    """Set the environment of a program that is started by hand, without a launcher."""
     set_launcher(monkeypatch)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name)
 
 
 def flags(folder: Path, **more: str | None) -> list[str]:
-    """The smallest run, all of whose files go to `folder`; `more` by flag, without dashes."""
+    """Return the flags of the smallest run, with its files in `folder`; `more` holds further flags."""
     files = {"--save": f"{folder / 'saved'}", "--load": f"{folder / 'saved'}", "--metrics-file": f"{folder / 'steps'}"}
     changes = {f"--{name.replace('_', '-')}": value for name, value in more.items()}
     return command_line({**SMALL_RUN, **files, "--log-interval": "2", **changes})
@@ -79,12 +79,12 @@ def test_a_finished_run_has_nothing_left_to_do(
 
 
 def test_a_stopped_run_can_be_told_from_a_finished_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By an exit status of its own; without the setting both exit 0."""
+    """A stopped run has the exit status of the setting; without the setting both exit with 0."""
     told = {"exit_status_when_stopped": "75"}
     assert run_here(flags(tmp_path, exit_interval="1"), monkeypatch) == 0
     assert run_here(flags(tmp_path, exit_interval="2", **told), monkeypatch) == 75
     assert run_here(flags(tmp_path, exit_duration_in_mins="1e-9", **told), monkeypatch) == 75
-    assert run_here(flags(tmp_path, exit_interval="4", **told), monkeypatch) == 0  # its last step
+    assert run_here(flags(tmp_path, exit_interval="4", **told), monkeypatch) == 0  # the last step of the run
     assert list(read_steps(tmp_path / "steps")) == [1, 2, 3, 4]
     assert run_here(flags(tmp_path, **told), monkeypatch) == 0
 

@@ -1,4 +1,4 @@
-"""Seconds by name; every bound holds however slow the machine is."""
+"""Timers add up seconds by name; the bounds in these tests hold on a machine of any speed."""
 
 import time
 
@@ -51,7 +51,7 @@ def test_what_was_taken_does_not_change_any_more() -> None:
 
 @pytest.mark.cuda
 def test_kernels_are_waited_for_on_request() -> None:
-    """A kernel that spins for about 50 ms returns to the host at once."""
+    """Only a timer that waits for kernels counts the 50 ms of a kernel that returns to the host at once."""
     device = torch.device("cuda")
     torch.cuda._sleep(1)  # the first launch loads the kernel
     taken = {}

@@ -1,4 +1,4 @@
-"""Bytes, counts and durations as people read them."""
+"""Tests of how bytes, counts and durations are written for people."""
 
 import pytest
 

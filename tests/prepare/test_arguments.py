@@ -1,4 +1,4 @@
-"""The flags that the tools which read text share, from words to rules."""
+"""The flags that all tools for reading text share are parsed into document rules, tokenizers and shards."""
 
 import argparse
 from pathlib import Path

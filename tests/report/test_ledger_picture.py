@@ -1,4 +1,4 @@
-"""The picture of a step: a well-formed page whose areas have the ledger's heights."""
+"""The picture of a step's memory is a well-formed page whose areas have the heights that the ledger recorded."""
 
 import re
 from html.parser import HTMLParser
@@ -30,7 +30,7 @@ PLAIN = step([(2 * MIB, "activations", 2), (MIB, "temporary", 3), (-MIB, "tempor
 
 
 def areas(svg: str) -> dict[str, list[tuple[float, float]]]:
-    """{category: corners of its area}, from the SVG itself."""
+    """Return the corners of each category's area, read from the SVG."""
     found = {}
     for path in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}path"):
         title = path.find("{http://www.w3.org/2000/svg}title")
@@ -51,13 +51,13 @@ def areas(svg: str) -> dict[str, list[tuple[float, float]]]:
 
 
 def area_of(corners: list[tuple[float, float]]) -> float:
-    """The shoelace formula."""
+    """Return the area of a polygon by the shoelace formula."""
     turned = corners[1:] + corners[:1]
     return abs(sum(x * v - u * y for (x, y), (u, v) in zip(corners, turned, strict=True))) / 2
 
 
 def test_areas_are_bytes_times_operations() -> None:
-    """13 columns (operations 0 to 12): parameters in all of them, activations in 2 to 8, a temporary in 3."""
+    """Areas are bytes times operations: parameters fill 13 columns (0 to 12), activations 2 to 8, a temporary 3."""
     found = areas(drawing(PLAIN))
     unit = area_of(found["parameters"]) / (13 * 4)
     assert area_of(found["activations"]) / unit == pytest.approx(7 * 2, rel=2e-3)
@@ -126,7 +126,7 @@ def test_the_phase_of_an_operation() -> None:
 
 
 class Tags(HTMLParser):
-    """Checks that tags close in order; collects text."""
+    """A parser that checks that tags close in order, and collects the text."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class Tags(HTMLParser):
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: Any) -> None:
-        """Closed at once."""
+        """Ignore a tag that closes itself."""
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag

@@ -1,4 +1,4 @@
-"""The ledger of real training steps: totals beside what the run says it holds, traffic beside the meter, files."""
+"""The ledger of real training steps agrees with the engine's totals and the traffic meter, and writes its files."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ SETTINGS: dict[str, Any] = {
 
 
 class Steps:
-    """A model in training, whose steps are taken one by one."""
+    """A model in training with a ledger, whose steps are taken one by one."""
 
     def __init__(self, ledger: AnyLedger, mesh: Mesh, **changes: Any) -> None:
         config = make_run(**{**SETTINGS, "global_batch_size": 6 * mesh.topology.dp, **changes})
@@ -77,14 +77,14 @@ def test_a_step_holds_what_the_engine_says_it_holds(zero_stage: int) -> None:
         assert held.gradients <= at_peak["gradients"] <= peaks["gradients"]
         assert peaks["gathered_parameters"] == 2 * steps.core.engine.gathered_numel[1]
         assert sum(at_peak.values()) == record["peak_bytes"]
-        # Between steps nothing is left but model states, buffers, and small change: counters, indices, last figures.
+        # Between steps only model states, buffers and a few bytes of counters, indices and last figures are left.
         left = sum(ledger.live_bytes().values()) - held.total - lent
         assert 0 < left < 4096
     steps.core.engine.close()
 
 
 def memory_events(profile: torch.profiler.profile) -> list[int]:
-    """Bytes given out (negative: taken back) by the CPU allocator, in order."""
+    """Return the bytes of each allocation (positive) and each release (negative) by the CPU allocator, in order."""
     assert profile.profiler is not None
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
@@ -105,13 +105,13 @@ def test_a_step_beside_the_allocators_own_events(precision: str) -> None:
     for nbytes in memory_events(profile):
         live += nbytes
         peak = max(peak, live)
-    # Scratch inside kernels is no storage: 0.5 and 4 % where this was written.
+    # Scratch memory inside kernels belongs to no storage; the profiler's peak exceeded the ledger's by 0.5 and 4 %.
     assert before < ours <= peak <= 1.1 * ours
     steps.core.engine.close()
 
 
 def two_steps(ledger: Ledger, zero_stage: int) -> list[list[list[int]]]:
-    """[step][moment]: operations run, and live bytes of every category."""
+    """Take two steps; return [step][moment]: the number of operations run, and the live bytes of every category."""
     steps = Steps(ledger, alone(), zero_stage=zero_stage, precision="bf16")
     moments = []
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""What a run says of activations, buffers and arenas, as it says it."""
+"""Tests of the lines that a run prints about the memory of activations, buffers and arenas."""
 
 import re
 from typing import Any
@@ -12,7 +12,7 @@ SIZE = re.compile(r"\d+(\.\d)? (B|KiB|MiB)")
 
 
 def said(told: Told) -> list[str]:
-    """The lines about memory, sizes left out, in order."""
+    """Return the lines about memory in order, with each size replaced by `#`."""
     starts = ("activations:", "gradient arena", "activation checkpoint")
     return [SIZE.sub("#", line) for line in told.text.splitlines() if line.startswith(starts)]
 
@@ -38,7 +38,7 @@ def test_the_choice_is_said_first(settings: dict[str, Any], expected: str) -> No
 
 @pytest.mark.gloo
 def test_a_mask_is_said_with_its_size() -> None:
-    """2 samples x 8 x 8 elements of 8 bytes."""
+    """The reported size of an attention mask is that of 2 samples x 8 x 8 elements of 8 bytes."""
     settings = {"reset_attention_mask": True, "vocab_size": 257, "tokenizer_type": "ByteTokenizer"}
     text = run_ranks(1, train_run, 1, settings)[0].text
     assert "retained until backward | an attention mask of 1.0 KiB for every micro-batch in flight | logits" in text

@@ -1,4 +1,4 @@
-"""Formulas against a model counted weight by weight, interval averages, perplexity and bits per byte."""
+"""Tests of the formulas for FLOPs (against torch's own count), interval averages, perplexity and bits per byte."""
 
 import math
 from typing import Any
@@ -54,7 +54,7 @@ def test_matmul_parameters_are_the_weights_of_a_torch_transformer() -> None:
 
 
 def test_flops_per_token_are_what_torch_counts() -> None:
-    """Forward and backward of the matrix products, counted by torch while they run on fake-sized tensors."""
+    """The formula gives the FLOPs that torch counts in the matrix products of a small model, forward and backward."""
     layers, hidden, seq, vocab = 2, 16, 8, 50
     config = ModelConfig(num_layers=layers, hidden_size=hidden, num_attention_heads=1, seq_length=seq)
     x = torch.ones(seq, hidden, requires_grad=True)

@@ -1,4 +1,4 @@
-"""The metrics file as another program reads it, and what happens to it when a run resumes."""
+"""Tests of the metrics file: the lines that another program reads, and what stays of them when a run resumes."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Traces of real runs: which steps are traced, what their files say, and clocks of several machines."""
+"""Tests of traces of real runs: which steps are traced, what their files hold, and how clocks are aligned."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ SPLIT = {Kind.FORWARD: 2.0, Kind.INPUT_GRADIENT: 3.0, Kind.WEIGHT_GRADIENT: 1.0}
 
 
 def traced(rank: int, size: int, settings: dict[str, Any]) -> str:
-    """What a run prints."""
+    """Run a training of two pipeline stages unless `settings` override it; return what it prints."""
     given = {"mock_data": True, "num_layers": 4, "pipeline_model_parallel_size": 2, **settings}
     return train_run(rank, size, given).text
 
@@ -32,7 +32,7 @@ def in_folder(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def traces(folder: Path) -> dict[int, dict[str, Any]]:
-    """Files by their step."""
+    """Return the trace of each step by its number, after checking that its drawing has a box for each computation."""
     read = [json.loads(path.read_text()) for path in (folder / "traces").glob("*.json")]
     for record in read:
         drawing = (folder / "traces" / f"step_{record['iteration']}.svg").read_text()
@@ -87,7 +87,7 @@ def test_with_data_and_tensor_parallelism_one_pipeline_is_traced(tmp_path: Path)
 
 
 def test_one_stage_is_traced_too_and_the_board_gets_the_share(tmp_path: Path) -> None:
-    """The second step, every log_interval-th and the last; evaluations in between leave no spans."""
+    """Traced are the second step, every log_interval-th and the last; evaluations between them leave no spans."""
     settings = {
         "pipeline_model_parallel_size": 1,
         "log_interval": 3,
@@ -117,7 +117,7 @@ def test_without_a_folder_nothing_is_traced(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("same_machine", [True, False])
 def test_clocks_of_machines_are_set_by_the_barrier(same_machine: bool) -> None:
-    """Spans of a simulated step, on clocks that began at other times unless the machine is the same."""
+    """Ranks on machines whose clocks differ, or on one machine, give the timeline of the simulated step."""
     shape = Shape(3, 4)
     simulated = simulate(computations("zero-bubble", shape), shape, SPLIT)
     begins = [50.0, 50.0, 50.0] if same_machine else [1000.0, 50.0, 7.0]

@@ -1,4 +1,4 @@
-"""The summary of metrics files written by the writer a run uses."""
+"""Tests of the summary of metrics files, which are made by the writer that a run uses."""
 
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ def test_before_and_after(tmp_path: Path) -> None:
     assert (summary.before["iteration"], summary.before["loss"]) == (0, 7.5)
     assert (summary.after["iteration"], summary.after["loss"]) == (3, 3.0)
     assert (summary.num_steps, summary.num_skipped, summary.train_seconds) == (3, 1, 13.0)
-    # 300 and 300 tokens in 1 and 2 seconds; the first step is not in the pace.
+    # 300 tokens in 1 s and 300 in 2 s; the first step does not count towards the pace.
     assert summary.tokens_per_second == 200.0
     assert summary.lines() == [
         "                       step 0       step 3",

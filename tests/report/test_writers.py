@@ -1,4 +1,4 @@
-"""What people see: console lines field by field, TensorBoard's event files read back by TensorBoard."""
+"""Tests of console lines, field by field, and of TensorBoard's event files, read back by TensorBoard."""
 
 import math
 from datetime import datetime
@@ -154,7 +154,7 @@ def test_tensorboard_options(tmp_path: Path) -> None:
     )
     assert scalars["lm loss"] == [(2, 2.0)]
     assert scalars["forward-backward-time"] == [(2, 0.25)]
-    # The fullest rank of each kind.
+    # Each kind of memory is that of the rank with the most of it.
     assert scalars["mem-parameters-bytes"] == [(2, 5.0)]
     assert scalars["mem-moments-bytes"] == [(2, 16.0)]
     assert scalars["mem-max-allocated-bytes"] == [(2, 1000.0)]

@@ -1,4 +1,4 @@
-"""Rules about recomputation: each breaks on its own row, and what it calls legal mends it."""
+"""Each rule about recomputation is broken by its own row of the table, and the values it names as legal satisfy it."""
 
 from typing import Any
 

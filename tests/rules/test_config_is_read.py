@@ -1,8 +1,8 @@
-"""A setting that nothing reads is a promise that nothing keeps: every one is read by the code that acts on it.
+"""Every setting is read by code that acts on it, because a setting without a reader would have no effect.
 
 Reading means `SECTION.name` or `config.name`, where the words before the dot end in a section's name, in "config", or
-in a parameter that is annotated with a section's class.  A figure of config/derived.py counts as read when somebody
-outside asks for it.
+in a parameter that is annotated with a section's class.  What a function of config/derived.py reads counts only if the
+function is used outside that file.
 """
 
 import ast
@@ -16,7 +16,7 @@ SECTION_OF_CLASS = {cls.__name__: section for section, cls in SECTIONS}
 
 
 def reads(tree: ast.AST, section: str, owners: frozenset[str]) -> Iterator[str]:
-    """Names read as attributes of something that stands for the section."""
+    """Yield the names that are read as attributes of an expression that stands for the section."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             owner = _last_name(node.value)
@@ -30,7 +30,7 @@ def _last_name(node: ast.expr) -> str:
 
 
 def annotated(tree: ast.AST, section: str) -> frozenset[str]:
-    """Parameters and attributes that are annotated with the section's class."""
+    """Return the names of parameters and attributes that are annotated with the section's class."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.arg) and _section(node.annotation) == section:
@@ -45,7 +45,7 @@ def _section(annotation: ast.expr | None) -> str | None:
 
 
 def used_figures(outside: tuple[Source, ...], derived: Source) -> set[str]:
-    """Functions of derived.py asked for outside, and those that they ask."""
+    """Return the functions of derived.py that other files use, and those that these call."""
     calls = {function.name: set(_names(function)) for function in derived.functions()}
     pending = [name for source in outside for name in _names(source.tree) if name in calls]
     used: set[str] = set()
@@ -66,7 +66,7 @@ def _names(tree: ast.AST) -> Iterator[str]:
 
 
 def unread(outside: tuple[Source, ...], derived: Source) -> list[str]:
-    """Settings that nobody reads, as section.name."""
+    """Return the settings that no acting code reads, as section.name."""
     used = used_figures(outside, derived)
     trees: list[ast.AST] = [source.tree for source in outside]
     trees += [function for function in derived.functions() if function.name in used]
@@ -79,9 +79,9 @@ def unread(outside: tuple[Source, ...], derived: Source) -> list[str]:
     return [f"{info.section}.{info.name}" for info in FIELDS if f"{info.section}.{info.name}" not in read]
 
 
-# What declares, parses and checks settings does not act on them.
+# These packages declare, parse and check settings; they do not act on them.
 CONFIGURATION = ("config", "rules", "dialects", "command_line")
-# The choice of an optimizer that a run is built with is made of the settings where they are checked.
+# This file of a checking package does act on settings: it makes of them the optimizer that a run is built with.
 ACTING = "megazero/rules/optimizer.py"
 OUTSIDE = tuple(s for s in sources("megazero", *PROGRAMS) if s.package not in CONFIGURATION or s.name == ACTING)
 (DERIVED,) = sources("megazero/config/derived.py")

@@ -1,4 +1,4 @@
-"""Every file has a docstring that says what it is."""
+"""Every file has a docstring."""
 
 import ast
 

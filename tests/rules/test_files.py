@@ -1,4 +1,4 @@
-"""Rules between settings that name data, tokenizers, checkpoints and reports."""
+"""Tests of the rules between settings that name data, tokenizers, checkpoints and reports."""
 
 from pathlib import Path
 from typing import Any

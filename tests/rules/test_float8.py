@@ -1,4 +1,4 @@
-"""Rules about 8-bit products: each breaks on its own row, and what it calls legal mends it."""
+"""Each rule about 8-bit products is broken by its own row of the table, and the values it names as legal satisfy it."""
 
 from typing import Any
 
@@ -60,7 +60,7 @@ def test_a_model_that_is_too_narrow() -> None:
 
 
 def _mended(settings: dict[str, Any], legal: str) -> dict[str, Any]:
-    """The settings with the first thing that is called legal."""
+    """Return the settings with the first of the legal values in place."""
     flag, value = legal.split(",")[0].split()
     return {**settings, flag.removeprefix("--").replace("-", "_"): int(value)}
 
@@ -73,7 +73,7 @@ def _mended(settings: dict[str, Any], legal: str) -> dict[str, Any]:
     length=st.integers(1, 40),
 )
 def test_what_is_legal_is_so(hidden: int, ffn: int, degree: int, micro: int, length: int) -> None:
-    """The nearest values mend the one problem they stand under; every layer is told of or has 8-bit products."""
+    """The nearest legal values solve their problem; each layer is named in the advice or has 8-bit products."""
     settings: dict[str, Any] = {
         **FP8,
         "hidden_size": hidden,

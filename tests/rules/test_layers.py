@@ -1,4 +1,4 @@
-"""Who may import whom: a module imports from the layers above its own and from its own package; no circles."""
+"""A module imports only from the layers above its own and from its own package, without circles."""
 
 import ast
 from collections.abc import Iterator
@@ -27,38 +27,38 @@ LAYERS = (
 )
 DEPTH = {package: depth for depth, layer in enumerate(LAYERS) for package in layer}
 
-# Packages whose names users write; their __init__ hands names out without importing anything itself.
+# Packages that users import from; their __init__ loads a name only when it is accessed.
 PUBLIC_FACES = ("megazero/zero/__init__.py",)
 
-# What a run can do without, and what few runs need and all would wait for: only these may be imported by a function.
+# Packages that few runs need and all would wait for, and optional ones: only these may be imported within a function.
 SELDOM = ("fsspec", "sentencepiece")
 OPTIONAL = ("torch.utils.tensorboard", "transformers", "gigatoken", "pyarrow", "ftfy", "datasketch", "py3langid")
 
-# What users start.  torch takes most of a second to load, so programs read their command line without it: at the top
-# stands nothing that loads torch, and what does is imported by the function that needs it.
+# The files that users start.  torch takes most of a second to load, so programs read their command line without it:
+# no import at the top of these files loads torch; the functions that need such modules import them.
 STARTED = sources("megazero/__main__.py", *PROGRAMS)
 
 MODULES = {source.module: source for source in sources()}
 
 
 def target(module: str, name: str) -> str:
-    """The module that an import imports."""
+    """Return the name of the module that an import statement loads."""
     inner = f"{module}.{name}"
     return inner if inner in MODULES else module
 
 
 def targets(source: Source) -> Iterator[str]:
-    """Modules of megazero that the source imports."""
+    """Yield the modules of megazero that the source imports."""
     for module, name in imports(source.tree):
         if module.split(".")[0] == "megazero":
             yield target(module, name)
 
 
 def may_import(importer: str, imported: str) -> bool:
-    """Whether package `importer` may import from package `imported` (names below megazero)."""
+    """Return True if package `importer` may import from package `imported` (names below megazero)."""
     if importer == imported or imported == "":
         return True
-    # Errors are printed by console and raised by files: the siblings of the first layer that may meet.
+    # console prints errors and files raises them: only these two may import a sibling within the first layer.
     if imported == "errors" and importer in ("console", "files"):
         return True
     return DEPTH[imported] < DEPTH[importer]
@@ -125,7 +125,7 @@ def test_packages_are_empty_and_imports_are_absolute() -> None:
 
 
 def top_imports(source: Source) -> Iterator[tuple[str, str]]:
-    """Those that take place when the module is loaded, not within functions or for types only."""
+    """Yield the imports that run when the module is loaded, not those within functions or for types only."""
     for statement in source.tree.body:
         if isinstance(statement, (ast.Import, ast.ImportFrom)):
             yield from imports(statement)
@@ -133,7 +133,7 @@ def top_imports(source: Source) -> Iterator[tuple[str, str]]:
 
 @cache
 def loads_torch(module: str) -> bool:
-    """Whether importing the module imports torch, as far as our own modules go."""
+    """Return True if importing the module loads torch or safetensors, itself or through other modules of megazero."""
     if module.split(".")[0] in ("torch", "safetensors"):
         return True
     found = top_imports(MODULES[module]) if module in MODULES else ()
@@ -141,7 +141,7 @@ def loads_torch(module: str) -> bool:
 
 
 def late(source: Source) -> Iterator[tuple[str, str]]:
-    """(where, module) of the imports within functions."""
+    """Yield place and module of each import within a function."""
     for function in source.functions():
         for imported in imports(function):
             yield f"{source.name}:{function.lineno}", target(*imported)
@@ -170,7 +170,7 @@ def test_what_loads_torch() -> None:
 
 
 def test_only_few_talk_to_torch_distributed() -> None:
-    """`cluster` tests it; three files of `library` take over groups, meshes and DTensors that a user has made."""
+    """Only `comm`, `cluster` and three files of `library`, for a user's groups, meshes and DTensors, import it."""
     adapters = [f"megazero/library/{name}.py" for name in ("adopted_group", "adopted_mesh", "dtensors")]
     wrong = [
         s.name
@@ -183,6 +183,6 @@ def test_only_few_talk_to_torch_distributed() -> None:
 
 
 def test_configuration_needs_no_torch() -> None:
-    """A command line is checked in milliseconds, before anything heavy is loaded."""
+    """The modules that check a command line do not import torch, so that the check takes milliseconds."""
     pure = [source for source in sources() if source.package in ("config", "rules", "dialects", "command_line")]
     assert [s.name for s in pure if any(m.split(".")[0] == "torch" for m, _ in imports(s.tree))] == []

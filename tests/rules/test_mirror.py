@@ -1,11 +1,11 @@
-"""Tests mirror the packages: tests/FOLDER holds the tests of megazero/FOLDER, nested folders too."""
+"""The folders of tests mirror the packages: tests/FOLDER holds the tests of megazero/FOLDER, nested folders too."""
 
 from pathlib import Path
 
 from support.source_tree import ROOT, sources
 
 PACKAGES = {source.path.parent.relative_to(ROOT / "megazero") for source in sources() if source.path.stem == "__init__"}
-# Folders of tests that are not of one package.
+# Folders in tests/ that belong to no single package.
 BESIDE = {Path(name) for name in ("benchmarks", "end_to_end", "matrix", "rules", "scripts", "support", "tools")}
 
 

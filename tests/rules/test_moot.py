@@ -1,4 +1,4 @@
-"""Settings without effect: every one is told, at both doors, and its neighbour that has an effect is not."""
+"""Every setting without effect is reported, by the programs and by the library; the same one with an effect is not."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ ERROR, NOTICE = "error", "notice"
 
 
 class Case(NamedTuple):
-    """A setting, what its flag earns where it is moot, and the other settings of a moot and of a working run."""
+    """A setting, what its flag leads to where it has no effect, and other settings that make it moot or effective."""
 
     setting: str
     value: Any
@@ -44,7 +44,7 @@ CORPUS: Settings = {"mock_data": False, "data_path": ["0.5", "a", "0.5", "b"]}
 REMOTE: Settings = {"mock_data": False, "data_path": ["0.5", "s3://bucket/a", "0.5", "s3://bucket/b"]}
 PARALLEL: Settings = {"tensor_model_parallel_size": 2}
 
-# Of sections that the library has too.
+# Cases of sections that the library has too.
 SHARED_CASES = (
     Case("prefetch_bucket_size", 100, ERROR, {}, STAGE_3),
     Case("prefetch_bucket_size", 100, ERROR, {**STAGE_3, "overlap_comm": False}, STAGE_3),
@@ -169,7 +169,7 @@ RUN_CASES = (
 )
 CASES = (*SHARED_CASES, *RUN_CASES)
 
-# Whose effect no other setting takes away.
+# Settings whose effect no other setting takes away.
 _EFFECTIVE = """
 num_layers hidden_size num_attention_heads seq_length max_position_embeddings ffn_hidden_size vocab_size
 make_vocab_size_divisible_by hidden_dropout attention_dropout init_method_std norm_epsilon
@@ -184,7 +184,7 @@ eod_mask_loss reset_position_ids reset_attention_mask save load log_interval met
 ledger_limit pipeline_trace_dir
 """
 EFFECTIVE = frozenset(_EFFECTIVE.split())
-# Which other rules refuse where they cannot be carried out.
+# Settings that other rules refuse where they cannot take effect.
 _REFUSED_ELSEWHERE = """
 num_layers_per_virtual_pipeline_stage pipeline_schedule pipeline_split fp8_format finetune
 """
@@ -195,7 +195,7 @@ UNREAD = ("gather_16bit_weights_on_model_save", "override_module_apply")
 
 
 def words(settings: Settings) -> Iterator[str]:
-    """The settings as flags, a switch that is on by default as --no-NAME."""
+    """Yield the settings as words of a command line; a switch that is on by default is --no-NAME."""
     for name, value in settings.items():
         info = INFO[name]
         if value is False and info.default is True:
@@ -241,7 +241,7 @@ def test_a_moot_flag_is_told_and_an_effective_one_is_not(case: Case) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_the_remedy_is_one(case: Case) -> None:
-    """What is offered as legal is accepted; where the message names a folder or a file, any will do."""
+    """Each remedy that a message names removes the problem; any path serves for a folder or file that it names."""
     with pytest.raises(ConfigError) as caught:
         run({**case.moot, case.setting: case.value}, "--strict")
     (flag, *_) = words({case.setting: case.value})

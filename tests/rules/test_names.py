@@ -1,4 +1,4 @@
-"""Names: who may speak of ZeRO's stage number, and words that say nothing."""
+"""Only some files may use ZeRO's stage number, and names are free of words without meaning."""
 
 import ast
 import io
@@ -23,7 +23,7 @@ def identifiers(text: str) -> set[str]:
 
 
 def test_only_the_plan_knows_stage_numbers() -> None:
-    """Everything else reads the table of placements that the plan makes of it."""
+    """Other files read the table of placements that the plan derives from the stage number."""
     mentioned = [source for source in sources("megazero", *PROGRAMS) if STAGE_NUMBER in source.text]
     found = [source.name for source in mentioned if STAGE_NUMBER in identifiers(source.text)]
     assert [name for name in found if not name.startswith(MAY_KNOW_THE_STAGE)] == []

@@ -9,7 +9,7 @@ MUTATORS = {"append", "extend", "insert", "add", "update", "setdefault", "pop", 
 
 
 def findings(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """(line, what) of everything that changes a module-level name from inside a function."""
+    """Yield line and kind of each statement that changes a module-level name from inside a function."""
     top = set(_bound(tree.body))
     modules = {alias.asname or alias.name.split(".")[0] for alias in _module_imports(tree)}
     for node in ast.walk(tree):
@@ -85,7 +85,7 @@ def f(x):
 
 
 def test_nothing_is_cached_by_function() -> None:
-    """A cache is module state that nobody owns; what reads the environment would go stale in it."""
+    """A function's cache is module state without an owner; values read from the environment would go stale in it."""
     found = [
         f"{source.name}: {node.id if isinstance(node, ast.Name) else node.attr}"
         for source in sources("megazero", *PROGRAMS)

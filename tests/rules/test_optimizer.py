@@ -1,4 +1,4 @@
-"""The settings of a run as parameters of its optimizer, and those that it does not take."""
+"""Settings of a run become parameters of its optimizer; parameters that the optimizer does not take are an error."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Rules about pipelines and split sequences: each breaks on its own row, and what it calls legal mends it."""
+"""Each rule about pipelines and split sequences is broken by its own row; the values it names as legal satisfy it."""
 
 from typing import Any
 
@@ -122,7 +122,7 @@ def test_turns_take_as_many_micro_batches_as_there_are_stages(
 
 
 def test_chunks_and_turns_are_told_at_once() -> None:
-    """A length that leaves a rest doesn't hide that the micro-batches would not fill the turns either."""
+    """A chunk length that leaves a rest and micro-batches that do not fill the turns are reported together."""
     settings = {**TWO, "num_layers_per_virtual_pipeline_stage": 4, "global_batch_size": 2}
     chunks, turns = check(make_run(**settings), 2)
     assert chunks.legal.startswith(f"{VIRTUAL} 3, ") and turns.legal == "--global-batch-size 4"
@@ -144,7 +144,7 @@ def test_turns() -> None:
 
 
 def test_too_many_stages_for_layers_and_job() -> None:
-    """What is called legal mends both rules."""
+    """The value that both rules name as legal satisfies both."""
     layout = {"num_layers": 8, "pipeline_model_parallel_size": 16}
     job, layers = check(make_run(**layout), 8)
     assert job.given == "8 processes with --tensor-model-parallel-size 1 --pipeline-model-parallel-size 16"
@@ -211,7 +211,7 @@ def test_tokens_are_split_evenly() -> None:
         ({"global_batch_size": 9, "max_position_embeddings": 11}, "--seq-length 8"),
         (
             {"global_batch_size": 3, "seq_length": 1, "max_position_embeddings": 1},
-            "--micro-batch-size 4, --seq-length 4",  # nothing mends both: then what mends this
+            "--micro-batch-size 4, --seq-length 4",  # no value satisfies both rules, so one that satisfies this rule
         ),
         (
             {
@@ -261,7 +261,7 @@ def test_what_a_rule_calls_legal_mends_it(
     steps: int,
     seq: int,
 ) -> None:
-    """Also: what breaks no rule has a given split that a cut can be made of."""
+    """The remedies of a broken rule satisfy it, and where no rule is broken a given split can be carried out."""
     said = {
         "num_layers": layers,
         "pipeline_model_parallel_size": stages,
@@ -287,9 +287,9 @@ def test_what_a_rule_calls_legal_mends_it(
 
 
 def remedies_mend(rule: Any, remedy: str, said: dict[str, Any], world_size: int) -> bool:
-    """Whether the rule has nothing to find once the remedy is taken."""
+    """Return True if the rule finds no problem once the remedy is applied."""
     if rule is pipeline_rules.pipeline_settings_need_a_pipeline:
-        return True  # several settings may have to go at once; the table above has them
+        return True  # several settings may have to be left out at once; the table above tests them
     if remedy.startswith("or leave out "):
         changed = {**said, name_of(remedy.removeprefix("or leave out ")): None}
     else:

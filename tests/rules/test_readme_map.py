@@ -1,7 +1,7 @@
 """The README's map of the tree names every folder of the package and every program, and nothing that is not there.
 
 The map is the first fenced block that has a line `megazero/`.  Below a folder's line its files are indented: the first
-word of a line is the name (a folder's ends in "/"), the rest says what it is.
+word of a line is the name (a folder's ends in "/"), the rest describes it.
 """
 
 import re
@@ -18,7 +18,7 @@ def map_lines(readme: str) -> list[str]:
 
 
 def parse_map(lines: list[str]) -> dict[str, str]:
-    """Path -> what the map says of it; folders' paths end in "/"."""
+    """Return the description of each path in the map; folders' paths end in "/"."""
     found: dict[str, str] = {}
     folders: list[tuple[int, str]] = []
     for line in lines:
@@ -35,7 +35,7 @@ def parse_map(lines: list[str]) -> dict[str, str]:
 
 
 def must_be_named() -> set[str]:
-    """Programs, the files at the top and of megazero itself, and the packages of megazero."""
+    """Return the paths that the map must name: programs, files at the top and in megazero itself, and packages."""
     files = [path for folder in PROGRAM_FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()]
     files += [path for folder in (ROOT, ROOT / "megazero") for path in folder.iterdir() if path.is_file()]
     kept = [path for path in files if not path.name.startswith((".", "__init__", "py.typed")) and path.suffix != ".pyc"]

@@ -1,4 +1,4 @@
-"""Rules between settings: each breaks on its own row, names the nearest legal values, and those are legal."""
+"""Each rule of a run is broken by its own row of the table and names the nearest legal values, which satisfy it."""
 
 from typing import Any
 
@@ -211,7 +211,7 @@ def test_rules_that_need_an_unknown_setting_are_passed_over() -> None:
 
 
 def test_a_launch_script_passes() -> None:
-    """The flags of a published GPT-2 script, one machine of eight."""
+    """The flags of a published GPT-2 script break no rule on one machine of eight GPUs."""
     script = """
     --tensor-model-parallel-size 2 --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --micro-batch-size 4
     --global-batch-size 64 --seq-length 1024 --max-position-embeddings 1024 --train-iters 500000 --lr-decay-iters 320000

@@ -1,4 +1,4 @@
-"""Programs answer at once: what needs no torch, --help and a wrong command line, is told without loading it."""
+"""Programs answer --help and a wrong command line at once, without loading torch."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ from support.source_tree import ROOT, sources
 
 TOOLS = [source.name for source in sources("tools")]
 
-# Runs the program of its first word with the others as command line; tells what it has loaded besides the answer.
+# A script that runs the program of its first word with the others as command line, and prints what was loaded.
 WATCHED = """
 import runpy, sys
 
@@ -51,7 +51,7 @@ def test_help_is_there_at_once(program: str) -> None:
 
 @pytest.mark.parametrize("program", ["pretrain_gpt.py", "megazero verify-layout"])
 def test_a_wrong_command_line_is_refused_at_once(program: str) -> None:
-    """By its words, and by the rules between them."""
+    """A flag with a bad value, and flags that break a rule between them, are refused without loading torch."""
     sound = "--num-layers 2 --hidden-size 32 --seq-length 16 --vocab-size 100 --micro-batch-size 2 --mock-data"
     for wrong, complaint in {
         "--num-attention-heads 4 --lr much": "--lr much",

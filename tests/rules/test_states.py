@@ -1,4 +1,4 @@
-"""Rules between the settings of ZeRO and of precision, in the words of whoever asks."""
+"""Tests of the rules between the settings of ZeRO and of precision, named as the caller of a rule spells them."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What is kept in the repository speaks of the repository alone: no paths of the machine it was written on."""
+"""No file of the repository names a path of the machine that it was written on."""
 
 import re
 

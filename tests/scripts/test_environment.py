@@ -1,4 +1,4 @@
-"""What scripts/environment.sh makes of what it finds, and says of what it does not find."""
+"""Tests of scripts/environment.sh: how it completes an environment, and its message when packages are missing."""
 
 import shutil
 import subprocess
@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_an_environment_without_pip_is_completed(tmp_path: Path) -> None:
-    """Debian's python without python3-venv leaves such a one behind; the install itself is left out here."""
+    """An environment without pip, as Debian's python makes it without python3-venv, gets pip; no torch is installed."""
     root = tmp_path / "my project"
     shutil.copytree(ROOT / "scripts", root / "scripts")
     shutil.copy(ROOT / "setup.py", root)

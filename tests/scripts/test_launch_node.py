@@ -1,4 +1,4 @@
-"""scripts/launch_node.sh: what is missing is named all at once, and two nodes by hand are one job."""
+"""Tests of scripts/launch_node.sh: missing variables are named together, and two nodes started by hand are one job."""
 
 import os
 import socket
@@ -59,7 +59,7 @@ def test_two_nodes_are_one_job(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    # A relative path is the caller's, wherever the script lies.
+    # A relative path is resolved in the caller's folder, wherever the script lies.
     flags = command_line({**SMALL_RUN, "--metrics-file": "steps"})
     job = {"NUM_NODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PROCS_PER_NODE": "1"}
     nodes = [start(*flags, cwd=tmp_path, NODE_RANK=str(rank), **job) for rank in range(2)]

@@ -1,4 +1,4 @@
-"""The array job that preprocesses, without a Slurm: stand-ins for sbatch and scontrol do or say what they are told."""
+"""Tests of the array job that preprocesses, without Slurm: stand-ins for sbatch and scontrol act or record the call."""
 
 import os
 import re
@@ -15,7 +15,7 @@ from support.source_tree import ROOT
 JOB = ROOT / "scripts" / "slurm" / "preprocess.sbatch"
 TASK = {"SLURM_JOB_ID": "100", "SLURM_ARRAY_JOB_ID": "99", "SLURM_ARRAY_TASK_ID": "7", "SLURM_CPUS_PER_TASK": "3"}
 
-# Runs every task of an array at once, or the command of --wrap, and prints a job's id.
+# This sbatch runs every task of an array at once, or the command of --wrap, and prints a job's id.
 SBATCH = r"""#!/usr/bin/env bash
 set -euo pipefail
 printf '%s\n' "$*" >>"$STANDINS/sbatch.told"
@@ -66,14 +66,14 @@ def told(folder: Path, name: str) -> list[str]:
 
 
 def commands() -> str:
-    """The two commands that the script's own head shows."""
+    """Return the two commands that the comment at the head of the script shows."""
     lines = [line.removeprefix("#").strip() for line in JOB.read_text().splitlines()]
     first = next(number for number, line in enumerate(lines) if line.startswith('job="$(sbatch'))
     return "\n".join(lines[first : first + 4])
 
 
 def test_the_commands_of_its_head_make_one_corpus(tmp_path: Path, surroundings: dict[str, str]) -> None:
-    """The same, byte for byte, as the tool by itself."""
+    """The corpus is the same, byte for byte, as the one that the tool makes by itself."""
     book, output = tmp_path / "book.txt", tmp_path / "runs"
     book.write_text("".join(f"line {number} of a book\n" for number in range(180_000)))
     shown = commands()
@@ -132,10 +132,10 @@ def wait_for(path: Path) -> None:
 @pytest.mark.parametrize(
     ("on_signal", "restarts", "status", "requeued"),
     [
-        ("kill -9 $$", "0", 0, True),  # ended by a signal: goes on later
-        ("exit 0", "0", 0, False),  # was just finished
-        ("exit 2", "0", 2, False),  # for a person to mend
-        ("kill -9 $$", "20", 137, False),  # often enough
+        ("kill -9 $$", "0", 0, True),  # ended by a signal: continues later
+        ("exit 0", "0", 0, False),  # finished before the warning took effect
+        ("exit 2", "0", 2, False),  # an error that only the user can correct
+        ("kill -9 $$", "20", 137, False),  # restarted often enough
     ],
 )
 def test_a_warned_task_is_requeued(
@@ -168,5 +168,5 @@ def test_another_folder_than_the_projects(tmp_path: Path, surroundings: dict[str
 def test_it_can_be_requeued_and_is_warned() -> None:
     said = dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", JOB.read_text(), re.MULTILINE))
     assert said["requeue"] == "" and said["open-mode"] == "append"
-    assert said["signal"].startswith("B:USR1@")  # the shell hears it, and ends the tool
-    assert said["output"] == "slurm-%x-%A_%a.log"  # a log for every task
+    assert said["signal"].startswith("B:USR1@")  # B: sends the signal to the batch shell, which ends the tool
+    assert said["output"] == "slurm-%x-%A_%a.log"  # each task has its own log

@@ -1,4 +1,4 @@
-"""What scripts/quickstart.sh refuses, and that it neither writes into nor removes a folder that is not its own."""
+"""Tests of what scripts/quickstart.sh refuses, and that it leaves folders alone that it has not made."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ SCRIPT = ROOT / "scripts" / "quickstart.sh"
 
 
 def quickstart(*arguments: str | Path, cwd: Path = ROOT, python: str = sys.executable) -> tuple[int, str]:
-    """(exit status, all output) of the script, which is given a python and installs nothing."""
+    """Run the script with a given python and without installing anything; return its exit status and all output."""
     command = ["bash", str(SCRIPT), "--no-install", *map(str, arguments)]
     environment = {**os.environ, "PYTHON": python}
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, env=environment)
@@ -58,7 +58,7 @@ def test_help_names_every_option() -> None:
 
 def test_a_python_without_torch(tmp_path: Path) -> None:
     bare = tmp_path / "python"
-    # -S: without site-packages.
+    # -S starts python without site-packages.
     bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "$@"\n')
     bare.chmod(0o755)
     status, output = quickstart("--dir", tmp_path / "run", python=str(bare))

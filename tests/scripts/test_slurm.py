@@ -1,6 +1,6 @@
-"""The batch script on a real Slurm of this machine: cut by the time limit, requeued, resumed, finished.
+"""Tests of the batch scripts on a real Slurm on this machine: jobs cut by the time limit, requeued, resumed, finished.
 
-Skipped where there is no root or no Slurm.  Its two nodes are this machine twice, so a rank has its own "node".
+They are skipped without root rights or without Slurm.  Both nodes are this machine: each rank has its own "node".
 """
 
 import os
@@ -21,21 +21,21 @@ pytestmark = [
 
 JOB = ROOT / "scripts" / "slurm" / "pretrain.sbatch"
 ENDLESS = 1_000_000
-# Slurm looks at limits every 30 seconds, and warns at the last look that is early enough: here the second one, when
-# even a busy machine trains.
+# Slurm checks limits every 30 seconds, and sends the warning at the last check that is early enough: here the second
+# one, when even a busy machine has begun to train.
 LIMITED = ("--time=3", "--signal=USR1@110")
 ENOUGH_SECONDS = 240.0
 
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    # A job whose log is not to be found has left it in the folder of the daemons.
+    # If a job's log is missing where it should be, it is in this folder, in which Slurm's daemons run.
     with local_slurm(tmp_path_factory.mktemp("slurm"), cpus_per_node=4) as cluster:
         yield cluster
 
 
 class Job:
-    """The project's batch script, one task on each of two nodes."""
+    """A job of the project's batch script, with one task on each of two nodes."""
 
     def __init__(self, slurm: Cluster, folder: Path, *words: str, options: tuple[str, ...] = (), **variables: str):
         self.slurm = slurm
@@ -53,20 +53,20 @@ class Job:
         self.number = slurm.submit(*options, JOB, *words, cwd=ROOT, **{**own, **variables})
 
     def text(self) -> str:
-        """Its log so far."""
+        """Return the job's log so far."""
         return self.log.read_text() if self.log.exists() else ""
 
     def wait_for(self, text: str) -> None:
-        """Until the log holds the text."""
+        """Wait until the log holds the text."""
         self.slurm.wait_until(lambda: text in self.text(), self.text, seconds=ENOUGH_SECONDS)
 
     def wait(self) -> dict[str, str]:
-        """Until Slurm has done with it; what it says then."""
+        """Wait until Slurm has ended the job; return Slurm's record of it."""
         return self.slurm.wait_for_end(self.number, log=self.log, seconds=ENOUGH_SECONDS)
 
 
 def write_run(path: Path, train_iters: int) -> None:
-    """The settings of a run, read anew by each start of it."""
+    """Write the settings of a run, which each start of it reads again."""
     settings = {flag[2:].replace("-", "_"): value or True for flag, value in SMALL_RUN.items()}
     settings |= {"precision": "fp64", "zero_stage": 2, "train_iters": train_iters, "log_interval": ENDLESS}
     path.write_text(yaml.safe_dump(settings))
@@ -75,7 +75,7 @@ def write_run(path: Path, train_iters: int) -> None:
 @pytest.mark.timeout(3 * ENOUGH_SECONDS)
 def test_a_run_cut_by_the_time_limit_goes_on_to_its_end(slurm: Cluster, tmp_path: Path) -> None:
     settings = tmp_path / "run.yaml"
-    # However fast the machine is, the first start doesn't end before it is cut.
+    # The run has so many steps that, even on a fast machine, the first start is cut before it ends.
     write_run(settings, ENDLESS)
     job = Job(slurm, tmp_path, "--config", str(settings), options=LIMITED, MAX_FAILURES="9")
     job.wait_for("stopped before the end; requeued")
@@ -104,7 +104,7 @@ def test_a_run_cut_by_the_time_limit_goes_on_to_its_end(slurm: Cluster, tmp_path
 
 
 def stand_in(folder: Path, body: str) -> str:
-    """A program in Python's place, so that only Slurm and the scripts are tried."""
+    """Write a shell script to be used in Python's place, so that only Slurm and the batch scripts are tested."""
     path = folder / "python"
     path.write_text(f"#!/usr/bin/env bash\n{body}\n")
     path.chmod(0o755)

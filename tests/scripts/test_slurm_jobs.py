@@ -1,4 +1,4 @@
-"""The batch scripts without a Slurm: stand-ins for srun and scontrol say what they were asked."""
+"""Tests of the batch scripts without Slurm: stand-ins for srun and scontrol record their arguments."""
 
 import os
 import re
@@ -19,7 +19,7 @@ JOBS = sorted(FOLDER.glob("*.sbatch"))
 TRAINING = [job for job in JOBS if job.stem != "preprocess"]
 STOPPED = 75
 
-# Ends with the next status of the file `statuses`, and leaves what it was told.
+# This srun ends with the next status of the file `statuses`, and records its arguments.
 SRUN = """#!/bin/sh
 printf '%s\\n' "$*" >>"$STANDINS/srun"
 printf '%s %s\\n' "$MASTER_ADDR" "$MASTER_PORT" >>"$STANDINS/meeting"
@@ -37,16 +37,16 @@ esac
 
 
 class Ended(NamedTuple):
-    """A batch script that has run."""
+    """The outcome of a batch script that has run."""
 
     status: int
     output: str
-    ranks: list[str]  # what srun was told, once a step
+    ranks: list[str]  # the arguments of srun, one line for each step
     requeued: bool
 
 
 class Batch:
-    """A batch script's surroundings: stand-ins, and a folder for the run."""
+    """An environment for a batch script: stand-ins for Slurm's programs, and a folder for the run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -64,7 +64,7 @@ class Batch:
         cwd: Path = ROOT,
         **variables: str,
     ) -> Ended:
-        """Run it once; its steps end with `statuses`."""
+        """Run the batch script once; its steps end with `statuses`."""
         for name in ("srun", "scontrol", "meeting"):
             (self.folder / "told" / name).unlink(missing_ok=True)
         (self.folder / "told").mkdir(exist_ok=True)
@@ -92,12 +92,12 @@ class Batch:
         return Ended(done.returncode, done.stdout + done.stderr, ranks, self.told("scontrol") == ["requeue 123456"])
 
     def told(self, name: str) -> list[str]:
-        """Lines that a stand-in has left."""
+        """Return the lines that a stand-in has recorded."""
         path = self.folder / "told" / name
         return path.read_text().splitlines() if path.exists() else []
 
     def save(self, step: int) -> None:
-        """A new checkpoint, as far as a batch script can see."""
+        """Make what a batch script takes for a new checkpoint."""
         (self.run / "checkpoints").mkdir(parents=True, exist_ok=True)
         (self.run / "checkpoints" / "latest").write_text(f"step_{step:07d}\n")
 
@@ -134,8 +134,8 @@ def test_a_run_that_stops_without_a_checkpoint_ends(batch: Batch) -> None:
 
 def test_failures_are_tried_again_until_they_bring_nothing_new(batch: Batch) -> None:
     assert [batch.start(0, 137, restarts=n).requeued for n in range(3)] == [True, True, False]
-    assert batch.start(1, restarts=3).status == 1  # nodes that could not be tested count as well
-    assert batch.start(0, 1, restarts=0).requeued  # submitted anew
+    assert batch.start(1, restarts=3).status == 1  # a preflight that fails counts as a failure too
+    assert batch.start(0, 1, restarts=0).requeued  # the job was submitted again
     assert batch.start(0, 1, restarts=1).requeued
     batch.save(10)
     assert [batch.start(0, 1, restarts=n).requeued for n in (2, 3)] == [True, True]
@@ -210,7 +210,7 @@ def directives(job: Path) -> dict[str, str]:
 def test_every_job_can_be_requeued_and_is_warned(job: Path) -> None:
     said = directives(job)
     assert said["requeue"] == "" and said["open-mode"] == "append"
-    assert re.fullmatch(r"USR1@\d+", said["signal"])  # B: would warn the shell instead of the ranks
+    assert re.fullmatch(r"USR1@\d+", said["signal"])  # with B: the shell would get the signal in place of the ranks
     assert said["output"] == "slurm-%x-%j.log"
 
 

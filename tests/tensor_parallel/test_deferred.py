@@ -1,4 +1,4 @@
-"""Deferred gradients, accumulated later, against backward as it is: values, order, hooks, number formats, memory."""
+"""Gradients that are deferred and accumulated later equal those of a plain backward in values, order and precision."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +15,7 @@ Use = Callable[[nn.Parameter], Tensor]
 
 
 class Tied(nn.Module):
-    """A matrix that is used first and last, and others; registered in the order of use."""
+    """A model with a matrix that is used first and last; parameters are registered in the order of their use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Tied(nn.Module):
 
 
 def arrivals(model: nn.Module) -> list[str]:
-    """Names of the parameters whose hooks fire, from here on."""
+    """Return a list to which the name of each parameter is added when its gradient hook fires."""
     fired: list[str] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -67,7 +67,7 @@ def test_the_order_is_that_of_the_first_use_whatever_backward_does() -> None:
     fired = arrivals(model)
     model.loss(torch.tensor([1]), deferred.alias)  # several forwards before the first backward
     loss = model.loss(torch.tensor([2]), deferred.alias)
-    deferred.alias(model.words)  # and again, as a recomputation does
+    deferred.alias(model.words)  # a second alias in one forward, as recomputation makes it
     deferred.defer(model.bias, lambda: torch.ones(5, dtype=torch.float64))
     loss.backward()
     deferred.collect().accumulate()
@@ -114,7 +114,7 @@ def test_an_alias_of_an_alias_is_our_own_bug() -> None:
 
 
 def test_gradients_add_up_in_flat_memory_and_in_their_own_precision() -> None:
-    """bf16 parameters, fp32 gradients: contributions of both, in either order; what is added is not rounded."""
+    """Contributions in bf16 and fp32, in either order, are added to an fp32 gradient without rounding."""
     small = 2.0**-12
     for first, second in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
         deferred, flat = DeferredGradients(), torch.full((6,), 1.0)
@@ -130,7 +130,7 @@ def test_gradients_add_up_in_flat_memory_and_in_their_own_precision() -> None:
 
 def test_what_autograd_finds_keeps_the_parameters_gradient_precision() -> None:
     class Third(torch.autograd.Function):
-        """A gradient of higher precision than the weight's, as the head gives."""
+        """A function whose gradient has a higher precision than the weight, as that of the head does."""
 
         @staticmethod
         def forward(ctx, weight):
@@ -148,7 +148,7 @@ def test_what_autograd_finds_keeps_the_parameters_gradient_precision() -> None:
 
 
 def test_a_parameter_without_values_can_be_given_a_gradient() -> None:
-    """As ZeRO stage 3 has it between uses: no storage, and guarded against being read."""
+    """A parameter between its uses in ZeRO stage 3, without storage and guarded against reads, can get a gradient."""
 
     class Refuses:
         def touched(self, name: str, call: str) -> None:

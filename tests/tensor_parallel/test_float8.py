@@ -1,4 +1,4 @@
-"""8-bit products beside plain float64 ones of numbers that are quantised here again, and beside unquantised ones."""
+"""8-bit products are compared with float64 products of numbers that the tests quantise, and with unquantised ones."""
 
 import dataclasses
 import math
@@ -19,12 +19,12 @@ from megazero.tensor_parallel.products import TORCH, Products
 
 HYBRID, ALL_E4M3 = float8_products("hybrid"), float8_products("e4m3")
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
-# Relative to the sum of |a b| over a product: two operands, each rounded to 8 bits from bf16, and the result to bf16.
+# Bounds on the error relative to the sum of |a b|: two operands are rounded from bf16 to 8 bits, the result to bf16.
 BOUND = {E4M3: 2 * 2**-4 + 0.01, E5M2: 2**-4 + 2**-3 + 0.02}
 
 
 def drawn(*shape: int, seed: int = 0, magnitude: float = 1.0) -> Tensor:
-    """Normal numbers in bf16, a few of them far larger than the rest."""
+    """Draw normal numbers in bf16, a few of them far larger than the rest."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator)
     x.view(-1)[:: max(1, x.numel() // 5)] *= 8
@@ -32,13 +32,13 @@ def drawn(*shape: int, seed: int = 0, magnitude: float = 1.0) -> Tensor:
 
 
 def dequantised(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is left of x, in float64."""
+    """Return x quantised to 8 bits and scaled back, in float64."""
     scale = (x.double().abs().max() / LARGEST[dtype]).bfloat16().double().clamp(min=2.0**-126)
     return (x.double() / scale).bfloat16().to(dtype).double() * scale
 
 
 def near_bf16(found: Tensor, exact: Tensor) -> bool:
-    """Whether `found` is `exact` rounded to bf16, but for sums in fp32 that end next to a tie."""
+    """Return True if `found` is `exact` rounded to bf16, or next to it: fp32 sums near a tie may round otherwise."""
     return torch.allclose(found.double(), exact.bfloat16().double(), rtol=2**-7, atol=1e-6 * float(exact.abs().max()))
 
 
@@ -59,7 +59,7 @@ def test_products_are_those_of_quantised_numbers(products: Products, of_gradient
 
 
 def within(found: Tensor, left: Tensor, right: Tensor, bound: float) -> bool:
-    """Whether found is left @ right up to `bound` of the product of magnitudes."""
+    """Return True if each error of `found` as left @ right is at most `bound` times the element of |left| @ |right|."""
     error = (found.double() - left.double() @ right.double()).abs()
     return bool((error <= bound * (left.double().abs() @ right.double().abs())).all())
 
@@ -74,7 +74,7 @@ def within(found: Tensor, left: Tensor, right: Tensor, bound: float) -> bool:
 def test_error_is_bounded(
     sizes: tuple[int, int, int], seed: int, magnitudes: tuple[int, int, int], transposed: bool
 ) -> None:
-    """In any order of memory, and at any magnitude whose products bf16 can hold."""
+    """The error stays within the bound for any memory layout, and any magnitude whose products bf16 can hold."""
 
     def tensor(rows: int, columns: int, which: int) -> Tensor:
         x = drawn(rows, columns, seed=3 * seed + which, magnitude=2.0 ** magnitudes[which])
@@ -89,7 +89,7 @@ def test_error_is_bounded(
 
 @pytest.mark.parametrize("exponent", [-126, -60, 0, 60, 120])
 def test_scale_follows_the_magnitude(exponent: int) -> None:
-    """Multiplying by a power of two multiplies the scale and leaves the 8-bit numbers alone."""
+    """Multiplying by a power of two multiplies the scale and leaves the 8-bit numbers unchanged."""
     one, other = quantise(drawn(16, 16), E4M3), quantise(drawn(16, 16) * 2.0**exponent, E4M3)
     if exponent > -126:
         assert torch.equal(one.values.float(), other.values.float())
@@ -127,7 +127,7 @@ def test_zeros_make_zeros() -> None:
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("products", [HYBRID, ALL_E4M3])
 def test_what_is_not_finite_stays_so(products: Products, value: float) -> None:
-    """Wherever an unquantised product is not finite, the 8-bit one isn't, so that overflows are seen."""
+    """Wherever an unquantised product is not finite, the 8-bit one is not either, so that overflows are detected."""
     x, weight, grad = drawn(32, 48), drawn(16, 48, seed=1), drawn(32, 16, seed=2)
     calls: list[Callable[[], Tensor]] = [
         lambda: products.output(x, weight, None),
@@ -147,7 +147,7 @@ def test_what_is_not_finite_stays_so(products: Products, value: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("inputs", [32, 33])
 def test_weight_gradients_add_up(dtype: torch.dtype, inputs: int) -> None:
-    """In the total's format; what a first one finds is overwritten."""
+    """Weight gradients are added in the number format of the total; the first one overwrites what is there."""
     x, grad = drawn(48, inputs), drawn(48, 16, seed=1)
     total = torch.full((16, inputs), math.nan, dtype=dtype)
     once = HYBRID.weight_gradient(grad, x)
@@ -161,7 +161,7 @@ def test_weight_gradients_add_up(dtype: torch.dtype, inputs: int) -> None:
 
 @pytest.mark.parametrize("sizes", [(15, 32, 48), (16, 33, 48), (16, 32, 40), (1, 16, 16), (0, 16, 16)])
 def test_other_sizes_are_left_to_the_others(sizes: tuple[int, int, int]) -> None:
-    """All three products alike."""
+    """Sizes that 8-bit products do not support are computed by torch, in all three products alike."""
     n, inputs, outputs = sizes
     x, weight, grad, bias = drawn(n, inputs), drawn(outputs, inputs), drawn(n, outputs), drawn(outputs)
     assert torch.equal(HYBRID.output(x, weight, bias), F.linear(x, weight, bias))
@@ -184,7 +184,7 @@ def test_operands_keep_their_values() -> None:
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_operands_lie_as_a_gpu_wants_them(monkeypatch: pytest.MonkeyPatch, transposed: bool) -> None:
-    """The left one by rows, the right one by columns, whatever is given; a GPU's library takes nothing else."""
+    """Operands are always passed by rows on the left and by columns on the right: GPU libraries accept nothing else."""
     product, seen = torch._scaled_mm, []
 
     def scaled_mm(left: Tensor, right: Tensor, **options: object) -> Tensor:
@@ -207,7 +207,7 @@ needs_cuda_build = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda_build)])
 def test_without_memory(device: str) -> None:
-    """With fake tensors; those of a GPU are refused by torch where the order of memory is not the library's."""
+    """The products work on fake tensors; torch refuses those of a GPU if their memory layout is not the library's."""
     with FakeTensorMode():
         x, weight, grad = (torch.empty(*n, dtype=torch.bfloat16, device=device) for n in ((32, 48), (64, 48), (32, 64)))
         bias, total = torch.empty(64, dtype=torch.bfloat16, device=device), torch.empty(64, 48, device=device)
@@ -220,7 +220,7 @@ def test_without_memory(device: str) -> None:
 
 
 class _Linear(torch.autograd.Function):
-    """A linear layer that computes by the given products."""
+    """A linear layer that computes with the given products."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, products: Products) -> Tensor:  # type: ignore[no-untyped-def]
@@ -235,7 +235,7 @@ class _Linear(torch.autograd.Function):
 
 
 def train(products: Products, steps: int = 60) -> list[float]:
-    """Losses of two layers that learn a random two-layer function."""
+    """Train two layers on a random two-layer function; return the loss of each step."""
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(64, 32, generator=generator)
     target = torch.tanh(x @ torch.randn(32, 64, generator=generator) / 6) @ torch.randn(64, 16, generator=generator) / 8
@@ -303,7 +303,7 @@ gpu = pytest.mark.skipif(
 @gpu
 @pytest.mark.parametrize("products", [HYBRID, ALL_E4M3])
 def test_on_a_gpu(products: Products) -> None:
-    """What the CPU finds, up to the sums' precision: fewer bits in forward."""
+    """A GPU gives the products of the CPU up to the precision of its sums, which have fewer bits in forward."""
     x, weight, grad, bias = drawn(48, 80), drawn(112, 80, seed=1), drawn(48, 112, seed=2), drawn(112, seed=3)
     there = [tensor.cuda() for tensor in (x, weight, grad, bias)]
     for here, on_gpu, tolerance in (

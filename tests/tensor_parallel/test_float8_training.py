@@ -1,4 +1,4 @@
-"""Training with 8-bit products: beside the same runs in bf16, and one layout beside another."""
+"""Training with 8-bit products has nearly the losses of bf16, and the same losses in every layout."""
 
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,11 @@ from megazero.tensor_parallel.float8 import Quantised
 pytestmark = pytest.mark.gloo
 
 STEPS = 10
-# Of a loss, which falls by four tenths: some four times what was measured.
-NEAR = 0.012  # how far 8-bit products may take it from where bf16's get
-SAME = 2e-3  # sums of gradients in another order
+# Bounds on the relative difference of losses, which fall by four tenths; they are some four times what was measured.
+NEAR = 0.012  # between 8-bit products and bf16
+SAME = 2e-3  # between layouts, which sum gradients in another order
 
-# A model whose layers all have sizes of 8-bit products, cut in two as well.
+# All layers of this model have sizes that 8-bit products support, also when tensor parallelism cuts them in two.
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "num_attention_heads": 4,
@@ -28,7 +28,7 @@ SIZES: dict[str, Any] = {
 
 
 def cell(fp8_format: str | None = "hybrid", *, tp: int = 1, dp: int = 1, pp: int = 1, **settings: Any) -> Cell:
-    """Ten steps of two micro-batches."""
+    """Return a cell of the test matrix: ten steps of two micro-batches in bf16 with some layout and format."""
     stage = settings.pop("zero_stage", 0)
     accumulation = settings.pop("accumulation", 2 // dp)
     chosen = {**SIZES, "fp8_format": fp8_format, **settings}
@@ -64,7 +64,7 @@ def in_fp8(prefix: str) -> list[float]:
 
 
 def is_near(found: list[float], expected: list[float], bound: float) -> bool:
-    """Whether all losses are within the bound; one that is not finite isn't."""
+    """Return True if all losses are finite and within the bound of the expected ones."""
     return bool(torch.isfinite(torch.tensor(found)).all()) and max_relative(found, expected) <= bound
 
 
@@ -90,7 +90,7 @@ def test_losses_are_near_those_of_bf16(chosen: Cell, prefix: str, in_bf16: list[
 def test_layouts_of_the_same_micro_batches_agree(
     chosen: Cell, prefix: str, in_fp8: list[float], in_bf16: list[float]
 ) -> None:
-    """Scales are of a weight and of a micro-batch, so who has it doesn't matter."""
+    """Layouts agree because each scale is computed from a whole weight or micro-batch, on whichever rank it is."""
     found = train(chosen, prefix)
     assert found[:2] == pytest.approx(in_fp8[:2], rel=1e-6), "the first step is of learning rate 0"
     assert is_near(found, in_fp8, SAME)

@@ -1,4 +1,4 @@
-"""The head's loss in chunks, against plain torch: losses, gradients, what is computed at all, and memory."""
+"""The head's loss in chunks gives plain torch's loss and gradients, with less memory and without needless products."""
 
 from typing import Any, NamedTuple
 
@@ -19,13 +19,13 @@ from megazero.tensor_parallel.head_loss import Targets, summed_cross_entropy
 from megazero.tensor_parallel.regions import Border
 
 HIDDEN, TOKENS, PADDED = 7, 11, 18
-FACTOR = 0.37  # what the loss is multiplied by before backward
-VOCABULARIES = [13, 5, 18]  # the last rank partly padding; 2 of 3 ranks padding only; no padding
+FACTOR = 0.37  # a factor on the loss before backward
+VOCABULARIES = [13, 5, 18]  # on the last rank some padding; 2 of 3 ranks with padding only; no padding
 ALONE = LocalCommunicator()
 
 
 class Case(NamedTuple):
-    """x [tokens, h], matrix [V, h], labels and weights [tokens]."""
+    """Inputs of the head: x [tokens, h], matrix [V, h], labels and token weights [tokens]."""
 
     x: Tensor
     matrix: Tensor
@@ -34,7 +34,7 @@ class Case(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What came of it; grad_weight is this rank's rows with padding, or the whole matrix's."""
+    """A loss and its gradients; grad_weight has this rank's rows including padding, or those of the whole matrix."""
 
     loss: Tensor
     grad_x: Tensor
@@ -42,7 +42,7 @@ class Found(NamedTuple):
 
 
 def draw(vocab_size: int, *, tokens: int = TOKENS, hidden: int = HIDDEN, masked: bool = True) -> Case:
-    """Logits of some hundreds, to need the maximum; some tokens count nothing."""
+    """Draw inputs with logits of some hundreds, so that softmax needs the maximum; with a mask, some weights are 0."""
     generator = torch.Generator().manual_seed(vocab_size + tokens)
     options: dict[str, Any] = {"dtype": torch.float64, "generator": generator}
     weights = torch.rand(tokens, **options) * (torch.arange(tokens) % 3 > 0)
@@ -55,7 +55,7 @@ def draw(vocab_size: int, *, tokens: int = TOKENS, hidden: int = HIDDEN, masked:
 
 
 def plain(case: Case) -> Found:
-    """The whole logits in float64."""
+    """Compute loss and gradients by plain torch from the whole logits in float64."""
     x, matrix = (tensor.double().clone().requires_grad_(True) for tensor in (case.x, case.matrix))
     losses = F.cross_entropy(x @ matrix.T, case.labels, reduction="none")
     loss = (losses if case.token_weights is None else losses * case.token_weights.double()).sum()
@@ -65,12 +65,12 @@ def plain(case: Case) -> Found:
 
 
 def rows_of(matrix: Tensor, axis: Communicator) -> Tensor:
-    """This rank's rows; what padding rows hold must not matter."""
+    """Return this rank's rows of the matrix, padded with rows of 1e4, which must not affect results."""
     return F.pad(matrix, (0, 0, 0, PADDED - len(matrix)), value=1e4).chunk(axis.size)[axis.rank].clone()
 
 
 def chunked(case: Case, axis: Communicator, rows: int) -> Found:
-    """Our loss with chunks of `rows` tokens."""
+    """Compute megazero's loss and gradients in chunks of `rows` tokens."""
     x, weight = case.x.clone().requires_grad_(True), rows_of(case.matrix, axis).requires_grad_(True)
     chunk_bytes = rows * weight.shape[0] * max(x.element_size(), 4)
     targets = Targets(case.labels, case.token_weights, len(case.matrix), chunk_bytes)
@@ -134,7 +134,7 @@ def test_shapes_of_batches_and_no_token_at_all() -> None:
 
 
 class DenseOnly(LocalCommunicator):
-    """As gloo, which sums a strided tensor wrongly."""
+    """A communicator that refuses to sum a strided tensor, because gloo sums one wrongly."""
 
     def all_reduce(self, tensor: Tensor, kind: ReduceKind = "sum") -> Work:
         assert tensor.is_contiguous()
@@ -181,7 +181,7 @@ def test_tokens_that_count_nothing_have_exactly_no_gradient() -> None:
 
 
 def chunked_parts(case: Case, axis: Communicator, rows: int) -> Found:
-    """Our loss of this rank's part of the tokens, with chunks of `rows` tokens of each rank."""
+    """Compute megazero's loss of this rank's part of the tokens in chunks of `rows` tokens of each rank."""
     num_tokens = len(case.x) // axis.size
     mine = slice(axis.rank * num_tokens, (axis.rank + 1) * num_tokens)
     x, weight = case.x[mine].clone().requires_grad_(True), rows_of(case.matrix, axis).requires_grad_(True)
@@ -194,7 +194,7 @@ def chunked_parts(case: Case, axis: Communicator, rows: int) -> Found:
 
 
 def joined(results: list[Found]) -> list[Found]:
-    """With the whole gradient of x in place of its parts."""
+    """Return the results with the whole gradient of x in place of each rank's part."""
     whole = torch.cat([found.grad_x for found in results])
     return [found._replace(grad_x=whole) for found in results]
 
@@ -221,14 +221,14 @@ def test_real_ranks_with_parts_in_flight(size: int, rows: int) -> None:
     results = run_ranks(size, chunked_parts_on_rank, size, rows)
     check(joined([found for found, _ in results]), plain(draw(13, tokens=7 * size)), rtol=1e-12, atol=1e-12)
     part = 7 * HIDDEN * 8 * (size - 1)
-    figures = 2 * 7 * 3 * 8 * (size - 1)  # maxima, sums and targets: all-reduces
+    figures = 2 * 7 * 3 * 8 * (size - 1)  # all-reduces of maxima, sums and target logits
     for _, sent in results:
         assert sent == {"all_gather": part, "reduce_scatter": part, "all_reduce": figures}
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_chunk_of_split_tokens_is_as_large_as_one_of_whole_tokens(size: int) -> None:
-    """Bytes bound the logits of all ranks' tokens in a chunk, as far as one token of each allows."""
+    """The limit in bytes holds for the logits of all ranks' tokens in a chunk, but for one token of each at least."""
     case = draw(18, tokens=8 * size)
     row_bytes = PADDED // size * 8
 
@@ -264,11 +264,11 @@ def test_split_bfloat16_gives_what_whole_bfloat16_does() -> None:
     assert relative(whole, expected.grad_weight) < 4 * HALF_ULP
 
 
-# --- what nobody wants is not computed --------------------------------------------------------------------------------
+# --- gradients that are not needed are not computed -------------------------------------------------------------------
 
 
 class Products(TorchDispatchMode):
-    """Counts matrix products."""
+    """A dispatch mode that counts matrix products."""
 
     count = 0
 
@@ -290,7 +290,7 @@ class Products(TorchDispatchMode):
 def test_only_gradients_that_are_wanted(
     x_wants: bool, weight_wants: bool, grad_enabled: bool, products: int, reductions: int
 ) -> None:
-    """Of a chunk: a product for the logits and one for each gradient; a reduction of maxima, of sums, of x's part."""
+    """A chunk has a product for the logits and each needed gradient; maxima, sums and x's gradient are all-reduced."""
     case, expected = draw(13), plain(draw(13))
     x, weight = case.x.clone().requires_grad_(x_wants), case.matrix.clone().requires_grad_(weight_wants)
     meter = Meter()
@@ -329,7 +329,7 @@ def relative(measured: Tensor, exact: Tensor) -> float:
 
 
 def mild(vocab_size: int, tokens: int, hidden: int, dtype: torch.dtype) -> Case:
-    """Logits of order 1, and values that `dtype` holds exactly."""
+    """Draw inputs whose logits are of order 1 and whose values `dtype` holds exactly."""
     case = draw(vocab_size, tokens=tokens, hidden=hidden)
     return case._replace(x=(case.x / 40).to(dtype), matrix=(case.matrix / 12).to(dtype))
 
@@ -346,12 +346,12 @@ def test_float32() -> None:
     assert relative(weight.grad, expected.grad_weight) < 1e-6
 
 
-# bf16 keeps 8 bits: 2^-9 is its largest relative rounding error.
+# bf16 has 8 significant bits, so that its largest relative rounding error is 2^-9.
 HALF_ULP = 2.0**-9
 
 
 def test_bfloat16_sums_the_weights_gradient_in_float32() -> None:
-    """256 chunks, and a gradient as precise as if each had been rounded once; sums in bf16 would not be."""
+    """The gradient of 256 chunks is as precise as if rounded once; sums in bf16 would not be."""
     case = mild(40, 1024, 24, torch.bfloat16)
     expected = plain(case)
     x, weight = case.x.clone().requires_grad_(True), nn.Parameter(case.matrix.clone())
@@ -362,7 +362,7 @@ def test_bfloat16_sums_the_weights_gradient_in_float32() -> None:
     assert (x.grad.dtype, weight.grad.dtype) == (torch.bfloat16, torch.float32)
     bound = 2 * HALF_ULP
     assert relative(loss.detach(), expected.loss) < bound
-    assert relative(x.grad, expected.grad_x) < 2 * bound  # of logits, of their gradient, of the product, of the result
+    assert relative(x.grad, expected.grad_x) < 2 * bound  # rounded: logits, their gradient, product, result
     assert relative(weight.grad, expected.grad_weight) < bound
     rounded = torch.zeros_like(weight)
     for start in range(0, 1024, 4):
@@ -404,7 +404,7 @@ VOCABULARY, WIDTH, ROWS = 4096, 16, 8
 
 
 def peak_bytes(tokens: int, dtype: torch.dtype) -> tuple[int, int]:
-    """The most that was alive in forward and backward over what was there before; what is left between the two."""
+    """Return the bytes alive at the peak and between forward and backward, both beyond those alive before."""
     case = mild(VOCABULARY, tokens, WIDTH, dtype)
     x, weight = case.x.clone().requires_grad_(True), case.matrix.clone().requires_grad_(True)
     targets = Targets(case.labels, case.token_weights, VOCABULARY, ROWS * VOCABULARY * 4)
@@ -425,11 +425,11 @@ def peak_bytes(tokens: int, dtype: torch.dtype) -> tuple[int, int]:
 
 @pytest.mark.parametrize(("dtype", "itemsize"), [(torch.float32, 4), (torch.bfloat16, 2)])
 def test_memory_is_one_chunk_and_the_gradients_however_many_tokens(dtype: torch.dtype, itemsize: int) -> None:
-    """Of every further token only its part of x's gradient."""
-    lower = itemsize if itemsize < 4 else 0  # what exists a second time, in the lower precision
+    """Each further token adds only its row of x's gradient to the memory."""
+    lower = itemsize if itemsize < 4 else 0  # bytes of a second copy in the lower precision
     gradient = VOCABULARY * WIDTH * (4 + lower)
     chunk = ROWS * VOCABULARY * (4 + lower)
-    of_a_row = ROWS * 8 * 16  # labels, maxima, sums of a chunk
+    of_a_row = ROWS * 8 * 16  # labels, maxima and sums of a chunk
     few, left_of_few = peak_bytes(64, dtype)
     many, left_of_many = peak_bytes(8 * 64, dtype)
     token = WIDTH * itemsize

@@ -1,4 +1,4 @@
-"""Column- and row-parallel layers, apart and as a pair, against nn.functional on whole matrices in float64."""
+"""Column- and row-parallel layers, apart and as a pair, equal nn.functional on whole matrices in float64."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def x_and_target() -> tuple[Tensor, Tensor]:
 
 
 class Pair(nn.Module):
-    """A fused projection whose second third goes through the row-parallel layer: heads must stay whole."""
+    """A fused query, key and value projection followed by a row-parallel layer; each head must stay on one rank."""
 
     def __init__(self, tp) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""oneDNN's products against float64 ones, and the processors that they are chosen for."""
+"""oneDNN's products equal float64 ones, and are chosen on the processors where they are faster."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +32,7 @@ def test_shapes_without_memory(rows: int) -> None:
 
 
 def test_a_compiler_sees_a_product_whose_weight_may_change() -> None:
-    """Inductor takes the weights of oneDNN's own operator for constants."""
+    """A compiled graph has torch's linear operator: Inductor takes the weights of oneDNN's own for constants."""
     seen = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
@@ -45,7 +45,7 @@ def test_a_compiler_sees_a_product_whose_weight_may_change() -> None:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """One where oneDNN is faster, to be changed."""
+    """Pretend to run on a machine where oneDNN is faster; tests then change one property of it."""
     monkeypatch.setattr(onednn, "_vendor", lambda: AMD)
     monkeypatch.setattr(torch._C, "has_mkl", True)
     monkeypatch.setattr(torch._C, "_has_mkldnn", True)

@@ -1,4 +1,4 @@
-"""The three products of a linear layer by torch itself."""
+"""Tests of torch's own three products of a linear layer."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def test_products(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
 
 
 def test_sums_are_made_in_the_precision_of_the_total() -> None:
-    """256 and 1 more: bf16 has no 257."""
+    """A product is added in the total's precision: 256 + 1 is 257, which bf16 cannot represent."""
     grad, x = torch.ones(1, 2, dtype=torch.bfloat16), torch.ones(1, 3, dtype=torch.bfloat16)
     total = torch.full((2, 3), 256.0)
     TORCH.add_weight_gradient(total, grad, x, is_first=False)

@@ -1,4 +1,4 @@
-"""Dropout masks: equal where tensors are replicated, different where they are cut, and a function of the sample."""
+"""Dropout masks agree where tensors are replicated, differ where sharded, and depend only on seed and sample."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def mask(device: torch.device = CPU) -> Tensor:
 def masks(
     tp_rank: int, first_sample: int, *, seed: int = 7, device: torch.device = CPU, part: int = 0
 ) -> dict[str, Tensor]:
-    """Replicated, sharded, replicated, sharded: what a block draws."""
+    """Draw the masks of a block: replicated, sharded, replicated, sharded."""
     random = RandomRegions(seed, tp_rank, device)
     random.begin_micro_batch(first_sample, part)
     found = {"replicated": mask(device)}
@@ -58,7 +58,7 @@ def test_parts_of_the_model_draw_on_their_own() -> None:
 def test_masks_depend_on_seed_and_sample_alone(device: str) -> None:
     where = torch.device(device)
     once = masks(0, 11, device=where)
-    torch.rand(100, device=where)  # whatever was drawn before
+    torch.rand(100, device=where)  # numbers drawn before must not matter
     again = masks(0, 11, device=where)
     assert all(torch.equal(once[name], again[name]) for name in once)
     for other in (masks(0, 12, device=where), masks(0, 11, seed=8, device=where)):
@@ -85,7 +85,7 @@ def test_an_error_inside_the_region_puts_the_states_back() -> None:
 
 
 def draw(random: RandomRegions) -> list[Tensor]:
-    """Replicated, sharded, replicated."""
+    """Draw a replicated mask, a sharded one and a replicated one."""
     found = [mask()]
     with random.sharded():
         found.append(mask())
@@ -93,7 +93,7 @@ def draw(random: RandomRegions) -> list[Tensor]:
 
 
 def test_what_was_drawn_after_get_state_is_drawn_again() -> None:
-    """In both regions; and a state that was taken stays as it is, however much is drawn."""
+    """Restoring a state repeats the masks of both regions; drawing does not change a state that was taken."""
     random = RandomRegions(7, 1, CPU)
     random.begin_micro_batch(3)
     draw(random)
@@ -120,7 +120,7 @@ def test_a_state_taken_inside_the_sharded_region() -> None:
 
 
 def test_a_state_from_before_the_first_micro_batch() -> None:
-    """Dropout outside the sharded region needs no micro-batch."""
+    """Outside the sharded region masks can be drawn before the first micro-batch."""
     random = RandomRegions(7, 0, CPU)
     state, first = random.get_state(), mask()
     random.begin_micro_batch(3)

@@ -1,4 +1,4 @@
-"""The borders of a region against the same computation on one process, forward and backward, in float64."""
+"""The borders of a tensor-parallel region give, forward and backward, what one process computes in float64."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def inputs(rank: int) -> Tensor:
 
 
 def leave(rank: int, size: int) -> tuple[Tensor, Tensor]:
-    """Output and input gradient, with a loss that weighs every element and rank differently."""
+    """Return output and input gradient under a loss that weighs every element and rank differently."""
     x = inputs(rank).requires_grad_(True)
     y = exit_region(x * 1.0, Border(mesh_in_worker(rank, tp=size).axis("tp")))
     (y * inputs(100 + rank)).sum().backward()
@@ -45,7 +45,7 @@ def partial_sums(rank: int, size: int) -> Tensor:
 
 
 def leave_split(rank: int, size: int) -> tuple[Tensor, Tensor]:
-    """Output and input gradient, with a loss that weighs every element and rank differently."""
+    """Return output and input gradient under a loss that weighs every element and rank differently."""
     border = Border(mesh_in_worker(rank, tp=size).axis("tp"), splits_sequence=True)
     x = partial_sums(rank, size).requires_grad_(True)
     y = exit_region((x * 1.0).view(size, TOKENS_EACH, 5), border)
@@ -64,7 +64,7 @@ def test_split_tokens_are_reduced_and_scattered_and_their_gradients_gathered(siz
 
 
 def gather_and_reduce(rank: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What comes in of strided rows, and of expanded ones; what goes out, into given memory."""
+    """Return the rows gathered from strided and from expanded memory, and memory into which sums are reduced."""
     border = Border(mesh_in_worker(rank, tp=size).axis("tp"), splits_sequence=True)
     mine = partial_sums(rank, 1)
     strided, expanded = border.gather(mine.t().contiguous().t()), border.gather(mine[:, :1].expand(-1, 5))

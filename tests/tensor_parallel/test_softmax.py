@@ -1,4 +1,4 @@
-"""Losses and gradients of logits, in place and fused, against torch's cross-entropy in float64."""
+"""Losses and gradients of logits, computed in place and fused, equal those of torch's cross-entropy in float64."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ BOUND = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-2}
 
 
 def draw(dtype: torch.dtype, *, weighted: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Logits [n, Vp] of some tens, labels [n], weights [n]; what stands in padding must not matter."""
+    """Draw logits [n, Vp] of some tens, labels [n] and weights [n]; logits of padding are 1e4 and must not matter."""
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(TOKENS, PADDED, generator=generator, dtype=torch.float64) * 20
     logits[:, REAL:] = 1e4
@@ -32,7 +32,7 @@ def draw(dtype: torch.dtype, *, weighted: bool) -> tuple[Tensor, Tensor, Tensor 
 
 
 def plain(logits: Tensor, labels: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Losses, and the gradient of their weighted sum, zero in padding."""
+    """Return torch's losses and the gradient of their weighted sum, which is zero in padding."""
     x = logits.double().requires_grad_(True)
     losses = F.cross_entropy(x[:, :REAL], labels, reduction="none")
     (losses if weights is None else losses * weights).sum().backward()
@@ -41,7 +41,7 @@ def plain(logits: Tensor, labels: Tensor, weights: Tensor | None) -> tuple[Tenso
 
 
 def found(softmax: Softmax, dtype: torch.dtype, *, weighted: bool, axis: Communicator) -> tuple[Tensor, Tensor]:
-    """The same from this rank's columns."""
+    """Return the losses and the gradient that `softmax` finds from this rank's columns of the logits."""
     logits, labels, weights = draw(dtype, weighted=weighted)
     mine = logits.chunk(axis.size, dim=1)[axis.rank].clone()
     losses, differentiate = softmax.losses(mine, Labels(labels, weights, REAL), axis)
@@ -57,13 +57,13 @@ def test_losses_and_gradients_are_those_of_torch(kind: str, dtype: torch.dtype, 
     expected_losses, expected_gradient = plain(*draw(dtype, weighted=weighted))
     assert losses.dtype == torch.promote_types(dtype, torch.float32) and gradient.dtype == dtype
     bound = BOUND[dtype]
-    loss_bound = min(bound, 1e-6)  # losses are never of a lower precision than float32
+    loss_bound = min(bound, 1e-6)  # losses have at least the precision of float32
     torch.testing.assert_close(losses.double(), expected_losses, rtol=loss_bound, atol=loss_bound)
     torch.testing.assert_close(gradient.double(), expected_gradient, rtol=bound, atol=bound)
 
 
 def differences(rank: int, size: int, kind: str) -> list[float]:
-    """How far a rank's columns are from the whole's, and its losses."""
+    """Return the largest differences of a rank's losses and gradient columns from those of the whole logits."""
     axis = mesh_in_worker(rank, tp=size).axis("tp")
     losses, gradient = found(KINDS[kind](), torch.float64, weighted=True, axis=axis)
     expected_losses, expected_gradient = plain(*draw(torch.float64, weighted=True))
@@ -76,14 +76,14 @@ def differences(rank: int, size: int, kind: str) -> list[float]:
     ("size", "kind"), [(2, "in place"), (4, "in place"), pytest.param(4, *FUSED.values, marks=FUSED.marks)]
 )
 def test_ranks_share_the_vocabulary(size: int, kind: str) -> None:
-    """With four, the last holds padding alone, and labels lie on all others."""
+    """Ranks that share the vocabulary agree with one; the last of four holds only padding, the others hold labels."""
     results: Any = run_ranks(size, differences, size, kind)
     assert max(max(rank) for rank in results) < 1e-12
 
 
 @pytest.mark.skipif(bool(LACKING), reason=f"this machine lacks {LACKING}")
 def test_fused_pieces_read_the_logits_as_they_are() -> None:
-    """Three graphs and no break; of bfloat16 logits no copy in float32 is left behind."""
+    """The fused loss of bfloat16 logits compiles to three graphs without a break."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     found(FusedSoftmax(), torch.bfloat16, weighted=False, axis=LocalCommunicator())

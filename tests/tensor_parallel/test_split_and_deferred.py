@@ -1,6 +1,6 @@
-"""Layers with the sequence split, gradients deferred, recomputed, and all of that together, in float64.
+"""Layers with a split sequence, deferred gradients, recomputation and all of that together, in float64.
 
-Against nn.functional on whole matrices; what is sent, kept and drawn.
+They are compared with nn.functional on whole matrices; bytes sent, elements kept and random numbers are counted too.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ BLOCK = {
 
 
 class Way(NamedTuple):
-    """How a block is computed."""
+    """A way to compute a block: the sequence is split, gradients are deferred, the forward is recomputed, or not."""
 
     splits: bool
     deferred: bool
@@ -47,7 +47,7 @@ class Way(NamedTuple):
 
 
 class Found(NamedTuple):
-    """outputs and gradients of x: this rank's tokens, by micro-batch.  hooks: how often each parameter's has fired."""
+    """Results of a rank: outputs and gradients of x of its tokens, by micro-batch; hooks: calls by parameter."""
 
     outputs: list[Tensor]
     grad_x: list[Tensor]
@@ -56,7 +56,7 @@ class Found(NamedTuple):
 
 
 class Block(nn.Module):
-    """A residual block with a replicated parameter; its gradients pass by, and must not be written to."""
+    """A residual block with a replicated parameter, whose layers may not write to the block's output gradient."""
 
     def __init__(self, tp: TensorParallel) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def block_weights() -> dict[str, Tensor]:
 
 
 def micro_batches(num_tokens: int) -> list[tuple[Tensor, Tensor]]:
-    """x, and what the outputs are multiplied by."""
+    """Return for each of two micro-batches x and the factors of its outputs in the loss, both [tokens, WIDTH]."""
     return [(draw(20 + index, num_tokens, WIDTH), draw(30 + index, num_tokens, WIDTH)) for index in range(2)]
 
 
@@ -103,7 +103,7 @@ def sum_partial_gradients(model: nn.Module, tp: TensorParallel) -> None:
 
 
 def through_two_blocks(rank: int, size: int, num_tokens: int, way: Way) -> Found:
-    """Two micro-batches through one block twice, forward and backward; then what has been deferred."""
+    """Run two micro-batches forward and backward through one block twice; then accumulate the deferred gradients."""
     mesh = mesh_in_worker(rank, tp=size)
     tp = context_for(mesh, way)
     model = Block(tp)
@@ -178,7 +178,7 @@ def test_one_rank_splits_nothing() -> None:
 
 
 class Traffic(NamedTuple):
-    """Bytes by collective, of forward, of backward, and of what was deferred."""
+    """Bytes sent by each collective, in forward, in backward, and while deferred gradients are computed."""
 
     forward: dict[str, int]
     backward: dict[str, int]
@@ -216,7 +216,7 @@ def test_a_split_sequence_sends_what_all_reduces_do_and_one_more_gather(size: in
         split, *_ = run_ranks(size, count_traffic, size, num_tokens, Way(True, deferred, False))
         assert whole == Traffic({"all_reduce": 2 * part}, {"all_reduce": 2 * part}, {})
         assert split.forward == {"all_gather": part, "reduce_scatter": part}
-        if deferred:  # the row layer's gradient is gathered once more too
+        if deferred:  # the row layer's output gradient is gathered again as well
             assert split.backward == {"all_gather": part, "reduce_scatter": part}
             assert split.defer == {"all_gather": 2 * part}
         else:
@@ -225,7 +225,7 @@ def test_a_split_sequence_sends_what_all_reduces_do_and_one_more_gather(size: in
 
 
 def traffic_of_wants(rank: int, size: int, x_wants: bool, weight_wants: bool, bias_wants: bool) -> dict[str, int]:
-    """Of one column layer's backward."""
+    """Return the bytes that a column layer's backward sends, by collective, for some set of needed gradients."""
     mesh = mesh_in_worker(rank, tp=size)
     tp = context_for(mesh, Way(splits=True, deferred=False, recomputed=False))
     model = Block(tp)
@@ -257,7 +257,7 @@ def test_only_what_is_wanted_is_sent(wants: tuple[bool, bool, bool], collectives
 
 
 def saved_elements(rank: int, size: int, way: Way) -> int:
-    """Elements that autograd keeps of a column layer, beside its weight."""
+    """Return the number of elements that autograd saves for a column layer, without its weight."""
     tp = context_for(mesh_in_worker(rank, tp=size), way)
     model = Block(tp)
     put_logical(model, block_weights())
@@ -279,7 +279,7 @@ def test_a_column_layer_keeps_this_ranks_tokens_only() -> None:
 
 
 def bfloat16_block(rank: int, size: int, deferred: bool) -> list[tuple[str, Tensor]]:
-    """Gradients, kept in fp32 memory that was there before, with those of parts of the tokens summed."""
+    """Return the gradients of a bf16 block, kept in given fp32 memory; those of parts of the tokens are added up."""
     tp = context_for(mesh_in_worker(rank, tp=size), Way(True, deferred, False))
     tp = replace(tp, dtype=torch.bfloat16)
     model = Block(tp)
@@ -332,7 +332,7 @@ def test_frozen_weights_defer_nothing() -> None:
 
 
 def dropped(rank: int, size: int, splits: bool) -> tuple[Tensor, Tensor]:
-    """A dropped tensor of ones, and what is drawn from the replicated state after it."""
+    """Return a tensor of ones after dropout, and numbers drawn from the replicated state after it."""
     tp = context_for(mesh_in_worker(rank, tp=size), Way(splits, False, False))
     tp.random.begin_micro_batch(3)
     return tp.residual_dropout(torch.ones(200), 0.5, True), torch.rand(3)

@@ -1,4 +1,4 @@
-"""Embedding and head cut by vocabulary rows, against the whole ones, with odd and padded vocabularies."""
+"""An embedding and head cut by vocabulary rows equal whole ones, with odd and padded vocabularies."""
 
 from dataclasses import replace
 
@@ -17,12 +17,12 @@ from megazero.tensor_parallel.vocab import TiedHead, VocabParallelEmbedding, Voc
 pytestmark = pytest.mark.gloo
 HIDDEN = 6
 TOKENS_EACH = 5
-# (vocabulary, padded): odd, a last rank with padding only, no padding
+# (vocabulary, padded vocabulary): an odd one, one with padding only on the last rank, one without padding
 VOCABULARIES = [(13, 16), (5, 16), (16, 16)]
 
 
 def whole(vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Matrix [V, h], ids [3, 4], weights of the outputs [3, 4]."""
+    """Draw a matrix [V, h], ids [3, 4] and weights of the outputs [3, 4]."""
     generator = torch.Generator().manual_seed(vocab_size)
     draw = {"dtype": torch.float64, "generator": generator}
     return (
@@ -33,7 +33,7 @@ def whole(vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def cut_ends(rank: int, size: int, vocab_size: int, padded: int):
-    """Embedding output, gradient pieces of the embedding, this rank's logits of an untied head."""
+    """Return the embedding's output, the pieces of its gradient and this rank's logits of an untied head."""
     tp = context(mesh_in_worker(rank, tp=size).axis("tp"))
     shape = {"vocab_size": vocab_size, "padded_vocab_size": padded, "hidden_size": HIDDEN, "init": Init("normal", 1.0)}
     embedding, head = VocabParallelEmbedding(tp, **shape), VocabParallelHead(tp, **shape)
@@ -61,7 +61,7 @@ def test_embedding_and_head(size: int, vocab_size: int, padded: int) -> None:
 
 
 def cut_losses(rank: int, size: int, vocab_size: int, padded: int) -> list[tuple[Tensor, Tensor]]:
-    """Loss and gradient of what the head has read: by a matrix of its own, and by one it is given."""
+    """Return the loss and the gradient of the head's input, for a head with its own matrix and for a tied one."""
     tp = context(mesh_in_worker(rank, tp=size).axis("tp"))
     shape = {"vocab_size": vocab_size, "padded_vocab_size": padded, "hidden_size": HIDDEN, "init": Init("normal", 1.0)}
     own, tied = VocabParallelHead(tp, **shape), TiedHead(tp)
@@ -94,7 +94,7 @@ def test_heads_with_targets_give_the_loss(size: int, vocab_size: int, padded: in
 
 
 def tied(vocab_size: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Matrix [V, h], ids [n], weights of tokens [n]."""
+    """Draw a matrix [V, h], ids [n] and weights of the tokens [n]."""
     generator = torch.Generator().manual_seed(vocab_size)
     draw = {"dtype": torch.float64, "generator": generator}
     num_tokens = size * TOKENS_EACH
@@ -106,7 +106,7 @@ def tied(vocab_size: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def split_ends(rank: int, size: int, vocab_size: int, padded: int, deferred: bool):
-    """Vectors and logits of split tokens; loss and gradients of a tied pair, once by the loss and once by logits."""
+    """Run a tied embedding and head on split tokens; return vectors, logits, bytes sent, loss and summed gradients."""
     mesh = mesh_in_worker(rank, tp=size)
     tp = replace(context(mesh.axis("tp")), splits_sequence=True, deferred=DeferredGradients() if deferred else None)
     shape = {"vocab_size": vocab_size, "padded_vocab_size": padded, "hidden_size": HIDDEN, "init": Init("normal", 1.0)}
@@ -161,7 +161,7 @@ def test_tied_ends_of_a_split_sequence(size: int, vocab_size: int, padded: int, 
 
 
 def untied_loss(rank: int, size: int, deferred: bool):
-    """Loss, and gradients of x and of the head's own matrix."""
+    """Return the gradients of x and of the head's own matrix after a loss over split tokens."""
     mesh = mesh_in_worker(rank, tp=size)
     tp = replace(context(mesh.axis("tp")), splits_sequence=True, deferred=DeferredGradients() if deferred else None)
     head = VocabParallelHead(tp, vocab_size=13, padded_vocab_size=24, hidden_size=HIDDEN, init=Init("normal", 1.0))

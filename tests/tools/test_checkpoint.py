@@ -1,4 +1,4 @@
-"""The checkpoint tool, run as its user would: arguments in, lines and an exit code out."""
+"""Tests of the checkpoint tool as a user runs it: given arguments, it prints lines and returns an exit code."""
 
 import importlib.util
 import subprocess

@@ -1,4 +1,4 @@
-"""The cleaning tool as a user starts it."""
+"""Tests of the cleaning tool as a user starts it."""
 
 import json
 import runpy
@@ -12,7 +12,7 @@ TOOL = str(Path(__file__).parents[2] / "tools" / "clean_corpus.py")
 
 
 def start(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    """The tool in this process; returns its exit code."""
+    """Run the tool in this process; return its exit code."""
     monkeypatch.setattr(sys, "argv", [TOOL, *map(str, arguments)])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(TOOL, run_name="__main__")

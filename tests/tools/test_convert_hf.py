@@ -1,4 +1,4 @@
-"""Export and import as programs: there and back again gives the same checkpoint."""
+"""Exporting a checkpoint to Hugging Face's format and importing it, by the programs, gives the same checkpoint."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""The program itself, on checkpoints of tensor-parallel runs; alone, and as torchrun starts it."""
+"""Tests of the text generation program on checkpoints of tensor-parallel runs, in one process and under torchrun."""
 
 import importlib.util
 import os
@@ -136,7 +136,7 @@ def test_tensor_parallelism_across_nodes_is_refused(
     folder = save(tmp_path)
     with pytest.raises(TopologyError, match=f"{TENSOR} 4 {STAGES} 1 on 2 nodes of 2 ranks\n"):
         main(["--load", folder, TENSOR, "4"])
-    # Both go on to meet ranks that are not there.
+    # Both pass the check and fail only later, for lack of the other ranks.
     for layout in ([TENSOR, "4", "--allow-tensor-parallel-across-nodes"], [TENSOR, "2", STAGES, "2"]):
         with pytest.raises(TopologyError, match="no MASTER_ADDR"):
             main(["--load", folder, *layout, *FAST])
@@ -182,7 +182,7 @@ def test_help_is_shown_by_one_rank(
 
 @pytest.mark.gloo
 def test_what_one_process_finds_damaged_is_told_once(tmp_path: Path) -> None:
-    """The final norm is read by the last pipeline stage only."""
+    """Damage to the final norm, which only the last pipeline stage reads, is reported once."""
     save(tmp_path, tp=1)
     checkpoint = open_checkpoint(tmp_path)
     (file,) = checkpoint.manifest.files
@@ -193,5 +193,5 @@ def test_what_one_process_finds_damaged_is_told_once(tmp_path: Path) -> None:
     ended = torchrun(tmp_path, STAGES, "2", ranks=2)
     assert ended.returncode == 1 and ended.stdout == ""
     assert ended.stderr.count("weight of final_norm.weight") == 1 and "damaged: bytes" in ended.stderr
-    # The launcher reports in its own way, with its own traceback; that of a process would name the program.
+    # The launcher prints a traceback of its own; only a traceback of a process would name the program.
     assert f'File "{TOOL}"' not in ended.stderr and "exitcode  : 2" in ended.stderr

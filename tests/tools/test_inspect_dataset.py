@@ -1,4 +1,4 @@
-"""The inspecting tool, as a user starts it."""
+"""Tests of the inspection tool as a user starts it."""
 
 import subprocess
 import sys
@@ -49,7 +49,7 @@ def test_everything_at_once(tmp_path: Path) -> None:
     size = len(TEXT.encode()) + 1
     assert f"longest {size} tokens" in told and "256-511" in told and "document 0 " not in told
     assert picture.read_text().startswith("<svg ")
-    assert f"document 1     {size} tokens\n{TEXT}<|endoftext|>\n" in told  # tabs, line ends and all
+    assert f"document 1     {size} tokens\n{TEXT}<|endoftext|>\n" in told  # with its tabs and line ends
     expected = bytes(
         Corpora([prefix], split="1").samples("train", seq_length=8, seed=5, vocab_size=257).sample(2).tolist()
     )

@@ -1,4 +1,4 @@
-"""The merging tool, as a user starts it; what it makes is tested with megazero/prepare/tokens/merge.py."""
+"""Tests of the merging tool as a user starts it; tests/prepare/tokens/test_merge.py tests the files it makes."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ TOOL = Path(__file__).parents[2] / "tools" / "merge_datasets.py"
 
 
 def run(*words: object, limit: int | None = None) -> "subprocess.CompletedProcess[str]":
-    """limit: bytes that a file may have, which stands for the disk."""
+    """Run the tool; `limit` is the largest size of a file in bytes, which simulates a full disk."""
     program = f"import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); "
     program += "sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
     start = [sys.executable, "-c", program] if limit else [sys.executable]

@@ -1,4 +1,4 @@
-"""The tool as a launcher starts it: real processes, and what they exit with."""
+"""Tests of the preflight tool as a launcher starts it: real processes and their exit statuses."""
 
 import os
 import subprocess
@@ -34,7 +34,7 @@ def test_sound_nodes() -> None:
 @pytest.mark.gloo
 def test_nodes_that_fall_short_are_told_once() -> None:
     done = torchrun("--gpus-per-node", "3", "--node-name", "here", "--min-shared-memory", "1e9")
-    assert done.returncode == 1, done  # torchrun's own; the processes' is 2
+    assert done.returncode == 1, done  # torchrun's own status; that of the processes is 2
     assert done.stderr.count("2 topology errors:") == 1 and done.stderr.count("here: ") == 2
     assert "exitcode  : 2" in done.stderr and "every node has 3 GPUs" in done.stderr
     assert "preflight" not in done.stdout
@@ -60,7 +60,7 @@ def test_flags_that_cannot_be_read_are_told_once() -> None:
 
 
 def test_numbers_are_checked_before_anything_is_opened() -> None:
-    """There is no rank 0 at the address, so that whoever opened the store would wait for it."""
+    """Numbers are checked first: no rank 0 is at the address, so that opening the store would wait for it."""
     wrong = {
         "--gpus-per-node": ["-1"],
         "--min-bandwidth": ["nan", "-1"],

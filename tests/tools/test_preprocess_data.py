@@ -1,4 +1,4 @@
-"""The way from source files to an inspected corpus, through the programs a user starts."""
+"""Tests of the way from source files to an inspected corpus through the programs that a user starts."""
 
 import json
 import os
@@ -67,7 +67,7 @@ def test_text_and_corpora_in_object_stores_are_refused_at_once() -> None:
 
 
 def command(folder: Path, *flags: object) -> list[str]:
-    """Preprocessing of `folder`/a.txt in many parts."""
+    """Return the command that preprocesses `folder`/a.txt in many partitions."""
     words: list[object] = [sys.executable, TOOLS / "preprocess_data.py", "--input", folder / "a.txt", "--append-eod"]
     words += ["--output-prefix", folder / "out" / "c", "--tokenizer-type", "ByteTokenizer", "--partitions", 16]
     return [str(word) for word in (*words, *flags)]
@@ -83,7 +83,7 @@ def contents(folder: Path) -> dict[str, Any]:
 
 
 def finished(folder: Path, number: int, process: "subprocess.Popen[str]") -> bool:
-    """Wait until so many partitions are in the journal, or the process has ended."""
+    """Wait until `number` partitions are in the journal and return True, or False if the process ends before."""
     journal = folder / "out" / ".c.partial" / "journal.jsonl"
     while process.poll() is None:
         if journal.exists() and journal.read_bytes().count(b"\n") > number:
@@ -94,7 +94,7 @@ def finished(folder: Path, number: int, process: "subprocess.Popen[str]") -> boo
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
 def test_an_interruption_is_told_in_a_word_and_can_be_gone_on_from(tmp_path: Path, kind: signal.Signals) -> None:
-    """Ctrl-C reaches the workers too; a scheduler's signal may reach one process only."""
+    """Ctrl-C, which reaches the workers too, and a signal to one process end a run with one word; it can be resumed."""
     write_text(tmp_path, 24)
     with subprocess.Popen(
         command(tmp_path, "--workers", 2), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -119,7 +119,7 @@ def test_an_interruption_is_told_in_a_word_and_can_be_gone_on_from(tmp_path: Pat
 
 @pytest.mark.parametrize("limit", [4096, 5_000_000])
 def test_a_full_disk_is_told_and_leaves_no_trace(tmp_path: Path, limit: int) -> None:
-    """A limit on file sizes stands for the disk, which is full before the first partition, or after some."""
+    """A limit on file sizes simulates a disk that is full before the first partition, or after some."""
     write_text(tmp_path, 6)
     program = (
         "import os, resource, sys\n"

@@ -1,4 +1,4 @@
-"""The summary program as it is started."""
+"""Tests of the summary program as a user starts it."""
 
 import os
 import shlex
@@ -30,7 +30,7 @@ def test_it_tells_figures_and_places(tmp_path: Path) -> None:
     assert ["validation", "loss", "7.5000", "7.5000"] in lines
     assert ["bits", "per", "byte", "-", "-"] in lines
     assert ["checkpoint", "none"] in lines
-    # What is shown can be pasted.
+    # The command that is shown can be pasted into a shell.
     assert shlex.split(done.stdout.splitlines()[-1])[-2:] == ["--logdir", str(tmp_path / "t b")]
 
 

@@ -1,4 +1,4 @@
-"""Text files to jsonl, as a user starts it."""
+"""Tests of the tool that turns text files into jsonl, as a user starts it."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""The tokenizer trainer as a user starts it."""
+"""Tests of the tokenizer trainer as a user starts it."""
 
 import json
 import runpy
@@ -22,7 +22,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    """The tool in this process; returns its exit code."""
+    """Run the tool in this process; return its exit code."""
     monkeypatch.setattr(sys, "argv", [TOOL, *map(str, arguments)])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(TOOL, run_name="__main__")

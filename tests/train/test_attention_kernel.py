@@ -1,4 +1,4 @@
-"""The choice of attention's kernel: by name, by time; and that the choice is what computes."""
+"""The attention kernel is chosen by name or by the time it takes, and the chosen kernel is the one that computes."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def on(device: torch.device) -> AttentionCall:
 
 
 class Operators(TorchDispatchMode):
-    """Names of what is called."""
+    """A dispatch mode that collects the names of the operators that are called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def test_flash_is_no_candidate_where_there_is_a_mask() -> None:
 
 @pytest.mark.parametrize(("kernel", "is_flash"), [(None, True), ("flash", True), ("fused", True), ("unfused", False)])
 def test_what_is_preferred_computes(kernel: str | None, is_flash: bool) -> None:
-    """A CPU has the flash kernel and plain products; what it doesn't have is passed over."""
+    """The preferred kernel computes; a CPU has flash and plain products, and a kernel that it lacks is skipped."""
     query = torch.randn(SHAPE)
     with prefer_kernel(kernel), Operators() as operators:
         mixed = F.scaled_dot_product_attention(query, query, query, is_causal=True)

@@ -1,4 +1,4 @@
-"""From a configuration to a run: what is refused before ranks meet, and that every part gets what was asked for."""
+"""Building a run from a configuration refuses errors before ranks meet, and gives every part its settings."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +37,7 @@ ALONE = Launch(0, 1, 0)
 
 
 def refused(**settings: Any) -> str:
-    """What a run is told whose checkpoint is refused."""
+    """Return the message with which the checkpoint of a run is refused."""
     config = tiny_run(**settings)
     inputs = check(config, ALONE)
     with pytest.raises(UserError) as caught:
@@ -47,7 +47,7 @@ def refused(**settings: Any) -> str:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """The root of a finished run of three steps, on this process."""
+    """Train a run of three steps in this process; return the root of its checkpoints."""
     root = tmp_path / "run"
     finished(train_iters=3, save=str(root), lr_decay_style="linear", lr_decay_iters=10)
     return root
@@ -139,7 +139,7 @@ def test_nothing_is_masked_unless_it_is_asked_for() -> None:
 
 
 def test_batches_are_pinned_for_gpus_only() -> None:
-    """Without an accelerator torch refuses to pin anything."""
+    """Batches are pinned only for GPUs, because torch refuses to pin memory without an accelerator."""
     mesh = core_on_rank(0, tiny_run()).mesh
     for device, pins in (("cpu", False), ("cuda:0", True)):
         assert batch_layout(tiny_run(), replace(mesh, device=torch.device(device)), EOD).pins is pins
@@ -202,7 +202,7 @@ def test_the_configuration_that_is_saved_names_the_vocabulary(tmp_path: Path) ->
     assert "vocab_size: 257" in (tmp_path / "config.yaml").read_text()
 
 
-# --- going on ---------------------------------------------------------------------------------------------------------
+# --- resuming ---------------------------------------------------------------------------------------------------------
 
 GO_ON: dict[str, Any] = {"lr_decay_style": "linear", "lr_decay_iters": 10}
 

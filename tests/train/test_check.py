@@ -1,4 +1,4 @@
-"""What is found wrong before torch is loaded: rules, corpora and placement, all at once."""
+"""Checking a run before torch is loaded reports broken rules, missing corpora and bad placement together."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ ALONE = Launch(0, 1, 0)
 
 
 def refused(launch: Launch = ALONE, **settings: Any) -> str:
-    """What a run that is refused is told."""
+    """Return the message with which a run is refused."""
     with pytest.raises(UserError) as caught:
         check(tiny_run(**settings), launch)
     return caught.value.render()
@@ -61,7 +61,7 @@ def test_masking_needs_to_know_the_token() -> None:
 
 
 def test_a_corpus_tells_the_token_or_does_not(tmp_path: Path) -> None:
-    """The .json beside a corpus is enough; without it the flags are refused."""
+    """The end-of-document token is read from a corpus's .json; without it, flags that need the token are refused."""
     prefix = write_corpus(tmp_path / "c", count_up(90, 9))
     sidecar = Sidecar(9, 9, 90, 81, "ByteTokenizer", 257, 256, True, {}, [1] * 256 + [0])
     write_sidecar(prefix, sidecar)
@@ -80,7 +80,7 @@ def test_data_parallel_is_what_is_left(size: int, tp: int, expected: Topology) -
 
 
 def test_documents_without_ends_are_not_told_apart(tmp_path: Path) -> None:
-    """Loss masks are as they were: without such a token there is nothing to leave out."""
+    """Documents without end tokens cannot be separated; masking the loss at such tokens is legal and masks nothing."""
     prefix = write_corpus(tmp_path / "c", count_up(200, 20))
     counts = dict.fromkeys(("documents", "sequences"), 20) | dict.fromkeys(("tokens", "text_bytes"), 200)
     facts: dict[str, Any] = {**counts, "tokenizer_type": "ByteTokenizer", "tokenizer_files": {}, "eod": 256}

@@ -1,4 +1,4 @@
-"""What steps are given fits what they ask for."""
+"""Tests of the context that a run gives to its training steps."""
 
 from support.small_runs import core_on_rank, tiny_run
 

@@ -1,4 +1,4 @@
-"""The held-out loss in every layout against the plain twin's mean over the same samples."""
+"""The held-out loss in every layout is the plain reference model's mean over the same samples."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def settings(*, masked: bool, tp: int = 1, dp: int = 1, pp: int = 1) -> dict[str
 def evaluate_on_rank(
     rank: int, layout: dict[str, int], masked: bool, num_batches: int
 ) -> tuple[float, float, bool, bool]:
-    """(loss, loss of a second evaluation, whether the model is back in training, whether its state is untouched)."""
+    """Return the losses of two evaluations, if the model is in training mode again, and if its state is unchanged."""
     config = tiny_run(**settings(masked=masked, **layout))
     core = core_on_rank(rank, config, **layout)
     core.model.train()
@@ -63,7 +63,7 @@ def test_every_layout_gives_the_mean_over_tokens(tp: int, dp: int, pp: int, mask
 
 
 def test_a_mean_of_means_would_be_noticed() -> None:
-    """The mask leaves each micro-batch another number of tokens, or the test above could not tell."""
+    """The mask leaves each micro-batch another number of tokens, so that the test above detects a mean of means."""
     weights = first_weights(tiny_run(**settings(masked=True)))
     parts = [mean_loss(weights, reference_batch(first, 2, masked=True)).item() for first in range(0, GLOBAL_BATCH, 2)]
     whole = mean_loss(weights, reference_batch(0, GLOBAL_BATCH, masked=True)).item()

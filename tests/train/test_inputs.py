@@ -1,4 +1,4 @@
-"""What a run reads: who tells the vocabulary, which splits are opened, and what does not fit together."""
+"""Tests of a run's inputs: the source of the vocabulary size, the splits that are opened, and conflicts."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from megazero.data.tokenizers import TokenizerSpec
 from megazero.errors import DataError
 from megazero.train.inputs import RunInputs, open_inputs, tokenizer_spec
 
-# 20 documents of 30 tokens below 200, made (so the sidecar says) with bytes: one byte of text a token, none for eod.
+# 20 documents of 30 tokens below 200; by their sidecar made from bytes: a token is one byte of text, eod none.
 DOCUMENTS = [[[(7 * document + token) % 200 for token in range(30)]] for document in range(20)]
 SIDECAR = Sidecar(
     documents=20,
@@ -34,13 +34,13 @@ SIDECAR = Sidecar(
 
 @pytest.fixture
 def plain(tmp_path: Path) -> str:
-    """A corpus that says nothing about itself."""
+    """Write a corpus without a sidecar."""
     return write_corpus(tmp_path / "plain", DOCUMENTS)
 
 
 @pytest.fixture
 def described(tmp_path: Path) -> str:
-    """The same corpus with a sidecar."""
+    """Write the same corpus with a sidecar."""
     prefix = write_corpus(tmp_path / "described", DOCUMENTS)
     write_sidecar(prefix, SIDECAR)
     return prefix
@@ -59,7 +59,7 @@ def gpt2_files(folder: Path) -> dict[str, Path]:
     return {"vocab_file": Path(vocab), "merge_file": Path(merges)}
 
 
-# --- who tells the vocabulary -----------------------------------------------------------------------------------------
+# --- the source of the vocabulary -------------------------------------------------------------------------------------
 
 
 def test_a_flag_counts_most(described: str) -> None:
@@ -147,7 +147,7 @@ def test_an_empty_validation_split_matters_only_when_it_is_read(described: str) 
 
 
 def test_splits_hold_their_own_documents(described: str) -> None:
-    """Every sample of a split is a piece of its documents' text, which are all different."""
+    """Every sample of a split is a piece of the text of that split's own documents, which are all different."""
     inputs = opened(data_path=(described,), split="10,5,5", evaluates=True)
     places = {"train": (0, 10), "valid": (10, 15), "test": (15, 20)}
     for name, (first, last) in places.items():
@@ -159,7 +159,7 @@ def test_splits_hold_their_own_documents(described: str) -> None:
 
 
 def test_bytes_per_token_of_held_out_splits(plain: str, described: str) -> None:
-    """Token 0 is made to stand for no byte: 1 of 30 tokens in the documents that hold it."""
+    """Bytes per token are a mean over a split's tokens; here token 0, 1 of 30 in some documents, has no byte."""
     table = [0, *SIDECAR.token_bytes[1:]]
     write_sidecar(described, replace(SIDECAR, token_bytes=table))
     inputs = opened(data_path=(described,), split="10,5,5", evaluates=True)

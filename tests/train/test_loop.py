@@ -1,4 +1,4 @@
-"""Whole runs: when they evaluate, save and stop, why they end, and what they write down."""
+"""Tests of whole runs: when they evaluate, save and stop, why they end, and what they write to files."""
 
 import json
 import math
@@ -33,7 +33,7 @@ from megazero.train.signals import StopRequest
 
 
 def run(folder: Path, **settings: Any) -> Told:
-    """A run of this process alone; its metrics go to m.jsonl and its checkpoints to save/."""
+    """Train a run in this process alone, with its metrics in m.jsonl and its checkpoints in save/."""
     paths = {"metrics_file": str(folder / "m.jsonl"), "save": str(folder / "save")}
     return train_run(0, 1, {**paths, **settings})
 
@@ -82,7 +82,7 @@ def saved(folder: Path) -> list[int]:
             "exit interval 4 reached at iteration 4",
         ),
         ({"exit_duration_in_mins": 1e-9}, "1", [1], "asked to stop after iteration 1 (by another rank or the clock)"),
-        # Who asks for the nodes back does not wait for an evaluation: saving comes first.
+        # A run that is asked to stop saves at once and does not evaluate, because the nodes may be taken away soon.
         (
             {"exit_duration_in_mins": 1e-9, "eval_iters": 1, "eval_interval": 1},
             "1",
@@ -123,7 +123,7 @@ def test_evaluating_changes_nothing_of_the_training(tmp_path: Path) -> None:
 
 
 def test_a_run_that_went_away_and_came_back_is_the_run_that_stayed(tmp_path: Path) -> None:
-    """To the bit, dropout and learning rate included, and its metrics file reads as if nothing had happened."""
+    """A resumed run equals an uninterrupted one to the bit, in dropout, learning rate and metrics file too."""
     settings: dict[str, Any] = {
         "hidden_dropout": 0.2,
         "precision": "bf16",
@@ -145,7 +145,7 @@ def test_a_run_that_went_away_and_came_back_is_the_run_that_stayed(tmp_path: Pat
 
 
 def test_a_length_in_samples_is_kept_with_another_global_batch(tmp_path: Path) -> None:
-    """12 samples: 3 steps of 2, then 3/2 steps of 4 - of which one is whole - and not the 3 of a run of 4 from 0."""
+    """A run of 12 samples, after 3 steps of 2, has 6 left for one whole step of 4; steps of 4 alone would be 3."""
     length = {"train_iters": None, "train_samples": 12}
     run(tmp_path, **length, exit_interval=3)
     told = run(tmp_path, **length, load=str(tmp_path / "save"), micro_batch_size=4, global_batch_size=4)
@@ -161,7 +161,7 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
     assert told.reason == "finished 5 iterations"
     assert (tmp_path / "m.jsonl").read_text() == before
     assert "saved checkpoint" not in told.text
-    # Elsewhere there is no such checkpoint yet.
+    # Another folder does not have this checkpoint yet, so that it is saved there.
     run(tmp_path, load=str(tmp_path / "save"), save=str(tmp_path / "other" / "save"))
     assert saved(tmp_path / "other") == [5]
 
@@ -170,7 +170,7 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_without_saving_it(tmp_path: Path) -> None:
-    """A learning rate of 1e30 spoils the weights in the first step, which the second one's loss shows."""
+    """A learning rate of 1e30 spoils the weights in the first step, so that the loss of the second is not finite."""
     with pytest.raises(TrainingError, match="loss and gradient norm are finite") as caught:
         run(tmp_path, precision="fp32", lr=1e30, save_interval=1, weight_decay=0.0)
     assert "iteration 2: loss" in caught.value.problems[0].given
@@ -181,7 +181,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_without_saving_it(tmp_path: Pat
 
 @dataclass(frozen=True)
 class Damaged:
-    """Samples that cannot be read."""
+    """Samples whose reading raises a DataError."""
 
     seq_length: int = LENGTH
 
@@ -214,7 +214,7 @@ def test_an_exhausted_loss_scale_saves_says_why_and_stops(tmp_path: Path) -> Non
     checkpoint = open_checkpoint(tmp_path / "save")
     assert (checkpoint.progress["iteration"], checkpoint.progress["optimizer_steps"]) == (3, 0)
     for name, value in first_weights(tiny_run(**settings)).items():
-        # A master weight starts as the fp16 working weight it stands for.
+        # A master weight starts with the value of its fp16 working weight.
         assert torch.equal(checkpoint.read_full(name, "weight"), value.half().float()), name
     for line in steps(tmp_path):
         assert line["skipped"] and line["grad_norm"] is None and line["loss_scale"] == scale
@@ -223,7 +223,7 @@ def test_an_exhausted_loss_scale_saves_says_why_and_stops(tmp_path: Path) -> Non
 
 
 def test_a_loss_scale_that_can_fall_goes_on(tmp_path: Path) -> None:
-    """Overflows at 2^40 and 2^39; the learning rate waits for steps that count."""
+    """After overflows from 2^40 down training goes on; skipped steps do not advance the learning rate."""
     told = run(
         tmp_path,
         precision="fp16",
@@ -264,12 +264,12 @@ def test_an_error_closes_files_hooks_and_handlers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"exit_interval": 3}, {"exit_interval": 3, "save": True}], ids=str)
 def test_figures_that_are_read_a_step_late_all_arrive(settings: dict[str, Any], tmp_path: Path) -> None:
-    """As on a GPU, where a step's figures are read when the next one has been launched."""
+    """Figures that are read a step late, as on a GPU after the launch of the next step, are all written."""
     if settings.get("save"):
         settings = {**settings, "save": str(tmp_path / "save")}
     config, launch = tiny_run(**settings, metrics_file=str(tmp_path / "m.jsonl")), Launch(0, 1, 0)
     late = assemble(config, launch, CPU, inputs := check(config, launch))
-    loader = BatchLoader(inputs.train, late.loader._layout, prefetch=0, clock=count().__next__)  # 1 from look to look
+    loader = BatchLoader(inputs.train, late.loader._layout, prefetch=0, clock=count().__next__)  # 1 s per read
     with StopRequest() as stop:
         loop = _Loop(replace(late, loader=loader), stop)
         loop._max_pending = 1
@@ -284,7 +284,7 @@ def test_figures_that_are_read_a_step_late_all_arrive(settings: dict[str, Any], 
 
 @dataclass(frozen=True)
 class Interrupted:
-    """Samples during the reading of one of which this process is sent a signal."""
+    """Samples that send this process a signal while sample `at` is read."""
 
     source: Samples
     at: int
@@ -301,7 +301,7 @@ class Interrupted:
 
 
 def interrupted_run(rank: int, settings: dict[str, Any], at: int, number: signal.Signals) -> Told:
-    """Two data-parallel ranks with one sample each a step; only the one that reads sample `at` gets the signal."""
+    """Train on two data-parallel ranks with one sample a step each; only the reader of sample `at` gets the signal."""
     inputs = check(tiny_run(**settings), Launch(rank, 2, rank))
     return train_run(rank, 2, settings, replace(inputs, train=Interrupted(inputs.train, at, number)))
 
@@ -310,7 +310,7 @@ def interrupted_run(rank: int, settings: dict[str, Any], at: int, number: signal
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(number: signal.Signals, tmp_path: Path) -> None:
     settings = {"micro_batch_size": 1, "train_iters": 50, "save": str(tmp_path / "save"), "zero_stage": 2}
-    # Samples 4 and 5 are step 3's; rank 1 reads sample 5.
+    # Step 3 has samples 4 and 5, of which rank 1 reads sample 5.
     zero, one = run_ranks(2, interrupted_run, settings, 5, number)
     assert one.reason == f"asked to stop after iteration 3 ({number.name})"
     assert zero.reason == "asked to stop after iteration 3 (by another rank or the clock)"
@@ -318,7 +318,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(number: signal.Signa
     assert zero.text.count("saved checkpoint of iteration 3") == 1 and one.text == ""
 
 
-# --- what is written down ---------------------------------------------------------------------------------------------
+# --- what is written to the metrics file ------------------------------------------------------------------------------
 
 METRICS: dict[str, Any] = {
     "tensor_model_parallel_size": 2,
@@ -366,7 +366,7 @@ def plain_history(steps_taken: int) -> History:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run on 2 x 2 real ranks."""
+    """Train on 2 x 2 real ranks; return the folder with the metrics file."""
     folder = tmp_path_factory.mktemp("metrics")
     run_ranks(4, train_run_on_four, {**METRICS, "metrics_file": str(folder / "m.jsonl")})
     return folder
@@ -390,7 +390,7 @@ def test_a_line_a_step_with_these_fields(written: Path) -> None:
         )
         tokens = 8 * LENGTH
         assert line["tokens_per_second"] * line["step_seconds"] == pytest.approx(tokens)
-        # 6 operations a weight and token, 12 s h a block and token: 2 blocks of 12 x 16^2 weights, 29 rows of 16.
+        # FLOPs per token: 6 per weight, for 2 blocks of 12 x 16^2 weights and 29 rows of 16, and 12 s h per block.
         flops = 6 * (2 * 12 * 16 * 16 + 29 * 16) + 12 * 2 * LENGTH * 16
         assert line["tflops_per_device"] * line["step_seconds"] == pytest.approx(tokens * flops / 4 / 1e12)
 
@@ -426,12 +426,12 @@ def test_every_ranks_memory_and_traffic(written: Path) -> None:
             assert rank["peak_memory_bytes"] > 10 * 2**20
             states = rank["model_state_bytes"]
             assert set(states) == {"parameters", "gradients", "master", "moments"}
-            # fp64, stage 2 over two ranks: p, g/2, no separate master, two moments of which half is owned.
+            # fp64, ZeRO stage 2 over two ranks: p bytes of parameters, p/2 of gradients, no master, 2 moments of p/2.
             parameters = states["parameters"]
             assert parameters > 0 and parameters % 16 == 0
             assert (states["gradients"], states["master"], states["moments"]) == (parameters // 2, 0, parameters)
             traffic = rank["comm_bytes"]
-            # Two micro-batches on two ranks: half of all gradients are sent in each, half of all parameters once.
+            # Each of two ranks sends half of all gradients in each of two micro-batches, half of all parameters once.
             assert traffic["dp"] == {"reduce_scatter": parameters, "all_gather": parameters // 2}
             assert set(traffic["tp"]) == {"all_reduce"} and traffic["tp"]["all_reduce"] > 0
             assert traffic["world"] == {"scalars": 2 * 4 * 8 * 3 // 4}
@@ -439,7 +439,7 @@ def test_every_ranks_memory_and_traffic(written: Path) -> None:
 
 @pytest.mark.gloo
 def test_ranks_hold_the_whole_model_between_them(written: Path) -> None:
-    """Replicated parameters twice, sharded ones once, and at most 31 elements of padding a bucket."""
+    """A rank holds half of the sharded parameters, all replicated ones and at most 31 elements of padding a bucket."""
     sizes = {name: value.numel() for name, value in first_weights(tiny_run()).items()}
     cut = ("word.weight", "qkv", "mlp.up", "projection.weight", "down.weight")
     sharded = sum(numel for name, numel in sizes.items() if any(part in name for part in cut))

@@ -1,10 +1,10 @@
-"""A step hands work to the device and reads nothing back: what would make the host wait for a GPU is counted on a CPU.
+"""A training step never makes the host wait for a GPU: calls that would make it wait are counted on a CPU.
 
 Two kinds of calls wait: those that read a device's values (`item`, a truth value, shapes that depend on values), and
-those that bring the host's values to the device by a plain copy (`torch.tensor`, `.to` without non_blocking).  Reading
-is seen as an operation, whoever calls it; what leaves no operation on a CPU is seen as a call from Python.
+those that bring the host's values to the device by a plain copy (`torch.tensor`, `.to` without non_blocking).  Reads
+are counted as operations, from Python and from C++; calls that run no operation on a CPU are counted in Python.
 
-No precision is excepted: fp16's decision to skip a step is made on the device too, and the loop reads the report later.
+This holds for every precision: fp16's decision to skip a step is made on the device, and the loop reads it later.
 """
 
 import traceback
@@ -29,11 +29,11 @@ from megazero.train.step import StepControls, training_step
 OURS = str(Path(megazero.__file__).parent)
 STEPS = 3
 
-# Operations that read values; so does indexing by a mask, whose result has as many elements as the mask says.
+# Operations that read values; indexing by a mask does too, because the size of its result depends on the mask.
 READING = frozenset(["_local_scalar_dense", "is_nonzero", "nonzero", "equal", "allclose", "masked_select", "bincount"])
 UNIQUE = frozenset(["_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"])
 INDEXING = frozenset(["index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"])
-# Calls that leave no operation where host and device are one.
+# Calls that run no operation where the host is the device.
 HOSTWARD = frozenset(["tolist", "numpy", "cpu", "__array__", "item", "__bool__", "__float__", "__int__", "__index__"])
 DEVICEWARD = frozenset(["tensor", "as_tensor", "scalar_tensor", "from_numpy"])
 
@@ -79,22 +79,22 @@ class _Calls(TorchFunctionMode):
 
 @contextmanager
 def counted() -> Iterator[list[str]]:
-    """What waits within the block: name of the operation or call, and where in megazero it is made."""
+    """Yield a list that collects each waiting operation or call of the block: its name and its place in megazero."""
     found: list[str] = []
     with _Calls(found), _Operations(found):
         yield found
 
 
 def _where() -> str:
-    """The last line of megazero on the stack; of the tests where there is none (a backward of torch's own)."""
+    """Return the innermost line of megazero on the stack, or "outside" if there is none, as in torch's own backward."""
     frames = [frame for frame in traceback.extract_stack() if frame.filename.startswith(OURS)]
     return f"{Path(frames[-1].filename).relative_to(OURS)}:{frames[-1].lineno}" if frames else "outside"
 
 
 def waits_of_steps(rank: int, settings: dict[str, Any], layout: dict[str, int]) -> list[str]:
-    """Of some steps of two micro-batches, the first one's allocations and recordings included."""
+    """Return the waits of some steps of two micro-batches, including the first step's allocations and recordings."""
     config = tiny_run(**settings, global_batch_size=8, eod_mask_loss=True, clip_grad=0.5, weight_decay=0.1)
-    core = core_on_rank(rank, config, **layout, is_late=False)  # late works read what they check
+    core = core_on_rank(rank, config, **layout, is_late=False)  # late works would read values to check them
     parts = step_context(config, core)
     with BatchLoader(DrawnSamples(), batch_layout(config, core.mesh, EOD), prefetch=0) as loader:
         batches = [next(loader) for _ in range(STEPS)]
@@ -137,7 +137,7 @@ def test_nor_does_one_of_another_layout(settings: dict[str, Any], layout: dict[s
 
 
 def test_what_waits_is_seen() -> None:
-    """Every way of reading a value, and of bringing one; what a step needs instead is none of them."""
+    """Every way to read a value from the device or bring one to it is counted; the ways that a step uses are not."""
     x, mask, table = torch.arange(4.0), torch.tensor([True, False, True, False]), torch.zeros(3, 2)
     waiting: dict[str, Callable[[], Any]] = {
         "item": lambda: x[1].item(),
@@ -167,7 +167,7 @@ def test_what_waits_is_seen() -> None:
 
 
 class _Reading(torch.autograd.Function):
-    """Looks at a gradient on its way."""
+    """A function that reads a value of the gradient in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Every optimizer in a run: the steps of torch's own on the plain model, checkpoints that any layout goes on from."""
+"""Every optimizer takes the steps of torch's own on the plain model, and any layout resumes from its checkpoints."""
 
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,10 @@ GLOBAL_BATCH = 4
 STEPS = 4
 LR = 0.01
 CLIP = 0.5
-# A warm-up by the logarithm that does not begin at 0, in a run's own words.
+# Settings of a run for a logarithmic warm-up that does not begin at 0.
 SCHEDULE: dict[str, Any] = {"lr_warmup_iters": 3, "lr_warmup_init": 0.002, "lr_warmup_type": "log"}
 
-# Settings, and the same for torch.
+# Settings of a run, the name of torch's optimizer, and the same settings as its arguments.
 CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "adam": ({"adam_beta1": 0.8, "adam_beta2": 0.9}, "AdamW", {"betas": (0.8, 0.9), "weight_decay": 0.1}),
     "coupled adam": (
@@ -77,7 +77,7 @@ def rate(step: int) -> float:
 
 
 def plain_weights(case: str) -> dict[str, Tensor]:
-    """The plain model, torch's own optimizer with a group that decays and one that doesn't, clipping by hand."""
+    """Train the plain model with torch's optimizer, a group with weight decay, one without, and clipping by hand."""
     _, kind, options = CASES[case]
     live = {name: value.clone().requires_grad_(True) for name, value in first_weights(tiny_run()).items()}
     no_decay = {"weight_decay": 0.0} if "weight_decay" in options else {}
@@ -115,9 +115,9 @@ def weights(ranks: list[list[Saved]]) -> dict[str, Tensor]:
 
 
 def close(found: dict[Any, Tensor], expected: dict[Any, Tensor]) -> None:
-    """Tensors by name, or by name and kind of state.
+    """Check that tensors, keyed by name or by name and kind of state, are close to the expected ones.
 
-    Without the biases of keys: their gradient is 0 but for rounding, of which Rprop and RMSprop make whole steps.
+    The biases of keys are left out: their gradient is only rounding error, of which Rprop and RMSprop make whole steps.
     """
     assert found.keys() == expected.keys()
     for key, value in expected.items():
@@ -141,7 +141,7 @@ def test_steps_are_torchs_on_several_ranks(case: str, stage: int, dp: int, tp: i
 
 
 def test_an_overflow_leaves_the_optimizer_as_it_was() -> None:
-    """The second step's loss is scaled beyond fp16's range: weights, momentum and counts stay."""
+    """A step whose loss is scaled beyond fp16's range leaves weights, moments and counts as they were."""
     config = tiny_run(**settings_of("nadam", precision="fp16"))
     core = core_on_rank(0, config)
     parts = step_context(config, core)
@@ -180,7 +180,7 @@ def full(folder: Path) -> dict[tuple[str, str], Tensor]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_resumed_run_is_the_run_that_stayed(case: str, tmp_path: Path) -> None:
-    """To the bit, whatever the optimizer keeps."""
+    """A resumed run equals an uninterrupted one to the bit, for every state that the optimizer keeps."""
     whole_run(0, 1, run_settings(case, tmp_path / "stayed"))
     whole_run(0, 1, run_settings(case, tmp_path / "left", exit_interval=2))
     whole_run(0, 1, run_settings(case, tmp_path / "left", load=str(tmp_path / "left")))
@@ -193,7 +193,7 @@ def test_a_resumed_run_is_the_run_that_stayed(case: str, tmp_path: Path) -> None
 @pytest.mark.gloo
 @pytest.mark.parametrize(("case", "stages"), [("rmsprop", (2, 0)), ("asgd", (0, 3)), ("sgd", (1, 2))])
 def test_another_layout_goes_on(case: str, stages: tuple[int, int], tmp_path: Path) -> None:
-    """Saved by two data-parallel ranks, resumed by two tensor-parallel ones, as one process would go on."""
+    """Two tensor-parallel ranks resume from two data-parallel ones and end as one uninterrupted process does."""
     whole_run(0, 1, run_settings(case, tmp_path / "one"))
     settings = run_settings(case, tmp_path / "two", zero_stage=stages[0], exit_interval=2)
     run_ranks(2, whole_run, 2, settings)
@@ -211,7 +211,7 @@ def test_another_optimizer_does_not_go_on(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_before_the_first_update_goes_on(tmp_path: Path) -> None:
-    """Every step so far has overflowed, so there is no state yet to save."""
+    """A checkpoint without optimizer state, because every step so far has overflowed, can be resumed."""
     settings = run_settings("nadam", tmp_path, precision="fp16", initial_loss_scale=2.0**100)
     whole_run(0, 1, {**settings, "exit_interval": 1})
     checkpoint = open_checkpoint(tmp_path)

@@ -1,4 +1,4 @@
-"""How a run is cut into stages: split, schedule, what is held at once, what the user is told."""
+"""Tests of how a run is cut into stages: split, schedule, micro-batches held at once, and the lines printed."""
 
 import pytest
 from support.configs import make_run

@@ -1,4 +1,4 @@
-"""What programs do after their command line; the whole of them is tested from it (test_pretrain_gpt, test___main__)."""
+"""Tests of programs after their command line is parsed; test_pretrain_gpt and test___main__ test whole programs."""
 
 from pathlib import Path
 

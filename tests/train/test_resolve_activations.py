@@ -1,4 +1,4 @@
-"""Switches on "auto" are resolved from the shapes of the run, the same on every rank."""
+"""Switches that are set to "auto" are resolved from the shapes of the run, alike on every rank."""
 
 from typing import Any
 
@@ -43,7 +43,7 @@ def test_what_is_said_stays() -> None:
 
 
 def volumes(rank: int, stage: int, method: dict[str, Any]) -> tuple[Any, ...]:
-    """What the decision is asked about, and the engine's own count of parameters."""
+    """Return the volumes that the decision is given, and the engine's own count of parameters."""
     mesh = mesh_in_worker(rank, tp=2, dp=2)
     config = make_run(
         **{**FULL, "tensor_model_parallel_size": 2, "zero_stage": stage, "checkpoint_in_cpu": "auto", **method},

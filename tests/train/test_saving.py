@@ -1,4 +1,4 @@
-"""A run's checkpoints: out of one layout and into another, what is found under --load, and what must agree."""
+"""Tests of checkpoints: from one layout into another, what --load finds, and what must agree with the run."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,7 +55,7 @@ def train_steps(core: RunComponents, config: RunConfig, steps: int) -> None:
 
 
 def save_on_rank(rank: int, root: Path, layout: tuple[int, int, int], with_optimizer: bool) -> list[Saved]:
-    """Two steps, then a checkpoint; returns what this rank owned."""
+    """Take two steps and save a checkpoint; return the state that this rank owned."""
     tp, dp, _ = layout
     config = config_of(*layout)
     core = core_on_rank(rank, config, tp=tp, dp=dp)
@@ -68,7 +68,7 @@ def save_on_rank(rank: int, root: Path, layout: tuple[int, int, int], with_optim
 
 
 class Loaded(NamedTuple):
-    """What a rank owned before and after loading, and its working parameters then."""
+    """The state that a rank owned before and after loading, and its working parameters after loading."""
 
     before: list[Saved]
     after: list[Saved]
@@ -77,7 +77,7 @@ class Loaded(NamedTuple):
 
 def load_on_rank(rank: int, root: Path, layout: tuple[int, int, int], with_optimizer: bool) -> Loaded:
     tp, dp, _ = layout
-    config = config_of(*layout, seed=77)  # other first values, so that loading shows
+    config = config_of(*layout, seed=77)  # other first values, so that loading changes them
     core = core_on_rank(rank, config, tp=tp, dp=dp)
     before = owned_boxes(core)
     restore_engine(open_checkpoint(root), core.engine, core.mesh, with_optimizer=with_optimizer)
@@ -142,12 +142,12 @@ def test_moments_stay_where_only_weights_are_wanted(tmp_path: Path) -> None:
     assert all(not value.any() for value in full([loaded.after], "exp_avg").values())
 
 
-# --- what is in it ----------------------------------------------------------------------------------------------------
+# --- what a checkpoint holds ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """The root of a run with one checkpoint, made in this process."""
+    """Make a run with one checkpoint in this process; return its root."""
     save_on_rank(0, tmp_path / "run", (1, 1, 1), True)
     return tmp_path / "run"
 
@@ -258,6 +258,6 @@ def test_a_checkpoint_of_weights_alone_has_no_moments(tmp_path: Path) -> None:
 
 
 def shapes_of(**settings: Any) -> GPT:
-    """The model without a value in it."""
+    """Build the model on the meta device, with shapes and without values."""
     config = config_of(1, 1, 1, **settings)
     return build_gpt(config.model, context(device=torch.device("meta")), vocab_size=config.model.vocab_size or 0)

@@ -1,4 +1,4 @@
-"""Real signals, sent by this process to itself."""
+"""Tests of signals that this process sends to itself."""
 
 import os
 import signal
@@ -39,7 +39,7 @@ def test_former_handlers_come_back() -> None:
 
 
 def test_without_it_the_process_dies() -> None:
-    """The default is death: that the flag is raised instead is this module's doing, and ends with `close`."""
+    """A signal raises the flag within the block and, by default, ends the process after it."""
     program = (
         "import os, signal; from megazero.train.signals import StopRequest\n"
         "with StopRequest(): os.kill(os.getpid(), signal.SIGTERM); print('lives', flush=True)\n"

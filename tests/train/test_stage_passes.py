@@ -1,4 +1,4 @@
-"""A stage's passes: what is counted, what is held of a micro-batch, whole models and cut ones alike."""
+"""Tests of a stage's passes in whole and cut models: losses and tokens counted, dropout seeds, and graphs released."""
 
 from dataclasses import replace
 from typing import Any
@@ -39,7 +39,7 @@ def test_losses_and_tokens_are_counted() -> None:
 
 
 class NotedDropout:
-    """The run's own, and what it has put the generator to."""
+    """The run's dropout, with a record of the seeds that it has given the generator."""
 
     def __init__(self, parts: StepContext) -> None:
         self._dropout = parts.dropout
@@ -52,7 +52,7 @@ class NotedDropout:
 
 
 def dropout_seeds(rank: int, pp: int, virtual: int) -> list[int]:
-    """With what the generator is seeded when a chunk begins a micro-batch, in one step of four micro-batches."""
+    """Return the generator's seed at each chunk's beginning of each micro-batch, in one step of four micro-batches."""
     settings: dict[str, Any] = {"pipeline_model_parallel_size": pp, "hidden_dropout": 0.1, "num_layers": pp * virtual}
     if virtual > 1:
         settings["num_layers_per_virtual_pipeline_stage"] = 1
@@ -75,7 +75,7 @@ def dropout_seeds(rank: int, pp: int, virtual: int) -> list[int]:
 @pytest.mark.gloo
 @pytest.mark.parametrize(("pp", "virtual"), [(1, 1), (2, 1), (2, 2), (3, 1)])
 def test_every_chunk_drops_on_its_own(pp: int, virtual: int) -> None:
-    """Another state for each micro-batch and each chunk: equal ones would drop the same elements in several layers."""
+    """Each micro-batch of each chunk has its own seed; equal seeds would drop the same elements in several layers."""
     seeds = [seed for found in run_ranks(pp, dropout_seeds, pp, virtual) for seed in found]
     assert len(seeds) == len(set(seeds)) == 4 * pp * virtual
 

@@ -1,4 +1,4 @@
-"""What a run has come to: how it counts, and the way through a checkpoint's JSON."""
+"""Tests of a run's progress: how it is counted, and how it is saved in a checkpoint's JSON and read back."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""One training step: the loss's true divisor, skipping, stopping, and that all ranks report the same."""
+"""Tests of a training step: the divisor of the loss, skipped steps, stopping, and equal reports on all ranks."""
 
 import math
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ BOUND = 1e-9
 
 
 class Outcome(NamedTuple):
-    """One rank's reports as lists of figures, what it owns at the end, and the parameter blamed for an overflow."""
+    """A rank's reports as lists of figures, the state it owns at the end, and the parameter named for an overflow."""
 
     reports: list[list[float]]
     saved: list[Saved]
@@ -58,7 +58,7 @@ def full(outcomes: list[Outcome], kind: str = "weight") -> dict[str, Tensor]:
 
 
 def train_masked(rank: int, layout: dict[str, int]) -> Outcome:
-    """Some steps on samples of which every layout masks another number of tokens in each micro-batch."""
+    """Take some steps on samples whose mask leaves a different number of tokens in each micro-batch."""
     config = config_of(**layout, eod_mask_loss=True)
     core = core_on_rank(rank, config, tp=layout.get("tp", 1), dp=layout.get("dp", 1))
     parts = step_context(config, core)
@@ -105,7 +105,7 @@ def test_the_mask_matters() -> None:
 
 
 def one_rank(**settings: Any) -> tuple[RunComponents, StepContext, StepBatch]:
-    """A model on this process alone, and the first batch."""
+    """Build a model in this process alone, its step context and the first batch."""
     config = config_of(**settings)
     core = core_on_rank(0, config)
     batch = build_step_batch(DrawnSamples(), 0, batch_layout(config, core.mesh, None))
@@ -128,7 +128,7 @@ def test_a_batch_without_a_token_that_counts_only_decays() -> None:
 
 
 def test_the_loss_scale_is_taken_out_again() -> None:
-    """A power of two changes no bit of a float64 run."""
+    """A loss scale that is a power of two changes no bit of a float64 run."""
     results = []
     for scale in (1.0, 2.0**20):
         core, parts, batch = one_rank()
@@ -142,7 +142,7 @@ def test_the_loss_scale_is_taken_out_again() -> None:
 
 
 def overflow_once(rank: int, layout: dict[str, int], guilty: tuple[int, str] | None) -> Outcome:
-    """Two fp16 steps on the same batch; before, one in which a parameter's gradient is infinite on one rank only."""
+    """Take two fp16 steps; before them, with `guilty`, one in which that rank's gradient of a parameter is infinite."""
     config = config_of(**layout, precision="fp16")
     core = core_on_rank(rank, config, tp=layout.get("tp", 1), dp=layout.get("dp", 1))
     parts = step_context(config, core)
@@ -169,7 +169,7 @@ def overflow_once(rank: int, layout: dict[str, int], guilty: tuple[int, str] | N
         ({"dp": 2, "stage": 2}, (1, "layers.1.mlp.up.weight")),
         ({"dp": 2, "stage": 2, "accumulation": 2}, (1, "final_norm.bias")),
         ({"tp": 2, "stage": 1}, (1, "layers.1.mlp.down.weight")),
-        ({"tp": 2, "stage": 1}, (1, "final_norm.weight")),  # a copy that rank 0 counts
+        ({"tp": 2, "stage": 1}, (1, "final_norm.weight")),  # rank 0's copy counts
     ],
     ids=str,
 )
@@ -181,7 +181,7 @@ def test_an_overflow_anywhere_skips_the_step_everywhere(layout: dict[str, int], 
         assert (outcome.blamed, skipped) == (guilty[1], 1.0)
         assert not math.isfinite(norm)
         assert loss == straight[0].reports[0][0], "the loss itself was finite"
-        # What follows is what would have been without the skipped step.
+        # Later steps are what they would have been without the skipped one.
         assert outcome.reports[1:] == straight[0].reports
         assert [row[3] for row in outcome.reports[1:]] == [0.0, 0.0]
     for kind in ("weight", "exp_avg", "exp_avg_sq"):
@@ -198,7 +198,7 @@ def test_the_first_of_several_is_blamed() -> None:
 
 
 def test_only_fp16_skips() -> None:
-    """Elsewhere nothing is hidden: the norm is not finite, and the run stops."""
+    """Precisions other than fp16 do not skip a step: the norm is reported as it is, and the run stops."""
     core, parts, batch = one_rank(precision="fp32")
     core.model.get_parameter("final_norm.weight").register_hook(lambda grad: grad * torch.nan)
     report = training_step(parts, batch, StepControls(LR, 1.0))

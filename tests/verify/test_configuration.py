@@ -1,4 +1,4 @@
-"""What becomes of a configuration that is verified, and the words of the verification among a run's."""
+"""Tests of how a configuration is changed for verification, and of the verification's own command-line flags."""
 
 import pytest
 from support.configs import make_run

@@ -1,4 +1,4 @@
-"""Full tensors from what a rank owns, beside what autograd and the engine have on one process; digests."""
+"""Full tensors assembled from a rank's own parts equal those of autograd and the engine on one process; digests too."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Layout verification after its command line; the whole of it is tested from there (test___main__)."""
+"""Tests of layout verification after its command line is parsed; test___main__ tests the whole program."""
 
 from support.small_runs import tiny_run
 

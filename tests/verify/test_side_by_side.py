@@ -1,4 +1,4 @@
-"""Verified layouts on real ranks: sound ones agree with one process, and what is planted in any dimension is named."""
+"""Sound layouts on real ranks agree with one process, and a fault planted in any dimension is named."""
 
 import math
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from megazero.train.inputs import open_inputs
 from megazero.verify.side_by_side import difference, verify
 from megazero.verify.verdict import BOUND, CopyDifference, Report, TensorDifference
 
-# What a user may say: another precision, dropout, clipping that bites, warm-up.
+# Settings that a user may have chosen: another precision, dropout, clipping that takes effect, warm-up.
 MODEL: dict[str, Any] = {
     "num_layers": 4,
     "hidden_size": 12,
@@ -42,7 +42,7 @@ NUM_PARAMETERS = 4 * 12 + 4
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees and settings."""
+    """A layout to verify: the degrees of tp, dp and pp, the samples of a micro-batch, and further settings."""
 
     tp: int = 1
     dp: int = 1
@@ -67,7 +67,7 @@ class Layout:
 
 
 class Tampered:
-    """Passes everything on, but some calls of one method, counted from 1, are done by `change`."""
+    """A wrapper that passes everything on, except that `change` does some calls of one method, counted from 1."""
 
     def __init__(self, inner: Any, method: str, calls: Callable[[int], bool], change: Callable[..., Any]) -> None:
         self._inner, self._method, self._calls, self._change = inner, method, calls, change
@@ -106,7 +106,7 @@ def one_element_wrong(method: Callable[..., Any], output: Tensor, input: Tensor)
 
 def one_element_received_wrong(method: Callable[..., Any], output: Tensor, input: Tensor) -> Any:
     method(output, input).wait()
-    output[0] += 1e-3  # which the other rank has sent
+    output[0] += 1e-3  # the other rank has sent this element
     return CompletedWork()
 
 
@@ -118,17 +118,17 @@ def altered(method: Callable[..., Any], tensor: Tensor, to: int) -> Any:
 
 @dataclass(frozen=True)
 class Fault:
-    """On which communicator, what, at which of its calls, and on which ranks (all unless told)."""
+    """A fault on a communicator: the method, the change, at which of its calls, and on which ranks (by default all)."""
 
     key: str
     method: str
     change: Callable[..., Any]
     first: int = 1
-    every: int = 0  # 0: once
+    every: int = 0  # 0: only the first call
     ranks: tuple[int, ...] = (0, 1, 2, 3)
 
     def plant(self, mesh: Mesh) -> Mesh:
-        """The mesh with the fault on this rank."""
+        """Return the mesh, with the fault if it concerns this rank."""
         if mesh.rank not in self.ranks:
             return mesh
         wrong = Tampered(mesh.communicators[self.key], self.method, self._is_due, self.change)
@@ -147,7 +147,7 @@ def verify_on_rank(rank: int, layout: Layout, fault: Fault | None, steps: int) -
 
 
 def verified(layout: Layout, fault: Fault | None = None, steps: int = 2) -> Report:
-    """Rank 0's report, which all ranks have."""
+    """Verify the layout on real ranks; return their report, which must be the same on all."""
     reports = run_ranks(layout.world_size, verify_on_rank, layout, fault, steps)
     assert all(report == reports[0] for report in reports)
     return reports[0]
@@ -179,7 +179,7 @@ def test_sound_layouts_agree(layout: Layout) -> None:
     num_parameters = NUM_PARAMETERS + ("untie_embeddings_and_output_weights" in layout.settings)
     assert {len(step.gradients) for step in report.steps} == {len(report.weights)} == {num_parameters}
     assert len(report.parameters) == num_parameters
-    # As good as float64 is, not just as the bounds ask.
+    # The differences are as small as float64 rounding makes them, far below the bounds.
     assert max(found.relative for step in report.steps for found in step.gradients) < BOUND / 1e3
     assert report.steps[0].norm.one > 0.5, "clipping is meant to be active"
     shared = [parameter.name for parameter in report.parameters if len(parameter.stages) == 2]
@@ -187,7 +187,7 @@ def test_sound_layouts_agree(layout: Layout) -> None:
     assert report.num_copies > 0 or layout == Layout(pp=2)
 
 
-# Where the model is cut so that pipeline stages and what they hold are known.
+# The model is cut at a given place so that the tests can name the stage of each layer.
 HALVES = {"pipeline_split": "2,2"}
 SEQUENCE = {"sequence_parallel": True}
 ONE_BATCH = 8  # samples of a micro-batch that is a whole step
@@ -271,7 +271,7 @@ def test_what_is_planted_is_named(layout: Layout, fault: Fault, first: str, hint
 
 @pytest.mark.gloo
 def test_only_what_is_wrong_is_named() -> None:
-    """A wrong element is one parameter's, and stays one element."""
+    """One wrong element is reported in one parameter only, as one element."""
     fault = Fault("dp", "reduce_scatter_into", one_element_wrong, first=3, ranks=(1,))
     report = verified(Layout(dp=2, settings={"zero_stage": 2}), fault, steps=1)
     (found,) = report.steps[0].differing
@@ -289,7 +289,7 @@ def test_weights_that_go_wrong_at_the_end_are_named() -> None:
 
 @pytest.mark.gloo
 def test_copies_that_drift_apart_are_named() -> None:
-    """Of a norm the first tensor-parallel rank's gradient counts; the other's is wrong, and nothing else tells."""
+    """Only the first tensor-parallel rank's copy of a norm's gradient counts, so nothing else shows a wrong copy."""
     fault = Fault("dp", "reduce_scatter_into", one_element_wrong, first=3, ranks=(3,))
     report = verified(Layout(tp=2, dp=2, settings={"zero_stage": 1}), fault, steps=1)
     (step,) = report.steps

@@ -1,4 +1,4 @@
-"""What a report says, and which axis a pattern of differences points to; made-up comparisons, no tensors."""
+"""Tests of a report's text and of the axis that a pattern of differences points to, on made-up comparisons."""
 
 import math
 from dataclasses import replace
@@ -17,7 +17,7 @@ from megazero.verify.verdict import (
     copy_differences,
 )
 
-# A model of two layers on two pipeline stages: name, stages, whether it is cut.
+# The parameters of a model of two layers on two pipeline stages: name, stages, True if tensor parallelism cuts it.
 MODEL = (
     ("embedding", (0, 1), True),
     ("0.norm", (0,), False),
@@ -102,7 +102,7 @@ def test_a_common_factor_is_one_of_all() -> None:
     mixed = step(*NAMES, factor=0.5)
     gradients = (replace(mixed.gradients[0], factor=0.6), *mixed.gradients[1:])
     assert "times as large" not in hint(report(replace(mixed, gradients=gradients)))
-    # What holds rounding errors only has no factor, and agrees.
+    # A gradient that holds only rounding errors has no factor, and agrees.
     silent = TensorDifference("embedding", 1e-18, 1e-3, 0, 4, None)
     assert "0.5 times as large" in hint(report(replace(mixed, gradients=(silent, *mixed.gradients[1:]))))
 
@@ -166,7 +166,7 @@ def test_tensors(largest: float, scale: float, agrees: bool) -> None:
 
 
 def test_copies_are_compared_along_their_axis() -> None:
-    """Ranks 0 1 | 2 3 are tensor-parallel pairs, 0 2 | 1 3 data-parallel ones."""
+    """Copies are compared along their axis: ranks 0 1 | 2 3 are tensor-parallel pairs, 0 2 | 1 3 data-parallel ones."""
     told = [
         {"tp": {"weight": {"norm": "a"}}, "dp": {"weight": {"norm": "a", "up": f"{rank % 2}"}}} for rank in range(4)
     ]

@@ -1,4 +1,4 @@
-"""The engine around a module of everything inconvenient, against plain PyTorch."""
+"""The engine trains a module that combines awkward features as plain PyTorch does."""
 
 import itertools
 
@@ -64,10 +64,10 @@ def test_awkward_module_trains_like_plain_torch(
 @pytest.mark.gloo
 @pytest.mark.parametrize(("precision", "rtol"), [("fp32", 5e-7), ("bf16", 0)])
 def test_stages_agree_but_for_the_rounding_of_an_update(precision: str, rtol: float) -> None:
-    """One micro-batch, one reduction algorithm: the placement of state changes no gradient's rounding.
+    """The placement of state does not change how gradients round, given one micro-batch and one reduction algorithm.
 
-    torch's fused AdamW updates the last elements of a run one by one and rounds them unlike those in its vectors, and
-    runs end where partitions do; after five steps that is less than bf16 shows.
+    torch's fused AdamW updates the last elements of a range one by one and rounds them unlike those in its vectors, and
+    ranges end where partitions do; after five steps the difference is below the precision of bf16.
     """
     outcomes = [runs_of(Options(stage=stage, dp=2, precision=precision)) for stage in (0, 1, 2, 3)]
     for other in outcomes[1:]:
@@ -88,7 +88,7 @@ def test_ranks_hold_the_same_working_parameters() -> None:
 
 @pytest.mark.gloo
 def test_number_of_messages() -> None:
-    """One reduce-scatter a bucket where it is due, one all-gather a bucket to publish (stage 0: to finish reducing)."""
+    """A bucket takes a reduce-scatter per reduction, and one all-gather to publish (stage 0: to finish reducing)."""
     buckets = run_ranks(2, count_buckets)[0]
     for stage, reductions in ((0, 1), (1, 1), (2, 3)):
         calls = runs_of(Options(stage=stage, dp=2, accumulation=3))[0].calls
@@ -102,7 +102,7 @@ def count_buckets(rank: int) -> int:
 
 
 def state_after_reload(rank: int, stage: int) -> bool:
-    """Overwriting the wanted state and telling the engine brings every working parameter along, on every rank."""
+    """Overwrite the wanted state and call `state_loaded`; return True if all working parameters have the new values."""
     model, engine, _ = make_engine(rank, Options(stage=stage, dp=2, precision="bf16"))
     for piece in engine.wanted_state():
         if piece.kind == "weight":
@@ -124,7 +124,7 @@ def leaves_module_as_it_was(rank: int) -> bool:
     x = torch.ones(2, 7, dtype=torch.float64)
     model(x).sum().backward()
     gradient = model.first.weight.grad
-    return gradient is not None and bool(gradient.abs().sum() > 0)  # nothing takes the gradient away any more
+    return gradient is not None and bool(gradient.abs().sum() > 0)  # the engine no longer takes the gradient away
 
 
 @pytest.mark.gloo
@@ -133,7 +133,7 @@ def test_close_takes_the_hooks_off() -> None:
 
 
 def weights_after_a_load(rank: int, stage: int) -> list[float]:
-    """A forward without a backward may leave units gathered; the next one after a load reads what was loaded."""
+    """Load weights after a forward without a backward, which may leave units gathered; run the next forward."""
     model, engine, _ = make_engine(rank, Options(stage=stage, dp=2))
     x, y = batch(0)
     for _ in range(2):
@@ -165,7 +165,7 @@ def test_what_is_loaded_is_what_the_next_forward_reads() -> None:
 
 
 def forward_after_new_masters(rank: int, stage: int) -> list[float]:
-    """Master weights are written to while an earlier forward has left units gathered."""
+    """Write to master weights while an earlier forward has left units gathered; run the next forward."""
     model, engine, _ = make_engine(rank, Options(stage=stage, dp=2))
     x, y = batch(0)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Uses that no module declares: touched, returned, recomputed, offloaded, differentiated twice; against plain PyTorch.
+"""Parameters that are used outside their own module's forward, or recomputed or offloaded, get the right gradients.
 
 Most cases run on one rank in this process, with released memory full of nan; the last test runs all of them on two.
 """
@@ -64,14 +64,14 @@ def plain_gradients(body: Body, step: int, ranks: int = 1, loss: Loss = first_lo
 
 
 class Found(NamedTuple):
-    """This rank's part of the gradients by name, and elements still gathered."""
+    """The results of a pass on a rank: its part of the gradients by name, and the number of elements still gathered."""
 
     gradients: dict[str, Tensor]
     gathered: int
 
 
 def passes(body: Body, mesh: Mesh, settings: dict[str, Any], loss: Loss = first_loss, steps: int = 3) -> list[Found]:
-    """Some passes without an update: the first has no record of uses, the others have."""
+    """Run some passes without an update; the first has no record of uses, the others have one."""
     model = make(body)
     engine = engine_around(model, mesh, **settings)
     found = []
@@ -87,7 +87,7 @@ def passes(body: Body, mesh: Mesh, settings: dict[str, Any], loss: Loss = first_
 
 
 def check_nothing_is_left(engine: Engine) -> None:
-    """No frame, no hook, no unit held, every partitioned parameter guarded."""
+    """Check that no frame, hook or held unit is left, and that every partitioned parameter is guarded."""
     assert engine._frames._stack == []
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     for unit in engine._gather._units.values():
@@ -125,7 +125,7 @@ def recomputed_whole_reentrant(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def penalised(model: nn.Module, x: Tensor) -> Tensor:
-    """A gradient penalty: backward through a backward."""
+    """Return a loss with a gradient penalty, whose backward goes through a backward."""
     output = model(x)
     (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
     return output.sum() + slope.square().sum()
@@ -146,10 +146,10 @@ def test_what_is_done_around_the_model(name: str, loss: Loss) -> None:
 
 
 def test_an_engine_inside_another_ones_forward() -> None:
-    """What one model's hooks have caught is nothing to the other's."""
+    """The hooks of one engine's model ignore the parameters of another engine's model."""
 
     def two_models() -> list[Parts]:
-        """The outer one calls the inner one, which computes with a parameter of the outer one."""
+        """Make an outer model that calls an inner one, which computes with a parameter of the outer one."""
         outer = make(lambda m, x: m.b(inner(m.a(x))))
         inner = make(lambda m, x: checkpoint(m.own, torch.tanh(m.a(x)), use_reentrant=False) @ outer.lender.weight)
         return [outer, inner]
@@ -180,7 +180,7 @@ def used_in_two_recomputations(m: Parts, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_a_gradient_that_comes_in_two_pieces_is_refused(zero_stage: int) -> None:
-    """Reentrant recomputation has a backward of its own each time; the first piece may be on its way already."""
+    """Each reentrant recomputation has its own backward; the gradient's first piece may already be in reduction."""
     model = make(used_in_two_recomputations)
     engine = engine_around(model, alone(), zero_stage=zero_stage)
     engine.begin_step()
@@ -189,7 +189,7 @@ def test_a_gradient_that_comes_in_two_pieces_is_refused(zero_stage: int) -> None
 
 
 class Interrupted(RuntimeError):
-    """Raised by a forward in the middle."""
+    """An error that a forward raises midway."""
 
 
 @pytest.mark.parametrize("settings", [{"prefetch_bucket_size": 0}, {}])
@@ -220,7 +220,7 @@ def test_an_error_in_forward_leaves_nothing_held(settings: dict[str, Any], grad:
 
 
 def test_views_that_leave_the_model_keep_their_values() -> None:
-    """The outermost forward's output is the user's: what has been released since does not take it away."""
+    """Views in the outermost forward's output keep their values after the parameters are released."""
 
     def lends(m: Parts, x: Tensor) -> Tensor:
         return torch.stack([m.lender(slice(2)), m.lender(slice(2))])[0], m.lender(slice(2, 4)), m.lender(slice(1))  # type: ignore[return-value]
@@ -239,7 +239,7 @@ def test_views_that_leave_the_model_keep_their_values() -> None:
 
 
 def test_views_from_a_module_are_gathered_once() -> None:
-    """They stay with the forward that uses them, not with the one that has handed them out."""
+    """Parameters of which a module returns views stay gathered for the forward that uses the views."""
     model = make(CASES["views_from_a_module"])
     engine = engine_around(model, alone(), prefetch_bucket_size=0)
     launched: list[str] = []
@@ -256,7 +256,7 @@ def test_views_from_a_module_are_gathered_once() -> None:
 
 
 class Shell(nn.Module):
-    """Has no parameters itself."""
+    """A module without parameters of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -283,7 +283,7 @@ def test_a_module_without_parameters_may_touch_those_of_others() -> None:
 
 
 def test_what_is_saved_of_other_tensors_goes_where_the_user_wants_it() -> None:
-    """Hooks around the model get the activations, and no parameter."""
+    """A user's saved-tensor hooks around the model get the activations and no parameter."""
     packed: list[tuple[int, ...]] = []
 
     def pack(tensor: Tensor) -> Tensor:

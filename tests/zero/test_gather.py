@@ -1,8 +1,8 @@
-"""Gathering in order: what is gathered, in flight, kept and released at every moment of a pass.
+"""Tests of the order of gathering: what is gathered, in flight, kept and released at every moment of a pass.
 
-The model is a stack of layers, each a unit of 32 elements.  The drawings list what happens as it happens: "f0" when
-layer 0 computes in forward, "b0" when a gradient comes to its output, "+0" when its gather is launched, "-0" when it
-goes.
+The model is a stack of layers, each a unit of 32 elements.  Strings list the events in order: "f0" when layer 0
+computes in forward, "b0" when a gradient reaches its output, "+0" when its gather is launched, "-0" when it is
+released.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,11 +22,11 @@ from megazero.zero.gather import ParameterGather
 from megazero.zero.unit_memory import GatheredUnit
 
 WIDTH = 4
-NUMEL = 32  # of a unit: 4 x 4 and 4, padded to two quanta of 16
+NUMEL = 32  # elements of a unit: 4 x 4 and 4, padded to two quanta of 16
 
 
 class Stack(nn.Module):
-    """Layers in the order that `route` says."""
+    """A stack of layers that runs in the order given by `route`."""
 
     def __init__(self, depth: int) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Stack(nn.Module):
 
 
 class Pair(nn.Module):
-    """Two layers in one unit."""
+    """A module of two layers that is one unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Pair(nn.Module):
 
 
 class Diary:
-    """A stack under an engine of one rank, and what happens in it."""
+    """A stack under an engine of one rank, with a record of its events."""
 
     def __init__(self, depth: int = 3, *, change: Callable[[Stack], Any] | None = None, **zero: Any) -> None:
         torch.manual_seed(1)
@@ -62,7 +62,7 @@ class Diary:
         self.engine = engine_around(self.model, alone(), **zero)
         self.gather = self.engine._gather
         self.events: list[str] = []
-        self.in_flight: list[str] = []  # units not there at each computation, though their memory is
+        self.in_flight: list[str] = []  # the states of all units at each computation
         self._watch("launch", "+")
         self._watch("release", "-")
         for index, layer in enumerate(self.model.layers):
@@ -73,11 +73,11 @@ class Diary:
         return {name.removeprefix("layers."): unit for name, unit in self.gather._units.items()}
 
     def states(self) -> str:
-        """A letter a unit: p(artitioned), i(n flight), w(hole)."""
+        """Return one letter for each unit's state: p(artitioned), i(n flight), w(hole)."""
         return "".join(unit.state.name[0].lower() for unit in self.units().values())
 
     def step(self, route: Sequence[int] | None = None) -> str:
-        """A pass, and what happened in it."""
+        """Run a pass forward and backward; return its events."""
         self.events.clear()
         self.model.route = range(len(self.model.layers)) if route is None else route
         self.engine.begin_step()
@@ -111,16 +111,16 @@ class Diary:
 
 
 def test_a_pass_without_looking_ahead() -> None:
-    """Each unit is there for its own computation, and at no other time."""
+    """Without prefetch each unit is gathered for its own computation, and at no other time."""
     diary = Diary(prefetch_bucket_size=0)
     assert diary.step() == "+0 f0 -0 +1 f1 -1 +2 f2 -2 b2 +2 -2 b1 +1 -1 b0 +0 -0"
-    # The second pass knows that layer 2 is needed next when its forward ends.
+    # In the second pass the record shows that layer 2 is needed next when its forward ends.
     assert diary.step() == "+0 f0 -0 +1 f1 -1 +2 f2 b2 -2 b1 +1 -1 b0 +0 -0"
     assert diary.engine.gathered_numel == (0, NUMEL)
 
 
 AHEAD = {
-    # prefetch_bucket_size: what happens in the second pass, and every unit's state at each computation
+    # prefetch_bucket_size: the events of the second pass, and every unit's state at each computation
     NUMEL - 1: (
         "+0 f0 -0 +1 f1 -1 +2 f2 b2 -2 b1 +1 -1 b0 +0 -0",
         "f0:wpp f1:pwp f2:ppw b2:ppw b1:ppp b0:ppp",
@@ -142,7 +142,7 @@ AHEAD = {
 
 @pytest.mark.parametrize("window", AHEAD)
 def test_what_is_gathered_ahead(window: int) -> None:
-    """Uses of a unit that is there count towards the window, and a use is not looked for beyond the pass."""
+    """Uses of gathered units count towards the prefetch window, and the window ends with the pass."""
     diary = Diary(prefetch_bucket_size=window)
     first = diary.step()
     assert first == "+0 f0 -0 +1 f1 -1 +2 f2 -2 b2 +2 -2 b1 +1 -1 b0 +0 -0", "nothing is known yet"
@@ -165,7 +165,7 @@ def test_nothing_is_gathered_ahead_without_overlap() -> None:
 
 
 def test_part_of_a_unit_is_gathered_ahead() -> None:
-    """The window counts elements: here one of the two buckets of a unit."""
+    """The prefetch window is a number of elements, here that of one of a unit's two buckets."""
     diary = Diary(prefetch_bucket_size=16, reduce_bucket_size=16)
     diary.step()
     launched: list[dict[str, int]] = []
@@ -178,8 +178,8 @@ def test_part_of_a_unit_is_gathered_ahead() -> None:
 
 
 KEPT = {
-    # max_reuse_distance: the second pass; layer 2 is 0 elements from its next use when its forward ends, layer 1 64,
-    # for the two uses of layer 2, and layer 0 128.
+    # max_reuse_distance: the events of the second pass.  When its forward ends, layer 2 is 0 elements from its next
+    # use, layer 1 64 (two uses of layer 2), and layer 0 128.
     0: "+0 f0 -0 +1 f1 -1 +2 f2 b2 -2 b1 +1 -1 b0 +0 -0",
     2 * NUMEL - 1: "+0 f0 -0 +1 f1 -1 +2 f2 b2 -2 b1 +1 -1 b0 +0 -0",
     2 * NUMEL: "+0 f0 -0 +1 f1 +2 f2 b2 -2 b1 -1 b0 +0 -0",
@@ -197,7 +197,7 @@ def test_what_is_kept_for_its_next_use(distance: int) -> None:
 
 @pytest.mark.parametrize("limit", [0, NUMEL, 2 * NUMEL, 3 * NUMEL])
 def test_the_limit_of_live_parameters(limit: int) -> None:
-    """Beyond it stays only what is in use: one layer at a time here."""
+    """Beyond the limit only units in use stay gathered, here one layer at a time."""
     for zero in ({"prefetch_bucket_size": 10**6}, {"prefetch_bucket_size": 0}, {"prefetch_bucket_size": NUMEL}):
         diary = Diary(4, max_live_parameters=limit, max_reuse_distance=10**6, **zero)
         for _ in range(3):
@@ -240,7 +240,7 @@ def test_what_is_kept_stays_within_the_limit() -> None:
 
 @pytest.mark.parametrize("limit", [0, NUMEL - 1])
 def test_nothing_is_kept_that_only_its_use_let_past_the_limit(limit: int) -> None:
-    """A layer larger than the limit is gathered all the same, and goes with its use, in forwards and at the end."""
+    """A layer larger than the limit is still gathered, and released after each use, even at the end of a pass."""
     diary = Diary(prefetch_bucket_size=0, max_live_parameters=limit)
     diary.engine.retain_part(0)
     for _ in range(2):
@@ -261,7 +261,7 @@ def test_what_is_kept_goes_when_a_step_is_abandoned() -> None:
 def test_a_skipped_layer_ends_looking_ahead_for_one_pass() -> None:
     diary = Diary()
     diary.step()
-    # Layer 1 was gathered for nothing; when the pass leaves the record, what is needed is gathered when it is needed.
+    # Layer 1 is gathered in vain; after the pass deviates from the record, each unit is gathered only at its use.
     assert diary.step([0, 2]) == "+0 +1 f0 -0 +2 f2 -2 b2 +2 -2 b0 +0 -0 -1"
     assert diary.step([0, 2]) == "+0 +2 f0 -0 f2 b2 +0 -2 b0 -0", "the new order is known now"
     assert diary.engine.gathered_numel[0] == 0
@@ -287,7 +287,7 @@ def test_evaluation_has_a_record_of_its_own() -> None:
 
 
 def test_everything_is_released_after_an_evaluation() -> None:
-    """Also what has been gathered ahead for nothing."""
+    """After an evaluation everything is released, even units that were prefetched in vain."""
     diary = Diary(prefetch_bucket_size=10**6, max_reuse_distance=10**6)
     for route in ([0, 1, 2], [0, 1, 2], [0, 2], [2], [0, 1, 2, 0, 1, 2], [0]):
         diary.evaluate(route)
@@ -296,7 +296,7 @@ def test_everything_is_released_after_an_evaluation() -> None:
 
 
 def test_a_forward_that_is_never_followed_by_a_backward() -> None:
-    """An evaluation that forgot no_grad."""
+    """Forwards without a backward, as of an evaluation without no_grad, leave nothing gathered after the next pass."""
     diary = Diary()
     diary.step()
     x = torch.ones(2, WIDTH, dtype=torch.float64)
@@ -309,7 +309,7 @@ def test_a_forward_that_is_never_followed_by_a_backward() -> None:
 
 
 def test_nothing_is_kept_over_an_update() -> None:
-    """Not even by a forward whose backward has not come: it would have yesterday's values."""
+    """An update releases all units, even those of a forward without backward, which would keep old values."""
     diary = Diary(max_reuse_distance=10**6)
     diary.step()
     diary.step()
@@ -323,21 +323,21 @@ def test_nothing_is_kept_over_an_update() -> None:
 
 
 def test_what_autograd_has_saved_may_stay_in_memory() -> None:
-    """memory_efficient_linear false: released units are not gathered again for backward."""
+    """Released units are not gathered again for backward if memory_efficient_linear is false."""
     diary = Diary(memory_efficient_linear=False, prefetch_bucket_size=0)
     for _ in range(2):
         assert diary.step() == "+0 f0 -0 +1 f1 -1 +2 f2 -2 b2 b1 b0"
 
 
 def test_frozen_units_are_released_when_backward_has_passed() -> None:
-    """No gradient tells that they are done."""
+    """Frozen units have no gradients that mark the end of their use, and are released when backward has passed them."""
     diary = Diary(prefetch_bucket_size=0, change=lambda model: model.layers[1].requires_grad_(False))
     assert diary.step() == "+0 f0 -0 +1 f1 -1 +2 f2 -2 b2 +2 -2 b1 +1 b0 -1 +0 -0"
     assert diary.engine.gathered_numel == (0, NUMEL)
 
 
 def test_a_unit_of_several_layers_stays_until_all_of_it_is_done() -> None:
-    """Its first gradient comes long before its last; and with something frozen in it, the last is not the end."""
+    """A unit's first gradient comes long before its last, and with a frozen layer the last is not its last use."""
 
     def deepen(model: Stack) -> None:
         model.layers[1] = Pair()
@@ -396,7 +396,7 @@ def plain_gradients(routes: Sequence[Sequence[int]], ranks: int = 1) -> dict[str
 
 
 def gradients(engine: Engine, model: Stack, routes: Sequence[Sequence[int]], rank: int = 0) -> dict[str, Tensor]:
-    """One step of a pass for each route; nothing stays gathered after any."""
+    """Take a step with a pass for each route, after which no unit stays gathered; return this rank's gradients."""
     engine.begin_step()
     for step, route in enumerate(routes):
         engine.backward(loss_of_pass(model, route, step + 10 * rank), is_last=step + 1 == len(routes))

@@ -1,4 +1,4 @@
-"""GatheredParameters: reading and changing weights outside a forward, on all ranks, in every ZeRO stage."""
+"""Tests of GatheredParameters, which reads and changes weights outside a forward on all ranks, in every ZeRO stage."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def whole_values(model: nn.Module) -> Values:
 
 
 def train(engine: Engine, model: Awkward, rank: int, steps: range) -> None:
-    """Steps of two ranks."""
+    """Take some steps on two ranks."""
     dtype = next(model.parameters()).dtype
     for step in steps:
         engine.begin_step()
@@ -58,7 +58,7 @@ def saved_by(engine: Engine) -> list[Saved]:
 
 
 def read_everything(rank: int, stage: int) -> list[Values]:
-    """By module, by list, by parameter; then again after two steps."""
+    """Read all values by module, by list and by parameter, and once more after two steps."""
     model, engine, _ = make_engine(rank, Options(stage=stage, dp=2))
     found = [whole_values(model)]
     with GatheredParameters([*model.parameters(), model.scale]):
@@ -87,7 +87,7 @@ def test_values_are_whole_in_the_block(stage: int) -> None:
 
 
 def change_on(rank: int, stage: int, precision: str, modifier: int) -> tuple[Values, list[Saved]]:
-    """Only one rank has the right values: working parameters after the block, and what two steps make of them."""
+    """Write the right values on one rank only; return the working parameters then, and the state after two steps."""
     model, engine, _ = make_engine(rank, Options(stage=stage, dp=2, precision=precision))
     train(engine, model, rank, range(1))
     with GatheredParameters(model, modifier_rank=modifier), torch.no_grad():
@@ -100,7 +100,7 @@ def change_on(rank: int, stage: int, precision: str, modifier: int) -> tuple[Val
 
 
 def plain_after_the_change(precision: str) -> Values:
-    """The same on one rank, without a block: moments of the first step, then 0.1 everywhere, then two steps."""
+    """Do the same on one rank without a block: take a step, write 0.1 everywhere, and take two steps."""
     (weights,) = run_ranks(1, change_alone, precision)
     return weights
 
@@ -125,7 +125,7 @@ def change_alone(rank: int, precision: str) -> Values:
 @pytest.mark.parametrize(("precision", "modifier"), [("fp64", 1), ("bf16", 0)])
 @STAGES
 def test_the_changes_of_one_rank_become_everyones(stage: int, precision: str, modifier: int) -> None:
-    """Working parameters at once; master weights too, or the next step would undo it."""
+    """Changes reach all ranks' working parameters at once, and master weights too, or the next step would undo them."""
     outcomes = run_ranks(2, change_on, stage, precision, modifier)
     dtype = {"fp64": torch.float64, "bf16": torch.bfloat16}[precision]
     for at_once, _ in outcomes:
@@ -140,7 +140,7 @@ def change_without_saying(rank: int, zero: dict[str, Any]) -> bool:
     engine = engine_around(model, mesh_in_worker(rank, dp=2), **zero)
     x = batch(0)[0]
     with torch.no_grad():
-        for _ in range(2):  # the second pass looks ahead
+        for _ in range(2):  # the second pass prefetches
             expected = model(x)
         with GatheredParameters(model):
             for parameter in model.parameters():
@@ -154,12 +154,12 @@ def change_without_saying(rank: int, zero: dict[str, Any]) -> bool:
 @pytest.mark.gloo
 @pytest.mark.parametrize("zero", [{}, {"max_reuse_distance": 10**6}])
 def test_changes_without_a_modifier_are_lost(zero: dict[str, Any]) -> None:
-    """Also those of the unit that the next pass begins with."""
+    """Changes without a modifier rank are lost, even those of the unit that the next pass begins with."""
     assert run_ranks(2, change_without_saying, zero) == [True, True]
 
 
 class Refused(Exception):
-    """Raised inside a block."""
+    """An error that is raised inside a block."""
 
 
 def error_in_block(rank: int) -> Values:
@@ -200,7 +200,7 @@ def test_blocks_in_blocks() -> None:
 
 
 def test_a_block_with_nothing_to_do() -> None:
-    """Switched off, or around what no engine keeps."""
+    """A block may be disabled, empty, or around parameters that no engine partitions."""
     model, other = make_model(), nn.Linear(2, 2)
     engine_around(model, alone())
     with GatheredParameters(model, enabled=False), pytest.raises(UsageError):
@@ -236,7 +236,7 @@ def test_a_step_inside_a_block_is_refused() -> None:
 
 
 def test_blocks_around_and_inside_of_passes() -> None:
-    """A forward and backward in a block, a block in a forward, and one between forward and backward."""
+    """Gradients are right with a pass in a block, a block in a forward, and one between forward and backward."""
     plain = make_model()
     loss_of(plain, *batch(0)).backward()
     expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
@@ -292,7 +292,7 @@ def test_external_parameters_come_with_the_forward_that_reads_them() -> None:
 
 @pytest.fixture(scope="module")
 def lonely(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], dict[str, Any]]:
-    """{(case, rank): what became of it}."""
+    """Return the outcome of each (case, rank) of a program whose ranks diverge."""
     folder = tmp_path_factory.mktemp("lonely")
     program = Path(__file__).parents[1] / "support" / "diverging_ranks.py"
     paths = os.pathsep.join(str(folder) for folder in program.parents[1:3])
@@ -318,7 +318,7 @@ CALLS = {
 @pytest.mark.gloo
 @pytest.mark.parametrize("case", [case.__name__ for case in CASES])
 def test_a_gather_that_only_one_rank_enters(case: str, lonely: dict[tuple[str, int], dict[str, Any]]) -> None:
-    """It ends, and says where: rank, parameters, call."""
+    """The gather ends with an error that names the rank, the parameters and the call."""
     alone = lonely[case, 0]
     assert alone["error"] == "CollectiveError", alone["text"]
     text = alone["text"]

@@ -1,4 +1,4 @@
-"""Guarded parameters: what passes, what is noticed, and that nothing else changes."""
+"""Tests of guarded parameters: harmless uses pass, reads and writes are reported to the owner, nothing else changes."""
 
 import copy
 from collections.abc import Callable, Iterable
@@ -16,7 +16,7 @@ from megazero.zero.guard import PartitionedParameter, attach_handle, detach_hand
 
 
 class Keeper:
-    """An owner that writes down who was touched how, and makes the parameter whole."""
+    """An owner that records each touched parameter and the call, and makes the parameter whole."""
 
     def __init__(self) -> None:
         self.parameters: dict[str, nn.Parameter] = {}
@@ -43,7 +43,7 @@ class Keeper:
 
 
 class Scaled(nn.Parameter):
-    """A class of the user's own."""
+    """A user's subclass of Parameter."""
 
 
 def test_the_class_is_exchanged_and_set_back() -> None:
@@ -133,7 +133,7 @@ TOUCHES: dict[str, Callable[[nn.Parameter], Any]] = {
 
 @pytest.mark.parametrize("what", TOUCHES)
 def test_reading_or_writing_values_is_noticed(what: str) -> None:
-    """And done once the owner has made the parameter whole: the outcome is a plain parameter's."""
+    """A read or write is reported once, and then done on the whole parameter, with the outcome of a plain one."""
     with torch.no_grad():
         plain = nn.Parameter(torch.arange(4.0).view(2, 2))
         keeper = Keeper()
@@ -163,7 +163,7 @@ def test_all_guarded_arguments_are_found_however_nested() -> None:
     assert keeper.touches == [("a", "cat"), ("b", "cat")]
     for parameter in (a, b):
         guard(parameter)
-    torch.add(a, other=c)  # a positional, a keyword
+    torch.add(a, other=c)  # one positional and one keyword argument
     assert keeper.touches[2:] == [("a", "add"), ("c", "add")]
 
     def call(argument: Any) -> None:

@@ -1,4 +1,4 @@
-"""zero.Init's block: what may be done in it and after it, what it is told, how it ends."""
+"""Tests of zero.Init's block: uses of parameters in it and after it, its arguments, and its end."""
 
 import gc
 import inspect
@@ -61,7 +61,7 @@ def test_after_the_block(call: str) -> None:
 
 
 class Keeping(nn.Module):
-    """Keeps another name for its layer's memory."""
+    """A module that keeps another reference to its layer's memory."""
 
     def __init__(self, alias: Callable[[nn.Parameter], object]) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def test_what_is_written_through_an_alias_counts() -> None:
 
 
 class Calibrated(nn.Module):
-    """Runs its layers, forward and backward, in its constructor."""
+    """A module that runs its layers, forward and backward, in its constructor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ def test_backward_in_a_constructor() -> None:
 
 
 def gathered_by_hand(rank: int) -> list[float]:
-    """Changed by rank 1, read only, held twice; inside the block, before and after parameters are partitioned."""
+    """Gather parameters to change them on rank 1, to read, and twice at once, before and after they are partitioned."""
     mesh, found = mesh_in_worker(rank, dp=2), []
 
     def change(parameter: nn.Parameter, modifier_rank: int | None) -> None:
@@ -199,7 +199,7 @@ def test_what_nobody_uses_is_freed() -> None:
     gc.disable()
     try:
         for module in model.modules():
-            vars(module).pop("apply", None)  # a circle, as a module and its hooks often are
+            vars(module).pop("apply", None)  # a reference cycle, as a module and its hooks often form
         del model, module
         assert parameter() is None
     finally:
@@ -210,7 +210,7 @@ def test_what_nobody_uses_is_freed() -> None:
 
 
 def nested(rank: int) -> list[tuple[bool, torch.dtype]]:
-    """An inner block over a group of its own, within an outer one that draws its parameters again."""
+    """Build a model with an inner block over its own group, within an outer block that sets its parameters again."""
     mesh, lone = mesh_in_worker(rank, dp=2), dist.new_group([rank], use_local_synchronization=True)
 
     class Outer(nn.Module):
@@ -238,7 +238,7 @@ def test_blocks_within_blocks() -> None:
 
 
 def test_one_block_after_the_other() -> None:
-    """Parameters of the first are at home in the second."""
+    """A second block takes over the parameters of a first one."""
     first, second = Init(), Init()
     with first:
         layer = nn.Linear(2, 2)
@@ -293,7 +293,7 @@ def test_parameters_without_values_are_left_alone() -> None:
     assert model[0].weight.is_meta and handle_of(model[0].weight) is None
 
 
-# --- what it is told ---------------------------------------------------------------------------------------------
+# --- arguments ---------------------------------------------------------------------------------------------------
 
 
 def partition_what_is_there(rank: int) -> tuple[list[Any], bool]:
@@ -372,7 +372,7 @@ def test_everything_that_is_wrong_is_said_at_once() -> None:
 
 
 def slices_over(rank: int) -> list[int]:
-    """Slice sizes of 12 elements, by each way to say over which processes."""
+    """Return the sizes of a rank's slice of 12 elements, for each way to give the group of processes."""
     pair, other = dist.new_group([0, 1]), dist.new_group([2])
     mine = other if rank == 2 else pair
     mpu = SimpleNamespace(get_data_parallel_group=lambda: mine)

@@ -1,4 +1,4 @@
-"""The flat layout: arithmetic that every other part trusts."""
+"""Tests of the arithmetic of the flat layout, on which all other parts rely."""
 
 import sys
 from types import FrameType
@@ -48,7 +48,7 @@ def test_a_unit_as_a_drawing() -> None:
     specs = [spec("w", (3, 4)), spec("b", (5,), decay=False), spec("v", (4,)), spec("one", (1,), decay=False)]
     layout = layout_of({"unit": specs}, LayoutRules(partitions=2, bucket_numel=12, alignment=2))
     section = layout.sections[0]
-    # No decay first, in order; then decay, in order; padded from 22 to 24, a multiple of 2 x 2.
+    # Parameters without decay come first, then those with it, each in order; 22 is padded to 24, a multiple of 2 x 2.
     assert [(slot.spec.name, slot.start, slot.stop) for slot in section.slots] == [
         ("b", 0, 5),
         ("one", 5, 6),
@@ -189,7 +189,7 @@ def test_a_step_computes_nothing_of_the_layout_anew(stage: int) -> None:
         if event == "call" and frame.f_code.co_filename == layout_file:
             calls.append(frame.f_code.co_qualname)
 
-    for profile in (None, note):  # in the first step what is computed at its first use may be
+    for profile in (None, note):  # the first step may compute values that are then cached
         sys.setprofile(profile)
         try:
             engine.begin_step()

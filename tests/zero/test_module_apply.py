@@ -1,4 +1,4 @@
-"""Module.apply over partitioned parameters: what is applied, what is kept, what travels."""
+"""Tests of Module.apply over partitioned parameters: the values it sets, and the number of collectives."""
 
 import copy
 import pickle
@@ -19,7 +19,7 @@ from megazero.zero.module_apply import gather_around_apply, restore_apply
 
 
 def draw(module: nn.Module) -> None:
-    """Draws weights anew, in the ways that models do it."""
+    """Draw weights again, in the ways in which models initialize them."""
     if isinstance(module, nn.Linear):
         nn.init.normal_(module.weight, std=0.5)
         module.bias.data.uniform_(-1, 1)
@@ -30,7 +30,7 @@ def draw(module: nn.Module) -> None:
 
 
 class Model(nn.Module):
-    """A layer that `draw` leaves alone, a tied parameter, one of its own."""
+    """A model with a layer that `draw` leaves alone, a tied parameter, and a parameter of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def calls(mesh: Mesh) -> tuple[int, int]:
 
 
 def under_init(rank: int, override: bool) -> tuple[dict[str, Tensor], tuple[int, int], str]:
-    """Made, then applied; the messages of the latter, and what was refused."""
+    """Build a model under zero.Init and apply `draw`; return its values, the collectives sent, and any refusal."""
     mesh = mesh_in_worker(rank, dp=2)
     torch.manual_seed(5 + 10 * rank)
     config = {"zero": {"zero_stage": 3, "override_module_apply": override}}
@@ -78,7 +78,7 @@ def test_partitioned_by_init() -> None:
         reference = expected()
         assert found.keys() == reference.keys()
         assert all(torch.equal(found[name], value) for name, value in reference.items())
-        # Of each module its own parameters: embed 1, norm 2, head 2 (one of them tied), the model 1.
+        # Each module gathers its own parameters: embed 1, norm 2, head 2 (one of them tied), the model 1.
         assert messages == (6, 6) and refusal == ""
     for _, messages, refusal in run_ranks(2, under_init, False):
         assert messages == (0, 0)
@@ -86,7 +86,7 @@ def test_partitioned_by_init() -> None:
 
 
 def under_engine(rank: int, gathers: bool) -> tuple[dict[str, Tensor], tuple[int, int], str, bool]:
-    """The same with an engine that partitions parameters; and whether closing it leaves something behind."""
+    """Do the same with an engine that partitions parameters; return also if closing it leaves an `apply` behind."""
     mesh = mesh_in_worker(rank, dp=2)
     torch.manual_seed(5 + 10 * rank)
     model = Model()
@@ -112,7 +112,7 @@ def test_kept_by_an_engine() -> None:
 
 
 def fails_on_one_rank(rank: int) -> bool:
-    """What a function has done before it failed is lost, on every rank."""
+    """Return True if the changes of a function that fails are lost; this must hold on every rank."""
     mesh = mesh_in_worker(rank, dp=2)
     with Init(mesh=mesh):
         model = nn.Linear(3, 3)
@@ -133,7 +133,7 @@ def test_a_function_that_fails() -> None:
 
 
 class Counting(nn.Linear):
-    """A class with an `apply` of its own."""
+    """A layer whose class overrides `apply`."""
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
         self.times = getattr(self, "times", 0) + 1

@@ -1,4 +1,4 @@
-"""The table of placements against the paper's formulas (sections 3.1 and 5)."""
+"""The table of placements gives the bytes of the paper's formulas (ZeRO, sections 3.1 and 5)."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ from support.configs import make_run
 import megazero
 from megazero.zero.plan import DTYPES, Lifetime, Placement, ZeroPlan, model_state_bytes, resolve
 
-# (p, g, k): bytes a parameter of working parameter, gradient, and master plus moments.
+# (p, g, k): bytes per parameter of the working parameter, the gradient, and master weight plus moments.
 SIZES = {
     ("bf16", False): (2, 2, 12),
     ("bf16", True): (2, 4, 12),
@@ -37,7 +37,7 @@ def test_bytes_follow_the_formulas(precision: str, wide: bool, ranks: int) -> No
 
 
 def test_paper_table_1() -> None:
-    """GB per device of 7.5B parameters at Nd = 64, fp16: none, Pos, Pos+g, Pos+g+p."""
+    """7.5B parameters in fp16 on 64 devices take the GB per device of ZeRO, table 1: baseline, Pos, Pos+g, Pos+g+p."""
     gigabytes = [model_state_bytes(plan_of(stage, "fp16"), 7_500_000_000, 64).total / 1e9 for stage in range(4)]
     assert [round(value, 2) for value in gigabytes] == [120.0, 31.41, 16.64, 1.88]
 
@@ -71,7 +71,7 @@ def test_full_precision_is_its_own_master() -> None:
 
 
 def test_nobody_else_knows_stages() -> None:
-    """Inside the engine a stage number means nothing: only the plan turns it into placements."""
+    """Within the engine only the plan reads the stage number, which it turns into placements."""
     folder = Path(megazero.__file__).parent / "zero"
     knows = {path.name for path in folder.glob("*.py") if re.search(r"\bzero_stage\b|\bstage\s*==", path.read_text())}
     assert knows == {"plan.py"}

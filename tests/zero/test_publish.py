@@ -1,4 +1,4 @@
-"""Publishing is lazy: a unit's gathers are waited for when the unit is about to run, and not before."""
+"""Publishing is lazy: the engine waits for a unit's gathers when the unit is about to run, and not before."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from megazero.optim.inner import StepInputs
 
 
 def in_flight_after(rank: int, stage: int) -> dict[str, list[str]]:
-    """Units in flight after the update, after one unit's forward, after a whole forward."""
+    """Return the units in flight after an update, after one unit's forward, and after a whole forward."""
     model, engine, _ = make_engine(rank, Options(stage=stage, dp=2))
     engine.begin_step()
     engine.backward(loss_of(model, *batch(rank)), is_last=True)

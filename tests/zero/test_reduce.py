@@ -1,4 +1,4 @@
-"""Reduction of gradients: order of launches, constant-size buffers, what arrives where."""
+"""Tests of gradient reduction: the order of launches, buffers of constant size, and the sums that each rank keeps."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ MICRO_BATCHES = 3
 
 
 class Vectors(nn.Module):
-    """One vector a name, each with whatever gradient is asked for."""
+    """A model of one vector for each name, whose gradients are given to forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,14 +37,14 @@ class Vectors(nn.Module):
 
 
 def given(step: int, micro: int, rank: int) -> dict[str, Tensor]:
-    """The gradients of one micro-batch on one rank: small whole numbers, and none of `d` now and then."""
+    """Return the gradients of a micro-batch on a rank: small whole numbers, without `d` in one micro-batch."""
     generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
     drawn = {name: torch.randint(-8, 9, (size,), generator=generator).double() for name, size in SIZES.items()}
     return {name: value for name, value in drawn.items() if name != "d" or micro != rank}
 
 
 class Reduced(NamedTuple):
-    """Of one rank: what it kept after each step, (start, values) by name; what it sent; reductions under way."""
+    """A rank's results: (start, values) kept by name after each step, bytes sent, and most reductions at once."""
 
     kept: list[dict[str, list[tuple[int, Tensor]]]]
     nbytes: int
@@ -52,7 +52,7 @@ class Reduced(NamedTuple):
 
 
 def reduce_vectors(rank: int, dp: int, settings: dict[str, Any]) -> Reduced:
-    """Two steps of several micro-batches."""
+    """Reduce the gradients of two steps of several micro-batches."""
     mesh, model = mesh_in_worker(rank, dp=dp), Vectors()
     zero = ZeroConfig(**{"reduce_bucket_size": 33, **settings})
     buffers = FusedBuffers(0, mesh.device)
@@ -80,7 +80,7 @@ def reduce_vectors(rank: int, dp: int, settings: dict[str, Any]) -> Reduced:
 
 
 def assert_kept(ranks: list[Reduced], *, divisor: float, everywhere: bool) -> None:
-    """Every element is there, on one rank or everywhere, and is the sum over ranks and micro-batches by the divisor."""
+    """Check that each element is on one rank or everywhere, as the sum over ranks and micro-batches by the divisor."""
     for step in range(2):
         for name, size in SIZES.items():
             parts = [given(step, micro, rank) for micro in range(MICRO_BATCHES) for rank in range(len(ranks))]
@@ -124,7 +124,7 @@ def test_sums_of_four_ranks(stage: int) -> None:
 @pytest.mark.gloo
 @pytest.mark.parametrize(("stage", "reductions"), [(1, 2), (2, 2 * MICRO_BATCHES)])
 def test_bytes_on_the_wire_are_of_its_number_format(stage: int, reductions: int) -> None:
-    """Half of the 64 + 64 elements (51 and 48, padded) goes to the other rank."""
+    """Half of the 64 + 64 elements (51 and 48, padded) is sent to the other rank in the given number format."""
     for name, itemsize in (("fp64", 8), ("fp32", 4), ("bf16", 2)):
         found = run_ranks(2, reduce_vectors, 2, {"zero_stage": stage, "communication_data_type": name})
         assert {rank.nbytes for rank in found} == {reductions * 64 * itemsize}
@@ -140,7 +140,7 @@ def test_two_reductions_run_beside_backward(stage: int) -> None:
 
 
 class Stack(nn.Module):
-    """Equal layers, the grain at which depth grows."""
+    """A stack of equal layers, of variable depth."""
 
     def __init__(self, depth: int, width: int = 24) -> None:
         super().__init__()
@@ -183,14 +183,14 @@ def buffers_used(rank: int, depth: int, bucket: int) -> int:
 @pytest.mark.gloo
 @pytest.mark.parametrize("bucket", [64, 200, 10_000])
 def test_number_of_buffers_does_not_grow_with_depth(bucket: int) -> None:
-    """Two open, two in flight, one more being launched beside them."""
+    """The most buffers at once are five at any depth: two open, two in flight, and one being launched."""
     shallow, deep = (max(run_ranks(2, buffers_used, depth, bucket)) for depth in (2, 12))
     assert shallow == deep
     assert deep <= 5
 
 
 def layout_of(units: list[list[int]], bucket: int) -> FlatLayout:
-    """Units of parameters of so many elements, named after their places: "0.0", "0.1", ..."""
+    """Build the layout of units with parameters of so many elements, named after their places: "0.0", "0.1", ..."""
     names = [[f"{unit}.{place}" for place in range(len(numels))] for unit, numels in enumerate(units)]
     specs = {
         name: ParamSpec(name, (numel,), (numel,), (0,))
@@ -206,7 +206,7 @@ def layout_of(units: list[list[int]], bucket: int) -> FlatLayout:
     [
         ([[16], [16], [16]], 2, 3),  # two in flight when the third opens
         ([[16], [16], [16]], 1, 2),
-        ([[16], [16], [16]], 0, 1),  # waited for at once
+        ([[16], [16], [16]], 0, 1),  # each is waited for at once
         ([[48]], 2, 3),
         ([[16]], 2, 2),  # one in flight from the micro-batch before
         ([[8, 32, 24], [16]], 2, 3),
@@ -219,7 +219,7 @@ def test_how_many_buckets_are_out_at_once(units: list[list[int]], max_in_flight:
 
 
 def test_a_bucket_that_begins_early_stays_open() -> None:
-    """As that of a block's biases, which come between its matrices and lie before them."""
+    """A bucket stays open until its last gradient, as that of biases does, which come between those of matrices."""
     layout = layout_of([[4, 4, 40, 48]], 16)
     assert most_out_at_once(layout, ["0.2", "0.0", "0.3", "0.1"], 2) == 4
     assert most_out_at_once(layout, ["0.0", "0.1", "0.2", "0.3"], 2) == 3
@@ -234,7 +234,7 @@ def test_in_another_order_more_buckets_are_open() -> None:
 
 
 def arrive_in_order(rank: int) -> tuple[int, list[float]]:
-    """Gradients from the first layer to the last: more buckets are open than the arena has room for."""
+    """Give gradients from the first layer to the last, so that more buckets are open than the arena has room for."""
     model, engine, buffers = stack_engine(rank, 5, 10_000, dp=2)
     parameters = dict(model.named_parameters())
     reducer = engine._reducer
@@ -261,7 +261,7 @@ def test_what_the_arena_has_no_room_for_comes_from_the_pool() -> None:
 
 
 def launch_order(rank: int, order: tuple[str, ...]) -> list[int]:
-    """Announce gradients in some order; the sizes of the launched buckets tell which they were."""
+    """Announce gradients in some order; return the buckets in the order of their launch, identified by their values."""
     model, engine, _ = stack_engine(rank, 3, 10_000, dp=2)
     launched: list[int] = []
     reducer = engine._reducer
@@ -293,7 +293,7 @@ def test_buckets_are_launched_in_one_order_whatever_arrives_first() -> None:
 
 
 def unequal_use(rank: int) -> list[float]:
-    """A layer that only rank 0 used: rank 1 contributes zeros, and nobody waits for anybody."""
+    """Use a layer on rank 0 only: rank 1 contributes zeros, and no rank waits for ever; return the squared norm."""
     model, engine, _ = stack_engine(rank, 2, 100, dp=2)
     engine.begin_step()
     x = torch.ones(1, 24)
@@ -335,7 +335,7 @@ def test_overlap_can_be_switched_off() -> None:
 
 @pytest.mark.gloo
 def test_a_step_forgets_the_gradients_of_the_last() -> None:
-    """Stage 2's shard is overwritten, not added to, by a new step's first reduction."""
+    """A new step's first reduction overwrites stage 2's shard and does not add to it."""
     once = run_ranks(2, train_engine, Options(stage=2, dp=2, steps=3, accumulation=2))
     resident = run_ranks(2, train_engine, Options(stage=1, dp=2, steps=3, accumulation=2))
     torch.testing.assert_close(full_state(once), full_state(resident), rtol=1e-12, atol=1e-14)

@@ -1,4 +1,4 @@
-"""The flat tensors of one rank: views, bytes, master and working values."""
+"""Tests of the flat tensors of a rank: views, bytes, master and working values."""
 
 from collections.abc import Callable
 from functools import partial
@@ -90,7 +90,7 @@ def test_resident_gradients_are_where_autograd_adds() -> None:
         [shards.resident_gradient(bucket, bucket.range).flatten() for bucket in shards.layout.trainable_buckets]
     )
     assert float(found.sum()) == 2 * model.get_parameter("first.weight").numel()
-    model.zero_grad()  # drops the views, as users do
+    model.zero_grad()  # drops the views, as users' code does
     shards.reset_resident_gradients()
     model.first.weight.sum().backward()  # type: ignore[no-untyped-call,union-attr,operator]
     assert float(found.sum()) == 2 * model.get_parameter("first.weight").numel(), "a copy of what was there"

@@ -1,4 +1,4 @@
-"""What ranks save and want: together every element once, each all that it keeps."""
+"""All ranks together save every element once, and each rank loads all that it keeps."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""The end of a step: figures summed beside the norm, clipping, overflow; several ranks are in tests of both doors."""
+"""Tests of the end of a step on one rank: figures summed along with the norm, clipping and overflow."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ TIMERS = Timers(torch.device("cpu"), waits=False)
 
 
 def with_gradients(kind: str, precision: str, factor: float) -> DataParallelEngine:
-    """A linear layer from 3 to 2 after one backward: each row of the weight has the gradient X, each bias 1."""
+    """Return a linear layer's engine after a backward: rows of the weight have gradient factor * X, biases factor."""
     config = {"zero": {"zero_stage": 1}, "precision": {"precision": precision}, "optimizer": {"type": kind, "lr": 1.0}}
     torch.manual_seed(1)
     engine = megazero.initialize(nn.Linear(3, 2), config)

@@ -1,4 +1,4 @@
-"""Partial gradients along other axes are added up, of what a rank owns, once a step, and nothing else is touched."""
+"""Partial gradients along other axes are summed once a step, for the elements that a rank owns, and no others."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,7 @@ SUMMED = {"a": ("tp",), "b": ("tp",), "d": ("ends",), "e": ("tp", "ends")}
 
 
 class Vectors(nn.Module):
-    """One vector a name."""
+    """A model of one vector for each name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def engine_on(rank: int, stage: int, bucket: int, **degrees: int) -> tuple[Engin
 
 
 def sums(rank: int, stage: int, bucket: int, degrees: dict[str, int]) -> dict[str, Any]:
-    """One step in which rank r gives every element the gradient r + 1; twice finished, as by someone who looks."""
+    """Take a step in which rank r gives each element the gradient r + 1; finishing it twice must change nothing."""
     engine, model = engine_on(rank, stage, bucket, **degrees)
     engine.begin_step()
     engine.begin_backward(is_last=True)
@@ -66,7 +66,7 @@ def sums(rank: int, stage: int, bucket: int, degrees: dict[str, int]) -> dict[st
 
 
 def expected(rank: int, degrees: dict[str, int]) -> dict[str, list[float]]:
-    """Of every name, what the ranks of its axes give together; over the data-parallel axis everything is summed."""
+    """Return for each name the sum over the ranks of its axes; everything is summed over the data-parallel axis."""
     tp, dp, pp = (degrees.get(axis, 1) for axis in ("tp", "dp", "pp"))
     stage, rest = divmod(rank, dp * tp)
     column = rest % tp

@@ -1,4 +1,4 @@
-"""The memory of one unit through its states; identity of memory through resizing."""
+"""Tests of the memory of a unit in each of its states, which stays the same storage when it is resized."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def states_on_rank(rank: int) -> None:
     for turn in range(2):
         assert unit.state is UnitState.PARTITIONED and flat.untyped_storage().nbytes() == 0
         memory.allocate(unit)
-        for bucket in (*unit.buckets, *unit.buckets):  # a second launch is none
+        for bucket in (*unit.buckets, *unit.buckets):  # a second launch of a bucket does nothing
             memory.launch(unit, bucket)
         assert unit.state is UnitState.IN_FLIGHT and flat.untyped_storage().nbytes() == NUMEL * 8
         assert memory.live_numel == NUMEL
@@ -67,7 +67,7 @@ def test_states_of_a_unit() -> None:
 
 
 def shared_on_rank(rank: int) -> None:
-    """Memory that others refer to stays theirs; so does all memory where that is asked for, and what NumPy has seen."""
+    """Memory that is shared, that autograd retains, or that NumPy has seen is not freed when a unit is released."""
     for why in ("shared", "asked for", "numpy"):
         layer, memory, shards = make_memory(rank, autograd_retains_memory=why == "asked for")
         (unit,) = partitioned_units(shards, dict(layer.named_parameters()))

@@ -1,4 +1,4 @@
-"""Kept gradients of layers that write them themselves, in every ZeRO stage, against the plain twin's autograd.
+"""Layers that write their own gradients keep, in every ZeRO stage, those that autograd finds in the plain model.
 
 All memory that gradients go through is full of nan before each step (`support/kept_gradients.py`).
 """
@@ -34,7 +34,7 @@ EXACT = 1e-12
 
 
 def step_on_rank(rank: int, dp: int, accumulation: int, settings: dict[str, Any], frozen: Sequence[str] = ()) -> Kept:
-    """The second of two steps: what the first has left behind must not show."""
+    """Take two steps and return the gradients kept in the second, in which nothing of the first may remain."""
     run = placed(rank, small_run(**settings), dp=dp, accumulation=accumulation, frozen=frozen)
     run.step()
     kept = run.step()
@@ -80,7 +80,7 @@ def test_weights_may_span_buckets_and_ends_may_be_untied(stage: int, untied: boo
 )
 @pytest.mark.parametrize("stage", STAGES)
 def test_other_ways_to_reduce(stage: int, settings: dict[str, Any]) -> None:
-    """Waited for at once; in tensors of autograd's own; sent in another number format than they are kept in."""
+    """Gradients are the same if waited for at once, in autograd's own tensors, or sent in another number format."""
     precision = "fp32" if "communication_data_type" in settings else "fp64"
     found = gradients_of(2, 2, precision=precision, zero_stage=stage, **settings)
     assert_equal(found, expected(MICRO_BATCH * 4, precision=precision), 3e-6 if precision == "fp32" else EXACT)
@@ -95,7 +95,7 @@ def test_frozen_weights_get_nothing(stage: int) -> None:
 
 
 def penalised(rank: int, stage: int, accumulation: int, bucket: int) -> Kept:
-    """Weights count in the loss beside their layers: times fixed numbers, and, where they are always there, squared."""
+    """Take steps with weights in the loss beside their layers: times fixed numbers and, below stage 3, squared."""
     run = placed(rank, small_run(zero_stage=stage, reduce_bucket_size=bucket), dp=2, accumulation=accumulation)
     terms: list[Tensor] = []
     for name in (UP, TIED):
@@ -127,7 +127,7 @@ def test_a_weight_used_beside_its_layer_gets_both_gradients(stage: int, accumula
 
 
 def hooked(rank: int, stage: int, name: str) -> tuple[list[Tensor], Kept, Kept]:
-    """What a hook on a weight sees that doubles it; what is kept; and after the hook has gone."""
+    """Return the gradients that a doubling hook on a weight gets, those then kept, and those kept without the hook."""
     run = placed(rank, small_run(zero_stage=stage, reduce_bucket_size=10_000), accumulation=2)
     seen: list[Tensor] = []
     handle = run.model.get_parameter(name).register_hook(
@@ -155,7 +155,7 @@ def test_a_hook_on_a_weight_sees_its_gradient_and_may_change_it(stage: int, name
 
 
 def skipping(rank: int, stage: int, bucket: int, skipped: Sequence[int]) -> Kept:
-    """The second block takes no part in some of three micro-batches."""
+    """Take a step of three micro-batches, some of which skip the second block."""
     run = placed(rank, small_run(zero_stage=stage, reduce_bucket_size=bucket), dp=2, accumulation=3)
     block = run.model.layers["1"]
 
@@ -188,7 +188,7 @@ def test_a_weight_that_is_not_used_has_no_gradient(stage: int, skipped: tuple[in
 
 
 def asking_for_others(rank: int, stage: int) -> Kept:
-    """Before each micro-batch's passes somebody asks what an input's gradient would be."""
+    """Take a step in which torch.autograd.grad computes an input's gradient before each micro-batch's passes."""
     run = placed(rank, small_run(zero_stage=stage), dp=2, accumulation=2)
 
     @contextmanager
@@ -212,13 +212,13 @@ def asking_for_others(rank: int, stage: int) -> Kept:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_gradient_asked_for_outside_a_pass_adds_nothing(stage: int) -> None:
-    """torch.autograd.grad walks through the layers' backward and ends at no parameter."""
+    """torch.autograd.grad runs the layers' backward without parameters as its targets, and adds to no gradient."""
     found = whole_gradients(run_ranks(2, asking_for_others, stage))
     assert_equal(found, expected(MICRO_BATCH * 2 * 2), EXACT)
 
 
 def step_after_a_failure(rank: int, stage: int, contiguous: bool, failing: int) -> Kept:
-    """A backward fails in the middle, and is abandoned; then comes a whole step."""
+    """Let a backward fail midway and be abandoned; return the gradients of the whole step that follows."""
     settings = {"zero_stage": stage, "contiguous_gradients": contiguous, "reduce_bucket_size": 10_000}
     run = placed(rank, small_run(**settings), dp=2, accumulation=2)
     run.step()
@@ -251,7 +251,7 @@ def test_a_failed_backward_leaves_nothing_behind(stage: int, contiguous: bool, f
 
 
 class Made(TorchDispatchMode):
-    """Collects the operators that make new tensors of some shapes."""
+    """A dispatch mode that collects the operators that make new tensors of some shapes."""
 
     def __init__(self, shapes: set[torch.Size]) -> None:
         super().__init__()
@@ -266,12 +266,12 @@ class Made(TorchDispatchMode):
 
 
 def _is_whole(tensor: Tensor) -> bool:
-    """Whether it is no view of a flat tensor."""
+    """Return True if the tensor is not a view of a larger one."""
     return tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 def made_in_backward(rank: int, stage: int, is_hooked: bool) -> tuple[list[str], list[str]]:
-    """Operators that make a tensor like a linear layer's weight in a step's backwards; parameters with a `.grad`."""
+    """Return the operators in backward that make tensors of a weight's shape, and parameters left with a `.grad`."""
     run = placed(rank, small_run(zero_stage=stage, reduce_bucket_size=10_000), accumulation=2)
     weights = {name: p for name, p in run.model.named_parameters() if name.endswith(WEIGHTS)}
     for weight in weights.values() if is_hooked else ():

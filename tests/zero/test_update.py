@@ -1,4 +1,4 @@
-"""Norms are counted once per logical element, overflow is blamed on the right parameter, publishing follows."""
+"""The norm counts each logical element once, and an overflow is attributed to the right parameter."""
 
 import math
 
@@ -17,7 +17,7 @@ from megazero.zero.plan import resolve
 
 
 def poisoned(rank: int, name: str, value: float, stage: int) -> tuple[float, str]:
-    """Squared norm over ranks and blamed parameter when rank 1 has one bad element in one gradient."""
+    """Return the squared norm over ranks and the parameter named when rank 1 has a bad gradient of one parameter."""
     model, engine, _ = make_engine(rank, Options(stage=stage, dp=2, precision="fp32"))
     mesh = mesh_in_worker(rank, dp=2)
     engine.begin_step()
@@ -49,7 +49,7 @@ def test_no_overflow_no_blame() -> None:
 
 
 def ones_norm(rank: int, tp: int, dp: int) -> tuple[float, int]:
-    """Squared norm when every gradient element is 1: the number of elements, padding and replicas not counted."""
+    """Return the squared norm when every gradient element is 1: the number of elements without padding and replicas."""
     mesh = mesh_in_worker(rank, tp=tp, dp=dp)
     model = build_gpt(small_config(), context(mesh.axis("tp")), vocab_size=101, divisible_by=8)
     initialize_(model, 1)

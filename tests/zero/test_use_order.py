@@ -1,4 +1,4 @@
-"""The recorded order of uses: literal sequences, and brute force on arbitrary ones."""
+"""Tests of the recorded order of uses, on literal sequences and by brute force on arbitrary ones."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +10,7 @@ PASS = ["embed", "b0", "b1", "head", "head", "b1", "b0"]
 
 
 def recorded(*passes: list[str]) -> UseOrder:
-    """An order that has seen whole passes."""
+    """Return an order that has recorded whole passes."""
     order = UseOrder(NUMEL)
     for uses in passes:
         for unit in uses:
@@ -46,7 +46,7 @@ def test_a_skipped_unit_ends_what_is_known() -> None:
     order.use("b1")
     assert list(order.upcoming()) == []
     assert [order.distance(unit) for unit in NUMEL] == [None] * 4
-    order.use("b1")  # what the record has at this place: the pass has left it all the same
+    order.use("b1")  # the record has this unit here, but the pass has already deviated from it
 
 
 def test_the_pass_that_left_is_the_next_record() -> None:
@@ -123,7 +123,7 @@ def test_following_a_recorded_pass_never_breaks(made: tuple[dict[str, int], list
 
 
 def brute_force(numel: dict[str, int], rest: list[str]) -> dict[str, int | None]:
-    """Elements used before each unit's next use, counted one by one."""
+    """Return the number of elements used before each unit's next use (None: no next use), counted one by one."""
     distances: dict[str, int | None] = {}
     for unit in numel:
         before = 0
@@ -140,7 +140,7 @@ def brute_force(numel: dict[str, int], rest: list[str]) -> dict[str, int | None]
 def test_after_any_passes_the_last_one_that_was_not_empty_is_known(
     made: tuple[dict[str, int], list[list[str]]],
 ) -> None:
-    """Whether a pass has followed the record or not, the next one knows what it did."""
+    """The last pass that was not empty becomes the record, no matter if it followed the record before it."""
     numel, passes = made
     order = UseOrder(numel)
     known: list[str] = []

@@ -1,4 +1,4 @@
-"""A corpus through the steps: what is kept, dropped, counted and refused."""
+"""Cleaning a corpus applies the chosen steps in order; these tests check what is kept, dropped, counted and refused."""
 
 import gzip
 import json
@@ -16,7 +16,7 @@ from megazero.prepare.text.chunks import DocumentRules
 
 ENGLISH = "The committee has decided that the bridge over the river will be closed to traffic until the spring"
 FRENCH = "Le comité a décidé que le pont sur la rivière sera fermé à la circulation jusqu'au printemps prochain"
-# One document for every step that drops, in the order of the steps, and what is kept of the others.
+# At least one document for each step to drop, in the order of the steps, and documents that are kept.
 OBJECTS: list[dict[str, Any]] = [
     {"text": f"{ENGLISH}.", "id": 2**53 + 1, "meta": {"url": "a/é", "tags": [1, None]}},
     {"id": 1, "text": "too short"},

@@ -1,4 +1,4 @@
-"""Each step against the definition of what it looks for."""
+"""Each cleaning step is compared with the definition of what it looks for."""
 
 import sys
 import unicodedata
@@ -23,7 +23,7 @@ from megazero.prepare.clean.cleaning_steps import (
 ENGLISH = "The committee has decided that the bridge over the river will be closed to traffic until the spring."
 GERMAN = "Der Ausschuss hat beschlossen, dass die Brücke über den Fluss bis zum Frühjahr für den Verkehr gesperrt wird."
 FRENCH = "Le comité a décidé que le pont sur la rivière sera fermé à la circulation jusqu'au printemps prochain."
-# What the library has a rule for, and what its rules depend on.
+# Pieces of text that ftfy has a rule for, and pieces that its rules depend on.
 FRAGMENTS = ["\n", "\r\n", "\r", "&amp;", "&lt;", "&", "<", "a", "é", "Ã©", "\u2028", "\x1b[31m", "\ufeff", "ﬁ", "“"]
 FRAGMENTS += ["schÃ¶n", "\x85", "e\u0301", "\x0c", "  ", "\u00e2\u20ac\u0153", "\u00a0", "\uff21", "\x00", "word\n"]
 
@@ -50,7 +50,7 @@ def test_lengths_count_characters() -> None:
 
 
 def test_every_character_is_printable_or_not() -> None:
-    """By its general category: control, format, surrogate, private and unassigned codes are not for reading."""
+    """A character prints unless its general category is control, format, surrogate, private or unassigned."""
     for code in [*range(0x3000), *range(0xD7F0, 0xD7FF), *range(0xE000, 0xE010), 0xFFFD, 0x1F389, 0xE0041]:
         character = chr(code)
         expected = (unicodedata.category(character)[0] != "C" or character in "\t\n\r") and character != "\ufffd"

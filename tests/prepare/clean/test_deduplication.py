@@ -1,4 +1,4 @@
-"""Duplicates are those that plain sets of digests and of shingles find."""
+"""Deduplication drops the documents that plain Python sets of digests and of shingles identify as duplicates."""
 
 import random
 import re
@@ -29,7 +29,7 @@ def document(draw: random.Random, words: int = 200) -> list[str]:
 
 
 def jaccard(first: list[str], second: list[str]) -> float:
-    """The definition."""
+    """Return the Jaccard similarity of the sets of five-word shingles of two lists of words, from its definition."""
     one, other = ({tuple(words[n : n + 5]) for n in range(len(words) - 4)} for words in (first, second))
     return len(one & other) / len(one | other)
 
@@ -58,7 +58,7 @@ def test_exact_duplicates_are_those_of_a_set(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_digests_that_share_a_half_are_different(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A collision of the first 64 bits is told by the others."""
+    """Two digests that share only one 64-bit half are not taken for a duplicate; the other half is compared too."""
     digests = [5 << 64 | 1, 5 << 64 | 2, 6 << 64 | 1, 5 << 64 | 2]
     monkeypatch.setattr(deduplication, "xxh3_128_intdigest", lambda data: digests[int(data)])
     monkeypatch.setattr(deduplication, "_LEAST_LATEST", 1)
@@ -84,7 +84,7 @@ def test_words_of_ascii_are_those_of_any_text() -> None:
 
 
 def test_near_duplicates_are_found_by_similarity() -> None:
-    """Documents of known similarity: all those well above the threshold go, all those well below stay."""
+    """Of documents of known similarity, all well above the threshold are dropped, and all well below it are kept."""
     draw, counts = random.Random(3), {True: [0, 0], False: [0, 0]}
     step = NearDuplicates(0.8)
     for _ in range(150):
@@ -148,7 +148,7 @@ def test_the_memory_of_a_document_is_as_told() -> None:
         table.add(draw.getrandbits(64), draw.getrandbits(64))
     exact = tracemalloc.get_traced_memory()[0] / 60_000
     tracemalloc.stop()
-    assert 16 <= exact <= EXACT_BYTES + 4096 * 300 / 60_000  # as many as wait at least
+    assert 16 <= exact <= EXACT_BYTES + 4096 * 300 / 60_000  # up to 4096 entries of 300 bytes wait to be merged
     assert 128 + 14 * 12 <= NEAR_BYTES <= 1000
 
 

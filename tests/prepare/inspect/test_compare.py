@@ -1,4 +1,4 @@
-"""Where two corpora part, found in blocks, against a comparison of plain lists."""
+"""The first difference of two corpora, searched block by block, is the one that comparing plain lists gives."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def differ(folder: Path, one: Documents, other: Documents, code: int = 8) -> Cor
 
 
 def by_hand(one: Documents, other: Documents) -> tuple[int, int | None] | None:
-    """Document and position of the first difference in ids."""
+    """Return the document and the position in it where the token ids first differ, or None if they are all equal."""
     rows = [[[token for sequence in document for token in sequence] for document in each] for each in (one, other)]
     for document in range(max(map(len, rows))):
         mine, theirs = (row[document] if document < len(row) else None for row in rows)

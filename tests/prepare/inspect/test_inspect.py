@@ -1,4 +1,4 @@
-"""What a corpus holds, told to a person."""
+"""Tests of the readable description of a corpus: its header, its documents and its samples."""
 
 from dataclasses import replace
 from pathlib import Path

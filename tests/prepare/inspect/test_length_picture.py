@@ -1,4 +1,4 @@
-"""Lengths of documents as text and as a picture."""
+"""Tests of the histogram of document lengths, as lines of text and as an SVG picture."""
 
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path

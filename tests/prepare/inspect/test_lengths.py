@@ -1,4 +1,4 @@
-"""Lengths of documents, block by block, against numpy on the whole."""
+"""Statistics of document lengths, computed block by block, equal those of numpy on the whole corpus."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from megazero.errors import DataError
 from megazero.prepare.inspect import lengths as module
 from megazero.prepare.inspect.lengths import LengthRange, count_lengths, document_lengths, num_blocks
 
-# Empty documents at both ends and in a row, documents of several sequences, one across several blocks.
+# These have empty documents at both ends and in a row, documents of several sequences, and one across several blocks.
 DOCUMENTS = [[], [[1, 2, 3]], [], [], [[4], [5, 6], [7, 8, 9, 10]], [[1]], [[0] * 9], [[2], [3]], []]
 SIZES = [0, 3, 0, 0, 7, 1, 9, 2, 0]
 

@@ -1,4 +1,4 @@
-"""A corpus that is whole, and every way in which it is not."""
+"""Verification accepts an undamaged corpus and reports every kind of damage."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -59,7 +59,7 @@ def test_everything_that_is_wrong_is_told_at_once(dataset: IndexedDataset, monke
         content = bytearray(path.read_bytes())
         content[place] ^= 1
         path.write_bytes(content)
-    # Opening would find the damage to so small an index by itself; a large one is checked by nothing but this.
+    # Opening would find the damage to so small an index by itself; only verification checks all of a large one.
     monkeypatch.setattr(IndexedDataset, "_check_blocks", lambda *_: None)
     damaged = IndexedDataset(dataset.prefix)
     monkeypatch.undo()

@@ -1,4 +1,4 @@
-"""Lines that were skipped."""
+"""Tests of the list of input lines that were skipped."""
 
 from megazero.prepare.text.bad_lines import BadLines
 

@@ -1,4 +1,4 @@
-"""Chunks: the same documents wherever the cuts are, the same cuts whatever a file is packed in, shards that add up."""
+"""Chunks change no document, compression changes no cut, and all shards together are the whole input."""
 
 import tracemalloc
 from pathlib import Path
@@ -64,7 +64,7 @@ def test_packed_files_are_cut_where_plain_ones_are(
     read_bytes: int,
     cuts: list[int],
 ) -> None:
-    """So blocks of text, which never pass a chunk's end, are the same too."""
+    """Chunks of compressed and plain files have the same ends, so that the blocks of text within them are equal too."""
     content = b"\n".join(b"%d" % (n % 10) * length for n, length in enumerate(lengths)) + b"\n" * ends
     plain, *others = in_every_packing(tmp_path_factory.mktemp("t"), "a.txt", content, cuts)
     with small_chunks(chunk_bytes, read_bytes):
@@ -82,7 +82,7 @@ def test_packed_files_are_cut_where_plain_ones_are(
 
 
 def test_blocks_of_packed_text_are_those_of_plain_text(tmp_path: Path) -> None:
-    """At the true sizes."""
+    """Blocks of compressed text equal those of plain text, here with the default chunk and read sizes."""
     content = b"".join(b"paragraph %d\n" % number * 30 + b"\n" for number in range(4000))
     plain, *others = in_every_packing(tmp_path, "a.txt", content, [100_000, 1 << 20])
     expected = texts_of(plain, rules=BLOCKS)
@@ -91,7 +91,7 @@ def test_blocks_of_packed_text_are_those_of_plain_text(tmp_path: Path) -> None:
 
 
 def documents_between(content: bytes, separator: bytes) -> list[tuple[str, ...]]:
-    """By a reader that looks at every place, and begins after what it found."""
+    """Return the documents found by trying the separator at every position and continuing after each match."""
     found, begin, place = [], 0, 0
     while place < len(content):
         if content[place : place + len(separator)] == separator:
@@ -136,7 +136,7 @@ def test_separators_alone_fill_no_memory(tmp_path: Path) -> None:
 
 
 def test_a_document_of_many_blocks_is_searched_once(tmp_path: Path) -> None:
-    """Searched again with every block, this would be 50 GB."""
+    """A document of many blocks is searched once: searching it again with every block would scan 50 GB."""
     path = write(tmp_path / "a.txt.zst", packed(b"ab" * (8 << 20) + b"||x", ".zst"))
     sizes = [len(text) for (text,) in texts_of(path, rules=separated("||"))]
     assert sizes == [16 << 20, 1]
@@ -159,7 +159,7 @@ def test_an_empty_file_has_no_chunk(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Plain, packed and tiny files, tables, and some that are empty, the last one too."""
+    """Return paths of plain, compressed and tiny files and of tables; some, among them the last one, are empty."""
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     folder = tmp_path_factory.mktemp("mixed")
@@ -202,7 +202,7 @@ def test_shards_one_after_the_other_are_the_whole(mixed: list[Path], num_shards:
 
 @pytest.mark.parametrize("sizes", [[], [0], [0, 0], [5], [0, 5], [5, 0, 0], [1, 1, 1], [0, 0, 100, 3, 0]])
 def test_every_file_belongs_to_one_shard(sizes: list[int]) -> None:
-    """One of unknown size too, wherever it stands: a pipe after files of known size."""
+    """Each file belongs to exactly one shard, even one of unknown size, such as a pipe, at any place."""
     total = sum(sizes)
     for count in range(1, 10):
         for number in range(len(sizes)):

@@ -1,4 +1,4 @@
-"""Documents of jsonl and plain text, whole and in chunks; what cannot be read is named, or noted and passed over."""
+"""Documents of jsonl and plain text are read whole and in chunks; unreadable lines are named, or noted and skipped."""
 
 import json
 import tracemalloc
@@ -60,7 +60,7 @@ def test_several_keys_and_their_utf8(tmp_path: Path) -> None:
 @pytest.mark.parametrize("chunk_bytes", [1, 7, 1 << 20])
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_byte_order_mark_is_passed_over(tmp_path: Path, ending: str, chunk_bytes: int) -> None:
-    """Of every format; at the beginning only."""
+    """A byte order mark is skipped at the beginning of a file of any format, and nowhere else."""
     jsonl = write(tmp_path / f"a.jsonl{ending}", MARK + b'{"text": "x"}\r\n{"text": "y"}\r\n')
     later = write(tmp_path / f"b.jsonl{ending}", b'{"text": "x"}\n' + MARK + b'{"text": "y"}\n')
     text = write(tmp_path / f"a.txt{ending}", MARK + b"one\n" + MARK + b"two\n||" + MARK + b"three")
@@ -258,7 +258,7 @@ def test_objects_have_all_keys_and_are_of_all_formats(tmp_path: Path) -> None:
 
 
 class Counting:
-    """A file that knows how much of it has been read."""
+    """A file that counts the bytes that have been read from it."""
 
     def __init__(self, path: str, mode: str, read: list[int]) -> None:
         self._stream, self._read = open(path, mode, buffering=0), read  # noqa: SIM115
@@ -292,7 +292,7 @@ def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_a_line_of_many_chunks_is_read_about_twice(tmp_path: Path, bytes_read: list[int]) -> None:
-    """Once as a whole, and once by the chunks that look for a line beginning in them."""
+    """A long line is read once as a whole, and once by the chunks that search for the beginning of a line."""
     lines = [b'{"text": "%s"}\n' % (b"x" * size) for size in (30, 40_000, 5, 70_000)]
     path = write(tmp_path / "a.jsonl", b"".join(lines))
     with small_chunks(100):

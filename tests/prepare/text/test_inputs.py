@@ -1,4 +1,4 @@
-"""What words of a command line stand for: files, folders, patterns, pipes; everything wrong is told together."""
+"""The words after --input stand for files, folders, patterns or pipes; all problems with them are reported together."""
 
 import io
 import os
@@ -72,7 +72,7 @@ def test_a_folder_is_all_files_below_it_by_name(tmp_path: Path) -> None:
     expected = ["Z.json", "a.txt.gz", "b.jsonl", "d/e.parquet", "x.jsonl/f.ndjson"]
     assert names(tmp_path, "") == names(tmp_path, ".") == expected
     assert names(tmp_path, "x.jsonl", "a.txt.gz") == ["x.jsonl/f.ndjson", "a.txt.gz"]
-    # In a folder, a format for files without an ending would take whatever else lies there.
+    # In a folder, files without a known ending are skipped even if a format is given: they may be anything.
     assert names(tmp_path, "", input_format=JSON) == expected
 
 
@@ -85,7 +85,7 @@ def test_links_are_followed_and_each_folder_entered_once(tmp_path: Path) -> None
 
 
 def test_a_link_to_nothing_is_told_wherever_it_lies(tmp_path: Path) -> None:
-    """Passed over, it would be a part of the corpus that nobody misses."""
+    """A dangling link is an error: if it were skipped, part of the corpus would be missing unnoticed."""
     make(tmp_path, "a.jsonl")
     (tmp_path / "b.jsonl").symlink_to(tmp_path / "gone.jsonl")
     (tmp_path / "README").symlink_to(tmp_path / "gone")
@@ -138,7 +138,7 @@ def test_all_problems_are_told_together(tmp_path: Path) -> None:
 
 @contextmanager
 def as_nobody() -> Iterator[None]:
-    """The superuser may read everything, so another user looks in its place."""
+    """Run the block as the user `nobody` if the tests run as root, because root may read every file."""
     real, effective, saved = os.getresuid()
     if effective == 0:
         os.setresuid(65534, 65534, 0)
@@ -149,7 +149,7 @@ def as_nobody() -> Iterator[None]:
 
 
 def test_what_may_not_be_read_is_told() -> None:
-    with tempfile.TemporaryDirectory() as name:  # where everybody may go, unlike tmp_path
+    with tempfile.TemporaryDirectory() as name:  # all users may enter it, unlike tmp_path
         folder = Path(name)
         folder.chmod(0o755)
         make(folder, "a.jsonl", "closed/b.jsonl")
@@ -185,7 +185,7 @@ def test_standard_input_that_nobody_writes_is_refused(monkeypatch: pytest.Monkey
 
 
 def test_named_pipes(tmp_path: Path) -> None:
-    """Of a name that tells the format, or of one that does not, as the shell gives to what it substitutes."""
+    """A named pipe whose ending gives the format is read like a file, but only once."""
     make(tmp_path, "a.jsonl")
     pipe = tmp_path / "b.jsonl"
     os.mkfifo(pipe)
@@ -194,7 +194,7 @@ def test_named_pipes(tmp_path: Path) -> None:
     content = LINE.replace(b'"x"', b'"y"') * 3
     writing = threading.Thread(target=pipe.write_bytes, args=(content,), daemon=True)
     writing.start()
-    # After a file, where nothing of the whole size is left for it.
+    # The pipe is listed after a file, at the end of the total of known sizes.
     read = [content["text"] for content in objects_of(f"{tmp_path}/a.jsonl", str(pipe))]
     assert read == ["x", "y", "y", "y"]
     writing.join()

@@ -1,4 +1,4 @@
-"""Lines written plain and packed read back, and are there whole or not at all."""
+"""Lines that are written plain or compressed read back unchanged, and a failure leaves no partial file."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def test_what_is_written_reads_back(tmp_path: Path, name: str) -> None:
     assert (len(packed) < 30_000) is (name != "a.jsonl")
     write(path)
     assert path.read_bytes() == packed
-    assert packed[4:8] == bytes(4) or not name.lower().endswith("gz")  # where gzip notes a time
+    assert packed[4:8] == bytes(4) or not name.lower().endswith("gz")  # the modification time in a gzip header
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])

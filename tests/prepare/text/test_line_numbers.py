@@ -1,4 +1,4 @@
-"""Numbers of lines are right wherever they are asked, and cost one pass when asked for in order."""
+"""Line numbers are right at any byte offset, and offsets in increasing order take a single pass over the file."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def test_lines_before_any_place_in_any_order(
 
 
 def test_places_in_order_cost_one_pass(tmp_path: Path) -> None:
-    """What has been counted may be gone; only what follows is read."""
+    """Bytes that have been counted are not read again: they may even change."""
     path = tmp_path / "a"
     path.write_bytes(CONTENT)
     counter = LineCounter()

@@ -1,4 +1,4 @@
-"""Parquet files: every kind of text column, every row in order, and no damaged file taken for a shorter one."""
+"""Every kind of text column in a Parquet file gives all rows in order; a damaged file is refused, not read in part."""
 
 import sys
 from pathlib import Path
@@ -25,7 +25,7 @@ def write(path: Path, columns: dict[str, Any], **options: Any) -> Path:
 
 
 def broken_texts(*texts: bytes, kind: Any = None) -> Any:
-    """A column that calls itself text, and is not; as other writers make them."""
+    """Return a column that is declared as text and holds bytes that are not, such as other writers make."""
     return pyarrow.array(list(texts), pyarrow.binary()).view(kind or pyarrow.string())
 
 
@@ -92,7 +92,7 @@ def test_an_empty_text_is_a_document_and_a_null_is_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("make", [broken_texts, lambda *texts: pyarrow.array(list(texts), pyarrow.binary())])
 def test_bytes_that_are_no_text(tmp_path: Path, make: Any) -> None:
-    """The row is named, however far in it the byte is."""
+    """The error names the row that holds the bad byte, wherever in the row the byte is."""
     texts = [b"abc", b"abcdefgh\xff", "é".encode(), b"\xed\xa0\x80"]
     path = write(tmp_path / "a.parquet", {"text": make(*texts), "id": [1, 2, 3, 4]})
     assert "row 2\n    rule:  every line is UTF-8: invalid start byte (0xff)" in refusal(path)
@@ -103,7 +103,7 @@ def test_bytes_that_are_no_text(tmp_path: Path, make: Any) -> None:
 
 
 def test_columns_that_are_no_text_in_other_places(tmp_path: Path) -> None:
-    """Of a column that nobody asked for, what is text stays text; within a list it is told."""
+    """Bad bytes in a column that is not requested stay bytes beside the valid texts; in a list they are an error."""
     other = broken_texts(b"a", b"\xff", kind=pyarrow.string())
     path = write(tmp_path / "a.parquet", {"text": ["x", "y"], "n": [1, None], "other": other})
     assert list(objects_of(path)) == [
@@ -148,7 +148,7 @@ def test_a_changed_byte_of_a_page_is_found_where_pages_have_checksums(tmp_path: 
 
 @pytest.mark.parametrize("texts", [[None] * 3000, [""] * 3000])
 def test_rows_without_text_take_their_share(tmp_path: Path, texts: list[str | None]) -> None:
-    """Otherwise a chunk of a sparse column would be all of it."""
+    """Rows without text count towards a chunk's size: otherwise all rows of a sparse column would be one chunk."""
     path = write(tmp_path / "a.parquet", {"text": pyarrow.array(texts, pyarrow.string())})
     groups = rows(path, num_bytes=10_000)
     assert sum(len(group.rows) for group in groups) == 3000

@@ -1,4 +1,4 @@
-"""Folders of sources as one jsonl."""
+"""Source files in folders are written to one jsonl file."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""Compressed files: whole or refused, whatever they are made of and however they are read."""
+"""Compressed files are read whole or refused, for any division into members and any size of reads."""
 
 import sys
 import tracemalloc
@@ -50,7 +50,7 @@ def refusal(path: Path) -> str:
 def test_members_put_together_are_one_content(
     tmp_path_factory: pytest.TempPathFactory, data: bytes, cuts: list[int], ending: str, read_bytes: int
 ) -> None:
-    """Empty members too; blocks tell how much of the file they took."""
+    """Concatenated members, even empty ones, give one content; each block holds its position in the compressed file."""
     made = packed(data, ending, [min(cut, len(data)) for cut in cuts])
     path = write(tmp_path_factory.mktemp("m") / f"a{ending}", made)
     with small_chunks(1 << 20, read_bytes):
@@ -71,7 +71,7 @@ def test_frames_that_stand_for_nothing_are_skipped(tmp_path: Path, read_bytes: i
 
 @pytest.mark.parametrize("read_bytes", [1, 50, 1 << 20])
 def test_zeros_after_a_gzip_member_are_filling(tmp_path: Path, read_bytes: int) -> None:
-    """However many: they may begin in one read block and end in another."""
+    """Any number of zeros after a gzip member is padding, even if they cross from one read block into the next."""
     made = gzip_member(b"ab") + bytes(300) + gzip_member(b"c") + bytes(10_000)
     with small_chunks(1, read_bytes):
         assert content(write(tmp_path / "a.gz", made)) == b"abc"
@@ -89,14 +89,14 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: Path, ending: str, read_bytes:
         for size in {*range(len(whole))} - {boundary}:
             path.write_bytes(whole[:size])
             assert f"is an undamaged {NAMES[ending]} file: it " in refusal(path), size
-        # A file that ends where a member does is a whole one of fewer members: nobody can tell.
+        # A file cut at the end of a member is a valid file of fewer members; the cut cannot be detected.
         path.write_bytes(whole[:boundary])
         assert content(path) == TEXT[:100]
 
 
 @pytest.mark.parametrize("ending", PACKED)
 def test_a_changed_byte_is_refused_or_changes_nothing(tmp_path: Path, ending: str) -> None:
-    """The name and time in a header may change; the content may not."""
+    """A changed byte is refused, or leaves the content as it was, as one in a header's name or time does."""
     whole = packed(TEXT, ending)
     path, refused = tmp_path / f"a{ending}", 0
     for place in range(len(whole)):
@@ -141,7 +141,7 @@ def test_standard_input_is_read_in_blocks(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("ending", PACKED)
 def test_text_that_packs_well_takes_little_memory(tmp_path: Path, ending: str) -> None:
-    """A thousand times smaller in gzip, ten thousand times in Zstandard."""
+    """Text that compresses a thousandfold (gzip) or ten thousandfold (Zstandard) is never in memory as a whole."""
     size = 64 << 20
     path = write(tmp_path / f"a{ending}", packed(b"a line of text.\n" * (size // 16), ending))
     (file,) = find_inputs([str(path)], JSON)

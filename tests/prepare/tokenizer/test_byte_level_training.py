@@ -1,4 +1,4 @@
-"""Byte-level BPE: GPT-2's files, what they hold, and that they lose nothing."""
+"""Training byte-level BPE writes GPT-2's files, which encode every text without loss."""
 
 import inspect
 import json
@@ -61,7 +61,7 @@ def test_the_files_are_gpt2s(folder: Path) -> None:
     vocab = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
     lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
     assert sorted(vocab.values()) == list(range(700)) and vocab["<|endoftext|>"] == 699
-    # GPT-2 puts the bytes that can be seen first; ! is 0 and a space 220 there as well.
+    # GPT-2 puts the printable bytes first; in its vocabulary, too, `!` is 0 and a space 220.
     assert [vocab[symbol] for symbol in ("!", "~", "¡", "ÿ", "Ā", "Ġ", "Ń")] == [0, 93, 94, 187, 188, 220, 255]
     assert lines[0] == "#version: 0.2" and lines[-1] == "" and len(lines) == 1 + 700 - 257 + 1
     assert [vocab[line.replace(" ", "")] for line in lines[1:-1]] == list(range(256, 699))
@@ -112,7 +112,7 @@ def test_the_end_sign_is_not_learnt_from() -> None:
 
 
 def test_no_space_is_put_in_front() -> None:
-    """Of two letters there is one pair to learn."""
+    """Text of two letters has one pair to learn; a space put in front would make two."""
     text = text_of(*["ab"] * 9)
     assert learn_byte_level(text, 258).tokens[256:] == ["ab", "<|endoftext|>"]
     with pytest.raises(DataError, match="there are 258"):

@@ -1,4 +1,4 @@
-"""The sample a tokenizer learns from is spread over the whole input, whatever it is packed in."""
+"""The sample of text that a tokenizer learns from is spread over the whole input, compressed or not."""
 
 import gzip
 import io

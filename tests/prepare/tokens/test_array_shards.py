@@ -1,4 +1,4 @@
-"""Which corpora words of a command line mean; shards are put in order, and are complete."""
+"""Words of a command line are resolved to corpora; shards are put in order, and missing shards are an error."""
 
 import random
 from pathlib import Path
@@ -44,7 +44,7 @@ def test_shards_come_in_order_however_they_are_given(tmp_path: Path) -> None:
 
 
 def test_numbers_are_no_words(tmp_path: Path) -> None:
-    """By name, 10 would stand before 9."""
+    """Shards are ordered by number; ordered by name, 10 would come before 9."""
     prefixes = make(tmp_path, *(f"out_shard_{number}_of_11_text_document" for number in range(11)))
     assert find_prefixes([str(tmp_path)]) == tuple(prefixes)
 
@@ -66,7 +66,7 @@ def test_folders_and_patterns_are_in_the_order_of_names(tmp_path: Path) -> None:
 
 
 def test_files_mean_their_corpus_once(tmp_path: Path) -> None:
-    """What the shell makes of an unquoted pattern."""
+    """All files of one corpus, as the shell lists them for an unquoted pattern, stand for that corpus once."""
     (a,) = make(tmp_path, "a")
     Path(f"{a}.json").touch()
     assert find_prefixes([f"{a}.bin", f"{a}.idx", f"{a}.json"]) == (a,)

@@ -1,4 +1,4 @@
-"""Chunks become rows of tokens: against a plain loop, for every rule."""
+"""Encoding a chunk gives the tokens that a plain loop over its texts gives, for every rule."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,7 +75,7 @@ def test_bad_rows_are_refused_or_passed_over() -> None:
     with pytest.raises(DataError, match=r"some\.jsonl: row 2"):
         chunk_encoder(BYTES, EncodeRules(DocumentRules()))(chunk)
     work = chunk_encoder(BYTES, EncodeRules(DocumentRules(), skip_bad_lines=True))
-    for _ in range(2):  # those of one chunk are not told again with the next
+    for _ in range(2):  # the bad lines of one chunk are not reported again with the next
         encoded: Encoded = work(chunk)
         assert encoded.texts[0].tokens.tolist() == [120, 121]
         assert [line.split(": ")[1] for line in encoded.bad_lines] == ["row 2", "row 4"]

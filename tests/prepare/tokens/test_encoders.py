@@ -1,4 +1,4 @@
-"""The fastest encoder against each tokenizer's own library: token for token, whatever the text is."""
+"""The fastest encoder gives the same tokens as each tokenizer's own library, for any text."""
 
 import io
 import random
@@ -46,20 +46,20 @@ PARTS = [
 
 
 def sources() -> str:
-    """A quarter of a megabyte of the standard library."""
+    """Return a quarter of a megabyte of source code from the standard library."""
     folder = Path(sysconfig.get_path("stdlib"))
     return "".join((folder / name).read_text() for name in ("argparse.py", "ast.py", "inspect.py"))[:250_000]
 
 
 def characters(rng: random.Random, count: int) -> str:
-    """From all planes, the first ones more often."""
+    """Return random characters from all planes of Unicode, those of low codes more often."""
     limits = rng.choices([0x80, 0x250, 0x3000, 0x10000, 0x20000, 0x110000], k=count)
     codes = (rng.randrange(limit) for limit in limits)
     return "".join(chr(code) if code not in SURROGATES else rng.choice(ODD) for code in codes)
 
 
 def documents(seed: int, count: int, pieces: Sequence[str] = ()) -> Iterator[str]:
-    """Made of words, signs, runs, numbers and any characters; some are plain ASCII, some empty."""
+    """Yield random texts of words, signs, runs, numbers and any characters; some are plain ASCII, some empty."""
     rng = random.Random(seed)
     words = sources()[:20_000].split(" ")
     make: list[Callable[[], str]] = [
@@ -79,7 +79,7 @@ LONG = ["a" * 200_000, " " * 100_000 + "x", "\n" * 50_000, "\u00e9" * 100_000, "
 
 
 def assert_equal(encoder: Encoder, tokenizer: Tokenizer, texts: Iterator[str] | Sequence[str]) -> None:
-    """Of texts and of their UTF-8."""
+    """Check that the encoder gives the tokenizer's ids for each text, given as a string and as UTF-8."""
     for text in texts:
         expected = tokenizer.encode(text)
         for content in (text, text.encode()):
@@ -88,7 +88,7 @@ def assert_equal(encoder: Encoder, tokenizer: Tokenizer, texts: Iterator[str] | 
 
 @pytest.fixture(scope="module")
 def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """Five hundred merges learnt by the library."""
+    """Return a GPT-2 tokenizer of five hundred merges that the `tokenizers` library has learnt."""
     learner = LibraryTokenizer(BPE())
     learner.pre_tokenizer = ByteLevel(add_prefix_space=False)
     learner.train_from_iterator([sources(), "\u4f60\u597d caf\u00e9 " * 50], BpeTrainer(
@@ -102,7 +102,7 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def pieces(folder: Path, **options: Any) -> Tokenizer:
-    """A SentencePiece model as tools/train_tokenizer.py makes it, unless told otherwise."""
+    """Train a SentencePiece tokenizer with the settings of tools/train_tokenizer.py, which `options` override."""
     model = io.BytesIO()
     settings = {
         "vocab_size": 400, "model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity",
@@ -128,10 +128,10 @@ def test_byte_level_bpe(byte_level: Tokenizer) -> None:
 
 
 def test_every_character_in_byte_level_bpe(tmp_path: Path) -> None:
-    """Those that gigatoken is trusted with; the others do not get there.
+    """The library and gigatoken agree on every character that gigatoken is trusted with; it is given no others.
 
-    A letter, a digit, a sign and a space each have a merge with the first byte of every character, which shows with
-    which of them the character makes a word; beyond U+3400 there are no spaces to tell from digits.
+    A letter, a digit, a sign and a space each have a merge with the first byte of every character, so that the tokens
+    show which of them the character forms a word with; from U+3400 on, only the letter and the sign are tried.
     """
     merges = [(before, byte_symbols()[lead]) for before in "b1!\u0120" for lead in range(0xC2, 0xF5)]
     tokenizer = load_tokenizer(TokenizerSpec("GPT2BPETokenizer", *write_gpt2_files(tmp_path, merges)))
@@ -155,7 +155,7 @@ def test_every_character_in_byte_level_bpe(tmp_path: Path) -> None:
 def test_unknown_characters_take_no_other_lines_with_them(
     byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    """Only what lies between two cuts goes slowly, and the ids are those of the whole."""
+    """Only the part between two cuts that holds an unknown character is encoded slowly; the ids stay the same."""
     known = _KnownCharacters()
     lines = [text for text in documents(8, 300) if known.contain_all_of(text)]
     rng = random.Random(9)
@@ -207,7 +207,7 @@ def test_a_model_that_normalises_is_trusted_with_ascii_alone(tmp_path: Path, nor
 
 
 def test_a_model_with_the_librarys_defaults(tmp_path: Path) -> None:
-    """It drops some control characters and double spaces, and puts a space in front."""
+    """A model that drops some control characters and double spaces and puts a space in front gets the library's ids."""
     tokenizer = pieces(
         tmp_path, normalization_rule_name="nmt_nfkc", add_dummy_prefix=True, remove_extra_whitespaces=True
     )
@@ -247,7 +247,7 @@ def test_bytes_are_themselves() -> None:
 
 
 def faked(monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer, is_wrong: Callable[[str], bool]) -> list[str]:
-    """A gigatoken that gives nothing for some texts; returns the texts that it is asked for."""
+    """Install a gigatoken that returns nothing where `is_wrong` is true; return the list of texts that it is given."""
     asked: list[str] = []
 
     def encode(content: str | bytes) -> list[int]:

@@ -1,4 +1,4 @@
-"""Writing token files: bytes against an independent writer, going on after a stop, and publishing again."""
+"""Tests of writing token files: the bytes of an independent writer, continuing after a stop, and publishing again."""
 
 from pathlib import Path
 
@@ -47,7 +47,7 @@ def test_bulk_writing_equals_writing_one_by_one(tmp_path: Path) -> None:
 
 
 def test_a_known_file_byte_for_byte(tmp_path: Path) -> None:
-    """Two documents, [5, 6, 7] and [8], in uint16; the hexadecimal text was written by hand from the table."""
+    """The documents [5, 6, 7] and [8] in uint16 give these bytes, written by hand from the table of the format."""
     with IndexedDatasetWriter(tmp_path / "c", np.dtype(np.uint16)) as writer:
         add_documents(writer, np.array([5, 6, 7, 8]), [3, 1])
     expected = (
@@ -104,7 +104,7 @@ def write_from(position: Position, scratch: Path, prefix: Path) -> IndexedDatase
 
 
 def test_a_later_writer_goes_on_where_an_earlier_one_synced(tmp_path: Path) -> None:
-    """What came after the position is forgotten, whether or not it reached the disk."""
+    """A later writer overwrites all that was written after the given position, whether or not it reached the disk."""
     scratch, prefix = tmp_path / "scratch", tmp_path / "c"
     first = write_from(Position(), scratch, prefix)
     add_documents(first, np.array([1, 2, 3]), [3, 0])
@@ -132,7 +132,7 @@ def test_a_scratch_folder_that_lost_what_was_finished_is_refused(tmp_path: Path)
 
 @pytest.mark.parametrize("ending", ["bin", "lengths", "documents"])
 def test_a_scratch_folder_whose_files_have_changed_is_refused(tmp_path: Path, ending: str) -> None:
-    """By a byte that would do no harm to the format."""
+    """A changed byte is found even if the format stays valid."""
     first = write_from(Position(), tmp_path, tmp_path / "c")
     add_documents(first, np.array([1, 2, 3]), [2, 1])
     position = first.sync()
@@ -146,7 +146,7 @@ def test_a_scratch_folder_whose_files_have_changed_is_refused(tmp_path: Path, en
 
 @pytest.mark.parametrize("moved", [0, 1, 2])
 def test_publishing_again_ends_what_was_interrupted(tmp_path: Path, moved: int) -> None:
-    """After no file, the tokens, or both have got their names; an earlier corpus never pairs with new tokens."""
+    """Publishing again completes a move that stopped after 0, 1 or 2 files; an old index is never beside new tokens."""
     scratch = tmp_path / "scratch"
     prefix = Path(write_corpus(tmp_path / "c", [[[9, 9]]]))
     Path(f"{prefix}.json").write_text("of the earlier corpus")
@@ -163,7 +163,7 @@ def test_publishing_again_ends_what_was_interrupted(tmp_path: Path, moved: int) 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(files.os, "replace", interrupted)
         publish_corpus(scratch, prefix)
-        raise KeyboardInterrupt  # after the last of them
+        raise KeyboardInterrupt  # interrupted after the last file
     assert not Path(f"{prefix}.json").exists()
     assert Path(f"{prefix}.idx").exists() == (moved == 2)
     publish_corpus(scratch, prefix)

@@ -1,4 +1,4 @@
-"""The journal of long work: what counts, what is cleared, who is let in, what stays after an end of any kind."""
+"""Tests of the journal of long work: what counts as finished, what is cleared, and what each kind of end leaves."""
 
 import errno
 import fcntl
@@ -24,7 +24,7 @@ def states(folder: Path) -> list[Any]:
 def interrupted(
     folder: Path, *finished: dict[str, Any], error: BaseException | None = None, resume: bool = False
 ) -> None:
-    """Work that is ended by an error after some partitions."""
+    """Run work that finishes the given partitions and is then ended by an error."""
     error = error or KeyboardInterrupt()
     with pytest.raises(type(error)), Journal(folder, WORK, resume=resume) as journal:
         (folder / "c.bin").write_bytes(b"made so far")
@@ -90,7 +90,7 @@ def test_a_journal_cut_anywhere_counts_its_whole_lines(tmp_path: Path) -> None:
 
 
 def test_a_line_that_never_reached_the_disk_does_not_count(tmp_path: Path) -> None:
-    """After a crash of the machine a file may be as long as it was and hold zeros at its end."""
+    """A line of zeros is ignored: after a crash of the machine a file may have its length and end in zeros."""
     folder = tmp_path / "s"
     interrupted(folder, {"chunks": 1})
     with open(folder / JOURNAL, "ab") as stream:
@@ -111,7 +111,7 @@ def test_other_work_is_refused_and_told_apart(tmp_path: Path) -> None:
     assert "input was" in given[0] and '"a.jsonl", 10' in given[0] and '"a.jsonl", 11' in given[0]
     assert "shard was 0" in given[1] and "is 1" in given[1]
     assert "new was null" in given[2]
-    with Journal(folder, WORK, resume=True) as journal:  # what is there has not suffered
+    with Journal(folder, WORK, resume=True) as journal:  # the refusals have not changed the journal
         assert journal.last == {"chunks": 1}
 
 
@@ -191,7 +191,7 @@ def test_a_line_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_disk_that_takes_nothing_from_the_start_is_told(tmp_path: Path) -> None:
-    """What it has refused lies in the stream, and closing offers it once more."""
+    """A disk that refuses the first write raises a DataError, although closing the stream tries the write again."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))

@@ -1,4 +1,4 @@
-"""Several corpora become one, byte for byte the one that all their text gives."""
+"""Merging corpora gives, byte for byte, the corpus that preprocessing all their text at once gives."""
 
 import os
 import resource
@@ -49,7 +49,7 @@ def files(prefix: object) -> dict[str, bytes]:
 
 
 def described(prefix: str, **changes: Any) -> str:
-    """With a sidecar that fits the first of the parts."""
+    """Write a sidecar that fits the first of the parts, with some changes, and return the prefix."""
     write_sidecar(prefix, replace(SIDECAR, **changes))
     return prefix
 
@@ -75,7 +75,7 @@ def test_it_is_the_corpus_of_all_documents(tmp_path: Path, code: int) -> None:
 def test_shards_of_a_preprocessing_give_what_one_would_have_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_shards: int, chunk_bytes: int
 ) -> None:
-    """All three files of both keys, though some shards of the second preprocessing are empty."""
+    """The merged shards equal one preprocessing in all three files of both keys, even if some shards are empty."""
     monkeypatch.setattr(chunks, "CHUNK_BYTES", chunk_bytes)
     source = tmp_path / "text.jsonl"
     lines = ['{"text": "' + "word " * (number % 7) + f'", "title": "{number}"' + "}" for number in range(25)]
@@ -163,7 +163,7 @@ def test_the_output_is_none_of_the_inputs_by_any_name(tmp_path: Path) -> None:
 
 
 class Stopped(Exception):
-    """Stands for an interruption."""
+    """An error that stands for an interruption."""
 
 
 def test_an_interruption_leaves_what_was_there(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_parts_that_change_meanwhile_are_refused(tmp_path: Path) -> None:
 def test_all_of_every_index_is_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int, message: str
 ) -> None:
-    """Opening a large corpus looks at some of it only."""
+    """Merging checks every index as a whole, because opening a large corpus checks only part of it."""
     a = write_corpus(tmp_path / "a", PARTS[0])
     parts = open_inputs([a], str(tmp_path / "all"))
     index = bytearray(Path(f"{a}.idx").read_bytes())

@@ -1,4 +1,4 @@
-"""Preprocessing: the files against an independent writer, the same for any number of workers, shards and ends."""
+"""Preprocessing writes the files of an independent writer, for any number of workers, shards and interruptions."""
 
 import errno
 import json
@@ -47,7 +47,7 @@ def run(tmp_path: Path, *inputs: Path, **options: Any) -> list[WrittenCorpus]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Everything in a folder, by name; folders are told by a slash."""
+    """Return the content of each file in a folder by name; a folder has a name that ends in a slash, and no content."""
     return {path.name + "/" * path.is_dir(): b"" if path.is_dir() else path.read_bytes() for path in folder.iterdir()}
 
 
@@ -58,7 +58,7 @@ def written(tmp_path: Path, key: str = "text") -> tuple[bytes, bytes]:
 
 @pytest.mark.parametrize("append_eod", [False, True])
 def test_files_are_those_of_the_format(tmp_path: Path, append_eod: bool) -> None:
-    """An empty document writes no sequence, counts as a document, and gets no end."""
+    """An empty document counts as a document, but writes no sequence and no end-of-document token."""
     ((prefix, sidecar),) = run(tmp_path, write_jsonl(tmp_path / "a.jsonl", TEXTS), append_eod=append_eod)
     end = [256] if append_eod else []
     expected = [[[*text.encode(), *end]] if text else [] for text in TEXTS]
@@ -69,8 +69,8 @@ def test_files_are_those_of_the_format(tmp_path: Path, append_eod: bool) -> None
 
 
 def test_workers_do_not_change_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many chunks over two files of two kinds, two processes, a tokenizer read from files."""
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 10_000)  # chunks are found here; workers are sent them
+    """One worker and two write the same files for many chunks of jsonl and plain text and a tokenizer from files."""
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 10_000)  # chunks are found in this process and sent to the workers
     texts = [f"document {number} " * (number % 50) for number in range(400)]
     inputs = [write_jsonl(tmp_path / "a.jsonl", texts), tmp_path / "b.txt"]
     inputs[1].write_text("some plain text\n\n" * 1000)
@@ -111,7 +111,7 @@ def test_a_bad_line_leaves_earlier_files_as_they_were(tmp_path: Path, workers: i
 def test_many_failing_workers_give_one_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The first in the input's order, however many follow; the workers themselves print nothing."""
+    """Only the failure that is first in the order of the input is raised; the workers themselves print nothing."""
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 20)
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS * 20, key="other")
     with pytest.raises(DataError, match=r"a\.jsonl:1\b"):
@@ -174,7 +174,7 @@ def test_an_empty_end_of_the_prefix_is_a_folder(tmp_path: Path) -> None:
 
 
 def reference_sequences(tokens: list[int], limit: int) -> list[list[int]]:
-    """A document as sequences of at most `limit` tokens."""
+    """Cut a document into sequences of at most `limit` tokens."""
     return [tokens[start : start + limit] for start in range(0, len(tokens), limit)]
 
 
@@ -194,7 +194,7 @@ def test_long_documents_are_split(tmp_path: Path, limit: int, append_eod: bool) 
 
 
 def many(folder: Path) -> list[Path]:
-    """Three files of two kinds, some seventy kilobytes, with lines that cannot be used."""
+    """Write three jsonl files of some seventy kilobytes in all, with two unusable lines; return their paths."""
     rng = random.Random(1)
     lines = [json.dumps({"text": "t" * rng.randrange(90), "title": f"title {n}" * (n % 3)}) for n in range(500)]
     lines[100] = "{"
@@ -213,7 +213,7 @@ MANY: dict[str, Any] = {
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seven of them, and a disk that takes no time: no machine stops here."""
+    """Make the input about seven chunks, and skip fsync, which takes time and matters only when a machine crashes."""
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 10_000)
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
@@ -262,13 +262,13 @@ def test_bad_lines_are_listed_alike_for_any_number_of_workers(tmp_path: Path, sm
 
 
 class Death(BaseException):
-    """The process is gone: nothing that it would do afterwards happens."""
+    """The sudden end of a process: nothing that it would do afterwards happens."""
 
 
 class Steps:
-    """Counts everything that changes the disk, and at number `last` raises `error` instead of doing it.
+    """Counts the operations that change the disk, and raises `error` in place of operation number `last`.
 
-    A Death is followed by nothing any more; any other error happens once.
+    After a Death every later operation fails too; any other error is raised once.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, last: int = -1, error: BaseException | None = None) -> None:
@@ -281,7 +281,7 @@ class Steps:
             patch.setattr(Spool, name, self._counted(name, getattr(Spool, name)))
 
     def forget(self) -> None:
-        """Let go of whatever the error has come through: a dead process has no file open, and no lock."""
+        """Drop the frames that the error passed through: a dead process holds no file open and no lock."""
         self._error = self._error.with_traceback(None)
         self._error.__context__ = None
 
@@ -290,7 +290,7 @@ class Steps:
             number, self.count = self.count, self.count + 1
             self.names.append(name)
             if number == self._last or (0 <= self._last < number and isinstance(self._error, Death)):
-                if name in ("__init__", "write") and isinstance(self._error, OSError):  # as it would come out of there
+                if name in ("__init__", "write") and isinstance(self._error, OSError):  # as a Spool would raise it
                     raise cannot_write(Path(name), self._error) from self._error
                 raise self._error
             return do(*arguments, **options)
@@ -300,7 +300,7 @@ class Steps:
 
 @contextmanager
 def stopped_at(step: int, error: BaseException | None = None) -> Iterator[Steps]:
-    """A block that ends at a step, whatever its error."""
+    """Make the block fail at the given step (-1: at none), and catch the error that comes of it."""
     with pytest.MonkeyPatch.context() as patch:
         steps = Steps(patch, step, error)
         try:
@@ -312,7 +312,7 @@ def stopped_at(step: int, error: BaseException | None = None) -> Iterator[Steps]
 
 
 def prepared(tmp_path: Path) -> tuple[list[Path], dict[str, bytes], dict[str, bytes], int]:
-    """Input; what a run leaves, of an earlier corpus and of this one; how many steps it takes."""
+    """Return the inputs, a folder's content before a run (an earlier corpus) and after it, and the run's steps."""
     paths = many(tmp_path)
     earlier, whole = tmp_path / "earlier", tmp_path / "whole"
     make(earlier, write_jsonl(tmp_path / "e.jsonl", ["an earlier corpus"] * 5, "text"))
@@ -326,7 +326,7 @@ def prepared(tmp_path: Path) -> tuple[list[Path], dict[str, bytes], dict[str, by
 
 
 def assert_unharmed(folder: Path, earlier: dict[str, bytes], whole: dict[str, bytes]) -> None:
-    """Every corpus is the earlier one, the new one, or none: an index is of its tokens, a sidecar of both."""
+    """Check that each corpus is the earlier one, the new one or absent: its three files always fit together."""
     now = contents(folder)
     for key in ("text", "title"):
         names = [f"out_{key}_document.{ending}" for ending in ("bin", "idx", "json")]
@@ -337,7 +337,7 @@ def assert_unharmed(folder: Path, earlier: dict[str, bytes], whole: dict[str, by
 
 
 def test_a_death_at_any_step_can_be_gone_on_from(tmp_path: Path, small_chunks: None) -> None:
-    """And no moment harms an earlier corpus; the end is what it is without any death."""
+    """Resuming after a death at any step gives the files of a whole run; an earlier corpus is never harmed."""
     paths, earlier, whole, count = prepared(tmp_path)
     assert count > 60
     rng = random.Random(2)
@@ -349,7 +349,7 @@ def test_a_death_at_any_step_can_be_gone_on_from(tmp_path: Path, small_chunks: N
         with stopped_at(step):
             make(folder, *paths, **MANY)
         assert_unharmed(folder, earlier, whole)
-        if step % 3 == 0:  # another one, on the way
+        if step % 3 == 0:  # a second death, while resuming
             with stopped_at(rng.randrange(count)):
                 make(folder, *paths, **MANY, resume=True)
             assert_unharmed(folder, earlier, whole)
@@ -359,7 +359,7 @@ def test_a_death_at_any_step_can_be_gone_on_from(tmp_path: Path, small_chunks: N
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 def test_a_disk_that_refuses_any_step_is_told(tmp_path: Path, small_chunks: None, number: int) -> None:
-    """A full one is left without a trace of the work; what was finished on another one is gone on from."""
+    """A full disk is left without a trace of the work; after any other error of the disk a later run can resume."""
     paths, earlier, whole, count = prepared(tmp_path)
     kept = 0
     for step in range(number == errno.EIO, count, 2):
@@ -414,7 +414,7 @@ def test_changed_inputs_and_tokenizers_are_not_gone_on_with(tmp_path: Path, smal
     os.utime(paths[1], ns=(0, 1))
     with pytest.raises(DataError, match=f"--resume: input was .*{paths[1]}"):
         make(folder, *paths, **MANY, tokenizer=tokenizer, resume=True)
-    make(folder, *paths, **MANY, tokenizer=tokenizer)  # without --resume it starts again
+    make(folder, *paths, **MANY, tokenizer=tokenizer)  # without --resume the run starts from the beginning
     assert not any(name.startswith(".") for name in contents(folder))
 
 

@@ -1,4 +1,4 @@
-"""What is told of long work: lines that a file can hold, and a bar of one line at a terminal."""
+"""The progress of long work is shown as lines in a file or pipe, and as a bar of one line on a terminal."""
 
 import fcntl
 import os
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Seconds, told by the test."""
+    """Replace the clock by a list of one number of seconds, which the test sets."""
     seconds = [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: seconds[0])
     return seconds
@@ -74,7 +74,7 @@ print("the end")
 
 
 def on_a_terminal(columns: int) -> str:
-    """All that a terminal of so many columns is sent."""
+    """Return everything that the program sends to a terminal of so many columns."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "RANK", "NO_COLOR")}
@@ -86,7 +86,7 @@ def on_a_terminal(columns: int) -> str:
             while block := os.read(ours, 4096):
                 text += block
         except OSError:
-            pass  # how a terminal tells that nobody writes any more
+            pass  # how a pseudo-terminal reports that its last writer has closed it
         os.close(ours)
     return text.decode()
 

@@ -1,4 +1,4 @@
-"""Work shared out among processes: order, size, failures of every kind, and ends that nobody announces."""
+"""Tests of work shared among processes: its order, large items, failures of every kind and sudden deaths."""
 
 import gc
 import os
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def square(number: int) -> int:
-    time.sleep(0.01 * (number % 3 == 0))  # those given out first are not done first
+    time.sleep(0.01 * (number % 3 == 0))  # tasks do not finish in the order they are given out in
     return number * number
 
 
@@ -55,7 +55,7 @@ class Arrays(NamedTuple):
 
 
 def arrays(number: int) -> Arrays:
-    """Of every seventh task more than a slot holds; odd sizes, so that the next array is not aligned by itself."""
+    """Return arrays, for every seventh task more than a slot holds; after odd sizes the next array must be aligned."""
     size = SLOT_BYTES // 8 + number if number % 7 == 3 else number
     large = np.full(size, number, np.float64)
     return Arrays(number, np.full(2 * number + 1, number, np.uint16), large, np.empty(0, np.int64))
@@ -89,17 +89,17 @@ def test_results_come_in_the_order_of_the_tasks(count: int, tasks: int) -> None:
 
 
 def test_tasks_and_results_larger_than_a_pipe_holds() -> None:
-    """Both directions are full at once: nobody waits for somebody who waits for him."""
+    """Full pipes in both directions at once cause no deadlock."""
     tasks = [bytes([number]) * 3 + b"x" * 2_000_000 for number in range(24)]
     with worker_pool(start_reverse, 2) as run:
         assert [result[-3:] for result in run(tasks)] == [task[:3] for task in tasks]
 
 
 def test_arrays_come_through_shared_memory_and_larger_ones_through_the_pipe() -> None:
-    """Each is whole when its turn comes, however far the workers are ahead; it is their memory, not a copy."""
+    """Each array is intact at its turn, however far ahead the workers are, and lies in shared memory, not in a copy."""
     with worker_pool(start_arrays, 2) as run:
         for number, result in enumerate(run(range(10 * AHEAD))):
-            time.sleep(0.02 * (number < 2))  # everything that may be done ahead is
+            time.sleep(0.02 * (number < 2))  # so that the workers get as far ahead as they may
             expected = arrays(number)
             for found, wanted in zip(result[1:], expected[1:], strict=True):
                 assert found.dtype == wanted.dtype and np.array_equal(found, wanted), number
@@ -109,7 +109,7 @@ def test_arrays_come_through_shared_memory_and_larger_ones_through_the_pipe() ->
 
 
 def memory(array: object) -> object:
-    """Where an array, or the array it is a view of, is."""
+    """Return the object that owns the memory of an array or of the array that it is a view of."""
     while isinstance(array, np.ndarray):
         array = array.base
     return array
@@ -131,7 +131,7 @@ def test_memory_is_gone_with_its_pool() -> None:
 
 
 def test_few_tasks_are_taken_ahead() -> None:
-    """The tasks may hold text: only a few are in memory, however many there are."""
+    """Only a few tasks are taken ahead of their results, because tasks may hold text and must not fill the memory."""
     numbers = count()
     with worker_pool(start_square, 2) as run:
         results = run(numbers)
@@ -141,7 +141,7 @@ def test_few_tasks_are_taken_ahead() -> None:
 
 @pytest.mark.parametrize("kind", ["user", "bug", "unpicklable", "killed"])
 def test_a_failure_is_raised_at_its_turn(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """Everything before it comes; everything after it fails too, in both workers, and is not told."""
+    """Results before the failed task are returned; later tasks, which fail too in both workers, are not reported."""
     seen: list[int] = []
     error = RuntimeError if kind in ("bug", "unpicklable") else DataError
     with (
@@ -202,7 +202,7 @@ def own_id(_: int) -> int:
 
 
 def is_alive(process: int) -> bool:
-    """Running; one that nobody has taken note of the end of is not."""
+    """Return True if a process is running; a zombie, whose end its parent has not collected, is not."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
@@ -231,7 +231,7 @@ def range_forever() -> Iterator[int]:
 @pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGINT])
 def test_workers_end_with_their_parent(tmp_path: Path, kind: signal.Signals, waits: bool) -> None:
-    """Killed without a word, or interrupted as by Ctrl-C, which reaches everybody; busy, or between two results."""
+    """Workers end, busy or waiting, when their parent is killed, or interrupted along with them as by Ctrl-C."""
     (tmp_path / "parent.py").write_text(PARENT)
     command = [sys.executable, str(tmp_path / "parent.py"), *["wait"] * waits]
     path = os.pathsep.join(map(str, (ROOT, ROOT / "tests", Path(__file__).parent)))
@@ -255,4 +255,4 @@ def test_workers_end_with_their_parent(tmp_path: Path, kind: signal.Signals, wai
     while any(map(is_alive, ids)) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not any(map(is_alive, ids))
-    assert stderr.count("Traceback") == (kind == signal.SIGINT), stderr  # the parent's own
+    assert stderr.count("Traceback") == (kind == signal.SIGINT), stderr  # the only traceback is the parent's
