@@ -28,7 +28,7 @@ TODAY: Mapping[str, str] = {
         tensor_parallel/vocab:TiedHead.forward
         tensor_parallel/head_loss:summed_cross_entropy
         tensor_parallel/products:TorchProducts.output
-        tensor_parallel/softmax:InPlaceSoftmax.losses
+        tensor_parallel/cross_entropy:InPlaceSoftmax.losses
         tensor_parallel/regions:exit_region
         comm/metered:MeteredCommunicator.all_reduce
         comm/local:LocalCommunicator.all_reduce
@@ -114,7 +114,7 @@ FLAT: Mapping[str, str] = {
         tensor_parallel/vocab:TiedHead.forward
         tensor_parallel/head_loss:summed_cross_entropy
         tensor_parallel/products:TorchProducts.output
-        tensor_parallel/softmax:InPlaceSoftmax.losses
+        tensor_parallel/cross_entropy:InPlaceSoftmax.losses
         tensor_parallel/regions:leave_region
         comm/metered:MeteredCommunicator.all_reduce
         comm/local:LocalCommunicator.all_reduce

@@ -176,7 +176,7 @@ def _compare(tensor: Tensor, ranks: Communicator) -> None:
         rule = (
             "partition_activations stores a slice of each input on every tensor-parallel rank: they hold the same input"
         )
-        legal = "partition_activations: false, or inputs that are no partition_over themselves"
+        legal = "partition_activations: false, or inputs that are not sliced themselves"
         given = f"recompute: an input of {list(tensor.shape)} that differs between tensor-parallel ranks"
         raise UsageError(Problem(given, rule, legal))
 

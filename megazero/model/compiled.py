@@ -5,7 +5,7 @@ go to autograd, and ZeRO's hooks fire block by block.  Elsewhere a block communi
 gradients, or recomputes a part of itself; those are its *borders*, and the code between two of them is compiled:
 attention, the activation, the additions with the norm.  Neither has a graph break, and all blocks share one
 compilation, since they differ in their parameters alone.  In the head, the code between its products and collectives is
-compiled (`tensor_parallel/softmax.py`).
+compiled (`tensor_parallel/cross_entropy.py`).
 """
 
 import os
@@ -20,7 +20,7 @@ from torch import nn
 
 from megazero.errors import ConfigError, Problem
 from megazero.model.gpt import GPT, TransformerBlock
-from megazero.tensor_parallel.softmax import FusedSoftmax
+from megazero.tensor_parallel.cross_entropy import FusedSoftmax
 
 
 def compile_blocks(model: GPT, *, as_a_whole: bool) -> str:

@@ -1,8 +1,9 @@
-"""The global gradient norm, every logical element counted once.
+"""The arithmetic of the global gradient norm: norms of fragments, the clip coefficient, the first overflow.
 
 Norms are taken per fragment, because a flat partition has both sharded and replicated parameters: one that is
-replicated over tensor-parallel ranks is counted on one of them only.  A fragment's norm is summed in float32 (float64
-for float64 gradients), and the squares are added up in float64 over all ranks.
+replicated over tensor-parallel ranks is counted on one of them only (`megazero.zero.update` selects the fragments,
+`megazero.zero.step` adds up their squares in float64 over all ranks).  A fragment's norm is summed in float32 (float64
+for float64 gradients).
 
 On a CPU torch widens narrow numbers into memory of its own before it sums them; here that memory is a leased
 constant-size buffer, one fragment at a time (CB: ZeRO, section 6.2).

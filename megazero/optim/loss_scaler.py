@@ -6,7 +6,8 @@ never moves.  A *dynamic* one doubles after a *window* of good steps and halves 
 *hysteresis* - the number of overflows that it tolerates - is used up; growing refills the hysteresis (Micikevicius et
 al., arXiv 1710.03740, section 3.2, with Megatron-LM's meaning of the four figures).
 
-Other formats need no scale: for bf16, fp32 and fp64 it is the static scale 1.
+Other formats need no scale: for bf16, fp32 and fp64 it is the static scale 1.  `megazero.zero.step` detects overflows,
+from the gradient norms of `megazero.optim.grad_norm`.
 """
 
 from collections.abc import Mapping

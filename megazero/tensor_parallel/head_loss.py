@@ -25,9 +25,9 @@ from torch.autograd.function import once_differentiable
 
 from megazero.errors import Problem, UsageError
 from megazero.parallel.gradient_slot import GetGradientSlot, GradientSlot, add_to, gradient_slot_of
+from megazero.tensor_parallel.cross_entropy import IN_PLACE, Labels, Softmax
 from megazero.tensor_parallel.products import TORCH, Products
 from megazero.tensor_parallel.regions import Border, PendingTensor
-from megazero.tensor_parallel.softmax import IN_PLACE, Labels, Softmax
 
 
 class Targets(NamedTuple):

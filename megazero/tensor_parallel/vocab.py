@@ -19,10 +19,10 @@ from torch.autograd.function import once_differentiable
 
 from megazero.parallel.gradient_slot import GetGradientSlot, add_to, gradient_slot_of
 from megazero.parallel.param_spec import Init, ParamSpec
+from megazero.tensor_parallel.cross_entropy import IN_PLACE, Softmax
 from megazero.tensor_parallel.head_loss import Targets, summed_cross_entropy
 from megazero.tensor_parallel.layers import TensorParallel, column_linear, uninitialised_parameter
 from megazero.tensor_parallel.regions import exit_region
-from megazero.tensor_parallel.softmax import IN_PLACE, Softmax
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -94,7 +94,7 @@ class Engine:
         self.gradient_scale = 1.0
         """The factor by which gradients are multiplied where a user reads them; the caller of `update` sets it."""
         self.has_gradients = False
-        """Whether the gradients of a whole step exist: from its last backward until the next step begins."""
+        """True while the gradients of a whole step exist: from its last backward until the next step begins."""
         self._unfinished: set[int] = set()  # parts whose last backward has not begun
         self._mesh = mesh
         self.world = mesh.world  # all ranks of the job

@@ -32,7 +32,7 @@ class ParameterGather:
         self.memory = UnitMemory(shards, communicator, autograd_retains_memory=not zero.memory_efficient_linear)
         self._units = {unit.name: unit for unit in partitioned_units(shards, parameters)}
         self.is_needed = bool(self._units)
-        """Whether anything is partitioned."""
+        """True if a unit is partitioned."""
         self._unit_of = {name: unit for unit in self._units.values() for name in unit.names}
         for unit in self._units.values():
             self.memory.attach(unit)

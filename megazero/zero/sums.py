@@ -39,7 +39,7 @@ class GradientSums:
         self._shards = shards
         self._buffers = buffers
         self.are_due = False
-        """Whether the gradients of a whole step have been reduced, and not yet summed."""
+        """True while the gradients of a whole step have been reduced and not yet summed."""
         self._runs = [(axis(name), tuple(self._runs_over(name))) for name in _AXES if axis(name).size > 1]
 
     def apply(self) -> None:

@@ -2,7 +2,7 @@
 
 A *use* is a unit being needed: its module's forward, a parameter read outside its module, its backward.  A *pass* is a
 forward and its backward (or a forward without one).  The record shows which unit to gather ahead of its use, and how
-far away a unit's next use is, which decides whether the unit is retained.
+far away a unit's next use is, which decides whether the unit is retained; `megazero.zero.gather` prefetches by it.
 
     recorded   embed  b0  b1  head  head  b1  b0
     now                   ^
@@ -44,7 +44,7 @@ class UseOrder:
 
     def distance(self, unit: str) -> int | None:
         """Return the elements of other units used before this one's next use; None when no next use is recorded."""
-        places = self._bucket_of_slot.get(unit, [])
+        places = self._places.get(unit, [])
         nearest = bisect_left(places, len(self._now))
         if not self._follows or nearest == len(places):
             return None
@@ -64,6 +64,6 @@ class UseOrder:
     def _set_record(self, order: list[str]) -> None:
         self._recorded = order
         self._elements_before = list(accumulate((self._numel[unit] for unit in order), initial=0))
-        self._bucket_of_slot: dict[str, list[int]] = {}
+        self._places: dict[str, list[int]] = {}
         for place, unit in enumerate(order):
-            self._bucket_of_slot.setdefault(unit, []).append(place)
+            self._places.setdefault(unit, []).append(place)

@@ -17,8 +17,8 @@ from megazero.config.run import RunConfig
 from megazero.config.validate import INFO
 from megazero.config.values import ParsedValue, shown
 from megazero.dialects.deepspeed.keys import BATCH_KEYS
+from megazero.dialects.deepspeed.optimizer import adopt_optimizer, adopt_scheduler
 from megazero.dialects.deepspeed.reading import ParsedFile
-from megazero.dialects.deepspeed.schedule import adopt_optimizer, adopt_scheduler
 from megazero.dialects.deepspeed.sections import Translation, automatic_notices, resolve, text_for_key, translate
 from megazero.errors import Problem
 

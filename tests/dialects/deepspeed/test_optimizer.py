@@ -7,8 +7,8 @@ import pytest
 
 from megazero.config.choices import OptimizerChoice
 from megazero.config.engine_sections import OptimizerConfig
+from megazero.dialects.deepspeed.optimizer import adopt_optimizer, adopt_scheduler
 from megazero.dialects.deepspeed.reading import read
-from megazero.dialects.deepspeed.schedule import adopt_optimizer, adopt_scheduler
 from megazero.dialects.deepspeed.sections import Translation, optimizer_of
 from megazero.errors import Problem
 from megazero.optim.schedules import LearningRate

@@ -11,7 +11,7 @@ from torch import Tensor
 from megazero.comm.interface import Communicator
 from megazero.comm.local import LocalCommunicator
 from megazero.model.compiled import lacking
-from megazero.tensor_parallel.softmax import FusedSoftmax, InPlaceSoftmax, Labels, Softmax
+from megazero.tensor_parallel.cross_entropy import FusedSoftmax, InPlaceSoftmax, Labels, Softmax
 
 TOKENS, PADDED, REAL = 7, 12, 9
 LACKING = lacking(torch.device("cpu"))
