@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 import torch.distributed as dist
 from support import broken_files
 from support.launch import SMALL_RUN, command_line, read_steps, run_here, set_launcher
+from support.source_tree import ROOT
 
 from megazero.checkpoint.reader import open_checkpoint
 from megazero.command_line.parse import from_yaml
@@ -121,3 +124,11 @@ def test_a_loss_scale_at_its_end_stops_the_run_and_saves(
     assert "--lr" in told and "Traceback" not in told
     assert [step["skipped"] for step in read_steps(tmp_path / "steps").values()] == [True, True]
     assert open_checkpoint(tmp_path / "saved").progress["optimizer_steps"] == 0
+
+
+def test_a_run_that_compiles_nothing_does_not_import_the_compiler(tmp_path: Path) -> None:
+    """The imports of a run that trains and saves leave torch._dynamo out, which takes as long as the rest of torch."""
+    command = [sys.executable, "-X", "importtime", str(ROOT / "pretrain_gpt.py"), *flags(tmp_path, train_iters="1")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "megazero.zero.engine" in imported and "torch._dynamo" not in imported

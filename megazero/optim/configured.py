@@ -1,6 +1,7 @@
 """Makes the inner optimizer of a configuration for the parameters of a model, in runs and in the library."""
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import torch
@@ -19,10 +20,12 @@ def make_optimizer(choice: OptimizerChoice, model: nn.Module) -> FusedAdamW | El
     """Make AdamW with the fused kernel, or any other torch optimizer with a decayed and an undecayed param group."""
     others = {name for name, value in choice.params.items() if name not in _KERNEL_PARAMS and value}
     if choice.type == "AdamW" and not others:
-        # torch's own defaults for arguments that were left out
-        standard = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=choice.lr, **choice.params).defaults
-        (beta1, beta2), eps, weight_decay = standard["betas"], standard["eps"], standard["weight_decay"]
-        return FusedAdamW(AdamWSettings(beta1, beta2, eps, weight_decay))
+        # torch's defaults for arguments that were left out, read from its signature: to make a torch optimizer would
+        # import torch._dynamo, which takes a second.
+        standard = {name: argument.default for name, argument in signature(torch.optim.AdamW).parameters.items()}
+        params = {**standard, **choice.params}
+        beta1, beta2 = params["betas"]
+        return FusedAdamW(AdamWSettings(beta1, beta2, params["eps"], params["weight_decay"]))
     trained = [(spec, parameter) for spec, parameter in named_specs(model) if parameter.requires_grad]
     groups: list[dict[str, Any]] = [{"params": [parameter for spec, parameter in trained if spec.decay]}]
     undecayed = [parameter for spec, parameter in trained if not spec.decay]

@@ -83,8 +83,7 @@ def tensors(checkpoint: Checkpoint) -> dict[tuple[str, str], torch.Tensor]:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("precision", "stage"), [("fp32", 1), ("bf16", 2), ("fp16", 2), ("fp16", 3)])
 def test_resuming_is_bitwise(tmp_path: Path, precision: str, stage: int) -> None:
     common = {"tensor_model_parallel_size": 2, "zero_stage": stage, "precision": precision, **PRECISIONS[precision]}
     through, halves = files(tmp_path / "through"), files(tmp_path / "halves")

@@ -60,8 +60,7 @@ def test_each_choice_keeps_less() -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize(("tp", "dropout"), [(2, 0.1), (4, 0.0)])
 def test_traffic_of_slices(tp: int, dropout: float) -> None:
     """Slices cost one gather more for every block, counted in units of b s h sent (tp-1)/tp times: an all-reduce is 2,
     a gather 1.
@@ -83,8 +82,7 @@ def test_traffic_of_slices(tp: int, dropout: float) -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "bf16")])
 def test_temporaries_do_not_grow_with_the_model(stage: int, precision: str) -> None:
     """Four times the layers need the same constant-size buffers, and the same peaks of all temporary memory."""
     changes = {"zero_stage": stage, "precision": precision, "recompute_granularity": "full"}

@@ -12,20 +12,42 @@ import pytest
 SUPPORT = Path(__file__).parents[1] / "support"
 
 
-def dry_run(*arguments: Any) -> dict[str, Any]:
-    """Run `support/dry_run.py` in a process of its own and return the figures that it prints."""
+DP, TP = 64, 16
+RANKS = [(0, 2), (517, 1), (1023, 0), (300, 3)]  # (rank, stage)
+PP, DP_OF_A_STAGE, MICRO_BATCHES = 4, 16, 8
+PIPELINES = [(0, "1f1b"), (1, "zero-bubble"), (3, "interleaved")]  # (pipeline rank, schedule)
+
+
+def case_of(pipeline_rank: int, schedule: str) -> list[Any]:
+    """Return the arguments of the dry run of one rank of a pipeline stage."""
+    chunks = 2 if schedule == "interleaved" else 1
+    settings = {
+        "num_layers": 8,
+        "pipeline_schedule": schedule,
+        "pipeline_split": ",".join([str(8 // (PP * chunks))] * PP * chunks),
+        "sequence_parallel": True,
+        "zero3_reshard_after": "window",
+        "num_micro_batches": MICRO_BATCHES,
+    }
+    settings |= {"num_layers_per_virtual_pipeline_stage": 1} if chunks > 1 else {}
+    return [pipeline_rank * DP_OF_A_STAGE * TP + 37, DP_OF_A_STAGE, TP, 3, PP, settings]
+
+
+@pytest.fixture(scope="module")
+def figures() -> dict[tuple[int, Any], dict[str, Any]]:
+    """Return the figures that `support/dry_run.py` prints for all cases, which one process takes in turn."""
+    cases = [[rank, DP, TP, stage] for rank, stage in RANKS] + [case_of(*pipeline) for pipeline in PIPELINES]
     environment = {**os.environ, "PYTHONPATH": str(SUPPORT.parent)}
-    command = [sys.executable, str(SUPPORT / "dry_run.py"), *map(json.dumps, arguments)]
+    command = [sys.executable, str(SUPPORT / "dry_run.py"), json.dumps(cases)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    return dict(zip([*RANKS, *PIPELINES], json.loads(done.stdout.splitlines()[-1]), strict=True))
 
 
-@pytest.mark.parametrize(("rank", "stage"), [(0, 2), (517, 1), (1023, 0), (300, 3)])
-def test_a_step_of_1024_ranks(rank: int, stage: int) -> None:
-    dp, tp = 64, 16
-    result = dry_run(rank, dp, tp, stage)
+@pytest.mark.parametrize(("rank", "stage"), RANKS)
+def test_a_step_of_1024_ranks(rank: int, stage: int, figures: dict[tuple[int, Any], dict[str, Any]]) -> None:
+    dp, tp = DP, TP
+    result = figures[rank, stage]
 
     padded, h, layers = result["padded"], 4096, 6
     psi = layers * ((12 * h * h + 7 * h) // tp + 6 * h)
@@ -52,21 +74,14 @@ def test_a_step_of_1024_ranks(rank: int, stage: int) -> None:
     assert sum(result["comm_bytes"]["tp"].values()) == 2 * all_reduces * 15 // 16
 
 
-@pytest.mark.parametrize(("pipeline_rank", "schedule"), [(0, "1f1b"), (1, "zero-bubble"), (3, "interleaved")])
-def test_a_step_of_1024_ranks_in_three_dimensions(pipeline_rank: int, schedule: str) -> None:
+@pytest.mark.parametrize(("pipeline_rank", "schedule"), PIPELINES)
+def test_a_step_of_1024_ranks_in_three_dimensions(
+    pipeline_rank: int, schedule: str, figures: dict[tuple[int, Any], dict[str, Any]]
+) -> None:
     """A step of 4 pipeline stages x 16 x tensor 16 splits the sequence, and ZeRO stage 3 gathers once a window."""
-    pp, dp, tp, m, h, tokens = 4, 16, 16, 8, 4096, 256
+    pp, dp, tp, m, h, tokens = PP, DP_OF_A_STAGE, TP, MICRO_BATCHES, 4096, 256
     chunks = 2 if schedule == "interleaved" else 1
-    settings = {
-        "num_layers": 8,
-        "pipeline_schedule": schedule,
-        "pipeline_split": ",".join([str(8 // (pp * chunks))] * pp * chunks),
-        "sequence_parallel": True,
-        "zero3_reshard_after": "window",
-        "num_micro_batches": m,
-    }
-    settings |= {"num_layers_per_virtual_pipeline_stage": 1} if chunks > 1 else {}
-    result = dry_run(pipeline_rank * dp * tp + 37, dp, tp, 3, pp, settings)
+    result = figures[pipeline_rank, schedule]
 
     first, last = pipeline_rank == 0, pipeline_rank == pp - 1
     cuts = pp * chunks - 1

@@ -77,8 +77,9 @@ def lending(mesh: Mesh, buffers: FusedBuffers) -> Iterator[None]:
 
 def two_steps(rank: int, tp: int, dp: int, settings: dict[str, Any], pool_only: bool = False) -> Seen:
     """Take two steps and return their figures; pool_only: buckets are leased from the pool, as without an arena."""
-    changes = {**SETTINGS, "precision": "fp32", "mock_data": True, "tensor_model_parallel_size": tp, **settings}
-    config = make_run(**{**changes, "micro_batch_size": 2, "global_batch_size": 4 * dp})
+    sizes = {"micro_batch_size": 2, "global_batch_size": 4 * dp, "reduce_bucket_size": 5000}
+    changes = {**sizes, "precision": "fp32", "mock_data": True, "tensor_model_parallel_size": tp, **settings}
+    config = make_run(**SETTINGS | changes)
     mesh = mesh_in_worker(rank, tp=tp, dp=dp, is_late=False)
     buffers = FusedBuffers(0, mesh.device)
     core = build_components(config, mesh, buffers, vocab_size=257)

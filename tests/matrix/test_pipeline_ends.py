@@ -175,12 +175,12 @@ class Copy(NamedTuple):
 
 
 def copies_on_rank(rank: int, degrees: Degrees, settings: dict[str, Any]) -> list[Copy]:
-    """Return the first and the last stage's copy after each of ten steps; other stages return none."""
+    """Return the first and the last stage's copy after each of four steps; other stages return none."""
     config = config_of(degrees, **settings)
     core = core_on_rank(rank, config, **degrees)
     parts, layout = step_context(config, core), batch_layout(config, core.mesh, None)
     copies = []
-    for step in range(10):
+    for step in range(4):
         batch = build_step_batch(DrawnSamples(), step * GLOBAL_BATCH, layout)
         training_step(parts, batch, StepControls(LR, 1.0))
         with GatheredParameters(core.model):
@@ -222,12 +222,12 @@ def same(one: Copy, other: Copy) -> bool:
     ids=str,
 )
 def test_tied_copies_stay_the_same_bits(degrees: Degrees, settings: dict[str, Any], precision: str) -> None:
-    """Weights, masters and moments of both copies are equal to the bit after each of ten steps."""
+    """Weights, masters and moments of both copies are equal to the bit after each of four steps."""
     size = size_of(degrees)
     ranks = run_ranks(size, copies_on_rank, degrees, {**settings, "precision": precision})
     a_stage = size // degrees["pp"]
     for first, last in zip(ranks[:a_stage], ranks[-a_stage:], strict=True):
-        assert len(first) == len(last) == 10
+        assert len(first) == len(last) == 4
         assert all(same(one, other) for one, other in zip(first, last, strict=True))
         assert not torch.equal(first[0].working, first[-1].working), "it trains"
         assert {piece.dtype for _, _, piece in first[0].state["weight"]} == {torch.float32}

@@ -1,8 +1,9 @@
-"""Runs a training step of one rank out of many with fake tensors and torch's fake process group, and prints JSON.
+"""Runs training steps of one rank out of many with fake tensors and torch's fake process group, and prints JSON.
 
-python dry_run.py RANK DP TP STAGE [PP SETTINGS]
+python dry_run.py '[[RANK, DP, TP, STAGE], [RANK, DP, TP, STAGE, PP, SETTINGS], ...]'
 
-SETTINGS are the run's settings as JSON; "num_micro_batches" among them is the number of a step (2 if left out).
+SETTINGS are the run's settings by name; "num_micro_batches" among them is the number of a step (2 if left out).  The
+output is a list of figures, one object for each step.
 """
 
 import json
@@ -27,8 +28,11 @@ from megazero.train.step import StepControls, training_step
 SEQUENCE = 256
 
 
-def main(rank: int, dp: int, tp: int, stage: int, pp: int = 1, settings: dict[str, Any] | None = None) -> None:
-    settings = settings or {}
+def step(
+    rank: int, dp: int, tp: int, stage: int, pp: int = 1, settings: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the figures of one step of a rank."""
+    settings = dict(settings or {})
     num_micro_batches = settings.pop("num_micro_batches", 2)
     given: dict[str, Any] = {
         "num_layers": 6,
@@ -56,18 +60,15 @@ def main(rank: int, dp: int, tp: int, stage: int, pp: int = 1, settings: dict[st
         batch = StepBatch(0, [MicroBatch(index, tokens, tokens, None) for index in range(num_micro_batches)])
         training_step(step_context(config, core), batch, StepControls(lr=1e-4, loss_scale=1.0))
         core.engine.close()
-    print(
-        json.dumps(
-            {
-                "padded": padded_numel(core.engine.layout, trainable=True),
-                "states": asdict(core.engine.model_state_bytes()),
-                "comm_bytes": mesh.meter.bytes_by_axis(),
-                "num_buffers": buffers.num_buffers,
-                "units": {section.unit: section.numel for section in core.engine.layout.sections},
-            }
-        )
-    )
+    dist.destroy_process_group()
+    return {
+        "padded": padded_numel(core.engine.layout, trainable=True),
+        "states": asdict(core.engine.model_state_bytes()),
+        "comm_bytes": mesh.meter.bytes_by_axis(),
+        "num_buffers": buffers.num_buffers,
+        "units": {section.unit: section.numel for section in core.engine.layout.sections},
+    }
 
 
 if __name__ == "__main__":
-    main(*(json.loads(word) for word in sys.argv[1:]))
+    print(json.dumps([step(*case) for case in json.loads(sys.argv[1])]))

@@ -35,7 +35,7 @@ from megazero.train.build import RunComponents, batch_layout, build_components, 
 from megazero.train.inputs import open_inputs
 from megazero.train.step import StepControls, training_step
 
-STEPS = 20
+STEPS = 8  # covers the warm-up and some of the decay
 GLOBAL_BATCH = 16
 LR = 3e-3
 
@@ -58,7 +58,7 @@ SETTINGS: dict[str, Any] = {
     "lr_warmup_iters": 4,
     "weight_decay": 0.1,
     "clip_grad": 0.5,
-    "reduce_bucket_size": 5000,
+    "reduce_bucket_size": 12_000,
     "split": "1",
     "eval_iters": 0,
     "mock_data": False,
