@@ -19,7 +19,6 @@ How much the attention core leaves depends on its kernel, so there are four; the
 """
 
 import argparse
-import datetime
 import sys
 import time
 import weakref
@@ -27,13 +26,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from report import HelpFormat, add_output, command, paragraph, publish, table, tell, today
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -373,22 +372,18 @@ def report_gpt2(seen: Mapping[str, Seen]) -> list[str]:
     sbh, layers = PAPER_GPT2.sbh, PAPER_GPT2.num_layers
     return [
         f"## GPT-2 1.5B ({layers} x {PAPER_GPT2.hidden_size}, 25 heads, sequence 1024, batch 32, MP 1), fp16",
-        "",
         f"sbh = {sbh} elements. *Formula*, a layer: sbh (34 + 5as/h) for unfused and CPU's math, 34 sbh for flash and"
         f" selective, 32 sbh for flash without dropout, 2 sbh for full. The paper's 12 sbh elements a layer are"
         f" {24 * sbh * layers} bytes, its 60 GB; by 2 sbh checkpoints are {2 * sbh * layers} bytes, where it says about"
         " 8 GB. *Ends*: the embedding's and the head's part of what is left. *Peak*: activations and checkpoints +"
         " temporaries when most was alive in the step.",
-        "",
-        *table(title, rows),
-        "",
+        table(title, rows),
         "Nothing recomputed, term by term, GB:",
-        "",
-        *report_terms({name: seen[name] for name in list(seen)[:4]}),
+        terms_table({name: seen[name] for name in list(seen)[:4]}),
     ]
 
 
-def report_terms(seen: Mapping[str, Seen]) -> list[str]:
+def terms_table(seen: Mapping[str, Seen]) -> str:
     sbh, assb = PAPER_GPT2.sbh * PAPER_GPT2.num_layers, PAPER_GPT2.assb * PAPER_GPT2.num_layers
     formula = {name: sbh * linear + assb * square for name, (linear, square, _) in FORMULA.items()}
     columns = [formula, *(figures.terms for figures in seen.values())]
@@ -410,12 +405,10 @@ def report_100b(seen: Mapping[str, Seen]) -> list[str]:
     title = ["", "formula", "checkpoints", "most checkpoints in the step", "in host memory", "left"]
     return [
         f"## 100B ({layers} x {PAPER_100B.hidden_size}, 64 heads, sequence 1024, batch 32, MP {t}), fp16",
-        "",
         f"A checkpoint is {one} bytes, a slice {one // t}, three {3 * one // t}. The paper's 33 GB, with Pa 2 GB,"
         f" count one byte an element: {layers * one // 2} and {layers * one // 2 // t}. *Formula*, a layer: unfused"
         " sbh (10 + 24/t + 5as/(ht)), checkpoints 2 sbh, with Pa 2 sbh / t.",
-        "",
-        *table(title, rows),
+        table(title, rows),
     ]
 
 
@@ -423,36 +416,24 @@ def gb(nbytes: int) -> str:
     return f"{nbytes / GB:.3f}"
 
 
-def table(title: list[str], rows: list[list[Any]]) -> list[str]:
-    lines = ["| " + " | ".join(title) + " |", "|" + "---|" * len(title)]
-    return lines + ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
-
-
 def timed(name: str, case: Case) -> Seen:
     start = time.perf_counter()
     seen = dry_run(case)
-    print(f"{time.perf_counter() - start:6.1f} s  {name}", file=sys.stderr, flush=True)
+    tell(f"{time.perf_counter() - start:6.1f} s  {name}")
     return seen
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="a Markdown file to be written too")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormat)
+    add_output(parser)
     output = parser.parse_args().output
-    lines = [
-        "# Activation bytes by dry run",
-        "",
-        f"{datetime.date.today()}; `python {' '.join(sys.argv)}`, torch {torch.__version__}; fake tensors, one rank of"
-        " many, so that no figure depends on the machine. Bytes where nothing else is said; 1 GB = 1e9 bytes.",
-        "",
-        *report_gpt2({name: timed(name, case) for name, case in GPT2.items()}),
-        "",
-        *report_100b({name: timed(name, case) for name, case in LARGE.items()}),
-    ]
-    text = "\n".join(lines) + "\n"
-    print(text, end="")
-    if output:
-        output.write_text(text, encoding="utf-8")
+    heading = (
+        f"{today()}; `{command(sys.argv)}`, torch {torch.__version__}; fake tensors, one rank of many, so that no"
+        " figure depends on the machine. Bytes where nothing else is said; 1 GB = 1e9 bytes."
+    )
+    gpt2 = report_gpt2({name: timed(name, case) for name, case in GPT2.items()})
+    large = report_100b({name: timed(name, case) for name, case in LARGE.items()})
+    publish(["# Activation bytes by dry run", paragraph(heading), *gpt2, *large], output)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Compares megazero with other systems on the same work: one GPT, the same first values, samples and optimizer.
 
-    python benchmarks/compare.py [--world-size 2] [--rounds 6] [--steps 8] [--systems ddp megazero-0] [--output OUT]
+    python benchmarks/compare.py [--world-size 2] [--rounds 6] [--steps 8] [--systems ddp megazero-0] [--output FILE.md]
 
 The systems of several processes are `floor` (the plain model without any communication: the least time that peers can
 take, but not megazero, which has kernels of its own), torch's `ddp`, `ddp-view` (gradients as views of its buckets),
@@ -25,13 +25,11 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 from jobs import Job
 from plain_gpt import hollow_gpt
-from records import publish
-from report import HelpFormat, tell
-from standings import BOUNDS, NOT_INSTALLED, Comparison, Run, page, record
+from report import HelpFormat, add_output, publish, tell
+from standings import BOUNDS, NOT_INSTALLED, Comparison, Run, body_of, record
 from steps import configuration
 from systems import ALONE, PLAIN, TOGETHER, Work, missing
 from turns import Contestant
@@ -64,7 +62,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--micro-batch-size", type=int, default=2, help="samples of a process and step")
     parser.add_argument("--precision", choices=sorted(BOUNDS), default="fp32", help="number format")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where processes compute")
-    parser.add_argument("--output", type=Path, help="OUT.md, the page, which is printed in any case, and OUT.json")
+    add_output(parser)
     options = parser.parse_args(words)
     known = systems_of(options.world_size)
     options.systems = options.systems or list(known)
@@ -172,7 +170,8 @@ def main(words: Sequence[str] | None = None) -> int:
     comparison = compare(options)
     num_parameters = sum(parameter.numel() for parameter in hollow_gpt(comparison.work.model).parameters())
     made = record(comparison, num_parameters)
-    publish(page(made), made, options.output)
+    title = f"# megazero beside others on the same work\n\n{made['date']}: `{made['command']}`"
+    publish([title, body_of(made)], options.output, made)
     return 0 if comparison.is_sound else 1
 
 

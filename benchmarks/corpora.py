@@ -30,12 +30,10 @@ from typing import Any
 import contestants
 import corpus_text
 import encoders
-import records
 import report
-import torch
 from contestants import Contestant, Files
 from corpus_text import Text
-from report import HelpFormat, paragraph, table, tell
+from report import MIB, Column, HelpFormat, add_output, new_record, paragraph, publish, table_of, tell
 from usage import CommandFailed
 
 MB = 1_000_000
@@ -59,7 +57,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="end after the round that goes beyond it")
     parser.add_argument("--scratch", type=Path, help="folder for text and token files; the system's without")
     parser.add_argument("--keep", action="store_true", help="leave them there")
-    parser.add_argument("--output", type=Path, help="OUT.md, the page, which is printed in any case, and OUT.json")
+    add_output(parser)
     options = parser.parse_args(words)
     if (options.vocab_file is None) != (options.merge_file is None):
         parser.error("--vocab-file and --merge-file: both or neither")
@@ -162,22 +160,20 @@ def _cpu_seconds(contestant: Contestant) -> float:
 def record(field: Sequence[Contestant], files: Files, options: argparse.Namespace) -> dict[str, Any]:
     bases = {one.kind: one for one in field if one.is_base and one.turns}
     systems = {one.name: figures(one, bases.get(one.kind)) for one in field}
-    return {
-        "program": "corpora",
-        "date": records.today(),
-        "device": report.CPU,
-        "torch": torch.__version__,
-        "command": command(sys.argv),
-        "model": "preprocessing",
-        "precision": "GPT-2's BPE" if options.vocab_file else f"a BPE of {options.vocab_size}",
-        "world_size": 1,
-        "text": {"bytes": files.text.nbytes, "documents": files.text.documents, "asked": options.megabytes * MB},
-        "part_bytes": files.part.nbytes,
-        "cores": len(os.sched_getaffinity(0)),
-        "versions": contestants.versions(),
-        "remark": options.remark,
-        "systems": systems,
-    }
+    return new_record(
+        "corpora",
+        "cpu",
+        command=command(sys.argv),
+        model="preprocessing",
+        precision="GPT-2's BPE" if options.vocab_file else f"a BPE of {options.vocab_size}",
+        world_size=1,
+        text={"bytes": files.text.nbytes, "documents": files.text.documents, "asked": options.megabytes * MB},
+        part_bytes=files.part.nbytes,
+        cores=len(os.sched_getaffinity(0)),
+        versions=contestants.versions(),
+        remark=options.remark,
+        systems=systems,
+    )
 
 
 def command(argv: Sequence[str]) -> str:
@@ -193,65 +189,31 @@ def command(argv: Sequence[str]) -> str:
     return report.command([argv[0], *words])
 
 
-def rows_of(made: Mapping[str, Any]) -> str:
-    """Return a record's table."""
-    rows = []
-    for name, system in made["systems"].items():
-        if "refused" in system:
-            rows.append([name, system["refused"], *["-"] * 8])
-            continue
-        start, beyond = system.get("startup_seconds"), system.get("bytes_per_cpu_second_beyond_startup")
-        ratio = system.get("ratio")
-        rows.append(
-            [
-                name,
-                f"{system['text_bytes'] / MB:.0f}",
-                _rate(system["bytes_per_cpu_second"]),
-                "-" if ratio is None else f"{ratio:.2f}",
-                "-" if beyond is None else _rate(beyond),
-                _rate(system["bytes_per_second"]),
-                "-" if start is None else f"{start:.2f}",
-                f"{system['peak_bytes'] / report.MIB:.0f}",
-                f"{system['tokens'] / 1e6:.2f}",
-                system["verdict"] or "-",
-            ]
-        )
-    return table(_HEADER, rows)
+COLUMNS = (
+    Column("text, MB", "text_bytes", ".0f", 1 / MB),
+    Column("MB a CPU second", "bytes_per_cpu_second", ".3g", 1 / MB),
+    Column("megazero beside it, x", "ratio", ".2f"),
+    Column("beyond start-up", "bytes_per_cpu_second_beyond_startup", ".3g", 1 / MB),
+    Column("MB a second", "bytes_per_second", ".3g", 1 / MB),
+    Column("start-up, s", "startup_seconds", ".2f"),
+    Column("peak, MiB", "peak_bytes", ".0f", 1 / MIB),
+    Column("tokens, millions", "tokens", ".2f", 1e-6),
+    Column("output", "verdict"),
+)
 
 
-_HEADER = [
-    "system",
-    "text, MB",
-    "MB a CPU second",
-    "megazero beside it, x",
-    "beyond start-up",
-    "MB a second",
-    "start-up, s",
-    "peak, MiB",
-    "tokens, millions",
-    "output",
-]
-
-
-def _rate(bytes_per_second: float) -> str:
-    return f"{bytes_per_second / MB:.3g}"
-
-
-def words_of(made: Mapping[str, Any]) -> str:
-    """Return the paragraph that explains a record's table."""
+def body_of(made: Mapping[str, Any]) -> str:
+    """Return a record's table, below the paragraph that explains it."""
     text = made["text"]
     less = f" ({text['asked'] / MB:.0f} MB were asked for)" if text["bytes"] < text["asked"] else ""
-    return paragraph(
+    words = paragraph(
         f"{text['documents']} documents in {text['bytes'] / MB:.1f} MB of jsonl{less}, slow systems the first"
         f" {made['part_bytes'] / MB:.1f} MB of it; {made['precision']}, {made['cores']} cores. Seconds of CPU are those"
         " of all processes, start-up included, but of those that encode alone only of encoding. Peak is of the largest"
         " process, and the output is beside megazero's on one worker."
         f" {', '.join(f'{name} {version}' for name, version in made['versions'].items())}. {made['remark']}".rstrip()
     )
-
-
-def page(made: Mapping[str, Any]) -> list[str]:
-    return [f"# Preprocessing\n\n`{made['command']}`", words_of(made), rows_of(made)]
+    return f"{words}\n\n{table_of(made['systems'], COLUMNS)}"
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -267,7 +229,7 @@ def main(words: Sequence[str] | None = None) -> int:
         field = [one for one in field if not options.systems or one.name.startswith(tuple(options.systems))]
         take_turns(field, options)
         made = record(field, files, options)
-    records.publish(page(made), made, options.output)
+    publish([f"# Preprocessing\n\n`{made['command']}`", body_of(made)], options.output, made)
     return 1 if contestants.OTHER_TOKENS in [system.get("verdict") for system in made["systems"].values()] else 0
 
 

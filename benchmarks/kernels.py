@@ -1,12 +1,12 @@
 """Times each kernel on a training step's path beside its roofline, on one process.
 
-    python benchmarks/kernels.py [--preset gpt2-124m] [--precision bf16] [--device cuda] [--output OUT]
+    python benchmarks/kernels.py [--preset gpt2-124m] [--precision bf16] [--device cuda] [--output FILE.md]
 
 The kernels are linear layers by every library that can compute them, attention by every backend of torch's, layer norm,
 GELU, the LM head with its loss in chunks and with whole logits, AdamW and the gradient norm (`kernel_cases.py`).  The
 roofline is max(operations / fastest product, bytes / copy) with both ceilings measured in the same run (`ceilings.py`);
-8-bit products have a ceiling of their own.  Caches are swept before each call.  With --output OUT the page goes to
-OUT.md and the record to OUT.json.
+8-bit products have a ceiling of their own.  Caches are swept before each call.  The record goes to a .json beside
+--output.
 """
 
 import argparse
@@ -18,12 +18,11 @@ from typing import Any
 
 import ceilings
 import kernel_cases
-import records
 import torch
 from ceilings import Ceilings
 from jobs import Place, run_job
 from kernel_cases import Kernel, Sizes
-from report import argument_parser, heading, mib, paragraph, table
+from report import MIB, Column, argument_parser, described, heading, new_record, paragraph, publish, table_of
 from steps import configuration_of
 from stopwatch import Stopwatch
 
@@ -160,50 +159,43 @@ def peak_bytes(kernel: Kernel, device: torch.device) -> int:
 
 
 def record(config: RunConfig, found: Mapping[str, Ceilings], timings: Sequence[Timing], device: str) -> dict[str, Any]:
-    return {
-        "program": "kernels",
-        "date": records.today(),
-        "device": records.device_name(device),
-        "torch": torch.__version__,
-        "command": records.command(),
-        "model": records.described(config.model),
-        "micro_batch_size": config.training.micro_batch_size,
-        "precision": config.precision.precision,
-        "world_size": 1,
-        "ceilings": {name or config.precision.precision: ceiling.to_json() for name, ceiling in found.items()},
-        "systems": {timing.name: timing.to_json() for timing in timings},
-    }
+    return new_record(
+        "kernels",
+        device,
+        model=described(config.model),
+        micro_batch_size=config.training.micro_batch_size,
+        precision=config.precision.precision,
+        world_size=1,
+        ceilings={name or config.precision.precision: ceiling.to_json() for name, ceiling in found.items()},
+        systems={timing.name: timing.to_json() for timing in timings},
+    )
+
+
+COLUMNS = (
+    Column("µs", "median_step_seconds", ".1f", 1e6),
+    Column("roofline, µs", "roofline_seconds", ".1f", 1e6),
+    Column("share of it, %", "share_of_roofline", ".0f", 100),
+    Column("memory beside operands, MiB", "peak_bytes", ".2f", 1 / MIB),
+)
+
+
+def body_of(kept: Mapping[str, Any]) -> str:
+    """Return the table of a record."""
+    return table_of(kept["systems"], COLUMNS, first="kernel")
 
 
 def page(kept: Mapping[str, Any], found: Mapping[str, Ceilings], device: str) -> list[str]:
     """Return the parts of the report."""
     model = kept["model"]
-    described = "; ".join(ceiling.describe() for ceiling in found.values())
+    limits = "; ".join(ceiling.describe() for ceiling in found.values())
     return [
         heading(f"Kernels of {model['name']} beside their rooflines", device, kept["precision"]),
         paragraph(
             f"Width {model['hidden_size']}, {model['num_attention_heads']} heads, vocabulary {model['vocab_size']};"
-            f" {kept['micro_batch_size']} samples of {model['seq_length']} tokens. Ceilings: {described}. Medians:"
+            f" {kept['micro_batch_size']} samples of {model['seq_length']} tokens. Ceilings: {limits}. Medians:"
         ),
-        rows_of(kept),
+        body_of(kept),
     ]
-
-
-def rows_of(kept: Mapping[str, Any]) -> str:
-    """Return the table of a record."""
-    rows = []
-    for name, timing in kept["systems"].items():
-        peak = timing["peak_bytes"]
-        rows.append(
-            [
-                name,
-                f"{1e6 * timing['median_step_seconds']:.1f}",
-                f"{1e6 * timing['roofline_seconds']:.1f}",
-                f"{100 * timing['share_of_roofline']:.0f}",
-                "" if peak is None else mib(peak),
-            ]
-        )
-    return table(["kernel", "µs", "roofline, µs", "share of it, %", "memory beside operands, MiB"], rows)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -211,7 +203,7 @@ def main(words: Sequence[str] | None = None) -> int:
     config = configure(options)
     ((found, timings),) = run_job(1, measure, config, options.time_limit, device=options.device)
     kept = record(config, found, timings, options.device)
-    records.publish(page(kept, found, options.device), kept, options.output)
+    publish(page(kept, found, options.device), options.output, kept)
     return 0
 
 

@@ -32,19 +32,23 @@ class Work:
 class Layout:
     """A layout of the processes.
 
-    axis: the parallel axis ("tp" or "dp") whose groups, of axis_size processes, communicate over the link.
+    axis: the parallel axis ("tp" or "dp") whose groups communicate over the link.
     """
 
     name: str
     what: str
     tensor_parallel: int
     axis: str
-    axis_size: int
     flags: tuple[str, ...]
 
     @property
     def data_parallel(self) -> int:
         return WORLD_SIZE // self.tensor_parallel
+
+    @property
+    def axis_size(self) -> int:
+        """The number of processes in a group of the crossing axis."""
+        return self.tensor_parallel if self.axis == "tp" else self.data_parallel
 
     @property
     def rings(self) -> int:
@@ -53,19 +57,17 @@ class Layout:
 
 
 ACROSS = Layout(
-    name="across",
-    what="tensor parallel 4 across nodes",
+    "across",
+    "tensor parallel 4 across nodes",
     tensor_parallel=4,
     axis="tp",
-    axis_size=4,
     flags=("--zero-stage", "0", "--allow-tensor-parallel-across-nodes"),
 )
 INSIDE = Layout(
-    name="inside",
-    what="tensor parallel 2 inside nodes, ZeRO stage 2 with data parallel 2 across",
+    "inside",
+    "tensor parallel 2 inside nodes, ZeRO stage 2 with data parallel 2 across",
     tensor_parallel=2,
     axis="dp",
-    axis_size=2,
     flags=("--zero-stage", "2"),
 )
 LAYOUTS = (ACROSS, INSIDE)

@@ -12,7 +12,6 @@ With --output FILE.md the figures go to FILE.json too, and a picture of a step o
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -403,9 +402,8 @@ def record(found: Mapping[Case, Times], balance: Balance, held: Sequence[Mapping
     return {"measured": measured, "balance": splits, "peak_activation_bytes": [dict(stage) for stage in held]}
 
 
-def write_beside(page_file: Path, figures: Mapping[str, Any], found: Mapping[Case, Times]) -> None:
-    """Write the JSON file and the pictures beside the page."""
-    page_file.with_suffix(".json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+def write_pictures(page_file: Path, found: Mapping[Case, Times]) -> None:
+    """Write the pictures beside the page."""
     few = sorted({case.micro_batches for case in found})[:2][-1]  # so few that the picture is legible
     for case, times in found.items():
         if case.micro_batches == few:
@@ -433,9 +431,9 @@ def main(words: Sequence[str] | None = None) -> int:
     tell("timed the splits")
     by_ledger = {name: configs[name] for name in ("gpipe", "1f1b")}
     held = run_job(STAGES, held_steps, by_ledger, max(options.micro_batches), device=options.device)
-    publish(page(options, found, balance, held), options.output)
+    publish(page(options, found, balance, held), options.output, record(found, balance, held))
     if options.output is not None:
-        write_beside(options.output, record(found, balance, held), found)
+        write_pictures(options.output, found)
     return 0 if in_order(found, options.micro_batches) else 1
 
 

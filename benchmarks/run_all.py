@@ -20,9 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import records
 import torch
-from report import HelpFormat, tell
+from report import HelpFormat, device_name, tell, today
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
@@ -79,9 +78,9 @@ def parts(device: str, num_devices: int) -> list[Part]:
     return found
 
 
-def slug(device_name: str) -> str:
+def slug(device: str) -> str:
     """Return a device's name in a form for file names, such as `h200` for `NVIDIA H200`."""
-    words = re.findall(r"[a-z0-9]+", device_name.lower())
+    words = re.findall(r"[a-z0-9]+", device.lower())
     return "-".join(word for word in words if word != "nvidia")
 
 
@@ -127,7 +126,7 @@ def main(words: Sequence[str] | None = None) -> int:
         tell(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(part.what for part in ahead)}")
         return 2
     ahead = [part for part in ahead if not options.only or part.what in options.only]
-    stem = f"{records.today()}-{slug(records.device_name(options.device))}"
+    stem = f"{today()}-{slug(device_name(options.device))}"
 
     def left() -> float:
         return options.time_limit - (time.monotonic() - began)
@@ -139,7 +138,7 @@ def main(words: Sequence[str] | None = None) -> int:
         part, seconds = ahead[0], budget(left(), ahead)
         say(f"{part.what}: {seconds:.0f} s")
         limit = min(_GRACE * seconds, left() - _LAST)
-        status = run(part.words(options.results / f"{stem}-{part.what}", seconds / _GRACE, options.device), limit)
+        status = run(part.words(options.results / f"{stem}-{part.what}.md", seconds / _GRACE, options.device), limit)
         if status != 0:
             failed.append(part.what)
             say(f"{part.what}: " + ("ended, out of time" if status is None else f"exit status {status}"))

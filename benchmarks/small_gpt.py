@@ -1,21 +1,14 @@
-"""A small GPT of megazero for benchmarks that put an engine together by hand: options, ranks, model and samples."""
+"""A small GPT of megazero for benchmarks that put an engine together by hand: options, settings and model."""
 
 import argparse
 
 import torch
 
 from megazero.comm.local import LocalCommunicator
-from megazero.comm.mesh import Mesh
-from megazero.comm.startup import choose_device, join, make_mesh
 from megazero.config.model import ModelConfig
-from megazero.data.loader import BatchLayout, StepBatch, build_step_batch
-from megazero.data.mock import MockSamples
-from megazero.memory.fused_buffers import FusedBuffers
 from megazero.model.gpt import GPT
 from megazero.model.initial_values import initialize_
 from megazero.optim.inner import AdamWSettings
-from megazero.parallel.launch import Launch
-from megazero.parallel.topology import Topology
 from megazero.tensor_parallel.layers import TensorParallel
 from megazero.tensor_parallel.random import RandomRegions
 
@@ -25,8 +18,7 @@ LR = 3e-4
 
 
 def add_work(parser: argparse.ArgumentParser) -> None:
-    """Add the options that set the model, the batch and the steps of a turn."""
-    parser.add_argument("--steps", type=int, default=8, help="steps of a turn")
+    """Add the options that set the model and the batch."""
     parser.add_argument("--num-layers", type=int, default=8, help="blocks")
     parser.add_argument("--hidden-size", type=int, default=256, help="width")
     parser.add_argument("--seq-length", type=int, default=128, help="tokens of a sample")
@@ -44,24 +36,9 @@ def model_config(options: argparse.Namespace) -> ModelConfig:
     )
 
 
-def meet() -> Mesh:
-    """Join the ranks of the launch, and return a mesh with all of them on the data-parallel axis."""
-    launch = Launch.from_environment()
-    device = choose_device("auto", launch.local_rank)
-    join(launch, backend="auto", device=device, timeout_minutes=10)
-    return make_mesh(Topology(dp=launch.world_size), launch.rank, device, FusedBuffers(0, device))
-
-
 def make_model(config: ModelConfig, device: torch.device) -> GPT:
     """Make the whole model on one rank, with the first values of seed 1."""
     context = TensorParallel(LocalCommunicator(), RandomRegions(1, 0, device), torch.float32, device)
     model = GPT(config, vocab_size=VOCABULARY, tp=context, padded_vocab_size=VOCABULARY)
     initialize_(model, 1)
     return model
-
-
-def batch_of(number: int, mesh: Mesh, options: argparse.Namespace) -> StepBatch:
-    """Return this rank's samples of one step."""
-    ranks, rows = mesh.topology.dp, options.micro_batch_size
-    layout = BatchLayout(ranks * rows, rows, mesh.coordinate("dp"), ranks)
-    return build_step_batch(MockSamples(VOCABULARY, options.seq_length, seed=1), number * ranks * rows, layout)

@@ -1,4 +1,4 @@
-"""Judges a comparison: which systems' losses agree, how their times relate, and the record and page with the results.
+"""Judges a comparison: which systems' losses agree, how their times relate, and the record and table of the results.
 
 A *curve* is the losses of all steps, each the mean over processes.  Every system trains the same first values on the
 same samples, so every curve must be the plain model's up to rounding; a system with another curve has the verdict
@@ -12,9 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from records import command, described, device_name, quartiles, today
-from report import mib, table
+from report import MIB, Column, described, new_record, quartiles, spread, table_of
 from systems import ALONE, MEGATRON, Work
 from turns import Held, Turn
 
@@ -150,32 +148,29 @@ def record(comparison: Comparison, num_parameters: int) -> dict[str, Any]:
     work, runs = comparison.work, comparison.runs
     best = {name: comparison.best_peer(name) for name in runs}
     base = comparison.base
-    return {
-        "program": "compare",
-        "date": today(),
-        "device": device_name(comparison.device),
-        "torch": torch.__version__,
-        "command": command(),
-        "model": {**described(work.model), "name": comparison.name, "num_parameters": num_parameters},
-        "precision": work.precision,
-        "world_size": work.world_size,
-        "micro_batch_size": work.micro_batch_size,
-        "tokens_per_step": work.tokens,
-        "cores": os.cpu_count(),
-        "threads_per_process": comparison.num_threads,
-        "steps_per_turn": comparison.steps,
-        "turns": max((len(run.turns) for run in runs.values()), default=0),
-        "loss_bound": comparison.bound,
-        "plain_losses": list(comparison.plain),
-        "ratios": {
+    return new_record(
+        "compare",
+        comparison.device,
+        model={**described(work.model), "name": comparison.name, "num_parameters": num_parameters},
+        precision=work.precision,
+        world_size=work.world_size,
+        micro_batch_size=work.micro_batch_size,
+        tokens_per_step=work.tokens,
+        cores=os.cpu_count(),
+        threads_per_process=comparison.num_threads,
+        steps_per_turn=comparison.steps,
+        turns=max((len(run.turns) for run in runs.values()), default=0),
+        loss_bound=comparison.bound,
+        plain_losses=list(comparison.plain),
+        ratios={
             "base": base,
             "to_base": {name: comparison.ratio(name, base) for name in runs} if base else {},
             "to_best_peer": {
                 name: {"peer": peer, "ratio": comparison.ratio(name, peer)} for name, peer in best.items() if peer
             },
         },
-        "systems": {name: _system(comparison, name, num_parameters) for name in runs},
-    }
+        systems={name: _system(comparison, name, num_parameters) for name in runs},
+    )
 
 
 def _system(comparison: Comparison, name: str, num_parameters: int) -> dict[str, Any]:
@@ -205,23 +200,28 @@ def _system(comparison: Comparison, name: str, num_parameters: int) -> dict[str,
     }
 
 
-def page(made: Mapping[str, Any]) -> list[str]:
-    """Return the parts of the page that `compare.py` prints: a title, the date and command, and the record's table."""
-    return ["# megazero beside others on the same work", f"{made['date']}: `{made['command']}`", rows_of(made)]
+COLUMNS = (
+    Column("step, ms", "median_step_seconds", ".1f", 1e3),
+    Column("quartiles", "quartiles"),
+    Column("ratio", "ratio", ".2f"),
+    Column("to the best peer", "peer"),
+    Column("tokens/s", "tokens_per_second", ".0f"),
+    Column("peak, MiB", "peak_bytes", ".2f", 1 / MIB),
+    Column("states, B a parameter", "state_bytes_per_parameter", ".1f"),
+    Column("sent, MiB", "sent_bytes", ".2f", 1 / MIB),
+)
 
 
-def rows_of(made: Mapping[str, Any]) -> str:
+def body_of(made: Mapping[str, Any]) -> str:
     """Return the table of a record, with a row for each system."""
-    header = "system|step, ms|quartiles|ratio|to the best peer|tokens/s|peak, MiB|states, B a parameter|sent, MiB"
-    rows, ratios = [], made["ratios"]
+    shown, ratios = {}, made["ratios"]
     for name, system in made["systems"].items():
+        shown[name] = dict(system)
         if "refused" in system:
-            rows.append([name, system["refused"], *["-"] * 7])
             continue
-        low, median, high = (f"{1e3 * seconds:.1f}" for seconds in quartiles(system["step_seconds"]))
         ratio, peer = ratios["to_base"].get(name), ratios["to_best_peer"].get(name)
-        row = [name, median, f"{low} to {high}", system.get("verdict", "-") if ratio is None else f"{ratio:.2f}"]
-        row.append("-" if peer is None or peer["ratio"] is None else f"{peer['ratio']:.2f} {peer['peer']}")
-        row += [f"{system['tokens_per_second']:.0f}", mib(system["peak_bytes"])]
-        rows.append([*row, f"{system['state_bytes_per_parameter']:.1f}", mib(system["sent_bytes"])])
-    return table(header.split("|"), rows)
+        shown[name]["quartiles"] = spread(system["step_seconds"])
+        shown[name]["ratio"] = system["verdict"] if ratio is None else ratio
+        if peer is not None and peer["ratio"] is not None:
+            shown[name]["peer"] = f"{peer['ratio']:.2f} {peer['peer']}"
+    return table_of(shown, COLUMNS)

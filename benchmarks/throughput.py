@@ -1,6 +1,6 @@
 """Measures pretrain_gpt.py's step for any of its flags: seconds, tokens and model FLOPs a second, memory, losses.
 
-    python benchmarks/throughput.py --world-size 2 --steps 20 --output OUT -- \\
+    python benchmarks/throughput.py --world-size 2 --steps 20 --output FILE.md -- \\
         --preset gpt2-124m --bf16 --zero-stage 2 --micro-batch-size 4
 
 The words behind `--` are flags of pretrain_gpt.py, except --device; samples are made up, dropout is off unless flags
@@ -12,8 +12,8 @@ turn it on, and the learning rate is constantly that of --lr.  Processes are rea
 3. Two more steps run under the ledger, which slows them, for the bytes of each category at the peak.
 
 Model FLOPs of a token are 6 Psi + 12 L s h (Psi: weights of matrix products, L blocks, s tokens, width h): those that
-the mathematics requires, without recomputation.  Their rate divided by the measured ceiling is the MFU.  With
---output OUT the page goes to OUT.md and the record to OUT.json.
+the mathematics requires, without recomputation.  Their rate divided by the measured ceiling is the MFU.  The record
+goes to a .json beside --output.
 """
 
 import argparse
@@ -27,11 +27,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import ceilings
-import records
 import torch
 from ceilings import Ceilings
 from jobs import Place, run_job
-from report import argument_parser, heading, mib, paragraph, table
+from report import (
+    MIB,
+    Column,
+    argument_parser,
+    described,
+    device_name,
+    heading,
+    mib,
+    new_record,
+    paragraph,
+    publish,
+    spread,
+    table,
+    table_of,
+)
 from steps import Held, Steps, configuration_of, hold
 
 from megazero.config import derived
@@ -116,7 +129,7 @@ def _affordable(system: Steps, left: float, step: float) -> int:
 
 def device_peak(config: RunConfig, device: str) -> float | None:
     """Return the device's FLOP/s by the maker's data sheet, or None for a device without an entry."""
-    peak = peak_tflops(records.device_name(device), precision=config.precision.precision)
+    peak = peak_tflops(device_name(device), precision=config.precision.precision)
     return None if peak is None else 1e12 * peak
 
 
@@ -163,55 +176,53 @@ def layout(config: RunConfig, world_size: int) -> str:
 
 
 def record(config: RunConfig, ranks: Sequence[Timed], flags: Sequence[str], device: str) -> dict[str, Any]:
-    return {
-        "program": "throughput",
-        "date": records.today(),
-        "device": records.device_name(device),
-        "torch": torch.__version__,
-        "command": records.command(),
-        "model": records.described(config.model),
-        "precision": config.precision.precision,
-        "world_size": len(ranks),
-        "layout": layout(config, len(ranks)),
-        "ceilings": {config.precision.precision: ceilings.mean([rank.ceilings for rank in ranks]).to_json()},
-        "systems": {SYSTEM: figures(config, ranks, flags, device_peak(config, device))},
-    }
+    return new_record(
+        "throughput",
+        device,
+        model=described(config.model),
+        precision=config.precision.precision,
+        world_size=len(ranks),
+        layout=layout(config, len(ranks)),
+        ceilings={config.precision.precision: ceilings.mean([rank.ceilings for rank in ranks]).to_json()},
+        systems={SYSTEM: figures(config, ranks, flags, device_peak(config, device))},
+    )
+
+
+COLUMNS = (
+    Column("step, ms", "median_step_seconds", ".1f", 1e3),
+    Column("quartiles", "quartiles"),
+    Column("tokens/s", "tokens_per_second", ".0f"),
+    Column("TFLOP/s of a process", "model_flops_per_second", ".4g", 1e-12),
+    Column("MFU, measured, %", "mfu_of_measured_ceiling", ".1f", 100),
+    Column("MFU, data sheet, %", "mfu_of_data_sheet", ".1f", 100),
+    Column("peak, MiB", "peak_bytes", ".2f", 1 / MIB),
+    Column("states, B a parameter", "state_bytes_per_parameter", ".1f"),
+    Column("sent, MiB", "sent_bytes", ".2f", 1 / MIB),
+)
+
+
+def body_of(kept: Mapping[str, Any]) -> str:
+    """Return the table of a record, whose one row has the layout as its name."""
+    system = kept["systems"][SYSTEM]
+    return table_of({kept["layout"]: {**system, "quartiles": spread(system["step_seconds"])}}, COLUMNS, first="layout")
 
 
 def page(kept: Mapping[str, Any], found: Ceilings, device: str) -> list[str]:
     """Return the parts of the report."""
     system, model = kept["systems"][SYSTEM], kept["model"]
     size = f"{model['num_layers']} layers x {model['hidden_size']}, sequence {model['seq_length']}"
-    low, _, high = records.quartiles(system["step_seconds"])
-    sheet = system["mfu_of_data_sheet"]
-    rows = [
-        ["steps", len(system["step_seconds"])],
-        [
-            "median step, ms (quartiles)",
-            f"{1e3 * system['median_step_seconds']:.1f} ({1e3 * low:.1f} to {1e3 * high:.1f})",
-        ],
-        ["tokens/s", f"{system['tokens_per_second']:.0f}"],
-        ["model TFLOP/s of a process", f"{system['model_flops_per_second'] / 1e12:.4g}"],
-        ["MFU, of the measured product, %", f"{100 * system['mfu_of_measured_ceiling']:.1f}"],
-        ["MFU, of the data sheet, %", "-" if sheet is None else f"{100 * sheet:.1f}"],
-        ["most memory of a process, MiB", mib(system["peak_bytes"])],
-        ["model states, bytes a parameter", f"{system['state_bytes_per_parameter']:.2f}"],
-        ["sent by a process in a step, MiB", mib(system["sent_bytes"])],
-        [
-            "loss, first and last step",
-            " to ".join(f"{loss:.4f}" for loss in (system["losses"][0], system["losses"][-1])),
-        ],
-    ]
     categories = [[name, mib(system["peak_bytes_by_category"][name])] for name in CATEGORIES]
     return [
         heading(f"Throughput of {model['name']}", device, kept["precision"]),
         paragraph(
-            f"{size}, vocabulary {model['vocab_size']}; {kept['layout']}; {system['tokens_per_step']} tokens a step."
+            f"{size}, vocabulary {model['vocab_size']}; {system['tokens_per_step']} tokens a step, of which"
+            f" {len(system['step_seconds'])} were timed; loss {system['losses'][0]:.4f} in the first and"
+            f" {system['losses'][-1]:.4f} in the last."
             f" Ceilings, of one process while all measure: {found.describe()}. Model FLOPs of a token:"
             f" 6 Psi + 12 L s h = {system['flops_per_token'] / 1e6:.4g} million, Psi being"
-            f" {model['matmul_parameters'] / 1e6:.4g} million weights."
+            f" {model['matmul_parameters'] / 1e6:.4g} million weights. Memory and sent bytes are of a process:"
         ),
-        table(["", ""], rows),
+        body_of(kept),
         paragraph("At the peak of a step under the ledger, on the fullest process:"),
         table(["category", "MiB"], [*categories, ["all", mib(system["ledger_peak_bytes"])]]),
     ]
@@ -224,7 +235,7 @@ def main(words: Sequence[str] | None = None) -> int:
         options.world_size, measure, config, options.warm_up, options.steps, options.time_limit, device=options.device
     )
     kept = record(config, ranks, flags, options.device)
-    records.publish(page(kept, ceilings.mean([rank.ceilings for rank in ranks]), options.device), kept, options.output)
+    publish(page(kept, ceilings.mean([rank.ceilings for rank in ranks]), options.device), options.output, kept)
     return 0
 
 

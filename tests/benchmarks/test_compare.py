@@ -9,11 +9,9 @@ import pytest
 import systems
 import torch
 from compare import NOT_INSTALLED, Comparison, Run, failures_of, main, parse_arguments, systems_of, threads, work_of
-from compare import page as make_page
 from jobs import Job
 from plain_gpt import hollow_gpt, plain_gpt
-from records import read
-from standings import difference, record
+from standings import body_of, difference, record
 from support.processes import run_ranks
 from systems import Work, missing, storage_bytes
 from turns import Held, Traffic, Turn
@@ -65,7 +63,7 @@ def test_who_trains_something_else_has_no_part_in_ratios() -> None:
     made = record(found, 10)
     assert made["systems"]["megazero-0"]["verdict"] == "differs" and made["systems"]["ddp"]["verdict"] == "agrees"
     assert made["ratios"]["to_base"]["megazero-0"] is None
-    [row] = [line for line in make_page(made)[2].splitlines() if line.startswith("| megazero-0")]
+    [row] = [line for line in body_of(made).splitlines() if line.startswith("| megazero-0")]
     assert row.split(" | ")[3] == "differs"
     assert not comparison("bf16", ddp=run(PLAIN, 1.0), megazero_0=wrong).differs("megazero-0")
 
@@ -94,7 +92,7 @@ def test_rounding_may_grow_but_not_begin_large() -> None:
 def test_a_base_that_differs_is_none() -> None:
     found = comparison(ddp=run([5.0, 4.0, 3.0, math.nan], 1.0), megazero_0=run(PLAIN, 1.0))
     assert found.base is None and found.best_peer("megazero-0") is None
-    assert "| differs |" in make_page(record(found, 10))[2]
+    assert "| differs |" in body_of(record(found, 10))
 
 
 def test_the_best_peer_is_the_fastest_that_is_there_and_agrees() -> None:
@@ -125,7 +123,7 @@ def test_what_is_missing_or_fails_is_told() -> None:
     assert runs["ddp"] == failed
     found = comparison(ddp=run(PLAIN, 1.0), deepspeed_0=failed)
     assert not found.is_sound
-    assert "| deepspeed-0 | failed: KeyError: 'x' |" in make_page(record(found, 10))[2]
+    assert "| deepspeed-0 | failed: KeyError: 'x' |" in body_of(record(found, 10))
 
 
 def test_options(capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,10 +178,9 @@ def test_traffic_is_counted_by_formula() -> None:
 def test_the_program(tmp_path: Path) -> None:
     """All systems have the plain model's losses on real processes, and the record has the figures of every system."""
     names = ["floor", "ddp", "fsdp2", "megazero-0", "megazero-3"]
-    words = [*TINY.split(), "--systems", *names, "--output", str(tmp_path / "out")]
+    words = [*TINY.split(), "--systems", *names, "--output", str(tmp_path / "out.md")]
     assert main(words) == 0
-    made: dict[str, Any] = read(tmp_path / "out.json")
-    assert json.loads((tmp_path / "out.json").read_text(encoding="utf-8")) == made
+    made: dict[str, Any] = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
     assert list(made["systems"]) == names and made["world_size"] == 2 and made["model"]["vocab_size"] == 128
     for name, system in made["systems"].items():
         assert len(system["losses"]) == 4 and len(system["step_seconds"]) == 2
@@ -218,9 +215,9 @@ def test_who_is_no_part_of_torch(package: str, precision: str, tmp_path: Path) -
             "deepspeed-3": (12, 10),
         },
     }[package]
-    words = f"{TINY} --steps 8 --precision {precision} --output {tmp_path / 'out'} --systems".split()
+    words = f"{TINY} --steps 8 --precision {precision} --output {tmp_path / 'out.md'} --systems".split()
     assert main([*words, *states]) == 0
-    trained = read(tmp_path / "out.json")["systems"]
+    trained = json.loads((tmp_path / "out.json").read_text())["systems"]
     assert {name: system["verdict"] for name, system in trained.items()} == dict.fromkeys(states, "agrees")
     for name, (fp32, bf16) in states.items():
         expected, bound = (fp32, 2e-6) if precision == "fp32" else (bf16, 4e-4)
@@ -231,8 +228,8 @@ def test_who_is_no_part_of_torch(package: str, precision: str, tmp_path: Path) -
 @pytest.mark.gloo
 def test_one_process(tmp_path: Path) -> None:
     words = f"{TINY} --world-size 1 --systems eager megazero --time-limit 0 --rounds 9"
-    assert main([*words.split(), "--output", str(tmp_path / "out")]) == 0
-    made = read(tmp_path / "out.json")
+    assert main([*words.split(), "--output", str(tmp_path / "out.md")]) == 0
+    made = json.loads((tmp_path / "out.json").read_text())
     systems = made["systems"]
     assert systems["megazero"]["losses"] == pytest.approx(systems["eager"]["losses"], rel=1e-5)
     assert made["turns"] == 2, "a warm-up and what counts, whatever the limit"

@@ -1,5 +1,6 @@
 """Tests of the benchmark of kernels against their rooflines: operations, bytes and memory, and the program, small."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -7,7 +8,6 @@ from pathlib import Path
 import kernel_cases
 import kernels
 import pytest
-import records
 import torch
 from ceilings import Ceilings, libraries
 from kernel_cases import Kernel, Sizes
@@ -147,8 +147,8 @@ def test_sizes_of_a_preset() -> None:
 @pytest.mark.gloo
 def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["kernels.py"])
-    assert main([*TINY.split(), "--time-limit", "0", "--output", str(tmp_path / "out")]) == 0
-    page, record = (tmp_path / "out.md").read_text(), records.read(tmp_path / "out.json")
+    assert main([*TINY.split(), "--time-limit", "0", "--output", str(tmp_path / "out.md")]) == 0
+    page, record = (tmp_path / "out.md").read_text(), json.loads((tmp_path / "out.json").read_text())
     assert capsys.readouterr().out == page
     assert len(page.split("\n| ")[3:]) == len(record["systems"]) == 26 + 13 * (len(libraries(CPU, torch.float32)) - 1)
     assert record["model"]["name"] == "1 x 32" and record["ceilings"]["fp32"]["copy"] > 0

@@ -76,7 +76,7 @@ def test_parts_that_fail_are_named_and_the_others_run(
     monkeypatch.setattr(run_all, "parts", lambda device, number: found)
     assert main(["--device", "cpu", "--time-limit", "60", "--results", str(tmp_path)]) == 1
     assert "first: exit status 3" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.glob("*-cpu-second")]
+    assert [path.name for path in tmp_path.glob("*-cpu-second.md")]
     assert main(["--device", "cpu", "--time-limit", "60", "--results", str(tmp_path), "--only", "second"]) == 0
     assert main(["--only", "third"]) == 2 and "there are first, second" in capsys.readouterr().err
 

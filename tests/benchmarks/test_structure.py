@@ -10,7 +10,7 @@ import source_measures as source
 import structure
 from structure import BUDGETS, FOLDER, RESULTS, figures, is_record, main, newest_record, rows, size_report, sizes
 from support.source_tree import ROOT
-from walks import FLAT, TODAY, Station, measure_walk, measure_walks, stations
+from walks import WALKS, Station, measure_walk, measure_walks, stations
 
 ONE = '''"""Two lines
 
@@ -142,8 +142,13 @@ def count(tree: Path, found: Path) -> str:
 
 def test_stations_of_the_walks_are_there() -> None:
     walks = measure_walks(ROOT)
-    assert {name: walk["missing"] for name, walk in walks.items()} == {name: [] for name in TODAY}
-    assert set(TODAY) == set(FLAT)
+    assert {name: walk["missing"] for name, walk in walks.items()} == {name: [] for name in WALKS}
+
+
+def test_a_station_that_has_moved_has_two_places() -> None:
+    text = "a:one\n    b:two  was c:other.two"
+    assert stations(text) == [("a", "one"), ("b", "two")]
+    assert stations(text, before=True) == [("a", "one"), ("c", "other.two")]
 
 
 def test_a_walk_counts_files_and_returns(tree: Path) -> None:

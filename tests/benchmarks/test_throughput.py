@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import records
 from ceilings import Ceilings
 from steps import Held, configuration_of
 from throughput import SYSTEM, Timed, figures, layout, main, parse_arguments
@@ -70,10 +69,10 @@ def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     }
     losses = {}
     for name, (world_size, flags) in layouts.items():
-        own = f"--device cpu --world-size {world_size} --steps 3 --warm-up 2 --output {tmp_path / name}"
+        own = f"--device cpu --world-size {world_size} --steps 3 --warm-up 2 --output {tmp_path / name}.md"
         assert main([*own.split(), "--", *TINY.split(), *flags.split()]) == 0
         assert capsys.readouterr().out == (tmp_path / f"{name}.md").read_text()
-        record = records.read(tmp_path / f"{name}.json")
+        record = json.loads((tmp_path / f"{name}.json").read_text())
         system = record["systems"][SYSTEM]
         assert record["world_size"] == int(world_size) and record["model"]["name"] == "4 x 32"
         assert system["tokens_per_step"] == 8 * 16 and len(system["step_seconds"]) == 3
@@ -88,7 +87,7 @@ def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
 def test_fewer_steps_where_time_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A time limit of 0 leaves one measured step; the run is in fp16, whose first steps overflow and are skipped."""
     monkeypatch.setattr("sys.argv", ["throughput.py"])
-    own = f"--device cpu --steps 1000000 --warm-up 1 --time-limit 0 --output {tmp_path / 'out'}"
+    own = f"--device cpu --steps 1000000 --warm-up 1 --time-limit 0 --output {tmp_path / 'out.md'}"
     assert main([*own.split(), "--", *TINY.split(), "--fp16"]) == 0
-    record = records.read(tmp_path / "out.json")
+    record = json.loads((tmp_path / "out.json").read_text())
     assert len(record["systems"][SYSTEM]["step_seconds"]) == 1 and record["precision"] == "fp16"

@@ -92,9 +92,9 @@ def finished(folder: Path, number: int, process: "subprocess.Popen[str]") -> boo
     return False
 
 
-@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_interruption_is_told_in_a_word_and_can_be_gone_on_from(tmp_path: Path, kind: signal.Signals) -> None:
-    """Ctrl-C, which reaches the workers too, and a signal to one process end a run with one word; it can be resumed."""
+    """Ctrl-C, which reaches the workers too, a signal to one process, and a kill end a run; it can be resumed."""
     write_text(tmp_path, 24)
     with subprocess.Popen(
         command(tmp_path, "--workers", 2), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -106,8 +106,11 @@ def test_an_interruption_is_told_in_a_word_and_can_be_gone_on_from(tmp_path: Pat
             stdout, stderr = process.communicate(timeout=60)
         finally:
             process.kill()
-    assert (process.returncode, stderr) == (130, "interrupted\n")
-    assert stdout.splitlines()[-1].startswith("finished partitions are in")
+    if kind == signal.SIGKILL:
+        assert process.returncode == -kind
+    else:
+        assert (process.returncode, stderr) == (130, "interrupted\n")
+        assert stdout.splitlines()[-1].startswith("finished partitions are in")
     assert contents(tmp_path / "out") == {}
     done = subprocess.run(command(tmp_path, "--resume"), capture_output=True, text=True, check=True, timeout=120)
     assert "resuming after" in done.stdout
