@@ -1,4 +1,8 @@
-"""The faults that `planted_faults.py` plants: at least one in every package, which the package's tests must find."""
+"""The faults that `planted_faults.py` plants, in two tables.
+
+PACKAGE_FAULTS has at least one fault in every package, which the package's tests must find.  SHARED_FAULTS are in what
+a run and the library both use; each has two rows, because the tests of both doors must find it.
+"""
 
 from typing import NamedTuple
 
@@ -6,7 +10,7 @@ from typing import NamedTuple
 class Fault(NamedTuple):
     """A change to one file of megazero: the text `old`, which occurs there once, becomes `new`.
 
-    file: the path below megazero/.  what: what the change makes wrong.  tests: the tests of its package that must fail.
+    file: the path below megazero/.  what: what the change makes wrong.  tests: the files one test of which must fail.
     """
 
     file: str
@@ -23,7 +27,7 @@ class Fault(NamedTuple):
         return f"{self.file}: {self.what}"
 
 
-FAULTS: tuple[Fault, ...] = (
+PACKAGE_FAULTS: tuple[Fault, ...] = (
     Fault(
         "activations/decision.py",
         "the gain of partitioned checkpoints forgets that a slice is left",
@@ -139,8 +143,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "data/permutation.py",
         "two numbers have one image",
-        "left, right = right, self._rest(left + self._rest(_mix(right ^ key)))",
-        "left, right = right, self._rest(_mix(right ^ key))",
+        "found[outside] = self._pass(found[outside])",
+        "found[outside] %= self.size",
         ("tests/data/test_permutation.py",),
     ),
     Fault(
@@ -448,3 +452,80 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/zero/test_publish.py",),
     ),
 )
+
+
+def at_both_doors(file: str, what: str, old: str, new: str, *, run: str, library: str) -> tuple[Fault, Fault]:
+    """Return two rows of one fault: for a test file of a run, and for one of the library."""
+    return Fault(file, f"{what}, in a run", old, new, (run,)), Fault(
+        file, f"{what}, in the library", old, new, (library,)
+    )
+
+
+SHARED_FAULTS: tuple[Fault, ...] = (
+    *at_both_doors(
+        "zero/step.py",
+        "gradients are clipped by the norm of their sums, not of their averages",
+        "grad_norm = reduced.square.sqrt() * scale",
+        "grad_norm = reduced.square.sqrt()",
+        run="tests/train/test_step.py",
+        library="tests/library/test_stepping.py",
+    ),
+    *at_both_doors(
+        "config/optimizers.py",
+        "Adadelta averages over longer than torch does",
+        'parameter("rho", "float", 0.9, ge=0, le=1)',
+        'parameter("rho", "float", 0.95, ge=0, le=1)',
+        run="tests/train/test_optimizers.py",
+        library="tests/library/test_optimizers.py",
+    ),
+    *at_both_doors(
+        "config/schedules.py",
+        "a warm-up of DeepSpeed's is shorter unless told",
+        '"warmup_num_steps", "int", 1000,',
+        '"warmup_num_steps", "int", 100,',
+        run="tests/command_line/test_deepspeed_files.py",
+        library="tests/library/test_config.py",
+    ),
+    *at_both_doors(
+        "optim/schedules.py",
+        "the decay takes the warm-up for a part of itself",
+        "remaining((updates - start) / (end - start))",
+        "remaining(updates / (end - start))",
+        run="tests/train/test_loop.py",
+        library="tests/library/test_stepping.py",
+    ),
+    *at_both_doors(
+        "config/values.py",
+        "a fraction is cut to a whole number",
+        'if number is None or (info.kind == "int" and number != int(number)):',
+        "if number is None:",
+        run="tests/command_line/test_one_grammar.py",
+        library="tests/library/test_one_grammar.py",
+    ),
+    *at_both_doors(
+        "dialects/deepspeed/sections.py",
+        "the power of the first loss scale is taken for half of it",
+        "return 2.0**value if",
+        "return 2.0 * value if",
+        run="tests/command_line/test_deepspeed_files.py",
+        library="tests/library/test_deepspeed_files.py",
+    ),
+    *at_both_doors(
+        "dialects/deepspeed/sections.py",
+        "communication overlaps in every stage unless told",
+        'value = settings["zero_stage"].value == 3',
+        "value = True",
+        run="tests/command_line/test_deepspeed_files.py",
+        library="tests/library/test_deepspeed_files.py",
+    ),
+    *at_both_doors(
+        "dialects/deepspeed/keys.py",
+        "two keys of checkpointing are mixed up",
+        '"contiguous_checkpointing": "activation_checkpointing.contiguous_memory_optimization"',
+        '"contiguous_checkpointing": "activation_checkpointing.synchronize_checkpoint_boundary"',
+        run="tests/command_line/test_deepspeed_files.py",
+        library="tests/library/test_deepspeed_files.py",
+    ),
+)
+
+FAULTS = (*PACKAGE_FAULTS, *SHARED_FAULTS)

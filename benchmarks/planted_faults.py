@@ -1,4 +1,4 @@
-"""Plants faults one at a time in a copy of the tree: do the tests of their own package fail?
+"""Plants faults one at a time in a copy of the tree: do the tests of their package, or of both doors, fail?
 
     python benchmarks/planted_faults.py --records FILE.jsonl [--only WORD] [--minutes 30]
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import planted_faults
 import pytest
-from fault_table import FAULTS, Fault
+from fault_table import FAULTS, PACKAGE_FAULTS, SHARED_FAULTS, Fault
 from planted_faults import ROOT, first_failure, main, problems, read_records
 
 SEEN = Fault("units.py", "halved", "return 2 * x", "return x", ("tests/test_a.py",))
@@ -19,15 +19,33 @@ def test_every_row_can_be_planted() -> None:
 
 def test_rows_are_spread_over_all_packages() -> None:
     packages = {path.parent.name for path in (ROOT / "megazero").glob("*/__init__.py")}
-    assert {fault.file.partition("/")[0] for fault in FAULTS} == packages
-    assert len(FAULTS) >= 40
-    assert len({(fault.file, fault.old, fault.new) for fault in FAULTS}) == len(FAULTS)
+    assert {fault.file.partition("/")[0] for fault in PACKAGE_FAULTS} == packages
+    assert len(PACKAGE_FAULTS) >= 40
+    assert len({(fault.file, fault.old, fault.new) for fault in PACKAGE_FAULTS}) == len(PACKAGE_FAULTS)
 
 
 def test_every_fault_is_for_the_tests_of_its_own_package() -> None:
-    for fault in FAULTS:
+    for fault in PACKAGE_FAULTS:
         folder = f"tests/{fault.file.partition('/')[0]}"
         assert all(test == folder or test.startswith(f"{folder}/") for test in fault.tests), str(fault)
+
+
+def test_a_fault_in_a_shared_piece_is_for_the_tests_of_both_doors() -> None:
+    """Each shared fault has a row for tests of a run and one for tests of the library, and every piece has a fault."""
+    doors: dict[tuple[str, str, str], list[str]] = {}
+    for fault in SHARED_FAULTS:
+        doors.setdefault((fault.file, fault.old, fault.new), []).extend(fault.tests)
+    for tests in doors.values():
+        run, library = tests
+        assert run.startswith(("tests/train/", "tests/command_line/")) and library.startswith("tests/library/")
+    assert {file for file, _, _ in doors} >= {
+        "zero/step.py",
+        "config/optimizers.py",
+        "config/schedules.py",
+        "config/values.py",
+        "optim/schedules.py",
+        "dialects/deepspeed/sections.py",
+    }
 
 
 def test_a_row_that_cannot_be_planted_is_named(tmp_path: Path) -> None:

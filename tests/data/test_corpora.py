@@ -5,20 +5,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.sidecars import write_sidecar
+from support.sidecars import byte_sidecar, write_sidecar
 from support.token_files import count_up, write_corpus
 
 from megazero.data.corpora import Corpora
-from megazero.data.sidecar import Sidecar
 from megazero.data.storage import Access
 from megazero.data.tokenizers import TokenizerSpec
 from megazero.errors import DataError
 
-SIDECAR = Sidecar(
-    documents=100, sequences=100, tokens=1000, text_bytes=3000, tokenizer_type="ByteTokenizer", vocab_size=257,
-    eod=256, append_eod=True, tokenizer_files={},
-    token_bytes=[2] * 100 + [4] * 156 + [0],
-)  # fmt: skip
+SIDECAR = byte_sidecar(documents=100, tokens=1000, text_bytes=3000, token_bytes=[2] * 100 + [4] * 156 + [0])
 SHAPE = {"seq_length": 4, "seed": 1, "vocab_size": 5000}
 
 

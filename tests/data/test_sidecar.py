@@ -7,26 +7,15 @@ from typing import Any
 
 import pytest
 import xxhash
-from support.sidecars import write_sidecar
+from support.sidecars import byte_sidecar, write_sidecar
 from support.token_files import write_corpus
 
 from megazero.data import sidecar as module
 from megazero.data.indexed_dataset import IndexedDataset
-from megazero.data.sidecar import Sidecar, digest_of, load_sidecar, read_sidecar, sidecar_path
+from megazero.data.sidecar import digest_of, load_sidecar, read_sidecar, sidecar_path
 from megazero.errors import DataError
 
-SIDECAR = Sidecar(
-    documents=2,
-    sequences=1,
-    tokens=3,
-    text_bytes=12,
-    tokenizer_type="ByteTokenizer",
-    vocab_size=257,
-    eod=256,
-    append_eod=True,
-    tokenizer_files={"tokenizer_model": "ab"},
-    token_bytes=[1] * 256 + [0],
-)
+SIDECAR = byte_sidecar(documents=2, sequences=1, tokens=3, text_bytes=12, tokenizer_files={"tokenizer_model": "ab"})
 
 
 @pytest.fixture

@@ -12,19 +12,16 @@ import fsspec
 import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from support.sidecars import write_sidecar
+from support.sidecars import byte_sidecar, write_sidecar
 from support.token_files import count_up, write_corpus
 
 from megazero.data import storage
 from megazero.data.indexed_dataset import IndexedDataset
-from megazero.data.sidecar import Sidecar, read_sidecar
+from megazero.data.sidecar import read_sidecar
 from megazero.data.storage import Access, is_remote, output_problems
 from megazero.errors import DataError
 
-SIDECAR = Sidecar(
-    documents=9, sequences=9, tokens=100, text_bytes=300, tokenizer_type="ByteTokenizer", vocab_size=257,
-    eod=256, append_eod=True, tokenizer_files={}, token_bytes=[3] * 257,
-)  # fmt: skip
+SIDECAR = byte_sidecar(documents=9, tokens=100, text_bytes=300, token_bytes=[3] * 257)
 STORE = "memory://bucket/folder/c"
 
 

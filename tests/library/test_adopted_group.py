@@ -1,14 +1,11 @@
 """Tests communicators over groups that exist already, and over groups that have to be joined first."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.launch import set_launcher
+from support.launch import run_script, set_launcher
 from support.processes import run_ranks
 
 from megazero.comm.interface import Communicator
@@ -80,11 +77,5 @@ os._exit(0)  # threads of gloo may still be at work, and their end is not what t
 
 @pytest.mark.gloo
 def test_processes_of_a_launcher_join(tmp_path: Path) -> None:
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.getcwd()}
-    script = tmp_path / "program.py"
-    script.write_text(PROGRAM)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    finished = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert finished.returncode == 0, finished.stderr
+    run_script(PROGRAM, ranks=2, folder=tmp_path)
     assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)] == ["2 3.0"] * 2

@@ -1,13 +1,11 @@
 """Tests how processes find each other: started by torchrun, joined already, in groups of another library, or alone."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
+from support.launch import run_script
 from support.processes import mesh_in_worker, run_ranks
 
 from megazero.library.join import mesh_and_buffers
@@ -35,13 +33,7 @@ torch.distributed.destroy_process_group()
 @pytest.mark.gloo
 def test_started_by_torchrun(tmp_path: Path) -> None:
     """A user's whole program runs on two processes."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.getcwd()}
-    script = tmp_path / "program.py"
-    script.write_text(PROGRAM)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    finished = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert finished.returncode == 0, finished.stderr
+    run_script(PROGRAM, ranks=2, folder=tmp_path)
     for rank in range(2):
         # The average gradient is 1.5 everywhere.
         assert (tmp_path / f"{rank}.txt").read_text() == "2 [[0.25, 0.25, 0.25]]"

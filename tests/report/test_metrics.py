@@ -1,39 +1,14 @@
 """Tests of the formulas for FLOPs (against torch's own count), interval averages, perplexity and bits per byte."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
+from support.step_metrics import make_step
 from torch.utils.flop_counter import FlopCounterMode
 
 from megazero.config.model import ModelConfig
-from megazero.report.metrics import (
-    Evaluation,
-    Rates,
-    StepMetrics,
-    flops_per_token,
-    interval_metrics,
-    matmul_parameters,
-    peak_tflops,
-)
-
-
-def step(iteration: int, **changes: Any) -> StepMetrics:
-    fields: dict[str, Any] = {
-        "iteration": iteration,
-        "consumed_samples": 8 * iteration,
-        "global_batch_size": 8,
-        "loss": 2.0,
-        "grad_norm": 1.0,
-        "lr": 1e-3,
-        "loss_scale": 1.0,
-        "skipped": False,
-        "step_seconds": 1.0,
-        "tokens_per_second": 100.0,
-        "tflops_per_device": 10.0,
-    }
-    return StepMetrics(**{**fields, **changes})
+from megazero.report.metrics import Evaluation, Rates, flops_per_token, interval_metrics, matmul_parameters, peak_tflops
 
 
 def gpt2_small() -> ModelConfig:
@@ -99,7 +74,12 @@ def test_rates() -> None:
 
 
 def test_interval_is_the_mean_of_steps_that_were_not_skipped() -> None:
-    steps = [step(1, loss=4.0), step(2, loss=math.inf, skipped=True), step(3, loss=3.0, lr=5e-4), step(4, loss=2.0)]
+    steps = [
+        make_step(1, loss=4.0),
+        make_step(2, loss=math.inf, skipped=True),
+        make_step(3, loss=3.0, lr=5e-4),
+        make_step(4, loss=2.0),
+    ]
     interval = interval_metrics(steps)
     assert interval.loss == 3.0
     assert (interval.num_skipped, interval.num_nan) == (1, 1)
@@ -109,8 +89,8 @@ def test_interval_is_the_mean_of_steps_that_were_not_skipped() -> None:
 def test_interval_rates_are_total_work_over_total_time() -> None:
     # 100 tokens in 1 s and 100 tokens in 3 s are 50 tokens/s, not the mean of 100 and 33.
     steps = [
-        step(1, step_seconds=1.0, tokens_per_second=100.0, tflops_per_device=3.0, mfu=0.6),
-        step(2, step_seconds=3.0, tokens_per_second=100 / 3, tflops_per_device=1.0, mfu=0.2),
+        make_step(1, step_seconds=1.0, tokens_per_second=100.0, tflops_per_device=3.0, mfu=0.6),
+        make_step(2, step_seconds=3.0, tokens_per_second=100 / 3, tflops_per_device=1.0, mfu=0.2),
     ]
     interval = interval_metrics(steps)
     assert interval.step_seconds == 2.0
@@ -122,12 +102,15 @@ def test_interval_rates_are_total_work_over_total_time() -> None:
 
 
 def test_interval_waits_add_up() -> None:
-    assert interval_metrics([step(1, data_wait_seconds=0.5), step(2, data_wait_seconds=0.25)]).data_wait_seconds == 0.75
+    assert (
+        interval_metrics([make_step(1, data_wait_seconds=0.5), make_step(2, data_wait_seconds=0.25)]).data_wait_seconds
+        == 0.75
+    )
 
 
 def test_interval_hides_no_nan_and_invents_no_loss() -> None:
-    assert math.isnan(interval_metrics([step(1), step(2, loss=math.nan)]).loss or 0.0)
-    nothing = interval_metrics([step(1, skipped=True)])
+    assert math.isnan(interval_metrics([make_step(1), make_step(2, loss=math.nan)]).loss or 0.0)
+    nothing = interval_metrics([make_step(1, skipped=True)])
     assert nothing.loss is None and nothing.mfu is None
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.step_metrics import make_step
 
 from megazero.errors import ConfigError
 from megazero.report.metrics import Evaluation, RankMetrics, StepMetrics
@@ -20,21 +21,10 @@ RANKS = [
 
 
 def step(iteration: int, **changes: Any) -> StepMetrics:
-    fields: dict[str, Any] = {
-        "iteration": iteration,
-        "consumed_samples": 8 * iteration,
-        "global_batch_size": 8,
-        "loss": 1 / 3,
-        "grad_norm": 0.1,
-        "lr": 1e-3 / 7,
-        "loss_scale": 1.0,
-        "skipped": False,
-        "step_seconds": 0.5,
-        "tokens_per_second": 100.0,
-        "tflops_per_device": 0.25,
-        "data_wait_seconds": 0.125,
-    }
-    return StepMetrics(**{**fields, **changes})
+    """Return the figures of a step, some of which take all digits of a float."""
+    digits = {"loss": 1 / 3, "grad_norm": 0.1, "lr": 1e-3 / 7}
+    seconds = {"step_seconds": 0.5, "tflops_per_device": 0.25, "data_wait_seconds": 0.125}
+    return make_step(iteration, **{**digits, **seconds, **changes})
 
 
 def write(path: Path, iterations: range, *, resumed: int = 0) -> None:

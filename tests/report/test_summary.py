@@ -1,31 +1,14 @@
 """Tests of the summary of metrics files, which are made by the writer that a run uses."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
+from support.step_metrics import make_step
 
 from megazero.errors import DataError
 from megazero.report.metrics import Evaluation, StepMetrics
 from megazero.report.metrics_file import MetricsFile
 from megazero.report.summary import summarize
-
-
-def step(iteration: int, **changes: Any) -> StepMetrics:
-    fields: dict[str, Any] = {
-        "iteration": iteration,
-        "consumed_samples": 8 * iteration,
-        "global_batch_size": 8,
-        "loss": 2.0,
-        "grad_norm": 1.0,
-        "lr": 1e-3,
-        "loss_scale": 1.0,
-        "skipped": False,
-        "step_seconds": 1.0,
-        "tokens_per_second": 100.0,
-        "tflops_per_device": 10.0,
-    }
-    return StepMetrics(**{**fields, **changes})
 
 
 def evaluation(iteration: int, loss: float, *, split: str = "validation") -> Evaluation:
@@ -47,10 +30,10 @@ def test_before_and_after(tmp_path: Path) -> None:
     path = write(
         tmp_path / "m.jsonl",
         evaluation(0, 7.5),
-        step(1, step_seconds=10.0, tokens_per_second=10.0),
-        step(2, step_seconds=1.0, tokens_per_second=300.0, skipped=True),
+        make_step(1, step_seconds=10.0, tokens_per_second=10.0),
+        make_step(2, step_seconds=1.0, tokens_per_second=300.0, skipped=True),
         evaluation(2, 5.0),
-        step(3, step_seconds=2.0, tokens_per_second=150.0),
+        make_step(3, step_seconds=2.0, tokens_per_second=150.0),
         evaluation(3, 3.0),
         evaluation(3, 9.0, split="test"),
     )
@@ -71,11 +54,11 @@ def test_before_and_after(tmp_path: Path) -> None:
 
 
 def test_a_run_without_evaluation(tmp_path: Path) -> None:
-    assert summarize(write(tmp_path / "m.jsonl", step(1))).lines()[-1] == "no evaluation"
+    assert summarize(write(tmp_path / "m.jsonl", make_step(1))).lines()[-1] == "no evaluation"
 
 
 def test_an_unfinished_last_line_is_left_out(tmp_path: Path) -> None:
-    path = write(tmp_path / "m.jsonl", step(1), step(2))
+    path = write(tmp_path / "m.jsonl", make_step(1), make_step(2))
     path.write_text(path.read_text()[:-5])
     assert summarize(path).num_steps == 1
 

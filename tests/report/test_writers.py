@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.step_metrics import make_step
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megazero.config.run import LoggingConfig
@@ -21,20 +22,7 @@ RANKS = [
 
 
 def step(iteration: int, **changes: Any) -> StepMetrics:
-    fields: dict[str, Any] = {
-        "iteration": iteration,
-        "consumed_samples": 8 * iteration,
-        "global_batch_size": 8,
-        "loss": 2.0,
-        "grad_norm": 1.25,
-        "lr": 1e-3,
-        "loss_scale": 1.0,
-        "skipped": False,
-        "step_seconds": 0.5,
-        "tokens_per_second": 100.0,
-        "tflops_per_device": 12.5,
-    }
-    return StepMetrics(**{**fields, **changes})
+    return make_step(iteration, **{"grad_norm": 1.25, "step_seconds": 0.5, "tflops_per_device": 12.5, **changes})
 
 
 def console_writer(**changes: int) -> ConsoleWriter:

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import torch
 from support.configs import make_run
-from support.sidecars import write_sidecar
+from support.sidecars import byte_sidecar, write_sidecar
 from support.token_files import write_corpus, write_gpt2_files
 
 from megazero.data.indexed_dataset import IndexedDataset
-from megazero.data.sidecar import Sidecar
 from megazero.parallel.launch import Launch
 from megazero.train.build import assemble
 from megazero.train.check import check
@@ -77,12 +76,8 @@ def corpus_of_bytes(folder: Path) -> None:
     """Write a corpus whose sidecar names ByteTokenizer as its tokenizer."""
     corpus(folder)
     found = IndexedDataset(folder / "text")
-    description = Sidecar(
-        documents=found.num_documents, sequences=found.num_sequences, tokens=found.num_tokens,
-        text_bytes=found.num_tokens, tokenizer_type="ByteTokenizer", vocab_size=257, eod=256, append_eod=False,
-        tokenizer_files={}, token_bytes=[1] * 256 + [0],
-    )  # fmt: skip
-    write_sidecar(folder / "text", description)
+    counts = {"documents": found.num_documents, "tokens": found.num_tokens, "text_bytes": found.num_tokens}
+    write_sidecar(folder / "text", byte_sidecar(**counts, sequences=found.num_sequences, append_eod=False))
 
 
 def corpus_of_bytes_and_another_tokenizer(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Starts pretrain_gpt.py inside the calling process, or with torchrun as a user does.
+"""Starts pretrain_gpt.py inside the calling process, or a program with torchrun as a user does.
 
 A *program* here is a running torchrun with its workers.  It leads its own process group, so that a test that fails can
 end the whole program and nothing else.
@@ -67,9 +67,9 @@ def set_launcher(monkeypatch: pytest.MonkeyPatch, *, rank: int = 0, world_size: 
         monkeypatch.setenv(name, str(value))
 
 
-def pretrain_gpt() -> ModuleType:
-    """Load the program as a module from its path, because it lies outside the package."""
-    spec = importlib.util.spec_from_file_location("pretrain_gpt", PROGRAM)
+def load_program(path: Path) -> ModuleType:
+    """Load a program as a module from its path, because it lies outside the package."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -79,19 +79,24 @@ def pretrain_gpt() -> ModuleType:
 def run_here(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> int:
     """Run the program in the calling process, under the environment as it is, and return its exit code."""
     monkeypatch.setattr(sys, "argv", [str(PROGRAM), *arguments])
-    return run_program(pretrain_gpt().main)
+    return run_program(load_program(PROGRAM).main)
 
 
 class Program:
-    """A torchrun in the background that runs pretrain_gpt.py."""
+    """A torchrun in the background that runs pretrain_gpt.py, or another program at `path`."""
 
-    def __init__(self, arguments: Sequence[str], *, ranks: int, folder: Path) -> None:
+    def __init__(self, arguments: Sequence[str], *, ranks: int, folder: Path, path: Path = PROGRAM) -> None:
         self._outputs = (folder / "stdout.txt", folder / "stderr.txt")
         words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONPATH": str(ROOT),  # for a program that does not lie beside megazero/
+        }
         with self._outputs[0].open("w") as out, self._outputs[1].open("w") as err:
             self._process = subprocess.Popen(
-                [*words, str(PROGRAM), *arguments],
+                [*words, str(path), *arguments],
                 cwd=folder,
                 env=environment,
                 stdout=out,
@@ -127,19 +132,27 @@ class Program:
 
 
 @contextmanager
-def torchrun(arguments: Sequence[str], *, ranks: int, folder: Path) -> Iterator[Program]:
-    """Run pretrain_gpt.py under torchrun with its output in `folder`, and kill it at the end of the block."""
-    program = Program(arguments, ranks=ranks, folder=folder)
+def torchrun(arguments: Sequence[str], *, ranks: int, folder: Path, path: Path = PROGRAM) -> Iterator[Program]:
+    """Run a program under torchrun with its output in `folder`, and kill it at the end of the block."""
+    program = Program(arguments, ranks=ranks, folder=folder, path=path)
     try:
         yield program
     finally:
         program.kill()
 
 
-def run_torchrun(arguments: Sequence[str], *, ranks: int, folder: Path) -> Finished:
-    """Run pretrain_gpt.py under torchrun until it has ended."""
-    with torchrun(arguments, ranks=ranks, folder=folder) as program:
+def run_torchrun(arguments: Sequence[str], *, ranks: int, folder: Path, path: Path = PROGRAM) -> Finished:
+    """Run a program under torchrun until it has ended."""
+    with torchrun(arguments, ranks=ranks, folder=folder, path=path) as program:
         return program.wait()
+
+
+def run_script(text: str, *, ranks: int, folder: Path) -> None:
+    """Write a user's program into `folder` and run it there under torchrun; it must end with exit code 0."""
+    script = folder / "program.py"
+    script.write_text(text)
+    finished = run_torchrun([], ranks=ranks, folder=folder, path=script)
+    assert finished.code == 0, finished.stderr
 
 
 def read_steps(metrics_file: Path) -> dict[int, dict[str, Any]]:

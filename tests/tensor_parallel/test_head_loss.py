@@ -15,6 +15,7 @@ from megazero.comm.local import LocalCommunicator
 from megazero.comm.metered import Meter, MeteredCommunicator
 from megazero.errors import UsageError
 from megazero.memory.ledger import Ledger
+from megazero.parallel.gradient_slot import GradientSlot, attach_gradient_slot
 from megazero.tensor_parallel.head_loss import Targets, summed_cross_entropy
 from megazero.tensor_parallel.regions import Border
 
@@ -310,6 +311,27 @@ def test_only_gradients_that_are_wanted(
         assert (tensor.grad is not None) == wants
         if wants:
             torch.testing.assert_close(tensor.grad, gradient, rtol=1e-12, atol=1e-12)
+
+
+# --- the gradient's slot ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_micro_batches_add_their_gradients_up_in_a_slot(dtype: torch.dtype, rtol: float) -> None:
+    """The first micro-batch overwrites what lies in the slot, the others add; autograd gets no gradient."""
+    micro_batches = [draw(13, tokens=tokens) for tokens in (TOKENS, 5, 8)]
+    weight = nn.Parameter(micro_batches[0].matrix.clone())
+    slot = torch.full_like(weight, torch.nan, dtype=dtype, requires_grad=False)
+    calls = iter(range(len(micro_batches)))
+    attach_gradient_slot(weight, lambda: GradientSlot(slot, is_first=next(calls) == 0))
+    expected = torch.zeros_like(slot, dtype=torch.float64)
+    for case in micro_batches:
+        case = case._replace(matrix=weight.detach())
+        targets = Targets(case.labels, case.token_weights, 13, 3 * 13 * 8)
+        (summed_cross_entropy(case.x, weight, targets, Border(ALONE)) * FACTOR).backward()
+        expected += plain(case).grad_weight
+        torch.testing.assert_close(slot.double(), expected, rtol=rtol, atol=rtol * float(expected.abs().max()))
+    assert weight.grad is None and next(calls, None) is None
 
 
 def test_a_second_backward_is_refused() -> None:

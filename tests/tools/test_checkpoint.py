@@ -1,12 +1,12 @@
 """Tests of the checkpoint tool as a user runs it: given arguments, it prints lines and returns an exit code."""
 
-import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.launch import load_program
 from support.sharded_state import Layout, make_state, write_checkpoint
 
 from megazero.errors import CheckpointError
@@ -16,11 +16,7 @@ TOOL = Path(__file__).parents[2] / "tools" / "checkpoint.py"
 
 @pytest.fixture(scope="module")
 def main() -> Callable[[list[str]], int]:
-    spec = importlib.util.spec_from_file_location("checkpoint_tool", TOOL)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    found: Callable[[list[str]], int] = module.main
+    found: Callable[[list[str]], int] = load_program(TOOL).main
     return found
 
 

@@ -1,6 +1,5 @@
 """Exporting a checkpoint to Hugging Face's format and importing it, by the programs, gives the same checkpoint."""
 
-import importlib.util
 import json
 import runpy
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.checkpoints import run_config, save_checkpoint
+from support.launch import load_program
 from support.models import small_config
 
 from megazero.checkpoint.reader import open_checkpoint
@@ -24,11 +24,7 @@ Main = Callable[[list[str]], None]
 
 @pytest.fixture(scope="module")
 def main() -> Main:
-    spec = importlib.util.spec_from_file_location("convert_hf", TOOL)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    found: Main = module.main
+    found: Main = load_program(TOOL).main
     return found
 
 

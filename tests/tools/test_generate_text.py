@@ -1,6 +1,5 @@
 """Tests of the text generation program on checkpoints of tensor-parallel runs, in one process and under torchrun."""
 
-import importlib.util
 import os
 import runpy
 import subprocess
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from support.checkpoints import run_config, save_checkpoint
-from support.launch import PATIENCE_SECONDS, set_launcher
+from support.launch import PATIENCE_SECONDS, load_program, set_launcher
 from support.models import small_config
 
 from megazero.checkpoint.reader import open_checkpoint
@@ -26,11 +25,7 @@ Main = Callable[[list[str]], None]
 
 @pytest.fixture(scope="module")
 def main() -> Main:
-    spec = importlib.util.spec_from_file_location("generate_text", TOOL)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    found: Main = module.main
+    found: Main = load_program(TOOL).main
     return found
 
 

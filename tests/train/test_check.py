@@ -1,14 +1,15 @@
 """Checking a run before torch is loaded reports broken rules, missing corpora and bad placement together."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.sidecars import write_sidecar
+from support.sidecars import byte_sidecar, write_sidecar
 from support.small_runs import TINY, VOCAB, tiny_run
 from support.token_files import count_up, write_corpus
 
-from megazero.data.sidecar import Sidecar, sidecar_path
+from megazero.data.sidecar import sidecar_path
 from megazero.errors import UserError
 from megazero.parallel.launch import Launch
 from megazero.parallel.topology import Topology
@@ -63,8 +64,7 @@ def test_masking_needs_to_know_the_token() -> None:
 def test_a_corpus_tells_the_token_or_does_not(tmp_path: Path) -> None:
     """The end-of-document token is read from a corpus's .json; without it, flags that need the token are refused."""
     prefix = write_corpus(tmp_path / "c", count_up(90, 9))
-    sidecar = Sidecar(9, 9, 90, 81, "ByteTokenizer", 257, 256, True, {}, [1] * 256 + [0])
-    write_sidecar(prefix, sidecar)
+    write_sidecar(prefix, byte_sidecar(documents=9, tokens=90, text_bytes=81))
     settings = {"mock_data": False, "data_path": [prefix], "split": "1", "reset_attention_mask": True}
     assert check(tiny_run(**settings, vocab_size=257), ALONE).eod == 256
     sidecar_path(prefix).unlink()
@@ -82,10 +82,9 @@ def test_data_parallel_is_what_is_left(size: int, tp: int, expected: Topology) -
 def test_documents_without_ends_are_not_told_apart(tmp_path: Path) -> None:
     """Documents without end tokens cannot be separated; masking the loss at such tokens is legal and masks nothing."""
     prefix = write_corpus(tmp_path / "c", count_up(200, 20))
-    counts = dict.fromkeys(("documents", "sequences"), 20) | dict.fromkeys(("tokens", "text_bytes"), 200)
-    facts: dict[str, Any] = {**counts, "tokenizer_type": "ByteTokenizer", "tokenizer_files": {}, "eod": 256}
+    sidecar = byte_sidecar(documents=20, tokens=200, text_bytes=200, token_bytes=[1] * 257)
     for append_eod in (False, True):
-        write_sidecar(prefix, Sidecar(vocab_size=257, append_eod=append_eod, token_bytes=[1] * 257, **facts))
+        write_sidecar(prefix, replace(sidecar, append_eod=append_eod))
         corpus = {"mock_data": False, "data_path": [prefix], "split": "1", "eval_iters": 0, "vocab_size": 257}
         assert check(tiny_run(**corpus, eod_mask_loss=True), ALONE).eod == 256
         if append_eod:

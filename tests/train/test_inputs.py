@@ -7,29 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 from support.configs import make_data
-from support.sidecars import write_sidecar
+from support.sidecars import byte_sidecar, write_sidecar
 from support.token_files import write_corpus, write_gpt2_files
 
 from megazero.config.model import ModelConfig
-from megazero.data.sidecar import Sidecar
 from megazero.data.tokenizers import TokenizerSpec
 from megazero.errors import DataError
 from megazero.train.inputs import RunInputs, open_inputs, tokenizer_spec
 
 # 20 documents of 30 tokens below 200; by their sidecar made from bytes: a token is one byte of text, eod none.
 DOCUMENTS = [[[(7 * document + token) % 200 for token in range(30)]] for document in range(20)]
-SIDECAR = Sidecar(
-    documents=20,
-    sequences=20,
-    tokens=600,
-    text_bytes=600,
-    tokenizer_type="ByteTokenizer",
-    vocab_size=257,
-    eod=256,
-    append_eod=True,
-    tokenizer_files={},
-    token_bytes=[1] * 256 + [0],
-)
+SIDECAR = byte_sidecar(documents=20, tokens=600, text_bytes=600)
 
 
 @pytest.fixture

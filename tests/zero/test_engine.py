@@ -1,6 +1,7 @@
 """The engine trains a module that combines awkward features as plain PyTorch does."""
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,8 +18,10 @@ from support.irregular_model import (
     train_plain,
 )
 from support.processes import run_ranks
+from torch import nn
 
 from megazero.optim.inner import StepInputs
+from megazero.zero.engine import Engine
 from megazero.zero.gathered import GatheredParameters
 
 
@@ -132,8 +135,8 @@ def test_close_takes_the_hooks_off() -> None:
     assert run_ranks(1, leaves_module_as_it_was) == [True]
 
 
-def weights_after_a_load(rank: int, stage: int) -> list[float]:
-    """Load weights after a forward without a backward, which may leave units gathered; run the next forward."""
+def forward_after(rank: int, stage: int, overwrite: Callable[[nn.Module, Engine], None]) -> list[float]:
+    """Change weights after a forward without a backward, which may leave units gathered; run the next forward."""
     model, engine, _ = make_engine(rank, Options(stage=stage, dp=2))
     x, y = batch(0)
     for _ in range(2):
@@ -142,60 +145,52 @@ def weights_after_a_load(rank: int, stage: int) -> list[float]:
         engine.finish_reductions()
         engine.update(StepInputs(LR, torch.ones((), dtype=torch.float64), None))
     model(x)
-    for piece in engine.wanted_state():
-        if piece.kind == "weight":
-            piece.tensor.fill_(0.25)
-    engine.state_loaded()
+    overwrite(model, engine)
     with torch.no_grad():
         found = model(x)
     engine.close()
     return found.flatten().tolist()
 
 
-@pytest.mark.gloo
-def test_what_is_loaded_is_what_the_next_forward_reads() -> None:
-    plain = make_model()
-    with torch.no_grad():
-        for parameter in plain.parameters():
-            parameter.fill_(0.25)
-        expected = plain(batch(0)[0]).flatten().tolist()
-    for stage in (1, 3):
-        for found in run_ranks(2, weights_after_a_load, stage):
-            assert found == pytest.approx(expected, rel=1e-12)
+def load(model: nn.Module, engine: Engine) -> None:
+    """Load weights of 0.25."""
+    for piece in engine.wanted_state():
+        if piece.kind == "weight":
+            piece.tensor.fill_(0.25)
+    engine.state_loaded()
 
 
-def forward_after_new_masters(rank: int, stage: int) -> list[float]:
-    """Write to master weights while an earlier forward has left units gathered; run the next forward."""
-    model, engine, _ = make_engine(rank, Options(stage=stage, dp=2))
-    x, y = batch(0)
-    for _ in range(2):
-        engine.begin_step()
-        engine.backward(loss_of(model, x, y), is_last=True)
-        engine.finish_reductions()
-        engine.update(StepInputs(LR, torch.ones((), dtype=torch.float64), None))
-    model(x)
+def write_masters(model: nn.Module, engine: Engine) -> None:
+    """Write 0.25 to the master weights of all parameters that are trained."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             for piece in engine.pieces(name, "master"):
                 piece.tensor.fill_(0.25)
             engine.republish(name)
+
+
+def plain_forward(*, is_frozen_too: bool) -> list[float]:
+    """Return the plain module's output with parameters of 0.25, frozen ones if `is_frozen_too`."""
+    plain = make_model()
     with torch.no_grad():
-        found = model(x)
-    engine.close()
-    return found.flatten().tolist()
+        for parameter in plain.parameters():
+            if parameter.requires_grad or is_frozen_too:
+                parameter.fill_(0.25)
+        return plain(batch(0)[0]).flatten().tolist()
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_is_loaded_is_what_the_next_forward_reads(stage: int) -> None:
+    for found in run_ranks(2, forward_after, stage, load):
+        assert found == pytest.approx(plain_forward(is_frozen_too=True), rel=1e-12)
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_next_forward_reads_new_master_weights(stage: int) -> None:
-    plain = make_model()
-    with torch.no_grad():
-        for parameter in plain.parameters():
-            if parameter.requires_grad:
-                parameter.fill_(0.25)
-        expected = plain(batch(0)[0]).flatten().tolist()
-    for found in run_ranks(2, forward_after_new_masters, stage):
-        assert found == pytest.approx(expected, rel=1e-12)
+    for found in run_ranks(2, forward_after, stage, write_masters):
+        assert found == pytest.approx(plain_forward(is_frozen_too=False), rel=1e-12)
 
 
 @pytest.mark.gloo
