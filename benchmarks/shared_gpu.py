@@ -17,6 +17,7 @@ from megazero.__main__ import main as run
 from megazero.comm import startup
 from megazero.comm.interface import ReduceKind, Work
 from megazero.comm.process_group import ProcessGroupCommunicator
+from megazero.console import run_program
 from megazero.memory.lease import Scratch
 
 
@@ -78,4 +79,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))
