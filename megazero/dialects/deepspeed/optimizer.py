@@ -1,12 +1,13 @@
 """Translates the optimizer and the schedule of a DeepSpeed configuration into settings of a run.
 
 An optimizer becomes --optimizer, the settings that are called after its parameters, and --optimizer-params for the
-others.  Schedules become those of a run; a run's cosine warms up from 0 or --lr-warmup-init only:
+others.  Schedules become those of a run:
 
     WarmupLR        --lr-decay-style constant, --lr-warmup-iters warmup_num_steps, at least 2, --lr-warmup-type,
                     --lr-warmup-init warmup_min_lr
     WarmupDecayLR   --lr-decay-style linear, the same, --lr-decay-iters total_num_steps, --min-lr warmup_min_lr
-    WarmupCosineLR  --lr-decay-style cosine, the same, --min-lr cos_min_ratio x lr
+    WarmupCosineLR  --lr-decay-style cosine, the same, but --lr-warmup-init warmup_min_ratio x lr, --lr-decay-iters
+                    total_num_steps, --min-lr cos_min_ratio x lr
 
 In megazero a step has the schedule's rate at that step.  DeepSpeed calls its schedule after a step, so there each rate
 comes one step later; a notice reports this.
@@ -19,12 +20,14 @@ from typing import Any
 from megazero.config.choices import AUTO, SchedulerChoice, choose_scheduler
 from megazero.config.optimizers import DECOUPLED, OPTIMIZERS, RUN_NAMES, run_settings
 from megazero.config.schedules import SCHEDULES
-from megazero.dialects.deepspeed.sections import Floor, Translation, optimizer_of
+from megazero.dialects.deepspeed.sections import Ratio, Translation, optimizer_of
 
 _RUN_NAMES: Mapping[str, str] = MappingProxyType({"Adam": "adam", **{kind: name for name, kind in RUN_NAMES.items()}})
 _STYLES: Mapping[str, str] = MappingProxyType(
     {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 )
+# {parameter of WarmupCosineLR that is a part of the learning rate: the setting that holds the product}
+_RATIOS: Mapping[str, str] = MappingProxyType({"warmup_min_ratio": "lr_warmup_init", "cos_min_ratio": "min_lr"})
 
 
 def adopt_optimizer(adopted: Translation) -> None:
@@ -96,21 +99,16 @@ def adopt_scheduler(adopted: Translation) -> None:
         for name, value in choice.params.items():
             _adopt_written(adopted, name, name, value)
         return
-    if choice.params.get("warmup_min_ratio"):
-        given = adopted.file.location("scheduler.params.warmup_min_ratio").quote(choice.params["warmup_min_ratio"])
-        adopted.refuse(given, "the warm-up of a cosine starts at 0, or at --lr-warmup-init", "warmup_min_ratio: 0")
-        return
     file.diagnostics.notices.append(
         f"{said.source}: taken as --lr-decay-style {_STYLES[choice.type]}; DeepSpeed applies a rate one step later"
     )
     adopted.write("lr_decay_style", _STYLES[choice.type], said.source)
     _adopt_warmup(adopted, choice)
     if choice.type == "WarmupCosineLR":
-        path = "scheduler.params.cos_min_ratio"
-        if params.get("cos_min_ratio") != AUTO:
-            adopted.floor = Floor(
-                choice.params["cos_min_ratio"], adopted.file.location(path), "cos_min_ratio" in params
-            )
+        for name, setting in _RATIOS.items():
+            if params.get(name) != AUTO:
+                location = file.location(f"scheduler.params.{name}")
+                adopted.ratios[setting] = Ratio(choice.params[name], location, name in params)
     elif params.get("warmup_max_lr") != AUTO:
         _adopt_peak(adopted, choice.params["warmup_max_lr"], written="warmup_max_lr" in params)
 

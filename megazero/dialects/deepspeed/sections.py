@@ -49,13 +49,13 @@ _ADAM: Mapping[str, Any] = MappingProxyType({"weight_decay": 0.0})
 
 
 @dataclass(frozen=True)
-class Floor:
-    """The end of a cosine as a part of the learning rate, which may come from another source.
+class Ratio:
+    """A parameter of the schedule that is a part of the learning rate, which may come from another source.
 
     written: True if the file gives the ratio, False if it is a default.
     """
 
-    ratio: float
+    value: float
     location: Location
     written: bool
 
@@ -66,7 +66,7 @@ class Translation:
 
     whole: True if a section that the file leaves out has DeepSpeed's defaults too.  written: settings of keys in the
     file.  defaults: settings of keys that are not in it.  unknown: settings whose key has a problem.
-    floor: the end of a cosine, if the schedule is one.
+    ratios: settings that are parts of the learning rate, by name.
     """
 
     file: ParsedFile
@@ -74,7 +74,7 @@ class Translation:
     written: list[RawValue] = field(default_factory=list)
     defaults: list[RawValue] = field(default_factory=list)
     unknown: set[str] = field(default_factory=set)
-    floor: Floor | None = None
+    ratios: dict[str, Ratio] = field(default_factory=dict)
 
     def covers(self, path: str) -> bool:
         """Return True if the key at `path` has DeepSpeed's default when it is absent."""
@@ -88,10 +88,6 @@ class Translation:
         """Add a setting that has DeepSpeed's default."""
         source = f"{self.file.location(path).quote(value)} (DeepSpeed's default)"
         self.defaults.append(RawValue(setting, value, source, Origin.DEFAULT))
-
-    def refuse(self, given: str, rule: str, legal: str) -> None:
-        """Add the problem of a setting whose effect megazero doesn't have."""
-        self.file.diagnostics.problems.append(Problem(given, f"refused: {rule}", legal))
 
 
 def translate(file: ParsedFile, *, whole: bool = False, wants_fp16: bool = False) -> Translation:

@@ -126,13 +126,16 @@ def test_a_straight_decay_ends_at_zero() -> None:
     }
 
 
-def test_a_cosine_leaves_its_floor_open_until_the_rate_is_known() -> None:
-    params = {**WARMUP, "cos_min_ratio": 0.1, "total_num_steps": "auto"}
+def test_a_cosine_leaves_its_ends_open_until_the_rate_is_known() -> None:
+    params = {**WARMUP, "warmup_min_ratio": "auto", "cos_min_ratio": 0.1, "total_num_steps": "auto"}
     made = adopted(scheduler={"type": "WarmupCosineLR", "params": params})
     assert said(made) == {"lr_decay_style": "cosine", "lr_warmup_iters": 10, "lr_warmup_type": "linear"}
-    assert made.floor is not None and (made.floor.ratio, made.floor.written) == (0.1, True)
+    assert {name: (ratio.value, ratio.written) for name, ratio in made.ratios.items()} == {"min_lr": (0.1, True)}
     documented = adopted(scheduler={"type": "WarmupCosineLR", "params": {**WARMUP, "total_num_steps": 50}})
-    assert documented.floor is not None and (documented.floor.ratio, documented.floor.written) == (0.0001, False)
+    assert {name: (ratio.value, ratio.written) for name, ratio in documented.ratios.items()} == {
+        "lr_warmup_init": (0.0, False),
+        "min_lr": (0.0001, False),
+    }
 
 
 def documented(kind: str, step: int, *, shape: str, start: float, floor: float) -> float:
@@ -156,18 +159,16 @@ def test_a_runs_schedule_is_the_documented_one(kind: str, start: float, shape: s
     params: dict[str, Any] = {"warmup_num_steps": 10} | ({} if shape is None else {"warmup_type": shape})
     params |= {} if kind == "WarmupLR" else {"total_num_steps": 37}
     if kind == "WarmupCosineLR":
-        params["cos_min_ratio"], start = 0.2, 0.0
+        params |= {"cos_min_ratio": 0.2, "warmup_min_ratio": start / 0.5}
     else:
         params |= {"warmup_max_lr": 0.5, "warmup_min_lr": start}
     made = adopted(scheduler={"type": kind, "params": params})
     values = said(made)
     settings = {"lr": 0.5, "lr_decay_iters": 60} | defaults(made) | values
-    floor = 0.0 if made.floor is None else made.floor.ratio
-    if made.floor is not None:
-        settings["min_lr"] = floor * settings["lr"]
+    settings |= {name: ratio.value * settings["lr"] for name, ratio in made.ratios.items()}
     ours = LearningRate.from_config(OptimizerConfig(**settings), train_iters=60)
     for step in range(50):
-        expected = documented(kind, step, shape=shape or "log", start=start, floor=floor)
+        expected = documented(kind, step, shape=shape or "log", start=start, floor=0.2)
         assert ours.at(step) == pytest.approx(expected, rel=1e-12, abs=1e-15), step
 
 
@@ -203,11 +204,6 @@ def test_a_peak_that_is_not_said_is_a_default_beside_the_optimizers_rate() -> No
 @pytest.mark.parametrize(
     ("scheduler", "given", "legal"),
     [
-        (
-            {"type": "WarmupCosineLR", "params": {**WARMUP, "warmup_min_ratio": 0.1, "total_num_steps": 99}},
-            "ds.json: scheduler.params.warmup_min_ratio: 0.1",
-            "warmup_min_ratio: 0",
-        ),
         ({"type": "OneCycle"}, 'ds.json: scheduler.type: "OneCycle"', "WarmupLR"),
         ({"type": "WarmupDecayLR", "params": WARMUP}, "ds.json: scheduler.params.total_num_steps is missing", "100000"),
     ],
