@@ -176,12 +176,20 @@ def read_params(
     return values
 
 
-def optimizer_conflicts(place: Location, values: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield a problem for every combination of values that torch would refuse although each value is legal alone."""
-    if values.get("nesterov") and (values["momentum"] == 0 or values["dampening"] != 0):
-        yield Problem(
-            place.key("nesterov").quote(True), "Nesterov momentum has a momentum and no dampening", "momentum: 0.9"
-        )
+def optimizer_conflicts(
+    place: Location, values: Mapping[str, Any], *, momentum: str = "momentum: 0.9"
+) -> Iterator[Problem]:
+    """Yield a problem for every combination of values that torch would refuse although each value is legal alone.
+
+    momentum: a legal momentum, written as the user gives it.
+    """
+    if values.get("nesterov"):
+        nesterov = place.key("nesterov").quote(True)
+        if values["momentum"] == 0:
+            yield Problem(f"{nesterov} with momentum 0", "Nesterov's method has a momentum", momentum)
+        if values["dampening"] != 0:
+            given = f"{nesterov} with dampening: {values['dampening']:g}"
+            yield Problem(given, "Nesterov's method has no dampening", "dampening: 0")
     if "etas" in values and not values["etas"][0] < 1 < values["etas"][1]:
         yield Problem(
             place.key("etas").quote(values["etas"]),

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from megazero.config.choices import OptimizerChoice, defaults_of, optimizer_conflicts, read_params
+from megazero.config.choices import AUTO, OptimizerChoice, defaults_of, optimizer_conflicts, read_params
 from megazero.config.engine_sections import OptimizerConfig
 from megazero.config.optimizers import DECOUPLED, OPTIMIZERS, RUN_NAMES, run_settings
 from megazero.config.values import Diagnostics, Location, as_number
@@ -22,8 +22,10 @@ def choose_for_run(config: OptimizerConfig, findings: Diagnostics) -> OptimizerC
     """Return the optimizer of a run as `optimizer_choice` does, but add the problems to `findings`."""
     kind = RUN_NAMES[config.optimizer]
     place, given = Location("--optimizer-params"), _key_values(config.optimizer_params, findings)
-    if kind == "AdamW" and given.pop(DECOUPLED, True) is False:
-        kind = "Adam"
+    if kind == "AdamW":
+        switch = {DECOUPLED: given.pop(DECOUPLED, AUTO)}
+        if read_params(place, OPTIMIZERS["Adam"].params, switch, findings).get(DECOUPLED) is False:
+            kind = "Adam"
     optimizer, own = OPTIMIZERS[kind], run_settings(kind)
     for name in own.keys() & given.keys():
         rule = f"{name} has a setting of its own"
@@ -40,7 +42,7 @@ def choose_for_run(config: OptimizerConfig, findings: Diagnostics) -> OptimizerC
     for name, settings in own.items():
         both = tuple(numbers[setting] for setting in settings)
         values[name] = both if optimizer.params[name].kind == "pair" else both[0]
-    findings.problems.extend(optimizer_conflicts(place, values))
+    findings.problems.extend(optimizer_conflicts(place, values, momentum="--sgd-momentum 0.9"))
     return OptimizerChoice(type=kind, lr=config.lr, params=values)
 
 

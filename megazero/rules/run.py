@@ -42,10 +42,17 @@ def advice(config: RunConfig, world_size: int) -> tuple[str, ...]:
     if check(config, world_size):
         return ()
     return (
+        *_optimizer_advice(config),
         *_narrow_sum_advice(config, world_size),
         *pipeline_rules.advice(config),
         *float8_rules.advice(config),
     )
+
+
+def _optimizer_advice(config: RunConfig) -> list[str]:
+    findings = Diagnostics()
+    choose_for_run(config.optimizer, findings)
+    return findings.notices
 
 
 def _narrow_sum_advice(config: RunConfig, world_size: int) -> Iterator[str]:
