@@ -278,10 +278,8 @@ class IndexedDataset:
 def _require_files(prefix: str) -> None:
     missing = [path for path in (idx_path(prefix), bin_path(prefix)) if not path.is_file()]
     if missing:
-        legal = _prefixes_nearby(prefix)
-        raise DataError(
-            *(Problem(str(path), "must be a file; a corpus is PREFIX.bin and PREFIX.idx", legal) for path in missing)
-        )
+        rule = "must be a file; a corpus is PREFIX.bin and PREFIX.idx"
+        raise DataError(Problem(" and ".join(map(str, missing)), rule, _prefixes_nearby(prefix)))
 
 
 def _prefixes_nearby(prefix: str) -> str:

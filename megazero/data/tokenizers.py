@@ -168,7 +168,9 @@ class SentencePieceTokenizer:
             self.content = model_file.read_bytes()
             self._model.LoadFromSerializedProto(self.content)
         except (RuntimeError, OSError) as error:
-            raise DataError(Problem(f"--tokenizer-model {model_file}", f"is a SentencePiece model: {error}")) from error
+            reason = error.strerror if isinstance(error, OSError) else "its content is something else"
+            given, legal = f"--tokenizer-model {model_file}: {reason}", "a model that tools/train_tokenizer.py makes"
+            raise DataError(Problem(given, "the file is a SentencePiece model", legal)) from error
         pieces = self._model.get_piece_size()
         self.eod = _sentence_piece_eod(self._model)
         self.vocab_size = max(pieces, self.eod + 1)
