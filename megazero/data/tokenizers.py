@@ -14,6 +14,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 from tokenizers import AddedToken
@@ -32,7 +33,7 @@ GPT2_BPE = "GPT2BPETokenizer"
 SENTENCE_PIECE = "SentencePieceTokenizer"
 BYTE = "ByteTokenizer"
 # {type of tokenizer: names of the flags of the files it reads}
-FILES = {GPT2_BPE: ("vocab_file", "merge_file"), SENTENCE_PIECE: ("tokenizer_model",), BYTE: ()}
+FILES = MappingProxyType({GPT2_BPE: ("vocab_file", "merge_file"), SENTENCE_PIECE: ("tokenizer_model",), BYTE: ()})
 
 END_OF_TEXT = "<|endoftext|>"
 OUTSIDE = "\ufffd"
