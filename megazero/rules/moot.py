@@ -535,13 +535,13 @@ def _moot(sections: S, given: Iterable[ParsedValue], rows: Iterable[Row[S]]) -> 
 
 def _moot_params(config: RunConfig, given: Iterable[ParsedValue]) -> Iterator[_Moot]:
     """Yield the words of --optimizer-params that have no effect; none while the optimizer has a problem."""
-    findings = Diagnostics()
+    diagnostics = Diagnostics()
     for item in (item for item in given if item.name == "optimizer_params"):
         try:
-            choice = choose_for_run(config.optimizer, findings)
+            choice = choose_for_run(config.optimizer, diagnostics)
         except Unknown:
             return
-        if findings.problems:
+        if diagnostics.problems:
             return
         changed = changed_params(choice, None)
         if choice.type == "Adam":  # --optimizer adam is AdamW, so that the word which makes Adam of it is a change

@@ -50,9 +50,9 @@ def advice(config: RunConfig, world_size: int) -> tuple[str, ...]:
 
 
 def _optimizer_advice(config: RunConfig) -> list[str]:
-    findings = Diagnostics()
-    choose_for_run(config.optimizer, findings)
-    return findings.notices
+    diagnostics = Diagnostics()
+    choose_for_run(config.optimizer, diagnostics)
+    return diagnostics.notices
 
 
 def _narrow_sum_advice(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -221,9 +221,9 @@ def length_is_a_step(config: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def optimizer_takes_its_parameters(config: RunConfig, world_size: int) -> Iterable[Problem]:
-    findings = Diagnostics()
-    choose_for_run(config.optimizer, findings)
-    return findings.problems
+    diagnostics = Diagnostics()
+    choose_for_run(config.optimizer, diagnostics)
+    return diagnostics.problems
 
 
 def lr_is_above_its_start(config: RunConfig, world_size: int) -> Iterator[Problem]:

@@ -30,9 +30,9 @@ _STYLES: Mapping[str, str] = MappingProxyType(
 _RATIOS: Mapping[str, str] = MappingProxyType({"warmup_min_ratio": "lr_warmup_init", "cos_min_ratio": "min_lr"})
 
 
-def adopt_optimizer(adopted: Translation) -> None:
+def translate_optimizer(translation: Translation) -> None:
     """Add the optimizer and its parameters as settings of a run."""
-    file = adopted.file
+    file = translation.file
     before = len(file.diagnostics.problems)
     choice = optimizer_of(file)
     if len(file.diagnostics.problems) > before:
@@ -40,14 +40,16 @@ def adopt_optimizer(adopted: Translation) -> None:
     # Without weight decay it makes no difference whether that is decoupled, as the fused kernel's is.
     is_adamw = choice.type == "Adam" and not choice.params["weight_decay"]
     kind = "AdamW" if is_adamw else choice.type
-    said = file.written("optimizer.type")
-    if said is not None:
-        adopted.write("optimizer", _RUN_NAMES[kind], said.source)
-    _adopt_param(adopted, "lr", {"lr": choice.lr})
+    key = file.written("optimizer.type")
+    if key is not None:
+        translation.write("optimizer", _RUN_NAMES[kind], key.source)
+    _translate_optimizer_param(translation, "lr", {"lr": choice.lr})
     own = run_settings(kind)
     for param, settings in own.items():
         value = choice.params[param]
-        _adopt_param(adopted, param, dict(zip(settings, value if len(settings) > 1 else (value,), strict=True)))
+        _translate_optimizer_param(
+            translation, param, dict(zip(settings, value if len(settings) > 1 else (value,), strict=True))
+        )
     others = {name: value for name, value in choice.params.items() if name in OPTIMIZERS[kind].params.keys() - own}
     words = [
         f"{name}={_word(value)}" for name, value in others.items() if value != OPTIMIZERS[kind].params[name].default
@@ -55,7 +57,7 @@ def adopt_optimizer(adopted: Translation) -> None:
     if kind == "Adam":
         words.append(f"{DECOUPLED}=false")
     if words:
-        adopted.write("optimizer_params", tuple(words), f"{file.location('optimizer')}: {' '.join(words)}")
+        translation.write("optimizer_params", tuple(words), f"{file.location('optimizer')}: {' '.join(words)}")
 
 
 def _word(value: Any) -> str:
@@ -65,28 +67,28 @@ def _word(value: Any) -> str:
     return ",".join(str(item) for item in value) if isinstance(value, tuple) else str(value)
 
 
-def _adopt_param(adopted: Translation, name: str, settings: Mapping[str, Any]) -> None:
+def _translate_optimizer_param(translation: Translation, name: str, settings: Mapping[str, Any]) -> None:
     """Add the settings that one parameter of the optimizer stands for."""
     path = f"optimizer.params.{name}"
-    params = adopted.file.params.get("optimizer.params", {})
+    params = translation.file.params.get("optimizer.params", {})
     for setting, value in settings.items():
         if name not in params:
-            adopted.default(setting, value, path)
+            translation.default(setting, value, path)
         elif params[name] != AUTO:
-            adopted.write(setting, value, adopted.file.location(path).quote(params[name]))
+            translation.write(setting, value, translation.file.location(path).quote(params[name]))
 
 
-def adopt_scheduler(adopted: Translation) -> None:
+def translate_scheduler(translation: Translation) -> None:
     """Add the schedule as settings of a run, or a problem if a run has no equal schedule."""
-    file = adopted.file
+    file = translation.file
     before = len(file.diagnostics.problems)
-    said = file.written("scheduler.type")
-    if said is None:
+    key = file.written("scheduler.type")
+    if key is None:
         return
     params = file.params.get("scheduler.params", {})
     choice = choose_scheduler(
-        adopted.file.location("scheduler"),
-        said.value,
+        translation.file.location("scheduler"),
+        key.value,
         params,
         file.diagnostics,
         lr=None,
@@ -95,58 +97,58 @@ def adopt_scheduler(adopted: Translation) -> None:
     if choice is None or len(file.diagnostics.problems) > before:
         return
     if choice.type not in _STYLES:  # one of a run's own
-        adopted.write("lr_decay_style", choice.type, said.source)
+        translation.write("lr_decay_style", choice.type, key.source)
         for name, value in choice.params.items():
-            _adopt_written(adopted, name, name, value)
+            _translate_scheduler_param(translation, name, name, value)
         return
     file.diagnostics.notices.append(
-        f"{said.source}: taken as --lr-decay-style {_STYLES[choice.type]}; DeepSpeed applies a rate one step later"
+        f"{key.source}: taken as --lr-decay-style {_STYLES[choice.type]}; DeepSpeed applies a rate one step later"
     )
-    adopted.write("lr_decay_style", _STYLES[choice.type], said.source)
-    _adopt_warmup(adopted, choice)
+    translation.write("lr_decay_style", _STYLES[choice.type], key.source)
+    _translate_warmup(translation, choice)
     if choice.type == "WarmupCosineLR":
         for name, setting in _RATIOS.items():
             if params.get(name) != AUTO:
                 location = file.location(f"scheduler.params.{name}")
-                adopted.ratios[setting] = Ratio(choice.params[name], location, name in params)
+                translation.ratios[setting] = Ratio(choice.params[name], location, name in params)
     elif params.get("warmup_max_lr") != AUTO:
-        _adopt_peak(adopted, choice.params["warmup_max_lr"], written="warmup_max_lr" in params)
+        _translate_peak(translation, choice.params["warmup_max_lr"], written="warmup_max_lr" in params)
 
 
-def _adopt_warmup(adopted: Translation, choice: SchedulerChoice) -> None:
+def _translate_warmup(translation: Translation, choice: SchedulerChoice) -> None:
     """Add the length, shape and start of the warm-up, and the end of the decay."""
     values = {**choice.params, "warmup_num_steps": max(2, choice.params["warmup_num_steps"])}
-    _adopt_written(adopted, "warmup_num_steps", "lr_warmup_iters", values["warmup_num_steps"])
-    _adopt_written(adopted, "warmup_type", "lr_warmup_type", values["warmup_type"])
+    _translate_scheduler_param(translation, "warmup_num_steps", "lr_warmup_iters", values["warmup_num_steps"])
+    _translate_scheduler_param(translation, "warmup_type", "lr_warmup_type", values["warmup_type"])
     if "total_num_steps" in SCHEDULES[choice.type]:
-        _adopt_written(adopted, "total_num_steps", "lr_decay_iters", values.get("total_num_steps"))
+        _translate_scheduler_param(translation, "total_num_steps", "lr_decay_iters", values.get("total_num_steps"))
     if "warmup_min_lr" in values:
-        _adopt_written(adopted, "warmup_min_lr", "lr_warmup_init", values["warmup_min_lr"])
+        _translate_scheduler_param(translation, "warmup_min_lr", "lr_warmup_init", values["warmup_min_lr"])
     if choice.type == "WarmupDecayLR":
-        said = adopted.file.written("scheduler.type")
-        assert said is not None, "the schedule has been chosen"
-        adopted.write("min_lr", values["warmup_min_lr"], said.source)
+        key = translation.file.written("scheduler.type")
+        assert key is not None, "the schedule has been chosen"
+        translation.write("min_lr", values["warmup_min_lr"], key.source)
 
 
-def _adopt_written(adopted: Translation, name: str, setting: str, value: Any) -> None:
+def _translate_scheduler_param(translation: Translation, name: str, setting: str, value: Any) -> None:
     """Add a parameter of the schedule as the file gives it, or its default; an automatic one is left to the run."""
     path = f"scheduler.params.{name}"
-    written = adopted.file.params.get("scheduler.params", {}).get(name)
+    written = translation.file.params.get("scheduler.params", {}).get(name)
     if written is None:
-        adopted.default(setting, value, path)
+        translation.default(setting, value, path)
     elif written != AUTO:
-        adopted.write(setting, value, adopted.file.location(path).quote(value))
+        translation.write(setting, value, translation.file.location(path).quote(value))
 
 
-def _adopt_peak(adopted: Translation, peak: float, *, written: bool) -> None:
+def _translate_peak(translation: Translation, peak: float, *, written: bool) -> None:
     """Make the peak of the schedule the learning rate, in place of the optimizer's."""
     path = "scheduler.params.warmup_max_lr"
     if not written:
-        adopted.default("lr", peak, path)
+        translation.default("lr", peak, path)
         return
-    source = adopted.file.location(path).quote(peak)
-    for item in [item for item in adopted.written if item.name == "lr"]:
-        adopted.written.remove(item)
+    source = translation.file.location(path).quote(peak)
+    for item in [item for item in translation.written if item.name == "lr"]:
+        translation.written.remove(item)
         if item.value != peak:
-            adopted.file.diagnostics.notices.append(f"{item.source}: gives way to {source}, the schedule's peak")
-    adopted.write("lr", peak, source)
+            translation.file.diagnostics.notices.append(f"{item.source}: gives way to {source}, the schedule's peak")
+    translation.write("lr", peak, source)

@@ -17,7 +17,7 @@ from megazero.config.run import RunConfig
 from megazero.config.validate import INFO
 from megazero.config.values import ParsedValue, shown
 from megazero.dialects.deepspeed.keys import BATCH_KEYS
-from megazero.dialects.deepspeed.optimizer import adopt_optimizer, adopt_scheduler
+from megazero.dialects.deepspeed.optimizer import translate_optimizer, translate_scheduler
 from megazero.dialects.deepspeed.reading import ParsedFile
 from megazero.dialects.deepspeed.sections import Translation, automatic_notices, resolve, text_for_key, translate
 from megazero.errors import Problem
@@ -39,13 +39,16 @@ _PARAMS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 
 
-def adopt(file: ParsedFile, *, wants_fp16: bool) -> Translation:
+def translate_for_run(file: ParsedFile, *, fp16_requested: bool) -> Translation:
     """Return the settings that a file alone determines; problems are added to the file's diagnostics.
 
-    wants_fp16: True if another source requests fp16, so that an automatic `fp16.enabled` is true.
+    fp16_requested: True if another source requests fp16, so that an automatic `fp16.enabled` is true.
     """
-    translation = translate(file, wants_fp16=wants_fp16)
-    for section, add, rate in (("optimizer", adopt_optimizer, "lr"), ("scheduler", adopt_scheduler, "warmup_max_lr")):
+    translation = translate(file, fp16_requested=fp16_requested)
+    for section, add, rate in (
+        ("optimizer", translate_optimizer, "lr"),
+        ("scheduler", translate_scheduler, "warmup_max_lr"),
+    ):
         if section in file.sections:
             before = len(file.diagnostics.problems)
             add(translation)

@@ -90,10 +90,10 @@ class Translation:
         self.defaults.append(RawValue(setting, value, source, Origin.DEFAULT))
 
 
-def translate(file: ParsedFile, *, whole: bool = False, wants_fp16: bool = False) -> Translation:
+def translate(file: ParsedFile, *, whole: bool = False, fp16_requested: bool = False) -> Translation:
     """Return the settings of all keys but the optimizer's and the schedule's; problems go to the file's diagnostics.
 
-    wants_fp16: True if another source requests fp16, so that an automatic `fp16.enabled` is true.
+    fp16_requested: True if another source requests fp16, so that an automatic `fp16.enabled` is true.
     """
     translation = Translation(file, whole)
     for setting, path in _SAME.items():
@@ -104,7 +104,7 @@ def translate(file: ParsedFile, *, whole: bool = False, wants_fp16: bool = False
             translation.write("precision", name, enabled.source)
         if f"{name}.enabled" in file.invalid:
             translation.unknown.add("precision")
-    if file.get("fp16.enabled", wants_fp16):
+    if file.get("fp16.enabled", fp16_requested):
         for setting, path in PRECISION_KEYS.items():
             _translate_key(translation, setting, path)
     wide = file.written(_ACCUMULATION_KEY)

@@ -11,7 +11,7 @@ from megazero.config.engine_sections import ActivationConfig, ZeroConfig
 from megazero.config.values import ParsedValue
 from megazero.config.yaml_file import to_yaml
 from megazero.dialects.deepspeed.reading import read
-from megazero.dialects.deepspeed.run import adopt, complete
+from megazero.dialects.deepspeed.run import complete, translate_for_run
 from megazero.errors import ConfigError, Problem
 
 BASE = "--preset gpt2-124m --train-iters 100 --mock-data"
@@ -415,7 +415,7 @@ def test_automatic_keys_report_what_they_became() -> None:
 
 def test_the_pieces_need_no_file() -> None:
     file = read({"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": 2}, "ds")
-    translation = adopt(file, wants_fp16=False)
+    translation = translate_for_run(file, fp16_requested=False)
     settings = {item.name: ParsedValue(item.name, item.value, item.source) for item in translation.written}
     settings["micro_batch_size"] = ParsedValue("micro_batch_size", 4, "--micro-batch-size 4")
     assert complete(translation, settings, data_parallel_size=3) == []
