@@ -3,13 +3,12 @@
 Only the process with rank 0 prints; every other one is silent unless it has an error of its own.
 """
 
-import argparse
 import gc
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn, TypeVar
+from typing import TypeVar
 
 from rich.console import Console as RichConsole
 from rich.progress import (
@@ -22,7 +21,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from megazero.errors import ConfigError, Problem, UserError
+from megazero.errors import UserError
 
 T = TypeVar("T")
 
@@ -33,23 +32,6 @@ def launcher_rank() -> int:
     """Return this process's rank from torchrun or srun; 0 when started by hand, or when that is no number."""
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
     return int(rank) if rank.isdecimal() else 0
-
-
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """A formatter that shows the defaults of a tool's flags, where there are any."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default is None else super()._get_help_string(action)
-
-
-class Flags(argparse.ArgumentParser):
-    """The flags of a tool that may be several processes: problems, and --help, are printed once for all of them."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(Problem(message, "flags and their values are those that --help lists"))
-
-    def print_help(self, file: Any = None) -> None:
-        Console().line(self.format_help())
 
 
 class Console:

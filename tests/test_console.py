@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from megazero import console
-from megazero.console import Console, Flags, launcher_rank, run_program
+from megazero.console import Console, launcher_rank, run_program
 from megazero.errors import ConfigError, TrainingError
 
 
@@ -153,16 +153,3 @@ def test_our_own_errors_keep_their_traceback() -> None:
 
     with pytest.raises(ArithmeticError):
         run_program(main)
-
-
-def test_flags_of_several_processes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    parser = Flags(allow_abbrev=False)
-    parser.add_argument("--count", type=int)
-    with pytest.raises(ConfigError) as caught:
-        parser.parse_args(["--count", "many"])
-    assert "--count" in caught.value.problems[0].given and "--help" in caught.value.problems[0].rule
-    for rank, speaks in (("0", True), ("1", False)):
-        monkeypatch.setenv("RANK", rank)
-        with pytest.raises(SystemExit):
-            parser.parse_args(["--help"])
-        assert ("--count" in capsys.readouterr().out) is speaks

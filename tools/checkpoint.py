@@ -13,6 +13,7 @@ import math
 import sys
 from typing import TYPE_CHECKING
 
+from megazero.command_line.tools import Flags, Number
 from megazero.console import Console, run_program
 from megazero.errors import CheckpointError, raise_problems
 from megazero.units import format_bytes, format_count
@@ -42,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Inspect, verify and compare checkpoints.")
+    parser = Flags(description="Inspect, verify and compare checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
     inspect = commands.add_parser("inspect", help="show the content of a checkpoint")
     inspect.add_argument("--tensors", action="store_true", help="list every tensor")
@@ -53,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("first", help="a run's checkpoint folder, or one step folder in it")
     diff.add_argument("second", help="the same")
     for command in (inspect, verify, diff):
-        command.add_argument("--step", type=int, help="step of a run (default: the newest)")
+        command.add_argument("--step", action=Number, kind="int", help="step of a run (default: the newest)")
     return parser
 
 

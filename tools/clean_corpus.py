@@ -8,7 +8,8 @@ import argparse
 import sys
 import time
 
-from megazero.console import Console, HelpFormatter, run_program
+from megazero.command_line.tools import Flags, HelpFormatter, Number
+from megazero.console import Console, run_program
 from megazero.prepare.arguments import add_input_arguments, input_rules, local_path
 from megazero.prepare.clean.cleaning import CleaningRequest, StepChoice, clean_corpus, summary_lines
 from megazero.prepare.clean.cleaning_steps import LANGUAGE_CHARACTERS
@@ -21,7 +22,7 @@ SHOWN_BAD_LINES = 10
 
 def parse_arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=HelpFormatter)
+    parser = Flags(description=__doc__, allow_abbrev=False, formatter_class=HelpFormatter)
     text = parser.add_argument_group("text")
     add_input_arguments(text)
     text.add_argument(
@@ -52,17 +53,21 @@ def add_step_arguments(group: argparse._ArgumentGroup) -> None:
         "--fix-text", action="store_true",
         help="mend wrong encodings, HTML's names of characters, control characters, quotes, line ends (ftfy)",
     )  # fmt: skip
-    group.add_argument("--min-characters", type=int, metavar="N", help="shortest text")
-    group.add_argument("--max-characters", type=int, metavar="N", help="longest text")
+    group.add_argument("--min-characters", action=Number, kind="int", metavar="N", help="shortest text")
+    group.add_argument("--max-characters", action=Number, kind="int", metavar="N", help="longest text")
     group.add_argument(
-        "--min-printable", type=float, metavar="FRACTION", help="least share of printable characters and white space"
+        "--min-printable",
+        action=Number,
+        kind="float",
+        metavar="FRACTION",
+        help="least share of printable characters and white space",
     )
     group.add_argument(
         "--languages", nargs="+", metavar="CODE",
         help=f"languages to keep, en de ..., identified by the first {LANGUAGE_CHARACTERS} characters (py3langid)",
     )  # fmt: skip
     group.add_argument(
-        "--min-language-probability", type=float, metavar="P",
+        "--min-language-probability", action=Number, kind="float", metavar="P",
         help="least probability of the language; without it, the most probable one counts",
     )  # fmt: skip
     group.add_argument(
@@ -71,7 +76,7 @@ def add_step_arguments(group: argparse._ArgumentGroup) -> None:
         f" near, about the same five-word runs ({NEAR_BYTES} bytes; datasketch), or both",
     )  # fmt: skip
     group.add_argument(
-        "--near-threshold", type=float, metavar="S",
+        "--near-threshold", action=Number, kind="float", metavar="S",
         help=f"similarity from which two texts are near (default: {DEFAULT_NEAR_THRESHOLD})",
     )  # fmt: skip
 

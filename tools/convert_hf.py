@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megazero.checkpoint.folders import list_steps
 from megazero.command_line.parse import from_yaml
+from megazero.command_line.tools import Flags, Number
 from megazero.config.engine_sections import OptimizerConfig
 from megazero.config.run import DataConfig, RunConfig, TrainingConfig
 from megazero.config.yaml_file import to_yaml
@@ -27,11 +28,13 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description="Convert checkpoints to and from Hugging Face GPT-2 models.")
+    parser = Flags(description="Convert checkpoints to and from Hugging Face GPT-2 models.")
     commands = parser.add_subparsers(dest="command", required=True)
     export = commands.add_parser("export", allow_abbrev=False, help="write a model that transformers loads")
     export.add_argument("--load", type=Path, required=True, metavar="DIR", help="a run's checkpoints, or one of them")
-    export.add_argument("--step", type=int, metavar="N", help="step of the run; without it, the newest")
+    export.add_argument(
+        "--step", action=Number, kind="int", metavar="N", help="step of the run; without it, the newest"
+    )
     export.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to make")
     export.add_argument("--dtype", choices=DTYPES, help="number format; without it, the checkpoint's")
     imports = commands.add_parser("import", allow_abbrev=False, help="make a checkpoint of a model from transformers")

@@ -11,8 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from megazero.command_line.parse import from_yaml
+from megazero.command_line.tools import Flags, HelpFormatter, Number
 from megazero.config.run import DataConfig
-from megazero.console import Console, Flags, HelpFormatter, run_program
+from megazero.console import Console, run_program
 from megazero.data.tokenizers import FILES, Tokenizer, load_tokenizer
 from megazero.errors import CheckpointError, ConfigError, Problem, raise_problems
 from megazero.generate.model_layout import ACROSS, choose_layout
@@ -24,25 +25,42 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = Flags(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False, formatter_class=HelpFormatter)
     parser.add_argument("--load", type=Path, required=True, metavar="DIR", help="a run's checkpoints, or one of them")
-    parser.add_argument("--step", type=int, metavar="N", help="step of the run; without it, the newest")
+    parser.add_argument(
+        "--step", action=Number, kind="int", metavar="N", help="step of the run; without it, the newest"
+    )
     parser.add_argument("--prompt", default="", metavar="TEXT", help="text to continue; empty starts a new document")
-    parser.add_argument("--max-new-tokens", type=int, default=100, metavar="N", help="length of a continuation")
-    parser.add_argument("--num-samples", type=int, default=1, metavar="N", help="continuations")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random choices")
+    parser.add_argument(
+        "--max-new-tokens", action=Number, kind="int", ge=1, default=100, metavar="N", help="length of a continuation"
+    )
+    parser.add_argument("--num-samples", action=Number, kind="int", ge=1, default=1, metavar="N", help="continuations")
+    parser.add_argument(
+        "--seed", action=Number, kind="int", ge=0, lt=2**63, default=0, metavar="N", help="seed of the random choices"
+    )
     choice = parser.add_argument_group("choice of the next token")
     choice.add_argument("--greedy", action="store_true", help="always the best one")
-    choice.add_argument("--temperature", type=float, default=1.0, metavar="T", help="divides the logits; 0 is greedy")
-    choice.add_argument("--top-k", type=int, default=0, metavar="K", help="among the K best; 0 is all")
-    choice.add_argument("--top-p", type=float, default=1.0, metavar="P", help="among the best that make up P together")
+    choice.add_argument(
+        "--temperature", action=Number, kind="float", default=1.0, metavar="T", help="divides the logits; 0 is greedy"
+    )
+    choice.add_argument("--top-k", action=Number, kind="int", default=0, metavar="K", help="among the K best; 0 is all")
+    choice.add_argument(
+        "--top-p", action=Number, kind="float", default=1.0, metavar="P", help="among the best that make up P together"
+    )
     tokenizer = parser.add_argument_group("tokenizer", "needed only where the run's configuration names none")
     tokenizer.add_argument("--tokenizer-type", choices=tuple(FILES), help="type of tokenizer")
     for flag in ("--tokenizer-model", "--vocab-file", "--merge-file"):
         tokenizer.add_argument(flag, type=Path, metavar="FILE", help="file of the tokenizer")
     layout = parser.add_argument_group("layout", "of the processes that torchrun starts: the product is their number")
     layout.add_argument(
-        "--tensor-model-parallel-size", type=int, default=1, metavar="N", help="processes that share every layer"
+        "--tensor-model-parallel-size",
+        action=Number,
+        kind="int",
+        default=1,
+        metavar="N",
+        help="processes that share every layer",
     )
-    layout.add_argument("--pipeline-model-parallel-size", type=int, default=1, metavar="N", help="pipeline stages")
+    layout.add_argument(
+        "--pipeline-model-parallel-size", action=Number, kind="int", default=1, metavar="N", help="pipeline stages"
+    )
     layout.add_argument(ACROSS, dest="across_nodes", action="store_true", help="share layers with other nodes too")
     layout.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute")
     return parser.parse_args(arguments)
@@ -50,11 +68,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def wrong_flags(options: argparse.Namespace) -> Iterator[Problem]:
     """Yield the problems of the flags by themselves."""
-    for flag, count in {"--max-new-tokens": options.max_new_tokens, "--num-samples": options.num_samples}.items():
-        if count < 1:
-            yield Problem(f"{flag} {count}", "must be at least 1")
-    if not 0 <= options.seed < 2**63:
-        yield Problem(f"--seed {options.seed}", "must be at least 0 and below 2**63", "--seed 0")
     # Bytes that are not UTF-8 come from the command line as lone surrogates.
     if any("\ud800" <= character <= "\udfff" for character in options.prompt):
         yield Problem(f"--prompt {options.prompt!a}", "must be UTF-8 text")

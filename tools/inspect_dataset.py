@@ -4,7 +4,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from megazero.console import Console, HelpFormatter, run_program
+from megazero.command_line.tools import Flags, HelpFormatter, Number
+from megazero.console import Console, run_program
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.samples import SPLIT_NAMES
 from megazero.data.sidecar import read_sidecar
@@ -31,11 +32,15 @@ BY_READING = Access(maps=False)
 
 def parse_arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=HelpFormatter)
+    parser = Flags(description=__doc__, allow_abbrev=False, formatter_class=HelpFormatter)
     parser.add_argument("prefix", metavar="PREFIX", help="the corpus: PREFIX.bin and PREFIX.idx")
-    parser.add_argument("--documents", type=int, metavar="N", help="documents to show the beginnings of (default: 3)")
-    parser.add_argument("--tokens", type=int, default=64, metavar="N", help="tokens to show of each")
-    parser.add_argument("--document", type=int, metavar="N", help="show all of document N, counted from 0")
+    parser.add_argument(
+        "--documents", action=Number, kind="int", metavar="N", help="documents to show the beginnings of (default: 3)"
+    )
+    parser.add_argument("--tokens", action=Number, kind="int", default=64, metavar="N", help="tokens to show of each")
+    parser.add_argument(
+        "--document", action=Number, kind="int", metavar="N", help="show all of document N, counted from 0"
+    )
     parser.add_argument("--lengths", action="store_true", help="lengths of the documents, in tokens")
     parser.add_argument("--picture", type=local_path, metavar="FILE.svg", help="the lengths as a picture too")
     parser.add_argument(
@@ -43,11 +48,13 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--compare", metavar="PREFIX", help="another corpus: first difference (exit status 1), or none")
     sample = parser.add_argument_group("samples", "as a run over this corpus alone reads them")
-    sample.add_argument("--sample", type=int, metavar="K", help="show sample K, counted from 0")
+    sample.add_argument("--sample", action=Number, kind="int", metavar="K", help="show sample K, counted from 0")
     sample.add_argument("--data-part", choices=SPLIT_NAMES, default="train", help="part of the corpus")
     sample.add_argument("--split", default=DEFAULT_SPLIT, help="the run's --split")
-    sample.add_argument("--seq-length", type=int, default=1024, metavar="N", help="the run's --seq-length")
-    sample.add_argument("--seed", type=int, default=1234, metavar="N", help="the run's --seed")
+    sample.add_argument(
+        "--seq-length", action=Number, kind="int", default=1024, metavar="N", help="the run's --seq-length"
+    )
+    sample.add_argument("--seed", action=Number, kind="int", default=1234, metavar="N", help="the run's --seed")
     add_tokenizer_arguments(parser.add_argument_group("tokenizer", "to show text instead of ids"), required=False)
     arguments = parser.parse_args()
     if arguments.picture is not None and arguments.picture.suffix != ".svg":

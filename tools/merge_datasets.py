@@ -5,7 +5,8 @@ import signal
 import sys
 import time
 
-from megazero.console import Console, HelpFormatter, run_program
+from megazero.command_line.tools import Flags, HelpFormatter
+from megazero.console import Console, run_program
 from megazero.errors import ConfigError, Problem
 from megazero.prepare.tokens.array_shards import find_prefixes
 from megazero.prepare.tokens.merge import merge, open_inputs
@@ -14,7 +15,7 @@ from megazero.units import format_bytes, format_duration
 
 def parse_arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=HelpFormatter)
+    parser = Flags(description=__doc__, allow_abbrev=False, formatter_class=HelpFormatter)
     parser.add_argument(
         "--input",
         nargs="+",

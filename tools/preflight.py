@@ -7,54 +7,87 @@ import argparse
 import os
 import socket
 import sys
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megazero.console import Console, Flags, HelpFormatter, run_program
-from megazero.errors import ConfigError, Problem, TopologyError, raise_problems
+from megazero.command_line.tools import Flags, HelpFormatter, Number
+from megazero.console import Console, run_program
+from megazero.errors import TopologyError, raise_problems
 from megazero.parallel.launch import Launch
 
 if TYPE_CHECKING:
     from megazero.cluster.preflight import Board
 
 DAY = 24 * 60 * 60
-# {flag: (least value, most)}; the flags in POSITIVE must be above the least value.
-BOUNDS = {
-    "--gpus-per-node": (0, 1024),
-    "--min-bandwidth": (0, 10**6),
-    "--max-clock-skew": (0, DAY),
-    "--min-shared-memory": (0, 10**9),
-    "--message-mib": (0, 2**16),
-    "--timeout": (0, DAY),
-}
-POSITIVE = {"--max-clock-skew": "1", "--message-mib": "256", "--timeout": "120"}
 
 
 def parse_arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = Flags(description=__doc__, allow_abbrev=False, formatter_class=HelpFormatter)
-    parser.add_argument("--gpus-per-node", type=int, required=True, metavar="N", help="GPUs of every node; 0 on CPUs")
+    parser.add_argument(
+        "--gpus-per-node",
+        action=Number,
+        kind="int",
+        ge=0,
+        le=1024,
+        required=True,
+        metavar="N",
+        help="GPUs of every node; 0 on CPUs",
+    )
     parser.add_argument("--nodes", default="", metavar="A,B", help="nodes in the order of ranks, to name absent ones")
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     parser.add_argument("--node-name", default=name, metavar="A", help="name of this process's node")
-    parser.add_argument("--min-bandwidth", type=float, default=0.0, metavar="GB/S", help="least all-reduce bandwidth")
-    parser.add_argument("--max-clock-skew", type=float, default=1.0, metavar="S", help="most that clocks may differ")
-    parser.add_argument("--min-shared-memory", type=float, default=0.0, metavar="GIB", help="least free in /dev/shm")
-    parser.add_argument("--message-mib", type=float, default=256.0, metavar="MIB", help="size of the all-reduces")
-    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds that a rank may be late")
+    parser.add_argument(
+        "--min-bandwidth",
+        action=Number,
+        kind="float",
+        ge=0,
+        le=10**6,
+        default=0.0,
+        metavar="GB/S",
+        help="least all-reduce bandwidth",
+    )
+    parser.add_argument(
+        "--max-clock-skew",
+        action=Number,
+        kind="float",
+        gt=0,
+        le=DAY,
+        default=1.0,
+        metavar="S",
+        help="most that clocks may differ",
+    )
+    parser.add_argument(
+        "--min-shared-memory",
+        action=Number,
+        kind="float",
+        ge=0,
+        le=10**9,
+        default=0.0,
+        metavar="GIB",
+        help="least free in /dev/shm",
+    )
+    parser.add_argument(
+        "--message-mib",
+        action=Number,
+        kind="float",
+        gt=0,
+        le=2**16,
+        default=256.0,
+        metavar="MIB",
+        help="size of the all-reduces",
+    )
+    parser.add_argument(
+        "--timeout",
+        action=Number,
+        kind="float",
+        gt=0,
+        le=DAY,
+        default=120.0,
+        metavar="S",
+        help="seconds that a rank may be late",
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device to measure on")
     return parser.parse_args()
-
-
-def wrong_numbers(arguments: argparse.Namespace) -> Iterator[Problem]:
-    """Yield the problems of values out of range."""
-    for flag, (least, most) in BOUNDS.items():
-        value = getattr(arguments, flag.removeprefix("--").replace("-", "_"))
-        # A NaN fails every comparison.
-        if least < value <= most or (value == least and flag not in POSITIVE):
-            continue
-        rule = f"must be {'above' if flag in POSITIVE else 'at least'} {least} and at most {most}"
-        yield Problem(f"{flag} {value}", rule, f"{flag} {POSITIVE.get(flag, least)}")
 
 
 def inspect(arguments: argparse.Namespace, board: "Board", launch: Launch) -> None:
@@ -90,7 +123,6 @@ def inspect(arguments: argparse.Namespace, board: "Board", launch: Launch) -> No
 def main() -> int:
     """Inspect the job; rank 0 prints the problems for all ranks."""
     arguments, launch = parse_arguments(), Launch.from_environment()
-    raise_problems(ConfigError, wrong_numbers(arguments))
     # This imports torch; the flags are parsed without it.
     from megazero.cluster.preflight import Board, open_store
 

@@ -5,7 +5,8 @@ import signal
 import sys
 import time
 
-from megazero.console import Console, HelpFormatter, run_program
+from megazero.command_line.tools import Flags, HelpFormatter, Number
+from megazero.console import Console, run_program
 from megazero.dialects.megatron import PREPROCESSING_ACCEPTED, PREPROCESSING_FIXED, PREPROCESSING_REFUSED
 from megazero.errors import ConfigError, Problem, raise_problems
 from megazero.prepare.arguments import (
@@ -14,7 +15,6 @@ from megazero.prepare.arguments import (
     add_tokenizer_arguments,
     chosen_shard,
     input_rules,
-    positive,
     tokenizer_spec,
 )
 from megazero.prepare.tokens.preprocess import PreprocessRequest, preprocess
@@ -23,7 +23,7 @@ from megazero.units import format_bytes, format_count, format_duration
 
 def parse_arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=HelpFormatter)
+    parser = Flags(description=__doc__, allow_abbrev=False, formatter_class=HelpFormatter)
     text = parser.add_argument_group("text")
     add_input_arguments(text)
     text.add_argument("--skip-bad-lines", action="store_true", help="skip lines that cannot be read, and list them")
@@ -31,18 +31,30 @@ def parse_arguments() -> argparse.Namespace:
     add_tokenizer_arguments(tokenizer, required=True)
     tokenizer.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document id")
     tokenizer.add_argument(
-        "--split-documents", type=positive, metavar="TOKENS", help="cut longer documents into sequences of at most this"
+        "--split-documents",
+        action=Number,
+        kind="int",
+        ge=1,
+        metavar="TOKENS",
+        help="cut longer documents into sequences of at most this",
     )
     output = parser.add_argument_group("output")
     output.add_argument("--output-prefix", required=True, metavar="PREFIX", help="prefix of the files to write")
-    output.add_argument("--workers", type=positive, default=1, metavar="N", help="processes")
-    output.add_argument("--log-interval", type=positive, default=100_000, metavar="N", help="documents a line of log")
+    output.add_argument("--workers", action=Number, kind="int", ge=1, default=1, metavar="N", help="processes")
+    output.add_argument(
+        "--log-interval", action=Number, kind="int", ge=1, default=100_000, metavar="N", help="documents a line of log"
+    )
     interrupted = parser.add_argument_group("interruptions")
     interrupted.add_argument(
         "--resume", action="store_true", help="continue after the last partition that was finished"
     )
     interrupted.add_argument(
-        "--partitions", type=positive, metavar="N", help="parts of the input to finish one by one (default: of 256 MiB)"
+        "--partitions",
+        action=Number,
+        kind="int",
+        ge=1,
+        metavar="N",
+        help="parts of the input to finish one by one (default: of 256 MiB)",
     )
     add_shard_arguments(parser.add_argument_group("several machines, each with a shard of one corpus"))
     for name in (*PREPROCESSING_ACCEPTED, *PREPROCESSING_FIXED, *PREPROCESSING_REFUSED):

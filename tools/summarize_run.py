@@ -6,13 +6,14 @@ import sys
 from pathlib import Path
 
 from megazero.checkpoint.folders import newest
+from megazero.command_line.tools import Flags
 from megazero.console import Console, run_program
 from megazero.report.summary import summarize
 
 
 def parse_arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = Flags(description=__doc__, allow_abbrev=False)
     parser.add_argument(
         "--metrics-file", type=Path, required=True, metavar="FILE.jsonl", help="metrics file of the run"
     )

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from megazero.command_line.tools import Flags
 from megazero.console import Console, run_program
 from megazero.prepare.arguments import local_path, separator_text
 from megazero.prepare.text.source_text import find_sources, find_stdlib, write_jsonl
@@ -16,7 +17,7 @@ from megazero.units import format_bytes, format_duration
 
 def parse_arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = Flags(description=__doc__, allow_abbrev=False)
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--input", nargs="+", type=Path, metavar="PATH", help="folders (or files) to read")
     where.add_argument("--stdlib", action="store_true", help="the sources of this interpreter's standard library")

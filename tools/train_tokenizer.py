@@ -4,9 +4,10 @@ import argparse
 import sys
 import time
 
-from megazero.console import Console, HelpFormatter, run_program
+from megazero.command_line.tools import Flags, HelpFormatter, Number
+from megazero.console import Console, run_program
 from megazero.errors import DataError, raise_problems
-from megazero.prepare.arguments import add_input_arguments, input_rules, local_path, positive
+from megazero.prepare.arguments import add_input_arguments, input_rules, local_path
 from megazero.prepare.tokenizer.tokenizer_training import BYTE_LEVEL, MODEL_TYPES, TokenizerRequest, train_tokenizer
 from megazero.prepare.tokenizer.training_text import sample_text
 from megazero.units import format_bytes, format_duration
@@ -14,15 +15,21 @@ from megazero.units import format_bytes, format_duration
 
 def parse_arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=HelpFormatter)
+    parser = Flags(description=__doc__, allow_abbrev=False, formatter_class=HelpFormatter)
     text = parser.add_argument_group("text")
     add_input_arguments(text)
     text.add_argument(
-        "--seed-limit", type=positive, default=4 << 20, metavar="BYTES", help="text to learn from, sampled evenly"
+        "--seed-limit",
+        action=Number,
+        kind="int",
+        ge=1,
+        default=4 << 20,
+        metavar="BYTES",
+        help="text to learn from, sampled evenly",
     )
     model = parser.add_argument_group("tokenizer")
     model.add_argument(
-        "--vocab-size", type=int, default=2048, metavar="N",
+        "--vocab-size", action=Number, kind="int", default=2048, metavar="N",
         help=f"pieces, 258 reserved ones included (257 with {BYTE_LEVEL})",
     )  # fmt: skip
     model.add_argument(

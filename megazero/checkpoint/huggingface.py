@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -57,14 +58,16 @@ _BLOCK: tuple[tuple[str, str, Form], ...] = (
     ("mlp.down.bias", "mlp.c_proj.bias", "same"),
 )
 # Settings that a transformers configuration must have for a model that megazero has; the values are its defaults too.
-_SAME_MODEL: Mapping[str, Any] = {
-    "model_type": "gpt2",
-    "activation_function": "gelu_new",
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "reorder_and_upcast_attn": False,
-    "add_cross_attention": False,
-}
+_SAME_MODEL: Mapping[str, Any] = MappingProxyType(
+    {
+        "model_type": "gpt2",
+        "activation_function": "gelu_new",
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "reorder_and_upcast_attn": False,
+        "add_cross_attention": False,
+    }
+)
 
 
 class NamePair(NamedTuple):

@@ -19,8 +19,9 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import torch
@@ -37,20 +38,22 @@ VERSION = 1
 DtypeName = Literal["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "I32", "I16", "I8", "U8", "BOOL"]
 
 # Dtypes by their names in safetensors files.
-DTYPES: dict[DtypeName, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+DTYPES: Mapping[DtypeName, torch.dtype] = MappingProxyType(
+    {
+        "F64": torch.float64,
+        "F32": torch.float32,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+        "F8_E4M3": torch.float8_e4m3fn,
+        "F8_E5M2": torch.float8_e5m2,
+        "I64": torch.int64,
+        "I32": torch.int32,
+        "I16": torch.int16,
+        "I8": torch.int8,
+        "U8": torch.uint8,
+        "BOOL": torch.bool,
+    }
+)
 
 TensorKey = tuple[str, StateKind]
 
@@ -135,7 +138,7 @@ class Manifest:
 
 _PART = TypeAdapter(RankPart)
 _MANIFEST = TypeAdapter(Manifest)
-_DTYPE_NAMES: dict[torch.dtype, DtypeName] = {dtype: name for name, dtype in DTYPES.items()}
+_DTYPE_NAMES: Mapping[torch.dtype, DtypeName] = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
 
 
 def dtype_name(dtype: torch.dtype) -> DtypeName:

@@ -29,7 +29,7 @@ from megazero.config.yaml_file import read_file, read_text
 from megazero.dialects.deepspeed.reading import ParsedFile
 from megazero.dialects.deepspeed.reading import read as read_deepspeed
 from megazero.dialects.deepspeed.reading import read_file as read_deepspeed_file
-from megazero.dialects.deepspeed.run import adopt, complete
+from megazero.dialects.deepspeed.run import complete, translate_for_run
 from megazero.dialects.deepspeed.run import notices as deepspeed_notices
 from megazero.dialects.megatron import ACCEPTED, FIXED, INSTEAD, REFUSED, SHORTHANDS
 from megazero.errors import ConfigError, Problem, raise_problems
@@ -215,7 +215,7 @@ def _take_flags(
     _take(without, flags)
     precision = without.settings.get("precision")
     file = read_deepspeed(content, names[0])
-    translation = adopt(file, wants_fp16=precision is not None and precision.value == "fp16")
+    translation = translate_for_run(file, fp16_requested=precision is not None and precision.value == "fp16")
     for name in translation.unknown:  # a weaker source's value must not replace an invalid one
         gathered.settings.pop(name, None)
     _take(gathered, [*translation.written, *flags])

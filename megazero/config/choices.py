@@ -40,101 +40,102 @@ class SchedulerChoice:
 AUTO = "auto"
 
 
-def known_type(place: Location, name: Any, known: Iterable[str], refused: Mapping[str, str]) -> str | Problem:
+def known_type(location: Location, name: Any, known: Iterable[str], refused: Mapping[str, str]) -> str | Problem:
     """Return the name as the tables spell it (case doesn't matter), or the problem if no entry may be chosen by it."""
     spelt = {entry.lower(): entry for entry in (*known, *refused)}
     legal = ", ".join(known)
     if not isinstance(name, str) or not name:
-        return Problem(place.quote(name), f"{place.path} is a name", legal)
+        return Problem(location.quote(name), f"{location.path} is a name", legal)
     entry = spelt.get(name.lower())
     if entry is not None and entry in refused:
-        return Problem(place.quote(name), f"refused: {refused[entry]}", legal)
+        return Problem(location.quote(name), f"refused: {refused[entry]}", legal)
     if entry is None:
         near = difflib.get_close_matches(name.lower(), [key.lower() for key in known], n=1, cutoff=0.6)
         first = [spelt[key] for key in near]
         legal = ", ".join([*first, *(key for key in known if key not in first)])
-        return Problem(place.quote(name), "there is nothing of this name here", legal)
+        return Problem(location.quote(name), "there is nothing of this name here", legal)
     return entry
 
 
 def choose_optimizer(
-    place: Location, name: Any, params: Mapping[str, Any], findings: Diagnostics, *, defaults: Mapping[str, Any]
+    location: Location, name: Any, params: Mapping[str, Any], diagnostics: Diagnostics, *, defaults: Mapping[str, Any]
 ) -> OptimizerChoice:
-    """Return the optimizer `name` with `params`, among them the learning rate; problems are added to `findings`.
+    """Return the optimizer `name` with `params`, among them the learning rate; problems go to `diagnostics`.
 
-    place: the section that `name` (its `type`) and `params` come from.  defaults: values that replace torch's defaults.
+    location: the section that `name` (its `type`) and `params` come from.
+    defaults: values that replace torch's defaults.
     """
-    entry = known_type(place.key("type"), name, OPTIMIZERS, REFUSED_OPTIMIZERS)
+    entry = known_type(location.key("type"), name, OPTIMIZERS, REFUSED_OPTIMIZERS)
     if isinstance(entry, Problem):
-        findings.problems.append(entry)
+        diagnostics.problems.append(entry)
         return OptimizerChoice()
     optimizer = OPTIMIZERS[entry]
     table = {"lr": LR, **optimizer.params}
     complete = {"lr": optimizer.lr} | defaults_of(optimizer.params) | dict(defaults)
-    given = read_params(place.key("params"), table, params, findings)
+    given = read_params(location.key("params"), table, params, diagnostics)
     values = complete | given
-    findings.problems.extend(optimizer_conflicts(place.key("params"), values))
+    diagnostics.problems.extend(optimizer_conflicts(location.key("params"), values))
     lr = values.pop("lr")
     return OptimizerChoice(type=entry, lr=lr, params=values)
 
 
 def choose_scheduler(
-    place: Location,
+    location: Location,
     name: Any,
     params: Mapping[str, Any],
-    findings: Diagnostics,
+    diagnostics: Diagnostics,
     *,
     lr: float | None,
     may_be_auto: tuple[str, ...] = (),
 ) -> SchedulerChoice | None:
-    """Return the schedule `name` with `params`, or None if there is no such schedule; problems are added to `findings`.
+    """Return the schedule `name` with `params`, or None if there is no such schedule; problems go to `diagnostics`.
 
     lr: the optimizer's learning rate, which an automatic peak takes; None if it is not determined yet.
     may_be_auto: parameters without a default that the caller computes itself; where they are "auto" they are left out.
     """
-    entry = known_type(place.key("type"), name, SCHEDULES, REFUSED_SCHEDULES)
+    entry = known_type(location.key("type"), name, SCHEDULES, REFUSED_SCHEDULES)
     if isinstance(entry, Problem):
-        findings.problems.append(entry)
+        diagnostics.problems.append(entry)
         return None
-    table, where = SCHEDULES[entry], place.key("params")
+    table, where = SCHEDULES[entry], location.key("params")
     params = dict(params)
     start = params.pop("last_batch_iteration", -1)
     if start not in (-1, AUTO):
-        said = where.key("last_batch_iteration").quote(start)
-        findings.problems.append(Problem(said, "a schedule goes on from a checkpoint", "last_batch_iteration: -1"))
+        given = where.key("last_batch_iteration").quote(start)
+        diagnostics.problems.append(Problem(given, "a schedule goes on from a checkpoint", "last_batch_iteration: -1"))
     values = defaults_of(table)
     if params.get("warmup_max_lr") == AUTO:
         values["warmup_max_lr"] = lr
-    findings.problems.extend(
+    diagnostics.problems.extend(
         Problem(f"{where.key(key)} is missing", f"{entry} needs a number that nobody else knows", f"{key}: 100000")
         for key, info in table.items()
         if info.required and (key not in params or (params[key] == AUTO and key not in may_be_auto))
     )
-    values |= read_params(where, table, params, findings)
-    findings.problems.extend(_schedule_conflicts(where, values))
+    values |= read_params(where, table, params, diagnostics)
+    diagnostics.problems.extend(_schedule_conflicts(where, values))
     return SchedulerChoice(type=entry, params=values)
 
 
-def _schedule_conflicts(place: Location, values: Mapping[str, Any]) -> Iterator[Problem]:
+def _schedule_conflicts(location: Location, values: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield a problem for every combination of parameters that is illegal although each of them is legal alone."""
     end = values.get("total_num_steps")
     if end is not None and end < values["warmup_num_steps"]:
         warmup = values["warmup_num_steps"]
         yield Problem(
-            f"{place.key('total_num_steps').quote(end)} with warmup_num_steps: {warmup}",
+            f"{location.key('total_num_steps').quote(end)} with warmup_num_steps: {warmup}",
             "the schedule ends after its warm-up does",
             f"warmup_num_steps: {end}, total_num_steps: {warmup}",
         )
     end = values.get("lr_decay_iters")
     if end is not None and end <= values["lr_warmup_iters"]:
         yield Problem(
-            f"{place.key('lr_warmup_iters').quote(values['lr_warmup_iters'])} with lr_decay_iters: {end}",
+            f"{location.key('lr_warmup_iters').quote(values['lr_warmup_iters'])} with lr_decay_iters: {end}",
             "the warm-up ends before the decay does",
             f"lr_warmup_iters: {end - 1}, lr_decay_iters: {values['lr_warmup_iters'] + 1}",
         )
     peak = values.get("warmup_max_lr")
     if peak is not None and values["warmup_min_lr"] > peak:
-        given = f"{place.key('warmup_min_lr').quote(values['warmup_min_lr'])} with warmup_max_lr: {peak:g}"
+        given = f"{location.key('warmup_min_lr').quote(values['warmup_min_lr'])} with warmup_max_lr: {peak:g}"
         yield Problem(given, "a warm-up does not fall", f"warmup_min_lr: 0 to {peak:g}")
 
 
@@ -155,40 +156,50 @@ def defaults_of(table: Mapping[str, FieldInfo]) -> dict[str, Any]:
 
 
 def read_params(
-    place: Location, table: Mapping[str, FieldInfo], said: Mapping[str, Any], findings: Diagnostics
+    location: Location, table: Mapping[str, FieldInfo], given: Mapping[str, Any], diagnostics: Diagnostics
 ) -> dict[str, Any]:
     """Return the given values of parameters, each in its parameter's type, without those that are "auto".
 
-    said: the values as the user wrote them, by name.  Problems and notices are added to `findings`.
+    given: the values as the user wrote them, by name.  Problems and notices are added to `diagnostics`.
     """
     values = {}
-    for name, value in said.items():
-        where = place.key(str(name))
+    for name, value in given.items():
+        where = location.key(str(name))
         if name in IMPLEMENTATION:
-            findings.notices.append(f"{where}: accepted, without effect: there is one implementation of each optimizer")
+            diagnostics.notices.append(
+                f"{where}: accepted, without effect: there is one implementation of each optimizer"
+            )
         elif name not in table:
-            findings.problems.append(unknown(where, value, table))
+            diagnostics.problems.append(unknown(where, value, table))
         elif value != AUTO:
             try:
                 values[name] = coerce(table[name], value)
             except InvalidValue:
-                findings.problems.append(violation(where.quote(value), where.path, table[name], value))
+                diagnostics.problems.append(violation(where.quote(value), where.path, table[name], value))
     return values
 
 
-def optimizer_conflicts(place: Location, values: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield a problem for every combination of values that torch would refuse although each value is legal alone."""
-    if values.get("nesterov") and (values["momentum"] == 0 or values["dampening"] != 0):
-        yield Problem(
-            place.key("nesterov").quote(True), "Nesterov momentum has a momentum and no dampening", "momentum: 0.9"
-        )
+def optimizer_conflicts(
+    location: Location, values: Mapping[str, Any], *, momentum: str = "momentum: 0.9"
+) -> Iterator[Problem]:
+    """Yield a problem for every combination of values that torch would refuse although each value is legal alone.
+
+    momentum: a legal momentum, written as the user gives it.
+    """
+    if values.get("nesterov"):
+        nesterov = location.key("nesterov").quote(True)
+        if values["momentum"] == 0:
+            yield Problem(f"{nesterov} with momentum 0", "Nesterov's method has a momentum", momentum)
+        if values["dampening"] != 0:
+            given = f"{nesterov} with dampening: {values['dampening']:g}"
+            yield Problem(given, "Nesterov's method has no dampening", "dampening: 0")
     if "etas" in values and not values["etas"][0] < 1 < values["etas"][1]:
         yield Problem(
-            place.key("etas").quote(values["etas"]),
+            location.key("etas").quote(values["etas"]),
             "the first factor shrinks a step, the second grows it",
             "[0.5, 1.2]",
         )
     if "step_sizes" in values and values["step_sizes"][0] > values["step_sizes"][1]:
         yield Problem(
-            place.key("step_sizes").quote(values["step_sizes"]), "the least step comes first", "[1e-06, 50.0]"
+            location.key("step_sizes").quote(values["step_sizes"]), "the least step comes first", "[1e-06, 50.0]"
         )

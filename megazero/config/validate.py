@@ -7,6 +7,7 @@ which rules between settings can still be checked (`Unknown` is raised when a ru
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, cast
 
 from megazero.config.fields import FieldInfo
@@ -14,7 +15,7 @@ from megazero.config.run import FIELDS, SECTIONS, RunConfig
 from megazero.config.values import InvalidValue, ParsedValue, RawValue, coerce, violation
 from megazero.errors import Problem
 
-INFO: Mapping[str, FieldInfo] = {info.name: info for info in FIELDS}
+INFO: Mapping[str, FieldInfo] = MappingProxyType({info.name: info for info in FIELDS})
 
 
 class Unknown(Exception):

@@ -112,7 +112,7 @@ class Corpora:
         problems: list[Problem] = []
         for prefix, sidecar in self._known_sidecars():
             if sidecar.vocab_size > vocab_size:
-                given = f"{prefix}: made with a vocabulary of {sidecar.vocab_size}; the model has {vocab_size}"
+                given = f"{prefix}: made with a vocabulary of {sidecar.vocab_size}; --vocab-size is {vocab_size}"
                 problems.append(
                     Problem(given, "the model's vocabulary holds the corpus's", f"--vocab-size {sidecar.vocab_size}")
                 )
@@ -189,7 +189,8 @@ class Corpora:
         text, shares = self._split
         ranges = split_sequences(dataset.num_sequences, shares)
         counts = ", ".join(f"{name} {len(part)}" for name, part in ranges._asdict().items())
-        given = f"--split {text}: {split} has no sample; of {dataset.num_sequences} sequences: {counts}"
+        origin = " (the default)" if text == DEFAULT_SPLIT else ""
+        given = f"--split {text}{origin}: {split} has no sample; of {dataset.num_sequences} sequences: {counts}"
         return Problem(f"{given}; {problem.given}", problem.rule, _legal_split(ranges, split) or problem.legal)
 
 

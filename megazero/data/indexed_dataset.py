@@ -28,6 +28,7 @@ import struct
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,8 +42,8 @@ Tokens = NDArray[Any]
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
-INTEGER_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
-TYPE_CODES = {np.dtype(kind): code for code, kind in INTEGER_TYPES.items()}
+INTEGER_TYPES = MappingProxyType({1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16})
+TYPE_CODES = MappingProxyType({np.dtype(kind): code for code, kind in INTEGER_TYPES.items()})
 FLOAT_CODES = frozenset({6, 7})
 
 LARGEST_LENGTH = 2**31 - 1
@@ -278,10 +279,8 @@ class IndexedDataset:
 def _require_files(prefix: str) -> None:
     missing = [path for path in (idx_path(prefix), bin_path(prefix)) if not path.is_file()]
     if missing:
-        legal = _prefixes_nearby(prefix)
-        raise DataError(
-            *(Problem(str(path), "must be a file; a corpus is PREFIX.bin and PREFIX.idx", legal) for path in missing)
-        )
+        rule = "must be a file; a corpus is PREFIX.bin and PREFIX.idx"
+        raise DataError(Problem(" and ".join(map(str, missing)), rule, _prefixes_nearby(prefix)))
 
 
 def _prefixes_nearby(prefix: str) -> str:

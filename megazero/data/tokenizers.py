@@ -14,6 +14,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 from tokenizers import AddedToken
@@ -32,7 +33,7 @@ GPT2_BPE = "GPT2BPETokenizer"
 SENTENCE_PIECE = "SentencePieceTokenizer"
 BYTE = "ByteTokenizer"
 # {type of tokenizer: names of the flags of the files it reads}
-FILES = {GPT2_BPE: ("vocab_file", "merge_file"), SENTENCE_PIECE: ("tokenizer_model",), BYTE: ()}
+FILES = MappingProxyType({GPT2_BPE: ("vocab_file", "merge_file"), SENTENCE_PIECE: ("tokenizer_model",), BYTE: ()})
 
 END_OF_TEXT = "<|endoftext|>"
 OUTSIDE = "\ufffd"
@@ -168,7 +169,9 @@ class SentencePieceTokenizer:
             self.content = model_file.read_bytes()
             self._model.LoadFromSerializedProto(self.content)
         except (RuntimeError, OSError) as error:
-            raise DataError(Problem(f"--tokenizer-model {model_file}", f"is a SentencePiece model: {error}")) from error
+            reason = error.strerror if isinstance(error, OSError) else "its content is something else"
+            given, legal = f"--tokenizer-model {model_file}: {reason}", "a model that tools/train_tokenizer.py makes"
+            raise DataError(Problem(given, "the file is a SentencePiece model", legal)) from error
         pieces = self._model.get_piece_size()
         self.eod = _sentence_piece_eod(self._model)
         self.vocab_size = max(pieces, self.eod + 1)

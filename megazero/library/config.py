@@ -241,8 +241,8 @@ def _optimizer(location: Location, value: Any, diagnostics: Diagnostics) -> Opti
     diagnostics.problems.extend(unknown(location.key(str(n)), section[n], names) for n in section if n not in names)
     params = dict(_mapping(location.key("params"), section.get("params"), diagnostics))
     if "lr" in params:
-        said = location.key("params").key("lr").quote(params.pop("lr"))
-        diagnostics.problems.append(Problem(said, "the learning rate stands beside the type", "optimizer.lr"))
+        quoted = location.key("params").key("lr").quote(params.pop("lr"))
+        diagnostics.problems.append(Problem(quoted, "the learning rate stands beside the type", "optimizer.lr"))
     choice = choose_optimizer(location, section.get("type", "AdamW"), params, diagnostics, defaults={})
     given = _values({"lr": LR}, location, {"lr": section["lr"]} if "lr" in section else {}, diagnostics)
     return replace(choice, **given)

@@ -17,21 +17,26 @@ independent: a receive that waits must not hold up a send, nor gradients the act
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from megazero.pipeline.schedule import Action, Kind, Shape
 
 # The exchanges around a computation: how its input comes in and its output goes out.
-_RECEIVE = {
-    Kind.FORWARD: Kind.RECEIVE_ACTIVATION,
-    Kind.BACKWARD: Kind.RECEIVE_GRADIENT,
-    Kind.INPUT_GRADIENT: Kind.RECEIVE_GRADIENT,
-}
-_SEND = {
-    Kind.FORWARD: Kind.SEND_ACTIVATION,
-    Kind.BACKWARD: Kind.SEND_GRADIENT,
-    Kind.INPUT_GRADIENT: Kind.SEND_GRADIENT,
-}
+_RECEIVE = MappingProxyType(
+    {
+        Kind.FORWARD: Kind.RECEIVE_ACTIVATION,
+        Kind.BACKWARD: Kind.RECEIVE_GRADIENT,
+        Kind.INPUT_GRADIENT: Kind.RECEIVE_GRADIENT,
+    }
+)
+_SEND = MappingProxyType(
+    {
+        Kind.FORWARD: Kind.SEND_ACTIVATION,
+        Kind.BACKWARD: Kind.SEND_GRADIENT,
+        Kind.INPUT_GRADIENT: Kind.SEND_GRADIENT,
+    }
+)
 _ADDS_GRADIENTS = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
 
 
@@ -95,7 +100,7 @@ def most_in_flight_total(actions: Iterable[Action]) -> int:
     return max((held.total() for held in _in_flight(tuple(actions))), default=0)
 
 
-def _exchange(kinds: dict[Kind, Kind], action: Action, shape: Shape, stage: int) -> tuple[Action, ...]:
+def _exchange(kinds: Mapping[Kind, Kind], action: Action, shape: Shape, stage: int) -> tuple[Action, ...]:
     """Return a computation's receive or send; none at the ends of the model, or where no neighbour is involved."""
     kind = kinds.get(action.kind)
     if kind is None:

@@ -7,6 +7,7 @@ A box is a computation, drawn to scale in the colour of its kind and with its mi
 import math
 from collections.abc import Iterator, Mapping
 from html import escape
+from types import MappingProxyType
 from typing import NamedTuple
 
 from megazero.pipeline.schedule import Kind
@@ -38,12 +39,14 @@ class _Look(NamedTuple):
     is_dark: bool
 
 
-_LOOKS: Mapping[Kind, _Look] = {
-    Kind.FORWARD: _Look("forward", "#5fa8e0", False),
-    Kind.BACKWARD: _Look("backward", "#1b998b", True),
-    Kind.INPUT_GRADIENT: _Look("gradient of the input", "#f08a4b", False),
-    Kind.WEIGHT_GRADIENT: _Look("gradients of the weights", "#7b6db0", True),
-}
+_LOOKS: Mapping[Kind, _Look] = MappingProxyType(
+    {
+        Kind.FORWARD: _Look("forward", "#5fa8e0", False),
+        Kind.BACKWARD: _Look("backward", "#1b998b", True),
+        Kind.INPUT_GRADIENT: _Look("gradient of the input", "#f08a4b", False),
+        Kind.WEIGHT_GRADIENT: _Look("gradients of the weights", "#7b6db0", True),
+    }
+)
 
 # Units by the longest axis that they serve, in seconds.
 _UNITS = ((1e-3, "µs", 1e6), (1.0, "ms", 1e3), (math.inf, "s", 1.0))

@@ -6,17 +6,20 @@ Durations are those of one chunk, in any unit; the idle share is 1 - (all stages
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 from megazero.pipeline.schedule import Action, Kind, Shape
 
 # A backward is two matrix products for each of the forward: one for the input, one for the weight.
-EQUAL_PARTS: Mapping[Kind, float] = {
-    Kind.FORWARD: 1,
-    Kind.BACKWARD: 2,
-    Kind.INPUT_GRADIENT: 1,
-    Kind.WEIGHT_GRADIENT: 1,
-}
+EQUAL_PARTS: Mapping[Kind, float] = MappingProxyType(
+    {
+        Kind.FORWARD: 1,
+        Kind.BACKWARD: 2,
+        Kind.INPUT_GRADIENT: 1,
+        Kind.WEIGHT_GRADIENT: 1,
+    }
+)
 _THIRDS = (Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
 
 

@@ -5,6 +5,7 @@ import os
 import re
 from pathlib import Path
 
+from megazero.command_line.tools import Number
 from megazero.data.storage import is_remote
 from megazero.data.tokenizers import FILES, TokenizerSpec
 from megazero.errors import ConfigError, Problem
@@ -12,14 +13,6 @@ from megazero.prepare.text.chunks import INVALID_UTF8, TEXT_RULES, WHOLE, Docume
 from megazero.prepare.text.inputs import FORMATS
 
 _ASCII = re.compile(r"[\x00-\x7f]+")
-
-
-def positive(text: str) -> int:
-    """Parse an integer of at least 1."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
-    return number
 
 
 def local_path(word: str) -> Path:
@@ -96,9 +89,14 @@ def tokenizer_spec(arguments: argparse.Namespace) -> TokenizerSpec:
 def add_shard_arguments(group: argparse._ArgumentGroup) -> None:
     """Add the flags for a shard of the input."""
     group.add_argument(
-        "--num-shards", type=positive, metavar="N", help="number of shards; tools/merge_datasets.py joins them"
+        "--num-shards",
+        action=Number,
+        kind="int",
+        ge=1,
+        metavar="N",
+        help="number of shards; tools/merge_datasets.py joins them",
     )
-    group.add_argument("--shard-index", type=int, metavar="I", help="number of this shard, from 0")
+    group.add_argument("--shard-index", action=Number, kind="int", metavar="I", help="number of this shard, from 0")
     group.add_argument(
         "--shards-from-slurm", action="store_true", help="both from SLURM_ARRAY_TASK_ID, _MIN, _MAX and _COUNT"
     )

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,17 +24,19 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 80, 20, 34, 48
 _LETTER_WIDTH = 8
 
 # Model states have cold colours, activations warm ones; neighbours in the stack differ in lightness.
-_COLOURS: Mapping[Category, str] = {
-    "parameters": "#1d4e89",
-    "master": "#7b6db0",
-    "moments": "#b9addb",
-    "gradients": "#1b998b",
-    "gathered_parameters": "#5fa8e0",
-    "communication_buffers": "#7d8590",
-    "activation_checkpoints": "#b5442e",
-    "activations": "#f08a4b",
-    "temporary": "#f7d488",
-}
+_COLOURS: Mapping[Category, str] = MappingProxyType(
+    {
+        "parameters": "#1d4e89",
+        "master": "#7b6db0",
+        "moments": "#b9addb",
+        "gradients": "#1b998b",
+        "gathered_parameters": "#5fa8e0",
+        "communication_buffers": "#7d8590",
+        "activation_checkpoints": "#b5442e",
+        "activations": "#f08a4b",
+        "temporary": "#f7d488",
+    }
+)
 
 _STYLE = """
 body { font: 14px/1.45 system-ui, sans-serif; color: #1c2530; background: #fff; max-width: 1120px; margin: 24px auto;

@@ -176,7 +176,8 @@ def tokenizer_has_its_files(config: RunConfig, world_size: int) -> Iterator[Prob
             )
     for name, path in files.items():
         if path is not None and not path.is_file():
-            yield Problem(f"--{name.replace('_', '-')} {path}", "the file exists", "")
+            flag = "--" + name.replace("_", "-")
+            yield Problem(f"{flag} {path}", "the file exists", f"{flag} FILE; tools/train_tokenizer.py makes one")
 
 
 CORPUS_RULES = (

@@ -17,15 +17,16 @@ from types import MappingProxyType
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from megazero.config import derived
-from megazero.config.choices import OptimizerChoice, SchedulerChoice
+from megazero.config.choices import OptimizerChoice, SchedulerChoice, changed_params
 from megazero.config.engine_sections import ActivationConfig, PrecisionConfig, ZeroConfig
-from megazero.config.optimizers import OPTIMIZERS, RUN_NAMES, run_settings
+from megazero.config.optimizers import DECOUPLED, OPTIMIZERS, RUN_NAMES, run_settings
 from megazero.config.origin import Origin
 from megazero.config.run import FIELDS, DataConfig, RunConfig
 from megazero.config.validate import Unknown
 from megazero.config.values import Diagnostics, ParsedValue, shown
 from megazero.errors import Problem
 from megazero.rules.files import weight_of
+from megazero.rules.optimizer import choose_for_run
 
 
 class SharedSections(Protocol):
@@ -198,6 +199,18 @@ ALONE: tuple[Row[SharedSections], ...] = (
     ),
 )
 
+# Parameters of an optimizer; a run gives them by --optimizer-params.
+OPTIMIZER: tuple[Row[OptimizerChoice], ...] = (
+    Row(
+        ("optimizer.params.dampening",),
+        lambda choice: "" if choice.params.get("momentum") else "without momentum nothing is dampened",
+    ),
+    Row(
+        ("optimizer.params.decoupled_weight_decay",),
+        lambda choice: "" if choice.params.get("weight_decay") else "there is no weight decay",
+    ),
+)
+
 
 # --- the library -----------------------------------------------------------------------------------------------------
 
@@ -227,14 +240,6 @@ LIBRARY: tuple[Row[LibrarySections], ...] = (
         ("scheduler.params.lr_warmup_init", "scheduler.params.lr_warmup_type"),
         lambda s: "" if s.scheduler is None or s.scheduler.params.get("lr_warmup_iters") else "there is no warm-up",
         {"scheduler.params.lr_warmup_iters": 100},
-    ),
-    Row(
-        ("optimizer.params.dampening",),
-        lambda s: "" if s.optimizer.params.get("momentum") else "without momentum nothing is dampened",
-    ),
-    Row(
-        ("optimizer.params.decoupled_weight_decay",),
-        lambda s: "" if s.optimizer.params.get("weight_decay") else "there is no weight decay",
     ),
 )
 
@@ -490,7 +495,7 @@ def of_a_run(
 
     world_size: processes of the job, None if unknown.  strict: True if foreign settings count as the user's own.
     """
-    found = [*_moot(config, given, (*RUN, *SHARED))]
+    found = [*_moot(config, given, (*RUN, *SHARED)), *_moot_params(config, given)]
     if world_size is not None and _is_alone(config, world_size):
         seen = {moot.item.name for moot in found}
         rest = [replace(item, origin=_at_most_foreign(item.origin)) for item in given if item.name not in seen]
@@ -500,7 +505,8 @@ def of_a_run(
 
 def of_the_library(sections: LibrarySections, given: Sequence[ParsedValue]) -> Diagnostics:
     """Return the problems of moot settings in a configuration of the library, on any number of processes."""
-    return _diagnostics(_moot(sections, given, (*LIBRARY, *SHARED)), _as_key, strict=False)
+    found = [*_moot(sections, given, (*LIBRARY, *SHARED)), *_moot(sections.optimizer, given, OPTIMIZER)]
+    return _diagnostics(found, _as_key, strict=False)
 
 
 def on_one_process(sections: SharedSections) -> tuple[str, ...]:
@@ -525,6 +531,30 @@ def _moot(sections: S, given: Iterable[ParsedValue], rows: Iterable[Row[S]]) -> 
             if because:
                 yield _Moot(item, because, row.remedy)
                 break
+
+
+def _moot_params(config: RunConfig, given: Iterable[ParsedValue]) -> Iterator[_Moot]:
+    """Yield the words of --optimizer-params that have no effect; none while the optimizer has a problem."""
+    diagnostics = Diagnostics()
+    for item in (item for item in given if item.name == "optimizer_params"):
+        try:
+            choice = choose_for_run(config.optimizer, diagnostics)
+        except Unknown:
+            return
+        if diagnostics.problems:
+            return
+        changed = changed_params(choice, None)
+        if choice.type == "Adam":  # --optimizer adam is AdamW, so that the word which makes Adam of it is a change
+            changed[f"optimizer.params.{DECOUPLED}"] = False
+        paths = {word: f"optimizer.params.{word.partition('=')[0]}" for word in item.value}
+        words = [
+            ParsedValue(
+                path, changed[path], item.source if len(paths) == 1 else f"{word} in {item.source}", item.origin
+            )
+            for word, path in paths.items()
+            if path in changed
+        ]
+        yield from _moot(choice, words, OPTIMIZER)
 
 
 def _asks_for_something(sections: object, setting: str) -> bool:

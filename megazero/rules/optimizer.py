@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from megazero.config.choices import OptimizerChoice, defaults_of, optimizer_conflicts, read_params
+from megazero.config.choices import AUTO, OptimizerChoice, defaults_of, optimizer_conflicts, read_params
 from megazero.config.engine_sections import OptimizerConfig
 from megazero.config.optimizers import DECOUPLED, OPTIMIZERS, RUN_NAMES, run_settings
 from megazero.config.values import Diagnostics, Location, as_number
@@ -12,22 +12,24 @@ from megazero.errors import ConfigError, Problem, raise_problems
 
 def optimizer_choice(config: OptimizerConfig) -> OptimizerChoice:
     """Return a run's optimizer, whose learning rate is the schedule's peak; raise ConfigError with all problems."""
-    findings = Diagnostics()
-    choice = choose_for_run(config, findings)
-    raise_problems(ConfigError, findings.problems)
+    diagnostics = Diagnostics()
+    choice = choose_for_run(config, diagnostics)
+    raise_problems(ConfigError, diagnostics.problems)
     return choice
 
 
-def choose_for_run(config: OptimizerConfig, findings: Diagnostics) -> OptimizerChoice:
-    """Return the optimizer of a run as `optimizer_choice` does, but add the problems to `findings`."""
+def choose_for_run(config: OptimizerConfig, diagnostics: Diagnostics) -> OptimizerChoice:
+    """Return the optimizer of a run as `optimizer_choice` does, but add the problems to `diagnostics`."""
     kind = RUN_NAMES[config.optimizer]
-    place, given = Location("--optimizer-params"), _key_values(config.optimizer_params, findings)
-    if kind == "AdamW" and given.pop(DECOUPLED, True) is False:
-        kind = "Adam"
+    location, given = Location("--optimizer-params"), _key_values(config.optimizer_params, diagnostics)
+    if kind == "AdamW":
+        switch = {DECOUPLED: given.pop(DECOUPLED, AUTO)}
+        if read_params(location, OPTIMIZERS["Adam"].params, switch, diagnostics).get(DECOUPLED) is False:
+            kind = "Adam"
     optimizer, own = OPTIMIZERS[kind], run_settings(kind)
     for name in own.keys() & given.keys():
         rule = f"{name} has a setting of its own"
-        findings.problems.append(Problem(place.key(name).quote(given.pop(name)), rule, _flags(own[name])))
+        diagnostics.problems.append(Problem(location.key(name).quote(given.pop(name)), rule, _flags(own[name])))
     numbers = {
         "adam_beta1": config.adam_beta1,
         "adam_beta2": config.adam_beta2,
@@ -36,11 +38,11 @@ def choose_for_run(config: OptimizerConfig, findings: Diagnostics) -> OptimizerC
         "weight_decay": config.weight_decay,
     }
     others = {name: info for name, info in optimizer.params.items() if name not in own}
-    values = defaults_of(others) | read_params(place, others, given, findings)
+    values = defaults_of(others) | read_params(location, others, given, diagnostics)
     for name, settings in own.items():
         both = tuple(numbers[setting] for setting in settings)
         values[name] = both if optimizer.params[name].kind == "pair" else both[0]
-    findings.problems.extend(optimizer_conflicts(place, values))
+    diagnostics.problems.extend(optimizer_conflicts(location, values, momentum="--sgd-momentum 0.9"))
     return OptimizerChoice(type=kind, lr=config.lr, params=values)
 
 
@@ -48,14 +50,14 @@ def _flags(settings: Iterable[str]) -> str:
     return " ".join(f"--{name.replace('_', '-')}" for name in settings)
 
 
-def _key_values(words: Iterable[str], findings: Diagnostics) -> dict[str, Any]:
+def _key_values(words: Iterable[str], diagnostics: Diagnostics) -> dict[str, Any]:
     """Return the values of --optimizer-params by name: one value, `nesterov=true`, or a list, `etas=0.5,1.2`."""
     values: dict[str, Any] = {}
     for word in words:
         name, _, text = word.partition("=")
         if not name or not text or name in values:
             rule = "a parameter is given once" if name in values else "a parameter is a name and its value"
-            findings.problems.append(Problem(f"--optimizer-params {word}", rule, "nesterov=true, etas=0.5,1.2"))
+            diagnostics.problems.append(Problem(f"--optimizer-params {word}", rule, "nesterov=true, etas=0.5,1.2"))
             continue
         items = [_typed(item) for item in text.split(",")]
         values[name] = items[0] if len(items) == 1 else items

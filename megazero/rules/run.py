@@ -42,10 +42,17 @@ def advice(config: RunConfig, world_size: int) -> tuple[str, ...]:
     if check(config, world_size):
         return ()
     return (
+        *_optimizer_advice(config),
         *_narrow_sum_advice(config, world_size),
         *pipeline_rules.advice(config),
         *float8_rules.advice(config),
     )
+
+
+def _optimizer_advice(config: RunConfig) -> list[str]:
+    diagnostics = Diagnostics()
+    choose_for_run(config.optimizer, diagnostics)
+    return diagnostics.notices
 
 
 def _narrow_sum_advice(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -214,9 +221,9 @@ def length_is_a_step(config: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def optimizer_takes_its_parameters(config: RunConfig, world_size: int) -> Iterable[Problem]:
-    findings = Diagnostics()
-    choose_for_run(config.optimizer, findings)
-    return findings.problems
+    diagnostics = Diagnostics()
+    choose_for_run(config.optimizer, diagnostics)
+    return diagnostics.problems
 
 
 def lr_is_above_its_start(config: RunConfig, world_size: int) -> Iterator[Problem]:

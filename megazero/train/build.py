@@ -5,6 +5,7 @@
 """
 
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 
@@ -64,7 +65,7 @@ from megazero.train.state import TrainState
 from megazero.zero.engine import Engine, EngineSettings
 from megazero.zero.plan import DTYPES, resolve
 
-_REPORTED_AS = {"valid": "validation", "test": "test"}
+_REPORTED_AS = MappingProxyType({"valid": "validation", "test": "test"})
 
 
 def check_checkpoint(config: RunConfig, inputs: RunInputs) -> None:

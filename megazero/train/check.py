@@ -78,21 +78,21 @@ def _open_inputs(config: RunConfig) -> RunInputs:
 def _settings_needing_eod(config: RunConfig) -> Iterator[Problem]:
     """Yield a problem for every setting that needs an end-of-document token, which is not known."""
     data = config.data
-    asked = {
+    requested = {
         "--eod-mask-loss": data.eod_mask_loss,
         "--reset-position-ids": data.reset_position_ids,
         "--reset-attention-mask": data.reset_attention_mask,
     }
     rule = "the end-of-document token is known from a tokenizer or the corpus's .json"
-    for flag in (flag for flag, is_asked in asked.items() if is_asked):
+    for flag in (flag for flag, is_requested in requested.items() if is_requested):
         yield Problem(flag, rule, f"--tokenizer-type ..., or no {flag}")
 
 
 def _settings_needing_document_ends(config: RunConfig, unended: Sequence[str]) -> Iterator[Problem]:
     """Yield a problem for every setting that has no effect on a corpus without ends of documents."""
     data = config.data
-    asked = {"--reset-position-ids": data.reset_position_ids, "--reset-attention-mask": data.reset_attention_mask}
-    for flag in (flag for flag, is_asked in asked.items() if is_asked):
+    requested = {"--reset-position-ids": data.reset_position_ids, "--reset-attention-mask": data.reset_attention_mask}
+    for flag in (flag for flag, is_requested in requested.items() if is_requested):
         for prefix in unended:
             given = f"{flag} with {prefix}, made without --append-eod"
             yield Problem(given, "documents are told apart by the token at their ends", "preprocess with --append-eod")

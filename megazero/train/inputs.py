@@ -10,7 +10,7 @@ from megazero.data.corpora import Corpora, own_flag
 from megazero.data.mock import MockSamples
 from megazero.data.samples import RemainingSamples, Samples
 from megazero.data.storage import Access
-from megazero.data.tokenizers import TokenizerSpec, load_tokenizer
+from megazero.data.tokenizers import Tokenizer, TokenizerSpec, load_tokenizer
 from megazero.errors import DataError, Problem, raise_problems
 from megazero.rules.files import DATA_PATH, DEFAULT_SPLIT, span_of_samples
 
@@ -44,7 +44,9 @@ def open_inputs(data: DataConfig, model: ModelConfig, *, seed: int, evaluates: b
 def _corpus_inputs(data: DataConfig, model: ModelConfig, seed: int, evaluates: bool) -> RunInputs:
     tokenizer = tokenizer_spec(data)
     corpora = _open_corpora(data)
-    vocab_size = _vocab_size(data, model, corpora, tokenizer)
+    # Loaded first: a file that is no tokenizer's is reported as that, and not as another tokenizer than the corpus's.
+    loaded = None if tokenizer is None else load_tokenizer(tokenizer)
+    vocab_size = _vocab_size(data, model, corpora, loaded)
     raise_problems(DataError, corpora.vocabulary_problems(vocab_size, tokenizer))
     # A split that is given a share is read, and refused with its counts if the share comes to nothing.
     wanted = {"train": True, "valid": evaluates, "test": evaluates and corpora.is_given("test")}
@@ -53,7 +55,7 @@ def _corpus_inputs(data: DataConfig, model: ModelConfig, seed: int, evaluates: b
         for name, is_read in wanted.items()
         if is_read
     }
-    eod = corpora.eod if tokenizer is None else load_tokenizer(tokenizer).eod
+    eod = corpora.eod if loaded is None else loaded.eod
     ratios = {name: corpora.split_bytes_per_token(name) for name in found if name != "train"}
     known = {name: ratio for name, ratio in ratios.items() if ratio is not None}
     return RunInputs(found["train"], found.get("valid"), found.get("test"), vocab_size, eod, known, corpora.unended)
@@ -83,13 +85,13 @@ def _text(path: Path | None) -> str | None:
     return None if path is None else str(path)
 
 
-def _vocab_size(data: DataConfig, model: ModelConfig, corpora: Corpora, tokenizer: TokenizerSpec | None) -> int:
+def _vocab_size(data: DataConfig, model: ModelConfig, corpora: Corpora, tokenizer: Tokenizer | None) -> int:
     """Return the size of the vocabulary from the flag, else from the corpora, else from the tokenizer."""
     given = model.vocab_size or corpora.vocab_size
     if given is not None:
         return given
     if tokenizer is not None:
-        return load_tokenizer(tokenizer).vocab_size
+        return tokenizer.vocab_size
     rule = "the size of the vocabulary is told by a flag, a tokenizer, or the corpus's .json"
     paths = " ".join(data.data_path) or " ".join(data.train_data_path)
     flag = DATA_PATH if data.data_path else own_flag("train")

@@ -7,6 +7,7 @@ digests of these *copies* are compared to the bit.
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from megazero.zero.plan import Placement
 Copies = dict[str, dict[str, dict[str, str]]]
 
 # The compared kinds of state, and the engine's names for them.
-KINDS = {"gradient": "gradient", "weight": "master"}
+KINDS = MappingProxyType({"gradient": "gradient", "weight": "master"})
 
 
 class OwnedTensors:

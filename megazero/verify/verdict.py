@@ -7,6 +7,7 @@ one process; *copies* are tensors that several ranks hold alike.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from megazero.parallel.topology import ENDS, Topology
 
@@ -18,7 +19,9 @@ BOUNDS = (
     f" of the norm, if that is more); weights {BOUND:g} of the parameter's largest (or of the learning rate); copies"
     " equal to the bit"
 )
-_AXIS_NAMES = {"tp": "tensor-parallel", "dp": "data-parallel", ENDS: "first and last pipeline stage's"}
+_AXIS_NAMES = MappingProxyType(
+    {"tp": "tensor-parallel", "dp": "data-parallel", ENDS: "first and last pipeline stage's"}
+)
 # Two factors are the same if they agree as far as this; the bound allows more noise in small gradients.
 _SAME_FACTOR = 1e-6
 

@@ -17,6 +17,7 @@ until the boundary.
 
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -95,14 +96,16 @@ class _Stage(NamedTuple):
 
 
 _WHOLE, _PART = Placement.REPLICATED, Placement.PARTITIONED
-_STAGES = {
-    0: _Stage(_WHOLE, _WHOLE, Lifetime.RESIDENT, _WHOLE),
-    1: _Stage(_WHOLE, _PART, Lifetime.RESIDENT, _PART),
-    2: _Stage(_WHOLE, _PART, Lifetime.LEASED, _PART),
-    3: _Stage(_PART, _PART, Lifetime.LEASED, _PART),
-}
+_STAGES = MappingProxyType(
+    {
+        0: _Stage(_WHOLE, _WHOLE, Lifetime.RESIDENT, _WHOLE),
+        1: _Stage(_WHOLE, _PART, Lifetime.RESIDENT, _PART),
+        2: _Stage(_WHOLE, _PART, Lifetime.LEASED, _PART),
+        3: _Stage(_PART, _PART, Lifetime.LEASED, _PART),
+    }
+)
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = MappingProxyType({"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
 
 
 def resolve(zero: ZeroConfig, precision: PrecisionConfig) -> ZeroPlan:

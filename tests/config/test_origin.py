@@ -11,7 +11,7 @@ from megazero.config.origin import Origin
 from megazero.config.yaml_file import read_text, to_yaml
 from megazero.dialects.deepspeed.reading import read as read_mapping
 from megazero.dialects.deepspeed.reading import read_file
-from megazero.dialects.deepspeed.run import adopt
+from megazero.dialects.deepspeed.run import translate_for_run
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,6 @@ def test_a_file_is_the_users_unless_a_run_has_saved_it() -> None:
 
 def test_a_deepspeed_configuration_is_foreign_and_its_defaults_are_nobodys(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
-    adopted = adopt(read_mapping(read_file(tmp_path / "ds.json"), "ds.json"), wants_fp16=False)
-    assert {item.name: item.origin for item in adopted.written} == {"zero_stage": Origin.FOREIGN}
-    assert {item.origin for item in adopted.defaults} == {Origin.DEFAULT}
+    translation = translate_for_run(read_mapping(read_file(tmp_path / "ds.json"), "ds.json"), fp16_requested=False)
+    assert {item.name: item.origin for item in translation.written} == {"zero_stage": Origin.FOREIGN}
+    assert {item.origin for item in translation.defaults} == {Origin.DEFAULT}

@@ -114,10 +114,7 @@ def test_both_missing_files_are_named_with_prefixes_nearby(tmp_path: Path) -> No
     write_corpus(tmp_path / "there", DOCUMENTS)
     with pytest.raises(DataError) as caught:
         IndexedDataset(tmp_path / "here")
-    assert [problem.given for problem in caught.value.problems] == [
-        str(tmp_path / "here.idx"),
-        str(tmp_path / "here.bin"),
-    ]
+    assert [problem.given for problem in caught.value.problems] == [f"{tmp_path}/here.idx and {tmp_path}/here.bin"]
     assert str(tmp_path / "there") in str(caught.value)
 
 

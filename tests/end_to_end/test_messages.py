@@ -209,7 +209,7 @@ ROWS: dict[str, Row] = {
     "no corpus": Row({"--mock-data": None}, ("neither --data-path nor", "has a corpus", "--data-path PREFIX")),
     "a missing corpus": Row(
         {**CORPUS, "--data-path": "{folder}/texts"},
-        ("2 data errors", "{folder}/texts.idx", "must be a file", "legal: {folder}/text", "{folder}/texts.bin"),
+        ("data error: {folder}/texts.idx and {folder}/texts.bin", "must be a file", "legal: {folder}/text"),
         broken_files.corpus,
     ),
     "a corpus named by its file": Row(

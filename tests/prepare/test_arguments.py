@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megazero.command_line.tools import Flags
 from megazero.data.tokenizers import TokenizerSpec
 from megazero.errors import ConfigError
 from megazero.prepare.arguments import (
@@ -14,7 +15,6 @@ from megazero.prepare.arguments import (
     chosen_shard,
     input_rules,
     local_path,
-    positive,
     tokenizer_spec,
 )
 from megazero.prepare.text.chunks import WHOLE, DocumentRules, Shard
@@ -87,7 +87,7 @@ def test_tokenizer_flags() -> None:
 
 
 def shard(*words: str) -> Shard:
-    parser = argparse.ArgumentParser()
+    parser = Flags()
     add_shard_arguments(parser.add_argument_group("shards"))
     return chosen_shard(parser.parse_args(words))
 
@@ -109,10 +109,3 @@ def test_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_ARRAY_TASK_MAX", "9")  # --array=3-9:2
     with pytest.raises(ConfigError, match=r"4 tasks from 3 to 9(?s:.*)--array=0-3"):
         shard("--shards-from-slurm")
-
-
-def test_positive() -> None:
-    assert positive("3") == 3
-    for text in ("0", "-1"):
-        with pytest.raises(argparse.ArgumentTypeError):
-            positive(text)

@@ -490,6 +490,38 @@ def test_optimizers_that_read_it(optimizer: Settings, scheduler: Any) -> None:
     assert load_engine_config({"zero": {}, "optimizer": optimizer, "scheduler": scheduler}).notices == ()
 
 
+@pytest.mark.parametrize(
+    ("settings", "words", "reason"),
+    [
+        ({"optimizer": "sgd", "sgd_momentum": 0}, ["dampening=0.5"], "without momentum nothing is dampened"),
+        ({"optimizer": "nadam", "weight_decay": 0}, ["decoupled_weight_decay=true"], "there is no weight decay"),
+        ({"weight_decay": 0}, ["amsgrad=true", "decoupled_weight_decay=no"], "there is no weight decay"),
+    ],
+    ids=str,
+)
+def test_a_run_reads_the_same_parameters(settings: Settings, words: list[str], reason: str, tmp_path: Path) -> None:
+    settings = {**settings, "optimizer_params": words}
+    with pytest.raises(ConfigError) as caught:
+        run(settings)
+    (problem,) = problems(caught)
+    assert words[-1] in problem.given and problem.rule == f"it has no effect here: {reason}"
+    with pytest.raises(ConfigError, match=reason):
+        from_file(tmp_path, settings)
+    effective = {name: value for name, value in settings.items() if value != 0}
+    assert run(effective, "--strict").notices == ()
+    assert run({**settings, "optimizer_params": [word.partition("=")[0] + "=auto" for word in words]}).notices == ()
+
+
+def test_deepspeeds_parameters_earn_the_same_notice_at_both_doors(tmp_path: Path) -> None:
+    content = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "dampening": 0.5}}}
+    (tmp_path / "ds.json").write_text(json.dumps(content))
+    settings = {name: value for name, value in SMALL.items() if name != "lr"}
+    (notice,) = parse([*words(settings), "--deepspeed-config", str(tmp_path / "ds.json")]).notices
+    (other,) = load_engine_config(content).notices
+    reason = other.partition("because ")[2]
+    assert notice == f"{tmp_path}/ds.json: optimizer: dampening=0.5: moot here, because {reason}"
+
+
 def test_a_schedule_with_its_own_peak_says_so_of_a_deepspeed_rate() -> None:
     content = {
         "optimizer": {"type": "AdamW", "params": {"lr": 0.5}},

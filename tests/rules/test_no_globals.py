@@ -84,6 +84,20 @@ def f(x):
     ]
 
 
+def plain_tables(tree: ast.Module) -> Iterator[str]:
+    """Yield the module-level names of dictionaries, which any caller could change."""
+    for node in tree.body:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, (ast.Dict, ast.DictComp)):
+            yield ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
+
+
+def test_tables_are_read_only() -> None:
+    """A table at the top of a module is a MappingProxyType: writing to it raises TypeError."""
+    assert [f"{source.name}: {name}" for source in sources("megazero") for name in plain_tables(source.tree)] == []
+    code = "A = {}\nB: dict[int, int] = {n: n for n in ()}\nC = MappingProxyType({1: 2})\ndef f():\n    d = {}\n"
+    assert [*plain_tables(ast.parse(code))] == ["A", "B"]
+
+
 def test_nothing_is_cached_by_function() -> None:
     """A function's cache is module state without an owner; values read from the environment would go stale in it."""
     found = [

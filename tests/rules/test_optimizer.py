@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.configs import make_run
 
 from megazero.config.choices import OptimizerChoice
 from megazero.config.engine_sections import OptimizerConfig
@@ -11,6 +12,7 @@ from megazero.config.optimizers import OPTIMIZERS, RUN_NAMES
 from megazero.config.values import Diagnostics
 from megazero.errors import ConfigError
 from megazero.rules.optimizer import choose_for_run, optimizer_choice
+from megazero.rules.run import advice
 
 
 def of_run(**settings: Any) -> OptimizerChoice:
@@ -34,6 +36,8 @@ def test_parameters_that_are_no_settings() -> None:
     coupled = of_run(optimizer_params=("decoupled_weight_decay=false", "amsgrad=true"), adam_beta2=0.95)
     assert coupled.type == "Adam" and coupled.params["betas"] == (0.9, 0.95) and coupled.params["amsgrad"] is True
     assert of_run(optimizer_params=("decoupled_weight_decay=true",)) == of_run()
+    for word in ("no", "0", "OFF"):
+        assert of_run(optimizer_params=(f"decoupled_weight_decay={word}",)).type == "Adam"
 
 
 @pytest.mark.parametrize(
@@ -44,9 +48,19 @@ def test_parameters_that_are_no_settings() -> None:
         ({"optimizer": "sgd", "optimizer_params": ("nesterov=1.5",)}, "--optimizer-params: nesterov: 1.5", "true"),
         ({"optimizer": "sgd", "optimizer_params": ("maximize=true",) * 2}, "--optimizer-params maximize=true", "="),
         (
+            {"optimizer_params": ("decoupled_weight_decay=maybe",)},
+            '--optimizer-params: decoupled_weight_decay: "maybe"',
+            "true, false",
+        ),
+        (
             {"optimizer": "sgd", "sgd_momentum": 0.0, "optimizer_params": ("nesterov=true",)},
-            "--optimizer-params: nesterov: true",
-            "momentum: 0.9",
+            "--optimizer-params: nesterov: true with momentum 0",
+            "--sgd-momentum 0.9",
+        ),
+        (
+            {"optimizer": "sgd", "optimizer_params": ("nesterov=true", "dampening=0.5")},
+            "--optimizer-params: nesterov: true with dampening: 0.5",
+            "dampening: 0",
         ),
         (
             {"optimizer": "sgd", "optimizer_params": ("momentum=0.5",)},
@@ -63,3 +77,8 @@ def test_parameters_that_an_optimizer_does_not_take(settings: dict[str, Any], gi
     assert problem.given == given and legal in problem.legal
     with pytest.raises(ConfigError):
         of_run(**settings)
+
+
+def test_a_word_that_chooses_an_implementation_earns_a_notice() -> None:
+    (notice,) = advice(make_run(optimizer_params=("fused=true", "amsgrad=true")), 1)
+    assert notice.startswith("--optimizer-params: fused: accepted, without effect: ")

@@ -161,7 +161,7 @@ def test_four_processes_write_what_one_writes(tmp_path: Path, main: Main, capsys
 def test_flags_that_cannot_be_read_are_told_once(tmp_path: Path) -> None:
     ended = torchrun(tmp_path, "--top-k", "x", "--nonsense", ranks=2)
     assert ended.returncode == 1 and ended.stdout == ""
-    assert ended.stderr.count("configuration error: argument --top-k: invalid int value: 'x'\n") == 1
+    assert ended.stderr.count("--top-k x\n    rule:  --top-k is a whole number\n") == 1
     assert ended.stderr.count("--help lists") == 1 and "exitcode  : 2" in ended.stderr
 
 

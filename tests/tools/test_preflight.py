@@ -56,7 +56,7 @@ def by_hand(*arguments: str, **variables: str) -> subprocess.CompletedProcess[st
 def test_flags_that_cannot_be_read_are_told_once() -> None:
     done = torchrun("--gpus-per-node", "x")
     assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr.count("argument --gpus-per-node: invalid int value: 'x'") == 1
+    assert done.stderr.count("--gpus-per-node x\n    rule:  --gpus-per-node is a whole number, at least 0") == 1
 
 
 def test_numbers_are_checked_before_anything_is_opened() -> None:
@@ -75,10 +75,8 @@ def test_numbers_are_checked_before_anything_is_opened() -> None:
         assert done.returncode == 2 and done.stdout == "", done
         assert done.stderr.startswith("6 configuration errors:\n"), done
         assert [flag for flag in wrong if f"\n{flag} " not in done.stderr] == []
-        assert done.stderr.count("rule:") == done.stderr.count("legal: --") == 6
-    assert (
-        "--message-mib -4.0\n    rule:  must be above 0 and at most 65536\n    legal: --message-mib 256" in done.stderr
-    )
+        assert done.stderr.count("rule:") == done.stderr.count("legal: ") == 6
+    assert "--message-mib -4\n    rule:  --message-mib is a number, greater than 0, at most 65536\n" in done.stderr
 
 
 def test_one_process_needs_nobody() -> None:

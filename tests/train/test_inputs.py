@@ -82,7 +82,7 @@ def test_who_tells_the_end_of_a_document(described: str, plain: str, tmp_path: P
 
 
 def test_a_model_smaller_than_the_corpuss_vocabulary(described: str) -> None:
-    with pytest.raises(DataError, match="made with a vocabulary of 257; the model has 256"):
+    with pytest.raises(DataError, match="made with a vocabulary of 257; --vocab-size is 256"):
         opened(256, data_path=(described,))
 
 
@@ -132,6 +132,25 @@ def test_an_empty_validation_split_matters_only_when_it_is_read(described: str) 
     opened(data_path=(described,), split="1")
     with pytest.raises(DataError, match="valid has no sample"):
         opened(data_path=(described,), split="1", evaluates=True)
+
+
+def test_the_default_split_is_called_the_default(tmp_path: Path) -> None:
+    prefix = write_corpus(tmp_path / "c", DOCUMENTS[:10])
+    with pytest.raises(DataError, match=r"--split 969,30,1 \(the default\): valid has no sample"):
+        opened(data_path=(prefix,), vocab_size=257, evaluates=True)
+
+
+def test_a_file_that_is_no_tokenizers_is_reported_before_the_corpus(described: str, tmp_path: Path) -> None:
+    (tmp_path / "text.model").write_text("no model")
+    with pytest.raises(DataError) as caught:
+        opened(
+            data_path=(described,),
+            tokenizer_type="SentencePieceTokenizer",
+            tokenizer_model=tmp_path / "text.model",
+        )
+    (problem,) = caught.value.problems
+    assert problem.given.startswith(f"--tokenizer-model {tmp_path}/text.model: ")
+    assert problem.rule == "the file is a SentencePiece model" and "train_tokenizer" in problem.legal
 
 
 def test_splits_hold_their_own_documents(described: str) -> None:

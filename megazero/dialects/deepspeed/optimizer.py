@@ -1,12 +1,13 @@
 """Translates the optimizer and the schedule of a DeepSpeed configuration into settings of a run.
 
 An optimizer becomes --optimizer, the settings that are called after its parameters, and --optimizer-params for the
-others.  Schedules become those of a run; a run's cosine warms up from 0 or --lr-warmup-init only:
+others.  Schedules become those of a run:
 
     WarmupLR        --lr-decay-style constant, --lr-warmup-iters warmup_num_steps, at least 2, --lr-warmup-type,
                     --lr-warmup-init warmup_min_lr
     WarmupDecayLR   --lr-decay-style linear, the same, --lr-decay-iters total_num_steps, --min-lr warmup_min_lr
-    WarmupCosineLR  --lr-decay-style cosine, the same, --min-lr cos_min_ratio x lr
+    WarmupCosineLR  --lr-decay-style cosine, the same, but --lr-warmup-init warmup_min_ratio x lr, --lr-decay-iters
+                    total_num_steps, --min-lr cos_min_ratio x lr
 
 In megazero a step has the schedule's rate at that step.  DeepSpeed calls its schedule after a step, so there each rate
 comes one step later; a notice reports this.
@@ -19,17 +20,19 @@ from typing import Any
 from megazero.config.choices import AUTO, SchedulerChoice, choose_scheduler
 from megazero.config.optimizers import DECOUPLED, OPTIMIZERS, RUN_NAMES, run_settings
 from megazero.config.schedules import SCHEDULES
-from megazero.dialects.deepspeed.sections import Floor, Translation, optimizer_of
+from megazero.dialects.deepspeed.sections import Ratio, Translation, optimizer_of
 
 _RUN_NAMES: Mapping[str, str] = MappingProxyType({"Adam": "adam", **{kind: name for name, kind in RUN_NAMES.items()}})
 _STYLES: Mapping[str, str] = MappingProxyType(
     {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 )
+# {parameter of WarmupCosineLR that is a part of the learning rate: the setting that holds the product}
+_RATIOS: Mapping[str, str] = MappingProxyType({"warmup_min_ratio": "lr_warmup_init", "cos_min_ratio": "min_lr"})
 
 
-def adopt_optimizer(adopted: Translation) -> None:
+def translate_optimizer(translation: Translation) -> None:
     """Add the optimizer and its parameters as settings of a run."""
-    file = adopted.file
+    file = translation.file
     before = len(file.diagnostics.problems)
     choice = optimizer_of(file)
     if len(file.diagnostics.problems) > before:
@@ -37,14 +40,16 @@ def adopt_optimizer(adopted: Translation) -> None:
     # Without weight decay it makes no difference whether that is decoupled, as the fused kernel's is.
     is_adamw = choice.type == "Adam" and not choice.params["weight_decay"]
     kind = "AdamW" if is_adamw else choice.type
-    said = file.written("optimizer.type")
-    if said is not None:
-        adopted.write("optimizer", _RUN_NAMES[kind], said.source)
-    _adopt_param(adopted, "lr", {"lr": choice.lr})
+    key = file.written("optimizer.type")
+    if key is not None:
+        translation.write("optimizer", _RUN_NAMES[kind], key.source)
+    _translate_optimizer_param(translation, "lr", {"lr": choice.lr})
     own = run_settings(kind)
     for param, settings in own.items():
         value = choice.params[param]
-        _adopt_param(adopted, param, dict(zip(settings, value if len(settings) > 1 else (value,), strict=True)))
+        _translate_optimizer_param(
+            translation, param, dict(zip(settings, value if len(settings) > 1 else (value,), strict=True))
+        )
     others = {name: value for name, value in choice.params.items() if name in OPTIMIZERS[kind].params.keys() - own}
     words = [
         f"{name}={_word(value)}" for name, value in others.items() if value != OPTIMIZERS[kind].params[name].default
@@ -52,7 +57,7 @@ def adopt_optimizer(adopted: Translation) -> None:
     if kind == "Adam":
         words.append(f"{DECOUPLED}=false")
     if words:
-        adopted.write("optimizer_params", tuple(words), f"{file.location('optimizer')}: {' '.join(words)}")
+        translation.write("optimizer_params", tuple(words), f"{file.location('optimizer')}: {' '.join(words)}")
 
 
 def _word(value: Any) -> str:
@@ -62,28 +67,28 @@ def _word(value: Any) -> str:
     return ",".join(str(item) for item in value) if isinstance(value, tuple) else str(value)
 
 
-def _adopt_param(adopted: Translation, name: str, settings: Mapping[str, Any]) -> None:
+def _translate_optimizer_param(translation: Translation, name: str, settings: Mapping[str, Any]) -> None:
     """Add the settings that one parameter of the optimizer stands for."""
     path = f"optimizer.params.{name}"
-    params = adopted.file.params.get("optimizer.params", {})
+    params = translation.file.params.get("optimizer.params", {})
     for setting, value in settings.items():
         if name not in params:
-            adopted.default(setting, value, path)
+            translation.default(setting, value, path)
         elif params[name] != AUTO:
-            adopted.write(setting, value, adopted.file.location(path).quote(params[name]))
+            translation.write(setting, value, translation.file.location(path).quote(params[name]))
 
 
-def adopt_scheduler(adopted: Translation) -> None:
+def translate_scheduler(translation: Translation) -> None:
     """Add the schedule as settings of a run, or a problem if a run has no equal schedule."""
-    file = adopted.file
+    file = translation.file
     before = len(file.diagnostics.problems)
-    said = file.written("scheduler.type")
-    if said is None:
+    key = file.written("scheduler.type")
+    if key is None:
         return
     params = file.params.get("scheduler.params", {})
     choice = choose_scheduler(
-        adopted.file.location("scheduler"),
-        said.value,
+        translation.file.location("scheduler"),
+        key.value,
         params,
         file.diagnostics,
         lr=None,
@@ -92,63 +97,58 @@ def adopt_scheduler(adopted: Translation) -> None:
     if choice is None or len(file.diagnostics.problems) > before:
         return
     if choice.type not in _STYLES:  # one of a run's own
-        adopted.write("lr_decay_style", choice.type, said.source)
+        translation.write("lr_decay_style", choice.type, key.source)
         for name, value in choice.params.items():
-            _adopt_written(adopted, name, name, value)
-        return
-    if choice.params.get("warmup_min_ratio"):
-        given = adopted.file.location("scheduler.params.warmup_min_ratio").quote(choice.params["warmup_min_ratio"])
-        adopted.refuse(given, "the warm-up of a cosine starts at 0, or at --lr-warmup-init", "warmup_min_ratio: 0")
+            _translate_scheduler_param(translation, name, name, value)
         return
     file.diagnostics.notices.append(
-        f"{said.source}: taken as --lr-decay-style {_STYLES[choice.type]}; DeepSpeed applies a rate one step later"
+        f"{key.source}: taken as --lr-decay-style {_STYLES[choice.type]}; DeepSpeed applies a rate one step later"
     )
-    adopted.write("lr_decay_style", _STYLES[choice.type], said.source)
-    _adopt_warmup(adopted, choice)
+    translation.write("lr_decay_style", _STYLES[choice.type], key.source)
+    _translate_warmup(translation, choice)
     if choice.type == "WarmupCosineLR":
-        path = "scheduler.params.cos_min_ratio"
-        if params.get("cos_min_ratio") != AUTO:
-            adopted.floor = Floor(
-                choice.params["cos_min_ratio"], adopted.file.location(path), "cos_min_ratio" in params
-            )
+        for name, setting in _RATIOS.items():
+            if params.get(name) != AUTO:
+                location = file.location(f"scheduler.params.{name}")
+                translation.ratios[setting] = Ratio(choice.params[name], location, name in params)
     elif params.get("warmup_max_lr") != AUTO:
-        _adopt_peak(adopted, choice.params["warmup_max_lr"], written="warmup_max_lr" in params)
+        _translate_peak(translation, choice.params["warmup_max_lr"], written="warmup_max_lr" in params)
 
 
-def _adopt_warmup(adopted: Translation, choice: SchedulerChoice) -> None:
+def _translate_warmup(translation: Translation, choice: SchedulerChoice) -> None:
     """Add the length, shape and start of the warm-up, and the end of the decay."""
     values = {**choice.params, "warmup_num_steps": max(2, choice.params["warmup_num_steps"])}
-    _adopt_written(adopted, "warmup_num_steps", "lr_warmup_iters", values["warmup_num_steps"])
-    _adopt_written(adopted, "warmup_type", "lr_warmup_type", values["warmup_type"])
+    _translate_scheduler_param(translation, "warmup_num_steps", "lr_warmup_iters", values["warmup_num_steps"])
+    _translate_scheduler_param(translation, "warmup_type", "lr_warmup_type", values["warmup_type"])
     if "total_num_steps" in SCHEDULES[choice.type]:
-        _adopt_written(adopted, "total_num_steps", "lr_decay_iters", values.get("total_num_steps"))
+        _translate_scheduler_param(translation, "total_num_steps", "lr_decay_iters", values.get("total_num_steps"))
     if "warmup_min_lr" in values:
-        _adopt_written(adopted, "warmup_min_lr", "lr_warmup_init", values["warmup_min_lr"])
+        _translate_scheduler_param(translation, "warmup_min_lr", "lr_warmup_init", values["warmup_min_lr"])
     if choice.type == "WarmupDecayLR":
-        said = adopted.file.written("scheduler.type")
-        assert said is not None, "the schedule has been chosen"
-        adopted.write("min_lr", values["warmup_min_lr"], said.source)
+        key = translation.file.written("scheduler.type")
+        assert key is not None, "the schedule has been chosen"
+        translation.write("min_lr", values["warmup_min_lr"], key.source)
 
 
-def _adopt_written(adopted: Translation, name: str, setting: str, value: Any) -> None:
+def _translate_scheduler_param(translation: Translation, name: str, setting: str, value: Any) -> None:
     """Add a parameter of the schedule as the file gives it, or its default; an automatic one is left to the run."""
     path = f"scheduler.params.{name}"
-    written = adopted.file.params.get("scheduler.params", {}).get(name)
+    written = translation.file.params.get("scheduler.params", {}).get(name)
     if written is None:
-        adopted.default(setting, value, path)
+        translation.default(setting, value, path)
     elif written != AUTO:
-        adopted.write(setting, value, adopted.file.location(path).quote(value))
+        translation.write(setting, value, translation.file.location(path).quote(value))
 
 
-def _adopt_peak(adopted: Translation, peak: float, *, written: bool) -> None:
+def _translate_peak(translation: Translation, peak: float, *, written: bool) -> None:
     """Make the peak of the schedule the learning rate, in place of the optimizer's."""
     path = "scheduler.params.warmup_max_lr"
     if not written:
-        adopted.default("lr", peak, path)
+        translation.default("lr", peak, path)
         return
-    source = adopted.file.location(path).quote(peak)
-    for item in [item for item in adopted.written if item.name == "lr"]:
-        adopted.written.remove(item)
+    source = translation.file.location(path).quote(peak)
+    for item in [item for item in translation.written if item.name == "lr"]:
+        translation.written.remove(item)
         if item.value != peak:
-            adopted.file.diagnostics.notices.append(f"{item.source}: gives way to {source}, the schedule's peak")
-    adopted.write("lr", peak, source)
+            translation.file.diagnostics.notices.append(f"{item.source}: gives way to {source}, the schedule's peak")
+    translation.write("lr", peak, source)

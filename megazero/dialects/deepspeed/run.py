@@ -17,7 +17,7 @@ from megazero.config.run import RunConfig
 from megazero.config.validate import INFO
 from megazero.config.values import ParsedValue, shown
 from megazero.dialects.deepspeed.keys import BATCH_KEYS
-from megazero.dialects.deepspeed.optimizer import adopt_optimizer, adopt_scheduler
+from megazero.dialects.deepspeed.optimizer import translate_optimizer, translate_scheduler
 from megazero.dialects.deepspeed.reading import ParsedFile
 from megazero.dialects.deepspeed.sections import Translation, automatic_notices, resolve, text_for_key, translate
 from megazero.errors import Problem
@@ -39,13 +39,16 @@ _PARAMS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 
 
-def adopt(file: ParsedFile, *, wants_fp16: bool) -> Translation:
+def translate_for_run(file: ParsedFile, *, fp16_requested: bool) -> Translation:
     """Return the settings that a file alone determines; problems are added to the file's diagnostics.
 
-    wants_fp16: True if another source requests fp16, so that an automatic `fp16.enabled` is true.
+    fp16_requested: True if another source requests fp16, so that an automatic `fp16.enabled` is true.
     """
-    translation = translate(file, wants_fp16=wants_fp16)
-    for section, add, rate in (("optimizer", adopt_optimizer, "lr"), ("scheduler", adopt_scheduler, "warmup_max_lr")):
+    translation = translate(file, fp16_requested=fp16_requested)
+    for section, add, rate in (
+        ("optimizer", translate_optimizer, "lr"),
+        ("scheduler", translate_scheduler, "warmup_max_lr"),
+    ):
         if section in file.sections:
             before = len(file.diagnostics.problems)
             add(translation)
@@ -68,7 +71,7 @@ def complete(translation: Translation, settings: dict[str, ParsedValue], *, data
     return [
         *_against_formats(file, settings),
         *_against_batch(translation, settings, data_parallel_size),
-        *_against_floor(translation, settings),
+        *_against_ratios(translation, settings),
     ]
 
 
@@ -140,14 +143,17 @@ def _against_batch(
     return []
 
 
-def _against_floor(translation: Translation, settings: dict[str, ParsedValue]) -> Iterator[Problem]:
-    """Set the cosine's end, a part of the learning rate; yield a problem if the run has another end."""
-    floor, lr, end = translation.floor, settings.get("lr"), settings.get("min_lr")
-    if floor is None or lr is None:
+def _against_ratios(translation: Translation, settings: dict[str, ParsedValue]) -> Iterator[Problem]:
+    """Set the settings that are parts of the learning rate; yield a problem for one with another value in the run."""
+    lr = settings.get("lr")
+    if lr is None:
         return
-    value = floor.ratio * lr.value
-    source = f"{floor.location.quote(floor.ratio)} x {lr.source}"
-    if end is None:
-        settings["min_lr"] = ParsedValue("min_lr", value, source, Origin.FOREIGN if floor.written else Origin.DEFAULT)
-    elif floor.written and not math.isclose(end.value, value, rel_tol=1e-9):
-        yield Problem(f"{end.source} and {source}", "both set --min-lr, to different values", "one of the two")
+    for name, ratio in translation.ratios.items():
+        value = ratio.value * lr.value
+        source = f"{ratio.location.quote(ratio.value)} x {lr.source}"
+        given = settings.get(name)
+        if given is None:
+            settings[name] = ParsedValue(name, value, source, Origin.FOREIGN if ratio.written else Origin.DEFAULT)
+        elif ratio.written and not math.isclose(given.value, value, rel_tol=1e-9):
+            rule = f"both set {INFO[name].flag}, to different values"
+            yield Problem(f"{given.source} and {source}", rule, "one of the two")

@@ -49,13 +49,13 @@ _ADAM: Mapping[str, Any] = MappingProxyType({"weight_decay": 0.0})
 
 
 @dataclass(frozen=True)
-class Floor:
-    """The end of a cosine as a part of the learning rate, which may come from another source.
+class Ratio:
+    """A parameter of the schedule that is a part of the learning rate, which may come from another source.
 
     written: True if the file gives the ratio, False if it is a default.
     """
 
-    ratio: float
+    value: float
     location: Location
     written: bool
 
@@ -66,7 +66,7 @@ class Translation:
 
     whole: True if a section that the file leaves out has DeepSpeed's defaults too.  written: settings of keys in the
     file.  defaults: settings of keys that are not in it.  unknown: settings whose key has a problem.
-    floor: the end of a cosine, if the schedule is one.
+    ratios: settings that are parts of the learning rate, by name.
     """
 
     file: ParsedFile
@@ -74,7 +74,7 @@ class Translation:
     written: list[RawValue] = field(default_factory=list)
     defaults: list[RawValue] = field(default_factory=list)
     unknown: set[str] = field(default_factory=set)
-    floor: Floor | None = None
+    ratios: dict[str, Ratio] = field(default_factory=dict)
 
     def covers(self, path: str) -> bool:
         """Return True if the key at `path` has DeepSpeed's default when it is absent."""
@@ -89,15 +89,11 @@ class Translation:
         source = f"{self.file.location(path).quote(value)} (DeepSpeed's default)"
         self.defaults.append(RawValue(setting, value, source, Origin.DEFAULT))
 
-    def refuse(self, given: str, rule: str, legal: str) -> None:
-        """Add the problem of a setting whose effect megazero doesn't have."""
-        self.file.diagnostics.problems.append(Problem(given, f"refused: {rule}", legal))
 
-
-def translate(file: ParsedFile, *, whole: bool = False, wants_fp16: bool = False) -> Translation:
+def translate(file: ParsedFile, *, whole: bool = False, fp16_requested: bool = False) -> Translation:
     """Return the settings of all keys but the optimizer's and the schedule's; problems go to the file's diagnostics.
 
-    wants_fp16: True if another source requests fp16, so that an automatic `fp16.enabled` is true.
+    fp16_requested: True if another source requests fp16, so that an automatic `fp16.enabled` is true.
     """
     translation = Translation(file, whole)
     for setting, path in _SAME.items():
@@ -108,7 +104,7 @@ def translate(file: ParsedFile, *, whole: bool = False, wants_fp16: bool = False
             translation.write("precision", name, enabled.source)
         if f"{name}.enabled" in file.invalid:
             translation.unknown.add("precision")
-    if file.get("fp16.enabled", wants_fp16):
+    if file.get("fp16.enabled", fp16_requested):
         for setting, path in PRECISION_KEYS.items():
             _translate_key(translation, setting, path)
     wide = file.written(_ACCUMULATION_KEY)

@@ -11,7 +11,7 @@ from megazero.config.engine_sections import ActivationConfig, ZeroConfig
 from megazero.config.values import ParsedValue
 from megazero.config.yaml_file import to_yaml
 from megazero.dialects.deepspeed.reading import read
-from megazero.dialects.deepspeed.run import adopt, complete
+from megazero.dialects.deepspeed.run import complete, translate_for_run
 from megazero.errors import ConfigError, Problem
 
 BASE = "--preset gpt2-124m --train-iters 100 --mock-data"
@@ -125,13 +125,20 @@ def test_fp16_and_its_loss_scale() -> None:
 
 def test_a_schedule_with_a_straight_warm_up() -> None:
     warmup = {"warmup_type": "linear", "warmup_num_steps": 10}
-    cosine = {"type": "WarmupCosineLR", "params": {**warmup, "total_num_steps": "auto", "cos_min_ratio": 0.1}}
+    params = {**warmup, "total_num_steps": "auto", "cos_min_ratio": 0.1}
+    cosine = {"type": "WarmupCosineLR", "params": params}
     optimizer = run({"scheduler": cosine}, f"{SIZED} --min-lr 1e-4").config.optimizer
     assert (optimizer.lr_decay_style, optimizer.lr_warmup_iters, optimizer.lr_decay_iters) == ("cosine", 10, None)
     assert run({"scheduler": cosine}, SIZED).config.optimizer.min_lr == pytest.approx(1e-4)
     assert run({"scheduler": cosine}, SIZED).config.optimizer.lr == 1e-3
     found = only({"scheduler": cosine}, f"{SIZED} --min-lr 1e-5")
     assert found.given == "--min-lr 1e-5 and ds.json: scheduler.params.cos_min_ratio: 0.1 x --lr 1e-3"
+    raised = {"type": "WarmupCosineLR", "params": {**params, "warmup_min_ratio": 0.25}}
+    assert run({"scheduler": raised}, SIZED).config.optimizer.lr_warmup_init == pytest.approx(2.5e-4)
+    assert run({"scheduler": raised}, f"{SIZED} --lr-warmup-init 25e-5").config.optimizer.lr_warmup_init == 25e-5
+    found = only({"scheduler": raised}, f"{SIZED} --lr-warmup-init 1e-5")
+    assert found.given == "--lr-warmup-init 1e-5 and ds.json: scheduler.params.warmup_min_ratio: 0.25 x --lr 1e-3"
+    assert found.rule == "both set --lr-warmup-init, to different values"
     decay = {"type": "WarmupDecayLR", "params": {**warmup, "total_num_steps": 50, "warmup_max_lr": 1e-3}}
     linear = run({"scheduler": decay}, SIZED).config.optimizer
     assert (linear.lr_decay_style, linear.lr_decay_iters, linear.lr, linear.min_lr) == ("linear", 50, 1e-3, 0.0)
@@ -408,7 +415,7 @@ def test_automatic_keys_report_what_they_became() -> None:
 
 def test_the_pieces_need_no_file() -> None:
     file = read({"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": 2}, "ds")
-    translation = adopt(file, wants_fp16=False)
+    translation = translate_for_run(file, fp16_requested=False)
     settings = {item.name: ParsedValue(item.name, item.value, item.source) for item in translation.written}
     settings["micro_batch_size"] = ParsedValue("micro_batch_size", 4, "--micro-batch-size 4")
     assert complete(translation, settings, data_parallel_size=3) == []

@@ -1,0 +1,100 @@
+"""Number flags of the tools are read by the grammar of all settings, and refused with the problems of a run."""
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from megazero.command_line.tools import Flags, Number
+from megazero.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+TOOLS = sorted((ROOT / "tools").glob("*.py"))
+COMMANDS = {"checkpoint": ["inspect"], "convert_hf": ["export"]}
+SHARED = {"preprocess_data": ["--num-shards", "--shard-index"]}
+
+
+def number_flags(path: Path) -> list[tuple[str, str]]:
+    """Return the number flags that a file declares, with their kinds."""
+    return re.findall(r'"(--[a-z-]+)",\s*action=Number,\s*kind="(int|float)"', path.read_text())
+
+
+NUMBERS = {
+    path: [*number_flags(path), *((flag, "int") for flag in SHARED.get(path.stem, ()))]
+    for path in TOOLS
+    if number_flags(path)
+}
+
+
+def test_every_tool_reads_its_numbers_so() -> None:
+    shared = {flag for flag, _ in number_flags(ROOT / "megazero/prepare/arguments.py")}
+    assert shared == {flag for flags in SHARED.values() for flag in flags}
+    assert len(NUMBERS) == 8 and sum(map(len, NUMBERS.values())) > 30
+    for path in (*TOOLS, ROOT / "megazero/prepare/arguments.py"):
+        assert not re.search(r"type=(int|float)\b|ArgumentParser\(", path.read_text()), path
+
+
+@pytest.mark.parametrize("path", NUMBERS, ids=lambda path: path.stem)
+def test_the_same_values_for_every_number(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One command line gives each number every value; an unknown flag keeps the tool from starting its work."""
+    legal = {"int": ["1e1", "1_0", "10.0"], "float": ["1e1", "1_0", "0.5"]}
+    wrong = {"int": ["x", "nan", "1e400", "2.5"], "float": ["x", "nan", "1e400"]}
+    flags = [f"{flag}={value}" for flag, kind in NUMBERS[path] for value in (*wrong[kind], *legal[kind], "")]
+    monkeypatch.setattr(sys, "argv", [str(path), *COMMANDS.get(path.stem, []), *flags, "--nonsense"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(path), run_name="__main__")
+    text = capsys.readouterr().err
+    assert ended.value.code == 2 and "usage" not in text and "invalid" not in text
+    for flag, kind in NUMBERS[path]:
+        noun = "a whole number" if kind == "int" else "a number"
+        assert text.count(f"{flag} has an empty value") == 1
+        assert text.count(f"rule:  {flag} is {noun}") == len(wrong[kind])
+        for value in wrong[kind]:
+            assert f"{flag} {value}\n    rule:  {flag} is {noun}" in text
+
+
+def parser() -> Flags:
+    made = Flags(allow_abbrev=False)
+    made.add_argument("--count", action=Number, kind="int", ge=1, default=7)
+    made.add_argument("--share", action=Number, kind="float", gt=0, le=1)
+    made.add_argument("--name", required=True)
+    return made
+
+
+def test_numbers() -> None:
+    read = parser().parse_args(["--count", "1e6", "--share=1_0e-2", "--name", "a"])
+    assert (read.count, type(read.count), read.share) == (1_000_000, int, 0.1)
+    assert vars(parser().parse_args(["--name", "a"])) == {"count": 7, "share": None, "name": "a"}
+
+
+def test_all_problems_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parser().parse_args(["--count", "0", "--share", "2", "--name", "a"])
+    assert [(p.given, p.rule, p.legal) for p in caught.value.problems] == [
+        ("--count 0", "--count is a whole number, at least 1", "--count 1"),
+        ("--share 2", "--share is a number, greater than 0, at most 1", "--share 1"),
+    ]
+    with pytest.raises(ConfigError) as caught:
+        parser().parse_args(["--count", "0"])
+    assert [p.given for p in caught.value.problems] == [
+        "--count 0",
+        "the following arguments are required: --name",
+    ]
+    with pytest.raises(ConfigError) as caught:
+        parser().parse_args(["--count", "0", "--name", "a", "--counts"])
+    assert [p.given for p in caught.value.problems] == ["--count 0", "unrecognized arguments: --counts"]
+
+
+def test_flags_of_several_processes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parser().parse_args(["--counts", "3", "--name", "a"])
+    assert "--counts" in caught.value.problems[0].given and "--help" in caught.value.problems[0].rule
+    for rank, prints in (("0", True), ("1", False)):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit):
+            parser().parse_args(["--help"])
+        assert ("--count" in capsys.readouterr().out) is prints
