@@ -13,7 +13,7 @@ from types import MappingProxyType
 from megazero.config.fields import FieldInfo, by_name, parameter
 
 _BETAS = parameter("betas", "pair", (0.9, 0.999), ge=0, lt=1)
-_EPS = parameter("eps", "float", 1e-8, ge=0)
+_EPS = parameter("eps", "float", 1e-8, gt=0)
 _NO_DECAY = parameter("weight_decay", "float", 0.0, ge=0)
 _MAXIMIZE = parameter("maximize", "bool", False)
 _DECOUPLED = parameter("decoupled_weight_decay", "bool", False)
@@ -51,14 +51,14 @@ OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
                 parameter("lr_decay", "float", 0.0, ge=0),
                 _NO_DECAY,
                 parameter("initial_accumulator_value", "float", 0.0, ge=0),
-                parameter("eps", "float", 1e-10, ge=0),
+                parameter("eps", "float", 1e-10, gt=0),
                 _MAXIMIZE,
             ),
         ),
         "Adadelta": Optimizer(
             1.0,
             by_name(
-                parameter("rho", "float", 0.9, ge=0, le=1), parameter("eps", "float", 1e-6, ge=0), _NO_DECAY, _MAXIMIZE
+                parameter("rho", "float", 0.9, ge=0, le=1), parameter("eps", "float", 1e-6, gt=0), _NO_DECAY, _MAXIMIZE
             ),
         ),
         "Adamax": Optimizer(2e-3, by_name(_BETAS, _EPS, _NO_DECAY, _MAXIMIZE)),

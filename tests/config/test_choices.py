@@ -64,6 +64,7 @@ def test_what_chooses_an_implementation_earns_a_notice() -> None:
         ("SGD", {"betas": [0.9, 0.9]}, "optimizer.params.betas", "no key of this name", "lr"),
         ("SGD", {"moment": 0.9}, "optimizer.params.moment: 0.9", "no key of this name", "momentum"),
         ("AdamW", {"betas": [0.9, 1.5]}, "optimizer.params.betas: [0.9, 1.5]", "two numbers", "less than 1"),
+        ("AdamW", {"eps": 0}, "optimizer.params.eps: 0", "greater than 0", "a number"),  # as --adam-eps is
         ("AdamW", {"lr": "x"}, 'optimizer.params.lr: "x"', "a number, at least 0", "a number"),
         ("SGD", {"nesterov": True}, "optimizer.params.nesterov: true with mom", "has a momentum", "momentum: 0.9"),
         (
