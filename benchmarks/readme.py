@@ -29,7 +29,7 @@ TOP = """\
 beside them. Systems of one table took turns in one run, so ratios are worth more than milliseconds.
 
 `python benchmarks/structure.py` measures the source itself: lines, lengths, imports, Python calls of a training step;
-`--sizes` prints lines by package beside the newest record's and beside budgets.
+`--sizes` prints lines by package beside the newest record's.
 
 ## Examining a machine with a GPU
 

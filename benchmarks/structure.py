@@ -7,8 +7,7 @@ Measured are files and lines by package, lengths of functions and files, imports
 Python calls of a training step (`step_calls.py`); three walks through the code (`walks.py`); the time of --help.  The
 times of the tests are those given as --fast-seconds and --whole-seconds.  NAME.json goes to benchmarks/results/.
 
---sizes prints the lines of every package beside the newest record's and beside a budget, and the longest functions and
-files.  It is a report: a package over its budget is no error, but needs a reason.
+--sizes prints the lines of every package and the longest functions and files beside the newest record's.
 """
 
 import argparse
@@ -39,33 +38,6 @@ _STEP = (
     "--mock-data --vocab-size 512 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2"
     " --global-batch-size 4 --lr 1e-3 --train-iters 4 --eval-iters 0 --zero-stage 2 --device cpu"
 )
-
-# The most lines that a package should have.  Raising a budget is a decision, made in the change that needs it.
-BUDGETS: Mapping[str, int] = {
-    "activations": 1400,
-    "checkpoint": 1600,
-    "cluster": 450,
-    "command_line": 500,
-    "comm": 800,
-    "config": 1900,
-    "data": 2200,
-    "dialects": 1600,
-    "generate": 400,
-    "library": 2800,
-    "memory": 1250,
-    "model": 650,
-    "optim": 1150,
-    "parallel": 750,
-    "pipeline": 1050,
-    "prepare": 4400,
-    "report": 1200,
-    "rules": 1050,
-    "tensor_parallel": 1400,
-    source.TOP_LEVEL: 600,
-    "train": 2000,
-    "verify": 750,
-    "zero": 3000,
-}
 
 
 def sizes(tree: Path) -> dict[str, Any]:
@@ -209,26 +181,18 @@ def spread(lengths: Mapping[str, int]) -> str:
 def size_report(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
     """Return the parts of what `--sizes` prints."""
     lines, earlier = now["package_lines"], before.get("package_lines", {})
-    budgets = {name: budget for name, budget in BUDGETS.items() if name in lines}
-    packages = [
-        _size_row(name, lines.get(name, 0), earlier.get(name), budgets.get(name)) for name in sorted({*lines, *earlier})
-    ]
-    whole = _size_row("all", sum(lines.values()), sum(earlier.values()) or None, sum(budgets.values()))
+    packages = [_size_row(name, lines.get(name, 0), earlier.get(name)) for name in sorted({*lines, *earlier})]
+    whole = _size_row("all", sum(lines.values()), sum(earlier.values()) or None)
     return [
-        table(
-            ["package", "lines", f"at {before.get('commit') or '-'}", "change", "budget", "over"], [*packages, whole]
-        ),
+        table(["package", "lines", f"at {before.get('commit') or '-'}", "change"], [*packages, whole]),
         table(["longest functions", "lines", "before"], _beside(now, before, "longest_functions")),
         table(["longest files", "lines", "before"], _beside(now, before, "longest_files")),
     ]
 
 
-def _size_row(name: str, lines: int, before: int | None, budget: int | None) -> list[str]:
+def _size_row(name: str, lines: int, before: int | None) -> list[str]:
     change = "-" if before is None else f"{lines - before:+,}"
-    over = "" if budget is None or lines <= budget else f"{lines - budget:,}"
-    shown = (f"{number:,}" if number else "-" for number in (lines, before, budget))
-    now, then, allowed = shown
-    return [name, now, then, change, allowed, over]
+    return [name, f"{lines:,}" if lines else "-", f"{before:,}" if before else "-", change]
 
 
 def _beside(now: Mapping[str, Any], before: Mapping[str, Any], what: str) -> Iterable[list[str]]:
@@ -241,7 +205,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormat)
     parser.add_argument("--tree", type=Path, default=FOLDER.parent, help="the checkout to measure")
     parser.add_argument("--against", type=Path, help="a checkout or a record; with --sizes the newest record")
-    parser.add_argument("--sizes", action="store_true", help="only lines, beside the record's and the budgets")
+    parser.add_argument("--sizes", action="store_true", help="only lines, beside the record's")
     parser.add_argument("--output", help="name of the record in benchmarks/results/, without .json")
     parser.add_argument("--fast-seconds", type=float, help="what scripts/test.sh --fast took")
     parser.add_argument("--whole-seconds", type=float, help="what scripts/test.sh took")
