@@ -25,7 +25,7 @@ from support.training import FAULTS, deviation, reference_history, train_cell
 from megazero.config import derived
 
 BOUND = 1e-9
-STEPS = 4  # within the warm-up; test_float64_layouts.py trains through all of the schedule
+STEPS = 3  # within the warm-up; test_float64_layouts.py trains through all of the schedule
 GRID = {**DIMENSIONS, "tp": (1, 2, 4), "dp": (1, 2, 4), "accumulation": (1, 3, 4), "chunks": (1, 2)}
 LAYOUTS = tuple(legal_layouts(GRID))
 COVER = pairwise_cover(LAYOUTS)

@@ -18,7 +18,7 @@ from support.token_files import write_corpus
 from support.training import Cell, Outcome, deviation, reference_history, train_on_rank
 
 BOUND = 1e-9
-STEPS = 3
+STEPS = 2
 END = 256
 APART: dict[str, Any] = {
     "reset_position_ids": True,

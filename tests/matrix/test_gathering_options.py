@@ -7,7 +7,7 @@ from support.reference import History
 from support.training import LR, Cell, Outcome, max_relative, reference_history, train_cell, weight_errors
 
 BOUND = 1e-9
-STEPS = 4
+STEPS = 3
 # The model is small, since the smallest buckets make a message of every 32 elements.
 MODEL = {"num_layers": 2, "hidden_size": 20, "num_attention_heads": 4}
 # Bucket sizes in elements: the smallest legal one, a prime, the default, and one for the whole model.
