@@ -75,7 +75,7 @@ def test_one_process_alone(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> 
 def test_a_difference_is_exit_status_1(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     verify = work.verify
 
-    def of_another_loss(config, mesh, buffers, inputs, **options):  # type: ignore[no-untyped-def]
+    def of_another_loss(config, mesh, buffers, inputs, **options):
         report = verify(config, mesh, buffers, inputs, **options)
         (step,) = report.steps
         return replace(report, steps=(replace(step, loss=replace(step.loss, here=7.0)),))

@@ -24,7 +24,7 @@ def rank_parts(axis: Communicator | None = None, device: torch.device = CPU) -> 
 
 
 def full(**changes: object) -> ActivationConfig:
-    return ActivationConfig(recompute_granularity="full", **changes)  # type: ignore[arg-type]
+    return ActivationConfig(recompute_granularity="full", **changes)
 
 
 def runs_of(config: ActivationConfig, num_layers: int = 6) -> Recomputation:
@@ -61,7 +61,7 @@ def test_recomputed_segments(changes: dict[str, object], segments: list[tuple[in
     assert [segment[:2] for segment in plan.segments(5) if segment.is_recomputed] == segments
     assert plan.core_recomputation is None and plan == configured_plan(full(**changes)).with_recomputation(
         plan.recomputation
-    )  # type: ignore[arg-type]
+    )
 
 
 def test_places() -> None:
@@ -112,13 +112,13 @@ def test_slices_only_where_asked_for(partition: bool) -> None:
     def gathers(world: LateCommunicator) -> int:
         calls: list[int] = []
         gather = world.all_gather_into
-        world.all_gather_into = lambda output, input: (calls.append(input.numel()), gather(output, input))[1]  # type: ignore[method-assign]
+        world.all_gather_into = lambda output, input: (calls.append(input.numel()), gather(output, input))[1]
         config = full(partition_activations=partition)
         runs = activation_plan(config, 1, rank_parts(world)).recomputation
         assert runs is not None
         x = torch.ones(7, requires_grad=True)
         runs.run(torch.exp, x * 1).sum().backward()
-        assert torch.equal(x.grad, torch.ones(7).exp())  # type: ignore[arg-type]
+        assert torch.equal(x.grad, torch.ones(7).exp())
         return sum(calls)
 
     assert run_threads(2, gathers) == ([4, 4] if partition else [0, 0])

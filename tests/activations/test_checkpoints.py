@@ -129,7 +129,7 @@ class Recording:
 def gathers_of_four_layers(rank: int, size: int) -> tuple[list[str], dict[str, dict[str, int]]]:
     """Run four layers, of which layer n works on [n + 4, 5] float32 elements; return their events and the traffic."""
     mesh, events = mesh_in_worker(rank, tp=size), []
-    runs = recomputation(partition_over=Recording(mesh.axis("tp"), events))  # type: ignore[arg-type]
+    runs = recomputation(partition_over=Recording(mesh.axis("tp"), events))
     weight = nn.Parameter(torch.rand(5))
 
     def part(number: int, x: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ def test_what_is_no_activation_is_kept_as_it_is(keeping: str) -> None:
     """Parameters, leaves that need gradients, ids, masks, scalars and empty tensors are neither copied nor sliced."""
     leaf = torch.ones(4, requires_grad=True)
     given = [nn.Parameter(torch.ones(4)), leaf, torch.arange(6), torch.ones(5) > 0, torch.tensor(2.5), torch.ones(0, 3)]
-    kept = checkpoints(keeping, Refusing()).save(given)  # type: ignore[arg-type]
+    kept = checkpoints(keeping, Refusing()).save(given)
     kept.release_source()
     kept.gather()
     brought = kept.restore()
@@ -202,7 +202,7 @@ def test_an_input_that_a_copy_is_kept_of_may_be_written_to(keeping: str) -> None
     y = recomputation(keeping).run(lambda x: (x * weight).exp(), x)
     x.zero_()
     y.sum().backward()
-    assert torch.allclose(weight.grad, torch.full((3,), 2 * torch.e**2))  # type: ignore[arg-type]
+    assert torch.allclose(weight.grad, torch.full((3,), 2 * torch.e**2))
 
 
 def test_hooks_on_saved_tensors_have_the_inputs_too() -> None:
@@ -219,7 +219,7 @@ def test_hooks_on_saved_tensors_have_the_inputs_too() -> None:
     assert packed == [(3,)]
     x.fill_(5)
     y.sum().backward()
-    assert torch.equal(weight.grad, torch.zeros(3))  # type: ignore[arg-type]
+    assert torch.equal(weight.grad, torch.zeros(3))
 
 
 def on_the_way_back(runs: Recomputation, look: Callable[[], int], count: int = 6) -> list[int]:
@@ -260,7 +260,7 @@ def test_from_the_host_three_are_on_their_way_at_most(size: int, expected: list[
 
 def test_from_the_host_two_are_fetched_ahead() -> None:
     runs = recomputation("host")
-    host = runs.checkpoints.copies.host  # type: ignore[union-attr]
+    host = runs.checkpoints.copies.host
     assert on_the_way_back(runs, lambda: host.fetched_bytes // 96) == [3, 4, 5, 6, 6, 6]
     assert (host.sent_bytes, host.fetched_bytes, host.live_bytes) == (6 * 96, 6 * 96, 0)
 
@@ -268,8 +268,8 @@ def test_from_the_host_two_are_fetched_ahead() -> None:
 def looks_of_an_unknown_model(world: LateCommunicator) -> tuple[list[int], list[str]]:
     events: list[str] = []
     partition_over = Recording(world, events)
-    kept = ActivationCheckpoints(partition_over=partition_over, is_replicated=False, copies=places_of("host", None))  # type: ignore[arg-type]
-    host = kept.copies.host  # type: ignore[union-attr]
+    kept = ActivationCheckpoints(partition_over=partition_over, is_replicated=False, copies=places_of("host", None))
+    host = kept.copies.host
     runs = Recomputation(DefaultGenerators(CPU), kept)
     return on_the_way_back(runs, lambda: host.fetched_bytes // 48), [event.split(":")[0] for event in events]
 
@@ -284,7 +284,7 @@ def test_of_an_unknown_model_slices_are_fetched_ahead_and_gathered_when_needed()
 def test_a_pass_begins_with_nothing_before_it() -> None:
     """The first checkpoint of a pass does not prefetch the last one of a pass whose backward is still to come."""
     runs = recomputation("host")
-    host = runs.checkpoints.copies.host  # type: ignore[union-attr]
+    host = runs.checkpoints.copies.host
     x = torch.ones(24, requires_grad=True)
     first = runs.run(torch.exp, x * 1)
     runs.checkpoints.begin_pass()
@@ -296,7 +296,7 @@ def test_a_pass_begins_with_nothing_before_it() -> None:
 
 def test_a_checkpoint_that_is_gone_is_not_brought_back() -> None:
     runs = recomputation("host")
-    host = runs.checkpoints.copies.host  # type: ignore[union-attr]
+    host = runs.checkpoints.copies.host
     x = torch.ones(24, requires_grad=True)
     kept = [runs.run(torch.exp, x * factor) for factor in range(3)]
     del kept[1]

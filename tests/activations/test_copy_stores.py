@@ -17,9 +17,9 @@ from megazero.memory.ledger_interface import NullLedger
 
 KINDS: dict[str, Callable[[], CopyStore]] = {
     "on the device": lambda: DeviceStore(CPU, ledger=NullLedger()),
-    **{keeping: lambda keeping=keeping: places_of(keeping) for keeping in ("arena", "small arena")},  # type: ignore[dict-item, misc]
+    **{keeping: lambda keeping=keeping: places_of(keeping) for keeping in ("arena", "small arena")},
     "unknown number": lambda: ArenaStore(None, CPU, ledger=NullLedger()),
-    **{keeping: lambda keeping=keeping: places_of(keeping) for keeping in ("host", "host and arena")},  # type: ignore[dict-item, misc]
+    **{keeping: lambda keeping=keeping: places_of(keeping) for keeping in ("host", "host and arena")},
 }
 
 
@@ -222,15 +222,15 @@ def test_nothing_is_released_while_places_are_in_use() -> None:
     seen: list[str] = []
     releases = ReleaseQueue()
     with releases.deferred():
-        releases.add(Noting(seen, "a"))  # type: ignore[arg-type]
+        releases.add(Noting(seen, "a"))
         with releases.deferred():
-            releases.add(Noting(seen, "b"))  # type: ignore[arg-type]
+            releases.add(Noting(seen, "b"))
         thread = Thread(target=releases.add, args=(Noting(seen, "c"),))
         thread.start()
         thread.join()
         assert seen == []
     assert seen == [f"{name} {end}" for name in "abc" for end in ("begins", "ends")]
-    releases.add(Noting(seen, "d"))  # type: ignore[arg-type]
+    releases.add(Noting(seen, "d"))
     assert seen[-2:] == ["d begins", "d ends"]
 
 
@@ -238,7 +238,7 @@ def test_one_is_released_after_the_other() -> None:
     """A release that begins inside another one, because that frees another graph, runs after it."""
     seen: list[str] = []
     releases = ReleaseQueue()
-    releases.add(Noting(seen, "a", lambda: releases.add(Noting(seen, "b"))))  # type: ignore[arg-type]
+    releases.add(Noting(seen, "a", lambda: releases.add(Noting(seen, "b"))))
     assert seen == ["a begins", "a ends", "b begins", "b ends"]
 
 

@@ -117,7 +117,7 @@ def with_recomputed_children(model: nn.Module, recomputed: Recomputation) -> nn.
     for module in model.modules():
         if list(module.parameters()):
             forward = module.forward
-            module.forward = lambda *args, forward=forward, **kwargs: recomputed.run(forward, *args, **kwargs)  # type: ignore[method-assign]
+            module.forward = lambda *args, forward=forward, **kwargs: recomputed.run(forward, *args, **kwargs)
     return model
 
 
@@ -141,7 +141,7 @@ def test_context_variables_are_those_of_the_first_run() -> None:
     y = recomputation().run(lambda x: (x * factor.get()).square().exp(), x * 1)
     factor.reset(token)
     y.sum().backward()
-    assert torch.allclose(x.grad, torch.full((3,), 18 * torch.e**9)) and factor.get() == 1.0  # type: ignore[arg-type]
+    assert torch.allclose(x.grad, torch.full((3,), 18 * torch.e**9)) and factor.get() == 1.0
 
 
 def test_dropout_in_both_random_regions() -> None:
@@ -285,14 +285,14 @@ def test_saved_tensors_can_be_looked_at() -> None:
     y = recomputation().run(torch.exp, x * 1)
     assert torch.equal(y.grad_fn._saved_result, y) and torch.equal(y.grad_fn._saved_result, y)
     y.sum().backward()
-    assert torch.equal(x.grad, y)  # type: ignore[arg-type]
+    assert torch.equal(x.grad, y)
 
 
 def test_without_gradients_the_function_is_just_called() -> None:
     runs = recomputation("arena")
     with torch.no_grad():
         y = runs.run(torch.exp, torch.ones(3, requires_grad=True) * 1)
-    assert not y.requires_grad and runs.checkpoints.copies.arena is None  # type: ignore[union-attr]
+    assert not y.requires_grad and runs.checkpoints.copies.arena is None
 
 
 class Watch:
@@ -327,7 +327,7 @@ class Phases:
 
 def test_the_second_run_is_a_forward_to_the_ledger() -> None:
     ledger = Phases()
-    runs = recomputation(ledger=ledger)  # type: ignore[arg-type]
+    runs = recomputation(ledger=ledger)
     m = Parts()
     y = runs.run(layer, m, runs.run(layer, m, torch.ones(2, WIDTH)))
     assert ledger.phases == []

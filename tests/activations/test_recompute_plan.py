@@ -9,7 +9,7 @@ from megazero.activations.recompute_plan import NO_RECOMPUTATION, ActivationPlan
 
 
 def spans(plan: ActivationPlan, total: int) -> list[tuple[int, int, bool]]:
-    return [tuple(segment) for segment in plan.segments(total)]  # type: ignore[misc]
+    return [tuple(segment) for segment in plan.segments(total)]
 
 
 def full(method: Method, num_layers: int) -> ActivationPlan:
@@ -50,10 +50,10 @@ def test_the_core_is_recomputed_under_selective_alone() -> None:
         None,
         runs,
         None,
-    ]  # type: ignore[arg-type]
+    ]
 
 
 def test_who_carries_it_out_changes_nothing_else() -> None:
     plan, runs = full("block", 3), recomputation()
     carried = plan.with_recomputation(runs)
-    assert carried.recomputation is runs and carried.with_recomputation(None) == plan  # type: ignore[arg-type]
+    assert carried.recomputation is runs and carried.with_recomputation(None) == plan

@@ -157,7 +157,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "empty name": (_file_name(""), "plain file name"),
     "same file twice": (_file_name("rank_1.safetensors"), "named more than once"),
     "config elsewhere": (lambda body: body["config"].update(name="../x"), "plain file name"),
-    "name that is no text": (_file_name(5), "string"),  # type: ignore[arg-type]
+    "name that is no text": (_file_name(5), "string"),
     "missing field": (lambda body: body["files"][0].pop("header_bytes"), "required"),
     "missing step": (lambda body: body.pop("step"), "required"),
     "unknown field": (lambda body: body.update(run_me="rm"), "Unexpected"),

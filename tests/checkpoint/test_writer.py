@@ -70,7 +70,7 @@ def test_safetensors_reads_the_files_and_finds_every_region(tmp_path: Path) -> N
     rebuilt = {f"{kind}/{name}": torch.full_like(full, float("nan")) for (name, kind), full in state.items()}
     for path in folder.glob("*.safetensors"):
         for key, values in load_file(path).items():
-            name, region = re.fullmatch(r"(.*)\[(.*)\]", key).groups()  # type: ignore[union-attr]
+            name, region = re.fullmatch(r"(.*)\[(.*)\]", key).groups()
             place = tuple(slice(*map(int, part.split(":"))) for part in region.split(",") if part)
             assert values.nbytes <= 64
             rebuilt[name][place] = values

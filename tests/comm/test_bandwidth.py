@@ -58,7 +58,7 @@ def measured_slowly(rank: int) -> float:
     mesh = mesh_in_worker(rank, dp=2)
     slow = SlowAxis(mesh, 0.05 if rank == 1 else 0.0)
     communicators = {**mesh.communicators, "dp": slow}
-    slowed = Mesh(mesh.topology, mesh.rank, mesh.device, communicators, mesh.meter)  # type: ignore[arg-type]
+    slowed = Mesh(mesh.topology, mesh.rank, mesh.device, communicators, mesh.meter)
     return axis_bandwidth(slowed, "dp", 1 << 16)
 
 

@@ -176,7 +176,7 @@ def test_process_groups_carry_names() -> None:
 
 def time_outs(rank: int) -> list[timedelta]:
     mesh = make_mesh(Topology(dp=2, tp=2), rank, CPU, FusedBuffers(64, CPU), timeout_minutes=7)
-    groups = [mesh.communicators[axis]._inner._group for axis in ("dp", "tp")]  # type: ignore[attr-defined]
+    groups = [mesh.communicators[axis]._inner._group for axis in ("dp", "tp")]
     return [group._get_backend(CPU).options._timeout for group in groups]
 
 

@@ -18,7 +18,7 @@ def test_nothing_is_recomputed_unless_asked_for() -> None:
 @pytest.mark.parametrize("name", ["partition_activations", "checkpoint_in_cpu"])
 def test_two_switches_may_be_left_to_megazero(name: str) -> None:
     for value in (True, False, "auto"):
-        found = getattr(ActivationConfig(**{name: value}), name)  # type: ignore[arg-type]
+        found = getattr(ActivationConfig(**{name: value}), name)
         assert found == value and type(found) is type(value)
 
 
@@ -49,4 +49,4 @@ def test_other_names() -> None:
 )
 def test_out_of_range_is_refused(name: str, value: object) -> None:
     with pytest.raises(ValidationError, match=name):
-        ActivationConfig(**{name: value})  # type: ignore[arg-type]
+        ActivationConfig(**{name: value})

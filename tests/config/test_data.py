@@ -25,4 +25,4 @@ def test_one_corpus_needs_no_brackets_and_a_number_may_be_a_split() -> None:
 @pytest.mark.parametrize(("name", "value"), [("num_workers", -1), ("tokenizer_type", "BertWordPiece")])
 def test_out_of_range_is_refused(name: str, value: object) -> None:
     with pytest.raises(ValidationError, match=name):
-        DataConfig(**{name: value})  # type: ignore[arg-type]
+        DataConfig(**{name: value})

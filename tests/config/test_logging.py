@@ -15,7 +15,7 @@ def test_defaults_are_megatrons() -> None:
 @pytest.mark.parametrize("name", ["log_interval", "tensorboard_queue_size", "tensorboard_log_interval"])
 def test_an_interval_of_zero_is_refused(name: str) -> None:
     with pytest.raises(ValidationError, match=name):
-        LoggingConfig(**{name: 0})  # type: ignore[arg-type]
+        LoggingConfig(**{name: 0})
 
 
 @pytest.mark.parametrize("limit", [0, -1.5])

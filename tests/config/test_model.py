@@ -37,8 +37,8 @@ def test_out_of_range_is_refused(name: str, value: float) -> None:
 def test_it_is_frozen_and_refuses_unknown_names() -> None:
     model = ModelConfig(**SHAPE)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        model.num_layers = 3  # type: ignore[misc]
+        model.num_layers = 3
     with pytest.raises(ValidationError, match="num_layer"):
-        ModelConfig(**SHAPE, num_layer=3)  # type: ignore[call-arg]
+        ModelConfig(**SHAPE, num_layer=3)
     with pytest.raises(ValidationError):
         dataclasses.replace(model, num_layers=0)

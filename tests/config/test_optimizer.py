@@ -29,4 +29,4 @@ def test_defaults_are_megatrons() -> None:
 )
 def test_out_of_range_is_refused(name: str, value: object) -> None:
     with pytest.raises(ValidationError, match=name):
-        OptimizerConfig(**{"lr": 1e-3, name: value})  # type: ignore[arg-type]
+        OptimizerConfig(**{"lr": 1e-3, name: value})

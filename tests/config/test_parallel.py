@@ -34,7 +34,7 @@ def test_defaults() -> None:
 )
 def test_out_of_range_is_refused(name: str, value: object) -> None:
     with pytest.raises(ValidationError, match=name):
-        ParallelConfig(**{name: value})  # type: ignore[arg-type]
+        ParallelConfig(**{name: value})
 
 
 def test_every_rank_order_is_one_of_the_topology() -> None:

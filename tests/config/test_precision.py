@@ -26,4 +26,4 @@ def test_defaults_are_megatrons() -> None:
 )
 def test_out_of_range_is_refused(name: str, value: object) -> None:
     with pytest.raises(ValidationError, match=name):
-        PrecisionConfig(**{name: value})  # type: ignore[arg-type]
+        PrecisionConfig(**{name: value})

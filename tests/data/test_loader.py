@@ -233,7 +233,7 @@ def test_pinning_takes_place_in_the_background(monkeypatch: pytest.MonkeyPatch) 
     assert set(threads) == {"batches"}
     for one, other in zip(plain, found, strict=True):
         parts = zip(one[1:], other[1:], strict=True)
-        assert all(torch.equal(part + 1000, pinned) for part, pinned in parts)  # type: ignore[operator]
+        assert all(torch.equal(part + 1000, pinned) for part, pinned in parts)
 
 
 def test_a_layout_that_does_not_divide_is_refused() -> None:

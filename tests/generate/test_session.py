@@ -105,7 +105,7 @@ def test_weights_without_a_word_embedding_are_refused() -> None:
             self.parameters: dict[str, object] = {}
 
     with pytest.raises(CheckpointError, match=r"embedding\.word\.weight"):
-        saved_vocab_size(Empty())  # type: ignore[arg-type]
+        saved_vocab_size(Empty())
 
 
 class Layout(NamedTuple):

@@ -93,7 +93,7 @@ def watch_plain() -> list[dict[str, Seen]]:
     for step in range(STEPS):
         for p in trained:
             p.grad = torch.zeros_like(p)
-        loss_of(model, *batch(step)).backward()  # type: ignore[no-untyped-call]
+        loss_of(model, *batch(step)).backward()
         found.append({name: seen(p) for name, p in model.named_parameters()})
         optimizer.step()
     found.append({name: seen(p, has_gradient=False) for name, p in model.named_parameters()})
@@ -169,7 +169,7 @@ def set_everything(rank: int, stage: int, precision: str) -> list[Tensor]:
         assert all(kept is not None and kept.dtype == master for kept in seen)
         for kept, expected in zip(seen, (value, value * 2, value * 3, value.square()), strict=True):
             close = {"rtol": 1e-2, "atol": 1e-2} if precision == "bf16" else {"rtol": 1e-15, "atol": 0.0}
-            torch.testing.assert_close(kept, expected.to(master), **close)  # type: ignore[arg-type]
+            torch.testing.assert_close(kept, expected.to(master), **close)
         with GatheredParameters([parameter]):
             assert torch.equal(parameter, value.to(master).to(parameter.dtype)), "working follows master"
     engine.gradient_scale = 1.0
@@ -232,7 +232,7 @@ def set_locally(rank: int, stage: int) -> tuple[int, dict[str, int]]:
     after = look(parameter)
     for kept, doubled in zip(before[:3], after[:3], strict=True):
         assert kept is not None and doubled is not None and torch.equal(doubled, kept * 2)
-    traffic = {kind: mesh.meter.count("dp", kind).calls for kind in ("all_reduce", "scalars", "all_gather")}  # type: ignore[arg-type]
+    traffic = {kind: mesh.meter.count("dp", kind).calls for kind in ("all_reduce", "scalars", "all_gather")}
     with GatheredParameters([parameter]):
         assert torch.equal(parameter, after.weight)
     with pytest.raises(UsageError, match=r"a value of shape \(1000,\) for the master of parameter first.weight"):
@@ -324,7 +324,7 @@ def mistakes(rank: int) -> list[str]:
         (safe_set_local_optimizer_state, model.scale, torch.ones(1), "step"),
     ):
         with pytest.raises(UsageError) as error:
-            call(*arguments)  # type: ignore[operator]
+            call(*arguments)
         found.append(str(error.value))
     return found
 

@@ -67,7 +67,7 @@ def test_ranks_in_another_order(name: str) -> None:
 def two_axes(rank: int) -> list[list[float]]:
     mesh = adopt(mpu_of(rank, DATA, TENSOR), CPU, scratch())
     world = mesh.world
-    assert isinstance(world._inner, TwoAxes)  # type: ignore[attr-defined]
+    assert isinstance(world._inner, TwoAxes)
     place = world.rank
     total, largest = torch.tensor([2.0**place]), torch.tensor([float(place)])
     world.all_reduce(total).wait()

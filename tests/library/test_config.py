@@ -148,10 +148,10 @@ def _divided_twice() -> ZeroConfig:
 
 def test_it_is_frozen_and_strict() -> None:
     with pytest.raises(FrozenInstanceError):
-        EngineConfig().gradient_clipping = 1.0  # type: ignore[misc]
+        EngineConfig().gradient_clipping = 1.0
     for wrong in ({"gradient_clipping": -1}, {"train_batch_size": 0}, {"stage": 3}):
         with pytest.raises(ValidationError):
-            EngineConfig(**wrong)  # type: ignore[arg-type]
+            EngineConfig(**wrong)
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def weights(engine: DataParallelEngine) -> list[Tensor]:
 def after_sgd(*losses: tuple[int, float]) -> list[Tensor]:
     """Return the parameters after one step of plain SGD on a weighted sum of losses, given as (seed, weight)."""
     model = make_model()
-    sum(loss_of(model, seed) * weight for seed, weight in losses).backward()  # type: ignore[union-attr]
+    sum(loss_of(model, seed) * weight for seed, weight in losses).backward()
     return [(p - 0.1 * p.grad).detach() for p in model.parameters() if p.grad is not None]
 
 

@@ -289,7 +289,7 @@ def train(rank: int, stage: int, dp: int) -> EngineRun:
     settings = EngineSettings(zero, FusedAdamW(SETTINGS), first_value)
     engine = Engine(model, units_of(model, split=True), plan, mesh=mesh, buffers=buffers, settings=settings)
     buffers.resize(engine.largest_buffer_bytes)
-    assert all(handle_of(parameter).owner is engine for parameter in model.parameters())  # type: ignore[union-attr]
+    assert all(handle_of(parameter).owner is engine for parameter in model.parameters())
     for step in range(STEPS):
         engine.begin_step()
         x, y = batch(step)

@@ -85,9 +85,9 @@ def two_steps(rank: int, tp: int, dp: int, settings: dict[str, Any], pool_only: 
     core = build_components(config, mesh, buffers, vocab_size=257)
     engine, reducer = core.engine, core.engine._reducer
     recording = Recording(reducer._communicator, core)
-    reducer._communicator = recording  # type: ignore[assignment]
+    reducer._communicator = recording
     if pool_only:
-        reducer.scratch = reducer._store._buffers = buffers  # type: ignore[attr-defined]
+        reducer.scratch = reducer._store._buffers = buffers
     parts = step_context(config, core)
     tokens = torch.arange(48).view(2, 24) % 257
     batch = StepBatch(0, [MicroBatch(index, tokens, tokens, None) for index in range(2)])

@@ -105,7 +105,7 @@ def train(rank: int, options: Options) -> Seen:
 def seen(stage: int, *, precision: str = "fp64", bucket: int = Options().bucket, **zero: Any) -> Seen:
     """Return rank 0's figures of two steps."""
     options = Options(stage, RANKS, steps=2, precision=precision, bucket=bucket, zero=tuple(zero.items()))
-    return run_ranks(RANKS, train, options)[0]  # type: ignore[no-any-return]
+    return run_ranks(RANKS, train, options)[0]
 
 
 def reductions(stage: int) -> int:

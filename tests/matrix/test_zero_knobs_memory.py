@@ -79,7 +79,7 @@ def count_gathers(rank: int, zero: dict[str, Any]) -> Gathered:
 def gathered(**zero: Any) -> Gathered:
     first, second = run_ranks(RANKS, count_gathers, zero)
     assert first == second
-    return first  # type: ignore[no-any-return]
+    return first
 
 
 # The last layer's backward follows its forward at once, so its unit is gathered once for both.
@@ -259,7 +259,7 @@ def count_updates(rank: int, zero: dict[str, Any]) -> Updates:
         numels.append(run.master.numel())
         update(index, run, step, inputs, **rest)
 
-    optimizer.update = counted  # type: ignore[method-assign]
+    optimizer.update = counted
     run_pass(model, engine)
     take_step(engine)
     engine.ensure_parameters()

@@ -69,7 +69,7 @@ def test_any_history_leaves_every_tensor_its_values(actions: list[tuple[str, int
                 block.tensor.copy_(values)
                 live.append((block, block.tensor, values))
             else:
-                assert occupied > free or pinned or any(not b._block.is_movable for b, _, _ in live)  # type: ignore[union-attr]
+                assert occupied > free or pinned or any(not b._block.is_movable for b, _, _ in live)
         elif live:
             block = live[which % len(live)][0]
             if action == "release":

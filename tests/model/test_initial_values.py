@@ -33,7 +33,7 @@ def initial_weights(size: int, *, divisible_by: int = 8) -> dict[str, Tensor]:
     config = small_config(untie_embeddings_and_output_weights=True)
     ranks = []
     for rank in range(size):
-        tp = context(Axis(rank, size))  # type: ignore[arg-type]
+        tp = context(Axis(rank, size))
         model = build_gpt(config, tp, vocab_size=VOCAB, divisible_by=divisible_by)
         initialize_(model, seed=3)
         ranks.append(pieces(model))

@@ -44,7 +44,7 @@ class Drawn:
 def micro_batch(*, positions: bool = True, attention: bool = True) -> MicroBatch:
     """Return a micro-batch of all ROWS."""
     layout = BatchLayout(len(ROWS), len(ROWS), 0, 1, None, END, positions, attention)
-    return build_step_batch(Drawn(), 0, layout).micro_batches[0]  # type: ignore[arg-type]
+    return build_step_batch(Drawn(), 0, layout).micro_batches[0]
 
 
 def sequences_of(batch: MicroBatch) -> Sequences:
@@ -147,7 +147,7 @@ def test_what_follows_or_belongs_to_others_is_out_of_sight() -> None:
 def test_one_mask_serves_all_layers_and_their_backward(granularity: str) -> None:
     """No layer keeps a mask of its own, which kernels would make of a mask of booleans."""
     random = RandomRegions(1, 0, torch.device("cpu"))
-    plan = ActivationPlan(granularity, Recomputation(random) if granularity != "none" else None)  # type: ignore[arg-type]
+    plan = ActivationPlan(granularity, Recomputation(random) if granularity != "none" else None)
     model, batch = gpt(plan), micro_batch()
     sequences = sequences_of(batch)
     assert sequences.mask is not None

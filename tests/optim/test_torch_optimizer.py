@@ -127,7 +127,7 @@ def assert_equal(ours: nn.Module, theirs: nn.Module) -> None:
 def maker(name: str) -> Callable[[Groups], Optimizer]:
     kind, options = OPTIMIZERS[name]
     decay = {} if name == "Rprop" else {"weight_decay": 0.1}
-    return lambda parameters: kind(parameters, **decay, **options)  # type: ignore[call-arg]
+    return lambda parameters: kind(parameters, **decay, **options)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -326,7 +326,7 @@ REFUSED: dict[str, tuple[type[Optimizer], dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_with_what_was_seen(name: str) -> None:
     kind, options, seen = REFUSED[name]
-    template = kind([nn.Parameter(torch.ones(3, 4))], **options)  # type: ignore[arg-type]
+    template = kind([nn.Parameter(torch.ones(3, 4))], **options)
     before = torch.get_rng_state()
     with pytest.raises(ConfigError) as caught:
         TorchOptimizer(template)

@@ -27,7 +27,7 @@ def step(iteration: int, **changes: Any) -> StepMetrics:
 
 def console_writer(**changes: int) -> ConsoleWriter:
     settings = {"log_interval": 10, "train_iters": 100, **changes}
-    return ConsoleWriter(Console(0), **settings, now=lambda: datetime(2026, 3, 4, 5, 6, 7))  # type: ignore[arg-type]
+    return ConsoleWriter(Console(0), **settings, now=lambda: datetime(2026, 3, 4, 5, 6, 7))
 
 
 def test_console_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ def test_an_environment_without_pip_is_completed(tmp_path: Path) -> None:
     root = tmp_path / "my project"
     shutil.copytree(ROOT / "scripts", root / "scripts")
     shutil.copy(ROOT / "setup.py", root)
-    python = sys._base_executable  # type: ignore[attr-defined]  # an environment's own python makes its copies
+    python = sys._base_executable  # an environment's own python makes its copies
     subprocess.run([python, "-m", "venv", "--without-pip", root / ".venv"], check=True)
     install = "install_torch() { .venv/bin/python -m pip --version; false; }"
     program = f"source scripts/environment.sh; {install}; ensure_environment"
@@ -26,7 +26,7 @@ def test_an_environment_without_pip_is_completed(tmp_path: Path) -> None:
 
 def test_a_python_without_the_packages_is_told_in_one_line(tmp_path: Path) -> None:
     bare = tmp_path / "bare"
-    subprocess.run([sys._base_executable, "-m", "venv", "--without-pip", bare], check=True)  # type: ignore[attr-defined]
+    subprocess.run([sys._base_executable, "-m", "venv", "--without-pip", bare], check=True)
     python = str(bare / "bin" / "python")
     done = subprocess.run(
         ["bash", str(ROOT / "scripts" / "test.sh"), "--no-install", "--fast"],

@@ -42,7 +42,7 @@ def save_checkpoint(root: Path, config: RunConfig, *, vocab_size: int, tp: int, 
     fragments: list[StateFragment] = []
     ranks: list[list[Piece]] = []
     for rank in range(tp):
-        axis = context(Axis(rank, tp), dtype=torch.float64)  # type: ignore[arg-type]
+        axis = context(Axis(rank, tp), dtype=torch.float64)
         model = build_gpt(config.model, axis, vocab_size=vocab_size, divisible_by=8)
         initialize_(model, seed)
         ranks.append(pieces(model))

@@ -55,7 +55,7 @@ def backward_on_rank_0(rank: int, model: Awkward) -> None:
     x = torch.ones(1, 7, dtype=torch.float64, requires_grad=True)
     loss: Tensor = model.unused(model.first(x)[:, :5]).sum()
     if rank == 0:
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
 
 
 def rank_1_is_gone(rank: int, model: Awkward) -> None:

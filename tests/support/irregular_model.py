@@ -98,7 +98,7 @@ def make_engine(rank: int, options: Options) -> tuple[Awkward, Engine, FusedBuff
     zero = ZeroConfig(
         zero_stage=options.stage, reduce_bucket_size=options.bucket, overlap_comm=options.overlap, **dict(options.zero)
     )
-    plan = resolve(zero, PrecisionConfig(precision=options.precision))  # type: ignore[arg-type]
+    plan = resolve(zero, PrecisionConfig(precision=options.precision))
     model = make_model(plan.parameter.dtype)
     buffers = FusedBuffers(0, mesh.device)
     engine = Engine(
@@ -147,7 +147,7 @@ def train_engine(rank: int, options: Options) -> EngineRun:
         mesh.world.all_reduce_scalars(square).wait()
         norms.append(float(square.sqrt()))
         engine.update(StepInputs(LR, torch.ones((), dtype=torch.float64), None))
-    calls = {c: mesh.meter.count("dp", c).calls for c in ("all_gather", "reduce_scatter", "all_reduce")}  # type: ignore[arg-type]
+    calls = {c: mesh.meter.count("dp", c).calls for c in ("all_gather", "reduce_scatter", "all_reduce")}
     with GatheredParameters(model):
         working = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     engine.close()
@@ -188,7 +188,7 @@ def alone() -> Mesh:
 def engine_around(model: nn.Module, mesh: Mesh, *, precision: str = "fp64", **zero: Any) -> Engine:
     """Return an engine around any module, with units chosen as for a user's; ZeRO stage 3 by default."""
     config = ZeroConfig(**{"zero_stage": 3, "reduce_bucket_size": 100, **zero})
-    plan = resolve(config, PrecisionConfig(precision=precision))  # type: ignore[arg-type]
+    plan = resolve(config, PrecisionConfig(precision=precision))
     buffers = FusedBuffers(0, mesh.device)
     settings = EngineSettings(config, FusedAdamW(SETTINGS))
     engine = Engine(model, choose_units(model), plan, mesh=mesh, buffers=buffers, settings=settings)
@@ -218,7 +218,7 @@ def released_memory_is_nan() -> Iterator[None]:
     def fill_or_resize(storage: torch.UntypedStorage, nbytes: int) -> Any:
         if nbytes or not storage.nbytes():
             return resize(storage, nbytes)
-        torch.empty(0, dtype=torch.float64).set_(storage).fill_(torch.nan)  # type: ignore[call-overload]
+        torch.empty(0, dtype=torch.float64).set_(storage).fill_(torch.nan)
         return storage
 
     with patch.object(torch.UntypedStorage, "resize_", fill_or_resize):

@@ -16,7 +16,7 @@ class Lion(Optimizer):
         self.kept_in = kept_in
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> None:
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
@@ -33,7 +33,7 @@ class Plain(Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:

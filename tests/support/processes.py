@@ -283,7 +283,7 @@ def _find(module_name: str, file: str, qualified_name: str) -> Callable[..., Any
     found: Any = sys.modules[module_name]
     for name in qualified_name.split("."):
         found = getattr(found, name)
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _is_importable(module_name: str) -> bool:

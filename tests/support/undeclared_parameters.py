@@ -87,7 +87,7 @@ def several_calls_of_one_module(m: Parts, x: Tensor) -> Tensor:
 
 @case
 def recursion(m: Parts, x: Tensor) -> Tensor:
-    m.depth = getattr(m, "depth", 0) + 1  # type: ignore[assignment]
+    m.depth = getattr(m, "depth", 0) + 1
     x = m(torch.tanh(m.a(x))) if m.depth % 3 else m.b(x)
     return x * m.scale
 

@@ -110,7 +110,7 @@ def test_frozen_parameters_are_not_set_aside() -> None:
 def test_an_alias_of_an_alias_is_our_own_bug() -> None:
     deferred = DeferredGradients()
     with pytest.raises(AssertionError, match="an alias has no alias"):
-        deferred.alias(deferred.alias(nn.Parameter(torch.ones(2))))  # type: ignore[arg-type]
+        deferred.alias(deferred.alias(nn.Parameter(torch.ones(2))))
 
 
 def test_gradients_add_up_in_flat_memory_and_in_their_own_precision() -> None:
@@ -162,7 +162,7 @@ def test_a_parameter_without_values_can_be_given_a_gradient() -> None:
     fired: list[Tensor] = []
     parameter.register_post_accumulate_grad_hook(lambda found: fired.append(found.grad))
     parameter.untyped_storage().resize_(0)
-    attach_handle(parameter, "weight", Refuses())  # type: ignore[arg-type]
+    attach_handle(parameter, "weight", Refuses())
     guard(parameter)
     deferred.collect().accumulate()
     assert type(parameter) is PartitionedParameter and len(fired) == 1

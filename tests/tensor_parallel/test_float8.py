@@ -190,7 +190,7 @@ def test_operands_lie_as_a_gpu_wants_them(monkeypatch: pytest.MonkeyPatch, trans
     def scaled_mm(left: Tensor, right: Tensor, **options: object) -> Tensor:
         seen.append((left.is_contiguous(), right.t().is_contiguous(), options["use_fast_accum"]))
         assert {left.dtype, right.dtype} <= {E4M3, E5M2} and (left.dtype, right.dtype) != (E5M2, E5M2)
-        return product(left, right, **options)  # type: ignore[arg-type]
+        return product(left, right, **options)
 
     monkeypatch.setattr(float8.torch, "_scaled_mm", scaled_mm)
     x, weight, grad = drawn(32, 48), drawn(64, 48), drawn(32, 64)
@@ -223,13 +223,13 @@ class _Linear(torch.autograd.Function):
     """A linear layer that computes with the given products."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, products: Products) -> Tensor:  # type: ignore[no-untyped-def]
+    def forward(ctx, x: Tensor, weight: Tensor, products: Products) -> Tensor:
         ctx.products = products
         ctx.save_for_backward(x, weight)
         return products.output(x, weight, None)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[no-untyped-def,override]
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
         return ctx.products.input_gradient(grad, weight), ctx.products.weight_gradient(grad, x), None
 
@@ -290,7 +290,7 @@ def test_who_makes_the_rest_is_chosen() -> None:
         def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             return torch.full((x.shape[0], weight.shape[0]), 3.0)
 
-    products = float8_products("hybrid", Recorded())  # type: ignore[arg-type]
+    products = float8_products("hybrid", Recorded())
     assert bool((products.output(drawn(3, 16), drawn(16, 16), None) == 3).all())
     assert dataclasses.is_dataclass(products)
 

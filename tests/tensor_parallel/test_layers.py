@@ -100,4 +100,4 @@ def test_layers_that_do_not_divide_are_our_own_bug() -> None:
         size, rank = 3, 0
 
     with pytest.raises(AssertionError, match="4 elements over 3 ranks"):
-        ColumnParallelLinear(context(Three()), logical_shape=(4, 2), split_dim=0, init=Init())  # type: ignore[arg-type]
+        ColumnParallelLinear(context(Three()), logical_shape=(4, 2), split_dim=0, init=Init())

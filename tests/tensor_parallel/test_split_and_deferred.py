@@ -359,7 +359,7 @@ def test_local_rows_are_contiguous_parts_in_rank_order() -> None:
     class Three:
         size, rank = 3, 1
 
-    tp = replace(context(), communicator=Three(), splits_sequence=True)  # type: ignore[arg-type]
+    tp = replace(context(), communicator=Three(), splits_sequence=True)
     assert tp.local_rows(15) == slice(5, 10)
     with pytest.raises(AssertionError, match="16 tokens over 3 ranks"):
         tp.local_rows(16)

@@ -30,7 +30,7 @@ class Operators(TorchDispatchMode):
         super().__init__()
         self.names: set[str] = set()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.names.add(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))
 

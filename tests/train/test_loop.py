@@ -198,7 +198,7 @@ def test_an_evaluation_that_fails_costs_no_training(
     settings: dict[str, Any], split: str, checkpoints: list[int], tmp_path: Path
 ) -> None:
     settings = {**settings, "eval_iters": 1, "save": str(tmp_path / "save")}
-    inputs = replace(check(tiny_run(**settings), Launch(0, 1, 0)), **{split: Damaged()})  # type: ignore[arg-type]
+    inputs = replace(check(tiny_run(**settings), Launch(0, 1, 0)), **{split: Damaged()})
     with pytest.raises(DataError):
         train_run(0, 1, settings, inputs)
     assert saved(tmp_path) == checkpoints

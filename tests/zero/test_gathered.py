@@ -286,7 +286,7 @@ def test_external_parameters_come_with_the_forward_that_reads_them() -> None:
     assert seen == [PartitionedParameter, nn.Parameter, nn.Parameter]
     assert engine._frames._consumers[model.unused] == ["unused", "first", "last"]
     with pytest.raises(TypeError, match="not a Tensor"):
-        register_external_parameter(model.unused, torch.ones(1))  # type: ignore[arg-type]
+        register_external_parameter(model.unused, torch.ones(1))
     register_external_parameter(model.unused, nn.Parameter(torch.ones(1)))
 
 

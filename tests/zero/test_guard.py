@@ -95,9 +95,9 @@ def test_gradients_may_be_set_and_hooked() -> None:
     guarded.grad = torch.ones(3)
     guarded.grad = None
     guarded.requires_grad = True
-    guarded.register_hook(lambda gradient: gradient).remove()  # type: ignore[no-untyped-call]
-    guarded.register_post_accumulate_grad_hook(lambda p: None).remove()  # type: ignore[no-untyped-call]
-    guarded.name_of_the_users = "anything"  # type: ignore[attr-defined]
+    guarded.register_hook(lambda gradient: gradient).remove()
+    guarded.register_post_accumulate_grad_hook(lambda p: None).remove()
+    guarded.name_of_the_users = "anything"
     assert keeper.touches == []
 
 
@@ -178,7 +178,7 @@ def test_all_guarded_arguments_are_found_however_nested() -> None:
 def test_gradients_flow_to_the_parameter_itself() -> None:
     keeper = Keeper()
     parameter = keeper.keep("p", nn.Parameter(torch.ones(3)))
-    (parameter * 2).sum().backward()  # type: ignore[no-untyped-call]
+    (parameter * 2).sum().backward()
     assert parameter.grad is not None and parameter.grad.tolist() == [2.0] * 3
 
 

@@ -83,7 +83,7 @@ def test_an_alias_that_is_kept(call: str) -> None:
 def test_an_alias_that_waits_for_the_garbage_collector() -> None:
     def forget(parameter: nn.Parameter) -> None:
         circle = [parameter.data]
-        circle.append(circle)  # type: ignore[arg-type]
+        circle.append(circle)
 
     gc.disable()
     try:
@@ -245,7 +245,7 @@ def test_one_block_after_the_other() -> None:
     with second:
         model = nn.Sequential(layer, nn.Linear(2, 2))
         nn.init.ones_(layer.weight)
-    assert handle_of(layer.weight).owner is second and handle_of(layer.weight).name == "0.weight"  # type: ignore[union-attr]
+    assert handle_of(layer.weight).owner is second and handle_of(layer.weight).name == "0.weight"
     with first:
         other = nn.Linear(1, 1)  # a block can be entered again
     assert is_partitioned(other.weight) and bool((values(model)["0.weight"] == 1).all())
@@ -266,9 +266,9 @@ def test_a_block_that_fails() -> None:
 
     with pytest.raises(RuntimeError, match="no"), Init():
         Failing()
-    assert hooks() == 0 and torch.overrides._get_current_function_mode_stack() == []  # type: ignore[no-untyped-call]
-    assert type(made[0].own) is nn.Parameter and handle_of(made[0].own) is None  # type: ignore[arg-type]
-    assert is_partitioned(made[0].layer.weight)  # type: ignore[union-attr]
+    assert hooks() == 0 and torch.overrides._get_current_function_mode_stack() == []
+    assert type(made[0].own) is nn.Parameter and handle_of(made[0].own) is None
+    assert is_partitioned(made[0].layer.weight)
     assert type(nn.Linear(2, 2).weight) is nn.Parameter
 
 
@@ -284,7 +284,7 @@ def test_what_belongs_to_an_engine_stays_there() -> None:
     engine = engine_around(teacher, alone(), zero_stage=1)
     with Init():
         student = nn.Sequential(teacher, nn.Linear(2, 2))
-    assert handle_of(teacher.weight).owner is engine and is_partitioned(student[1].weight)  # type: ignore[union-attr]
+    assert handle_of(teacher.weight).owner is engine and is_partitioned(student[1].weight)
 
 
 def test_parameters_without_values_are_left_alone() -> None:
@@ -323,7 +323,7 @@ def test_values_are_drawn_before_they_are_rounded() -> None:
 
     with Init(dtype=torch.bfloat16):
         model = make()
-    assert torch.equal(values(model)["0.weight"], make().bfloat16()[0].weight)  # type: ignore[index]
+    assert torch.equal(values(model)["0.weight"], make().bfloat16()[0].weight)
 
 
 CONFIGS: list[dict[str, Any]] = [
@@ -345,7 +345,7 @@ def test_a_configuration(said: dict[str, Any]) -> None:
             super().__init__()
             self.layer = nn.Linear(2, 2)
             nn.init.ones_(self.layer.weight)
-            self.apply(lambda module: module is self or nn.init.ones_(module.weight))  # type: ignore[arg-type]
+            self.apply(lambda module: module is self or nn.init.ones_(module.weight))
 
     with pytest.raises(UsageError, match="override_module_apply is false"), Init(**said):
         Applying()
@@ -363,7 +363,7 @@ def test_everything_that_is_wrong_is_said_at_once() -> None:
         "config": {},
     }
     with pytest.raises(ConfigError) as error:
-        Init(**wrong, config_dict_or_path={}, mpu=object(), data_parallel_group=object())  # type: ignore[arg-type]
+        Init(**wrong, config_dict_or_path={}, mpu=object(), data_parallel_group=object())
     assert len(error.value.problems) == 9
     assert all(name in str(error.value) for name in (*wrong, "config_dict_or_path", "mpu", "data_parallel_group"))
     assert Init(None, None, True, "none", False).enabled
@@ -388,7 +388,7 @@ def slices_over(rank: int) -> list[int]:
             layer = nn.Linear(4, 3, bias=False)
         assert torch.equal(values(layer)["weight"], values(layer)["weight"])
         (kept,) = init._sliced.values()
-        sizes.append(kept._slice.numel())  # type: ignore[union-attr]
+        sizes.append(kept._slice.numel())
     return sizes
 
 

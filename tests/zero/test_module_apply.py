@@ -119,7 +119,7 @@ def fails_on_one_rank(rank: int) -> bool:
     before = values(model)
 
     def fill_and_fail(module: nn.Module) -> None:
-        nn.init.ones_(module.weight)  # type: ignore[arg-type]
+        nn.init.ones_(module.weight)
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):

@@ -61,7 +61,7 @@ def reduce_vectors(rank: int, dp: int, settings: dict[str, Any]) -> Reduced:
     plan = resolve(zero, PrecisionConfig(precision="fp64"))
     engine = Engine(model, units, plan, mesh=mesh, buffers=buffers, settings=engine_settings)
     buffers.resize(engine.largest_buffer_bytes)
-    axis = mesh.axis("dp")._inner  # type: ignore[attr-defined]
+    axis = mesh.axis("dp")._inner
     assert isinstance(axis, LateCommunicator)
     axis.most_unfinished = 0
     mesh.meter.reset()
@@ -74,7 +74,7 @@ def reduce_vectors(rank: int, dp: int, settings: dict[str, Any]) -> Reduced:
         found = {name: list(engine.pieces(name, "gradient")) for name in SIZES}
         kept.append({name: [(piece.start, piece.tensor.clone()) for piece in found[name]] for name in SIZES})
     collective = "reduce_scatter" if zero.reduce_scatter else "all_reduce"
-    nbytes = mesh.meter.count("dp", collective).nbytes  # type: ignore[arg-type]
+    nbytes = mesh.meter.count("dp", collective).nbytes
     engine.close()
     return Reduced(kept, nbytes, axis.most_unfinished)
 
@@ -272,7 +272,7 @@ def launch_order(rank: int, order: tuple[str, ...]) -> list[int]:
             launched.append(float(input[-1] if input[-1] != 0 else input[24]))
             return inner.reduce_scatter_into(output, input)
 
-    reducer._communicator = Recording()  # type: ignore[assignment]
+    reducer._communicator = Recording()
     parameters = dict(model.named_parameters())
     engine.begin_step()
     reducer.begin_micro_batch(engine.layout.trainable_buckets, is_last=True)
@@ -312,7 +312,7 @@ def test_a_parameter_unused_on_one_rank() -> None:
     model = Stack(2)
     x = torch.ones(1, 24)
     (model(x).sum() + model.layers[1](x).sum()).backward()
-    expected = sum(float(parameter.grad.double().square().sum()) for parameter in model.parameters())  # type: ignore[union-attr]
+    expected = sum(float(parameter.grad.double().square().sum()) for parameter in model.parameters())
     first, second = run_ranks(2, unequal_use)
     assert first == second
     assert first[0] == pytest.approx(expected, rel=1e-5)

@@ -23,7 +23,7 @@ def make_shards(
 ) -> tuple[nn.Module, Shards]:
     plan = resolve(
         ZeroConfig(zero_stage=stage),
-        PrecisionConfig(precision=precision),  # type: ignore[arg-type]
+        PrecisionConfig(precision=precision),
     )
     model = make_model(plan.parameter.dtype)
     parameters = dict(model.named_parameters())
@@ -85,14 +85,14 @@ def test_resident_gradients_are_where_autograd_adds() -> None:
     model, shards = make_shards(0, "bf16")
     shards.reset_resident_gradients()
     for _ in range(2):
-        model.first.weight.sum().backward()  # type: ignore[no-untyped-call,union-attr,operator]
+        model.first.weight.sum().backward()
     found = torch.cat(
         [shards.resident_gradient(bucket, bucket.range).flatten() for bucket in shards.layout.trainable_buckets]
     )
     assert float(found.sum()) == 2 * model.get_parameter("first.weight").numel()
     model.zero_grad()  # drops the views, as users' code does
     shards.reset_resident_gradients()
-    model.first.weight.sum().backward()  # type: ignore[no-untyped-call,union-attr,operator]
+    model.first.weight.sum().backward()
     assert float(found.sum()) == 2 * model.get_parameter("first.weight").numel(), "a copy of what was there"
     again = torch.cat([shards.resident_gradient(bucket, bucket.range) for bucket in shards.layout.trainable_buckets])
     assert float(again.sum()) == model.get_parameter("first.weight").numel()
@@ -133,7 +133,7 @@ def test_gradients_accumulate_in_fp32_where_asked() -> None:
     layout = build_layout([Unit("u", ("p",))], placed, LayoutRules(1, 64, 1))
     shards = Shards(plan, layout, 0, {"p": parameter})
     for _ in range(1000):
-        (parameter * 0.001).sum().backward()  # type: ignore[no-untyped-call]
+        (parameter * 0.001).sum().backward()
     bucket = layout.trainable_buckets[0]
     gradient = shards.resident_gradient(bucket, bucket.range)
     assert gradient.dtype == torch.float32

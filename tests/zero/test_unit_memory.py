@@ -27,7 +27,7 @@ def make_memory(rank: int, *, autograd_retains_memory: bool = False) -> tuple[nn
     layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
     parameters = dict(layer.named_parameters())
     for name, parameter in parameters.items():
-        attach_handle(parameter, name, Nobody())  # type: ignore[arg-type]
+        attach_handle(parameter, name, Nobody())
     plan = resolve(ZeroConfig(zero_stage=3), PrecisionConfig(precision="fp64"))
     placed = [Slot(spec_of(name, p), p.dtype, True, 0) for name, p in parameters.items()]
     layout = build_layout([Unit("layer", tuple(parameters))], placed, LayoutRules(2, 1000))

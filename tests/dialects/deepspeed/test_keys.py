@@ -101,13 +101,13 @@ def test_absent_keys_have_deepspeeds_defaults() -> None:
 
 def test_every_setting_of_zero_has_its_key() -> None:
     """Every setting has a key but one for pipelines, which DeepSpeed does not combine with partitioned parameters."""
-    fields = {field.name for field in dataclasses.fields(ZeroConfig)}  # type: ignore[arg-type]
+    fields = {field.name for field in dataclasses.fields(ZeroConfig)}
     assert set(ZERO_KEYS) == fields - {"zero3_reshard_after"} and all(path in HONOURED for path in ZERO_KEYS.values())
 
 
 def test_settings_of_activations_have_their_keys() -> None:
     """Every setting has a key but those that choose what is recomputed, which a DeepSpeed file leaves to the model."""
-    fields = {field.name for field in dataclasses.fields(ActivationConfig)}  # type: ignore[arg-type]
+    fields = {field.name for field in dataclasses.fields(ActivationConfig)}
     rest = {"recompute_granularity", "recompute_method", "recompute_num_layers", "logits_chunk_bytes"}
     assert set(ACTIVATION_KEYS) == fields - rest and all(path in HONOURED for path in ACTIVATION_KEYS.values())
     assert HONOURED["activation_checkpointing.number_checkpoints"].default is None

@@ -76,7 +76,7 @@ def test_the_first_merge_is_the_most_frequent_pair(folder: Path) -> None:
         for pair in pairwise(word):
             pairs[pair] += count
     first = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")[1]
-    assert pairs[tuple(first.split(" "))] == max(pairs.values())  # type: ignore[index]
+    assert pairs[tuple(first.split(" "))] == max(pairs.values())
 
 
 def test_odd_texts_read_back(tokenizer: Tokenizer) -> None:
