@@ -7,7 +7,7 @@ import argparse
 import os
 import socket
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megazero.command_line.tools import Flags, HelpFormatter, Number
 from megazero.console import Console, run_program
@@ -36,56 +36,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--nodes", default="", metavar="A,B", help="nodes in the order of ranks, to name absent ones")
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     parser.add_argument("--node-name", default=name, metavar="A", help="name of this process's node")
-    parser.add_argument(
-        "--min-bandwidth",
-        action=Number,
-        kind="float",
-        ge=0,
-        le=10**6,
-        default=0.0,
-        metavar="GB/S",
-        help="least all-reduce bandwidth",
+    numbers: tuple[tuple[str, dict[str, Any], float, str, str], ...] = (  # (flag, bounds, default, unit, help)
+        ("--min-bandwidth", {"ge": 0, "le": 10**6}, 0.0, "GB/S", "least all-reduce bandwidth"),
+        ("--max-clock-skew", {"gt": 0, "le": DAY}, 1.0, "S", "most that clocks may differ"),
+        ("--min-shared-memory", {"ge": 0, "le": 10**9}, 0.0, "GIB", "least free in /dev/shm"),
+        ("--message-mib", {"gt": 0, "le": 2**16}, 256.0, "MIB", "size of the all-reduces"),
+        ("--timeout", {"gt": 0, "le": DAY}, 120.0, "S", "seconds that a rank may be late"),
     )
-    parser.add_argument(
-        "--max-clock-skew",
-        action=Number,
-        kind="float",
-        gt=0,
-        le=DAY,
-        default=1.0,
-        metavar="S",
-        help="most that clocks may differ",
-    )
-    parser.add_argument(
-        "--min-shared-memory",
-        action=Number,
-        kind="float",
-        ge=0,
-        le=10**9,
-        default=0.0,
-        metavar="GIB",
-        help="least free in /dev/shm",
-    )
-    parser.add_argument(
-        "--message-mib",
-        action=Number,
-        kind="float",
-        gt=0,
-        le=2**16,
-        default=256.0,
-        metavar="MIB",
-        help="size of the all-reduces",
-    )
-    parser.add_argument(
-        "--timeout",
-        action=Number,
-        kind="float",
-        gt=0,
-        le=DAY,
-        default=120.0,
-        metavar="S",
-        help="seconds that a rank may be late",
-    )
+    for flag, bounds, default, unit, text in numbers:
+        parser.add_argument(flag, action=Number, kind="float", default=default, metavar=unit, help=text, **bounds)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device to measure on")
     return parser.parse_args()
 

@@ -13,6 +13,7 @@ an error with the remedy.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from types import MethodWrapperType
 from typing import Any, Protocol
 
 from torch import nn
@@ -77,7 +78,8 @@ class PartitionedParameter(nn.Parameter):
     ) -> Any:
         call, arguments = _name_of(func), dict(kwargs or {})
         if not _reads_values(func, call):
-            return super().__torch_function__(func, types, args, arguments)  # type: ignore[no-untyped-call]
+            call_torch: Callable[..., Any] = super().__torch_function__
+            return call_torch(func, types, args, arguments)
         for parameter in _guarded_in((args, arguments)):
             handle = handle_of(parameter)
             assert handle is not None, "a guarded parameter has a handle"
@@ -92,7 +94,7 @@ class PartitionedParameter(nn.Parameter):
         assert type(self) is not PartitionedParameter, "a touched parameter is whole"
         return deepcopy(self, memo)
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self) -> str:  # type: ignore[override]  # as nn.Parameter's
         handle = handle_of(self)
         name = "" if handle is None else handle.name
         return f"PartitionedParameter({name}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
@@ -125,15 +127,15 @@ def guard(parameter: nn.Parameter) -> None:
 
 def unguard(parameter: nn.Parameter) -> None:
     """Make the values readable without a call of the owner."""
-    handle = handle_of(parameter)
-    if handle is not None and type(parameter) is PartitionedParameter:
-        parameter.__class__ = handle.whole_class  # type: ignore[assignment]
+    handle, is_guarded = handle_of(parameter), type(parameter) is PartitionedParameter
+    if handle is not None and is_guarded:
+        parameter.__class__ = handle.whole_class
 
 
 def _name_of(func: Callable[..., Any]) -> str:
     """Return the name of a function, or of the attribute that a getter or setter is for."""
-    if func.__class__.__name__ == "method-wrapper":
-        return str(func.__self__.__name__)  # type: ignore[attr-defined]
+    if isinstance(func, MethodWrapperType):
+        return str(getattr(func.__self__, "__name__", func))
     return str(getattr(func, "__name__", func))
 
 

@@ -198,4 +198,4 @@ def each(action: Callable[[nn.Parameter], None], parameters: Iterable[nn.Paramet
 
 def _address(tensor: torch.Tensor) -> int:
     """Return an identity of the tensor's storage, the same for all its views and through resizing."""
-    return int(torch._C._storage_address(tensor))  # type: ignore[attr-defined]
+    return int(torch._C._storage_address(tensor))  # type: ignore[attr-defined]  # not in torch's stubs
