@@ -4,6 +4,7 @@ A test that is neither `gloo` nor `cuda` is marked `pure`: it fails if it starts
 marked `cuda` are skipped where there is no GPU.
 """
 
+import gc
 import multiprocessing.context
 import signal
 import subprocess
@@ -37,6 +38,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if needy and not _has_gpu():
         for item in needy:
             item.add_marker(pytest.mark.skip(reason="no GPU"))
+
+
+def pytest_collection_finish() -> None:
+    """Keep modules and test items, which live to the end, out of the garbage collector's later passes."""
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

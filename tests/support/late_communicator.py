@@ -17,6 +17,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -169,7 +170,8 @@ class _LateWork:
 
     def finish(self) -> None:
         for which, tensor, before in self._kept:
-            assert torch.equal(_bytes(tensor), before), f"{self.name}: its {which} was written to before its wait"
+            is_same = np.array_equal(_bytes(tensor).numpy(), before.numpy())  # torch.equal: 4 x as slow on bytes
+            assert is_same, f"{self.name}: its {which} was written to before its wait"
         for work in self._works:
             work.wait()
         if self._output is not None:
