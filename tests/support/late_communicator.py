@@ -16,8 +16,8 @@ it would hold up its rank on a backend whose sends wait for receivers.
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +26,7 @@ from megazero.comm.mesh import Mesh
 from megazero.comm.metered import MeteredCommunicator
 
 _POISON_BYTE = 0xA5  # fills types that have no nan
+_INTEGERS = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})  # by bytes
 
 
 class Deliveries:
@@ -147,14 +148,14 @@ class _LateWork:
     def keep(self, which: str, tensor: Tensor) -> None:
         """Require that the tensor does not change until the work has been waited for."""
         assert tensor.is_contiguous(), f"{self.name}: its {which} is not dense"
-        self._kept.append((which, tensor, _bytes(tensor).clone()))
+        self._kept.append((which, tensor, _bits(tensor).clone()))
 
     def poison(self, tensor: Tensor) -> None:
         """Fill a part of the output with values that no result has."""
         if tensor.is_floating_point():
             tensor.data.fill_(torch.nan)
         else:
-            _bytes(tensor).fill_(tensor.dtype is torch.bool or _POISON_BYTE)
+            tensor.data.reshape(-1).view(torch.uint8).fill_(tensor.dtype is torch.bool or _POISON_BYTE)
         self.keep("output", tensor)
 
     def begin(self, works: Sequence[Work]) -> Work:
@@ -170,8 +171,7 @@ class _LateWork:
 
     def finish(self) -> None:
         for which, tensor, before in self._kept:
-            is_same = np.array_equal(_bytes(tensor).numpy(), before.numpy())  # torch.equal: 4 x as slow on bytes
-            assert is_same, f"{self.name}: its {which} was written to before its wait"
+            assert torch.equal(_bits(tensor), before), f"{self.name}: its {which} was written to before its wait"
         for work in self._works:
             work.wait()
         if self._output is not None:
@@ -246,6 +246,9 @@ def unproven_waits(mesh: Mesh) -> list[str]:
     return late_communicators(mesh)[0].deliveries.unproven_waits
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    """Return the memory of a dense tensor as bytes; autograd does not see writes to it, as with a backend's writes."""
-    return tensor.data.reshape(-1).view(torch.uint8)
+def _bits(tensor: Tensor) -> Tensor:
+    """Return a dense tensor as integers of its elements' width, since nan is not equal to itself.
+
+    A comparison of bytes would take longer than all other work of this file.
+    """
+    return tensor.data.reshape(-1).view(_INTEGERS[tensor.element_size()])
