@@ -9,14 +9,14 @@ from support.training import LR, Cell, Outcome, max_relative, reference_history,
 BOUND = 1e-9
 STEPS = 3
 # The model is small, since the smallest buckets make a message of every 32 elements.
-MODEL = {"num_layers": 2, "hidden_size": 20, "num_attention_heads": 4}
+MODEL = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 4}
 # Bucket sizes in elements: the smallest legal one, a prime, the default, and one for the whole model.
 BUCKETS = (1, 499, 16_777_216, 10**12)
 OVERLAP = (True, False)
 # Elements of look-ahead: none, more than one block, everything.
-LOOK_AHEAD = (0, 6000, 10**9)
+LOOK_AHEAD = (0, 1500, 10**9)
 # Largest persistent parameter in elements: none persists, all that are smaller than a matrix, everything.
-PERSISTENT = (0, 100, 10**9)
+PERSISTENT = (0, 40, 10**9)
 
 
 def pairwise(*axes: tuple[object, ...]) -> list[tuple[object, ...]]:

@@ -155,13 +155,12 @@ def test_a_scale_that_is_too_high_skips_everywhere(settings: dict[str, Any]) -> 
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("precision", ["fp16", "fp32"])
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (3, "fp16")])
 def test_every_rank_reports_the_same_to_the_bit(stage: int, precision: str) -> None:
     degrees = {"pp": 2, "tp": 2, "dp": 2}
-    outcomes = run_ranks(8, overflow_once, degrees, {"stage": stage, "precision": precision}, None, 5)
+    outcomes = run_ranks(8, overflow_once, degrees, {"stage": stage, "precision": precision}, None, 3)
     assert all(outcome.reports == outcomes[0].reports for outcome in outcomes)
-    assert len({row[1] for row in outcomes[0].reports}) == 5, "norms do change"
+    assert len({row[1] for row in outcomes[0].reports}) == 3, "norms do change"
 
 
 # --- the tied embedding ----------------------------------------------------------------------------------------------
@@ -175,12 +174,12 @@ class Copy(NamedTuple):
 
 
 def copies_on_rank(rank: int, degrees: Degrees, settings: dict[str, Any]) -> list[Copy]:
-    """Return the first and the last stage's copy after each of four steps; other stages return none."""
+    """Return the first and the last stage's copy after each of three steps; other stages return none."""
     config = config_of(degrees, **settings)
     core = core_on_rank(rank, config, **degrees)
     parts, layout = step_context(config, core), batch_layout(config, core.mesh, None)
     copies = []
-    for step in range(4):
+    for step in range(3):
         batch = build_step_batch(DrawnSamples(), step * GLOBAL_BATCH, layout)
         training_step(parts, batch, StepControls(LR, 1.0))
         with GatheredParameters(core.model):
@@ -207,27 +206,27 @@ def same(one: Copy, other: Copy) -> bool:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     ("degrees", "settings"),
     [
-        ({"pp": 2, "dp": 2}, {"stage": 0}),
-        ({"pp": 2, "dp": 2}, {"stage": 1, "num_layers_per_virtual_pipeline_stage": 1}),
-        ({"pp": 2, "dp": 2}, {"stage": 2}),
-        ({"pp": 2, "dp": 2}, {"stage": 3}),
-        ({"pp": 4}, {"stage": 1, "pipeline_schedule": "zero-bubble"}),
-        ({"pp": 2, "tp": 2}, {"stage": 2, "sequence_parallel": True}),
-        ({"pp": 2, "tp": 2, "dp": 2}, {"stage": 3, "sequence_parallel": True}),
+        ({"pp": 2, "dp": 2}, {"stage": 0, "precision": "bf16"}),
+        ({"pp": 2, "dp": 2}, {"stage": 0, "precision": "fp32"}),
+        ({"pp": 2, "dp": 2}, {"stage": 1, "precision": "fp32", "num_layers_per_virtual_pipeline_stage": 1}),
+        ({"pp": 2, "dp": 2}, {"stage": 2, "precision": "bf16"}),
+        ({"pp": 2, "dp": 2}, {"stage": 3, "precision": "fp32"}),
+        ({"pp": 4}, {"stage": 1, "precision": "bf16", "pipeline_schedule": "zero-bubble"}),
+        ({"pp": 2, "tp": 2}, {"stage": 2, "precision": "fp32", "sequence_parallel": True}),
+        ({"pp": 2, "tp": 2, "dp": 2}, {"stage": 3, "precision": "bf16", "sequence_parallel": True}),
     ],
     ids=str,
 )
-def test_tied_copies_stay_the_same_bits(degrees: Degrees, settings: dict[str, Any], precision: str) -> None:
-    """Weights, masters and moments of both copies are equal to the bit after each of four steps."""
+def test_tied_copies_stay_the_same_bits(degrees: Degrees, settings: dict[str, Any]) -> None:
+    """Weights, masters and moments of both copies are equal to the bit after each of three steps."""
     size = size_of(degrees)
-    ranks = run_ranks(size, copies_on_rank, degrees, {**settings, "precision": precision})
+    ranks = run_ranks(size, copies_on_rank, degrees, settings)
     a_stage = size // degrees["pp"]
     for first, last in zip(ranks[:a_stage], ranks[-a_stage:], strict=True):
-        assert len(first) == len(last) == 4
+        assert len(first) == len(last) == 3
         assert all(same(one, other) for one, other in zip(first, last, strict=True))
         assert not torch.equal(first[0].working, first[-1].working), "it trains"
         assert {piece.dtype for _, _, piece in first[0].state["weight"]} == {torch.float32}

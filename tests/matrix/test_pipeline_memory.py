@@ -20,7 +20,7 @@ from megazero.train.step import StepControls, training_step
 HIDDEN = int(SETTINGS["hidden_size"])
 CUT = 4 * BATCH * SEQUENCE * HIDDEN  # bytes of a message in fp32
 WORDS = 4 * VOCABULARY * HIDDEN  # bytes of the word embedding in fp32
-STAGES, MICRO_BATCHES = 4, 8
+STAGES, MICRO_BATCHES = 4, 6
 # Every stage has as many layers, whatever the head costs, so that stages differ in their place alone.
 FOUR_STAGES = {"pipeline_model_parallel_size": STAGES, "num_layers": 8, "pipeline_split": "2,2,2,2"}
 
@@ -77,7 +77,7 @@ def activations(held: Held) -> int:
 @pytest.mark.gloo
 def test_gradients_of_stage_2_do_not_grow_with_micro_batches() -> None:
     settings = {"pipeline_model_parallel_size": 2, "num_layers": 8, "pipeline_split": "4,4", "zero_stage": 2}
-    runs = [run_ranks(4, step_on_rank, 2, count, settings) for count in (2, 4, 8)]
+    runs = [run_ranks(4, step_on_rank, 2, count, settings) for count in (2, 5)]
     for run in runs:
         for held, first in zip(run, runs[0], strict=True):
             assert held.peaks["gradients"] == first.peaks["gradients"]

@@ -13,7 +13,7 @@ from support.training import max_relative
 from megazero.checkpoint.reader import open_checkpoint
 
 BOUND = 1e-9
-PART, STEPS = 4, 12
+PART, STEPS = 2, 6
 SETTINGS = {
     "num_layers": 4,
     "global_batch_size": 8,

@@ -32,12 +32,13 @@ PLAIN = [
     for stage, (tp, dp, accumulation) in enumerate(((2, 2, 2), (4, 1, 1), (2, 2, 1), (2, 2, 2)))
     for precision in ("fp32", "bf16")
 ]
-# Every option is combined with two stages, once in each precision, and the last, which has the most parts, with all.
+# Every option is combined with two stages, once in each precision, and the last, which has the most parts, with four.
 CELLS = [
     (plain, option)
     for plain in PLAIN
     for index, option in enumerate(OPTIONS)
-    if (index + plain.stage) % 4 == 2 * (plain.precision == "bf16") or index == len(OPTIONS) - 1
+    if (index + plain.stage) % 4 == 2 * (plain.precision == "bf16")
+    or (option is OPTIONS[-1] and plain.precision == "bf16")
 ]
 
 

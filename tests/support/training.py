@@ -35,7 +35,7 @@ from megazero.train.build import RunComponents, batch_layout, build_components, 
 from megazero.train.inputs import open_inputs
 from megazero.train.step import StepControls, training_step
 
-STEPS = 8  # covers the warm-up and some of the decay
+STEPS, WARMUP = 5, 2  # the warm-up and the decay
 GLOBAL_BATCH = 16
 LR = 3e-3
 
@@ -55,7 +55,7 @@ SETTINGS: dict[str, Any] = {
     "lr": LR,
     "min_lr": LR / 10,
     "lr_decay_style": "cosine",
-    "lr_warmup_iters": 4,
+    "lr_warmup_iters": WARMUP,
     "weight_decay": 0.1,
     "clip_grad": 0.5,
     "reduce_bucket_size": 12_000,
@@ -234,7 +234,7 @@ def reference_history(prefix: str, steps: int = STEPS, **settings: Any) -> Histo
         assert data.reset_position_ids == data.reset_attention_mask, "the twin knows documents, or none"
         batches.append(Batch(tokens, batch[:, 1:], mask, inputs.eod if data.reset_attention_mask else None))
     recipe = Recipe(
-        lambda step: scheduled_rate(step, peak=LR, final=LR / 10, warmup=4, decay_steps=STEPS, style="cosine"),
+        lambda step: scheduled_rate(step, peak=LR, final=LR / 10, warmup=WARMUP, decay_steps=STEPS, style="cosine"),
         weight_decay=0.1,
         max_norm=0.5,
     )
