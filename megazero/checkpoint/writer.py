@@ -57,8 +57,8 @@ from megazero.checkpoint.manifest import (
     merge_parts,
     parse_part,
 )
-from megazero.checkpoint.reader import open_checkpoint
-from megazero.checkpoint.retention import Retention
+from megazero.checkpoint.reader import RUN, is_of_run
+from megazero.checkpoint.retention import ALL_STAY, Retention
 from megazero.checkpoint.slices import BoxPiece, format_box, fragment_pieces, piece_view
 from megazero.comm.interface import Communicator
 from megazero.errors import CheckpointError, Problem, raise_problems
@@ -68,7 +68,6 @@ from megazero.parallel.param_spec import StateFragment
 BOX_BYTES = 64 << 20
 _ALIGNMENT = 8
 _MAX_PROBLEMS = 20
-_RUN = "run"  # the entry of a checkpoint's progress that identifies its run
 
 
 class Draft(NamedTuple):
@@ -83,7 +82,7 @@ class Draft(NamedTuple):
     progress: Mapping[str, JsonValue]
     config_yaml: str
     lock: FolderLock | None = None
-    retention: Retention = Retention()
+    retention: Retention = ALL_STAY
 
 
 def save(draft: Draft, fragments: Iterable[StateFragment], *, world: Communicator, device: torch.device) -> Path:
@@ -270,16 +269,8 @@ def _remove_older(draft: Draft, name: str) -> None:
     older = [folder for folder in list_steps(draft.root) if folder.step <= draft.step and folder.path.name != name]
     expired = draft.retention.expired({folder.step for folder in older} | {draft.step})
     for folder in older:
-        if (folder.step == draft.step or folder.step in expired) and _is_of_run(folder.path, draft):
+        if (folder.step == draft.step or folder.step in expired) and is_of_run(folder.path, draft.progress.get(RUN)):
             remove_step(folder.path)
-
-
-def _is_of_run(folder: Path, draft: Draft) -> bool:
-    """Return True if a checkpoint belongs to the run of the draft; False also for one that cannot be opened."""
-    try:
-        return open_checkpoint(folder).progress.get(_RUN) == draft.progress.get(_RUN)
-    except CheckpointError:
-        return False
 
 
 def _write_durably(path: Path, content: bytes) -> None:
