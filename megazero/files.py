@@ -1,16 +1,19 @@
 """Files that appear whole or not at all.
 
 An *aside file* is written under a temporary name next to its destination, flushed to the disk, and then renamed over
-the destination in one step.  A reader sees the old file or the new one, never half of either.
+the destination in one step.  A reader sees the old file or the new one, never half of either.  Its name carries its
+owner, and the next process that writes the same destination removes those whose owners are gone.
 """
 
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
 from megazero.errors import DataError, Problem
+from megazero.owner import Owner
 
 
 class AsideFile:
@@ -21,10 +24,13 @@ class AsideFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        here = Owner.of_this_process()
+        self._aside = path.with_name(f".{path.name}.{here.tag}.{secrets.token_hex(4)}.tmp")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self.stream: IO[bytes] = open(self._aside, "wb")  # noqa: SIM115 (lives until publish or discard)
+            _remove_left_over(path, here)
+            # "x" makes a new file: nothing that lies under this name, a link say, is followed or overwritten.
+            self.stream: IO[bytes] = open(self._aside, "xb")  # noqa: SIM115 (lives until publish or discard)
         except OSError as error:
             raise cannot_write(path, error) from error
 
@@ -60,6 +66,16 @@ class AsideFile:
             self.stream.close()
         with suppress(FileNotFoundError):
             self._aside.unlink()
+
+
+def _remove_left_over(path: Path, here: Owner) -> None:
+    """Remove the aside files of `path` whose owners are gone; leave what cannot be removed."""
+    for name in os.listdir(path.parent):
+        if name.startswith(f".{path.name}.") and name.endswith(".tmp"):
+            owner = Owner.from_tag(name[len(path.name) + 2 : -len(".tmp")].partition(".")[0])
+            if owner is not None and owner.is_gone(here):
+                with suppress(OSError):
+                    os.unlink(path.parent / name)
 
 
 @contextmanager

@@ -1,10 +1,13 @@
 """Tests of pretrain_gpt.py from its command line on one process: what it prints, writes and resumes."""
 
 import json
+import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from support.source_tree import ROOT
 
 from megazero.checkpoint.reader import open_checkpoint
 from megazero.command_line.parse import from_yaml
+from megazero.owner import Owner
 
 Capture = pytest.CaptureFixture[str]
 
@@ -132,3 +136,35 @@ def test_a_run_that_compiles_nothing_does_not_import_the_compiler(tmp_path: Path
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "megazero.zero.engine" in imported and "torch._dynamo" not in imported
+
+
+def test_a_second_job_in_the_same_folder_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    (tmp_path / "saved").mkdir()
+    elsewhere = replace(Owner.of_this_process(), machine="0" * 8, boot="0" * 8)
+    held = {"owner": elsewhere.tag, "host": "node07", "pid": 4711, "since": "today", "id": "0" * 16}
+    (tmp_path / "saved" / ".lock").write_text(json.dumps(held))
+    assert run_here(flags(tmp_path), monkeypatch) == 2
+    message = capsys.readouterr().err
+    assert "saved/.lock is held by process 4711 on node07, since today" in message
+    assert f"if that job has ended, remove {tmp_path}/saved/.lock" in message
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == [".lock"]
+
+
+def test_a_run_keeps_the_newest_and_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"save_interval": "1", "keep_last": "1", "keep_every": "2", "train_iters": "5"}
+    assert run_here(flags(tmp_path, **settings), monkeypatch) == 0
+    names = ["config.yaml", "latest", "step_0000002", "step_0000004", "step_0000005"]
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == names
+
+
+def test_a_run_without_room_for_a_checkpoint_ends_before_it_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=5, f_frsize=1024, f_blocks=9))
+    assert run_here(flags(tmp_path), monkeypatch) == 2
+    printed, message = capsys.readouterr()
+    assert re.search(r"--save .*saved: 5\.0 KiB free\n.*a checkpoint of this run takes \d+\.\d KiB\n", message)
+    assert "iteration" not in printed
+    assert list((tmp_path / "saved").iterdir()) == []

@@ -4,24 +4,29 @@
         latest                      "step_0000020"
         step_0000010/               manifest.json, config.yaml, rank_00000.safetensors, ...
         step_0000020/
-        .saving_step_0000030/       being written, or left by a run that was killed; the next save removes it
+        .lock                       the process that may write here (`folder_lock.py`)
+        .saving_step_0000030.TAG/   being written by the owner that TAG names, or left by it when it was killed
 
 A step folder gets its name by one rename when it is complete, and is never written to again.  A step that is saved a
 second time goes to `step_0000020_2` (a *revision*), and the older folder is removed once `latest` names the new one, so
-a complete copy exists at every moment.
+a complete copy exists at every moment.  What has a hidden name is removed by its owner, or once that is gone.
 """
 
 import os
 import re
+import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from megazero.errors import CheckpointError, Problem
+from megazero.owner import Owner
 
 MANIFEST = "manifest.json"
 CONFIG = "config.yaml"
 LATEST = "latest"
-TEMPORARY_PREFIX = ".saving_"
+
+_HIDDEN = ".saving_"
 
 _STEP_FOLDER = re.compile(r"step_(\d{7,15})(?:_(\d{1,6}))?")
 
@@ -32,6 +37,40 @@ class StepFolder(NamedTuple):
     step: int
     revision: int
     path: Path
+
+
+def hidden_path(root: Path, name: str) -> Path:
+    """Return the path under `root` at which this process prepares what will be called `name`."""
+    return root / f"{_HIDDEN}{name}.{Owner.of_this_process().tag}"
+
+
+def remove_hidden(root: Path) -> list[Path]:
+    """Remove what has a hidden name and belongs to this process, or to one that is gone; leave what cannot be removed.
+
+    Returns the hidden paths of processes that may live.
+    """
+    here, kept = Owner.of_this_process(), []
+    with suppress(OSError):
+        for path in sorted(root.glob(f"{_HIDDEN}*")):
+            owner = Owner.from_tag(path.name.rpartition(".")[2])
+            if owner is None or not (owner == here or owner.is_gone(here)):
+                kept.append(path)
+            elif path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+    return kept
+
+
+def remove_step(folder: Path) -> None:
+    """Remove a published checkpoint; a folder half removed has a hidden name, so that it is no checkpoint.
+
+    Leaves what cannot be removed.
+    """
+    with suppress(OSError):
+        hidden = hidden_path(folder.parent, folder.name)
+        os.rename(folder, hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
 
 
 def part_name(rank: int) -> str:
@@ -53,12 +92,13 @@ def list_steps(root: Path) -> list[StepFolder]:
 def free_name(root: Path, step: int) -> str:
     """Return the name of a new step folder: that of the step, with the next revision when the step is there already."""
     revision = max((folder.revision for folder in list_steps(root) if folder.step == step), default=0) + 1
-    while (root / _name(step, revision)).exists():  # something that is no checkpoint
+    while (root / step_name(step, revision)).exists():  # something that is no checkpoint
         revision += 1
-    return _name(step, revision)
+    return step_name(step, revision)
 
 
-def _name(step: int, revision: int) -> str:
+def step_name(step: int, revision: int = 1) -> str:
+    """Return the name of a step folder."""
     return f"step_{step:07d}" + (f"_{revision}" if revision > 1 else "")
 
 

@@ -117,8 +117,12 @@ class ConfigEntry:
 
 @dataclass(frozen=True, config=_strict)
 class RankPart:
-    """The tensors and the file of one rank; `tensors` includes those of which it has nothing but padding."""
+    """The tensors and the file of one rank; `tensors` includes those of which it has nothing but padding.
 
+    save_id: the id of the save that it belongs to.
+    """
+
+    save_id: str
     tensors: tuple[TensorEntry, ...]
     file: FileEntry
 

@@ -41,6 +41,7 @@ from megazero.checkpoint.slices import format_box, fragment_pieces, index_within
 from megazero.errors import CheckpointError, Problem, raise_problems
 from megazero.parallel.param_spec import Box, StateFragment, StateKind
 
+RUN = "run"  # the entry of a checkpoint's progress that identifies its run
 _MAX_PROBLEMS = 20
 
 
@@ -80,6 +81,14 @@ def open_checkpoint(path: str | Path, *, step: int | None = None) -> "Checkpoint
             Problem(str(config_file), "damaged or edited: it does not match the hash in the manifest")
         )
     return Checkpoint(folder, manifest, config.decode(errors="replace"))
+
+
+def is_of_run(folder: Path, run: JsonValue) -> bool:
+    """Return True if a checkpoint is of the run with this id; False also for one that cannot be opened."""
+    try:
+        return open_checkpoint(folder).progress.get(RUN) == run
+    except CheckpointError:
+        return False
 
 
 class Checkpoint:

@@ -1,7 +1,7 @@
 """Saving: every rank writes the boxes it owns to a file of its own; the checkpoint appears at once, or not at all.
 
-    rank 0    make the hidden folder        merge parts, write the manifest and a new `latest`,
-       |      `.saving_step_0000020`        rename the folder, then `latest`
+    rank 0    lock the root, make           check and merge parts, write the manifest and a new
+       |      a hidden folder               `latest`, rename the folder, then `latest`
        v              |                         ^
     --------- agree --+-- every rank writes ----+-- agree ---> the folder is there, everywhere
                           its file and its part
@@ -10,15 +10,18 @@ A rank's file is a safetensors file, which any safetensors reader can open; tens
 and region, `exp_avg/wte.weight[0:15,0:60]`.  State is copied through a buffer of at most `BOX_BYTES`, whatever the
 model's size.  After each step of the drawing the ranks exchange problems, so a full disk on one of them is an error on
 all, and the folder is removed; a folder under its final name is complete and has been fsynced.
+
+The hidden folder belongs to rank 0's process and the save has an id, which every rank's part carries: what another job
+or an earlier save has written is never merged.  Then older checkpoints of the run go, as far as `Retention` lets them.
 """
 
 import hashlib
 import json
 import os
-import shutil
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
-from itertools import islice
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +30,19 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from megazero.checkpoint.agreement import all_or_none
-from megazero.checkpoint.folders import CONFIG, LATEST, MANIFEST, TEMPORARY_PREFIX, free_name, list_steps, part_name
+from megazero.checkpoint.folder_lock import FolderLock, take_lock
+from megazero.checkpoint.folders import (
+    CONFIG,
+    LATEST,
+    MANIFEST,
+    free_name,
+    hidden_path,
+    list_steps,
+    part_name,
+    remove_hidden,
+    remove_step,
+    step_name,
+)
 from megazero.checkpoint.manifest import (
     BoxEntry,
     ConfigEntry,
@@ -42,9 +57,11 @@ from megazero.checkpoint.manifest import (
     merge_parts,
     parse_part,
 )
+from megazero.checkpoint.reader import RUN, is_of_run
+from megazero.checkpoint.retention import ALL_STAY, Retention
 from megazero.checkpoint.slices import BoxPiece, format_box, fragment_pieces, piece_view
 from megazero.comm.interface import Communicator
-from megazero.errors import CheckpointError, raise_problems
+from megazero.errors import CheckpointError, Problem, raise_problems
 from megazero.files import sync_path
 from megazero.parallel.param_spec import StateFragment
 
@@ -54,36 +71,56 @@ _MAX_PROBLEMS = 20
 
 
 class Draft(NamedTuple):
-    """A checkpoint to be saved, without its tensors: its place, counters, and the configuration as YAML text."""
+    """A checkpoint to be saved, without its tensors: its place, counters, and the configuration as YAML text.
+
+    lock: the root's, where the job has taken it (on rank 0); without it, the root is locked for this save.
+    retention: the older checkpoints that stay; those of the same `progress["run"]` are of the same run.
+    """
 
     root: Path
     step: int
     progress: Mapping[str, JsonValue]
     config_yaml: str
+    lock: FolderLock | None = None
+    retention: Retention = ALL_STAY
 
 
 def save(draft: Draft, fragments: Iterable[StateFragment], *, world: Communicator, device: torch.device) -> Path:
     """Write a checkpoint under `draft.root` and return its folder; a collective call over `world`.
 
     fragments: the state that this rank owns; over all ranks every element of every (parameter, kind) exactly once.
-    Without the optimizer's kinds the checkpoint is one of weights only.  Only rank 0's draft is used.  One job at a
-    time may save under a root.
+    Without the optimizer's kinds the checkpoint is one of weights only.  Only rank 0's draft is used.
 
     Raises CheckpointError on all ranks if it fails on any, naming rank and cause; older checkpoints and `latest` are
     then unchanged.
     """
-    leads = world.rank == 0
-    folder = draft.root / f"{TEMPORARY_PREFIX}step_{draft.step:07d}"
-    try:
-        all_or_none(world, device, lambda: prepare(folder) if leads else None, doing=f"making {folder}")
-        all_or_none(world, device, lambda: write_part(folder, world.rank, fragments), doing=f"writing to {folder}")
-        names = all_or_none(
-            world, device, lambda: publish(folder, draft, world.size) if leads else None, doing=f"publishing {folder}"
-        )
-    finally:
-        if leads:
-            remove_stale(draft.root)
-    return draft.root / str(names[0])
+    leads, root = world.rank == 0, draft.root
+    with ExitStack() as held:
+        try:
+            made = all_or_none(
+                world, device, lambda: prepare(draft, held) if leads else None, doing=f"making a folder in {root}"
+            )
+            saving = Saving(*made[0])
+            all_or_none(
+                world, device, lambda: write_part(saving, world.rank, fragments), doing=f"writing to {saving.folder}"
+            )
+            names = all_or_none(
+                world,
+                device,
+                lambda: publish(saving, draft, world.size) if leads else None,
+                doing=f"publishing {saving.folder}",
+            )
+        finally:
+            if leads:
+                remove_hidden(root)
+    return root / str(names[0])
+
+
+class Saving(NamedTuple):
+    """A save that is under way: its hidden folder, and the id that every rank's part carries."""
+
+    folder: str
+    save_id: str
 
 
 class _Item(NamedTuple):
@@ -98,33 +135,32 @@ class _Item(NamedTuple):
         return f"{self.tensor.kind}/{self.tensor.parameter}{format_box(self.piece.box)}"
 
 
-def prepare(folder: Path) -> None:
-    """Remove what killed runs left behind, and make the hidden folder (rank 0)."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    remove_stale(folder.parent)
+def prepare(draft: Draft, held: ExitStack) -> Saving:
+    """Make the hidden folder (rank 0), and lock the root until `held` is closed unless the job holds the lock."""
+    if draft.lock is None:
+        held.callback(take_lock(draft.root).release)
+    remove_hidden(draft.root)
+    folder = hidden_path(draft.root, step_name(draft.step))
     folder.mkdir()
+    return Saving(str(folder), secrets.token_hex(8))
 
 
-def remove_stale(root: Path) -> None:
-    """Remove everything under a temporary name; leave what cannot be removed."""
-    with suppress(OSError):
-        for path in root.glob(f"{TEMPORARY_PREFIX}*"):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
-
-
-def write_part(folder: Path, rank: int, fragments: Iterable[StateFragment], *, box_bytes: int = BOX_BYTES) -> None:
+def write_part(saving: Saving, rank: int, fragments: Iterable[StateFragment], *, box_bytes: int = BOX_BYTES) -> None:
     """Write this rank's file and, beside it, the part of the manifest that describes it (every rank)."""
     fragments = list(fragments)
     items = [item for fragment in fragments for item in _items(fragment, box_bytes)]
     # Wide elements first, so that every tensor is aligned to its element size, as safetensors requires.
     items.sort(key=lambda item: -item.view.element_size())
-    file = _write_file(folder / part_name(rank), items)
+    path = Path(saving.folder) / part_name(rank)
+    file = _write_file(path, items)
     tensors = {(entry.parameter, entry.kind): entry for entry in map(_tensor_entry, fragments)}
     # Not synced: rank 0 reads it within this save, and then deletes it.
-    (folder / f"{part_name(rank)}.json").write_bytes(dump_part(RankPart(tuple(tensors.values()), file)))
+    _part_path(path).write_bytes(dump_part(RankPart(saving.save_id, tuple(tensors.values()), file)))
+
+
+def _part_path(path: Path) -> Path:
+    """Return the path of the part that describes a rank's file."""
+    return path.with_name(f"{path.name}.json")
 
 
 def _tensor_entry(fragment: StateFragment) -> TensorEntry:
@@ -183,44 +219,58 @@ def _safetensors_header(items: list[_Item]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def publish(folder: Path, draft: Draft, world_size: int) -> str:
+def publish(saving: Saving, draft: Draft, world_size: int) -> str:
     """Publish the hidden folder with all parts under its final name, and return that name (rank 0)."""
-    root, name = draft.root, free_name(draft.root, draft.step)
+    root, folder, name = draft.root, Path(saving.folder), free_name(draft.root, draft.step)
     _write_durably(folder / CONFIG, draft.config_yaml.encode())
-    manifest = _merge(folder, draft, world_size)
+    manifest = _merge(saving, draft, world_size)
     _write_durably(folder / MANIFEST, dump_manifest(manifest))
     # Everything that can fail for want of space comes before the rename.
-    temporary = root / f"{TEMPORARY_PREFIX}{LATEST}"
+    temporary = hidden_path(root, LATEST)
     _write_durably(temporary, f"{name}\n".encode())
     sync_path(folder)
+    if draft.lock is not None:
+        draft.lock.ensure()
     os.rename(folder, root / name)
     sync_path(root)
     os.replace(temporary, root / LATEST)
     sync_path(root)
-    _remove_older_revisions(root, draft.step, name)
+    _remove_older(draft, name)
     return name
 
 
-def _merge(folder: Path, draft: Draft, world_size: int) -> Manifest:
+def _merge(saving: Saving, draft: Draft, world_size: int) -> Manifest:
     """Merge all ranks' parts into the manifest and delete their files; raise CheckpointError on holes or overlaps."""
-    paths = [folder / f"{part_name(rank)}.json" for rank in range(world_size)]
+    paths = [Path(saving.folder) / part_name(rank) for rank in range(world_size)]
     config = ConfigEntry(CONFIG, hashlib.sha256(draft.config_yaml.encode()).hexdigest())
-    parts = [parse_part(path.read_bytes()) for path in paths]
+    parts = [parse_part(_part_path(path).read_bytes()) for path in paths]
+    problems = chain.from_iterable(map(_part_problems, paths, parts, repeat(saving)))
+    raise_problems(CheckpointError, islice(problems, _MAX_PROBLEMS))
     manifest = merge_parts(parts, step=draft.step, progress=dict(draft.progress), config=config)
     raise_problems(CheckpointError, islice(layout_problems(manifest), _MAX_PROBLEMS))
     for path in paths:
-        path.unlink()
+        _part_path(path).unlink()
     return manifest
 
 
-def _remove_older_revisions(root: Path, step: int, name: str) -> None:
-    """Remove the step's older revisions; leave what cannot be removed."""
-    for old in list_steps(root):
-        if old.step == step and old.path.name != name:
-            # Renamed before it is removed: a folder half removed must not look like a checkpoint.
-            with suppress(OSError):
-                os.rename(old.path, root / f"{TEMPORARY_PREFIX}{old.path.name}")
-    remove_stale(root)
+def _part_problems(path: Path, part: RankPart, saving: Saving) -> Iterator[Problem]:
+    """Yield the reasons why a rank's file and the part that describes it are not those of this save."""
+    if part.save_id != saving.save_id:
+        yield Problem(f"{_part_path(path)}: save {part.save_id}", "it belongs to another save", saving.save_id)
+    if part.file.name != path.name:
+        yield Problem(f"{_part_path(path)}: it describes {part.file.name}", "it belongs to another file", path.name)
+    size = path.stat().st_size
+    if size != part.file.num_bytes:
+        yield Problem(f"{path}: {size} bytes", "altered since its rank wrote it", f"{part.file.num_bytes} bytes")
+
+
+def _remove_older(draft: Draft, name: str) -> None:
+    """Remove older revisions of the step, and the checkpoints of the same run that `draft.retention` lets go."""
+    older = [folder for folder in list_steps(draft.root) if folder.step <= draft.step and folder.path.name != name]
+    expired = draft.retention.expired({folder.step for folder in older} | {draft.step})
+    for folder in older:
+        if (folder.step == draft.step or folder.step in expired) and is_of_run(folder.path, draft.progress.get(RUN)):
+            remove_step(folder.path)
 
 
 def _write_durably(path: Path, content: bytes) -> None:

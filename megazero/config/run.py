@@ -181,6 +181,19 @@ class CheckpointConfig:
     finetune: bool = setting(
         False, help="take parameters only and start at step 0: no optimizer state, no position in the data"
     )
+    keep_last: int | None = setting(
+        None,
+        help="newest checkpoints of the run that stay when one has been saved; without it, all, or with keep_every one",
+        unit="checkpoints",
+        ge=1,
+    )
+    keep_every: int | None = setting(
+        None,
+        help="checkpoints of steps that this divides stay for good, and others go as keep_last says",
+        unit="steps",
+        aliases=("save-retain-interval",),
+        ge=1,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from megazero.config.nearest import flags, neighbours
 from megazero.config.run import DataConfig, RunConfig
 from megazero.errors import Problem
 
@@ -215,3 +216,14 @@ def folders_are_folders(config: RunConfig, world_size: int) -> Iterator[Problem]
 def weights_are_loaded_from_a_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
     if config.checkpoint.finetune and config.checkpoint.load is None:
         yield Problem("--finetune without --load", "there must be a checkpoint to take from", "--load DIR")
+
+
+def kept_steps_are_saved(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    every, interval = config.checkpoint.keep_every, config.checkpoint.save_interval
+    if every is None or interval is None or every % interval == 0:
+        return
+    yield Problem(
+        f"--keep-every {every} with --save-interval {interval}",
+        "what stays is among what is saved: keep_every is a multiple of save_interval",
+        flags("--keep-every", neighbours(every, interval)),
+    )

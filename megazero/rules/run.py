@@ -308,4 +308,5 @@ RULES: tuple[Rule, ...] = (
     *file_rules.CORPUS_RULES,
     file_rules.folders_are_folders,
     file_rules.weights_are_loaded_from_a_folder,
+    file_rules.kept_steps_are_saved,
 )

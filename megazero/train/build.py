@@ -11,6 +11,10 @@ import torch
 
 from megazero.activations.assemble import RankParts, activation_plan, describe
 from megazero.activations.recompute_plan import ActivationPlan
+from megazero.checkpoint.folder_lock import FolderLock, lock_folder
+from megazero.checkpoint.folders import remove_hidden
+from megazero.checkpoint.retention import Retention
+from megazero.checkpoint.space import steps_to_save
 from megazero.comm.local import LocalCommunicator
 from megazero.comm.mesh import Mesh
 from megazero.comm.startup import make_mesh
@@ -238,6 +242,40 @@ def assemble(
         buffers,
         timeout_minutes=config.parallel.distributed_timeout_minutes,
     )
+    lock = _lock(config, mesh, console)
+    try:
+        return _assemble_on(mesh, buffers, lock, config, launch, inputs, ledger)
+    except BaseException:
+        if lock is not None:
+            lock.release()
+        raise
+
+
+def _lock(config: RunConfig, mesh: Mesh, console: Console) -> FolderLock | None:
+    """Take the lock of --save, before anything is written there; None without --save, and on other ranks than 0."""
+    root = config.checkpoint.save
+    if root is None:
+        return None
+    lock = lock_folder(root, world=mesh.world, device=mesh.device)
+    if lock is not None:
+        if lock.broken:
+            console.line(lock.broken)
+        for path in remove_hidden(root):
+            console.line(f"{path} was left by a process that may still run; remove it if that has ended")
+    return lock
+
+
+def _assemble_on(
+    mesh: Mesh,
+    buffers: FusedBuffers,
+    lock: FolderLock | None,
+    config: RunConfig,
+    launch: Launch,
+    inputs: RunInputs,
+    ledger: AnyLedger | None,
+) -> Run:
+    """Build a run on its mesh; lock: that of --save, on rank 0."""
+    console = Console(launch.rank)
     padded = padded_vocab_size(config, inputs.vocab_size)
     drawing = draw_layout(mesh.topology, launch.nodes) if launch.world_size > 1 else []
     if drawing and not launch.ranks_per_node:
@@ -265,7 +303,7 @@ def assemble(
         ),
         held_out=_held_out(config, inputs, layout),
         timetable=_timetable(config, _last_iteration(config, resumed.state, launch.world_size)),
-        saver=_saver(config, components, resumed),
+        saver=_saver(config, components, resumed, lock, console),
         reporting=_reporting(config, console, components, inputs, resumed.state),
     )
 
@@ -348,7 +386,9 @@ def _timetable(config: RunConfig, train_iters: int) -> Timetable:
     )
 
 
-def _saver(config: RunConfig, components: RunComponents, resumed: _Resumed) -> Saver | None:
+def _saver(
+    config: RunConfig, components: RunComponents, resumed: _Resumed, lock: FolderLock | None, console: Console
+) -> Saver | None:
     root, source = config.checkpoint.save, config.checkpoint.load
     if root is None:
         return None
@@ -368,7 +408,13 @@ def _saver(config: RunConfig, components: RunComponents, resumed: _Resumed) -> S
         extra=extra,
         with_optimizer=not config.checkpoint.no_save_optim,
         saved_iteration=resumed.state.iteration if loads_from_root and resumed.state.iteration else None,
+        lock=lock,
+        retention=Retention(config.checkpoint.keep_last, config.checkpoint.keep_every),
     )
+    last = _last_iteration(config, resumed.state, components.mesh.topology.world_size)
+    steps = steps_to_save(resumed.state.iteration, last, config.checkpoint.save_interval)
+    if notice := saver.check_space(steps, saved_kinds(optimizer_choice(config.optimizer))):
+        console.line(notice)
     saver.save_configuration()
     return saver
 

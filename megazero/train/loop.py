@@ -122,6 +122,8 @@ def train(run: Run) -> str:
         try:
             return loop.run_to_end()
         finally:
+            if run.saver is not None:
+                run.saver.close()  # first: what follows may wait for ranks that are gone
             run.loader.close()
             for writer in run.reporting.writers:
                 writer.close()

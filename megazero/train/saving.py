@@ -7,9 +7,12 @@ from typing import Any, NamedTuple, cast
 
 from torch import nn
 
+from megazero.checkpoint.folder_lock import FolderLock
 from megazero.checkpoint.folders import LATEST, MANIFEST, list_steps
-from megazero.checkpoint.reader import Checkpoint, open_checkpoint
+from megazero.checkpoint.reader import RUN, Checkpoint, open_checkpoint
 from megazero.checkpoint.restore import restore
+from megazero.checkpoint.retention import ALL_STAY, Retention
+from megazero.checkpoint.space import check_space, saved_bytes
 from megazero.checkpoint.writer import Draft, save
 from megazero.comm.mesh import Mesh
 from megazero.command_line.parse import from_yaml
@@ -31,6 +34,7 @@ class Saver:
 
     extra: entries of a checkpoint's progress beside the counters, unchanged through the run.
     saved_iteration: the iteration that the run was resumed from, if that checkpoint lies under `root`.
+    lock: the lock of `root`, on rank 0.
     """
 
     root: Path
@@ -40,6 +44,29 @@ class Saver:
     extra: Mapping[str, Any]
     with_optimizer: bool
     saved_iteration: int | None = None
+    lock: FolderLock | None = None
+    retention: Retention = ALL_STAY
+
+    def check_space(self, steps: Sequence[int], kinds: Sequence[StateKind]) -> str:
+        """Compare the free space under `root` with the checkpoints of these steps, on all ranks; return a notice.
+
+        kinds: the optimizer's kinds of state.  Raises CheckpointError if the run cannot save.
+        """
+        own_bytes = saved_bytes(self._fragments(), kinds if self.with_optimizer else ())
+        return check_space(
+            self.root,
+            own_bytes,
+            steps,
+            retention=self.retention,
+            run=self.extra.get(RUN),
+            world=self.mesh.world,
+            device=self.mesh.device,
+        )
+
+    def close(self) -> None:
+        """Let other jobs write to `root`; a second call does nothing."""
+        if self.lock is not None:
+            self.lock.release()
 
     def save_configuration(self) -> None:
         """Write the resolved configuration to `root` at once, for a run that ends before its first checkpoint."""
@@ -54,7 +81,7 @@ class Saver:
         numbers = self.engine.settings.optimizer.numbers()
         if numbers is None or numbers:
             progress[_NUMBERS] = None if numbers is None else dict(numbers)
-        draft = Draft(self.root, state.iteration, progress, self.config_yaml)
+        draft = Draft(self.root, state.iteration, progress, self.config_yaml, self.lock, self.retention)
         return save(draft, self._fragments(), world=self.mesh.world, device=self.mesh.device)
 
     def _fragments(self) -> Iterator[StateFragment]:

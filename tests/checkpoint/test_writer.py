@@ -9,10 +9,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from pydantic import JsonValue
 from safetensors import safe_open
 from safetensors.torch import load_file
 from support.late_communicator import LateCommunicator
@@ -21,21 +24,32 @@ from support.sharded_state import Layout, State, make_state, write_checkpoint
 from support.thread_world import run_threads
 
 import megazero.checkpoint
+from megazero.checkpoint.folder_lock import FolderLock, take_lock
+from megazero.checkpoint.folders import list_steps, newest
 from megazero.checkpoint.manifest import DTYPES
 from megazero.checkpoint.reader import open_checkpoint
-from megazero.checkpoint.writer import Draft, save, write_part
+from megazero.checkpoint.retention import Retention
+from megazero.checkpoint.writer import Draft, Saving, prepare, publish, save, write_part
 from megazero.comm.interface import Communicator
 from megazero.comm.local import LocalCommunicator
 from megazero.errors import CheckpointError
+from megazero.owner import Owner
 from megazero.parallel.param_spec import ParamSpec, StateFragment
 
 CPU = torch.device("cpu")
 REPOSITORY = Path(__file__).parents[2]
 
 
-def save_state(root: Path, step: int, state: State, world: Communicator | None = None, tp: int = 1) -> Path:
+def save_state(
+    root: Path,
+    step: int,
+    state: State,
+    world: Communicator | None = None,
+    tp: int = 1,
+    lock: FolderLock | None = None,
+) -> Path:
     world = world or LocalCommunicator()
-    draft = Draft(root, step, {"iteration": step, "rank": world.rank}, f"step: {step}\n")
+    draft = Draft(root, step, {"iteration": step, "rank": world.rank}, f"step: {step}\n", lock)
     return save(draft, Layout(tp, world.size // tp).fragments(world.rank, state), world=world, device=CPU)
 
 
@@ -130,13 +144,86 @@ def test_saving_a_step_again_replaces_it_and_nothing_else(tmp_path: Path) -> Non
     assert holds(tmp_path, first)
 
 
-def test_what_killed_runs_left_goes_at_the_next_save(tmp_path: Path) -> None:
-    (tmp_path / ".saving_step_0000007").mkdir()
-    (tmp_path / ".saving_step_0000007" / "rank_00000.safetensors").write_bytes(b"half")
-    (tmp_path / ".saving_latest").write_text("step_0000007")
+def test_what_killed_runs_left_goes_at_the_next_save_and_what_others_write_stays(tmp_path: Path) -> None:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    here = Owner.of_this_process()
+    gone, elsewhere = replace(here, pid=process.pid), replace(here, machine="0" * 8, boot="0" * 8)
+    (tmp_path / f".saving_step_0000007.{gone.tag}").mkdir()
+    (tmp_path / f".saving_step_0000007.{gone.tag}" / "rank_00000.safetensors").write_bytes(b"half")
+    (tmp_path / f".saving_latest.{gone.tag}").write_text("step_0000007")
+    (tmp_path / f".saving_step_0000010.{elsewhere.tag}").mkdir()
+    (tmp_path / ".saving_step_0000010").mkdir()  # of an owner that is not known
     (tmp_path / "notes.txt").write_text("mine")
     save_state(tmp_path, 10, make_state())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "notes.txt", "step_0000010"]
+    stays = {f".saving_step_0000010.{elsewhere.tag}", ".saving_step_0000010", "notes.txt"}
+    assert {path.name for path in tmp_path.iterdir()} == {"latest", "step_0000010"} | stays
+
+
+def a_save_under_way(root: Path, held: ExitStack) -> tuple[Saving, Draft]:
+    """Let two ranks write their files and parts of a checkpoint that is to be published next."""
+    state, draft = make_state(), Draft(root, 20, {}, "")
+    saving = prepare(draft, held)
+    for rank in range(2):
+        write_part(saving, rank, Layout(dp=2).fragments(rank, state))
+    return saving, draft
+
+
+def test_a_part_of_another_save_is_not_merged(tmp_path: Path) -> None:
+    with ExitStack() as held:
+        saving, draft = a_save_under_way(tmp_path, held)
+        write_part(saving._replace(save_id="another"), 1, Layout(dp=2).fragments(1, make_state()))
+        with pytest.raises(CheckpointError, match=r"rank_00001\.safetensors\.json: save another\n.*another save"):
+            publish(saving, draft, 2)
+    assert not list(tmp_path.glob("step_*")) and not (tmp_path / "latest").exists()
+
+
+def test_a_file_that_was_altered_after_its_rank_wrote_it_is_not_published(tmp_path: Path) -> None:
+    with ExitStack() as held:
+        saving, draft = a_save_under_way(tmp_path, held)
+        with open(Path(saving.folder) / "rank_00001.safetensors", "ab") as file:
+            file.write(b"x")
+        with pytest.raises(CheckpointError, match=r"rank_00001\.safetensors: \d+ bytes\n.*altered"):
+            publish(saving, draft, 2)
+    assert not list(tmp_path.glob("step_*"))
+
+
+def test_a_run_that_has_lost_its_lock_to_another_job_publishes_nothing(tmp_path: Path) -> None:
+    lock = take_lock(tmp_path)
+    lock.path.unlink()
+    assert save_state(tmp_path, 10, make_state(), lock=lock) == tmp_path / "step_0000010", "the lock is taken again"
+    other = {**json.loads(lock.path.read_bytes()), "id": "a" * 16, "host": "node07"}
+    lock.path.write_text(json.dumps(other))
+    with pytest.raises(CheckpointError, match=r"is now held by process \d+ on node07(.|\n)*has lost its folder"):
+        save_state(tmp_path, 20, make_state(), lock=lock)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == [".lock", "latest", "step_0000010"]
+
+
+def test_older_checkpoints_of_the_run_go_as_far_as_retention_lets_them(tmp_path: Path) -> None:
+    def save_step(step: int, run: str | None, keep_last: int | None = None, keep_every: int | None = None) -> None:
+        progress: dict[str, JsonValue] = {} if run is None else {"run": run}
+        save(
+            Draft(tmp_path, step, progress, "", retention=Retention(keep_last, keep_every)),
+            Layout().fragments(0, make_state()),
+            world=LocalCommunicator(),
+            device=CPU,
+        )
+
+    def steps() -> list[int]:
+        return [folder.step for folder in list_steps(tmp_path)]
+
+    save_step(1, "other")
+    save_step(2, None)
+    for step in range(3, 9):
+        save_step(step, "mine")
+    save_step(20, "mine")  # of a branch that is abandoned now
+    assert steps() == [1, 2, 3, 4, 5, 6, 7, 8, 20]
+    save_step(9, "mine", 3, 4)
+    assert steps() == [1, 2, 4, 7, 8, 9, 20]
+    (tmp_path / "step_0000007" / "manifest.json").write_text("{")  # it may be anybody's
+    save_step(10, "mine", 1)
+    assert steps() == [1, 2, 7, 10, 20]
+    assert newest(tmp_path) == tmp_path / "step_0000010"
 
 
 def test_state_that_does_not_tile_is_refused(tmp_path: Path) -> None:
@@ -211,15 +298,19 @@ def test_real_ranks_save_and_a_full_disk_on_one_is_told_by_all(tmp_path: Path) -
 
 
 def _killed_at(event_number: int, root: Path, step: int, state_seed: int) -> bool:
-    """Save in a fork that kills itself (SIGKILL) at its n-th file operation under root; return True if it finished."""
+    """Save in a fork that kills itself (SIGKILL) at its n-th file operation under root; return True if it finished.
+
+    Operations on locks do not count: test_folder_lock.py has those.
+    """
     child = os.fork()
     if child == 0:
         seen = 0
 
         def watch(event: str, arguments: tuple[object, ...]) -> None:
             nonlocal seen
-            if event in ("os.remove", "os.rmdir") or (
-                event in ("open", "os.rename", "os.mkdir") and str(root) in str(arguments[0])
+            if "lock" not in str(arguments[:1]) and (
+                event in ("os.remove", "os.rmdir")
+                or (event in ("open", "os.rename", "os.mkdir") and str(root) in str(arguments[0]))
             ):
                 seen += 1
                 if seen == event_number:
@@ -260,8 +351,8 @@ def test_a_save_killed_at_any_point_leaves_a_sound_checkpoint(tmp_path: Path) ->
 
 
 def test_a_killed_save_over_the_first_checkpoint_ever_is_no_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / ".saving_step_0000010").mkdir()
-    write_part(tmp_path / ".saving_step_0000010", 0, Layout().fragments(0, make_state()))
+    with ExitStack() as held:
+        a_save_under_way(tmp_path, held)
     with pytest.raises(CheckpointError, match="no checkpoint in this folder"):
         open_checkpoint(tmp_path)
 

@@ -81,6 +81,9 @@ def given(**settings: Any) -> list[str]:
         ({"vocab_file": "/nonexistent/vocab.json"}, ["--vocab-file /nonexistent/vocab.json"]),
         ({"finetune": True}, ["--finetune without --load"]),
         ({"finetune": True, "load": "/nonexistent"}, []),
+        ({"keep_every": 20, "save_interval": 10}, []),
+        ({"keep_every": 20}, []),
+        ({"keep_every": 25, "save_interval": 10}, ["--keep-every 25 with --save-interval 10"]),
     ],
 )
 def test_a_broken_rule(settings: dict[str, Any], expected: list[str]) -> None:

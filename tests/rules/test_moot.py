@@ -129,6 +129,8 @@ RUN_CASES = (
     Case("override_opt_param_scheduler", True, NOTICE, {**LOADED, "finetune": True}, LOADED),
     Case("no_load_optim", True, NOTICE, {**LOADED, "finetune": True}, LOADED),
     Case("save_interval", 5, NOTICE, {}, {"save": "ckpt"}),
+    Case("keep_last", 5, ERROR, {}, {"save": "ckpt"}),
+    Case("keep_every", 5, ERROR, {}, {"save": "ckpt"}),
     Case("no_save_optim", True, NOTICE, {}, {"save": "ckpt"}),
     Case("sequence_parallel", True, NOTICE, {}, PARALLEL),
     Case("allow_tensor_parallel_across_nodes", True, ERROR, {}, PARALLEL),

@@ -6,6 +6,7 @@ over `dp` ranks.  All of it is plain slicing and shares no code with the code un
 """
 
 import random
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,8 +106,9 @@ def assert_same(got: list[StateFragment], expected: list[StateFragment]) -> None
 
 def write_checkpoint(root: Path, state: State, layout: Layout, *, step: int = 20, box_bytes: int = 1 << 20) -> Path:
     """Write a checkpoint of `state` as the ranks of `layout` would, one after the other in the calling process."""
-    folder = root / ".saving_test"
-    prepare(folder)
-    for rank in range(layout.size):
-        write_part(folder, rank, layout.fragments(rank, state), box_bytes=box_bytes)
-    return root / publish(folder, Draft(root, step, {"iteration": step}, "seed: 1\n"), layout.size)
+    draft = Draft(root, step, {"iteration": step}, "seed: 1\n")
+    with ExitStack() as held:
+        saving = prepare(draft, held)
+        for rank in range(layout.size):
+            write_part(saving, rank, layout.fragments(rank, state), box_bytes=box_bytes)
+        return root / publish(saving, draft, layout.size)

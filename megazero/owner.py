@@ -1,0 +1,111 @@
+"""Identifies the process that a temporary file belongs to, so that only files of processes that are gone are cleared.
+
+An owner is written into the names of temporary files as a *tag*, `4711-8123456-1a2b3c4d-5e6f7a8b-4026531836`: process
+id, its start in clock ticks, digests of the machine and of the machine's boot, and the number of the process ids'
+namespace.  Process ids are compared only within one boot and namespace, since elsewhere they belong to other processes.
+"""
+
+import hashlib
+import os
+import re
+import socket
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+_TAG = re.compile(r"(\d{1,10})-(\d{1,20})-([0-9a-f]{8}|)-([0-9a-f]{8}|)-(\d{1,20})")
+_PROCESSES = Path("/proc")
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A process; `machine` and `boot` are digests, empty where the system does not tell machines or boots apart."""
+
+    pid: int
+    started: int
+    machine: str
+    boot: str
+    namespace: int
+
+    @staticmethod
+    def of_this_process() -> "Owner":
+        """Return the owner of the files that this process writes."""
+        pid = os.getpid()
+        boot = _read(_PROCESSES / "sys/kernel/random/boot_id")
+        return Owner(pid, _started(pid) or 0, _machine(), _digest(boot), _namespace())
+
+    @property
+    def tag(self) -> str:
+        """The owner as a part of a file's name."""
+        return "-".join(map(str, asdict(self).values()))
+
+    @staticmethod
+    def from_tag(tag: str) -> "Owner | None":
+        """Return the owner that a tag names; None for any other text."""
+        found = _TAG.fullmatch(tag)
+        return Owner(int(found[1]), int(found[2]), found[3], found[4], int(found[5])) if found else None
+
+    def is_comparable(self, here: "Owner") -> bool:
+        """Return True if the process `here` can find out whether this one lives."""
+        return bool(here.boot) and self.boot == here.boot and self.namespace == here.namespace
+
+    def is_gone(self, here: "Owner") -> bool:
+        """Return True if this process is known to have ended, as seen by the process `here`, which is the caller's.
+
+        It has if its id is free, or belongs to a process that started at another time, or if the machine has been
+        restarted since.  A process on another machine, or in another namespace of the same boot, may live.
+        """
+        if self.is_comparable(here):
+            return not _lives(self.pid, self.started)
+        return (
+            bool(here.machine and here.boot and self.boot) and self.machine == here.machine and self.boot != here.boot
+        )
+
+
+def _lives(pid: int, started: int) -> bool:
+    """Return True if the process runs that had this id and start; a process that waits to be reaped writes no more."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):  # a process of another user
+        pass
+    found = _started(pid)
+    return (found is None or found == started) and not _is_dead(pid)
+
+
+def _started(pid: int) -> int | None:
+    """Return the start of a process in clock ticks since the boot; None where it cannot be read."""
+    fields = _read(_PROCESSES / str(pid) / "stat").rpartition(")")[2].split()
+    return int(fields[19]) if len(fields) > 19 else None
+
+
+def _is_dead(pid: int) -> bool:
+    """Return True if all threads of a process have ended, though its parent has not yet asked for its status."""
+    states = [
+        _read(task / "stat").rpartition(")")[2].split()[:1] for task in (_PROCESSES / str(pid) / "task").glob("[0-9]*")
+    ]
+    return bool(states) and all(state and state[0] in "ZX" for state in states)
+
+
+def _machine() -> str:
+    """Return a digest of the machine's name and id; empty for a name that many machines have."""
+    name = socket.gethostname()
+    return "" if name.split(".")[0] in ("", "localhost") else _digest(name + _read(Path("/etc/machine-id")))
+
+
+def _namespace() -> int:
+    try:
+        return os.stat(_PROCESSES / "self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8] if text else ""
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""

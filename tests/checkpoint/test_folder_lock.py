@@ -1,0 +1,231 @@
+"""Tests of the lock of a folder, with real processes that race for it and that are killed."""
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.late_communicator import LateCommunicator
+from support.thread_world import run_threads
+
+from megazero.checkpoint.folder_lock import LOCK, FolderLock, Holder, lock_folder, take_lock
+from megazero.errors import CheckpointError
+from megazero.owner import Owner
+
+LAUNCHER = ("SLURM_JOB_ID", "SLURM_CLUSTER_NAME", "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID")
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LAUNCHER:
+        monkeypatch.delenv(name, raising=False)
+
+
+def in_a_child(action: Callable[[], object]) -> int:
+    """Fork a child that calls `action` and ends with status 0, or 1 if that raises; return its process id."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            action()
+            status = 0
+        finally:
+            os._exit(status)
+    return child
+
+
+def status_of(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@contextmanager
+def another_holder(root: Path, *, then: signal.Signals) -> Iterator[int]:
+    """Let another process take the lock and wait; send it a signal, and end it behind the block."""
+
+    def hold() -> None:
+        take_lock(root)
+        signal.pause()
+
+    child = in_a_child(hold)
+    try:
+        while not (root / LOCK).exists():
+            time.sleep(0.01)
+        os.kill(child, then)
+        yield child
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def rewrite(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_a_lock_names_its_holder_and_is_removed_at_the_end(tmp_path: Path) -> None:
+    root = tmp_path / "new" / "run"
+    lock = take_lock(root)
+    assert [path.name for path in root.iterdir()] == [LOCK]
+    held = json.loads((root / LOCK).read_text())
+    assert held["owner"] == Owner.of_this_process().tag and held["pid"] == os.getpid()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", held["since"]) and held["host"]
+    lock.ensure()
+    lock.release()
+    lock.release()
+    assert list(root.iterdir()) == []
+
+
+@pytest.mark.parametrize("state", [signal.SIGCONT, signal.SIGSTOP])
+def test_the_lock_of_a_living_process_is_refused_with_its_name(tmp_path: Path, state: signal.Signals) -> None:
+    with another_holder(tmp_path, then=state) as child, pytest.raises(CheckpointError) as caught:
+        take_lock(tmp_path)
+    (problem,) = caught.value.problems
+    assert re.search(rf"\.lock is held by process {child} on .*, since 20", problem.given)
+    assert "that process is running" in problem.rule and problem.legal == "another --save"
+    assert (tmp_path / LOCK).exists()
+
+
+def test_the_lock_of_a_killed_process_is_broken(tmp_path: Path) -> None:
+    with another_holder(tmp_path, then=signal.SIGKILL) as child:
+        time.sleep(0.1)
+        lock = take_lock(tmp_path)  # though the parent has not asked for the child's status yet
+    assert re.search(rf"\.lock was held by process {child} on .*: broken, because that process is gone", lock.broken)
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK]
+    lock.ensure()
+
+
+def test_a_lock_that_cannot_be_seen_through_names_the_file_to_remove(tmp_path: Path) -> None:
+    take_lock(tmp_path)
+    elsewhere = replace(Owner.of_this_process(), machine="0" * 8, boot="0" * 8)
+    rewrite(tmp_path / LOCK, owner=elsewhere.tag, host="node07", pid=4711, job="Slurm job 12")
+    with pytest.raises(CheckpointError) as caught:
+        take_lock(tmp_path)
+    (problem,) = caught.value.problems
+    assert "process 4711 on node07 (Slurm job 12), since" in problem.given
+    assert problem.legal.endswith(f"if that job has ended, remove {tmp_path / LOCK}")
+    (tmp_path / LOCK).unlink()
+    assert take_lock(tmp_path).broken == ""
+
+
+@pytest.mark.parametrize(
+    ("job", "restarts", "is_broken"), [("12", "1", True), ("12", "0", False), ("13", "1", False), ("", "", False)]
+)
+def test_slurm_has_ended_a_job_that_it_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: str, restarts: str, is_broken: bool
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    take_lock(tmp_path)
+    elsewhere = replace(Owner.of_this_process(), machine="0" * 8, boot="0" * 8)
+    rewrite(tmp_path / LOCK, owner=elsewhere.tag)
+    monkeypatch.setenv("SLURM_JOB_ID", job)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+    if not is_broken:
+        with pytest.raises(CheckpointError, match="Slurm job 12"):
+            take_lock(tmp_path)
+    else:
+        assert "because Slurm has started that job again" in take_lock(tmp_path).broken
+
+
+def test_torchruns_name_of_the_run_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "abc")
+    assert "(torchrun's run abc)" in str(Holder.of_this_process())
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"owner": 1}', "x" * 100_000, None])
+def test_a_file_that_is_no_lock_is_named(tmp_path: Path, content: str | None) -> None:
+    if content is None:
+        os.mkfifo(tmp_path / LOCK)
+    else:
+        (tmp_path / LOCK).write_text(content)
+    with pytest.raises(CheckpointError, match=r"\.lock\n.*does not name its holder\n.*remove it"):
+        take_lock(tmp_path)
+
+
+def test_without_hard_links_a_lock_is_made_by_opening_a_new_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(os, "link", refuse)
+    with another_holder(tmp_path, then=signal.SIGCONT), pytest.raises(CheckpointError, match="is running"):
+        take_lock(tmp_path)
+    assert "broken" in take_lock(tmp_path).broken
+
+
+def test_one_message_on_all_ranks(tmp_path: Path) -> None:
+    def action(world: LateCommunicator) -> FolderLock | None:
+        return lock_folder(tmp_path / "run", world=world, device=torch.device("cpu"))
+
+    with another_holder(tmp_path / "run", then=signal.SIGCONT):
+        results = run_threads(3, action)
+    assert {type(result) for result in results} == {CheckpointError}
+    assert len({str(result) for result in results}) == 1
+    lock, *others = run_threads(3, action)
+    assert isinstance(lock, FolderLock) and others == [None, None]
+    assert "broken" in lock.broken
+
+
+def race(root: Path) -> None:
+    """Take the lock, make and remove a file that no other process may have; half of the processes keep the lock.
+
+    Ends with status 1 if another process has the file, 2 if the lock was refused, 3 or 4 if it was free or broken.
+    """
+    try:
+        lock = take_lock(root)
+    except CheckpointError:
+        os._exit(2)
+    os.close(os.open(root / "writing", os.O_CREAT | os.O_EXCL))
+    time.sleep(0.002)
+    os.unlink(root / "writing")
+    lock.ensure()
+    if os.getpid() % 2:
+        lock.release()
+    os._exit(4 if lock.broken else 3)
+
+
+def test_of_many_processes_that_race_for_a_lock_one_has_it_at_a_time(tmp_path: Path) -> None:
+    statuses = []
+    for _ in range(12):
+        children = [in_a_child(lambda: race(tmp_path)) for _ in range(12)]
+        statuses += [status_of(child) for child in children]
+    assert set(statuses) == {2, 3, 4}, "refused, free and broken locks, and no file of two processes"
+
+
+def killed_at(number: int, root: Path) -> bool:
+    """Take the lock in a fork that kills itself at its n-th file operation; return True if it took it before."""
+
+    def take() -> None:
+        seen = 0
+
+        def watch(event: str, arguments: tuple[object, ...]) -> None:
+            nonlocal seen
+            if event in ("open", "os.rename", "os.link", "os.remove") and str(root) in str(arguments[0]):
+                seen += 1
+                if seen == number:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(watch)
+        take_lock(root).release()
+
+    return status_of(in_a_child(take)) == 0
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_process_killed_anywhere_leaves_a_lock_that_can_be_taken(tmp_path: Path, is_held: bool) -> None:
+    for number in range(1, 60):
+        if is_held:
+            assert status_of(in_a_child(lambda: take_lock(tmp_path))) == 0
+        finished = killed_at(number, tmp_path)
+        take_lock(tmp_path).release()
+        assert [path.name for path in tmp_path.iterdir() if LOCK in path.name] == []
+        if finished:
+            break
+    assert finished and number > 5

@@ -1,0 +1,84 @@
+"""Tests of owners: which processes are known to be gone, as seen from this one."""
+
+import os
+import signal
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megazero.owner import Owner
+
+HERE = Owner.of_this_process()
+
+
+def owner_of_a_child() -> tuple[int, Owner]:
+    """Fork a child that waits for a signal; return its process id and its owner as it has found it."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writing, Owner.of_this_process().tag.encode())
+        signal.pause()
+        os._exit(0)
+    owner = Owner.from_tag(os.read(reading, 1000).decode())
+    os.close(reading)
+    os.close(writing)
+    assert owner is not None and owner.pid == child
+    return child, owner
+
+
+def test_a_process_is_gone_once_it_is_killed_even_before_its_parent_has_asked_for_it() -> None:
+    child, owner = owner_of_a_child()
+    try:
+        assert not owner.is_gone(HERE)
+        os.kill(child, signal.SIGSTOP)
+        assert not owner.is_gone(HERE), "a stopped process goes on when it is told to"
+        os.kill(child, signal.SIGKILL)
+        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # it has ended, and is there until somebody waits for it
+        assert owner.is_gone(HERE)
+    finally:
+        os.waitpid(child, 0)
+    assert owner.is_gone(HERE)
+
+
+def test_a_process_id_that_was_given_again_is_another_process() -> None:
+    assert not HERE.is_gone(HERE)
+    assert replace(HERE, started=HERE.started + 1).is_gone(HERE)
+
+
+def test_the_first_process_of_the_machine_lives_whoever_reads_it() -> None:
+    fields = Path("/proc/1/stat").read_text().rpartition(")")[2].split()
+    assert not replace(HERE, pid=1, started=int(fields[19])).is_gone(HERE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "gone"),
+    [
+        ({"namespace": 1}, False),  # a container on this machine: its ids are others'
+        ({"boot": "00000000"}, True),  # this machine before it was started again
+        ({"boot": "00000000", "machine": "00000000"}, False),
+        ({"boot": "00000000", "machine": ""}, False),  # "localhost" is many machines
+        ({"boot": ""}, False),
+    ],
+)
+def test_what_cannot_be_seen_from_here_may_live(changes: dict[str, str | int], gone: bool) -> None:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    owner = Owner.from_tag(replace(HERE, pid=process.pid).tag)
+    assert owner is not None and owner.is_gone(HERE)
+    assert replace(owner, **changes).is_gone(HERE) is gone
+
+
+def test_where_the_system_tells_nothing_nobody_is_gone() -> None:
+    blank = replace(HERE, boot="", machine="", namespace=0)
+    assert not replace(blank, pid=2**30).is_gone(blank)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "4711", "a-b-c-d-e", f"{HERE.tag}-1", f"../{HERE.tag}", f"{HERE.tag}\n", "1-2---3"]
+)
+def test_only_tags_are_read_as_tags(text: str) -> None:
+    found = Owner.from_tag(text)
+    assert found is None or found.tag == text
+    assert Owner.from_tag(HERE.tag) == HERE
