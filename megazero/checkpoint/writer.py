@@ -29,12 +29,14 @@ from torch import Tensor
 from megazero.checkpoint.agreement import all_or_none
 from megazero.checkpoint.folders import CONFIG, LATEST, MANIFEST, TEMPORARY_PREFIX, free_name, list_steps, part_name
 from megazero.checkpoint.manifest import (
+    BOX_BYTES,
     BoxEntry,
     ConfigEntry,
     FileEntry,
     Manifest,
     RankPart,
     TensorEntry,
+    box_key,
     dtype_name,
     dump_manifest,
     dump_part,
@@ -42,13 +44,12 @@ from megazero.checkpoint.manifest import (
     merge_parts,
     parse_part,
 )
-from megazero.checkpoint.slices import BoxPiece, format_box, fragment_pieces, piece_view
+from megazero.checkpoint.slices import BoxPiece, fragment_pieces, piece_view
 from megazero.comm.interface import Communicator
 from megazero.errors import CheckpointError, raise_problems
 from megazero.files import sync_path
 from megazero.parallel.param_spec import StateFragment
 
-BOX_BYTES = 64 << 20
 _ALIGNMENT = 8
 _MAX_PROBLEMS = 20
 
@@ -95,7 +96,7 @@ class _Item(NamedTuple):
 
     @property
     def key(self) -> str:
-        return f"{self.tensor.kind}/{self.tensor.parameter}{format_box(self.piece.box)}"
+        return box_key(self.tensor.kind, self.tensor.parameter, self.piece.box)
 
 
 def prepare(folder: Path) -> None:

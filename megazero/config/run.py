@@ -181,6 +181,11 @@ class CheckpointConfig:
     finetune: bool = setting(
         False, help="take parameters only and start at step 0: no optimizer state, no position in the data"
     )
+    strict_load: bool = setting(
+        False,
+        help="end with an error if the newest checkpoint under load is damaged; without it, it is set aside and the"
+        " next sound one is taken",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
