@@ -70,6 +70,17 @@ class CheckpointError(UserError):
     kind = "checkpoint error"
 
 
+class DamageError(CheckpointError):
+    """A checkpoint's files are missing, or are not what was saved; an older checkpoint may be sound.
+
+    files: the names of the data files in which damage was found.
+    """
+
+    def __init__(self, *problems: Problem | str, files: Iterable[str] = ()) -> None:
+        super().__init__(*problems)
+        self.files = frozenset(files)
+
+
 class TopologyError(UserError):
     """The number of processes or devices does not fit the layout."""
 

@@ -3,17 +3,26 @@
 An *aside file* is written under a temporary name next to its destination, flushed to the disk, and then renamed over
 the destination in one step.  A reader sees the old file or the new one, never half of either.  Its name carries its
 owner, and the next process that writes the same destination removes those whose owners are gone.
+
+Files that others may have written are read by `open_regular`, `read_bounded` and `parse_json`, which end in an error,
+soon and within bounded memory, whatever lies there.
 """
 
+import errno
+import json
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from megazero.errors import DataError, Problem
 from megazero.owner import Owner
+
+MAX_JSON_DEPTH = 64
 
 
 class AsideFile:
@@ -126,3 +135,51 @@ def cannot_write(path: Path, error: OSError) -> DataError:
 def cannot_read(path: Path | str, error: OSError) -> DataError:
     """Return the error for a file that cannot be read."""
     return DataError(Problem(str(path), f"must be a readable file: {error.strerror or error}"))
+
+
+def open_regular(path: Path, *, inside: Path | None = None) -> BufferedReader:
+    """Open a regular file for reading, without waiting for a FIFO that nobody writes to.
+
+    inside: the folder that the file must lie in, links followed.  Raises OSError, with the rule that is broken as its
+    `strerror`, for anything but a regular file and for a link that leads out of the folder.
+    """
+    if inside is not None and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(inside)):
+        raise OSError(errno.EXDEV, "a link that leads out of the folder", str(path))
+    stream = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115 (returned)
+    if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+        stream.close()
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return stream
+
+
+def read_bounded(path: Path, limit: int, *, inside: Path | None = None) -> bytes:
+    """Return the content of a regular file; raise OSError as `open_regular` does, and if it has over `limit` bytes."""
+    with open_regular(path, inside=inside) as stream:
+        is_larger = os.fstat(stream.fileno()).st_size > limit
+        content = b"" if is_larger else stream.read(limit + 1)
+    if is_larger or len(content) > limit:
+        raise OSError(errno.EFBIG, f"larger than {limit >> 20} MiB", str(path))
+    return content
+
+
+def parse_json(text: bytes | str, **hooks: Any) -> Any:
+    """Parse JSON from an untrusted source; raise ValueError for everything that is not JSON of bounded depth.
+
+    hooks: `object_pairs_hook` and `parse_constant` of `json.loads`.
+    """
+    rule = f"nested deeper than {MAX_JSON_DEPTH} levels"
+    try:
+        content = json.loads(text, **hooks)
+    except RecursionError:
+        raise ValueError(rule) from None
+    level = [content]
+    for _ in range(MAX_JSON_DEPTH):
+        level = [
+            child
+            for each in level
+            for child in (each.values() if isinstance(each, dict) else each if isinstance(each, list) else ())
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return content
+    raise ValueError(rule)

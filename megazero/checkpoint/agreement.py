@@ -11,7 +11,7 @@ import torch
 
 from megazero.comm.interface import Communicator
 from megazero.comm.mesh import gather_json
-from megazero.errors import CheckpointError, Problem, UserError, raise_problems
+from megazero.errors import CheckpointError, DamageError, Problem, UserError
 
 _SHOWN_RANKS = 8
 
@@ -20,7 +20,8 @@ def all_or_none(world: Communicator, device: torch.device, action: Callable[[], 
     """Run `action` on every rank; return the JSON-able results of all ranks, in rank order.
 
     If it raises on any rank, all raise: CheckpointError with every problem and its ranks where the reason is one that a
-    user can mend (a full disk, a damaged file), and the original exception on a rank where it is a bug in megazero.
+    user can mend (a full disk, say), DamageError where every reason is damage, and the original exception on a rank
+    where it is a bug in megazero.
     doing: the action in words, for errors of the operating system.
     """
     value, error = None, None
@@ -29,14 +30,17 @@ def all_or_none(world: Communicator, device: torch.device, action: Callable[[], 
     # Any exception is reported to the other ranks first, and raised again below.
     except Exception as caught:
         error = caught
-    reports = gather_json(world, {"value": value, "problems": _problems(error, doing)}, device)
+    damaged = sorted(error.files) if isinstance(error, DamageError) else None
+    reports = gather_json(world, {"value": value, "problems": _problems(error, doing), "damaged": damaged}, device)
     if error is not None and not isinstance(error, UserError | OSError):
         raise error
-    try:
-        raise_problems(CheckpointError, _merged([report["problems"] for report in reports]))
-    except CheckpointError as merged:
-        raise merged from error
-    return [report["value"] for report in reports]
+    failed = [report for report in reports if report["problems"]]
+    if not failed:
+        return [report["value"] for report in reports]
+    problems = _merged([report["problems"] for report in reports])
+    if all(report["damaged"] is not None for report in failed):
+        raise DamageError(*problems, files=(name for report in failed for name in report["damaged"])) from error
+    raise CheckpointError(*problems) from error
 
 
 def _problems(error: Exception | None, doing: str) -> list[tuple[str, ...]]:

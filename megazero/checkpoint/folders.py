@@ -6,6 +6,7 @@
         step_0000020/
         .lock                       the process that may write here (`folder_lock.py`)
         .saving_step_0000030.TAG/   being written by the owner that TAG names, or left by it when it was killed
+        damaged_step_0000015/       set aside by a run that found it damaged and took the next sound one
 
 A step folder gets its name by one rename when it is complete, and is never written to again.  A step that is saved a
 second time goes to `step_0000020_2` (a *revision*), and the older folder is removed once `latest` names the new one, so
@@ -15,11 +16,14 @@ a complete copy exists at every moment.  What has a hidden name is removed by it
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
 from megazero.errors import CheckpointError, Problem
+from megazero.files import read_bounded, sync_path, written_aside
 from megazero.owner import Owner
 
 MANIFEST = "manifest.json"
@@ -27,7 +31,9 @@ CONFIG = "config.yaml"
 LATEST = "latest"
 
 _HIDDEN = ".saving_"
+DAMAGED_PREFIX = "damaged_"
 
+_MAX_LATEST_BYTES = 1 << 20
 _STEP_FOLDER = re.compile(r"step_(\d{7,15})(?:_(\d{1,6}))?")
 
 
@@ -73,9 +79,25 @@ def remove_step(folder: Path) -> None:
         shutil.rmtree(hidden, ignore_errors=True)
 
 
+class Candidates(NamedTuple):
+    """The checkpoints that a run may resume from, in the order of preference.
+
+    problem: the reason why `latest` names none of them, None if it does or if there is no such file.
+    """
+
+    folders: tuple[Path, ...]
+    problem: Problem | None = None
+
+
 def part_name(rank: int) -> str:
     """Return the name of the file with the bytes that a rank saved."""
     return f"rank_{rank:05d}.safetensors"
+
+
+def step_of(name: str) -> int | None:
+    """Return the step that the name of a step folder gives; None for any other name."""
+    match = _STEP_FOLDER.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def list_steps(root: Path) -> list[StepFolder]:
@@ -102,29 +124,71 @@ def step_name(step: int, revision: int = 1) -> str:
     return f"step_{step:07d}" + (f"_{revision}" if revision > 1 else "")
 
 
+def candidates(root: Path) -> Candidates:
+    """Return the checkpoint that `latest` names, which may be damaged, then those older than it, the newest first.
+
+    Without such a file, or if it names none, all are returned.  A run killed between publishing its first checkpoint
+    and writing `latest` leaves a complete folder and no `latest`.
+    """
+    steps = list_steps(root)
+    downwards = tuple(folder.path for folder in reversed(steps))
+    try:
+        name = read_bounded(root / LATEST, _MAX_LATEST_BYTES).decode(errors="replace").strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return Candidates(downwards)
+    except OSError as error:
+        given, rule = str(root / LATEST), f"cannot be read: {error.strerror}"
+        return Candidates(downwards, Problem(given, rule, _existing(steps)))
+    match = _STEP_FOLDER.fullmatch(name)
+    if match is None or not (root / name).is_dir():
+        return Candidates(downwards, _names_none(root, name, steps))
+    place = (int(match[1]), int(match[2] or 1))
+    older = tuple(folder.path for folder in reversed(steps) if (folder.step, folder.revision) < place)
+    return Candidates((root / name, *older))
+
+
 def newest(root: Path) -> Path | None:
     """Return the folder that `latest` names; without such a file the highest step; None when there is no checkpoint.
 
-    A run killed between publishing its first checkpoint and writing `latest` leaves a complete folder and no `latest`.
     Raises CheckpointError when `latest` names something that is not there.
     """
-    steps = list_steps(root)
-    try:
-        name = (root / LATEST).read_text(encoding="utf-8", errors="replace").strip()
-    except (FileNotFoundError, NotADirectoryError):
-        return steps[-1].path if steps else None
-    except OSError as error:
-        raise CheckpointError(Problem(str(root / LATEST), f"cannot be read: {error.strerror}")) from error
-    for folder in steps:
-        if folder.path.name == name:
-            return folder.path
-    raise CheckpointError(
-        Problem(
-            f"{root / LATEST} names {name[:80]!r}",
-            "it must name a complete checkpoint in the same folder",
-            _existing(steps) or "there is no checkpoint in this folder",
-        )
+    found = candidates(root)
+    if found.problem is not None:
+        raise CheckpointError(found.problem)
+    if found.folders and not (found.folders[0] / MANIFEST).is_file():
+        raise CheckpointError(_names_none(root, found.folders[0].name, list_steps(root)))
+    return found.folders[0] if found.folders else None
+
+
+def _names_none(root: Path, name: str, steps: list[StepFolder]) -> Problem:
+    rule = "it must name a complete checkpoint in the same folder"
+    return Problem(
+        f"{root / LATEST} names {name[:80]!r}", rule, _existing(steps) or "there is no checkpoint in this folder"
     )
+
+
+def set_aside(folders: Iterable[Path], sound: Path) -> list[Path]:
+    """Rename damaged step folders of a root and make `latest` name the sound one; return the folders' new names.
+
+    A crash in between leaves a `latest` that is right.  Raises OSError or DataError.
+    """
+    latest = sound.parent / LATEST
+    if latest.is_dir():
+        os.rename(latest, _free(sound.parent, f"{DAMAGED_PREFIX}{LATEST}"))
+    with written_aside(latest) as stream:
+        stream.write(f"{sound.name}\n".encode())
+    renamed = []
+    for folder in folders:
+        renamed.append(_free(folder.parent, f"{DAMAGED_PREFIX}{folder.name}"))
+        os.rename(folder, renamed[-1])
+    sync_path(sound.parent)
+    return renamed
+
+
+def _free(root: Path, name: str) -> Path:
+    """Return a path under `root` that is not taken: `name`, or `name` with a number behind it."""
+    numbered = (root / (name if number == 1 else f"{name}.{number}") for number in count(1))
+    return next(path for path in numbered if not os.path.lexists(path))
 
 
 def resolve(path: Path, step: int | None = None) -> Path:

@@ -25,7 +25,7 @@ from megazero.comm.local import LocalCommunicator
 from megazero.config.derived import ffn_hidden_size, max_position_embeddings
 from megazero.config.model import ModelConfig
 from megazero.errors import CheckpointError, Problem, raise_problems
-from megazero.files import sync_path
+from megazero.files import open_regular, parse_json, read_bounded, sync_path
 from megazero.model.gpt import GPT
 from megazero.parallel.param_spec import named_specs
 from megazero.tensor_parallel.layers import TensorParallel
@@ -68,6 +68,10 @@ _SAME_MODEL: Mapping[str, Any] = MappingProxyType(
         "add_cross_attention": False,
     }
 )
+
+
+_MAX_CONFIG_BYTES = 1 << 20
+_MAX_NUMBER = 2**31
 
 
 class NamePair(NamedTuple):
@@ -125,11 +129,15 @@ def read_model(folder: Path) -> ImportedModel:
     """Read the model in a Hugging Face folder.  Raises CheckpointError with all that is missing or does not fit."""
     described = _read_config(folder / CONFIG_FILE)
     config = our_config(described, given=str(folder / CONFIG_FILE))
-    shapes = full_shapes(config, described["vocab_size"])
     path = folder / WEIGHTS_FILE
     try:
+        open_regular(path).close()  # safetensors would wait for a FIFO
         with safe_open(path, framework="pt") as file:
             keys = set(file.keys())
+            if config.num_layers > len(keys):
+                given = f"{folder / CONFIG_FILE}: n_layer {config.num_layers}"
+                raise CheckpointError(Problem(given, f"{path} has tensors for every layer, {len(keys)} in all"))
+            shapes = full_shapes(config, described["vocab_size"])
             found = {row: _find(row, keys) for row in name_table(config)}
             problems = [_mismatch(path, file, row, key, shapes[row.ours]) for row, key in found.items()]
             raise_problems(CheckpointError, filter(None, problems))
@@ -204,10 +212,12 @@ def our_config(described: Mapping[str, Any], *, given: str) -> ModelConfig:
     other = {name: described[name] for name, value in _SAME_MODEL.items() if described.get(name, value) != value}
     needed = ("vocab_size", "n_embd", "n_layer", "n_head")
     missing = [name for name in needed if type(described.get(name)) is not int]
+    large = [name for name, value in described.items() if type(value) is int and abs(value) >= _MAX_NUMBER]
     problems = [
         Problem(f"{given}: {name} {other[name]!r}", "only GPT-2 is supported", str(_SAME_MODEL[name])) for name in other
     ]
     problems += [Problem(f"{given}: {name} {described.get(name)!r}", "is a whole number") for name in missing]
+    problems += [Problem(f"{given}: {name} {str(described[name])[:80]}", f"is below {_MAX_NUMBER}") for name in large]
     if not problems and described["n_embd"] % max(1, described["n_head"]):
         problems = [
             Problem(f"{given}: n_embd {described['n_embd']}, n_head {described['n_head']}", "n_head divides n_embd")
@@ -234,7 +244,7 @@ def our_config(described: Mapping[str, Any], *, given: str) -> ModelConfig:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        described = json.loads(path.read_text(encoding="utf-8"))
+        described = parse_json(read_bounded(path, _MAX_CONFIG_BYTES).decode())
     except (OSError, ValueError) as error:
         raise CheckpointError(Problem(f"{path}: {error}", "must be the JSON file of a Hugging Face model")) from error
     if not isinstance(described, dict):

@@ -11,7 +11,8 @@
 
 A *tensor* here is one kind of state of one parameter (its weight, say).  A file is a safetensors file: a header, then
 boxes back to back, dense and row-major; `begin` and `end` are bytes from the start of the file.  A *part* is what one
-rank contributes.  A manifest may come from an untrusted source, so `parse_manifest` validates all of it.
+rank contributes.  A manifest may come from an untrusted source, so `parse_manifest` validates all of it, and
+`header_problem` compares it with the headers of the data files, which describe the same boxes.
 """
 
 import hashlib
@@ -29,11 +30,17 @@ from pydantic import ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from megazero.checkpoint.slices import format_box, tiling_defects
-from megazero.errors import CheckpointError, Problem, raise_problems
+from megazero.errors import CheckpointError, DamageError, Problem, raise_problems
+from megazero.files import parse_json
 from megazero.parallel.param_spec import Box, StateKind
 
 FORMAT = "megazero-checkpoint"
 VERSION = 1
+# Bounds of what is written, which bound what is read.
+BOX_BYTES = 64 << 20
+MAX_MANIFEST_BYTES = 512 << 20
+MAX_TENSORS = 500_000
+MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors itself
 
 DtypeName = Literal["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "I32", "I16", "I8", "U8", "BOOL"]
 
@@ -102,7 +109,7 @@ class FileEntry:
 
     name: str
     num_bytes: _Position
-    header_bytes: _Position
+    header_bytes: Annotated[int, Field(ge=8, le=MAX_HEADER_BYTES)]
     header_sha256: _Digest
     boxes: tuple[BoxEntry, ...]
 
@@ -198,6 +205,40 @@ def tensor_layout_problems(entry: TensorEntry, boxes: Sequence[Box]) -> Iterator
         yield Problem(f"{describe(entry)}, region {format_box(defect.box)}", rule)
 
 
+def box_key(kind: StateKind, parameter: str, box: Box) -> str:
+    """Return the name of a box in the header of its file: `exp_avg/wte.weight[0:15,0:60]`."""
+    return f"{kind}/{parameter}{format_box(box)}"
+
+
+def header_problem(file: FileEntry, dtypes: Mapping[TensorKey, DtypeName], header: bytes) -> str:
+    """Return the rule that the header of a data file breaks, "" if it describes the boxes that the manifest lists.
+
+    dtypes: those of the manifest's tensors.
+    """
+    if hashlib.sha256(header).hexdigest() != file.header_sha256:
+        return "damaged: its header does not match the hash in the manifest"
+    try:
+        table = parse_json(header[8:])
+    except ValueError:
+        table = None
+    start = file.header_bytes
+    described = {
+        box_key(entry.kind, entry.parameter, entry.box): {
+            "dtype": dtypes[entry.parameter, entry.kind],
+            "shape": list(entry.lengths),
+            "data_offsets": [entry.begin - start, entry.end - start],
+        }
+        for entry in file.boxes
+    }
+    if int.from_bytes(header[:8], "little") != len(header) - 8 or not isinstance(table, dict):
+        return "damaged: it does not begin with the header of a safetensors file"
+    table.pop("__metadata__", None)
+    for key in described.keys() | table.keys():
+        if table.get(key) != described.get(key):
+            return f"its header has {str(table.get(key))[:200]} for {key[:200]}, the manifest {described.get(key)}"
+    return ""
+
+
 def describe(entry: TensorEntry) -> str:
     """Describe a tensor: `weight of wte.weight, F32 [1000, 60]`."""
     return f"{entry.kind} of {entry.parameter}, {entry.dtype} {list(entry.shape)}"
@@ -212,16 +253,15 @@ def dump_manifest(manifest: Manifest) -> bytes:
 def parse_manifest(text: bytes, *, source: str) -> Manifest:
     """Parse a manifest and check that it is complete, unaltered, and that every name and number in it is valid.
 
-    Raises CheckpointError with all problems (the first twenty); `source` is the file to name in them.
+    Raises DamageError with all problems (the first twenty), and CheckpointError for an unaltered one of another format
+    or version; `source` is the file to name in them.
     """
-    raise_problems(CheckpointError, _envelope_problems(text, source))
-    body = json.loads(text)
-    del body["sha256"]
+    body = _read_body(text, source)
     try:
         manifest = _MANIFEST.validate_json(json.dumps(body))
     except ValidationError as error:
-        raise CheckpointError(*_schema_problems(error, source)) from None
-    raise_problems(CheckpointError, islice(_content_problems(manifest, source), _MAX_PROBLEMS))
+        raise DamageError(*_schema_problems(error, source)) from None
+    raise_problems(DamageError, islice(_content_problems(manifest, source), _MAX_PROBLEMS))
     return manifest
 
 
@@ -230,22 +270,27 @@ def _body_hash(body: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _envelope_problems(text: bytes, source: str) -> Iterator[Problem]:
-    """Yield the problems found without looking at entries: JSON, format, version, hash."""
+def _read_body(text: bytes, source: str) -> dict[str, Any]:
+    """Return the JSON without its hash; check what needs no look at entries: JSON, format, version, hash."""
+    if text.count(b'"dtype"') > MAX_TENSORS:  # parsing would take minutes
+        raise DamageError(Problem(source, f"lists more than {MAX_TENSORS} tensors"))
     try:
-        body = json.loads(text)
+        body = parse_json(text)
         digest = body.pop("sha256", None)
         computed = _body_hash(body)
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        yield Problem(source, f"not a checkpoint's manifest: {type(error).__name__}: {str(error)[:200]}")
-        return
+        reason = f"not a checkpoint's manifest: {type(error).__name__}: {str(error)[:200]}"
+        raise DamageError(Problem(source, reason)) from None
+    version, kind = body.get("version"), CheckpointError if digest == computed else DamageError
     if body.get("format") != FORMAT:
-        yield Problem(f"{source}: format {str(body.get('format'))[:80]!r}", "not a checkpoint of megazero", FORMAT)
-    elif body.get("version") != VERSION:
+        given = f"{source}: format {str(body.get('format'))[:80]!r}"
+        raise kind(Problem(given, "not a checkpoint of megazero", FORMAT))
+    if version != VERSION or type(version) is not int:
         rule = "this version of megazero cannot read that version of the format"
-        yield Problem(f"{source}: version {str(body.get('version'))[:80]}", rule, str(VERSION))
-    elif digest != computed:
-        yield Problem(source, "damaged: the content does not match the hash stored with it")
+        raise kind(Problem(f"{source}: version {str(version)[:80]}", rule, str(VERSION)))
+    if digest != computed:
+        raise DamageError(Problem(source, "damaged: the content does not match the hash stored with it"))
+    return dict(body)
 
 
 def _schema_problems(error: ValidationError, source: str) -> list[Problem]:
@@ -292,6 +337,8 @@ def _file_problems(file: FileEntry, tensors: dict[TensorKey, TensorEntry], where
             yield Problem(given, f"not a region of a tensor of shape {list(tensor.shape)}")
         elif entry.begin != position or entry.end - entry.begin != entry.box.numel * dtype_bytes(tensor.dtype):
             yield Problem(f"{given}, bytes {entry.begin} to {entry.end}", "boxes must fill the file back to back")
+        elif entry.end - entry.begin > BOX_BYTES:
+            yield Problem(f"{given}, {entry.end - entry.begin} bytes", f"a box has at most {BOX_BYTES} bytes")
         position = entry.end
     if position != file.num_bytes:
         yield Problem(f"{where}: {file.num_bytes} bytes", f"its boxes end at byte {position}")

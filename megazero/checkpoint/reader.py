@@ -8,13 +8,18 @@
     +-----------+          +-------+
 
 The layout of the run that saved plays no part.  Names, shapes, coverage and file sizes are checked before the first
-byte is copied, all problems at once; a box is copied only if its bytes match its hash.
+byte is copied, all problems at once; a box is copied only if its bytes match its hash, and the header of every file
+that is read must describe the boxes that the manifest lists.
+
+What is missing or not what was saved is a DamageError.  What the system refuses for another reason (permissions, a file
+server that is away) is a plain CheckpointError, since the checkpoint itself may be sound.
 """
 
 import difflib
+import errno
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from io import BufferedReader
 from itertools import islice
@@ -25,24 +30,43 @@ import torch
 from pydantic import JsonValue
 from torch import Tensor
 
-from megazero.checkpoint.folders import MANIFEST, resolve
+from megazero.checkpoint.folders import MANIFEST, resolve, step_of
 from megazero.checkpoint.manifest import (
     DTYPES,
+    MAX_MANIFEST_BYTES,
     BoxEntry,
     FileEntry,
     Manifest,
     TensorEntry,
     TensorKey,
+    header_problem,
     layout_problems,
     parse_manifest,
     tensor_layout_problems,
 )
 from megazero.checkpoint.slices import format_box, fragment_pieces, index_within, intersect, piece_view
-from megazero.errors import CheckpointError, Problem, raise_problems
+from megazero.config.yaml_file import MAX_BYTES as MAX_CONFIG_BYTES
+from megazero.errors import CheckpointError, DamageError, Problem, raise_problems
+from megazero.files import open_regular, read_bounded
 from megazero.parallel.param_spec import Box, StateFragment, StateKind
 
 RUN = "run"  # the entry of a checkpoint's progress that identifies its run
 _MAX_PROBLEMS = 20
+# Errors of the system by which a file of a checkpoint is damaged: it is not there, unreadable on the disk, or no file
+# of this folder.
+_DAMAGE = frozenset(
+    (
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.EISDIR,
+        errno.ELOOP,
+        errno.ENXIO,
+        errno.EIO,
+        errno.EINVAL,
+        errno.EXDEV,
+        errno.EFBIG,
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -72,14 +96,19 @@ def open_checkpoint(path: str | Path, *, step: int | None = None) -> "Checkpoint
 
     Reads the manifest and the configuration, no tensor.  Raises CheckpointError.
     """
-    folder = resolve(Path(path), step)
-    manifest = parse_manifest(_read_file(folder / MANIFEST), source=str(folder / MANIFEST))
+    return open_folder(resolve(Path(path), step))
+
+
+def open_folder(folder: Path) -> "Checkpoint":
+    """Open the checkpoint in a step folder as `open_checkpoint` does."""
+    manifest = parse_manifest(_read_file(folder / MANIFEST, MAX_MANIFEST_BYTES), source=str(folder / MANIFEST))
+    if step_of(folder.name) not in (None, manifest.step):
+        given = f"{folder / MANIFEST}: step {manifest.step}"
+        raise DamageError(Problem(given, "a step folder is named after the step of its checkpoint"))
     config_file = folder / manifest.config.name
-    config = _read_file(config_file)
+    config = _read_file(config_file, MAX_CONFIG_BYTES)
     if hashlib.sha256(config).hexdigest() != manifest.config.sha256:
-        raise CheckpointError(
-            Problem(str(config_file), "damaged or edited: it does not match the hash in the manifest")
-        )
+        raise DamageError(Problem(str(config_file), "damaged or edited: it does not match the hash in the manifest"))
     return Checkpoint(folder, manifest, config.decode(errors="replace"))
 
 
@@ -103,8 +132,10 @@ class Checkpoint:
         for file in manifest.files:
             for box in file.boxes:
                 self._boxes[box.parameter, box.kind].append(_StoredBox(file, box))
-        # Checked already: the coverage and files of tensors, the hashes of boxes (file, first byte).
+        # Checked already: the coverage and files of tensors, the headers of files, the hashes of boxes (file, first
+        # byte).
         self._complete: set[TensorKey] = set()
+        self._described: set[str] = set()
         self._sound: set[tuple[str, int]] = set()
 
     @property
@@ -132,11 +163,21 @@ class Checkpoint:
         raise_problems(CheckpointError, islice(problems, _MAX_PROBLEMS))
         self._check_stored({(fragment.spec.name, fragment.kind) for fragment in wanted})
 
+    def check_files(self) -> None:
+        """Raise DamageError where tensors have holes, or files are missing or of the wrong size; no data is read."""
+        self._check_stored(set(self._tensors))
+
+    def damage_in(self, files: Collection[str]) -> list[Problem]:
+        """Read these data files anew, and return the problems of the first that is damaged."""
+        damage = (list(self._damage_of(file)) for file in self.manifest.files if file.name in files)
+        return next(filter(None, damage), [])
+
     def fill(self, fragments: Iterable[StateFragment]) -> None:
         """Copy the saved values into the fragments, cast to their dtype; padding is left as it is.
 
         Raises CheckpointError with all problems: before anything is copied, unless it is in the data itself (a damaged
-        box, an I/O error); then what the sound boxes hold has been copied and the rest is as it was.
+        box, an I/O error); then what the sound boxes hold has been copied and the rest is as it was.  To fill the same
+        fragments from another checkpoint overwrites all of it.
         """
         wanted = list(fragments)
         self.check(wanted)
@@ -145,7 +186,7 @@ class Checkpoint:
             state = fragment.tensor.detach()
             for piece in fragment_pieces(fragment.spec, fragment.start, fragment.stop):
                 targets[fragment.spec.name, fragment.kind].append(_Target(piece.box, piece_view(state, piece)))
-        raise_problems(CheckpointError, islice(self._copy(targets), _MAX_PROBLEMS))
+        self._copy(targets)
 
     def read(self, name: str, box: Box, *, kind: StateKind = "weight") -> Tensor:
         """Read one region of a parameter's state as a CPU tensor in the saved dtype.  Raises CheckpointError."""
@@ -155,7 +196,7 @@ class Checkpoint:
         assert intersect(box, Box((0,) * len(entry.shape), entry.shape)) == box or box.numel == 0, f"{name}: {box}"
         out = torch.empty(box.lengths, dtype=DTYPES[entry.dtype])
         targets = {(name, kind): [_Target(box, out)]} if box.numel else {}
-        raise_problems(CheckpointError, self._copy(targets))
+        self._copy(targets)
         return out
 
     def read_full(self, name: str, kind: StateKind = "weight") -> Tensor:
@@ -168,7 +209,10 @@ class Checkpoint:
         """Read everything; yield the layout's problems first, then those of each data file in turn."""
         yield list(layout_problems(self.manifest))
         for file in self.manifest.files:
-            yield list(self._file_problems(file)) or list(self._data_problems(file))
+            try:
+                yield list(self._damage_of(file))
+            except CheckpointError as error:
+                yield list(error.problems)
 
     def _missing(self, name: str, kind: StateKind) -> Iterator[Problem]:
         if (name, kind) in self._tensors:
@@ -189,7 +233,7 @@ class Checkpoint:
             yield Problem(f"{name} of shape {list(shape)}", f"its shape in {self.folder} is {list(entry.shape)}")
 
     def _check_stored(self, keys: set[TensorKey]) -> None:
-        """Raise CheckpointError where these tensors have holes, or their files are missing or of the wrong size."""
+        """Raise DamageError where these tensors have holes, or their files are missing or of the wrong size."""
         new = keys - self._complete
         saved = {key: self._boxes[key] for key in sorted(new)}
         holes = (
@@ -197,10 +241,11 @@ class Checkpoint:
             for key, boxes in saved.items()
             for problem in tensor_layout_problems(self._tensors[key], [box.entry.box for box in boxes])
         )
-        raise_problems(CheckpointError, islice(holes, _MAX_PROBLEMS))
+        raise_problems(DamageError, islice(holes, _MAX_PROBLEMS))
         files = {box.file.name: box.file for boxes in saved.values() for box in boxes}
-        problems = (problem for _, file in sorted(files.items()) for problem in self._file_problems(file))
-        raise_problems(CheckpointError, islice(problems, _MAX_PROBLEMS))
+        problems = {name: problem for name, file in sorted(files.items()) for problem in self._file_problems(file)}
+        if problems:
+            raise DamageError(*islice(problems.values(), _MAX_PROBLEMS), files=problems)
         self._complete |= new
 
     def _file_problems(self, file: FileEntry) -> Iterator[Problem]:
@@ -208,25 +253,40 @@ class Checkpoint:
         try:
             size = path.stat().st_size
         except OSError as error:
-            yield Problem(str(path), f"cannot be read: {error.strerror}")
+            yield _unreadable(path, error)
             return
         if size != file.num_bytes:
             yield Problem(f"{path}: {size} bytes", "truncated or altered since it was saved", f"{file.num_bytes} bytes")
 
-    def _copy(self, targets: Mapping[TensorKey, list[_Target]]) -> Iterator[Problem]:
-        """Copy values to the targets, file by file in the order of bytes; yield the problems found in the data."""
+    def _copy(self, targets: Mapping[TensorKey, list[_Target]]) -> None:
+        """Copy values to the targets, file by file in the order of bytes; raise DamageError if data is damaged."""
         plan: dict[str, list[tuple[_StoredBox, list[_Target]]]] = defaultdict(list)
         for key, wanted in targets.items():
             for saved in self._boxes[key]:
                 if overlaps := list(_overlaps(saved.entry.box, wanted)):
                     plan[saved.file.name].append((saved, overlaps))
+        damage: dict[str, list[Problem]] = {}
         for name in sorted(plan):
-            try:
-                with open(self.folder / name, "rb") as stream:
-                    for saved, overlaps in sorted(plan[name], key=lambda each: each[0].entry.begin):
-                        yield from self._copy_box(stream, saved, overlaps)
-            except OSError as error:
-                yield Problem(str(self.folder / name), f"cannot be read: {error.strerror or error}")
+            in_order = sorted(plan[name], key=lambda each: each[0].entry.begin)
+            if found := list(self._copy_from(in_order[0][0].file, in_order)):
+                damage[name] = found
+        if damage:
+            problems = (problem for found in damage.values() for problem in found)
+            raise DamageError(*islice(problems, _MAX_PROBLEMS), files=damage)
+
+    def _copy_from(self, file: FileEntry, plan: list[tuple[_StoredBox, list[_Target]]]) -> Iterator[Problem]:
+        """Copy boxes of one file; yield the problems found in it."""
+        path = self.folder / file.name
+        try:
+            with open_regular(path, inside=self.folder) as stream:
+                if file.name not in self._described:
+                    found = list(self._header_problems(stream, file))
+                    yield from found
+                    self._described |= set() if found else {file.name}
+                for saved, overlaps in plan:
+                    yield from self._copy_box(stream, saved, overlaps)
+        except OSError as error:
+            yield _unreadable(path, error)
 
     def _copy_box(self, stream: BufferedReader, saved: _StoredBox, overlaps: list[_Target]) -> Iterator[Problem]:
         entry = saved.entry
@@ -237,6 +297,12 @@ class Checkpoint:
         values = raw.view(DTYPES[self._tensors[entry.parameter, entry.kind].dtype]).view(entry.lengths)
         for target in overlaps:
             target.view.copy_(values[index_within(entry.box, target.box)])
+
+    def _header_problems(self, stream: BufferedReader, file: FileEntry) -> Iterator[Problem]:
+        stream.seek(0)
+        dtypes = {key: entry.dtype for key, entry in self._tensors.items()}
+        if rule := header_problem(file, dtypes, stream.read(file.header_bytes)):
+            yield Problem(str(self.folder / file.name), rule)
 
     def _is_sound(self, saved: _StoredBox, raw: Tensor) -> bool:
         """Return True if the bytes match the stored hash; a box that matched once is not hashed again."""
@@ -255,20 +321,21 @@ class Checkpoint:
             f"damaged: {where} do not match the hash in the manifest",
         )
 
-    def _data_problems(self, file: FileEntry) -> Iterator[Problem]:
-        """Check the header and every box of a file of the right size against their hashes, reading them anew."""
+    def _damage_of(self, file: FileEntry) -> Iterator[Problem]:
+        """Check the size of a file, its header, and every box of it against its hash, reading them anew."""
         path = self.folder / file.name
+        if problems := list(self._file_problems(file)):
+            yield from problems
+            return
         try:
-            with open(path, "rb") as stream:
-                header = _read_bytes(stream, 0, file.header_bytes)
-                if _digest(header) != file.header_sha256:
-                    yield Problem(str(path), "its header, which only other programs read, is damaged")
+            with open_regular(path, inside=self.folder) as stream:
+                yield from self._header_problems(stream, file)
                 for entry in file.boxes:
                     raw = _read_bytes(stream, entry.begin, entry.end)
                     if _digest(raw) != entry.sha256:
                         yield self._damaged(_StoredBox(file, entry))
         except OSError as error:
-            yield Problem(str(path), f"cannot be read: {error.strerror or error}")
+            yield _unreadable(path, error)
 
 
 def _overlaps(saved: Box, targets: Iterable[_Target]) -> Iterator[_Target]:
@@ -290,8 +357,16 @@ def _read_bytes(stream: BufferedReader, begin: int, end: int) -> Tensor:
     return raw[: stream.readinto(raw.numpy().data)]
 
 
-def _read_file(path: Path) -> bytes:
+def _read_file(path: Path, limit: int) -> bytes:
     try:
-        return path.read_bytes()
+        return read_bounded(path, limit, inside=path.parent)
     except OSError as error:
-        raise CheckpointError(Problem(str(path), f"cannot be read: {error.strerror}")) from error
+        raise DamageError(_unreadable(path, error)) from error
+
+
+def _unreadable(path: Path, error: OSError) -> Problem:
+    """Return the problem of a file that is damaged; raise CheckpointError if the checkpoint itself may be sound."""
+    problem = Problem(str(path), f"cannot be read: {error.strerror or error}")
+    if error.errno in _DAMAGE:
+        return problem
+    raise CheckpointError(problem) from error

@@ -44,12 +44,14 @@ from megazero.checkpoint.folders import (
     step_name,
 )
 from megazero.checkpoint.manifest import (
+    BOX_BYTES,
     BoxEntry,
     ConfigEntry,
     FileEntry,
     Manifest,
     RankPart,
     TensorEntry,
+    box_key,
     dtype_name,
     dump_manifest,
     dump_part,
@@ -59,13 +61,12 @@ from megazero.checkpoint.manifest import (
 )
 from megazero.checkpoint.reader import RUN, is_of_run
 from megazero.checkpoint.retention import ALL_STAY, Retention
-from megazero.checkpoint.slices import BoxPiece, format_box, fragment_pieces, piece_view
+from megazero.checkpoint.slices import BoxPiece, fragment_pieces, piece_view
 from megazero.comm.interface import Communicator
 from megazero.errors import CheckpointError, Problem, raise_problems
 from megazero.files import sync_path
 from megazero.parallel.param_spec import StateFragment
 
-BOX_BYTES = 64 << 20
 _ALIGNMENT = 8
 _MAX_PROBLEMS = 20
 
@@ -132,7 +133,7 @@ class _Item(NamedTuple):
 
     @property
     def key(self) -> str:
-        return f"{self.tensor.kind}/{self.tensor.parameter}{format_box(self.piece.box)}"
+        return box_key(self.tensor.kind, self.tensor.parameter, self.piece.box)
 
 
 def prepare(draft: Draft, held: ExitStack) -> Saving:

@@ -194,6 +194,11 @@ class CheckpointConfig:
         aliases=("save-retain-interval",),
         ge=1,
     )
+    strict_load: bool = setting(
+        False,
+        help="end with an error if the newest checkpoint under load is damaged; without it, it is set aside and the"
+        " next sound one is taken",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

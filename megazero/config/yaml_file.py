@@ -16,7 +16,9 @@ from megazero.config.origin import Origin
 from megazero.config.run import SECTIONS, RunConfig
 from megazero.config.values import RawValue
 from megazero.errors import ConfigError, Problem
+from megazero.files import read_bounded
 
+MAX_BYTES = 1 << 20
 # The first line of the file that a run saves; it marks settings that the user did not give, so that those without
 # effect are reported as notices.
 SAVED = "# The resolved configuration of a run, saved by megazero: all settings, also those without effect"
@@ -35,6 +37,14 @@ class _UniqueKeyLoader(yaml.SafeLoader):
                 raise yaml.constructor.ConstructorError(None, None, finding, key_node.start_mark)
             seen.add(name)
         return super().construct_mapping(node, deep)
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Refuse aliases of lists and mappings: nine lines of them can stand for a billion values."""
+        is_alias = self.check_event(yaml.AliasEvent)
+        node = super().compose_node(parent, index)
+        if is_alias and isinstance(node, yaml.CollectionNode):
+            raise yaml.composer.ComposerError(None, None, "an alias stands for one value", node.start_mark)
+        return node
 
 
 def read_file(path: Path) -> tuple[RawValue, ...]:
@@ -66,7 +76,7 @@ def read_nested(path: Path) -> Mapping[str, Any]:
 
 def _text_of(path: Path, given: str) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_bounded(path, MAX_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(Problem(given, f"the file can't be read: {reason}", "a YAML file")) from None
@@ -79,6 +89,8 @@ def _load(text: str, origin: str, example: str) -> Any:
         raise ConfigError(Problem(origin, f"this is not valid YAML: {_one_line(error)}", example)) from None
     except ValueError as error:  # a date with a 13th month, a whole number of thousands of digits
         raise ConfigError(Problem(origin, f"this is not valid YAML: {error}", example)) from None
+    except RecursionError:
+        raise ConfigError(Problem(origin, "this is not valid YAML: nested too deeply", example)) from None
 
 
 def to_yaml(config: RunConfig) -> str:

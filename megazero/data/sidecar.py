@@ -16,8 +16,9 @@ import xxhash
 
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.errors import DataError, Problem
-from megazero.files import cannot_read
+from megazero.files import cannot_read, open_regular, parse_json, read_bounded
 
+_MAX_BYTES = 64 << 20
 DIGEST_BLOCK_BYTES = 8 << 20
 
 
@@ -55,7 +56,7 @@ def digest_of(path: Path, advance: Callable[[int], None] | None = None) -> str:
     """Return the xxh3_128 of a file, in hexadecimal; calls advance(bytes) after every block."""
     digest = xxhash.xxh3_128()
     try:
-        with open(path, "rb") as stream:
+        with open_regular(path) as stream:
             while block := stream.read(DIGEST_BLOCK_BYTES):
                 digest.update(block)
                 if advance is not None:
@@ -98,10 +99,10 @@ def read_sidecar(dataset: IndexedDataset) -> Sidecar | None:
 def load_sidecar(path: Path) -> Sidecar:
     """Parse the file of a sidecar of any corpus; raises DataError if it is damaged."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(read_bounded(path, _MAX_BYTES).decode())
     except OSError as error:
         raise cannot_read(path, error) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise DataError(Problem(str(path), f"is a JSON object: {error}", "preprocess again, or remove it")) from error
     problems = _field_problems(path, content)
     if problems:

@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megazero.errors import DataError, Problem, raise_problems
-from megazero.files import cannot_read, cannot_write, written_aside
+from megazero.files import cannot_read, cannot_write, open_regular, written_aside
 
 # A scheme has at least two characters: a single one would be a drive.
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
@@ -114,7 +114,7 @@ def locate_corpus(prefix: str, access: Access) -> CorpusLocation:
 def map_file(path: Path) -> mmap.mmap | bytes:
     """Map a file into read-only memory."""
     try:
-        with open(path, "rb") as stream:
+        with open_regular(path) as stream:
             if os.fstat(stream.fileno()).st_size == 0:
                 return b""  # mmap refuses empty files; a corpus without tokens has an empty .bin
             return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)

@@ -10,7 +10,6 @@ Every tokenizer has an *end-of-document* id (eod), which preprocessing appends t
 """
 
 import hashlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 from megazero.errors import DataError, Problem, raise_problems
-from megazero.files import cannot_read
+from megazero.files import cannot_read, parse_json, read_bounded
 
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
@@ -34,6 +33,8 @@ SENTENCE_PIECE = "SentencePieceTokenizer"
 BYTE = "ByteTokenizer"
 # {type of tokenizer: names of the flags of the files it reads}
 FILES = MappingProxyType({GPT2_BPE: ("vocab_file", "merge_file"), SENTENCE_PIECE: ("tokenizer_model",), BYTE: ()})
+
+_MAX_FILE_BYTES = 64 << 20  # ten times what vocabularies of 250,000 tokens take
 
 END_OF_TEXT = "<|endoftext|>"
 OUTSIDE = "\ufffd"
@@ -89,7 +90,7 @@ class TokenizerSpec:
 
     def digests(self) -> dict[str, str]:
         """Return the SHA-256 of every file, in hexadecimal, by field name."""
-        return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in self.files().items()}
+        return {name: hashlib.sha256(_content(path)).hexdigest() for name, path in self.files().items()}
 
 
 def load_tokenizer(spec: TokenizerSpec) -> Tokenizer:
@@ -166,7 +167,7 @@ class SentencePieceTokenizer:
         self._model = SentencePieceProcessor()
         try:
             # Loaded from the bytes: the library prints to stderr when it opens a file it cannot read.
-            self.content = model_file.read_bytes()
+            self.content = read_bounded(model_file, _MAX_FILE_BYTES)
             self._model.LoadFromSerializedProto(self.content)
         except (RuntimeError, OSError) as error:
             reason = error.strerror if isinstance(error, OSError) else "its content is something else"
@@ -234,12 +235,17 @@ def _file_problem(kind: str, name: str, path: str | None) -> Problem | None:
     return None
 
 
+def _content(path: Path) -> bytes:
+    try:
+        return read_bounded(path, _MAX_FILE_BYTES)
+    except OSError as error:
+        raise cannot_read(path, error) from error
+
+
 def _read_vocab(path: Path) -> dict[str, int]:
     given = f"--vocab-file {path}"
     try:
-        vocab = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise cannot_read(path, error) from error
+        vocab = parse_json(_content(path).decode())
     except ValueError as error:
         raise DataError(Problem(given, f"is a JSON object from token to id: {error}")) from error
     if not isinstance(vocab, dict) or not all(type(token) is int for token in vocab.values()):
@@ -258,9 +264,7 @@ def _read_vocab(path: Path) -> dict[str, int]:
 
 def _read_merges(path: Path, vocab: dict[str, int]) -> list[tuple[str, str]]:
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except OSError as error:
-        raise cannot_read(path, error) from error
+        lines = _content(path).decode().split("\n")
     except ValueError as error:
         raise DataError(Problem(f"--merge-file {path}", f"is UTF-8 text: {error}")) from error
     merges = []

@@ -10,12 +10,13 @@ Other formats need no scale: for bf16, fp32 and fp64 it is the static scale 1.  
 from the gradient norms of `megazero.optim.grad_norm`.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megazero.config.engine_sections import PrecisionConfig
-from megazero.errors import CheckpointError, Problem, TrainingError
+from megazero.errors import DamageError, Problem, TrainingError
 
 GROWTH = 2.0
 BACKOFF = 0.5
@@ -42,11 +43,14 @@ class LossScale:
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> "LossScale":
-        """Restore a checkpoint's state; raise `CheckpointError` if a field is missing, unknown or not a number."""
+        """Restore a checkpoint's state; raise `DamageError` if a field is missing, unknown or out of range."""
         expected = {"scale": float, "good_steps": int, "hysteresis_left": int, "skips_at_minimum": int}
         if set(saved) != set(expected) or any(type(saved[name]) is not kind for name, kind in expected.items()):
             rule = "a saved loss scale has the numbers " + ", ".join(expected)
-            raise CheckpointError(Problem(f"the checkpoint's loss scale {dict(saved)}", rule))
+            raise DamageError(Problem(f"the checkpoint's loss scale {str(dict(saved))[:200]}", rule))
+        if not math.isfinite(saved["scale"]) or saved["scale"] <= 0 or min(saved.values()) < 0:
+            given = f"the checkpoint's loss scale {str(dict(saved))[:200]}"
+            raise DamageError(Problem(given, "a loss scale is a positive number, and its counts are not negative"))
         return cls(**saved)
 
 

@@ -409,7 +409,7 @@ RUN: tuple[Row[RunConfig], ...] = (
     ),
     *map(_is_no_parameter, _OPTIMIZER_OF),
     Row(
-        ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler", "no_load_optim"),
+        ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler", "no_load_optim", "strict_load"),
         lambda c: "there is no checkpoint to take anything from" if c.checkpoint.load is None else "",
         {"load": "DIR"},
     ),
@@ -423,6 +423,14 @@ RUN: tuple[Row[RunConfig], ...] = (
             ""
             if c.checkpoint.load is not None and (c.checkpoint.finetune or c.checkpoint.no_load_optim)
             else "weights alone are loaded by --load with --finetune or --no-load-optim"
+        ),
+    ),
+    Row(
+        ("strict_load",),
+        lambda c: (
+            "a step folder that is named is never replaced by another"
+            if c.checkpoint.load is not None and c.checkpoint.load.name.startswith("step_")
+            else ""
         ),
     ),
     Row(

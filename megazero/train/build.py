@@ -11,8 +11,10 @@ import torch
 
 from megazero.activations.assemble import RankParts, activation_plan, describe
 from megazero.activations.recompute_plan import ActivationPlan
+from megazero.checkpoint.fallback import refusal, report, restore_first_sound, set_damaged_aside
 from megazero.checkpoint.folder_lock import FolderLock, lock_folder
 from megazero.checkpoint.folders import remove_hidden
+from megazero.checkpoint.reader import Checkpoint
 from megazero.checkpoint.retention import Retention
 from megazero.checkpoint.space import steps_to_save
 from megazero.comm.local import LocalCommunicator
@@ -60,6 +62,7 @@ from megazero.train.saving import (
     check_compatible,
     check_model,
     check_optimizer,
+    check_progress,
     check_shapes,
     find_checkpoint,
     has_stepped,
@@ -78,9 +81,11 @@ def check_checkpoint(config: RunConfig, inputs: RunInputs) -> None:
     Raises ConfigError for the settings that differ, or CheckpointError for the tensors that do.
     """
     checkpoint = find_checkpoint(config.checkpoint)
-    if checkpoint is None:
-        return
-    vocab_size = inputs.vocab_size
+    if checkpoint is not None:
+        _check_fits(checkpoint, config, vocab_size=inputs.vocab_size)
+
+
+def _check_fits(checkpoint: Checkpoint, config: RunConfig, *, vocab_size: int) -> None:
     check_model(checkpoint, replace(config.model, vocab_size=vocab_size))
     model = _meta_model(config, vocab_size=vocab_size)
     kinds: tuple[str, ...] = ("weight",)
@@ -291,7 +296,8 @@ def _assemble_on(
         console.line(f"torch.compile: {components.compiled}, at the first step")
     train_iters = derived.train_iters(config, launch.world_size)
     scaler = LossScaler.from_config(config.precision)
-    resumed = _resume(config, components, LearningRate.from_config(config.optimizer, train_iters=train_iters), scaler)
+    schedule = LearningRate.from_config(config.optimizer, train_iters=train_iters)
+    resumed = _resume(config, components, schedule, scaler, console)
     layout = batch_layout(config, components.mesh, inputs.eod)
     return Run(
         context=step_context(config, components),
@@ -333,16 +339,39 @@ class _Resumed:
     learning_rate: LearningRate
 
 
-def _resume(config: RunConfig, components: RunComponents, schedule: LearningRate, scaler: LossScaler) -> _Resumed:
+def _restore_newest(config: RunConfig, components: RunComponents, console: Console) -> Checkpoint | None:
+    """Restore the engine from the newest sound checkpoint of --load; return that one, None if there is none at all."""
+    load, save, mesh = config.checkpoint.load, config.checkpoint.save, components.mesh
+    if load is None:
+        return None
+    weights_only = _takes_weights_only(config)
+    taken = restore_first_sound(
+        load,
+        check=lambda found: check_progress(found, config.checkpoint),
+        restore=lambda found: restore_engine(found, components.engine, mesh, with_optimizer=not weights_only),
+        fits=lambda found: _check_fits(found, config, vocab_size=components.model.vocab_size),
+        world=mesh.world,
+        device=mesh.device,
+    )
+    if taken is None or taken.is_newest:
+        return taken and taken.checkpoint
+    if config.checkpoint.strict_load:
+        raise refusal(taken, load, is_read=True)
+    is_own = save is not None and save.resolve() == load.resolve()
+    for line in (*report(taken), *(set_damaged_aside(taken) if is_own and mesh.rank == 0 else ())):
+        console.line(line)
+    return taken.checkpoint
+
+
+def _resume(
+    config: RunConfig, components: RunComponents, schedule: LearningRate, scaler: LossScaler, console: Console
+) -> _Resumed:
     """Restore the engine and the counters from a checkpoint, or start the counters where there is none."""
-    checkpoint = find_checkpoint(config.checkpoint)
-    if checkpoint is None:
+    checkpoint = _restore_newest(config, components, console)
+    if checkpoint is None or config.checkpoint.finetune:
         return _Resumed(TrainState(scaler.start()), schedule)
     weights_only = _takes_weights_only(config)
-    restore_engine(checkpoint, components.engine, components.mesh, with_optimizer=not weights_only)
-    if config.checkpoint.finetune:
-        return _Resumed(TrainState(scaler.start()), schedule)
-    state = TrainState.from_json(checkpoint.progress)
+    state = TrainState.from_json(checkpoint.progress, step=checkpoint.step)
     if not (scaler.dynamic and checkpoint.progress.get("loss_scale_is_dynamic")):
         state.loss_scale = scaler.start()  # a constant scale is no state of a dynamic one
     if not weights_only:

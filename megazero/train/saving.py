@@ -7,9 +7,9 @@ from typing import Any, NamedTuple, cast
 
 from torch import nn
 
+from megazero.checkpoint.fallback import first_complete, refusal
 from megazero.checkpoint.folder_lock import FolderLock
-from megazero.checkpoint.folders import LATEST, MANIFEST, list_steps
-from megazero.checkpoint.reader import RUN, Checkpoint, open_checkpoint
+from megazero.checkpoint.reader import RUN, Checkpoint
 from megazero.checkpoint.restore import restore
 from megazero.checkpoint.retention import ALL_STAY, Retention
 from megazero.checkpoint.space import check_space, saved_bytes
@@ -89,13 +89,23 @@ class Saver:
 
 
 def find_checkpoint(config: CheckpointConfig) -> Checkpoint | None:
-    """Open the checkpoint of --load; None if there is none, as at the first start of a run that resumes itself."""
+    """Open the checkpoint of --load; None if there is none, as at the first start of a run that resumes itself.
+
+    Those that are damaged are passed over without a line, which `restore_first_sound` reports; with --strict-load they
+    are an error.
+    """
     if config.load is None:
         return None
-    # A step folder may have been renamed or copied; a named one that does not exist is an error, not a first start.
-    is_one = config.load.name.startswith("step_") or (config.load / MANIFEST).exists()
-    has_some = (config.load / LATEST).exists() or bool(list_steps(config.load))
-    return open_checkpoint(config.load) if is_one or has_some else None
+    found = first_complete(config.load, lambda each: check_progress(each, config))
+    if found is not None and config.strict_load and not found.is_newest:
+        raise refusal(found, config.load, is_read=False)
+    return found and found.checkpoint
+
+
+def check_progress(checkpoint: Checkpoint, config: CheckpointConfig) -> None:
+    """Raise DamageError if the counters of the checkpoint, if they are taken, cannot be those of a run."""
+    if not config.finetune:
+        TrainState.from_json(checkpoint.progress, step=checkpoint.step)
 
 
 def check_compatible(checkpoint: Checkpoint, *, seed: int, seq_length: int) -> None:
@@ -201,6 +211,10 @@ def restore_engine(checkpoint: Checkpoint, engine: Engine, mesh: Mesh, *, with_o
     numbers = checkpoint.progress.get(_NUMBERS, {})
     if with_optimizer and isinstance(numbers, dict):
         engine.settings.optimizer.start(cast(dict[str, float], numbers))
+    elif with_optimizer and engine.settings.optimizer.numbers() is not None:
+        given = f"{checkpoint.folder}, whose optimizer has no state yet"
+        rule = "the optimizer has taken state from a damaged checkpoint already, and cannot be emptied"
+        raise CheckpointError(Problem(given, rule, f"start again with --load {checkpoint.folder}"))
     wanted = (piece for piece in engine.wanted_state() if with_optimizer or piece.kind == "weight")
     restore(checkpoint, wanted, world=mesh.world, device=mesh.device)
     engine.state_loaded(weights_only=not with_optimizer)

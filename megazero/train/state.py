@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megazero.errors import CheckpointError, Problem
+from megazero.errors import DamageError, Problem
 from megazero.optim.loss_scaler import LossScale
+
+_MAX_COUNT = 2**48  # far more than any run reaches, and small enough for every product in 64 bits
 
 
 @dataclass
@@ -41,11 +43,18 @@ class TrainState:
         }
 
     @classmethod
-    def from_json(cls, saved: Mapping[str, Any]) -> "TrainState":
-        """Restore the counters from a checkpoint; raise `CheckpointError` if one is missing or not a count."""
+    def from_json(cls, saved: Mapping[str, Any], *, step: int) -> "TrainState":
+        """Restore the counters from the checkpoint of `step`; raise `DamageError` if they are not those of a run."""
         names = ("iteration", "consumed_samples", "optimizer_steps")
-        bad = [name for name in names if type(saved.get(name)) is not int or saved[name] < 0]
-        if bad or not isinstance(saved.get("loss_scale"), Mapping):
-            given = f"the checkpoint's progress {dict(saved)}"
-            raise CheckpointError(Problem(given, f"progress has loss_scale and the counts {', '.join(names)}"))
-        return cls(LossScale.from_json(saved["loss_scale"]), *(saved[name] for name in names))
+        given = f"the checkpoint's progress {str(dict(saved))[:1000]}"
+        bad = [name for name in names if type(saved.get(name)) is not int or not 0 <= saved[name] <= _MAX_COUNT]
+        is_dynamic = saved.get("loss_scale_is_dynamic", False)
+        if bad or not isinstance(saved.get("loss_scale"), Mapping) or type(is_dynamic) is not bool:
+            rule = f"progress has loss_scale, loss_scale_is_dynamic and the counts {', '.join(names)}"
+            raise DamageError(Problem(given, rule, f"counts from 0 to {_MAX_COUNT}"))
+        state = cls(LossScale.from_json(saved["loss_scale"]), *(saved[name] for name in names))
+        if state.iteration != step:
+            raise DamageError(Problem(given, f"the iteration is the step of the checkpoint, {step}"))
+        if state.optimizer_steps > step or state.consumed_samples < step or state.loss_scale.good_steps > step:
+            raise DamageError(Problem(given, "a step takes at least one sample, and the optimizer at most one step"))
+        return state

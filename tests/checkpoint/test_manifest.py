@@ -38,7 +38,7 @@ def part(rank: int, rows: tuple[int, int], entry: TensorEntry = WEIGHT) -> RankP
     first, last = rows
     end = 80 + (last - first) * 3 * 4
     box = BoxEntry("w", "weight", (first, 0), (last - first, 3), 80, end, HASH)
-    return RankPart((entry,), FileEntry(f"rank_{rank}.safetensors", end, 80, HASH, (box,)))
+    return RankPart("save", (entry,), FileEntry(f"rank_{rank}.safetensors", end, 80, HASH, (box,)))
 
 
 def manifest(*parts: RankPart, progress: Any = None) -> Manifest:

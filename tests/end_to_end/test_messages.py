@@ -297,8 +297,13 @@ ROWS: dict[str, Row] = {
         ranks=1,
     ),
     "`latest` names nothing": Row(
-        LOAD,
-        ("saved/latest names 'step_0000009'", "must name a complete checkpoint", "step_0000002"),
+        {**LOAD, "--strict-load": ""},
+        (
+            "saved/latest names 'step_0000009'",
+            "must name a complete",
+            "--strict-load with --load",
+            "saved/step_0000002",
+        ),
         broken_files.latest_names_nothing,
     ),
     "no such step": Row(

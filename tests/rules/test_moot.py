@@ -126,6 +126,8 @@ RUN_CASES = (
     Case("override_opt_param_scheduler", True, NOTICE, {}, LOADED),
     Case("use_checkpoint_opt_param_scheduler", True, NOTICE, {}, LOADED),
     Case("no_load_optim", True, NOTICE, {}, LOADED),
+    Case("strict_load", True, ERROR, {}, LOADED),
+    Case("strict_load", True, ERROR, {"load": "runs/step_0000002"}, LOADED),
     Case("override_opt_param_scheduler", True, NOTICE, {**LOADED, "finetune": True}, LOADED),
     Case("no_load_optim", True, NOTICE, {**LOADED, "finetune": True}, LOADED),
     Case("save_interval", 5, NOTICE, {}, {"save": "ckpt"}),

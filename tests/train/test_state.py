@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megazero.errors import CheckpointError
+from megazero.errors import DamageError
 from megazero.optim.loss_scaler import LossScale
 from megazero.train.state import TrainState
 
@@ -32,7 +32,7 @@ def test_what_is_saved() -> None:
 
 def test_the_way_through_json() -> None:
     saved = json.loads(json.dumps({**state().to_json(), "seed": 3, "learning_rate": {"peak": 1e-3}}))
-    assert TrainState.from_json(saved) == state()
+    assert TrainState.from_json(saved, step=12) == state()
 
 
 @pytest.mark.parametrize(
@@ -47,17 +47,27 @@ def test_the_way_through_json() -> None:
         {"loss_scale": 65536.0},
         {"loss_scale": None},
         {"loss_scale": {"scale": 1.0}},
+        {"loss_scale": {**state().to_json()["loss_scale"], "good_steps": -1}},
+        {"loss_scale": {**state().to_json()["loss_scale"], "scale": 0.0}},
+        {"loss_scale": {**state().to_json()["loss_scale"], "good_steps": 13}},
+        {"loss_scale_is_dynamic": 1},
+        {"iteration": 2**61},
+        {"iteration": 11},
+        {"consumed_samples": 2**61},
+        {"consumed_samples": 11},
+        {"optimizer_steps": 2**61},
+        {"optimizer_steps": 13},
     ],
     ids=str,
 )
 def test_a_damaged_state_is_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(CheckpointError, match=r"checkpoint's (progress|loss scale)"):
-        TrainState.from_json(state().to_json() | change)
+    with pytest.raises(DamageError, match=r"checkpoint's (progress|loss scale)"):
+        TrainState.from_json(state().to_json() | change, step=12)
 
 
 @pytest.mark.parametrize("name", ["iteration", "consumed_samples", "optimizer_steps", "loss_scale"])
 def test_nothing_may_be_missing(name: str) -> None:
     saved = state().to_json()
     del saved[name]
-    with pytest.raises(CheckpointError, match="progress has loss_scale and the counts"):
-        TrainState.from_json(saved)
+    with pytest.raises(DamageError, match="progress has loss_scale"):
+        TrainState.from_json(saved, step=12)

@@ -28,7 +28,9 @@ from megazero.dialects.deepspeed.keys import (
     SWITCHES,
 )
 from megazero.errors import ConfigError, Problem
+from megazero.files import parse_json, read_bounded
 
+_MAX_BYTES = 1 << 20
 # {DeepSpeed's name of a number format: megazero's name}
 _FORMATS: Mapping[str, str] = MappingProxyType(
     {
@@ -91,18 +93,20 @@ class ParsedFile:
 def read_file(path: Path) -> Mapping[str, Any]:
     """Return the mapping in a JSON file; raise ConfigError if it can't be read, is no JSON, or has a key twice."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_bounded(path, _MAX_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(Problem(str(path), f"the file can't be read: {reason}", "a JSON file")) from None
     twice: list[str] = []
     try:
-        content = json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, twice), parse_constant=_no_number)
+        content = parse_json(text, object_pairs_hook=lambda pairs: _unique(pairs, twice), parse_constant=_no_number)
     except json.JSONDecodeError as error:
         rule = f"this is not valid JSON: {error.msg} (line {error.lineno}, column {error.colno})"
         raise ConfigError(Problem(str(path), rule, '{"zero_optimization": {"stage": 3}}')) from None
     except _NoNumber as error:
         raise ConfigError(Problem(f"{path}: {error}", "JSON has finite numbers only", "a number")) from None
+    except ValueError as error:  # nested too deeply, a whole number of thousands of digits
+        raise ConfigError(Problem(str(path), f"this is not valid JSON: {error}", "a JSON file")) from None
     if twice:
         raise ConfigError(*(Problem(f"{path}: {name}", "the key stands twice in one object", "once") for name in twice))
     if not isinstance(content, dict):
