@@ -267,6 +267,7 @@ def assemble(
         timetable=_timetable(config, _last_iteration(config, resumed.state, launch.world_size)),
         saver=_saver(config, components, resumed),
         reporting=_reporting(config, console, components, inputs, resumed.state),
+        launcher=launch.launcher,
     )
 
 
