@@ -2,6 +2,7 @@
 
     megazero.initialize(model, config)     an engine around any torch.nn.Module
     megazero.recompute(function, *args)    calls a function whose activations are computed again in backward
+    megazero.StopRequest()                 a flag that is raised when the process is asked to end (SIGTERM, Ctrl-C, ...)
     megazero.zero                          Init, GatheredParameters, ... (megazero/zero/__init__.py)
 
 Public names are imported when they are first used.
@@ -11,10 +12,12 @@ from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["initialize", "recompute", "zero"]
+__all__ = ["StopRequest", "initialize", "recompute", "zero"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "StopRequest":
+        return import_module("megazero.signals").StopRequest
     if name == "initialize":
         return import_module("megazero.library.initialize").initialize
     if name == "recompute":

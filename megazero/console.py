@@ -3,12 +3,15 @@
 Only the process with rank 0 prints; every other one is silent unless it has an error of its own.
 """
 
+import errno
 import gc
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from contextlib import suppress
+from typing import TextIO, TypeVar
 
 from rich.console import Console as RichConsole
 from rich.progress import (
@@ -46,9 +49,17 @@ class Console:
 
     def line(self, text: str = "") -> None:
         """Print one line (or several, joined by newlines) on the printing rank."""
-        if self.prints:
+        if not self.prints:
+            return
+        try:
             self._rich.print(text)
             sys.stdout.flush()
+        except OSError as error:
+            # The terminal or the pipe's reader is gone: no reason to lose a run, which prints nothing from here on.
+            if error.errno not in (errno.EIO, errno.EPIPE):
+                raise
+            self.prints = False
+            _discard(sys.stdout)
 
     def track(self, items: Iterable[T], *, total: int | None, description: str) -> Iterator[T]:
         """Yield `items` under a progress bar with an ETA (only on a terminal; a pipe gets no bar)."""
@@ -75,8 +86,17 @@ class Console:
         return Progress(*(columns or usual), console=self._rich, transient=True, disable=not self.on_terminal)
 
 
+def _discard(stream: TextIO) -> None:
+    """Send what is still written to a stream to nowhere; the interpreter would fail to flush it at its end."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
 def run_program(main: Callable[[], int | None]) -> int:
     """Run a program's `main` and return its exit code; user errors are printed without a traceback, once per job."""
+    if callable(signal.getsignal(signal.SIGINT)):  # the handler of `megazero.interrupts`
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return main() or 0
     except UserError as error:
@@ -97,5 +117,6 @@ def run_program(main: Callable[[], int | None]) -> int:
 
 def print_error(error: UserError) -> int:
     """Print a user's error without a traceback, and return the exit code."""
-    print(error.render(), file=sys.stderr, flush=True)
+    with suppress(BrokenPipeError):  # whoever read the messages is gone
+        print(error.render(), file=sys.stderr, flush=True)
     return error.exit_code

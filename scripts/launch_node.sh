@@ -10,7 +10,9 @@
 # PROCS_PER_NODE  processes on each node (default: its GPUs, or 1 without any)
 # PYTHON          the interpreter (default: .venv/bin/python if it is there, else python3)
 #
-# To stop the job, signal a rank and not torchrun (`kill -USR1 PID OF A RANK`): all ranks save and end.
+# To stop the job, signal any rank or any node's torchrun (Ctrl-C, `kill -USR1`, `kill`): all ranks save and end.
+#
+# PET_SHUTDOWN_TIMEOUT  seconds that torchrun gives the ranks to do so (default: 600)
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
@@ -57,6 +59,9 @@ check
 processes="${PROCS_PER_NODE:-$("$python" -c 'import torch; print(torch.cuda.device_count() or 1)')}"
 printf 'node %d of %d: %d processes, meeting at %s:%d\n' \
     "$NODE_RANK" "$NUM_NODES" "$processes" "$MASTER_ADDR" "$MASTER_PORT"
+# torchrun forwards SIGUSR1 too, and waits longer than its 30 s for ranks that save.
+export PET_SIGNALS_TO_HANDLE="${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1}"
+export PET_SHUTDOWN_TIMEOUT="${PET_SHUTDOWN_TIMEOUT:-600}"
 # By exec, so that there is no shell between the terminal and torchrun.
 exec "$python" -m torch.distributed.run --nnodes "$NUM_NODES" --node-rank "$NODE_RANK" --nproc-per-node "$processes" \
     --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" "$root/pretrain_gpt.py" "$@"

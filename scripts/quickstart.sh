@@ -202,6 +202,7 @@ train() {
     fi
     choose_layout
     say "training: to step $train_iters${saved:+, from $saved}"
+    export PET_SHUTDOWN_TIMEOUT="${PET_SHUTDOWN_TIMEOUT:-120}" # seconds that Ctrl-C leaves the ranks to save
     # The schedule is that of this command line, so that --train-iters can be raised between two runs.
     "$python" -m torch.distributed.run --standalone --nproc-per-node "$processes" pretrain_gpt.py \
         "${shape[@]}" "${recipe[@]}" "${layout[@]}" "${intervals[@]}" \

@@ -7,6 +7,11 @@
 Exit codes: 0 sound, or equal; 1 the two differ; 2 an error, damage included.
 """
 
+if __name__ == "__main__":  # before the other imports
+    from megazero.interrupts import end_without_traceback
+
+    end_without_traceback()
+
 import argparse
 import json
 import math

@@ -4,6 +4,11 @@ The chosen steps are applied in the order of the flags below; a dropped document
 Without any step the input becomes jsonl.  Other keys of an object are copied.
 """
 
+if __name__ == "__main__":  # before the other imports
+    from megazero.interrupts import end_without_traceback
+
+    end_without_traceback()
+
 import argparse
 import sys
 import time

@@ -4,6 +4,11 @@ python tools/convert_hf.py export --load runs/demo --output runs/demo_hf
 python tools/convert_hf.py import --input gpt2/ --save runs/gpt2    (to train on: --load runs/gpt2 --finetune)
 """
 
+if __name__ == "__main__":  # before the other imports
+    from megazero.interrupts import end_without_traceback
+
+    end_without_traceback()
+
 import argparse
 import math
 import sys

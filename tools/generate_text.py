@@ -4,6 +4,11 @@ python tools/generate_text.py --load runs/demo --prompt "def main("
 torchrun --nproc-per-node 2 tools/generate_text.py --tensor-model-parallel-size 2 --load runs/demo --prompt "def main("
 """
 
+if __name__ == "__main__":  # before the other imports
+    from megazero.interrupts import end_without_traceback
+
+    end_without_traceback()
+
 import argparse
 import sys
 from collections.abc import Iterator

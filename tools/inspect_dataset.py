@@ -1,5 +1,10 @@
 """Inspect a corpus: counts, documents, lengths, samples as a run reads them; verify it, compare it with another."""
 
+if __name__ == "__main__":  # before the other imports
+    from megazero.interrupts import end_without_traceback
+
+    end_without_traceback()
+
 import argparse
 import sys
 from pathlib import Path

@@ -1,5 +1,10 @@
 """Merge several corpora into one: byte for byte the result of preprocessing all their text at once."""
 
+if __name__ == "__main__":  # before the other imports
+    from megazero.interrupts import end_without_traceback
+
+    end_without_traceback()
+
 import argparse
 import signal
 import sys

@@ -3,6 +3,11 @@
 Prints a table with a line for each node.  Exit status 0: all nodes are sound; 2: problems, printed; 3: ranks are gone.
 """
 
+if __name__ == "__main__":  # before the other imports
+    from megazero.interrupts import end_without_traceback
+
+    end_without_traceback()
+
 import argparse
 import os
 import socket

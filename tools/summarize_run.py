@@ -1,5 +1,10 @@
 """Summarize a run: validation before and after, pace, its newest checkpoint, the command for TensorBoard."""
 
+if __name__ == "__main__":  # before the other imports
+    from megazero.interrupts import end_without_traceback
+
+    end_without_traceback()
+
 import argparse
 import shlex
 import sys

@@ -3,6 +3,11 @@
 Every file is a document, or with --separator every piece of it.
 """
 
+if __name__ == "__main__":  # before the other imports
+    from megazero.interrupts import end_without_traceback
+
+    end_without_traceback()
+
 import argparse
 import sys
 import time

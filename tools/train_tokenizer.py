@@ -1,5 +1,10 @@
 """Train a tokenizer that restores every text exactly: a SentencePiece model, or GPT-2's byte-level BPE."""
 
+if __name__ == "__main__":  # before the other imports
+    from megazero.interrupts import end_without_traceback
+
+    end_without_traceback()
+
 import argparse
 import sys
 import time

@@ -183,7 +183,7 @@ ACCEPTED: Mapping[str, str] = _rows(
         ),
         ("8-bit products find their scales anew every time", "fp8-interval"),
         ("the data loader never makes attention masks", "no-create-attention-mask-in-dataloader"),
-        ("SIGTERM and SIGUSR1 always save and exit", "exit-signal-handler exit-signal"),
+        ("SIGTERM, SIGINT, SIGHUP and SIGUSR1 always save and exit", "exit-signal-handler exit-signal"),
         ("throughput is always reported", "log-throughput"),
         (
             "batch size, loss scale and learning rate are always logged",

@@ -120,15 +120,16 @@ class DataParallelEngine:
         """Return True if the current micro-batch is the last of its step."""
         return self._passes.is_boundary
 
-    def step(self) -> None:
+    def step(self, *, stop: bool = False) -> None:
         """Update the parameters if all of the step's backward passes are done; do nothing before that.
 
+        stop: True if this rank requests the end of the training, for which `stop_requested` looks on every rank.
         Raises UsageError without a backward pass, and TrainingError when the loss scale can fall no further (fp16).
         """
         self._was_applied = False
         if not self._passes.check_complete():
             return
-        self._last = self._stepper.step()
+        self._last = self._stepper.step(stop=stop)
         self._was_applied = self._last.applied
         self.global_steps += 1
         self.skipped_steps += not self._last.applied
@@ -137,6 +138,10 @@ class DataParallelEngine:
     def was_step_applied(self) -> bool:
         """Return True if the last call of `step` changed the parameters."""
         return self._was_applied
+
+    def stop_requested(self) -> bool:
+        """Return True if any rank gave `stop` to the last step; the same on every rank."""
+        return self._last is not None and bool(self._last.stop.item())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: a step frees its gradients at its end."""

@@ -71,6 +71,7 @@ def initialize(
     stepper = Stepper(
         core,
         timers,
+        device=mesh.device,
         rates=rates,
         scaler=LossScaler.from_config(settings.precision),
         clip_grad=settings.gradient_clipping,

@@ -11,6 +11,7 @@ The learning rate advances after each update that was not skipped.
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from megazero.config.choices import SchedulerChoice
@@ -27,10 +28,12 @@ class StepOutcome(NamedTuple):
     """The outcome of a step.
 
     grad_norm: the gradients' norm before clipping, unscaled; a float64 scalar.  applied: False after an overflow.
+    stop: the number of ranks that request the end of the training; a float64 scalar.
     """
 
     grad_norm: Tensor
     applied: bool
+    stop: Tensor
 
 
 class LearningRates:
@@ -78,6 +81,7 @@ class Stepper:
         engine: Engine,
         timers: Timers,
         *,
+        device: torch.device,
         rates: LearningRates,
         scaler: LossScaler,
         clip_grad: float,
@@ -87,6 +91,7 @@ class Stepper:
         self._engine = engine
         self._accumulation = accumulation
         self._timers = timers
+        self._device = device
         self._clip_grad = clip_grad
         self._scaler = scaler
         self._state = scaler.start()
@@ -101,14 +106,17 @@ class Stepper:
         """Return the factor that turns summed gradients into averages."""
         return self._engine.predivisor / (self._engine.data_parallel.size * self._accumulation * self.loss_scale)
 
-    def step(self) -> StepOutcome:
+    def step(self, *, stop: bool) -> StepOutcome:
         """Update the parameters; they are up to date on every rank when this returns.
+
+        stop: True if this rank requests the end of the training, which travels with the step's figures.
 
         Where gradients pass through fp16, one that is not finite skips the update and lowers the loss scale.  Raises
         TrainingError after too many such steps at the lowest scale.
         """
         engine = self._engine
-        reduced = reduce_gradients(engine, self._timers)
+        flag = torch.full((), float(stop), dtype=torch.float64, device=self._device)
+        reduced = reduce_gradients(engine, self._timers, flag)
         update = update_parameters(
             engine,
             self._timers,
@@ -126,4 +134,4 @@ class Stepper:
         elif self._scaler.exhausted(self._state):
             first = int(first_overflow(engine, reduced).item())
             self._scaler.check_not_exhausted(self._state, parameter=engine.parameter_name(first))
-        return StepOutcome(update.grad_norm, not skipped)
+        return StepOutcome(update.grad_norm, not skipped, reduced.figures[0])

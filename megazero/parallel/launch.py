@@ -4,10 +4,11 @@ It is read before torch is loaded, so that an error in a command line is reporte
 """
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from megazero.errors import Problem, TopologyError
 from megazero.parallel.nodes import Nodes, parse_tasks_per_node
+from megazero.signals import launcher_process
 
 
 @dataclass(frozen=True)
@@ -15,12 +16,14 @@ class Launch:
     """The figures that the launcher (torchrun or srun) gave this process.
 
     ranks_per_node: processes of every node, ranks being counted node by node; () where the launcher gives none.
+    launcher: the process id of the torchrun that started this process; None if another program did.
     """
 
     rank: int
     world_size: int
     local_rank: int
     ranks_per_node: tuple[int, ...] = ()
+    launcher: int | None = field(default=None, compare=False)
 
     @property
     def nodes(self) -> Nodes:
@@ -52,7 +55,7 @@ class Launch:
         if not 0 <= rank < world or local < 0:
             # A forgotten WORLD_SIZE would make every process a run of its own, all saving to the same folder.
             raise TopologyError(Problem(given, f"ranks count from 0 to {names[1]} - 1", "start with torchrun"))
-        return Launch(rank, world, local)._on_nodes(names[3], given, by_slurm=by_slurm)
+        return Launch(rank, world, local, launcher=launcher_process())._on_nodes(names[3], given, by_slurm=by_slurm)
 
     def _on_nodes(self, name: str, given: str, *, by_slurm: bool) -> "Launch":
         """Return the launch with the processes of every node, if the variable `name` holds those of all nodes."""

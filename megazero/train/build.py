@@ -311,6 +311,7 @@ def _assemble_on(
         timetable=_timetable(config, _last_iteration(config, resumed.state, launch.world_size)),
         saver=_saver(config, components, resumed, lock, console),
         reporting=_reporting(config, console, components, inputs, resumed.state),
+        launcher=launch.launcher,
     )
 
 

@@ -24,10 +24,10 @@ from megazero.report.ledger_report import LedgerReport
 from megazero.report.metrics import Evaluation, RankMetrics, Rates, StepMetrics
 from megazero.report.pipeline_report import PipelineReport
 from megazero.report.writers import MetricsWriter
+from megazero.signals import StopRequest
 from megazero.train.context import StepContext
 from megazero.train.evaluate import EvaluationSet, evaluate
 from megazero.train.saving import Saver
-from megazero.train.signals import StopRequest
 from megazero.train.state import TrainState
 from megazero.train.step import StepControls, StepReport, training_step
 from megazero.units import format_bytes, format_count, format_duration
@@ -69,7 +69,7 @@ class Reporting:
 
 @dataclass(frozen=True)
 class Run:
-    """A run that is built, and continues from `state`."""
+    """A run that is built, and continues from `state`.  launcher: see `Launch`."""
 
     context: StepContext
     state: TrainState
@@ -80,6 +80,7 @@ class Run:
     timetable: Timetable
     saver: Saver | None
     reporting: Reporting
+    launcher: int | None = None
 
 
 class _HostCopy:
@@ -117,7 +118,7 @@ class _PendingStep(NamedTuple):
 
 def train(run: Run) -> str:
     """Train to the end, or until a request to stop; return why it ended.  Raises TrainingError when it cannot go on."""
-    with StopRequest() as stop:
+    with _stop_request(run) as stop:
         loop = _Loop(run, stop)
         try:
             return loop.run_to_end()
@@ -128,6 +129,12 @@ def train(run: Run) -> str:
             for writer in run.reporting.writers:
                 writer.close()
             run.context.engine.close()
+
+
+def _stop_request(run: Run) -> StopRequest:
+    saves = "stops; without --save nothing is kept" if run.saver is None else f"saves to {run.saver.root} and stops"
+    announcement = f"the run finishes this step, {saves}"
+    return StopRequest(announcement=announcement, rank=run.context.mesh.rank, launcher=run.launcher)
 
 
 class _Loop:

@@ -1,5 +1,7 @@
 """Tests the engine around models of many kinds, in every ZeRO stage, against plain PyTorch in float64."""
 
+import os
+import signal
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -216,3 +218,23 @@ def read_at_once(rank: int, stage: int) -> list[bool]:
 def test_parameters_may_be_read_after_a_step(stage: int) -> None:
     """A parameter can be read right after a step, without a forward that waits for it."""
     assert run_ranks(2, read_at_once, stage) == [[True] * 5] * 2
+
+
+def steps_until_stopped(rank: int) -> int:
+    """Train until a rank has requested to stop; only rank 1 gets a signal, in its second micro-batch."""
+    config = {"gradient_accumulation_steps": 2, "optimizer": {"type": "SGD", "lr": 1.0}}
+    engine = megazero.initialize(torch.nn.Linear(2, 1), config, mesh=mesh_in_worker(rank, dp=2))
+    with megazero.StopRequest() as stop:
+        for micro_batch in range(20):
+            if (rank, micro_batch) == (1, 1):
+                os.kill(os.getpid(), signal.SIGUSR1)
+            engine.backward(engine(torch.ones(1, 2)).sum())
+            engine.step(stop=stop.requested)
+            if engine.stop_requested():
+                break
+    return engine.global_steps
+
+
+@pytest.mark.gloo
+def test_a_signal_to_one_rank_stops_all_after_the_same_step() -> None:
+    assert run_ranks(2, steps_until_stopped) == [1, 1]

@@ -79,7 +79,7 @@ class WorkerPool:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks_")
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("forkserver")
-        _start_fork_server()
+        start_fork_server()
         self.workers = [self._start(context, rank) for rank in range(world_size)]
         self.num_groups = 0
 
@@ -138,7 +138,7 @@ class WorkerPool:
         self._folder.cleanup()
 
 
-def _start_fork_server() -> None:
+def start_fork_server() -> None:
     """Start a fork server that has imported the modules nearly every rank needs, unless one runs already."""
     multiprocessing.set_forkserver_preload(PRELOADED)
     # The fork server of Python 3.11 does not use the search path that it is given.

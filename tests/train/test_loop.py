@@ -26,10 +26,10 @@ from megazero.data.mock import MockSamples
 from megazero.data.samples import Samples
 from megazero.errors import DataError, Problem, TrainingError
 from megazero.parallel.launch import Launch
+from megazero.signals import StopRequest
 from megazero.train.build import assemble
 from megazero.train.check import check
 from megazero.train.loop import _Loop, train
-from megazero.train.signals import StopRequest
 
 
 def run(folder: Path, **settings: Any) -> Told:

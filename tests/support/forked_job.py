@@ -1,0 +1,136 @@
+"""A job of real runs of pretrain_gpt.py whose ranks are forked from a process that has imported torch.
+
+A rank starts in some hundredths of a second, in a session of its own as under torchrun; its standard streams are files,
+or a terminal.
+"""
+
+import fcntl
+import multiprocessing
+import os
+import pty
+import signal
+import socket
+import sys
+import termios
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Self
+
+from support.launch import PATIENCE_SECONDS, PROGRAM, load_program
+from support.processes import start_fork_server
+
+from megazero.console import run_program
+
+
+class ForkedJob:
+    """A launcher process and its ranks: `pids`, lowest rank first.  A context manager, which kills what still runs.
+
+    variables: the environment that the launcher gives its ranks beside their numbers.  screen: with `terminal`, the
+    descriptor at which a person sits; closing it hangs up.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        *,
+        ranks: int,
+        folder: Path,
+        variables: Mapping[str, str] | None = None,
+        terminal: bool = False,
+    ) -> None:
+        self._output = folder / "output.txt"
+        self._told = ""
+        self.screen, shown = pty.openpty() if terminal else (-1, -1)
+        start_fork_server()
+        context = multiprocessing.get_context("forkserver")
+        self._statuses, theirs = context.Pipe(duplex=False)
+        stream = str(self._output) if shown < 0 else os.ttyname(shown)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **(variables or {})}
+        self.launcher = context.Process(target=_launch, args=(list(arguments), ranks, environment, stream, theirs))
+        self.launcher.start()
+        theirs.close()
+        self.pids: list[int] = self._statuses.recv()
+        if shown >= 0:
+            os.close(shown)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for pid in self.pids:
+            if is_running(pid):
+                os.kill(pid, signal.SIGKILL)
+        self.launcher.join()
+        self.hang_up()
+
+    def wait(self) -> list[int]:
+        """Return the exit statuses of the ranks; that of a signal is negative."""
+        assert self._statuses.poll(PATIENCE_SECONDS), self.output()
+        statuses: list[int] = self._statuses.recv()
+        return statuses
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait until the condition holds; fail with the job's output if that takes too long."""
+        give_up = time.monotonic() + PATIENCE_SECONDS
+        while not condition():
+            assert time.monotonic() < give_up, self.output()
+            time.sleep(0.02)
+
+    def output(self) -> str:
+        """Return what the ranks have printed so far."""
+        return self._output.read_text()
+
+    def read_screen(self, text: str) -> str:
+        """Read what the terminal shows until `text` is there; return it all."""
+        while text not in self._told:
+            self._told += os.read(self.screen, 4096).decode()
+        return self._told
+
+    def hang_up(self) -> None:
+        """Close the terminal, if there is one."""
+        if self.screen >= 0:
+            os.close(self.screen)
+            self.screen = -1
+
+
+def is_running(pid: int) -> bool:
+    """Return True if the process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _launch(arguments: list[str], ranks: int, environment: dict[str, str], stream: str, connection: Connection) -> None:
+    os.environ.update(environment, WORLD_SIZE=str(ranks), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    pids = []
+    for rank in range(ranks):
+        pid = os.fork()
+        if not pid:
+            connection.close()
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+            _become_rank(arguments, stream, controls=rank == 0)
+        pids.append(pid)
+    connection.send(pids)
+    connection.send([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids])
+
+
+def _become_rank(arguments: list[str], stream: str, *, controls: bool) -> None:
+    status = 1
+    try:
+        os.setsid()
+        opened = os.open(stream, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        if controls and os.isatty(opened):
+            fcntl.ioctl(opened, termios.TIOCSCTTY, 0)
+        for descriptor in range(3):
+            os.dup2(opened, descriptor)
+        sys.argv = [str(PROGRAM), *arguments]
+        status = run_program(load_program(PROGRAM).main)
+        sys.stdout.flush()
+    finally:
+        os._exit(status)
