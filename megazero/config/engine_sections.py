@@ -156,6 +156,11 @@ class PrecisionConfig:
         unit="steps",
         ge=1,
     )
+    check_for_nan_in_loss_and_grad: bool = setting(
+        True,
+        help="stop at a loss or gradient that is not finite, naming where it came from; the step's update is not made;"
+        " false: train on with it (fp16 overflows skip their step all the same)",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -169,10 +169,6 @@ ACCEPTED: Mapping[str, str] = _rows(
             "use-cpu-initialization no-initialization init-model-with-meta-device",
         ),
         (
-            "losses and gradients that are not finite are always looked for",
-            "check-for-nan-in-loss-and-grad no-check-for-nan-in-loss-and-grad",
-        ),
-        (
             "timers are those of level 0",
             "barrier-with-level-1-timing no-barrier-with-level-1-timing",
         ),

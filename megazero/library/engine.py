@@ -23,11 +23,12 @@ from megazero.activations.context import recomputing
 from megazero.activations.recompute import Recomputation
 from megazero.comm.mesh import Mesh
 from megazero.config.batch import BatchSizes
-from megazero.errors import Problem, UsageError
+from megazero.errors import Problem, TrainingError, UsageError
 from megazero.library.config import EngineConfig
 from megazero.library.module_buffers import ModuleBuffers
 from megazero.library.passes import BackwardPasses
 from megazero.library.save import save_model
+from megazero.library.step_records import StepRecords
 from megazero.library.stepping import StepOutcome, Stepper
 from megazero.parallel.param_spec import Unit
 from megazero.timers import Timers
@@ -48,6 +49,7 @@ class EngineComponents:
     zero_engine: Engine
     passes: BackwardPasses
     stepper: Stepper
+    records: StepRecords
     optimizer: Optimizer | None
     recomputation: Recomputation
     timers: Timers
@@ -73,6 +75,7 @@ class DataParallelEngine:
         """The number of steps skipped because of an overflow (fp16)."""
         self._batch, self._units = components.batch, components.units
         self._passes, self._stepper = components.passes, components.stepper
+        self._records = components.records
         self._recomputation, self._timers = components.recomputation, components.timers
         self._buffers = ModuleBuffers(module, components.zero_engine.data_parallel)
         self._last: StepOutcome | None = None
@@ -81,6 +84,7 @@ class DataParallelEngine:
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """Run the model's forward; its buffers are data-parallel rank 0's, as under DistributedDataParallel."""
         self._buffers.before_forward()
+        self._records.begin_forward(self._passes.count, trains=torch.is_grad_enabled())
         try:
             with recomputing(self._recomputation):
                 output = self.module(*inputs, **options)
@@ -101,10 +105,16 @@ class DataParallelEngine:
         complete already.  An error during backward discards the whole step: its micro-batches start again.
         """
         weight = 1.0 if scale_wrt_gas else float(self._batch.accumulation)
-        self._passes.run(_multiplied(loss, weight * self.loss_scale), retain_graph=retain_graph)
+        try:
+            self._passes.run(_multiplied(loss, weight * self.loss_scale), retain_graph=retain_graph)
+        except BaseException:
+            self._records.forget()
+            raise
+        self._records.add_loss(loss)
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss times the loss scale, from which a plain `backward()` starts; needed in fp16."""
+        self._records.add_loss(loss)
         scaled = _multiplied(loss, self.loss_scale)
         self._passes.expect_scaled(scaled)
         return scaled
@@ -124,7 +134,9 @@ class DataParallelEngine:
         """Update the parameters if all of the step's backward passes are done; do nothing before that.
 
         stop: True if this rank requests the end of the training, for which `stop_requested` looks on every rank.
-        Raises UsageError without a backward pass, and TrainingError when the loss scale can fall no further (fp16).
+        Raises UsageError without a backward pass.  Raises TrainingError, which names the cause, when a gradient is not
+        finite and the configuration checks that, or when the loss scale can fall no further (fp16): the step is over
+        then, and has changed nothing.  On a GPU, a gradient that is not finite is reported by the next call.
         """
         self._was_applied = False
         if not self._passes.check_complete():
@@ -134,6 +146,8 @@ class DataParallelEngine:
         self.global_steps += 1
         self.skipped_steps += not self._last.applied
         self._passes.reset()
+        if (fault := self._last.fault) is not None:
+            raise TrainingError(fault)
 
     def was_step_applied(self) -> bool:
         """Return True if the last call of `step` changed the parameters."""

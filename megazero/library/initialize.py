@@ -19,6 +19,7 @@ from megazero.library.module_units import choose_units
 from megazero.library.optimizers import MakeOptimizer, choose
 from megazero.library.passes import BackwardPasses
 from megazero.library.prepare import prepare
+from megazero.library.step_records import StepRecords
 from megazero.library.stepping import LearningRates, Stepper
 from megazero.library.zero_init import first_value
 from megazero.memory.ledger_interface import NullLedger
@@ -60,7 +61,9 @@ def initialize(
     passes = BackwardPasses(batch.accumulation, needs_scale=settings.precision.precision == "fp16")
     passes.watch(model)
     units = choose_units(model)
-    core_settings = EngineSettings(settings.zero, chosen.inner, first_value)
+    core_settings = EngineSettings(
+        settings.zero, chosen.inner, first_value, checks_finite=settings.precision.check_for_nan_in_loss_and_grad
+    )
     try:
         core = Engine(model, units, plan, mesh=mesh, buffers=buffers, settings=core_settings)
     except BaseException:
@@ -68,6 +71,7 @@ def initialize(
         raise
     buffers.resize(core.largest_buffer_bytes)
     timers = Timers(mesh.device, waits=settings.activations.profile_backward)
+    records = StepRecords(core)
     stepper = Stepper(
         core,
         timers,
@@ -76,6 +80,7 @@ def initialize(
         scaler=LossScaler.from_config(settings.precision),
         clip_grad=settings.gradient_clipping,
         accumulation=batch.accumulation,
+        records=records,
     )
     passes.start(core, stepper.gradient_scale)
     rank = RankParts(mesh.axis("tp"), mesh.device, DefaultGenerators(mesh.device), NullLedger(), timers)
@@ -87,6 +92,7 @@ def initialize(
         core,
         passes,
         stepper,
+        records,
         optimizer=chosen.template,
         recomputation=recomputation(settings.activations, rank, number=None),
         timers=timers,

@@ -16,24 +16,28 @@ from torch import Tensor
 
 from megazero.config.choices import SchedulerChoice
 from megazero.errors import ConfigError, Problem, raise_problems
+from megazero.library.step_records import StepRecords
+from megazero.memory.host_copy import HostCopy
 from megazero.optim.inner import Elementwise
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.schedules import rate_of
 from megazero.timers import Timers
 from megazero.zero.engine import Engine
-from megazero.zero.step import first_overflow, reduce_gradients, update_parameters
+from megazero.zero.step import Update, reduce_gradients, update_parameters
 
 
 class StepOutcome(NamedTuple):
     """The outcome of a step.
 
-    grad_norm: the gradients' norm before clipping, unscaled; a float64 scalar.  applied: False after an overflow.
+    grad_norm: the gradients' norm before clipping, unscaled; a float64 scalar.
     stop: the number of ranks that request the end of the training; a float64 scalar.
+    applied: False after a gradient that was not finite.  fault: the reason why training cannot go on as it is.
     """
 
     grad_norm: Tensor
-    applied: bool
     stop: Tensor
+    applied: bool
+    fault: Problem | None = None
 
 
 class LearningRates:
@@ -55,9 +59,9 @@ class LearningRates:
         """Return the rates of the next update, one for each group."""
         return [float(group["lr"]) for group in self._groups]
 
-    def advance(self) -> None:
-        """Count an update, and write the next rates to the groups."""
-        self._num_updates += 1
+    def advance(self, by: int = 1) -> None:
+        """Count an update (-1: one that turns out not to have been made), and write the next rates to the groups."""
+        self._num_updates += by
         self._write()
 
     def _problems(self) -> Iterator[Problem]:
@@ -86,6 +90,7 @@ class Stepper:
         scaler: LossScaler,
         clip_grad: float,
         accumulation: int,
+        records: StepRecords,
     ) -> None:
         """clip_grad: largest gradient norm, 0 for no limit.  accumulation: micro-batches per step."""
         self._engine = engine
@@ -95,6 +100,9 @@ class Stepper:
         self._clip_grad = clip_grad
         self._scaler = scaler
         self._state = scaler.start()
+        self._records = records
+        self._figures: HostCopy | None = None  # of the last step, not read yet
+        self._num_steps = 0
         self.rates = rates
 
     @property
@@ -111,12 +119,16 @@ class Stepper:
 
         stop: True if this rank requests the end of the training, which travels with the step's figures.
 
-        Where gradients pass through fp16, one that is not finite skips the update and lowers the loss scale.  Raises
-        TrainingError after too many such steps at the lowest scale.
+        Where gradients pass through fp16, one that is not finite skips the update and lowers the loss scale; too many
+        such steps at the lowest scale are a fault.  In other formats such a gradient is a fault itself, if the engine
+        checks.  The figures are read at once on a CPU; on a GPU before the next update, which changes nothing either.
         """
         engine = self._engine
         flag = torch.full((), float(stop), dtype=torch.float64, device=self._device)
+        if fault := self._read_fault(flag):
+            return fault
         reduced = reduce_gradients(engine, self._timers, flag)
+        stops = reduced.figures[0]
         update = update_parameters(
             engine,
             self._timers,
@@ -127,11 +139,51 @@ class Stepper:
         )
         # Parameters may be read anywhere between two steps, not only where a forward waits for them.
         engine.ensure_parameters()
+        if engine.plan.may_overflow:
+            return self._after_fp16(update, reduced.first_overflow, stops)
+        if update.skipped is not None:
+            self._num_steps += 1
+            index = reduced.first_overflow.to(update.skipped.dtype)
+            self._figures = HostCopy([update.skipped, index, update.grad_norm])
+            self._records.end_step()
+        self.rates.advance()
+        fault = None if update.grad_norm.is_cuda else self._read_fault(stops)
+        return fault or StepOutcome(update.grad_norm, stops, applied=True)
+
+    def _after_fp16(self, update: Update, first_overflow: Tensor, stops: Tensor) -> StepOutcome:
+        """Move the loss scale on; count the update unless it was skipped."""
         skipped = update.skipped is not None and bool(update.skipped.item())
         self._state = self._scaler.after_step(self._state, overflow=skipped)
+        self._records.end_step()
+        fault = None
         if not skipped:
             self.rates.advance()
+            self._records.unwatch()
         elif self._scaler.exhausted(self._state):
-            first = int(first_overflow(engine, reduced).item())
-            self._scaler.check_not_exhausted(self._state, parameter=engine.parameter_name(first))
-        return StepOutcome(update.grad_norm, not skipped, reduced.figures[0])
+            cause = self._records.cause(int(first_overflow.item()))
+            fault = self._scaler.exhaustion(self._state, cause=cause)
+        elif self._state.skips_at_minimum:
+            self._records.watch()
+        return StepOutcome(update.grad_norm, stops, not skipped, fault)
+
+    def _read_fault(self, stops: Tensor) -> StepOutcome | None:
+        """Return the outcome of the last step if its gradients were not finite and nothing has read that yet.
+
+        stops: the requests to end the training, as far as this rank has them.
+        """
+        figures, self._figures = self._figures, None
+        if figures is None:
+            return None
+        skipped, index, norm = figures.read()
+        if not skipped:
+            self._records.unwatch()
+            return None
+        cause = self._records.cause(int(index))
+        self._records.watch()
+        self._engine.stopped.zero_()
+        self.rates.advance(-1)
+        kept = "the update was not made" if self._engine.refuses_updates else "the update has been made"
+        rule = "gradients are finite (precision.check_for_nan_in_loss_and_grad)"
+        legal = f"a lower learning rate or other samples; {kept}, and a further step may follow"
+        fault = Problem(f"step {self._num_steps}: gradient norm {norm}; {cause}", rule, legal)
+        return StepOutcome(torch.tensor(norm), stops, applied=False, fault=fault)

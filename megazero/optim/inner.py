@@ -44,7 +44,7 @@ class StepInputs(NamedTuple):
     """The inputs of one optimizer step beside the state; the tensors are scalars.
 
     lr: learning rate; None: param groups have their own.  factor: the factor of gradients (unscaling and clipping).
-    found_inf: float32, 1 if the step is to be skipped; None for formats that cannot overflow.
+    found_inf: float32, 1 if the step is to be skipped; None where no step is ever skipped.
     """
 
     lr: float | None

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megazero.config.engine_sections import PrecisionConfig
-from megazero.errors import DamageError, Problem, TrainingError
+from megazero.errors import DamageError, Problem
 
 GROWTH = 2.0
 BACKOFF = 0.5
@@ -100,17 +100,12 @@ class LossScaler:
         """Return True if `max_skips_at_minimum` steps in a row were skipped at the minimum."""
         return state.skips_at_minimum >= self.max_skips_at_minimum
 
-    def check_not_exhausted(self, state: LossScale, *, parameter: str) -> None:
-        """Raise `TrainingError` if `exhausted`; `parameter` is the one that overflowed first in the last step."""
-        if not self.exhausted(state):
-            return
-        raise TrainingError(
-            Problem(
-                f"{state.skips_at_minimum} steps in a row overflowed at loss scale {state.scale:g}, "
-                f"the last one first in {parameter}",
-                "training goes on while the loss scale can still fall or a step succeeds",
-                "a lower --lr, a longer warm-up, a lower --clip-grad, or --bf16",
-            )
+    def exhaustion(self, state: LossScale, *, cause: str) -> Problem:
+        """Return the problem of an `exhausted` scale; cause: where the last step's first overflow was, in words."""
+        return Problem(
+            f"{state.skips_at_minimum} steps in a row overflowed at loss scale {state.scale:g}; in the last, {cause}",
+            "training goes on while the loss scale can still fall or a step succeeds",
+            "a lower --lr, a longer warm-up, a lower --clip-grad, or --bf16",
         )
 
     def _after_overflow(self, state: LossScale) -> LossScale:

@@ -188,6 +188,7 @@ def _build_engine(config: RunConfig, model: GPT, mesh: Mesh, buffers: FusedBuffe
         lambda spec, parameter: initial_value(spec, config.training.seed, like=parameter),
         ledger,
         parameter_names=_all_parameters(config, model) if mesh.topology.pp > 1 else (),
+        checks_finite=config.precision.check_for_nan_in_loss_and_grad,
     )
     plan = resolve(config.zero, config.precision)
     return Engine(model, model.units(), plan, mesh=mesh, buffers=buffers, settings=settings)

@@ -4,19 +4,21 @@ The host reads a step's figures from the device when nothing is lost by it: at o
 scale and learning rate depend on them), one step later on a GPU, which meanwhile computes the next.
 """
 
+import math
 import resource
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from megazero.comm.mesh import gather_json
 from megazero.console import Console
-from megazero.data.loader import BatchLoader
+from megazero.data.loader import BatchLoader, StepBatch
 from megazero.errors import Problem, TrainingError
+from megazero.memory.host_copy import HostCopy
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.schedules import LearningRate
 from megazero.pipeline.trace import SpanRow
@@ -27,12 +29,12 @@ from megazero.report.writers import MetricsWriter
 from megazero.signals import StopRequest
 from megazero.train.context import StepContext
 from megazero.train.evaluate import EvaluationSet, evaluate
+from megazero.train.replay import BadStep, Cause, find_cause
 from megazero.train.saving import Saver
 from megazero.train.state import TrainState
-from megazero.train.step import StepControls, StepReport, training_step
+from megazero.train.step import StepControls, training_step
 from megazero.units import format_bytes, format_count, format_duration
-
-_event: Callable[[], torch.cuda.Event] = torch.cuda.Event
+from megazero.zero.step import first_overflow
 
 
 @dataclass(frozen=True)
@@ -83,27 +85,15 @@ class Run:
     launcher: int | None = None
 
 
-class _HostCopy:
-    """A copy of a step's report to the host, queued behind its own step and before the next."""
-
-    def __init__(self, report: StepReport) -> None:
-        figures = torch.stack(report)
-        self._host = figures.to("cpu", non_blocking=True)
-        self._arrived = _event() if figures.is_cuda else None
-        if self._arrived is not None:
-            self._arrived.record()
-
-    def read(self) -> list[float]:
-        """Return the report's figures, in its order; wait for its own step only."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return self._host.tolist()
-
-
 class _PendingStep(NamedTuple):
-    """A step that has been launched, and whose figures may still be on the device."""
+    """A step that has been launched, and whose figures may still be on the device.
 
-    figures: _HostCopy
+    before: the counters before it.
+    """
+
+    figures: HostCopy
+    batch: StepBatch
+    before: TrainState
     iteration: int
     consumed_samples: int
     lr: float
@@ -192,6 +182,7 @@ class _Loop:
         )
         stop = self._stop.requested or self._is_out_of_time()
         report = training_step(self._context, batch, StepControls(lr, scale, stop))
+        before = replace(self._state)
         skipped = bool(report.skipped.item()) if self._context.checks_overflow else False
         self._state.loss_scale = self._run.scaler.after_step(self._state.loss_scale, overflow=skipped)
         num_samples = loader.consumed_samples - self._state.consumed_samples
@@ -202,7 +193,9 @@ class _Loop:
         seconds, self._mark = now - self._mark, now
         self._pending.append(
             _PendingStep(
-                _HostCopy(report),
+                HostCopy(report),
+                batch,
+                before,
                 self._state.iteration,
                 self._state.consumed_samples,
                 lr,
@@ -222,13 +215,15 @@ class _Loop:
         while len(self._pending) > max_pending:
             pending = self._pending.popleft()
             loss, norm, stops, skipped, overflow = pending.figures.read()
-            name = self._context.engine.parameter_name(int(overflow)) if skipped else ""
+            bad = BadStep(pending.batch, pending.loss_scale, int(overflow))
+            is_overflow = skipped > 0 and self._context.checks_overflow
+            name = first_overflow(self._context.engine, bad.overflow) if is_overflow else ""
             metrics = self._metrics(pending, loss, norm, name)
             self._stops = self._stops or stops > 0
             ranks = self._rank_metrics(pending) if self._run.reporting.gathers_ranks else []
             for writer in self._run.reporting.writers:
                 writer.step(metrics, ranks)
-            self._check_health(metrics)
+            self._check_health(metrics, pending.before, bad)
 
     def _metrics(self, pending: _PendingStep, loss: float, norm: float, overflow_parameter: str) -> StepMetrics:
         rates = self._run.reporting.rates
@@ -266,16 +261,32 @@ class _Loop:
         )
         return [RankMetrics(**figures) for figures in gather_json(mesh.world, asdict(mine), mesh.device)]
 
-    def _check_health(self, metrics: StepMetrics) -> None:
-        """Raise TrainingError if the loss scale is exhausted (the run is saved first), or a figure is not finite."""
+    def _check_health(self, metrics: StepMetrics, before: TrainState, step: BadStep) -> None:
+        """Raise TrainingError if the loss scale is exhausted, or a figure is not finite; the run is saved first."""
         if self._run.scaler.exhausted(self._state.loss_scale):
+            cause = find_cause(self._context, step)
             self._save()
-            self._run.scaler.check_not_exhausted(self._state.loss_scale, parameter=metrics.overflow_parameter)
-        finite = abs(metrics.loss) < float("inf") and abs(metrics.grad_norm) < float("inf")
-        if not finite and not metrics.skipped:
-            given = f"iteration {metrics.iteration}: loss {metrics.loss}, gradient norm {metrics.grad_norm}"
-            legal = "a lower --lr or a longer warm-up, from the last checkpoint; this state has not been saved"
-            raise TrainingError(Problem(given, "loss and gradient norm are finite", legal))
+            raise TrainingError(self._run.scaler.exhaustion(self._state.loss_scale, cause=str(cause)))
+        checks = self._context.engine.settings.checks_finite
+        if checks and not metrics.skipped and not (math.isfinite(metrics.loss) and math.isfinite(metrics.grad_norm)):
+            cause = find_cause(self._context, step)
+            self._pending.clear()  # a GPU has begun the step behind this one, which changed nothing
+            kept = self._keep(before, cause)
+            figures = f"iteration {metrics.iteration}: loss {metrics.loss}, gradient norm {metrics.grad_norm}"
+            given, rule = f"{figures}; {cause}", "loss and gradient norm are finite (--check-for-nan-in-loss-and-grad)"
+            raise TrainingError(Problem(given, rule, f"a lower --lr or a longer warm-up, or other samples; {kept}"))
+
+    def _keep(self, before: TrainState, cause: Cause) -> str:
+        """Save the state before a bad step, unless it is damaged; return what became of it, in words."""
+        if not self._context.engine.refuses_updates:
+            return "from the last checkpoint: the update has been made before the figures were read"
+        if cause.in_weights:
+            return "from an earlier checkpoint: the weights were not finite before this step, and are not saved"
+        if self._run.saver is None or before.iteration == 0:
+            return "the update was not made, and there is nothing to save"
+        self._state = before
+        self._save()
+        return f"the update was not made: --load {self._run.saver.root} goes on after iteration {before.iteration}"
 
     def _evaluate(self, split: str) -> None:
         """Evaluate a split and report the loss, at most once per iteration."""

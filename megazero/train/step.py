@@ -14,7 +14,7 @@ from megazero.data.loader import StepBatch
 from megazero.pipeline.runtime import execute
 from megazero.train.context import StepContext
 from megazero.train.stage_passes import StagePasses
-from megazero.zero.step import first_overflow, reduce_gradients, update_parameters
+from megazero.zero.step import reduce_gradients, update_parameters
 
 
 class StepControls(NamedTuple):
@@ -26,11 +26,11 @@ class StepControls(NamedTuple):
 
 
 class StepReport(NamedTuple):
-    """The figures of one step, float64 scalars on the device; the same on every rank.
+    """The figures of one step, float64 scalars on the device; the same on every rank but for `overflow`.
 
     loss: mean over the global batch's tokens.  grad_norm: before clipping, unscaled.
     stop: the number of ranks that request the end of the run.  skipped: 1 if the step was skipped.
-    overflow: index of the first parameter with a gradient that was not finite.
+    overflow: index of this rank's first parameter with a gradient that was not finite.
     """
 
     loss: Tensor
@@ -55,11 +55,9 @@ def training_step(context: StepContext, batch: StepBatch, controls: StepControls
     loss_sum, num_tokens, stop = reduced.figures
     num_tokens = num_tokens.clamp(min=1.0)
 
-    zero = torch.zeros_like(reduced.square)
-    overflow = first_overflow(engine, reduced).to(zero.dtype) if context.checks_overflow else zero
     scale = engine.predivisor * context.num_positions / num_tokens / controls.loss_scale
     update = update_parameters(
         engine, context.timers, reduced, scale=scale, clip_grad=context.clip_grad, lr=controls.lr
     )
-    skipped = zero if update.skipped is None else update.skipped
-    return StepReport(loss_sum / num_tokens, update.grad_norm, stop, skipped, overflow)
+    skipped = torch.zeros_like(stop) if update.skipped is None else update.skipped
+    return StepReport(loss_sum / num_tokens, update.grad_norm, stop, skipped, reduced.first_overflow.to(stop.dtype))

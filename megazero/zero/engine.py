@@ -47,6 +47,7 @@ class EngineSettings:
     """The ZeRO section, the optimizer, the source of first values (by default the parameters), and the ledger.
 
     parameter_names: of the whole model, where ranks have different parts of it, so that an index is the same on all.
+    checks_finite: True if a gradient that is not finite prevents the update in every number format, not in fp16 alone.
     """
 
     zero: ZeroConfig
@@ -54,6 +55,7 @@ class EngineSettings:
     first_value: FirstValue = value_of_parameter
     ledger: AnyLedger = field(default_factory=NullLedger)
     parameter_names: tuple[str, ...] = ()
+    checks_finite: bool = False
 
 
 def plan_layout(
@@ -96,12 +98,13 @@ class Engine:
         self.has_gradients = False
         """True while the gradients of a whole step exist: from its last backward until the next step begins."""
         self._unfinished: set[int] = set()  # parts whose last backward has not begun
-        self._mesh = mesh
+        self.mesh = mesh
         self.world = mesh.world  # all ranks of the job
         axis = mesh.axis("dp")
         self._parameters = dict(model.named_parameters())
         self._coordinates = {axis: mesh.coordinate(axis) for axis in ("tp", ENDS)}
         self.layout = plan_layout(model, units, axis.size, plan, settings)
+        self.units = tuple(units)
         self._units_of: dict[int, set[str]] = {}  # by part
         consumers: dict[nn.Module, list[str]] = {}
         for unit in units:
@@ -138,6 +141,9 @@ class Engine:
             counted_at=self._coordinates,
             names=settings.parameter_names,
         )
+        self.stopped = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        """1 from the first step whose figures were not finite, where that ends the training: later ones change nothing,
+        because a GPU may have begun them before the host reads that step's figures."""
         if zero.override_module_apply and self._gather.is_needed:
             for module in model.modules():
                 gather_around_apply(module)
@@ -196,9 +202,18 @@ class Engine:
         self._frames.reset()
 
     @property
+    def refuses_updates(self) -> bool:
+        """True if a step whose figures are not finite changes neither weights nor moments.
+
+        On a GPU a torch optimizer that the host keeps from stepping would make it wait in every step: fp16 pays that.
+        """
+        is_free = not (self.settings.optimizer.skips_on_host and self.stopped.is_cuda)
+        return self.plan.may_overflow or (self.settings.checks_finite and is_free)
+
+    @property
     def data_parallel(self) -> Communicator:
         """The axis over which state is partitioned."""
-        return self._mesh.axis("dp")
+        return self.mesh.axis("dp")
 
     @property
     def predivisor(self) -> float:
@@ -236,8 +251,9 @@ class Engine:
         return self._gather.memory.live_numel, self._gather.memory.peak_live_numel
 
     def parameter_name(self, index: int) -> str:
-        """Return the name of the parameter to which `LocalNorms.first_overflow` refers, on whichever rank it is."""
-        return self._update.parameter_names[index]
+        """Return the parameter to which `LocalNorms.first_overflow` refers, on whichever rank it is; "" for none."""
+        names = self._update.parameter_names
+        return names[index] if index < len(names) else ""
 
     @property
     def optimizer_step(self) -> Tensor:
@@ -336,7 +352,7 @@ class Engine:
     def _broadcast_value(self, name: str, source: int) -> None:
         """Store the parameter's values on data-parallel rank `source` on every rank."""
         section, slot = self._slots[name]
-        self._mesh.gathering.broadcast(self._shards.flat(section)[slot.start : slot.stop], source).wait()
+        self.mesh.gathering.broadcast(self._shards.flat(section)[slot.start : slot.stop], source).wait()
         self._shards.store_value(section, name)
 
     def _gradient_ready(self, name: str, parameter: Tensor) -> None:

@@ -2,8 +2,8 @@
 
 `reduce_gradients` finishes the reductions and brings together what all ranks must agree on; the caller derives from it
 the scale that makes averages of the sums; `update_parameters` clips and updates.  Nothing is read back from the device:
-an overflow (a gradient that is not finite, fp16) travels as `found_inf` to the inner optimizer, which skips the step,
-together with one factor that unscales and clips.
+a figure that is not finite (an overflow in fp16; in any format, where the engine checks) travels as `found_inf` to the
+inner optimizer, which skips the step, together with one factor that unscales and clips.
 """
 
 from typing import NamedTuple
@@ -22,19 +22,21 @@ class ReducedGradients(NamedTuple):
 
     square: sum of squares of the gradients as they are kept, float64, the same on every rank; not finite after an
     overflow on any of them.  first_overflow: int32 index of this rank's first parameter with a gradient that is not
-    finite.  figures: the caller's own, summed over all ranks.
+    finite.  figures: the caller's own, summed over all ranks.  skipped: float64, 1 if the step must not be taken, the
+    same on every rank; None where nothing is checked.
     """
 
     square: Tensor
     first_overflow: Tensor
     figures: tuple[Tensor, ...]
+    skipped: Tensor | None
 
 
 class Update(NamedTuple):
     """The result of an update, in tensors without dimensions.
 
     grad_norm: that of the averaged gradients over all ranks, before clipping, float64.
-    skipped: float64, 1 after an overflow and else 0; None where nothing can overflow.
+    skipped: `ReducedGradients.skipped`.
     """
 
     grad_norm: Tensor
@@ -55,13 +57,28 @@ def reduce_gradients(engine: Engine, timers: Timers, *figures: Tensor) -> Reduce
     totals = torch.stack([local.square, *figures])
     engine.world.all_reduce_scalars(totals).wait()
     square, *summed = totals.unbind()
-    return ReducedGradients(square, local.first_overflow, tuple(summed))
+    return ReducedGradients(square, local.first_overflow, tuple(summed), _skipped(engine, totals))
 
 
-def first_overflow(engine: Engine, reduced: ReducedGradients) -> Tensor:
-    """Reduce `first_overflow` to the least of all ranks, which `Engine.parameter_name` names; a collective call."""
-    engine.world.all_reduce_scalars(reduced.first_overflow, "min").wait()
-    return reduced.first_overflow
+def _skipped(engine: Engine, totals: Tensor) -> Tensor | None:
+    """Return 1 if the step must not be taken, float64; totals: the square of the norm, then the caller's figures."""
+    if not engine.settings.checks_finite and not engine.plan.may_overflow:
+        return None
+    checked = totals if engine.settings.checks_finite else totals[:1]
+    skipped = torch.isfinite(checked).all().logical_not_().to(totals.dtype)
+    if not engine.plan.may_overflow:
+        skipped = engine.stopped = torch.maximum(engine.stopped, skipped)
+    return skipped
+
+
+def first_overflow(engine: Engine, index: int) -> str:
+    """Return the first parameter, over all ranks, with a gradient that is not finite; "" if there is none.
+
+    index: `ReducedGradients.first_overflow` of this rank.  A collective call, and the host waits for the device.
+    """
+    least = torch.tensor(index, dtype=torch.int32, device=engine.mesh.device)
+    engine.world.all_reduce_scalars(least, "min").wait()
+    return engine.parameter_name(int(least.item()))
 
 
 def update_parameters(
@@ -73,14 +90,14 @@ def update_parameters(
     clip_grad: float,
     lr: float | None,
 ) -> Update:
-    """Clip, update what this rank owns and publish it, unless a gradient has overflowed.
+    """Clip, update what this rank owns and publish it, unless the step is skipped.
 
     scale: the factor that turns stored gradients into averages.  clip_grad: largest norm of the average, 0 for none.
     lr: learning rate; None: the optimizer's param groups have their own.
     """
     grad_norm = reduced.square.sqrt() * scale
     factor = clip_coefficient(grad_norm, clip_grad) * scale
-    skipped = (~torch.isfinite(reduced.square)).to(reduced.square.dtype) if engine.plan.may_overflow else None
+    found_inf = reduced.skipped.float() if reduced.skipped is not None and engine.refuses_updates else None
     with timers.measure("optimizer"):
-        engine.update(StepInputs(lr, factor, None if skipped is None else skipped.float()))
-    return Update(grad_norm, skipped)
+        engine.update(StepInputs(lr, factor, found_inf))
+    return Update(grad_norm, reduced.skipped)

@@ -59,7 +59,7 @@ INNER = """
 --use-sharp --high-priority-stream-groups dp tp --nccl-communicator-config-path nccl.yaml
 --enable-gloo-process-groups --disable-gloo-process-groups --manual-gc --manual-gc-interval 100 --no-manual-gc-eval
 --empty-unused-memory-level 2 --use-cpu-initialization --no-initialization --init-model-with-meta-device
---cross-entropy-fusion-impl te --check-for-nan-in-loss-and-grad --no-check-for-nan-in-loss-and-grad
+--cross-entropy-fusion-impl te
 --barrier-with-level-1-timing --no-barrier-with-level-1-timing --log-progress --log-loss-scale-to-tensorboard
 --log-learning-rate-to-tensorboard --expert-tensor-parallel-size 1 --num-distributed-optimizer-instances 1
 --encoder-tensor-model-parallel-size 0

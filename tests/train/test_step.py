@@ -16,6 +16,7 @@ from megazero.data.loader import BatchLoader, MicroBatch, StepBatch, build_step_
 from megazero.train.build import RunComponents, batch_layout, step_context
 from megazero.train.context import StepContext
 from megazero.train.step import StepControls, StepReport, training_step
+from megazero.zero.step import first_overflow
 
 GLOBAL_BATCH = 8
 LR = 1e-2
@@ -24,7 +25,10 @@ BOUND = 1e-9
 
 
 class Outcome(NamedTuple):
-    """A rank's reports as lists of figures, the state it owns at the end, and the parameter named for an overflow."""
+    """A rank's reports as lists of figures, the state it owns at the end, and the parameter named for an overflow.
+
+    The figures leave out the index of the rank's own first overflow.
+    """
 
     reports: list[list[float]]
     saved: list[Saved]
@@ -46,7 +50,8 @@ def config_of(*, tp: int = 1, dp: int = 1, stage: int = 0, accumulation: int = 1
 
 
 def figures(report: StepReport) -> list[float]:
-    values: list[float] = torch.stack(report).tolist()
+    """Return the figures that all ranks have in common."""
+    values: list[float] = torch.stack(report[:-1]).tolist()
     return values
 
 
@@ -121,7 +126,7 @@ def test_a_batch_without_a_token_that_counts_only_decays() -> None:
     before = weights(core)
     silent = [MicroBatch(m.first_sample, m.tokens, m.labels, torch.zeros(m.tokens.shape)) for m in batch.micro_batches]
     report = training_step(parts, StepBatch(0, silent), StepControls(LR, 1.0))
-    assert figures(report) == [0.0] * 5
+    assert figures(report) == [0.0] * 4
     for name, value in weights(core).items():
         decays = not name.endswith("bias") and "norm" not in name
         torch.testing.assert_close(value, before[name] * (1 - LR * 0.5 * decays), rtol=1e-14, atol=0)
@@ -155,8 +160,8 @@ def overflow_once(rank: int, layout: dict[str, int], guilty: tuple[int, str] | N
         reports.append(training_step(parts, batch, StepControls(LR, 64.0)))
         hook.remove()
     reports += [training_step(parts, batch, StepControls(LR, 64.0)) for _ in range(2)]
+    blamed = first_overflow(core.engine, int(reports[0].overflow)) if reports[0].skipped else ""
     core.engine.close()
-    blamed = core.engine.parameter_name(int(reports[0].overflow)) if reports[0].skipped else ""
     return Outcome([figures(report) for report in reports], owned_boxes(core), blamed)
 
 
@@ -177,7 +182,7 @@ def test_an_overflow_anywhere_skips_the_step_everywhere(layout: dict[str, int], 
     skipping = run_ranks(2, overflow_once, layout, guilty)
     straight = run_ranks(2, overflow_once, layout, None)
     for outcome in skipping:
-        loss, norm, _, skipped, _ = outcome.reports[0]
+        loss, norm, _, skipped = outcome.reports[0]
         assert (outcome.blamed, skipped) == (guilty[1], 1.0)
         assert not math.isfinite(norm)
         assert loss == straight[0].reports[0][0], "the loss itself was finite"
@@ -197,12 +202,32 @@ def test_the_first_of_several_is_blamed() -> None:
     assert core.engine.parameter_name(int(report.overflow)) == "layers.0.mlp.up.weight"
 
 
-def test_only_fp16_skips() -> None:
-    """Precisions other than fp16 do not skip a step: the norm is reported as it is, and the run stops."""
+@pytest.mark.parametrize("checks", [True, False])
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_other_formats_skip_every_step_from_a_bad_one_on_if_they_check(
+    precision: str, optimizer: str, checks: bool
+) -> None:
+    """A GPU has begun the step behind a bad one before the host reads the bad one's figures, so that one is skipped."""
+    core, parts, batch = one_rank(
+        precision=precision, optimizer=optimizer, weight_decay=0.0, check_for_nan_in_loss_and_grad=checks
+    )
+    before = weights(core)
+    hook = core.model.get_parameter("final_norm.weight").register_hook(lambda grad: grad * torch.nan)
+    bad = training_step(parts, batch, StepControls(LR, 1.0))
+    hook.remove()
+    good = training_step(parts, batch, StepControls(LR, 1.0))
+    assert bad.grad_norm.isnan() and (good.grad_norm.isfinite() or not checks)
+    assert [bad.skipped.item(), good.skipped.item()] == [float(checks)] * 2
+    same = [torch.equal(value, before[name]) for name, value in weights(core).items()]
+    assert all(same) if checks else not any(same)
+
+
+def test_a_loss_that_is_not_finite_skips_the_step_though_gradients_are_finite() -> None:
     core, parts, batch = one_rank(precision="fp32")
-    core.model.get_parameter("final_norm.weight").register_hook(lambda grad: grad * torch.nan)
+    core.model.head.register_forward_hook(lambda _module, _inputs, loss: loss + (torch.nan - loss).detach())
     report = training_step(parts, batch, StepControls(LR, 1.0))
-    assert report.skipped.item() == 0.0 and report.grad_norm.isnan()
+    assert report.grad_norm.isfinite() and report.loss.isnan() and report.skipped.item() == 1.0
 
 
 # --- stopping ---------------------------------------------------------------------------------------------------------

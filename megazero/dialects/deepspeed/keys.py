@@ -256,7 +256,9 @@ REFUSED: Mapping[str, Refused] = MappingProxyType(
         "fp16.fp16_master_weights_and_grads": Refused("master weights are fp32"),
         "bf16.bf16_master_weights_and_grads": Refused("master weights are fp32"),
         "bf16.bf16_optimizer_states": Refused("optimizer states have the master weights' format, fp32"),
-        "bf16.check_grad_overflow": Refused("only fp16 gradients are checked for overflow"),
+        "bf16.check_grad_overflow": Refused(
+            "only fp16 steps are skipped; in other formats a gradient that is not finite stops the training", (False,)
+        ),
         "data_types.param_dtype": Refused("parameters have the format of fp16.enabled and bf16.enabled", (None,)),
         "data_types.buffer_dtype": Refused("buffers keep their format", (None,)),
         "checkpoint.use_node_local_storage": Refused("a checkpoint is one folder that all processes see"),
