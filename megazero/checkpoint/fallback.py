@@ -137,8 +137,7 @@ def _opened(folder: Path, check: Check) -> Checkpoint:
 
 def _check_same_view(path: Path, finds_some: list[bool]) -> None:
     if finds_some[0] != any(finds_some):
-        ranks = ", ".join(str(rank) for rank, finds in enumerate(finds_some) if finds)
-        given = f"{path}: rank 0 finds no checkpoint there, ranks {ranks} do"
+        given = f"{path}: rank 0 finds no checkpoint there, rank {finds_some.index(True)} does"
         raise CheckpointError(Problem(given, "all ranks read the same folder", "a file system that all nodes share"))
 
 

@@ -24,7 +24,7 @@ from megazero.checkpoint.reader import open_checkpoint
 from megazero.data.loader import BatchLoader
 from megazero.data.mock import MockSamples
 from megazero.data.samples import Samples
-from megazero.errors import DataError, Problem, TrainingError
+from megazero.errors import CheckpointError, DataError, Problem, TrainingError
 from megazero.parallel.launch import Launch
 from megazero.signals import StopRequest
 from megazero.train.build import assemble
@@ -137,6 +137,34 @@ def test_a_run_that_went_away_and_came_back_is_the_run_that_stayed(tmp_path: Pat
     assert places(tmp_path / "left") == places(tmp_path / "stayed") == "1 2 3 4 5"
     for key in ("loss", "grad_norm", "lr", "consumed_samples"):
         assert [line[key] for line in steps(tmp_path / "left")] == [line[key] for line in steps(tmp_path / "stayed")]
+    one, other = (open_checkpoint(tmp_path / name / "save") for name in ("left", "stayed"))
+    assert one.progress == other.progress
+    for name, parameter in one.parameters.items():
+        for kind in parameter.kinds:
+            assert torch.equal(one.read_full(name, kind), other.read_full(name, kind)), (name, kind)
+
+
+@pytest.mark.parametrize(("damage", "own"), [("data", True), ("data", False), ("manifest", True)])
+def test_a_run_with_a_damaged_checkpoint_goes_on_from_the_one_before(tmp_path: Path, damage: str, own: bool) -> None:
+    """It is the run that stayed, to the bit; only in its own folder are damaged checkpoints renamed."""
+    settings = {"hidden_dropout": 0.2, "save_interval": 2}
+    run(tmp_path / "stayed", **settings)
+    run(tmp_path / "left", **settings, exit_interval=4)
+    root = tmp_path / "left" / "save"
+    flipped = root / "step_0000004" / {"data": "rank_00000.safetensors", "manifest": "manifest.json"}[damage]
+    content = flipped.read_bytes()
+    flipped.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
+    with pytest.raises(CheckpointError, match=rf"{flipped.name}(.|\n)*--load {root}/step_0000002, which is "):
+        run(tmp_path / "left", **settings, load=str(root), strict_load=True)
+    if not own:
+        run(tmp_path / "left", **settings, load=str(root), save=str(tmp_path / "other"))
+        assert saved(tmp_path / "left") == [2, 4] and [entry.step for entry in list_steps(tmp_path / "other")] == [4, 5]
+        return
+    told = run(tmp_path / "left", **settings, load=str(root))
+    assert f"WARNING: {root / 'step_0000004'} is damaged: " in told.text and flipped.name in told.text
+    assert f"WARNING: step_0000004 is set aside as {root / 'damaged_step_0000004'}" in told.text
+    assert "resumed at iteration 2, 4 samples consumed" in told.text
+    assert places(tmp_path / "left") == "1 2 3 4 5" and saved(tmp_path / "left") == [2, 4, 5]
     one, other = (open_checkpoint(tmp_path / name / "save") for name in ("left", "stayed"))
     assert one.progress == other.progress
     for name, parameter in one.parameters.items():
