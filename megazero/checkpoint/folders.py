@@ -2,6 +2,8 @@
 
     runs/demo/                      the root
         latest                      "step_0000020"
+        run.json                    the run that the checkpoints belong to (`runs.py`)
+        journal.jsonl               what has become of it (`journal.py`)
         step_0000010/               manifest.json, config.yaml, rank_00000.safetensors, ...
         step_0000020/
         .saving_step_0000030/       being written, or left by a run that was killed; the next save removes it
@@ -85,6 +87,15 @@ def newest(root: Path) -> Path | None:
             _existing(steps) or "there is no checkpoint in this folder",
         )
     )
+
+
+def holds_checkpoint(path: Path) -> bool:
+    """Return True if `path` means a checkpoint: a step folder, or a root that has one or had one.
+
+    A step folder may have been renamed or copied; one that is named as such and is missing is an error of `resolve`.
+    """
+    is_one = path.name.startswith("step_") or (path / MANIFEST).exists()
+    return is_one or (path / LATEST).exists() or bool(list_steps(path))
 
 
 def resolve(path: Path, step: int | None = None) -> Path:

@@ -42,6 +42,7 @@ from megazero.checkpoint.manifest import (
     merge_parts,
     parse_part,
 )
+from megazero.checkpoint.runs import PROGRESS_KEY, RunIdentity, run_of
 from megazero.checkpoint.slices import BoxPiece, format_box, fragment_pieces, piece_view
 from megazero.comm.interface import Communicator
 from megazero.errors import CheckpointError, raise_problems
@@ -197,7 +198,7 @@ def publish(folder: Path, draft: Draft, world_size: int) -> str:
     sync_path(root)
     os.replace(temporary, root / LATEST)
     sync_path(root)
-    _remove_older_revisions(root, draft.step, name)
+    _remove_older_revisions(draft, name)
     return name
 
 
@@ -213,14 +214,15 @@ def _merge(folder: Path, draft: Draft, world_size: int) -> Manifest:
     return manifest
 
 
-def _remove_older_revisions(root: Path, step: int, name: str) -> None:
-    """Remove the step's older revisions; leave what cannot be removed."""
-    for old in list_steps(root):
-        if old.step == step and old.path.name != name:
+def _remove_older_revisions(draft: Draft, name: str) -> None:
+    """Remove the step's older revisions of the same run; leave what cannot be removed."""
+    run = RunIdentity.from_json(draft.progress.get(PROGRESS_KEY))
+    for old in list_steps(draft.root):
+        if old.step == draft.step and old.path.name != name and run_of(old.path) == run:
             # Renamed before it is removed: a folder half removed must not look like a checkpoint.
             with suppress(OSError):
-                os.rename(old.path, root / f"{TEMPORARY_PREFIX}{old.path.name}")
-    remove_stale(root)
+                os.rename(old.path, draft.root / f"{TEMPORARY_PREFIX}{old.path.name}")
+    remove_stale(draft.root)
 
 
 def _write_durably(path: Path, content: bytes) -> None:

@@ -307,5 +307,6 @@ RULES: tuple[Rule, ...] = (
     *float8_rules.RULES,
     *file_rules.CORPUS_RULES,
     file_rules.folders_are_folders,
+    file_rules.reports_can_be_written,
     file_rules.weights_are_loaded_from_a_folder,
 )

@@ -4,13 +4,20 @@
 `assemble` makes the mesh, the model, the engine, the data and the writers, and restores or initialises.
 """
 
+import os
+import socket
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
 
+import megazero
 from megazero.activations.assemble import RankParts, activation_plan, describe
 from megazero.activations.recompute_plan import ActivationPlan
+from megazero.checkpoint.folders import list_steps
+from megazero.checkpoint.journal import Journal
+from megazero.checkpoint.reader import Checkpoint
+from megazero.checkpoint.runs import PROGRESS_KEY
 from megazero.comm.local import LocalCommunicator
 from megazero.comm.mesh import Mesh
 from megazero.comm.startup import make_mesh
@@ -29,7 +36,7 @@ from megazero.optim.configured import make_optimizer, saved_kinds
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.schedules import LearningRate, reconcile
 from megazero.parallel.drawing import draw_layout
-from megazero.parallel.launch import Launch
+from megazero.parallel.launch import Launch, job_name
 from megazero.pipeline.stage_plan import StagePlan
 from megazero.pipeline.trace import NO_TRACE, AnyTrace, Trace
 from megazero.report.ledger_report import LedgerReport
@@ -53,12 +60,15 @@ from megazero.train.pipeline_stages import activation_config, describe_stages, n
 from megazero.train.resolve_activations import resolve_activations
 from megazero.train.saving import (
     Saver,
+    begin_run,
+    changed_settings,
     check_compatible,
     check_model,
     check_optimizer,
     check_shapes,
     find_checkpoint,
     has_stepped,
+    is_from_root,
     restore_engine,
 )
 from megazero.train.state import TrainState
@@ -224,12 +234,23 @@ def step_context(config: RunConfig, components: RunComponents) -> StepContext:
     )
 
 
+def open_journal(config: RunConfig, launch: Launch) -> Journal:
+    """Return the journal of a run that saves, which rank 0 writes; other ranks' and other runs' write nothing."""
+    return Journal(config.checkpoint.save if launch.rank == 0 else None, Console(launch.rank).line)
+
+
 def assemble(
-    config: RunConfig, launch: Launch, device: torch.device, inputs: RunInputs, ledger: AnyLedger | None = None
+    config: RunConfig,
+    launch: Launch,
+    device: torch.device,
+    inputs: RunInputs,
+    ledger: AnyLedger | None = None,
+    journal: Journal | None = None,
 ) -> Run:
     """Build a run, restored from a checkpoint or freshly initialised; `ledger` records the memory it allocates."""
     config = replace(config, model=replace(config.model, vocab_size=inputs.vocab_size))
     console = Console(launch.rank)
+    journal = journal or open_journal(config, launch)
     buffers = FusedBuffers(0, device, ledger=ledger)
     mesh = make_mesh(
         topology(config, launch.world_size),
@@ -255,6 +276,9 @@ def assemble(
     scaler = LossScaler.from_config(config.precision)
     resumed = _resume(config, components, LearningRate.from_config(config.optimizer, train_iters=train_iters), scaler)
     layout = batch_layout(config, components.mesh, inputs.eod)
+    saver = _saver(config, components, resumed)
+    if saver is not None:
+        _announce_start(journal, config, saver, resumed, console)
     return Run(
         context=step_context(config, components),
         state=resumed.state,
@@ -265,8 +289,9 @@ def assemble(
         ),
         held_out=_held_out(config, inputs, layout),
         timetable=_timetable(config, _last_iteration(config, resumed.state, launch.world_size)),
-        saver=_saver(config, components, resumed),
+        saver=saver,
         reporting=_reporting(config, console, components, inputs, resumed.state),
+        journal=journal,
     )
 
 
@@ -293,6 +318,7 @@ def _takes_weights_only(config: RunConfig) -> bool:
 class _Resumed:
     state: TrainState
     learning_rate: LearningRate
+    checkpoint: Checkpoint | None = None
 
 
 def _resume(config: RunConfig, components: RunComponents, schedule: LearningRate, scaler: LossScaler) -> _Resumed:
@@ -303,14 +329,15 @@ def _resume(config: RunConfig, components: RunComponents, schedule: LearningRate
     weights_only = _takes_weights_only(config)
     restore_engine(checkpoint, components.engine, components.mesh, with_optimizer=not weights_only)
     if config.checkpoint.finetune:
-        return _Resumed(TrainState(scaler.start()), schedule)
+        return _Resumed(TrainState(scaler.start()), schedule, checkpoint)
     state = TrainState.from_json(checkpoint.progress)
     if not (scaler.dynamic and checkpoint.progress.get("loss_scale_is_dynamic")):
         state.loss_scale = scaler.start()  # a constant scale is no state of a dynamic one
     if not weights_only:
         components.engine.optimizer_step.fill_(state.optimizer_steps)
     saved = checkpoint.progress.get("learning_rate")
-    return _Resumed(state, reconcile(schedule, saved if isinstance(saved, dict) else {}, config.optimizer))
+    rates = reconcile(schedule, saved if isinstance(saved, dict) else {}, config.optimizer)
+    return _Resumed(state, rates, checkpoint)
 
 
 def _held_out(config: RunConfig, inputs: RunInputs, layout: BatchLayout) -> dict[str, EvaluationSet]:
@@ -349,10 +376,11 @@ def _timetable(config: RunConfig, train_iters: int) -> Timetable:
 
 
 def _saver(config: RunConfig, components: RunComponents, resumed: _Resumed) -> Saver | None:
-    root, source = config.checkpoint.save, config.checkpoint.load
+    root = config.checkpoint.save
     if root is None:
         return None
-    loads_from_root = source is not None and source.resolve() in (root.resolve(), *root.resolve().glob("step_*"))
+    goes_on_in_root = is_from_root(resumed.checkpoint, root) and resumed.state.iteration > 0
+    config_yaml = to_yaml(config)
     extra = {
         "learning_rate": resumed.learning_rate.to_json(),
         "optimizer": optimizer_choice(config.optimizer).type,
@@ -360,17 +388,47 @@ def _saver(config: RunConfig, components: RunComponents, resumed: _Resumed) -> S
         "seed": config.training.seed,
         "seq_length": config.model.seq_length,
     }
-    saver = Saver(
+    return Saver(
         root=root,
+        run=begin_run(config.checkpoint, config_yaml, components.mesh),
         engine=components.engine,
         mesh=components.mesh,
-        config_yaml=to_yaml(config),
+        config_yaml=config_yaml,
         extra=extra,
         with_optimizer=not config.checkpoint.no_save_optim,
-        saved_iteration=resumed.state.iteration if loads_from_root and resumed.state.iteration else None,
+        saved_iteration=resumed.state.iteration if goes_on_in_root else None,
     )
-    saver.save_configuration()
-    return saver
+
+
+def _announce_start(journal: Journal, config: RunConfig, saver: Saver, resumed: _Resumed, console: Console) -> None:
+    """Write this start, and the settings that it has changed, to the journal; print whose checkpoints it saves."""
+    source, mesh = resumed.checkpoint, saver.mesh
+    begins = source is None or config.checkpoint.finetune
+    console.line(f"{saver.run} {'begins' if begins else 'goes on'}: checkpoints in {saver.root}")
+    if source is not None and not begins and PROGRESS_KEY not in source.progress:
+        console.line(f"{source.folder} names no run, as one of an earlier version: its run has this id from now on")
+    passed_over = [each.path.name for each in list_steps(saver.root) if each.step > resumed.state.iteration]
+    if passed_over and source is not None and not is_from_root(source, saver.root):
+        console.line(
+            f"{saver.root} holds later checkpoints of this run, up to {passed_over[-1]}, which are not taken:"
+            f" it goes on from {source.folder}, and replaces those of steps that it saves again"
+        )
+    journal.write(
+        "start",
+        run=saver.run.id,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        job=job_name(),
+        world_size=mesh.topology.world_size,
+        layout=f"{mesh.topology.describe()} on {mesh.device.type}",
+        iteration=resumed.state.iteration,
+        checkpoint=None if source is None else str(source.folder),
+        finetune=config.checkpoint.finetune,
+        megazero=megazero.__version__,
+        torch=torch.__version__,
+    )
+    for change in () if source is None or begins else changed_settings(source, config):
+        journal.write("change", **change)
 
 
 def _max_checkpoints(config: RunConfig, components: RunComponents) -> int:

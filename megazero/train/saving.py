@@ -7,18 +7,21 @@ from typing import Any, NamedTuple, cast
 
 from torch import nn
 
-from megazero.checkpoint.folders import LATEST, MANIFEST, list_steps
+from megazero.checkpoint.agreement import all_or_none
+from megazero.checkpoint.folders import holds_checkpoint
 from megazero.checkpoint.reader import Checkpoint, open_checkpoint
 from megazero.checkpoint.restore import restore
+from megazero.checkpoint.runs import PROGRESS_KEY, RunIdentity, new_run, write_run
 from megazero.checkpoint.writer import Draft, save
 from megazero.comm.mesh import Mesh
 from megazero.command_line.parse import from_yaml
 from megazero.config.derived import ffn_hidden_size, max_position_embeddings
 from megazero.config.model import ModelConfig
-from megazero.config.run import CheckpointConfig
+from megazero.config.run import FIELDS, CheckpointConfig, RunConfig
 from megazero.errors import CheckpointError, ConfigError, Problem, raise_problems
 from megazero.files import written_aside
 from megazero.parallel.param_spec import StateFragment, StateKind, named_specs
+from megazero.train.start import find_start
 from megazero.train.state import TrainState
 from megazero.zero.engine import Engine
 
@@ -27,13 +30,14 @@ _OPTIMIZER, _NUMBERS = "optimizer", "optimizer_numbers"
 
 @dataclass(frozen=True)
 class Saver:
-    """A writer of checkpoints under `root`.
+    """A writer of one run's checkpoints under `root`.
 
     extra: entries of a checkpoint's progress beside the counters, unchanged through the run.
     saved_iteration: the iteration that the run was resumed from, if that checkpoint lies under `root`.
     """
 
     root: Path
+    run: RunIdentity
     engine: Engine
     mesh: Mesh
     config_yaml: str
@@ -41,16 +45,10 @@ class Saver:
     with_optimizer: bool
     saved_iteration: int | None = None
 
-    def save_configuration(self) -> None:
-        """Write the resolved configuration to `root` at once, for a run that ends before its first checkpoint."""
-        if self.mesh.rank == 0:
-            with written_aside(self.root / "config.yaml") as stream:
-                stream.write(self.config_yaml.encode())
-
     def save(self, state: TrainState) -> Path:
         """Write one checkpoint, on all ranks together; return its folder."""
         self.engine.ensure_parameters()
-        progress = {**state.to_json(), **self.extra}
+        progress = {**state.to_json(), **self.extra, PROGRESS_KEY: self.run.to_json()}
         numbers = self.engine.settings.optimizer.numbers()
         if numbers is None or numbers:
             progress[_NUMBERS] = None if numbers is None else dict(numbers)
@@ -61,14 +59,46 @@ class Saver:
         return (piece for piece in self.engine.owned_state() if self.with_optimizer or piece.kind == "weight")
 
 
+def begin_run(config: CheckpointConfig, config_yaml: str, mesh: Mesh) -> RunIdentity:
+    """Return the run that this start goes on with or begins; a collective call, for a run with --save.
+
+    Rank 0 writes the run and the resolved configuration under --save at once, for a run that ends before its first
+    checkpoint.  It checks again whose checkpoints are there, since another job may have saved after the first check.
+    """
+
+    def begin() -> dict[str, str]:
+        assert config.save is not None, "a run without --save has no folder"
+        run = find_start(config).run or new_run()
+        with written_aside(config.save / "config.yaml") as stream:
+            stream.write(config_yaml.encode())
+        write_run(config.save, run)
+        return run.to_json()
+
+    doing = f"writing to {config.save}"
+    reports = all_or_none(mesh.world, mesh.device, lambda: begin() if mesh.rank == 0 else None, doing=doing)
+    return RunIdentity(**reports[0])
+
+
+def is_from_root(checkpoint: Checkpoint | None, root: Path) -> bool:
+    """Return True if the checkpoint is one of the step folders under `root`."""
+    return checkpoint is not None and checkpoint.folder.resolve() in root.resolve().glob("step_*")
+
+
+def changed_settings(checkpoint: Checkpoint, config: RunConfig) -> Iterator[dict[str, Any]]:
+    """Yield each setting whose value differs from the one that the checkpoint was saved with, for the journal."""
+    try:
+        saved = from_yaml(checkpoint.config_yaml, origin=str(checkpoint.folder))
+    except ConfigError:  # a checkpoint of another version, whose settings this one cannot read
+        return
+    for info in FIELDS:
+        before, now = (getattr(getattr(each, info.section), info.name) for each in (saved, config))
+        if before != now:
+            yield {"setting": info.name, "from": before, "to": now}
+
+
 def find_checkpoint(config: CheckpointConfig) -> Checkpoint | None:
     """Open the checkpoint of --load; None if there is none, as at the first start of a run that resumes itself."""
-    if config.load is None:
-        return None
-    # A step folder may have been renamed or copied; a named one that does not exist is an error, not a first start.
-    is_one = config.load.name.startswith("step_") or (config.load / MANIFEST).exists()
-    has_some = (config.load / LATEST).exists() or bool(list_steps(config.load))
-    return open_checkpoint(config.load) if is_one or has_some else None
+    return open_checkpoint(config.load) if config.load is not None and holds_checkpoint(config.load) else None
 
 
 def check_compatible(checkpoint: Checkpoint, *, seed: int, seq_length: int) -> None:
