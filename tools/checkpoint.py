@@ -1,8 +1,9 @@
-"""Inspect checkpoints: the content of one, whether it is sound, how two differ.
+"""Inspect checkpoints: the content of one, whether it is sound, how two differ, what has become of their run.
 
     python tools/checkpoint.py inspect runs/demo            the newest checkpoint of a run (or give a step folder)
     python tools/checkpoint.py verify runs/demo             read every byte and compare with the stored hashes
     python tools/checkpoint.py diff runs/a runs/b           tensor by tensor; the layouts may be different ones
+    python tools/checkpoint.py journal runs/demo            starts, changed settings, saves, stops and faults of a run
 
 Exit codes: 0 sound, or equal; 1 the two differ; 2 an error, damage included.
 """
@@ -16,11 +17,14 @@ import argparse
 import json
 import math
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megazero.checkpoint.journal import JOURNAL, describe, read_journal
+from megazero.checkpoint.runs import PROGRESS_KEY, RunIdentity, name_of, read_run
 from megazero.command_line.tools import Flags, Number
 from megazero.console import Console, run_program
-from megazero.errors import CheckpointError, raise_problems
+from megazero.errors import CheckpointError, Problem, raise_problems
 from megazero.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -33,6 +37,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command, and return the exit code."""
     options = _parser().parse_args(arguments)
     console = Console()
+    if options.command == "journal":
+        return _journal(Path(options.path), console)
     # This imports torch; the flags are parsed without it.
     from megazero.checkpoint.reader import open_checkpoint
 
@@ -55,6 +61,8 @@ def _parser() -> argparse.ArgumentParser:
     verify = commands.add_parser("verify", help="read everything and compare with the stored hashes")
     for command in (inspect, verify):
         command.add_argument("path", help="a run's checkpoint folder, or one step folder in it")
+    journal = commands.add_parser("journal", help="show what has become of a run")
+    journal.add_argument("path", help="a run's checkpoint folder")
     diff = commands.add_parser("diff", help="compare two checkpoints, whatever layout saved them")
     diff.add_argument("first", help="a run's checkpoint folder, or one step folder in it")
     diff.add_argument("second", help="the same")
@@ -70,6 +78,7 @@ def _inspect(checkpoint: "Checkpoint", console: Console, *, tensors: bool) -> No
     stored = sum(file.num_bytes for file in manifest.files)
     boxes = sum(len(file.boxes) for file in manifest.files)
     console.line(f"{checkpoint.folder}")
+    console.line(name_of(RunIdentity.from_json(checkpoint.progress.get(PROGRESS_KEY))))
     console.line(f"step        {checkpoint.step}")
     console.line(f"size        {format_bytes(stored)} in {len(manifest.files)} files, {boxes} boxes")
     console.line(f"config      {checkpoint.folder / manifest.config.name}")
@@ -91,6 +100,15 @@ def _verify(checkpoint: "Checkpoint", console: Console) -> None:
     raise_problems(CheckpointError, [problem for problems in steps for problem in problems])
     stored = sum(file.num_bytes for file in checkpoint.manifest.files)
     console.line(f"{checkpoint.folder}: sound; {format_bytes(stored)} in {len(checkpoint.manifest.files)} files")
+
+
+def _journal(root: Path, console: Console) -> int:
+    entries = [describe(entry) for entry in read_journal(root)]
+    if not entries:
+        raise CheckpointError(Problem(str(root), f"this folder has no {JOURNAL}", "the folder that a run saves to"))
+    for line in (name_of(read_run(root)), *entries):
+        console.line(line)
+    return 0
 
 
 def _diff(first: "Checkpoint", second: "Checkpoint", console: Console) -> int:

@@ -73,7 +73,10 @@ def export_command(options: argparse.Namespace, console: Console) -> None:
 
 
 def import_command(options: argparse.Namespace, console: Console) -> None:
-    """Convert a Hugging Face model to a checkpoint of step 0: weights, and placeholders of training settings."""
+    """Convert a Hugging Face model to a checkpoint of step 0: weights, and placeholders of training settings.
+
+    It belongs to no run: it names none, and a run begins from it by --finetune.
+    """
     import torch
 
     from megazero.checkpoint.huggingface import read_model

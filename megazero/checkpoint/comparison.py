@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megazero.checkpoint.manifest import TensorEntry, TensorKey
 from megazero.checkpoint.reader import Checkpoint
+from megazero.checkpoint.runs import PROGRESS_KEY
 
 
 class ValueDifference(NamedTuple):
@@ -38,10 +39,10 @@ def difference(a: Tensor, b: Tensor) -> ValueDifference:
 
 
 def metadata_differences(first: Checkpoint, second: Checkpoint) -> Iterator[str]:
-    """Yield lines about step, progress and configuration."""
+    """Yield lines about step, progress and configuration; that two runs saved them is no difference."""
     if first.step != second.step:
         yield f"step: {first.step} against {second.step}"
-    for key in sorted(first.progress.keys() | second.progress.keys()):
+    for key in sorted((first.progress.keys() | second.progress.keys()) - {PROGRESS_KEY}):
         mine, other = (json.dumps(each.progress[key]) if key in each.progress else "absent" for each in (first, second))
         if mine != other:
             yield f"progress, {key}: {mine} against {other}"

@@ -2,6 +2,8 @@
 
     runs/demo/                      the root
         latest                      "step_0000020"
+        run.json                    the run that the checkpoints belong to (`runs.py`)
+        journal.jsonl               what has become of it (`journal.py`)
         step_0000010/               manifest.json, config.yaml, rank_00000.safetensors, ...
         step_0000020/
         .lock                       the process that may write here (`folder_lock.py`)
@@ -189,6 +191,15 @@ def _free(root: Path, name: str) -> Path:
     """Return a path under `root` that is not taken: `name`, or `name` with a number behind it."""
     numbered = (root / (name if number == 1 else f"{name}.{number}") for number in count(1))
     return next(path for path in numbered if not os.path.lexists(path))
+
+
+def holds_checkpoint(path: Path) -> bool:
+    """Return True if `path` means a checkpoint: a step folder, or a root that has one or had one.
+
+    A step folder may have been renamed or copied; one that is named as such and is missing is an error of `resolve`.
+    """
+    is_one = path.name.startswith("step_") or (path / MANIFEST).exists()
+    return is_one or (path / LATEST).exists() or bool(list_steps(path))
 
 
 def resolve(path: Path, step: int | None = None) -> Path:

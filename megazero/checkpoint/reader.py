@@ -50,7 +50,6 @@ from megazero.errors import CheckpointError, DamageError, Problem, raise_problem
 from megazero.files import open_regular, read_bounded
 from megazero.parallel.param_spec import Box, StateFragment, StateKind
 
-RUN = "run"  # the entry of a checkpoint's progress that identifies its run
 _MAX_PROBLEMS = 20
 # Errors of the system by which a file of a checkpoint is damaged: it is not there, unreadable on the disk, or no file
 # of this folder.
@@ -110,14 +109,6 @@ def open_folder(folder: Path) -> "Checkpoint":
     if hashlib.sha256(config).hexdigest() != manifest.config.sha256:
         raise DamageError(Problem(str(config_file), "damaged or edited: it does not match the hash in the manifest"))
     return Checkpoint(folder, manifest, config.decode(errors="replace"))
-
-
-def is_of_run(folder: Path, run: JsonValue) -> bool:
-    """Return True if a checkpoint is of the run with this id; False also for one that cannot be opened."""
-    try:
-        return open_checkpoint(folder).progress.get(RUN) == run
-    except CheckpointError:
-        return False
 
 
 class Checkpoint:

@@ -6,12 +6,11 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from pydantic import JsonValue
 
 from megazero.checkpoint.agreement import all_or_none
 from megazero.checkpoint.folders import list_steps
-from megazero.checkpoint.reader import is_of_run
 from megazero.checkpoint.retention import Retention
+from megazero.checkpoint.runs import RunIdentity, run_of
 from megazero.comm.interface import Communicator
 from megazero.errors import CheckpointError, Problem
 from megazero.parallel.param_spec import StateFragment, StateKind
@@ -66,13 +65,13 @@ def check_space(
     steps: Sequence[int],
     *,
     retention: Retention,
-    run: JsonValue,
+    run: RunIdentity | None,
     world: Communicator,
     device: torch.device,
 ) -> str:
     """Compare what is free under `root` with what this run will save; a collective call.
 
-    own_bytes: what this rank adds to each checkpoint.  run: the run's id, as in a checkpoint's progress.
+    own_bytes: what this rank adds to each checkpoint.  run: the run that saves.
     Raises CheckpointError on all ranks if the checkpoints that exist at the same time do not fit: one, or with a
     retention those that it keeps and a new one.  Returns a notice on rank 0 if those of the whole run do not fit.
     """
@@ -86,14 +85,14 @@ def check_space(
     return str(notices[0])
 
 
-def _compare(root: Path, size: int, steps: Sequence[int], retention: Retention, run: JsonValue) -> str:
+def _compare(root: Path, size: int, steps: Sequence[int], retention: Retention, run: RunIdentity | None) -> str:
     system = os.statvfs(root)
     free = system.f_bavail * system.f_frsize
     if not system.f_blocks:  # a file system that has no figures
         return ""
     there = {}
     if retention.lets_go:
-        there = {each.step: _bytes_in(each.path) for each in list_steps(root) if is_of_run(each.path, run)}
+        there = {each.step: _bytes_in(each.path) for each in list_steps(root) if run_of(each.path) == run}
     first = (retention.keep_last or 1) + 1 if retention.lets_go else 1
     needed = peak_growth(size, steps[:first], there, retention)
     if needed > free:

@@ -59,8 +59,8 @@ from megazero.checkpoint.manifest import (
     merge_parts,
     parse_part,
 )
-from megazero.checkpoint.reader import RUN, is_of_run
 from megazero.checkpoint.retention import ALL_STAY, Retention
+from megazero.checkpoint.runs import PROGRESS_KEY, RunIdentity, run_of
 from megazero.checkpoint.slices import BoxPiece, fragment_pieces, piece_view
 from megazero.comm.interface import Communicator
 from megazero.errors import CheckpointError, Problem, raise_problems
@@ -269,8 +269,9 @@ def _remove_older(draft: Draft, name: str) -> None:
     """Remove older revisions of the step, and the checkpoints of the same run that `draft.retention` lets go."""
     older = [folder for folder in list_steps(draft.root) if folder.step <= draft.step and folder.path.name != name]
     expired = draft.retention.expired({folder.step for folder in older} | {draft.step})
+    run = RunIdentity.from_json(draft.progress.get(PROGRESS_KEY))
     for folder in older:
-        if (folder.step == draft.step or folder.step in expired) and is_of_run(folder.path, draft.progress.get(RUN)):
+        if (folder.step == draft.step or folder.step in expired) and run_of(folder.path) == run:
             remove_step(folder.path)
 
 

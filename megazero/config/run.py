@@ -171,7 +171,9 @@ class CheckpointConfig:
 
     save: Path | None = setting(None, help="folder for checkpoints; without it, nothing is saved")
     load: Path | None = setting(
-        None, help="folder to resume from; a folder without a checkpoint starts from the beginning"
+        None,
+        help="folder to resume from, a run's or one of its checkpoints; a missing or empty one is an error, unless it"
+        " is that of --save",
     )
     save_interval: int | None = setting(
         None, help="steps between checkpoints; without it, only at the end of the run", unit="steps", ge=1
@@ -179,7 +181,12 @@ class CheckpointConfig:
     no_save_optim: bool = setting(False, help="save parameters only; such a checkpoint can't be resumed bitwise")
     no_load_optim: bool = setting(False, help="take no optimizer state, start it anew")
     finetune: bool = setting(
-        False, help="take parameters only and start at step 0: no optimizer state, no position in the data"
+        False,
+        help="take parameters only and start a new run at step 0: no optimizer state, no position in the data; needs a"
+        " checkpoint",
+    )
+    begin_without_checkpoint: bool = setting(
+        False, help="start a new run from initial weights where --load is missing or holds no checkpoint"
     )
     keep_last: int | None = setting(
         None,

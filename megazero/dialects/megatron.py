@@ -178,6 +178,10 @@ ACCEPTED: Mapping[str, str] = _rows(
             "no-save-rng no-load-rng",
         ),
         ("8-bit products find their scales anew every time", "fp8-interval"),
+        (
+            "a --load without a checkpoint is an error, unless it is --save or --begin-without-checkpoint is given",
+            "exit-on-missing-checkpoint",
+        ),
         ("the data loader never makes attention masks", "no-create-attention-mask-in-dataloader"),
         ("SIGTERM, SIGINT, SIGHUP and SIGUSR1 always save and exit", "exit-signal-handler exit-signal"),
         ("throughput is always reported", "log-throughput"),

@@ -11,6 +11,14 @@ from megazero.parallel.nodes import Nodes, parse_tasks_per_node
 from megazero.signals import launcher_process
 
 
+def job_name() -> str:
+    """Return the launcher's name of this job; empty without a launcher that has names."""
+    if number := os.environ.get("SLURM_JOB_ID"):
+        return f"Slurm job {number}"
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return "" if name == "none" else f"torchrun's run {name}"
+
+
 @dataclass(frozen=True)
 class Launch:
     """The figures that the launcher (torchrun or srun) gave this process.

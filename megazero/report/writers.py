@@ -123,7 +123,11 @@ class TensorBoardWriter:
             raise ConfigError(problem) from error
         self._config = config
         self._world_size = world_size
-        self._events = SummaryWriter(str(config.tensorboard_dir), max_queue=config.tensorboard_queue_size)
+        try:
+            self._events = SummaryWriter(str(config.tensorboard_dir), max_queue=config.tensorboard_queue_size)
+        except OSError as error:
+            given = f"--tensorboard-dir {config.tensorboard_dir}: {error.strerror or error}"
+            raise ConfigError(Problem(given, "TensorBoard's files can be written", "another path")) from error
         self._waited = 0.0
 
     def step(self, metrics: StepMetrics, ranks: Sequence[RankMetrics]) -> None:

@@ -4,6 +4,7 @@ The rules check only whether named files exist; the readers of the files check t
 """
 
 import math
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -211,6 +212,28 @@ def folders_are_folders(config: RunConfig, world_size: int) -> Iterator[Problem]
             "this names a file, but a folder is there",
             f"--metrics-file {metrics}/run.jsonl",
         )
+
+
+def reports_can_be_written(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    logging = config.logging
+    folders = {
+        "--save": config.checkpoint.save,
+        "--tensorboard-dir": logging.tensorboard_dir,
+        "--ledger-dir": logging.ledger_dir,
+        "--pipeline-trace-dir": logging.pipeline_trace_dir,
+        "--metrics-file": logging.metrics_file,
+    }
+    for flag, path in folders.items():
+        if path is None or (os.path.exists(path) and path.is_dir() == (flag == "--metrics-file")):
+            continue  # `folders_are_folders` refuses the latter
+        there = next(each for each in (path, *path.absolute().parents) if os.path.exists(each))
+        if there != path and not there.is_dir():
+            rule = f"a folder is made for it, but {there} is a file"
+        elif not os.access(there, os.W_OK | (os.X_OK if there.is_dir() else 0)):
+            rule = f"{there} must be writable"
+        else:
+            continue
+        yield Problem(f"{flag} {path}", rule, f"{flag} with another path")
 
 
 def weights_are_loaded_from_a_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:

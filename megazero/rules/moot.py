@@ -381,6 +381,14 @@ def _no_ledger_is_read(config: RunConfig) -> str:
     return "" if read else "its figures go to --metrics-file, --tensorboard-dir and --ledger-dir, and none is there"
 
 
+def _begins_always_or_never(config: RunConfig) -> str:
+    load, save = config.checkpoint.load, config.checkpoint.save
+    if config.checkpoint.finetune:
+        return "--finetune always needs a checkpoint"
+    is_save = load is not None and save is not None and load.resolve() == save.resolve()
+    return "a run may always begin where --load is --save" if is_save else ""
+
+
 RUN: tuple[Row[RunConfig], ...] = (
     Row(
         ("eval_interval", "eval_at_start", "log_validation_ppl_to_tensorboard"),
@@ -417,6 +425,12 @@ RUN: tuple[Row[RunConfig], ...] = (
         ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler", "no_load_optim"),
         lambda c: "--finetune takes parameters only, and starts everything else anew" if c.checkpoint.finetune else "",
     ),
+    Row(
+        ("begin_without_checkpoint",),
+        lambda c: "without --load every start begins a new run" if c.checkpoint.load is None else "",
+        {"load": "DIR"},
+    ),
+    Row(("begin_without_checkpoint",), _begins_always_or_never),
     Row(
         ("load_from_fp32_weights",),
         lambda c: (

@@ -4,18 +4,23 @@
 `assemble` makes the mesh, the model, the engine, the data and the writers, and restores or initialises.
 """
 
+import os
+import socket
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
 
+import megazero
 from megazero.activations.assemble import RankParts, activation_plan, describe
 from megazero.activations.recompute_plan import ActivationPlan
 from megazero.checkpoint.fallback import refusal, report, restore_first_sound, set_damaged_aside
 from megazero.checkpoint.folder_lock import FolderLock, lock_folder
-from megazero.checkpoint.folders import remove_hidden
+from megazero.checkpoint.folders import list_steps, remove_hidden
+from megazero.checkpoint.journal import Journal
 from megazero.checkpoint.reader import Checkpoint
 from megazero.checkpoint.retention import Retention
+from megazero.checkpoint.runs import PROGRESS_KEY
 from megazero.checkpoint.space import steps_to_save
 from megazero.comm.local import LocalCommunicator
 from megazero.comm.mesh import Mesh
@@ -35,7 +40,7 @@ from megazero.optim.configured import make_optimizer, saved_kinds
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.schedules import LearningRate, reconcile
 from megazero.parallel.drawing import draw_layout
-from megazero.parallel.launch import Launch
+from megazero.parallel.launch import Launch, job_name
 from megazero.pipeline.stage_plan import StagePlan
 from megazero.pipeline.trace import NO_TRACE, AnyTrace, Trace
 from megazero.report.ledger_report import LedgerReport
@@ -59,13 +64,16 @@ from megazero.train.pipeline_stages import activation_config, describe_stages, n
 from megazero.train.resolve_activations import resolve_activations
 from megazero.train.saving import (
     Saver,
+    changed_settings,
     check_compatible,
     check_model,
     check_optimizer,
     check_progress,
     check_shapes,
+    choose_run,
     find_checkpoint,
     has_stepped,
+    is_from_root,
     restore_engine,
 )
 from megazero.train.state import TrainState
@@ -234,12 +242,23 @@ def step_context(config: RunConfig, components: RunComponents) -> StepContext:
     )
 
 
+def open_journal(config: RunConfig, launch: Launch) -> Journal:
+    """Return the journal of a run that saves, which rank 0 writes; other ranks' and other runs' write nothing."""
+    return Journal(config.checkpoint.save if launch.rank == 0 else None, Console(launch.rank).line)
+
+
 def assemble(
-    config: RunConfig, launch: Launch, device: torch.device, inputs: RunInputs, ledger: AnyLedger | None = None
+    config: RunConfig,
+    launch: Launch,
+    device: torch.device,
+    inputs: RunInputs,
+    ledger: AnyLedger | None = None,
+    journal: Journal | None = None,
 ) -> Run:
     """Build a run, restored from a checkpoint or freshly initialised; `ledger` records the memory it allocates."""
     config = replace(config, model=replace(config.model, vocab_size=inputs.vocab_size))
     console = Console(launch.rank)
+    journal = journal or open_journal(config, launch)
     buffers = FusedBuffers(0, device, ledger=ledger)
     mesh = make_mesh(
         topology(config, launch.world_size),
@@ -250,7 +269,7 @@ def assemble(
     )
     lock = _lock(config, mesh, console)
     try:
-        return _assemble_on(mesh, buffers, lock, config, launch, inputs, ledger)
+        return _assemble_on(mesh, buffers, lock, config, launch, inputs, ledger, journal)
     except BaseException:
         if lock is not None:
             lock.release()
@@ -279,6 +298,7 @@ def _assemble_on(
     launch: Launch,
     inputs: RunInputs,
     ledger: AnyLedger | None,
+    journal: Journal,
 ) -> Run:
     """Build a run on its mesh; lock: that of --save, on rank 0."""
     console = Console(launch.rank)
@@ -300,6 +320,9 @@ def _assemble_on(
     schedule = LearningRate.from_config(config.optimizer, train_iters=train_iters)
     resumed = _resume(config, components, schedule, scaler, console)
     layout = batch_layout(config, components.mesh, inputs.eod)
+    saver = _saver(config, components, resumed, lock, console)
+    if saver is not None:
+        _announce_start(journal, config, saver, resumed, console)
     return Run(
         context=step_context(config, components),
         state=resumed.state,
@@ -310,8 +333,9 @@ def _assemble_on(
         ),
         held_out=_held_out(config, inputs, layout),
         timetable=_timetable(config, _last_iteration(config, resumed.state, launch.world_size)),
-        saver=_saver(config, components, resumed, lock, console),
+        saver=saver,
         reporting=_reporting(config, console, components, inputs, resumed.state),
+        journal=journal,
         launcher=launch.launcher,
     )
 
@@ -339,6 +363,7 @@ def _takes_weights_only(config: RunConfig) -> bool:
 class _Resumed:
     state: TrainState
     learning_rate: LearningRate
+    checkpoint: Checkpoint | None = None
 
 
 def _restore_newest(config: RunConfig, components: RunComponents, console: Console) -> Checkpoint | None:
@@ -370,16 +395,19 @@ def _resume(
 ) -> _Resumed:
     """Restore the engine and the counters from a checkpoint, or start the counters where there is none."""
     checkpoint = _restore_newest(config, components, console)
-    if checkpoint is None or config.checkpoint.finetune:
-        return _Resumed(TrainState(scaler.start()), schedule)
     weights_only = _takes_weights_only(config)
+    if checkpoint is None:
+        return _Resumed(TrainState(scaler.start()), schedule)
+    if config.checkpoint.finetune:
+        return _Resumed(TrainState(scaler.start()), schedule, checkpoint)
     state = TrainState.from_json(checkpoint.progress, step=checkpoint.step)
     if not (scaler.dynamic and checkpoint.progress.get("loss_scale_is_dynamic")):
         state.loss_scale = scaler.start()  # a constant scale is no state of a dynamic one
     if not weights_only:
         components.engine.optimizer_step.fill_(state.optimizer_steps)
     saved = checkpoint.progress.get("learning_rate")
-    return _Resumed(state, reconcile(schedule, saved if isinstance(saved, dict) else {}, config.optimizer))
+    rates = reconcile(schedule, saved if isinstance(saved, dict) else {}, config.optimizer)
+    return _Resumed(state, rates, checkpoint)
 
 
 def _held_out(config: RunConfig, inputs: RunInputs, layout: BatchLayout) -> dict[str, EvaluationSet]:
@@ -420,10 +448,11 @@ def _timetable(config: RunConfig, train_iters: int) -> Timetable:
 def _saver(
     config: RunConfig, components: RunComponents, resumed: _Resumed, lock: FolderLock | None, console: Console
 ) -> Saver | None:
-    root, source = config.checkpoint.save, config.checkpoint.load
+    root = config.checkpoint.save
     if root is None:
         return None
-    loads_from_root = source is not None and source.resolve() in (root.resolve(), *root.resolve().glob("step_*"))
+    goes_on_in_root = is_from_root(resumed.checkpoint, root) and resumed.state.iteration > 0
+    config_yaml = to_yaml(config)
     extra = {
         "learning_rate": resumed.learning_rate.to_json(),
         "optimizer": optimizer_choice(config.optimizer).type,
@@ -433,12 +462,13 @@ def _saver(
     }
     saver = Saver(
         root=root,
+        run=choose_run(config.checkpoint, components.mesh),
         engine=components.engine,
         mesh=components.mesh,
-        config_yaml=to_yaml(config),
+        config_yaml=config_yaml,
         extra=extra,
         with_optimizer=not config.checkpoint.no_save_optim,
-        saved_iteration=resumed.state.iteration if loads_from_root and resumed.state.iteration else None,
+        saved_iteration=resumed.state.iteration if goes_on_in_root else None,
         lock=lock,
         retention=Retention(config.checkpoint.keep_last, config.checkpoint.keep_every),
     )
@@ -446,8 +476,39 @@ def _saver(
     steps = steps_to_save(resumed.state.iteration, last, config.checkpoint.save_interval)
     if notice := saver.check_space(steps, saved_kinds(optimizer_choice(config.optimizer))):
         console.line(notice)
-    saver.save_configuration()
+    saver.begin()
     return saver
+
+
+def _announce_start(journal: Journal, config: RunConfig, saver: Saver, resumed: _Resumed, console: Console) -> None:
+    """Write this start, and the settings that it has changed, to the journal; print whose checkpoints it saves."""
+    source, mesh = resumed.checkpoint, saver.mesh
+    begins = source is None or config.checkpoint.finetune
+    console.line(f"{saver.run} {'begins' if begins else 'goes on'}: checkpoints in {saver.root}")
+    if source is not None and not begins and PROGRESS_KEY not in source.progress:
+        console.line(f"{source.folder} names no run, as one of an earlier version: its run has this id from now on")
+    passed_over = [each.path.name for each in list_steps(saver.root) if each.step > resumed.state.iteration]
+    if passed_over and source is not None and not is_from_root(source, saver.root):
+        console.line(
+            f"{saver.root} holds later checkpoints of this run, up to {passed_over[-1]}, which are not taken:"
+            f" it goes on from {source.folder}, and replaces those of steps that it saves again"
+        )
+    journal.write(
+        "start",
+        run=saver.run.id,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        job=job_name(),
+        world_size=mesh.topology.world_size,
+        layout=f"{mesh.topology.describe()} on {mesh.device.type}",
+        iteration=resumed.state.iteration,
+        checkpoint=None if source is None else str(source.folder),
+        finetune=config.checkpoint.finetune,
+        megazero=megazero.__version__,
+        torch=torch.__version__,
+    )
+    for change in () if source is None or begins else changed_settings(source, config):
+        journal.write("change", **change)
 
 
 def _max_checkpoints(config: RunConfig, components: RunComponents) -> int:

@@ -14,12 +14,13 @@ from megazero.parallel.nodes import problems_of_placement
 from megazero.parallel.topology import Topology, parse_order
 from megazero.rules import run as rules
 from megazero.train.inputs import RunInputs, open_inputs
+from megazero.train.start import find_start
 
 
 def check(config: RunConfig, launch: Launch) -> RunInputs:
-    """Check the rules between settings, the layout on its nodes and the corpora, and raise all problems at once.
+    """Check the rules between settings, the layout on its nodes, the corpora and the places of checkpoints.
 
-    Returns the opened corpora.  `build.check_checkpoint` checks a checkpoint afterwards.
+    Raises all problems at once; returns the opened corpora.  `build.check_checkpoint` checks a checkpoint afterwards.
     """
     errors: list[UserError] = []
     inputs = None
@@ -28,6 +29,8 @@ def check(config: RunConfig, launch: Launch) -> RunInputs:
     if not errors:
         with _gathering(errors):
             raise_problems(TopologyError, _placement_problems(config, launch))
+        with _gathering(errors):
+            find_start(config.checkpoint)
     if rules.corpus_is_named(config, launch.world_size):
         with _gathering(errors):
             inputs = _open_inputs(config)

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megazero.checkpoint.journal import Journal
 from megazero.comm.mesh import gather_json
 from megazero.console import Console
 from megazero.data.loader import BatchLoader, StepBatch
-from megazero.errors import Problem, TrainingError
+from megazero.errors import Problem, TrainingError, UserError
 from megazero.memory.host_copy import HostCopy
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.schedules import LearningRate
@@ -82,6 +83,7 @@ class Run:
     timetable: Timetable
     saver: Saver | None
     reporting: Reporting
+    journal: Journal
     launcher: int | None = None
 
 
@@ -111,7 +113,12 @@ def train(run: Run) -> str:
     with _stop_request(run) as stop:
         loop = _Loop(run, stop)
         try:
-            return loop.run_to_end()
+            reason = loop.run_to_end()
+            run.journal.write("stop", iteration=run.state.iteration, reason=reason)
+            return reason
+        except BaseException as error:
+            run.journal.write("stop", iteration=run.state.iteration, reason=failure(error))
+            raise
         finally:
             if run.saver is not None:
                 run.saver.close()  # first: what follows may wait for ranks that are gone
@@ -310,9 +317,12 @@ class _Loop:
         start = time.perf_counter()
         folder = self._run.saver.save(self._state)
         self._saved_iteration = self._state.iteration
+        seconds = time.perf_counter() - start
+        self._run.journal.write(
+            "save", iteration=self._state.iteration, checkpoint=folder.name, seconds=round(seconds, 3)
+        )
         self._run.reporting.console.line(
-            f"saved checkpoint of iteration {self._state.iteration} to {folder} "
-            f"in {format_duration(time.perf_counter() - start)}"
+            f"saved checkpoint of iteration {self._state.iteration} to {folder} in {format_duration(seconds)}"
         )
         self._mark = time.perf_counter()
 
@@ -351,6 +361,12 @@ class _Loop:
             self._run.reporting.console.line(
                 f"resumed at iteration {self._state.iteration}, {self._state.consumed_samples} samples consumed"
             )
+
+
+def failure(error: BaseException) -> str:
+    """Return the kind of an error and its first line, for the journal."""
+    text = f"{error.problems[0].given}: {error.problems[0].rule}" if isinstance(error, UserError) else str(error)
+    return f"{type(error).__name__}: {text}".splitlines()[0]
 
 
 def peak_memory_bytes(device: torch.device) -> int:

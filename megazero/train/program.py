@@ -13,7 +13,7 @@ from megazero.parallel.launch import Launch
 from megazero.parallel.threads import use_cpu_threads
 from megazero.tensor_parallel.float8 import check_device
 from megazero.train.attention_kernel import attention_call, choose_kernel, prefer_kernel
-from megazero.train.build import assemble, check_checkpoint
+from megazero.train.build import assemble, check_checkpoint, open_journal
 from megazero.train.inputs import RunInputs
 from megazero.train.loop import train
 
@@ -34,13 +34,14 @@ def pretrain(config: RunConfig, launch: Launch, inputs: RunInputs) -> int:
         device=device,
         timeout_minutes=parallel.distributed_timeout_minutes,
     )
+    journal = open_journal(config, launch)
     try:
         ledger = open_ledger(device, kept=logging.ledger, limit_mib=logging.ledger_limit)
         kernel = choose_kernel(config.training.attention_backend, attention_call(config, device))
         if kernel is not None:
             Console(launch.rank).line(f"attention: kernel {kernel}")
         with single_failure_report(store, launch.rank), ledger, prefer_kernel(kernel):
-            run = assemble(config, launch, device, inputs, ledger)
+            run = assemble(config, launch, device, inputs, ledger, journal)
             train(run)
     finally:
         destroy_process_groups()

@@ -7,21 +7,24 @@ from typing import Any, NamedTuple, cast
 
 from torch import nn
 
+from megazero.checkpoint.agreement import all_or_none
 from megazero.checkpoint.fallback import first_complete, refusal
 from megazero.checkpoint.folder_lock import FolderLock
-from megazero.checkpoint.reader import RUN, Checkpoint
+from megazero.checkpoint.reader import Checkpoint
 from megazero.checkpoint.restore import restore
 from megazero.checkpoint.retention import ALL_STAY, Retention
+from megazero.checkpoint.runs import PROGRESS_KEY, RunIdentity, new_run, write_run
 from megazero.checkpoint.space import check_space, saved_bytes
 from megazero.checkpoint.writer import Draft, save
 from megazero.comm.mesh import Mesh
 from megazero.command_line.parse import from_yaml
 from megazero.config.derived import ffn_hidden_size, max_position_embeddings
 from megazero.config.model import ModelConfig
-from megazero.config.run import CheckpointConfig
+from megazero.config.run import FIELDS, CheckpointConfig, RunConfig
 from megazero.errors import CheckpointError, ConfigError, Problem, raise_problems
 from megazero.files import written_aside
 from megazero.parallel.param_spec import StateFragment, StateKind, named_specs
+from megazero.train.start import find_start
 from megazero.train.state import TrainState
 from megazero.zero.engine import Engine
 
@@ -30,7 +33,7 @@ _OPTIMIZER, _NUMBERS = "optimizer", "optimizer_numbers"
 
 @dataclass(frozen=True)
 class Saver:
-    """A writer of checkpoints under `root`.
+    """A writer of one run's checkpoints under `root`.
 
     extra: entries of a checkpoint's progress beside the counters, unchanged through the run.
     saved_iteration: the iteration that the run was resumed from, if that checkpoint lies under `root`.
@@ -38,6 +41,7 @@ class Saver:
     """
 
     root: Path
+    run: RunIdentity
     engine: Engine
     mesh: Mesh
     config_yaml: str
@@ -58,26 +62,35 @@ class Saver:
             own_bytes,
             steps,
             retention=self.retention,
-            run=self.extra.get(RUN),
+            run=self.run,
             world=self.mesh.world,
             device=self.mesh.device,
         )
+
+    def begin(self) -> None:
+        """Write the run and its configuration to `root`, for a run that ends before its first checkpoint.
+
+        A collective call.
+        """
+
+        def write() -> None:
+            with written_aside(self.root / "config.yaml") as stream:
+                stream.write(self.config_yaml.encode())
+            write_run(self.root, self.run)
+
+        leads = self.mesh.rank == 0
+        doing = f"writing to {self.root}"
+        all_or_none(self.mesh.world, self.mesh.device, lambda: write() if leads else None, doing=doing)
 
     def close(self) -> None:
         """Let other jobs write to `root`; a second call does nothing."""
         if self.lock is not None:
             self.lock.release()
 
-    def save_configuration(self) -> None:
-        """Write the resolved configuration to `root` at once, for a run that ends before its first checkpoint."""
-        if self.mesh.rank == 0:
-            with written_aside(self.root / "config.yaml") as stream:
-                stream.write(self.config_yaml.encode())
-
     def save(self, state: TrainState) -> Path:
         """Write one checkpoint, on all ranks together; return its folder."""
         self.engine.ensure_parameters()
-        progress = {**state.to_json(), **self.extra}
+        progress = {**state.to_json(), **self.extra, PROGRESS_KEY: self.run.to_json()}
         numbers = self.engine.settings.optimizer.numbers()
         if numbers is None or numbers:
             progress[_NUMBERS] = None if numbers is None else dict(numbers)
@@ -86,6 +99,37 @@ class Saver:
 
     def _fragments(self) -> Iterator[StateFragment]:
         return (piece for piece in self.engine.owned_state() if self.with_optimizer or piece.kind == "weight")
+
+
+def choose_run(config: CheckpointConfig, mesh: Mesh) -> RunIdentity:
+    """Return the run that this start goes on with or begins; a collective call, for a run with --save.
+
+    Rank 0 checks again whose checkpoints are there, since another job may have saved after the first check.
+    """
+
+    def choose() -> dict[str, str]:
+        return (find_start(config).run or new_run()).to_json()
+
+    doing = f"reading {config.save}"
+    reports = all_or_none(mesh.world, mesh.device, lambda: choose() if mesh.rank == 0 else None, doing=doing)
+    return RunIdentity(**reports[0])
+
+
+def is_from_root(checkpoint: Checkpoint | None, root: Path) -> bool:
+    """Return True if the checkpoint is one of the step folders under `root`."""
+    return checkpoint is not None and checkpoint.folder.resolve() in root.resolve().glob("step_*")
+
+
+def changed_settings(checkpoint: Checkpoint, config: RunConfig) -> Iterator[dict[str, Any]]:
+    """Yield each setting whose value differs from the one that the checkpoint was saved with, for the journal."""
+    try:
+        saved = from_yaml(checkpoint.config_yaml, origin=str(checkpoint.folder))
+    except ConfigError:  # a checkpoint of another version, whose settings this one cannot read
+        return
+    for info in FIELDS:
+        before, now = (getattr(getattr(each, info.section), info.name) for each in (saved, config))
+        if before != now:
+            yield {"setting": info.name, "from": before, "to": now}
 
 
 def find_checkpoint(config: CheckpointConfig) -> Checkpoint | None:

@@ -10,10 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.late_communicator import LateCommunicator
+from support.saved_runs import ONE, OTHER
 from support.sharded_state import Layout, make_state
 from support.thread_world import run_threads
 
 from megazero.checkpoint.retention import ALL_STAY, Retention
+from megazero.checkpoint.runs import RunIdentity
 from megazero.checkpoint.space import check_space, peak_growth, saved_bytes, steps_to_save
 from megazero.checkpoint.writer import Draft, save
 from megazero.comm.local import LocalCommunicator
@@ -98,15 +100,15 @@ def test_a_disk_without_room_is_an_error_on_all_ranks_and_one_that_fills_up_a_no
 def test_checkpoints_that_will_go_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fragments = Layout().fragments(0, make_state())
     for step in (1, 2):
-        save(Draft(tmp_path, step, {"run": "a"}, ""), fragments, world=LocalCommunicator(), device=CPU)
+        save(Draft(tmp_path, step, {"run": ONE.to_json()}, ""), fragments, world=LocalCommunicator(), device=CPU)
     size = saved_bytes(fragments, ())
     with_free(monkeypatch, size + 100)
 
-    def check(run: str) -> str:
+    def check(run: RunIdentity) -> str:
         return check_space(
             tmp_path, size, [3, 4], retention=Retention(1), run=run, world=LocalCommunicator(), device=CPU
         )
 
-    assert check("a") == "", "the first save lets both go, and the second one finds their room"
+    assert check(ONE) == "", "the first save lets both go, and the second one finds their room"
     with pytest.raises(CheckpointError, match="grows by"):
-        check("b")
+        check(OTHER)

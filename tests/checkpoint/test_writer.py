@@ -20,6 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from support.late_communicator import LateCommunicator
 from support.processes import mesh_in_worker, run_ranks
+from support.saved_runs import ONE, OTHER
 from support.sharded_state import Layout, State, make_state, write_checkpoint
 from support.thread_world import run_threads
 
@@ -29,6 +30,7 @@ from megazero.checkpoint.folders import list_steps, newest
 from megazero.checkpoint.manifest import DTYPES
 from megazero.checkpoint.reader import open_checkpoint
 from megazero.checkpoint.retention import Retention
+from megazero.checkpoint.runs import RunIdentity
 from megazero.checkpoint.writer import Draft, Saving, prepare, publish, save, write_part
 from megazero.comm.interface import Communicator
 from megazero.comm.local import LocalCommunicator
@@ -200,8 +202,10 @@ def test_a_run_that_has_lost_its_lock_to_another_job_publishes_nothing(tmp_path:
 
 
 def test_older_checkpoints_of_the_run_go_as_far_as_retention_lets_them(tmp_path: Path) -> None:
-    def save_step(step: int, run: str | None, keep_last: int | None = None, keep_every: int | None = None) -> None:
-        progress: dict[str, JsonValue] = {} if run is None else {"run": run}
+    def save_step(
+        step: int, run: RunIdentity | None, keep_last: int | None = None, keep_every: int | None = None
+    ) -> None:
+        progress: dict[str, JsonValue] = {} if run is None else {"run": {**run.to_json()}}
         save(
             Draft(tmp_path, step, progress, "", retention=Retention(keep_last, keep_every)),
             Layout().fragments(0, make_state()),
@@ -212,16 +216,16 @@ def test_older_checkpoints_of_the_run_go_as_far_as_retention_lets_them(tmp_path:
     def steps() -> list[int]:
         return [folder.step for folder in list_steps(tmp_path)]
 
-    save_step(1, "other")
+    save_step(1, OTHER)
     save_step(2, None)
     for step in range(3, 9):
-        save_step(step, "mine")
-    save_step(20, "mine")  # of a branch that is abandoned now
+        save_step(step, ONE)
+    save_step(20, ONE)  # of a branch that is abandoned now
     assert steps() == [1, 2, 3, 4, 5, 6, 7, 8, 20]
-    save_step(9, "mine", 3, 4)
+    save_step(9, ONE, 3, 4)
     assert steps() == [1, 2, 4, 7, 8, 9, 20]
     (tmp_path / "step_0000007" / "manifest.json").write_text("{")  # it may be anybody's
-    save_step(10, "mine", 1)
+    save_step(10, ONE, 1)
     assert steps() == [1, 2, 7, 10, 20]
     assert newest(tmp_path) == tmp_path / "step_0000010"
 

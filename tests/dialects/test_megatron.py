@@ -32,6 +32,7 @@ cpu-offloading-num-layers data-path split vocab-file merge-file tokenizer-type t
 data-cache-path mock-data train-data-path valid-data-path test-data-path dataloader-type reset-position-ids
 reset-attention-mask eod-mask-loss no-mmap-bin-files no-create-attention-mask-in-dataloader save load save-interval
 no-load-optim no-load-rng no-save-optim no-save-rng finetune use-checkpoint-args ckpt-format async-save
+exit-on-missing-checkpoint
 universal-checkpoint reset-iteration no-load-lr-state eval-iters eval-interval log-interval tensorboard-dir
 tensorboard-queue-size log-timers-to-tensorboard log-batch-size-to-tensorboard log-validation-ppl-to-tensorboard
 log-memory-to-tensorboard log-optimizer-states-to-tensorboard log-params-norm log-num-zeros-in-grad log-throughput

@@ -199,6 +199,22 @@ ROWS: dict[str, Row] = {
     "a file where a folder goes": Row(
         {"--save": "{folder}/file"}, ("--save {folder}/file", "a file is there", "file-folder"), broken_files.a_file
     ),
+    "reports below a file": Row(
+        {"--tensorboard-dir": "{folder}/file/board", "--metrics-file": "{folder}/file/steps"},
+        (
+            "2 configuration errors",
+            "--tensorboard-dir {folder}/file/board",
+            "{folder}/file is a file",
+            "--tensorboard-dir with another path",
+            "--metrics-file {folder}/file/steps",
+        ),
+        broken_files.a_file,
+    ),
+    "a report that may not be written": Row(
+        {"--tensorboard-dir": "/proc/board", "--save": None, "--metrics-file": None},
+        ("--tensorboard-dir /proc/board: No such file", "files can be written", "another path"),
+        ranks=1,
+    ),
     "a metrics file of something else": Row(
         {"--metrics-file": "{folder}/notes.jsonl", "--save": None},
         ("notes.jsonl, line 1", "only steps and evaluations", "a new file"),
@@ -310,6 +326,49 @@ ROWS: dict[str, Row] = {
         {**LOAD, "--load": "{folder}/saved/step_0000007"},
         ("saved/step_0000007", "no such folder", "complete checkpoints here: step_0000002"),
         broken_files.checkpoint,
+    ),
+    "a forgotten --load": Row(
+        {"--save": "{folder}/saved"},
+        (
+            "--save {folder}/saved holds checkpoints of run ",
+            " UTC on ",
+            "the newest step_0000002; without --load, this start is a new run",
+            "only a run's own checkpoints are ever replaced",
+            "--load {folder}/saved to go on with it",
+        ),
+        broken_files.checkpoint,
+    ),
+    "a mistyped --load": Row(
+        {"--load": "{folder}/savde"},
+        (
+            "--load {folder}/savde",
+            "there is no such folder",
+            "--load {folder}/saved, --begin-without-checkpoint to start a new run",
+        ),
+        broken_files.checkpoint,
+    ),
+    "a mistyped --load to finetune from": Row(
+        {"--load": "{folder}/savde", "--finetune": ""},
+        ("--load {folder}/savde --finetune", "there is no such folder", "legal: --load {folder}/saved\n"),
+        broken_files.checkpoint,
+    ),
+    "another run's folder": Row(
+        {"--load": "{folder}/again/saved", "--save": "{folder}/saved"},
+        (
+            "--save {folder}/saved holds checkpoints of run ",
+            "the newest step_0000002; --load {folder}/again/saved goes on with run ",
+            "--load {folder}/saved to go on with it, another folder as --save to keep both",
+        ),
+        broken_files.two_runs,
+    ),
+    "finetuning into another run's folder": Row(
+        {**LOAD, "--finetune": ""},
+        ("--finetune begins a new run from {folder}/saved/step_0000002", "--load {folder}/saved without --finetune"),
+        broken_files.checkpoint,
+    ),
+    "a run that may begin anyway": Row(
+        {**LOAD, "--begin-without-checkpoint": ""},
+        ("--begin-without-checkpoint", "a run may always begin where --load is --save", "leave it out"),
     ),
     "a checkpoint of another model": Row(
         {**LOAD, "--hidden-size": "16", "--num-layers": "3"},

@@ -1,5 +1,6 @@
 """Tests of the rules between settings that name data, tokenizers, checkpoints and reports."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,21 @@ def test_files_are_not_folders_and_folders_not_files(tmp_path: Path) -> None:
     ]
     assert given(ledger_dir=tmp_path, pipeline_trace_dir=tmp_path / "later") == []
     assert given(save=tmp_path, load=tmp_path / "later", metrics_file=file, tokenizer_model=file) == []
+
+
+def test_places_for_reports_can_be_written(tmp_path: Path) -> None:
+    """A process of another user finds what it may not write; root may write everywhere."""
+    (tmp_path / "file").write_text("")
+    below = {"tensorboard_dir": tmp_path / "file" / "a" / "b", "save": tmp_path / "file" / "c"}
+    assert given(**below) == [f"--save {tmp_path}/file/c", f"--tensorboard-dir {tmp_path}/file/a/b"]
+    places: dict[str, Any] = {"tensorboard_dir": "/board", "metrics_file": "/steps", "save": "/saved"}
+    child = os.fork()
+    if child == 0:
+        if os.geteuid() == 0:
+            os.setuid(65534)
+        refused = given(**places)
+        os._exit(0 if refused == ["--save /saved", "--tensorboard-dir /board", "--metrics-file /steps"] else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 @pytest.mark.parametrize(

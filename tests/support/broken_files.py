@@ -122,6 +122,12 @@ def checkpoint(folder: Path) -> None:
         train(assemble(config, launch, torch.device("cpu"), check(config, launch)))
 
 
+def two_runs(folder: Path) -> None:
+    """Write the checkpoint of one run into `saved` and that of another into `again/saved`."""
+    checkpoint(folder)
+    checkpoint(folder / "again")
+
+
 def damaged_manifest(folder: Path) -> None:
     """Write a checkpoint, then change a counter in its manifest."""
     checkpoint(folder)

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 from support.launch import load_program
+from support.saved_runs import ONE, OTHER, save_for
 from support.sharded_state import Layout, make_state, write_checkpoint
 
+from megazero.checkpoint.journal import Journal
 from megazero.errors import CheckpointError
 
 TOOL = Path(__file__).parents[2] / "tools" / "checkpoint.py"
@@ -55,6 +57,24 @@ def test_diff(tmp_path: Path, main: Callable[[list[str]], int], capsys: pytest.C
     out = capsys.readouterr().out
     assert "step: 20 against 30\n" in out
     assert "wte.weight, exp_avg: 5 elements differ, max |a - b| = 1" in out
+
+
+def test_run_and_journal(tmp_path: Path, main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]) -> None:
+    save_for(tmp_path, 3, ONE)
+    Journal(tmp_path, print).write("start", world_size=2, layout="tensor 2")
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert f"\n{ONE}\nstep        3\n" in capsys.readouterr().out
+    assert main(["journal", str(tmp_path)]) == 0
+    told, entry = capsys.readouterr().out.splitlines()
+    assert told == str(ONE) and entry.endswith("  start   world_size 2 | layout tensor 2")
+    with pytest.raises(CheckpointError, match=r"this folder has no journal\.jsonl"):
+        main(["journal", str(tmp_path / "step_0000003")])
+
+
+def test_two_runs_that_are_equal_are_equal(tmp_path: Path, main: Callable[[list[str]], int]) -> None:
+    for name, run in (("a", ONE), ("b", OTHER), ("c", None)):
+        save_for(tmp_path / name, 3, run)
+    assert [main(["diff", str(tmp_path / "a"), str(tmp_path / name)]) for name in "bc"] == [0, 0]
 
 
 def test_an_error_is_printed_without_a_traceback(tmp_path: Path) -> None:

@@ -20,7 +20,9 @@ from support.small_runs import CPU, LENGTH, VOCAB, Told, tiny_run, train_run
 from support.training import first_weights, max_relative
 
 from megazero.checkpoint.folders import list_steps
+from megazero.checkpoint.journal import read_journal
 from megazero.checkpoint.reader import open_checkpoint
+from megazero.checkpoint.runs import read_run, run_of
 from megazero.data.loader import BatchLoader
 from megazero.data.mock import MockSamples
 from megazero.data.samples import Samples
@@ -103,7 +105,8 @@ def test_timetable(settings: dict[str, Any], written: str, checkpoints: list[int
 
 def test_what_a_run_prints(tmp_path: Path) -> None:
     told = run(tmp_path, log_interval=2, train_iters=4, zero_stage=2)
-    first, *rest = told.text.splitlines()
+    whose, first, *rest = told.text.splitlines()
+    assert whose == f"{read_run(tmp_path / 'save')} begins: checkpoints in {tmp_path / 'save'}"
     assert first.startswith(
         "pipeline 1 x data 1 x tensor 1 = 1 ranks on cpu | parameters on this rank: 7.2K | model states"
     )
@@ -138,7 +141,7 @@ def test_a_run_that_went_away_and_came_back_is_the_run_that_stayed(tmp_path: Pat
     for key in ("loss", "grad_norm", "lr", "consumed_samples"):
         assert [line[key] for line in steps(tmp_path / "left")] == [line[key] for line in steps(tmp_path / "stayed")]
     one, other = (open_checkpoint(tmp_path / name / "save") for name in ("left", "stayed"))
-    assert one.progress == other.progress
+    assert {**one.progress, "run": None} == {**other.progress, "run": None}  # two runs
     for name, parameter in one.parameters.items():
         for kind in parameter.kinds:
             assert torch.equal(one.read_full(name, kind), other.read_full(name, kind)), (name, kind)
@@ -166,10 +169,37 @@ def test_a_run_with_a_damaged_checkpoint_goes_on_from_the_one_before(tmp_path: P
     assert "resumed at iteration 2, 4 samples consumed" in told.text
     assert places(tmp_path / "left") == "1 2 3 4 5" and saved(tmp_path / "left") == [2, 4, 5]
     one, other = (open_checkpoint(tmp_path / name / "save") for name in ("left", "stayed"))
-    assert one.progress == other.progress
+    assert {**one.progress, "run": None} == {**other.progress, "run": None}
     for name, parameter in one.parameters.items():
         for kind in parameter.kinds:
             assert torch.equal(one.read_full(name, kind), other.read_full(name, kind)), (name, kind)
+
+
+def test_a_run_keeps_its_id_and_a_journal(tmp_path: Path) -> None:
+    """Starts of one command line are one run, whose changed settings are written down; finetuning is another run."""
+    command = {"exit_interval": 2, "load": str(tmp_path / "save")}
+    run(tmp_path, **command)
+    first = read_run(tmp_path / "save")
+    run(tmp_path, **command)
+    run(tmp_path, **command, lr=5e-3, override_opt_param_scheduler=True)
+    assert first is not None and read_run(tmp_path / "save") == first
+    assert {run_of(each.path) for each in list_steps(tmp_path / "save")} == {first}
+    entries = [{**entry} for entry in read_journal(tmp_path / "save")]
+    assert (
+        " ".join(entry["event"] for entry in entries) == "start save stop start save stop start change change save stop"
+    )
+    starts = [entry for entry in entries if entry["event"] == "start"]
+    assert [(entry["run"], entry["iteration"]) for entry in starts] == [(first.id, 0), (first.id, 2), (first.id, 4)]
+    assert [entry["checkpoint"] for entry in starts[:2]] == [None, str(tmp_path / "save" / "step_0000002")]
+    facts = {"host": first.host, "world_size": 1, "torch": torch.__version__, "finetune": False}
+    assert facts.items() <= starts[0].items() and "tensor 1 = 1 ranks on cpu" in starts[0]["layout"]
+    changes = {entry["setting"]: (entry["from"], entry["to"]) for entry in entries if entry["event"] == "change"}
+    assert changes == {"lr": (1e-2, 5e-3), "override_opt_param_scheduler": (False, True)}
+    stops = [entry["reason"] for entry in entries if entry["event"] == "stop"]
+    assert stops[1:] == ["exit interval 2 reached at iteration 4", "finished 5 iterations"]
+    run(tmp_path, load=str(tmp_path / "save"), finetune=True, save=str(tmp_path / "tuned"))
+    tuned = read_run(tmp_path / "tuned")
+    assert tuned is not None and tuned.id != first.id
 
 
 def test_a_length_in_samples_is_kept_with_another_global_batch(tmp_path: Path) -> None:
@@ -202,6 +232,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_without_saving_it(tmp_path: Pat
     with pytest.raises(TrainingError, match="loss and gradient norm are finite") as caught:
         run(tmp_path, precision="fp32", lr=1e30, save_interval=1, weight_decay=0.0)
     assert "iteration 2: loss" in caught.value.problems[0].given
+    assert [*read_journal(tmp_path / "save")][-1]["reason"].startswith("TrainingError: iteration 2: loss")
     assert saved(tmp_path) == [1]
     last = steps(tmp_path)[-1]
     assert last["iteration"] == 2 and None in (last["loss"], last["grad_norm"]), "the step is written down, as null"

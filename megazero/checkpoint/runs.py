@@ -1,0 +1,103 @@
+"""The identity of a run, which every checkpoint carries in its manifest, and their root in the file `run.json`.
+
+A run gets its id at its first start and keeps it through every later one, at any layout and with other data, length or
+rates; training that begins anew, from initial weights or by --finetune, is another run.  Checkpoints of megazero
+versions without ids, and imported weights, belong to *a run without an id*.
+
+Nothing here needs torch, so that a start reads which checkpoints it would replace before it loads torch.
+"""
+
+import json
+import os
+import re
+import secrets
+import socket
+import stat
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from megazero.checkpoint.folders import MANIFEST
+from megazero.files import written_aside
+
+RUN_FILE = "run.json"
+PROGRESS_KEY = "run"  # in the progress of a manifest
+
+# A manifest's progress lies at its beginning, before the table of tensors, which can take megabytes.
+_HEAD_BYTES = 1 << 16
+_PROGRESS = re.compile(r'"progress":\s*(?=\{)')
+_ID = re.compile(r"[0-9a-f]{16}")
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """A run: its id, and the time (UTC) and the host of its first start, by which a person recognises it."""
+
+    id: str
+    started: str
+    host: str
+
+    def __str__(self) -> str:
+        return f"run {self.id} (started {self.started} on {self.host})"
+
+    def to_json(self) -> dict[str, str]:
+        """Return the identity as checkpoints and run.json hold it."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, saved: object) -> "RunIdentity | None":
+        """Return the identity in `saved`; None if it holds none."""
+        if not isinstance(saved, Mapping):
+            return None
+        values = [saved.get(name) for name in ("id", "started", "host")]
+        texts = [value for value in values if isinstance(value, str) and value.isprintable() and len(value) < 256]
+        return cls(*texts) if len(texts) == 3 and _ID.fullmatch(texts[0]) else None
+
+
+def new_run() -> RunIdentity:
+    """Return the identity of a run that starts now, on this host."""
+    return RunIdentity(secrets.token_hex(8), f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC", socket.gethostname())
+
+
+def name_of(run: RunIdentity | None) -> str:
+    """Return the words for a run in messages."""
+    return "a run without an id" if run is None else str(run)
+
+
+def run_of(folder: Path) -> RunIdentity | None:
+    """Return the run that saved the checkpoint in a step folder; None if its manifest names none or is damaged."""
+    head = _read_head(folder / MANIFEST)
+    found = _PROGRESS.search(head)
+    if found is None:
+        return None
+    try:
+        progress, _ = json.JSONDecoder().raw_decode(head, found.end())
+    except (ValueError, RecursionError):
+        return None
+    return RunIdentity.from_json(progress.get(PROGRESS_KEY))
+
+
+def read_run(root: Path) -> RunIdentity | None:
+    """Return the run in the root's run.json; None if there is no such file, or a damaged one."""
+    try:
+        return RunIdentity.from_json(json.loads(_read_head(root / RUN_FILE)))
+    except (ValueError, RecursionError):
+        return None
+
+
+def write_run(root: Path, run: RunIdentity) -> None:
+    """Write the root's run.json; raise DataError if it cannot be written."""
+    with written_aside(root / RUN_FILE) as stream:
+        stream.write(json.dumps(run.to_json(), indent=2).encode() + b"\n")
+
+
+def _read_head(path: Path) -> str:
+    """Return the beginning of a regular file; nothing of anything else, a pipe for example, or of a missing file."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return ""
+    with open(descriptor, "rb") as stream:
+        is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
+        return stream.read(_HEAD_BYTES).decode("utf-8", errors="replace") if is_file else ""
