@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from support.launch import PATIENCE_SECONDS, SMALL_RUN, command_line, set_launcher
+from support.warm_python import warm_python
 
 from megazero import __main__ as program
 from megazero.console import run_program
@@ -89,7 +90,7 @@ def test_a_difference_is_exit_status_1(monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_a_layout_is_verified_under_torchrun(tmp_path: Path) -> None:
     layout = {"--pipeline-model-parallel-size": "2", "--zero-stage": "2"}
     flags = command_line({**SMALL_RUN, **layout, "--fp16": "", "--verify-steps": "2"})
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    launcher = [warm_python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     process = subprocess.Popen(
         [*launcher, "-m", "megazero", "verify-layout", *flags],
         cwd=tmp_path,

@@ -32,6 +32,7 @@ from link_traffic import (
 from nodes import Cluster, ClusterError, Step, obstacle
 from small_gpt import VOCABULARY, make_model
 from support.source_tree import ROOT
+from support.warm_python import warm_python
 from torch import device
 
 from megazero.config.model import ModelConfig
@@ -178,8 +179,11 @@ def test_links_have_the_rate_they_are_told(left_as_it_was: None, tmp_path: Path)
 
 
 @pytest.mark.gloo
-def test_the_program(left_as_it_was: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_program(
+    left_as_it_was: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Formula and meter are equal; the link counts as many bytes, and those of headers and small messages."""
+    monkeypatch.setattr(sys, "executable", warm_python())
     assert main([*TINY, "--rates", "20", "--output", str(tmp_path / "page.md")]) == 0
     page = (tmp_path / "page.md").read_text()
     assert capsys.readouterr().out == page

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import gpu_examination
@@ -19,6 +20,7 @@ from gpu_examination import (
     parse_arguments,
 )
 from support.source_tree import ROOT
+from support.warm_python import warm_python
 
 # The phases that a CPU runs, with the figures that their record must have; other tests run phases of several processes.
 FOUND = {
@@ -47,7 +49,14 @@ def test_phases_that_matter_fit_into_the_time() -> None:
     assert parse_arguments(["--device", "cpu"]).seconds <= 540
 
 
+@pytest.fixture
+def _warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let phases, and the programs that they start, be run by a python that has its imports."""
+    monkeypatch.setattr(sys, "executable", warm_python())
+
+
 @pytest.mark.gloo
+@pytest.mark.usefixtures("_warm")
 def test_phases_on_a_cpu(tmp_path: Path) -> None:
     words = ["--device", "cpu", "--seconds", "280", "--results", str(tmp_path), "--output", "toy", "--only", *FOUND]
     assert main([*words, "ceilings"]) == 0
@@ -67,6 +76,7 @@ def test_phases_on_a_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.gloo
+@pytest.mark.usefixtures("_warm")
 def test_phases_of_programs_on_a_cpu(tmp_path: Path) -> None:
     words = ["--device", "cpu", "--seconds", "280", "--results", str(tmp_path), "--output", "toy"]
     assert main([*words, "--only", "losses", "layouts"]) == 0

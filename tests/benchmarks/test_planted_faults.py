@@ -79,6 +79,8 @@ def test_what_comes_of_each_row_is_recorded(tmp_path: Path, monkeypatch: pytest.
     def use(faults: tuple[Fault, ...]) -> None:
         monkeypatch.setattr(planted_faults, "FAULTS", faults)
 
+    # Plugins take most of the start of pytest, which starts ten times here, and these tests use none.
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.setattr(planted_faults, "copy_tree", write_tree)
     monkeypatch.setattr(planted_faults, "problems", lambda _: [])
     records = tmp_path / "r.jsonl"

@@ -20,7 +20,7 @@ from megazero.train.build import assemble
 from megazero.train.check import check
 from megazero.train.loop import train
 
-HALF, WHOLE = 10, 20
+HALF, WHOLE = 5, 10
 
 SETTINGS: dict[str, Any] = {
     "hidden_size": 24,

@@ -6,7 +6,7 @@ function is used outside that file.
 """
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from support.source_tree import PROGRAMS, Source, sources
 
@@ -15,9 +15,9 @@ from megazero.config.run import FIELDS, SECTIONS
 SECTION_OF_CLASS = {cls.__name__: section for section, cls in SECTIONS}
 
 
-def reads(tree: ast.AST, section: str, owners: frozenset[str]) -> Iterator[str]:
+def reads(nodes: Sequence[ast.AST], section: str, owners: frozenset[str]) -> Iterator[str]:
     """Yield the names that are read as attributes of an expression that stands for the section."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             owner = _last_name(node.value)
             if owner in (section, f"{section}_config", "config") or owner in owners:
@@ -29,10 +29,10 @@ def _last_name(node: ast.expr) -> str:
     return name.lstrip("_")
 
 
-def annotated(tree: ast.AST, section: str) -> frozenset[str]:
+def annotated(nodes: Sequence[ast.AST], section: str) -> frozenset[str]:
     """Return the names of parameters and attributes that are annotated with the section's class."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.arg) and _section(node.annotation) == section:
             found.add(node.arg)
         elif isinstance(node, ast.AnnAssign) and _section(node.annotation) == section:
@@ -70,11 +70,13 @@ def unread(outside: tuple[Source, ...], derived: Source) -> list[str]:
     used = used_figures(outside, derived)
     trees: list[ast.AST] = [source.tree for source in outside]
     trees += [function for function in derived.functions() if function.name in used]
+    kinds = (ast.Attribute, ast.arg, ast.AnnAssign)
+    walked = [[node for node in ast.walk(tree) if isinstance(node, kinds)] for tree in trees]
     read = {
         f"{section}.{name}"
-        for tree in trees
+        for nodes in walked
         for section, _ in SECTIONS
-        for name in reads(tree, section, annotated(tree, section))
+        for name in reads(nodes, section, annotated(nodes, section))
     }
     return [f"{info.section}.{info.name}" for info in FIELDS if f"{info.section}.{info.name}" not in read]
 
@@ -95,7 +97,8 @@ def test_the_check_can_fail() -> None:
     everything = {f"{info.section}.{info.name}" for info in FIELDS}
     assert set(unread((), DERIVED)) == everything
     code = "def f(settings: ModelConfig, x): return settings.num_layers, x.split, config.data.split"
-    owners = annotated(ast.parse(code), "model")
-    assert list(reads(ast.parse(code), "model", owners)) == ["data", "num_layers"] or owners == {"settings"}
-    assert "split" in list(reads(ast.parse(code), "data", frozenset()))
-    assert "split" not in list(reads(ast.parse("x.split"), "data", frozenset()))
+    nodes = list(ast.walk(ast.parse(code)))
+    owners = annotated(nodes, "model")
+    assert list(reads(nodes, "model", owners)) == ["data", "num_layers"] or owners == {"settings"}
+    assert "split" in list(reads(nodes, "data", frozenset()))
+    assert "split" not in list(reads(list(ast.walk(ast.parse("x.split"))), "data", frozenset()))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.launch import PATIENCE_SECONDS, ROOT, SMALL_RUN, command_line, read_steps
+from support.warm_python import warm_python
 
 SCRIPT = ROOT / "scripts" / "launch_node.sh"
 
@@ -62,7 +63,7 @@ def test_two_nodes_are_one_job(tmp_path: Path) -> None:
     # A relative path is resolved in the caller's folder, wherever the script lies.
     flags = command_line({**SMALL_RUN, "--metrics-file": "steps"})
     job = {"NUM_NODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PROCS_PER_NODE": "1"}
-    nodes = [start(*flags, cwd=tmp_path, NODE_RANK=str(rank), **job) for rank in range(2)]
+    nodes = [start(*flags, cwd=tmp_path, NODE_RANK=str(rank), PYTHON=warm_python(), **job) for rank in range(2)]
     try:
         outputs = [node.communicate(timeout=PATIENCE_SECONDS) for node in nodes]
     finally:

@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
+from support.warm_python import warm_python
 
 from megazero.console import run_program
 
@@ -85,9 +86,11 @@ def run_here(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> int:
 class Program:
     """A torchrun in the background that runs pretrain_gpt.py, or another program at `path`."""
 
-    def __init__(self, arguments: Sequence[str], *, ranks: int, folder: Path, path: Path = PROGRAM) -> None:
+    def __init__(
+        self, arguments: Sequence[str], *, ranks: int, folder: Path, path: Path = PROGRAM, python: str = sys.executable
+    ) -> None:
         self._outputs = (folder / "stdout.txt", folder / "stderr.txt")
-        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        words = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -132,26 +135,29 @@ class Program:
 
 
 @contextmanager
-def torchrun(arguments: Sequence[str], *, ranks: int, folder: Path, path: Path = PROGRAM) -> Iterator[Program]:
+def torchrun(
+    arguments: Sequence[str], *, ranks: int, folder: Path, path: Path = PROGRAM, python: str = sys.executable
+) -> Iterator[Program]:
     """Run a program under torchrun with its output in `folder`, and kill it at the end of the block."""
-    program = Program(arguments, ranks=ranks, folder=folder, path=path)
+    program = Program(arguments, ranks=ranks, folder=folder, path=path, python=python)
     try:
         yield program
     finally:
         program.kill()
 
 
-def run_torchrun(arguments: Sequence[str], *, ranks: int, folder: Path, path: Path = PROGRAM) -> Finished:
-    """Run a program under torchrun until it has ended."""
-    with torchrun(arguments, ranks=ranks, folder=folder, path=path) as program:
+def run_torchrun(arguments: Sequence[str], *, ranks: int, folder: Path, python: str | None = None) -> Finished:
+    """Run pretrain_gpt.py under torchrun until it has ended, by a python that has its imports unless one is given."""
+    with torchrun(arguments, ranks=ranks, folder=folder, python=python or warm_python()) as program:
         return program.wait()
 
 
-def run_script(text: str, *, ranks: int, folder: Path) -> None:
+def run_script(text: str, *, ranks: int, folder: Path, python: str | None = None) -> None:
     """Write a user's program into `folder` and run it there under torchrun; it must end with exit code 0."""
     script = folder / "program.py"
     script.write_text(text)
-    finished = run_torchrun([], ranks=ranks, folder=folder, path=script)
+    with torchrun([], ranks=ranks, folder=folder, path=script, python=python or warm_python()) as program:
+        finished = program.wait()
     assert finished.code == 0, finished.stderr
 
 

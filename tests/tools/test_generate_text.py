@@ -12,6 +12,7 @@ import torch.distributed as dist
 from support.checkpoints import run_config, save_checkpoint
 from support.launch import PATIENCE_SECONDS, load_program, set_launcher
 from support.models import small_config
+from support.warm_python import warm_python
 
 from megazero.checkpoint.reader import open_checkpoint
 from megazero.config.run import DataConfig
@@ -137,8 +138,8 @@ def test_tensor_parallelism_across_nodes_is_refused(
             main(["--load", folder, *layout, *FAST])
 
 
-def torchrun(folder: Path, *arguments: str, ranks: int) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+def torchrun(folder: Path, *arguments: str, ranks: int, python: str | None = None) -> subprocess.CompletedProcess[str]:
+    launcher = [python or warm_python(), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return subprocess.run(
         [*launcher, str(TOOL), "--load", str(folder), *arguments, *FAST],
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
@@ -159,7 +160,7 @@ def test_four_processes_write_what_one_writes(tmp_path: Path, main: Main, capsys
 
 @pytest.mark.gloo
 def test_flags_that_cannot_be_read_are_told_once(tmp_path: Path) -> None:
-    ended = torchrun(tmp_path, "--top-k", "x", "--nonsense", ranks=2)
+    ended = torchrun(tmp_path, "--top-k", "x", "--nonsense", ranks=2, python=sys.executable)
     assert ended.returncode == 1 and ended.stdout == ""
     assert ended.stderr.count("--top-k x\n    rule:  --top-k is a whole number\n") == 1
     assert ended.stderr.count("--help lists") == 1 and "exitcode  : 2" in ended.stderr

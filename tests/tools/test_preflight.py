@@ -6,12 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.warm_python import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def torchrun(*arguments: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    words = [warm_python(), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return subprocess.run(
         [*words, str(ROOT / "tools" / "preflight.py"), "--message-mib", "0.1", "--timeout", "30", *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)},
