@@ -6,6 +6,7 @@ broadcast and send N.  The backends used here send just that (gloo's ring all-re
 `process_group.py`, NCCL's rings), so one figure is both the formula's and the wire's.
 """
 
+import time
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -23,9 +24,13 @@ class Count:
 
 
 class Meter:
-    """The counts of one rank since the last `reset`."""
+    """The counts of one rank since the last `reset`.
+
+    waited_seconds: the time that the host has waited for other ranks since the start, which is never reset.
+    """
 
     def __init__(self) -> None:
+        self.waited_seconds = 0.0
         self._counts: defaultdict[tuple[str, Collective], Count] = defaultdict(Count)
 
     def record(self, axis: str, collective: Collective, nbytes: int) -> None:
@@ -60,37 +65,55 @@ class MeteredCommunicator:
 
     def all_gather_into(self, output: Tensor, input: Tensor) -> Work:
         self._record("all_gather", output)
-        return self._inner.all_gather_into(output, input)
+        return self._timed(self._inner.all_gather_into(output, input))
 
     def reduce_scatter_into(self, output: Tensor, input: Tensor) -> Work:
         self._record("reduce_scatter", input)
-        return self._inner.reduce_scatter_into(output, input)
+        return self._timed(self._inner.reduce_scatter_into(output, input))
 
     def all_reduce(self, tensor: Tensor, kind: ReduceKind = "sum") -> Work:
         self._record("all_reduce", tensor)
-        return self._inner.all_reduce(tensor, kind)
+        return self._timed(self._inner.all_reduce(tensor, kind))
 
     def all_reduce_scalars(self, tensor: Tensor, kind: ReduceKind = "sum") -> Work:
         self._record("scalars", tensor)
-        return self._inner.all_reduce_scalars(tensor, kind)
+        return self._timed(self._inner.all_reduce_scalars(tensor, kind))
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         self._record("broadcast", tensor)
-        return self._inner.broadcast(tensor, source)
+        return self._timed(self._inner.broadcast(tensor, source))
 
     def send(self, tensor: Tensor, to: int) -> Work:
         self._record("send", tensor)
-        return self._inner.send(tensor, to)
+        return self._timed(self._inner.send(tensor, to))
 
     def receive_into(self, tensor: Tensor, source: int) -> Work:
-        return self._inner.receive_into(tensor, source)
+        return self._timed(self._inner.receive_into(tensor, source))
 
     def barrier(self) -> None:
         self._inner.barrier()
 
+    def _timed(self, work: Work) -> Work:
+        return work if self.size == 1 else _TimedWork(work, self._meter)
+
     def _record(self, collective: Collective, whole: Tensor) -> None:
         nbytes = whole.numel() * whole.element_size()
         self._meter.record(self._axis, collective, sent_bytes(collective, nbytes, self.size))
+
+
+class _TimedWork:
+    """A work whose wait a meter times."""
+
+    __slots__ = ("_meter", "_work")
+
+    def __init__(self, work: Work, meter: Meter) -> None:
+        self._work = work
+        self._meter = meter
+
+    def wait(self) -> None:
+        start = time.perf_counter()
+        self._work.wait()
+        self._meter.waited_seconds += time.perf_counter() - start
 
 
 def sent_bytes(collective: Collective, nbytes: int, size: int) -> int:

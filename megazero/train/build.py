@@ -47,6 +47,7 @@ from megazero.report.ledger_report import LedgerReport
 from megazero.report.memory_report import closing_lines, opening_line
 from megazero.report.metrics import Rates, flops_per_token, peak_tflops
 from megazero.report.pipeline_report import PipelineReport
+from megazero.report.stragglers import StragglerReport
 from megazero.report.writers import open_writers
 from megazero.rules.optimizer import optimizer_choice
 from megazero.tensor_parallel.deferred import DeferredGradients
@@ -563,6 +564,7 @@ def _reporting(
         gathers_ranks=logging.metrics_file is not None or in_tensorboard,
         ledger=ledger,
         pipeline=pipeline,
+        stragglers=StragglerReport(components.mesh, log_interval=logging.log_interval),
         opening=opening_line(
             describe(activation_config(config), _max_checkpoints(config, components), components.mesh.topology.tp),
             components.activations.logits_chunk_bytes,

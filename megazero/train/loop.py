@@ -26,6 +26,7 @@ from megazero.pipeline.trace import SpanRow
 from megazero.report.ledger_report import LedgerReport
 from megazero.report.metrics import Evaluation, RankMetrics, Rates, StepMetrics
 from megazero.report.pipeline_report import PipelineReport
+from megazero.report.stragglers import OwnTime, StragglerReport
 from megazero.report.writers import MetricsWriter
 from megazero.signals import StopRequest
 from megazero.train.context import StepContext
@@ -66,6 +67,7 @@ class Reporting:
     gathers_ranks: bool
     ledger: LedgerReport
     pipeline: PipelineReport
+    stragglers: StragglerReport
     opening: str
     closing: Callable[[], Sequence[str]]
 
@@ -90,7 +92,7 @@ class Run:
 class _PendingStep(NamedTuple):
     """A step that has been launched, and whose figures may still be on the device.
 
-    before: the counters before it.
+    before: the counters before it.  own_seconds: those that this rank has not waited for other ranks.
     """
 
     figures: HostCopy
@@ -106,6 +108,7 @@ class _PendingStep(NamedTuple):
     ledger: Mapping[str, Any]
     spans: Sequence[SpanRow]
     data_wait_seconds: float
+    own_seconds: float
 
 
 def train(run: Run) -> str:
@@ -143,7 +146,7 @@ class _Loop:
         self._state = run.state
         self._stop = stop
         self._started = time.monotonic()
-        self._mark = time.perf_counter()
+        self._mark = (time.perf_counter(), run.context.mesh.meter.waited_seconds)
         self._pending: deque[_PendingStep] = deque()
         on_cpu = run.context.mesh.device.type == "cpu"
         self._max_pending = 0 if on_cpu or run.context.checks_overflow else 1
@@ -196,8 +199,7 @@ class _Loop:
         self._state.advance(num_samples=num_samples, skipped=skipped)
         ledger = self._run.reporting.ledger.end_step(self._state.iteration)
         spans = self._run.reporting.pipeline.end_step()
-        now = time.perf_counter()
-        seconds, self._mark = now - self._mark, now
+        seconds, own_seconds = self._restart_clock()
         self._pending.append(
             _PendingStep(
                 HostCopy(report),
@@ -213,6 +215,7 @@ class _Loop:
                 ledger,
                 spans,
                 waited,
+                own_seconds,
             )
         )
         self._report_steps(max_pending=self._max_pending)
@@ -230,6 +233,9 @@ class _Loop:
             ranks = self._rank_metrics(pending) if self._run.reporting.gathers_ranks else []
             for writer in self._run.reporting.writers:
                 writer.step(metrics, ranks)
+            own = OwnTime(pending.data_wait_seconds, pending.own_seconds - pending.data_wait_seconds)
+            for line in self._run.reporting.stragglers.step(pending.iteration, own):
+                self._run.reporting.console.line(line)
             self._check_health(metrics, pending.before, bad)
 
     def _metrics(self, pending: _PendingStep, loss: float, norm: float, overflow_parameter: str) -> StepMetrics:
@@ -307,7 +313,7 @@ class _Loop:
             writer.evaluation(result)
         if split == "validation":
             self._evaluated_iteration = self._state.iteration
-        self._mark = time.perf_counter()
+        self._restart_clock()
 
     def _save(self) -> None:
         """Save a checkpoint of this iteration, at most once."""
@@ -324,7 +330,13 @@ class _Loop:
         self._run.reporting.console.line(
             f"saved checkpoint of iteration {self._state.iteration} to {folder} in {format_duration(seconds)}"
         )
-        self._mark = time.perf_counter()
+        self._restart_clock()
+
+    def _restart_clock(self) -> tuple[float, float]:
+        """Return the seconds since the last call, and those of them without waits for other ranks."""
+        before, self._mark = self._mark, (time.perf_counter(), self._context.mesh.meter.waited_seconds)
+        seconds, waited = (now - then for now, then in zip(self._mark, before, strict=True))
+        return seconds, seconds - waited
 
     def _reason_to_exit(self) -> str:
         """Return the reason to end the run after this step, the same on all ranks; empty to continue."""

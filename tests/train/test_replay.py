@@ -24,7 +24,8 @@ from megazero.parallel.launch import Launch
 from megazero.train.build import assemble as assemble_run
 from megazero.train.build import check_checkpoint
 from megazero.train.check import check
-from megazero.train.loop import train
+from megazero.train.loop import _Loop, train
+from megazero.train.signals import StopRequest
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 ACCUMULATION = 3
@@ -186,6 +187,41 @@ def test_the_state_before_is_saved_and_goes_on_as_if_nothing_had_been(tmp_path: 
             assert torch.equal(one.read_full(name, kind), other.read_full(name, kind)), (name, kind)
 
 
+def test_a_step_that_was_begun_before_the_figures_were_read_changes_nothing(tmp_path: Path) -> None:
+    """On a GPU the figures of a step are read when the next one has been launched; here a CPU does the same."""
+    settings = {"train_iters": 5, "micro_batch_size": 2, "precision": "fp32"}
+    train_run(0, 1, {**settings, "save": str(tmp_path / "straight"), "exit_interval": 2})
+    config, launch = tiny_run(**settings, save=str(tmp_path / "late")), Launch(0, 1, 0)
+    with contextlib.redirect_stdout(io.StringIO()):
+        run = assemble_run(config, launch, CPU, check(config, launch))
+        Once(GOOD_STEPS).plant(run.context.engine.model)
+        with StopRequest() as stop, pytest.raises(TrainingError, match=r"(?s)iteration 3: .* after iteration 2"):
+            loop = _Loop(run, stop)
+            loop._max_pending = 1
+            loop.run_to_end()
+    assert [entry.step for entry in list_steps(tmp_path / "late")] == [2]
+    one, other = (open_checkpoint(tmp_path / name) for name in ("straight", "late"))
+    assert one.progress == other.progress
+    for name, parameter in one.parameters.items():
+        for kind in parameter.kinds:
+            assert torch.equal(one.read_full(name, kind), other.read_full(name, kind)), (name, kind)
+
+
+@dataclass
+class Once:
+    """A fault in one step only: the one behind it is good."""
+
+    step: int
+    calls: int = 0
+
+    def plant(self, model: nn.Module) -> None:
+        model.get_parameter("final_norm.weight").register_hook(self._spoil)
+
+    def _spoil(self, gradient: Tensor) -> Tensor:
+        self.calls += 1
+        return gradient * torch.nan if self.calls == 1 + self.step else gradient
+
+
 def spoil_a_weight(rank: int, settings: dict[str, Any]) -> str:
     """Make a run whose weight is damaged before the first step, and return the message it ends with."""
     config, launch = tiny_run(**settings), Launch(rank, 1, rank)
@@ -205,19 +241,11 @@ def test_a_weight_that_is_not_finite_is_named_and_not_saved(tmp_path: Path) -> N
     assert list_steps(tmp_path) == []
 
 
-class _Once(Planted):
-    """A fault in one step only, as of a device that fails now and then."""
-
-    def spoil(self, tensor: Tensor) -> Tensor:
-        self.calls += 1
-        return tensor * torch.nan if self.calls == 1 + GOOD_STEPS else tensor
-
-
 def test_a_fault_that_does_not_come_again_is_told_apart(tmp_path: Path) -> None:
     config, launch = tiny_run(precision="fp32", save=str(tmp_path)), Launch(0, 1, 0)
     with contextlib.redirect_stdout(io.StringIO()):
         run = assemble_run(config, launch, CPU, check(config, launch))
-        run.context.engine.model.get_parameter("final_norm.weight").register_hook(_Once(0).spoil)
+        Once(GOOD_STEPS).plant(run.context.engine.model)
         with pytest.raises(TrainingError, match="computed again, every value is finite") as caught:
             train(run)
     assert "the first such gradient is final_norm.weight's" in str(caught.value)

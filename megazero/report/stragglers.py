@@ -1,0 +1,135 @@
+"""Names the ranks that are slower than others, by the time that each takes itself in every step.
+
+A step takes all ranks equally long, since they wait for each other.  A rank's *own time* is what is left of it without
+those waits: the time for its batch, and that for computing.  It is compared with the median of the other ranks that do
+the same work, those of its pipeline stage; a stage of one rank is compared with all others.  A rank is *slow* once it
+has taken over 1.3 times as long in 20 steps in a row, and no longer slow once it has not in 20 in a row.
+
+Ranks exchange their times at log intervals only, at most once in 20 steps.  On a GPU the host does not wait where the
+device does, so that it cannot tell own time from waiting, and nothing is exchanged.
+"""
+
+import socket
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megazero.comm.mesh import Mesh, gather_json
+
+FACTOR = 1.3
+STEPS = 20
+
+
+class OwnTime(NamedTuple):
+    """The seconds of a step that a rank spent on its own: waiting for its batch, and computing."""
+
+    data: float
+    computing: float
+
+    @property
+    def total(self) -> float:
+        return self.data + self.computing
+
+
+@dataclass(frozen=True)
+class Standing:
+    """The standing of one rank after some steps.
+
+    streak: the steps in a row that contradict `is_slow`; own, usual, data_excess: sums over them of the rank's own
+    seconds, of the other ranks' median, and of the seconds by which it waited longer for data than their median.
+    """
+
+    is_slow: bool = False
+    streak: int = 0
+    own: float = 0.0
+    usual: float = 0.0
+    data_excess: float = 0.0
+
+    def after_step(self, mine: OwnTime, others: Sequence[OwnTime]) -> "Standing":
+        """Return the standing after one more step."""
+        usual = statistics.median(time.total for time in others)
+        if (mine.total > FACTOR * usual) == self.is_slow:
+            return Standing(self.is_slow)
+        excess = mine.data - statistics.median(time.data for time in others)
+        return Standing(
+            self.is_slow, self.streak + 1, self.own + mine.total, self.usual + usual, self.data_excess + excess
+        )
+
+    @property
+    def changes(self) -> bool:
+        """True if the rank has become slow by now, or has recovered."""
+        return self.streak >= STEPS
+
+    def describe(self) -> str:
+        """Return what has changed, as the end of a sentence about the rank."""
+        factor = self.own / self.usual if self.usual > 0 else float("inf")
+        if self.is_slow:
+            return f"is no longer slow: {factor:.2f} times the others' time over {self.streak} steps"
+        part = "its data" if 2 * self.data_excess > self.own - self.usual else "forward, backward and update"
+        return f"is slow: {factor:.2f} times the others' time over {self.streak} steps, spent on {part}"
+
+
+class Change(NamedTuple):
+    """A rank's standing after a step, numbered in the table, that makes it slow or no longer slow."""
+
+    step: int
+    rank: int
+    standing: Standing
+
+
+def judge(
+    standings: Sequence[Standing], table: Sequence[Sequence[OwnTime]], peers: Sequence[Sequence[int]]
+) -> tuple[list[Standing], list[Change]]:
+    """Return the ranks' standings after the table's steps, [step][rank], and what has changed in them.
+
+    peers: the other ranks with which each rank is compared.
+    """
+    now, changes = list(standings), []
+    for step, times in enumerate(table):
+        for rank, others in enumerate(peers):
+            now[rank] = now[rank].after_step(times[rank], [times[other] for other in others])
+            if now[rank].changes:
+                changes.append(Change(step, rank, now[rank]))
+                now[rank] = Standing(not now[rank].is_slow)
+    return now, changes
+
+
+class StragglerReport:
+    """The comparison of one job's ranks, which each of them makes."""
+
+    def __init__(self, mesh: Mesh, *, log_interval: int) -> None:
+        """Exchange times at every log interval, or every few of them where those have less than 20 steps."""
+        self._mesh = mesh
+        self._interval = log_interval * -(-STEPS // log_interval)
+        self._is_on = mesh.device.type == "cpu" and mesh.topology.world_size > 1
+        self._steps: list[OwnTime] = []
+        self._standings = [Standing()] * mesh.topology.world_size
+        self._peers = [_peers(mesh, rank) for rank in range(mesh.topology.world_size)]
+
+    def step(self, iteration: int, mine: OwnTime) -> Iterator[str]:
+        """Take this rank's time of a step; yield a line for every rank that has become slow, or has recovered.
+
+        A collective call every `_interval` iterations.
+        """
+        if not self._is_on:
+            return
+        self._steps.append(mine)
+        if iteration % self._interval:
+            return
+        rows = gather_json(self._mesh.world, [socket.gethostname(), *self._steps], self._mesh.device)
+        first = iteration - len(self._steps) + 1
+        self._steps = []
+        hosts = [row[0] for row in rows]
+        table = [[OwnTime(*times) for times in step] for step in zip(*(row[1:] for row in rows), strict=True)]
+        self._standings, changes = judge(self._standings, table, self._peers)
+        for step, rank, standing in changes:
+            yield f"iteration {first + step}: rank {rank} on {hosts[rank]} {standing.describe()}"
+
+
+def _peers(mesh: Mesh, rank: int) -> list[int]:
+    """Return the other ranks of the same pipeline stage, or all others where there is none."""
+    topology = mesh.topology
+    others = [other for other in range(topology.world_size) if other != rank]
+    stage = topology.coordinate(rank, "pp")
+    return [other for other in others if topology.coordinate(other, "pp") == stage] or others
