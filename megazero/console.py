@@ -77,6 +77,8 @@ class Console:
 
 def run_program(main: Callable[[], int | None]) -> int:
     """Run a program's `main` and return its exit code; user errors are printed without a traceback, once per job."""
+    # Torch, which is not loaded yet, adds stacks of C++ to its warnings of a broken connection.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         return main() or 0
     except UserError as error:

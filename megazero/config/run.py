@@ -116,6 +116,30 @@ class ParallelConfig:
         unit="threads",
         ge=1,
     )
+    distributed_join_timeout_minutes: float | None = setting(
+        None,
+        help="processes wait this long for each other at the start; without it, as --distributed-timeout-minutes, and"
+        " at least 10",
+        unit="minutes",
+        gt=0,
+    )
+    distributed_timeout_seconds_after_init: float | None = setting(
+        None,
+        help="a collective that waits longer than this ends the run, in place of --distributed-timeout-minutes",
+        unit="seconds",
+        gt=0,
+    )
+
+    @property
+    def collective_limit_minutes(self) -> float:
+        """The minutes that a collective may wait."""
+        seconds = self.distributed_timeout_seconds_after_init
+        return self.distributed_timeout_minutes if seconds is None else seconds / 60
+
+    @property
+    def join_limit_minutes(self) -> float:
+        """The minutes that processes wait for each other at the start."""
+        return self.distributed_join_timeout_minutes or max(10.0, self.distributed_timeout_minutes)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -13,6 +13,7 @@ from megazero.activations.assemble import RankParts, activation_plan, describe
 from megazero.activations.recompute_plan import ActivationPlan
 from megazero.comm.local import LocalCommunicator
 from megazero.comm.mesh import Mesh
+from megazero.comm.metered import Meter
 from megazero.comm.startup import make_mesh
 from megazero.config import derived
 from megazero.config.run import RunConfig
@@ -225,9 +226,17 @@ def step_context(config: RunConfig, components: RunComponents) -> StepContext:
 
 
 def assemble(
-    config: RunConfig, launch: Launch, device: torch.device, inputs: RunInputs, ledger: AnyLedger | None = None
+    config: RunConfig,
+    launch: Launch,
+    device: torch.device,
+    inputs: RunInputs,
+    ledger: AnyLedger | None = None,
+    meter: Meter | None = None,
 ) -> Run:
-    """Build a run, restored from a checkpoint or freshly initialised; `ledger` records the memory it allocates."""
+    """Build a run, restored from a checkpoint or freshly initialised.
+
+    ledger: records the memory it allocates.  meter: counts its traffic; by default one that nothing else reads.
+    """
     config = replace(config, model=replace(config.model, vocab_size=inputs.vocab_size))
     console = Console(launch.rank)
     buffers = FusedBuffers(0, device, ledger=ledger)
@@ -236,7 +245,9 @@ def assemble(
         launch.rank,
         device,
         buffers,
-        timeout_minutes=config.parallel.distributed_timeout_minutes,
+        timeout_minutes=config.parallel.collective_limit_minutes,
+        join_minutes=config.parallel.join_limit_minutes,
+        meter=meter,
     )
     padded = padded_vocab_size(config, inputs.vocab_size)
     drawing = draw_layout(mesh.topology, launch.nodes) if launch.world_size > 1 else []

@@ -3,7 +3,9 @@
 Programs import this module only after that check: it loads torch, which takes longer than all other imports together.
 """
 
-from megazero.comm.shutdown import single_failure_report
+from megazero.comm.metered import Meter
+from megazero.comm.monitor import place_in_job
+from megazero.comm.shutdown import reported_faults
 from megazero.comm.startup import choose_device, destroy_process_groups, join
 from megazero.config.run import RunConfig
 from megazero.console import Console
@@ -14,6 +16,7 @@ from megazero.parallel.threads import use_cpu_threads
 from megazero.tensor_parallel.float8 import check_device
 from megazero.train.attention_kernel import attention_call, choose_kernel, prefer_kernel
 from megazero.train.build import assemble, check_checkpoint
+from megazero.train.check import topology
 from megazero.train.inputs import RunInputs
 from megazero.train.loop import train
 
@@ -32,15 +35,24 @@ def pretrain(config: RunConfig, launch: Launch, inputs: RunInputs) -> int:
         launch,
         backend=parallel.distributed_backend,
         device=device,
-        timeout_minutes=parallel.distributed_timeout_minutes,
+        timeout_minutes=parallel.collective_limit_minutes,
+        join_minutes=parallel.join_limit_minutes,
+    )
+    meter = Meter()
+    job = place_in_job(
+        launch.rank,
+        topology(config, launch.world_size),
+        limit_seconds=60 * parallel.collective_limit_minutes,
+        folder=config.checkpoint.save or ".",
+        is_run=True,
     )
     try:
         ledger = open_ledger(device, kept=logging.ledger, limit_mib=logging.ledger_limit)
         kernel = choose_kernel(config.training.attention_backend, attention_call(config, device))
         if kernel is not None:
             Console(launch.rank).line(f"attention: kernel {kernel}")
-        with single_failure_report(store, launch.rank), ledger, prefer_kernel(kernel):
-            run = assemble(config, launch, device, inputs, ledger)
+        with reported_faults(store, meter.flight, job), ledger, prefer_kernel(kernel):
+            run = assemble(config, launch, device, inputs, ledger, meter)
             train(run)
     finally:
         destroy_process_groups()

@@ -16,6 +16,16 @@ def test_defaults() -> None:
     assert not parallel.sequence_parallel and not parallel.allow_tensor_parallel_across_nodes
     assert (parallel.distributed_backend, parallel.device, parallel.distributed_timeout_minutes) == ("auto", "auto", 10)
     assert parallel.cpu_threads is None
+    assert (parallel.collective_limit_minutes, parallel.join_limit_minutes) == (10, 10)
+
+
+def test_a_short_limit_of_collectives_leaves_processes_time_to_join() -> None:
+    """The two limits are separate; Megatron-LM's limit after joining takes precedence for collectives."""
+    short = ParallelConfig(distributed_timeout_minutes=0.5)
+    assert (short.collective_limit_minutes, short.join_limit_minutes) == (0.5, 10)
+    both = ParallelConfig(distributed_timeout_minutes=20, distributed_timeout_seconds_after_init=90)
+    assert (both.collective_limit_minutes, both.join_limit_minutes) == (1.5, 20)
+    assert ParallelConfig(distributed_join_timeout_minutes=2).join_limit_minutes == 2
 
 
 @pytest.mark.parametrize(
@@ -29,6 +39,8 @@ def test_defaults() -> None:
         ("distributed_backend", "mpi"),
         ("device", "tpu"),
         ("distributed_timeout_minutes", 0),
+        ("distributed_join_timeout_minutes", 0),
+        ("distributed_timeout_seconds_after_init", -1),
         ("cpu_threads", 0),
     ],
 )
