@@ -91,7 +91,7 @@ class DataParallelEngine:
         except BaseException:  # Ctrl-C, after which torch calls no hooks
             self._passes.discard()
             raise
-        flight.activity = "between passes"
+        flight.activity = "user code"
         self._buffers.after_forward(synchronised=torch.is_grad_enabled() and self._passes.is_boundary)
         return output
 
@@ -134,7 +134,7 @@ class DataParallelEngine:
         flight = self.mesh.meter.flight
         flight.activity = "update"
         self._last = self._stepper.step()
-        flight.activity = "between steps"
+        flight.activity = "user code"
         self._was_applied = self._last.applied
         self.global_steps += 1
         self.skipped_steps += not self._last.applied
