@@ -97,6 +97,8 @@ def run_program(main: Callable[[], int | None]) -> int:
     """Run a program's `main` and return its exit code; user errors are printed without a traceback, once per job."""
     if callable(signal.getsignal(signal.SIGINT)):  # the handler of `megazero.interrupts`
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Torch, which is not loaded yet, adds stacks of C++ to its warnings of a broken connection.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         return main() or 0
     except UserError as error:

@@ -4,14 +4,19 @@ Bytes are those that one rank has to send when the algorithm is bandwidth-optima
 7): with n ranks and a whole tensor of N bytes, all-gather and reduce-scatter N (n-1)/n, all-reduce twice that,
 broadcast and send N.  The backends used here send just that (gloo's ring all-reduce, the messages in
 `process_group.py`, NCCL's rings), so one figure is both the formula's and the wire's.
+
+The same calls are written to the flight record, from which a fault is reported (`flight_record.py`).
 """
 
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
+from megazero.comm.flight_record import Begun, FlightRecord
 from megazero.comm.interface import Collective, Communicator, ReduceKind, Work
 
 
@@ -27,10 +32,12 @@ class Meter:
     """The counts of one rank since the last `reset`.
 
     waited_seconds: the time that the host has waited for other ranks since the start, which is never reset.
+    flight: the record of the rank's last collectives, which stays.
     """
 
     def __init__(self) -> None:
         self.waited_seconds = 0.0
+        self.flight = FlightRecord()
         self._counts: defaultdict[tuple[str, Collective], Count] = defaultdict(Count)
 
     def record(self, axis: str, collective: Collective, nbytes: int) -> None:
@@ -54,66 +61,97 @@ class Meter:
 
 
 class MeteredCommunicator:
-    """A communicator whose traffic is recorded by a meter."""
+    """A communicator whose traffic is recorded by a meter, and by its flight record where there are other ranks.
 
-    def __init__(self, inner: Communicator, axis: str, meter: Meter) -> None:
+    key: the name of this communicator in the flight record; by default that of its axis.
+    """
+
+    def __init__(self, inner: Communicator, axis: str, meter: Meter, key: str = "") -> None:
         self._inner = inner
         self._axis = axis
         self._meter = meter
+        self._key = key or axis
+        self._number = 0
         self.size = inner.size
         self.rank = inner.rank
 
     def all_gather_into(self, output: Tensor, input: Tensor) -> Work:
-        self._record("all_gather", output)
-        return self._timed(self._inner.all_gather_into(output, input))
+        begun = self._record("all_gather", output)
+        return self._noted(begun, self._inner.all_gather_into(output, input))
 
     def reduce_scatter_into(self, output: Tensor, input: Tensor) -> Work:
-        self._record("reduce_scatter", input)
-        return self._timed(self._inner.reduce_scatter_into(output, input))
+        begun = self._record("reduce_scatter", input)
+        return self._noted(begun, self._inner.reduce_scatter_into(output, input))
 
     def all_reduce(self, tensor: Tensor, kind: ReduceKind = "sum") -> Work:
-        self._record("all_reduce", tensor)
-        return self._timed(self._inner.all_reduce(tensor, kind))
+        begun = self._record("all_reduce", tensor)
+        return self._noted(begun, self._inner.all_reduce(tensor, kind))
 
     def all_reduce_scalars(self, tensor: Tensor, kind: ReduceKind = "sum") -> Work:
-        self._record("scalars", tensor)
-        return self._timed(self._inner.all_reduce_scalars(tensor, kind))
+        begun = self._record("scalars", tensor)
+        return self._noted(begun, self._inner.all_reduce_scalars(tensor, kind))
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
-        self._record("broadcast", tensor)
-        return self._timed(self._inner.broadcast(tensor, source))
+        begun = self._record("broadcast", tensor)
+        return self._noted(begun, self._inner.broadcast(tensor, source))
 
     def send(self, tensor: Tensor, to: int) -> Work:
-        self._record("send", tensor)
-        return self._timed(self._inner.send(tensor, to))
+        begun = self._record("send", tensor)
+        return self._noted(begun, self._inner.send(tensor, to))
 
     def receive_into(self, tensor: Tensor, source: int) -> Work:
-        return self._timed(self._inner.receive_into(tensor, source))
+        begun = self._begin("receive", tensor.nbytes)
+        return self._noted(begun, self._inner.receive_into(tensor, source))
 
     def barrier(self) -> None:
-        self._inner.barrier()
+        begun = self._begin("barrier", 0)
+        if begun is None:
+            self._inner.barrier()
+        else:
+            _NotedWork(_Call(self._inner.barrier), begun, self._meter).wait()
 
-    def _timed(self, work: Work) -> Work:
-        return work if self.size == 1 else _TimedWork(work, self._meter)
-
-    def _record(self, collective: Collective, whole: Tensor) -> None:
+    def _record(self, collective: Collective, whole: Tensor) -> Begun | None:
         nbytes = whole.numel() * whole.element_size()
         self._meter.record(self._axis, collective, sent_bytes(collective, nbytes, self.size))
+        return self._begin(collective, nbytes)
+
+    def _begin(self, collective: str, nbytes: int) -> Begun | None:
+        """Write to the flight record; return None where no other rank takes part."""
+        if self.size == 1:
+            return None
+        self._number += 1
+        return self._meter.flight.begin(self._key, collective, self._number, nbytes)
+
+    def _noted(self, begun: Begun | None, work: Work) -> Work:
+        return work if begun is None else _NotedWork(work, begun, self._meter)
 
 
-class _TimedWork:
-    """A work whose wait a meter times."""
+class _NotedWork:
+    """A work whose wait is noted in the flight record and timed."""
 
-    __slots__ = ("_meter", "_work")
+    __slots__ = ("_begun", "_meter", "_work")
 
-    def __init__(self, work: Work, meter: Meter) -> None:
+    def __init__(self, work: Work, begun: Begun, meter: Meter) -> None:
         self._work = work
+        self._begun = begun
         self._meter = meter
 
     def wait(self) -> None:
-        start = time.perf_counter()
-        self._work.wait()
+        flight, start = self._meter.flight, time.perf_counter()
+        flight.waiting = self._begun
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            flight.fail(self._begun, error)
+            raise
+        flight.waiting = None
         self._meter.waited_seconds += time.perf_counter() - start
+
+
+class _Call(NamedTuple):
+    """A call that blocks, as a work."""
+
+    wait: Callable[[], None]
 
 
 def sent_bytes(collective: Collective, nbytes: int, size: int) -> int:

@@ -1,22 +1,32 @@
 """Joins the job and makes the mesh: the only place that stacks wrappers around process groups."""
 
-import os
+import socket
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.distributed_c10d import PrefixStore, Store, _set_pg_timeout
 
 from megazero.comm.interface import Communicator
 from megazero.comm.local import LocalCommunicator
 from megazero.comm.mesh import ACTIVATIONS, GATHERING, GRADIENTS, Mesh, channel_keys
 from megazero.comm.metered import Meter, MeteredCommunicator
 from megazero.comm.process_group import ProcessGroupCommunicator
+from megazero.comm.rendezvous import open_store
 from megazero.errors import Problem, TopologyError
 from megazero.memory.lease import Scratch
 from megazero.parallel.launch import Launch
 from megazero.parallel.topology import AXES, ENDS, WORLD, Topology
+
+_LONGER = "mend what keeps them apart, or wait longer by --distributed-join-timeout-minutes"
+
+
+class Limits(NamedTuple):
+    """The time limits of collectives, and of ranks that make a process group; None: the backend's, or the former."""
+
+    collectives: timedelta | None
+    joining: timedelta | None
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:
@@ -38,31 +48,34 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     return device
 
 
-def join(launch: Launch, *, backend: str, device: torch.device, timeout_minutes: float) -> Store | None:
+def join(
+    launch: Launch, *, backend: str, device: torch.device, timeout_minutes: float, join_minutes: float | None = None
+) -> Store | None:
     """Make the default process group; return the store that all processes of the job share.
 
     backend is "auto" (nccl on CUDA, gloo elsewhere), "nccl" or "gloo".  A job of one process needs no group and has no
-    store.  Raises TopologyError when the backend doesn't fit the device, or MASTER_ADDR or MASTER_PORT is missing.
+    store.  timeout_minutes: the limit of every collective.  join_minutes: how long processes wait for each other; by
+    default the same.  Raises TopologyError when the backend doesn't fit the device, or the processes don't meet.
     """
     chosen = _choose_backend(backend, device)
     if launch.world_size == 1:
         return None
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
-    if missing:
-        rule = f"{launch.world_size} processes find each other by MASTER_ADDR and MASTER_PORT"
-        raise TopologyError(Problem(f"no {' and no '.join(missing)} in the environment", rule, "start with torchrun"))
-    timeout = timedelta(minutes=timeout_minutes)
-    # torch would make the same store by itself, but without public access to it.
-    store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
-    store.set_timeout(timeout)
-    dist.init_process_group(
-        chosen,
-        store=PrefixStore("default_pg", store),
-        rank=launch.rank,
-        world_size=launch.world_size,
-        timeout=timeout,
-        device_id=device if chosen == "nccl" else None,
-    )
+    joining = timedelta(minutes=timeout_minutes if join_minutes is None else join_minutes)
+    store = open_store(launch, joining.total_seconds())
+    try:
+        dist.init_process_group(
+            chosen,
+            store=PrefixStore("default_pg", store),
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=joining,
+            device_id=device if chosen == "nccl" else None,
+        )
+    except RuntimeError as error:
+        given = f"rank {launch.rank} on {socket.gethostname()}: {str(error).splitlines()[0]}"
+        rule = f"all processes reach each other within {joining.total_seconds():g} s"
+        raise TopologyError(Problem(given, rule, _LONGER)) from error
+    _set_pg_timeout(timedelta(minutes=timeout_minutes), _default_group())
     return PrefixStore("megazero", store)
 
 
@@ -81,21 +94,29 @@ def destroy_process_groups() -> None:
 
 
 def make_mesh(
-    topology: Topology, rank: int, device: torch.device, scratch: Scratch, *, timeout_minutes: float | None = None
+    topology: Topology,
+    rank: int,
+    device: torch.device,
+    scratch: Scratch,
+    *,
+    timeout_minutes: float | None = None,
+    join_minutes: float | None = None,
+    meter: Meter | None = None,
 ) -> Mesh:
     """Make a metered communicator per axis, a second data-parallel one for parameters, and the pipeline's channels.
 
     Every rank of the job must call this with the same topology.
     timeout_minutes: how long a collective may wait on an axis that has groups of its own, the same as for `join`
-    (torch doesn't pass it on); None: the backend's default.
+    (torch doesn't pass it on); None: the backend's default.  join_minutes: how long ranks may take to make the groups;
+    by default the same.  meter: counts the traffic; by default one of the mesh's own.
     """
-    timeout = None if timeout_minutes is None else timedelta(minutes=timeout_minutes)
-    meter = Meter()
+    limits = Limits(*(None if limit is None else timedelta(minutes=limit) for limit in (timeout_minutes, join_minutes)))
+    meter = meter or Meter()
     communicators: dict[str, Communicator] = {}
     keys = {axis: axis for axis in (*AXES, ENDS, WORLD)} | {GATHERING: "dp"}
     for key, axis in (keys | dict.fromkeys(channel_keys(topology.pp), "pp")).items():
-        inner = _communicator(topology, axis, rank, scratch, timeout=timeout)
-        communicators[key] = MeteredCommunicator(inner, axis, meter)
+        inner = _communicator(topology, axis, rank, scratch, limits)
+        communicators[key] = MeteredCommunicator(inner, axis, meter, key)
     mesh = Mesh(topology, rank, device, communicators, meter)
     _connect_stages(mesh)
     return mesh
@@ -118,19 +139,24 @@ def _connect_stages(mesh: Mesh) -> None:
     mesh.meter.reset()
 
 
-def _communicator(
-    topology: Topology, axis: str, rank: int, scratch: Scratch, *, timeout: timedelta | None
-) -> Communicator:
+def _communicator(topology: Topology, axis: str, rank: int, scratch: Scratch, limits: Limits) -> Communicator:
     """Make all groups of the axis, in the same order on all ranks, as torch demands; return this rank's."""
     if topology.size(axis) == 1:
         return LocalCommunicator()
     if axis == WORLD:
         return ProcessGroupCommunicator(_default_group(), scratch)
     groups = [
-        (ranks, dist.new_group(list(ranks), timeout=timeout, group_desc=f"megazero_{axis}_{index}"))
+        (
+            ranks,
+            dist.new_group(
+                list(ranks), timeout=limits.joining or limits.collectives, group_desc=f"megazero_{axis}_{index}"
+            ),
+        )
         for index, ranks in enumerate(topology.groups(axis))
     ]
     mine = next((group for ranks, group in groups if rank in ranks), None)
+    if mine is not None and limits.collectives is not None:
+        _set_pg_timeout(limits.collectives, mine)
     return (
         LocalCommunicator() if mine is None else ProcessGroupCommunicator(mine, scratch)
     )  # None: a middle stage is in no group of ENDS

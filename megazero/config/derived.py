@@ -6,7 +6,7 @@ The functions require that `rules.check` found no problem.  `world_size` is the 
 from typing import Literal
 
 from megazero.config.model import ModelConfig
-from megazero.config.run import RunConfig
+from megazero.config.run import ParallelConfig, RunConfig
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 
@@ -85,3 +85,14 @@ def lr_decay_iters(config: RunConfig, world_size: int) -> int:
     """Return the step at which the learning rate reaches min_lr."""
     given = config.optimizer.lr_decay_iters
     return train_iters(config, world_size) if given is None else given
+
+
+def collective_limit_minutes(parallel: ParallelConfig) -> float:
+    """Return the minutes that a collective may wait."""
+    seconds = parallel.distributed_timeout_seconds_after_init
+    return parallel.distributed_timeout_minutes if seconds is None else seconds / 60
+
+
+def join_limit_minutes(parallel: ParallelConfig) -> float:
+    """Return the minutes that processes wait for each other at the start."""
+    return parallel.distributed_join_timeout_minutes or max(10.0, parallel.distributed_timeout_minutes)

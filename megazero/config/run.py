@@ -116,6 +116,19 @@ class ParallelConfig:
         unit="threads",
         ge=1,
     )
+    distributed_join_timeout_minutes: float | None = setting(
+        None,
+        help="processes wait this long for each other at the start; without it, as --distributed-timeout-minutes, and"
+        " at least 10",
+        unit="minutes",
+        gt=0,
+    )
+    distributed_timeout_seconds_after_init: float | None = setting(
+        None,
+        help="a collective that waits longer than this ends the run, in place of --distributed-timeout-minutes",
+        unit="seconds",
+        gt=0,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -276,10 +276,6 @@ REFUSED: Mapping[str, str] = _rows(
             "pipeline-model-parallel-comm-backend",
         ),
         ("the size of a bucket is given by --reduce-bucket-size", "ddp-bucket-size"),
-        (
-            "one limit holds from the start; give --distributed-timeout-minutes",
-            "distributed-timeout-seconds-after-init",
-        ),
         (_RESUMED, "skip-train"),
         ("every sample has --seq-length tokens", "variable-seq-lengths"),
         (_WHOLE_SEQUENCES, "cp-comm-type hierarchical-context-parallel-sizes"),
@@ -318,7 +314,6 @@ INSTEAD: Mapping[str, str] = _rows(
         ),
         ("--distributed-backend NAME", "pipeline-model-parallel-comm-backend"),
         ("--reduce-bucket-size N", "ddp-bucket-size"),
-        ("--distributed-timeout-minutes X", "distributed-timeout-seconds-after-init"),
         ("--save-interval N", "non-persistent-save-interval"),
         ("--load DIR --finetune", "pretrained-checkpoint"),
     )

@@ -6,7 +6,9 @@ from contextlib import contextmanager
 import torch
 
 from megazero.comm.mesh import Mesh
-from megazero.comm.shutdown import single_failure_report
+from megazero.comm.metered import Meter
+from megazero.comm.monitor import place_in_job
+from megazero.comm.shutdown import reported_faults
 from megazero.comm.startup import destroy_process_groups, join, make_mesh
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.launch import Launch
@@ -20,10 +22,12 @@ def joined(launch: Launch, layout: Topology, device: torch.device, *, timeout_mi
     A UserError that only some ranks meet within the block ends all of them, printed once (`comm/shutdown.py`).
     """
     store = join(launch, backend="auto", device=device, timeout_minutes=timeout_minutes)
+    meter = Meter()
+    job = place_in_job(launch.rank, layout, limit_seconds=60 * timeout_minutes, folder=".", is_run=True)
     try:
-        with single_failure_report(store, launch.rank):
+        with reported_faults(store, meter.flight, job):
             # Nothing here is reduced and scattered, so no scratch memory is needed.
             scratch = FusedBuffers(0, device)
-            yield make_mesh(layout, launch.rank, device, scratch, timeout_minutes=timeout_minutes)
+            yield make_mesh(layout, launch.rank, device, scratch, timeout_minutes=timeout_minutes, meter=meter)
     finally:
         destroy_process_groups()

@@ -14,12 +14,14 @@ parameters are gathered, is made here by a collective call of all processes of t
 """
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from megazero.comm.interface import Communicator, CompletedWork, ReduceKind, Work
 from megazero.comm.local import LocalCommunicator
@@ -50,6 +52,24 @@ def joined_device() -> torch.device:
     """Return the device of the default process group: this process's current GPU, or the CPU."""
     uses_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config(_default_group())
     return torch.device("cuda", torch.cuda.current_device()) if uses_gpu else torch.device("cpu")
+
+
+class DefaultGroup(NamedTuple):
+    """Torch's default group of several processes: this one's rank, their shared store, and the limit of waiting."""
+
+    rank: int
+    size: int
+    store: Store
+    limit_seconds: float
+
+
+def default_group(device: torch.device) -> DefaultGroup | None:
+    """Return torch's default group; None if there is none, or none of several real processes."""
+    if not is_joined() or dist.get_world_size() == 1 or dist.get_backend() not in ("gloo", "nccl"):
+        return None
+    world: Any = _default_group()
+    limit: timedelta = world._get_backend(device).options._timeout
+    return DefaultGroup(dist.get_rank(), dist.get_world_size(), _get_default_store(), limit.total_seconds())
 
 
 def adopt_default(device: torch.device, scratch: Scratch) -> Mesh:

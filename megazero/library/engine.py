@@ -83,6 +83,8 @@ class DataParallelEngine:
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """Run the model's forward; its buffers are data-parallel rank 0's, as under DistributedDataParallel."""
+        flight = self.mesh.meter.flight
+        flight.iteration, flight.micro_batch, flight.activity = self.global_steps + 1, self._passes.count, "forward"
         self._buffers.before_forward()
         self._records.begin_forward(self._passes.count, trains=torch.is_grad_enabled())
         try:
@@ -93,6 +95,7 @@ class DataParallelEngine:
         except BaseException:  # Ctrl-C, after which torch calls no hooks
             self._passes.discard()
             raise
+        flight.activity = "user code"
         self._buffers.after_forward(synchronised=torch.is_grad_enabled() and self._passes.is_boundary)
         return output
 
@@ -141,7 +144,10 @@ class DataParallelEngine:
         self._was_applied = False
         if not self._passes.check_complete():
             return
+        flight = self.mesh.meter.flight
+        flight.activity = "update"
         self._last = self._stepper.step(stop=stop)
+        flight.activity = "user code"
         self._was_applied = self._last.applied
         self.global_steps += 1
         self.skipped_steps += not self._last.applied

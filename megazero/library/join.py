@@ -3,9 +3,19 @@
 from typing import Any
 
 from megazero.comm.mesh import Mesh
+from megazero.comm.monitor import place_in_job
+from megazero.comm.shutdown import watch_program
 from megazero.comm.startup import choose_device, join, make_mesh
+from megazero.config import derived
 from megazero.config.run import ParallelConfig
-from megazero.library.adopted_mesh import adopt, adopt_default, is_joined, joined_device
+from megazero.library.adopted_mesh import (
+    DefaultGroup,
+    adopt,
+    adopt_default,
+    default_group,
+    is_joined,
+    joined_device,
+)
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.launch import Launch
 from megazero.parallel.topology import Topology
@@ -17,20 +27,37 @@ def mesh_and_buffers(given: Any) -> tuple[Mesh, FusedBuffers]:
     given: a Mesh, whose collectives have buffers of their own; the user's groups (`library/adopted_mesh.py`); or
     None: all processes of torch's default group or, if there is none, all that the launcher has started.
     """
-    if isinstance(given, Mesh):
-        return given, FusedBuffers(0, given.device)
     if given is None and not is_joined():
         return _join_others()
-    device = joined_device()
-    buffers = FusedBuffers(0, device)
-    return (adopt_default(device, buffers) if given is None else adopt(given, device, buffers)), buffers
+    if isinstance(given, Mesh):
+        mesh, buffers = given, FusedBuffers(0, given.device)
+    else:
+        device = joined_device()
+        buffers = FusedBuffers(0, device)
+        mesh = adopt_default(device, buffers) if given is None else adopt(given, device, buffers)
+    if (group := default_group(mesh.device)) is not None:
+        _watch(mesh, group)
+    return mesh, buffers
 
 
 def _join_others() -> tuple[Mesh, FusedBuffers]:
     launch = Launch.from_environment()
     device = choose_device("auto", launch.local_rank)
     buffers = FusedBuffers(0, device)
-    minutes = ParallelConfig().distributed_timeout_minutes
-    join(launch, backend="auto", device=device, timeout_minutes=minutes)
+    parallel = ParallelConfig()
+    minutes, joining = derived.collective_limit_minutes(parallel), derived.join_limit_minutes(parallel)
+    store = join(launch, backend="auto", device=device, timeout_minutes=minutes, join_minutes=joining)
     topology = Topology(dp=launch.world_size)
-    return make_mesh(topology, launch.rank, device, buffers, timeout_minutes=minutes), buffers
+    mesh = make_mesh(topology, launch.rank, device, buffers, timeout_minutes=minutes, join_minutes=joining)
+    if store is not None:
+        _watch(mesh, DefaultGroup(launch.rank, launch.world_size, store, 60 * minutes))
+    return mesh, buffers
+
+
+def _watch(mesh: Mesh, group: DefaultGroup) -> None:
+    """Have the faults of the job's ranks reported; ranks are numbered as torch's default group numbers them."""
+    topology = mesh.topology
+    if (mesh.rank, topology.world_size) != (group.rank, group.size):
+        topology = Topology(dp=group.size)
+    job = place_in_job(group.rank, topology, limit_seconds=group.limit_seconds, folder=".", is_run=False)
+    watch_program(group.store, mesh.meter.flight, job)

@@ -24,6 +24,7 @@ from megazero.checkpoint.runs import PROGRESS_KEY
 from megazero.checkpoint.space import steps_to_save
 from megazero.comm.local import LocalCommunicator
 from megazero.comm.mesh import Mesh
+from megazero.comm.metered import Meter
 from megazero.comm.startup import make_mesh
 from megazero.config import derived
 from megazero.config.run import RunConfig
@@ -255,8 +256,12 @@ def assemble(
     inputs: RunInputs,
     ledger: AnyLedger | None = None,
     journal: Journal | None = None,
+    meter: Meter | None = None,
 ) -> Run:
-    """Build a run, restored from a checkpoint or freshly initialised; `ledger` records the memory it allocates."""
+    """Build a run, restored from a checkpoint or freshly initialised.
+
+    ledger: records the memory it allocates.  meter: counts its traffic; by default one that nothing else reads.
+    """
     config = replace(config, model=replace(config.model, vocab_size=inputs.vocab_size))
     console = Console(launch.rank)
     journal = journal or open_journal(config, launch)
@@ -266,7 +271,9 @@ def assemble(
         launch.rank,
         device,
         buffers,
-        timeout_minutes=config.parallel.distributed_timeout_minutes,
+        timeout_minutes=derived.collective_limit_minutes(config.parallel),
+        join_minutes=derived.join_limit_minutes(config.parallel),
+        meter=meter,
     )
     lock = _lock(config, mesh, console)
     try:

@@ -178,6 +178,8 @@ class _Loop:
     def _one_step(self) -> None:
         """Take a batch, launch the step, count it, and report the steps whose figures are due."""
         timers, meter, loader = self._context.timers, self._context.mesh.meter, self._run.loader
+        flight = meter.flight
+        flight.iteration, flight.activity = self._state.iteration + 1, "data"
         waited_before = loader.waited_seconds
         with timers.measure("batch-generator"):
             batch = next(loader)
@@ -307,6 +309,7 @@ class _Loop:
         if held_out is None or (split == "validation" and self._evaluated_iteration == self._state.iteration):
             return
         self._report_steps(max_pending=0)
+        self._context.mesh.meter.flight.activity = "evaluation"
         loss = evaluate(self._context, held_out)
         result = Evaluation(self._state.iteration, self._state.consumed_samples, split, loss, held_out.bytes_per_token)
         for writer in self._run.reporting.writers:
@@ -321,6 +324,7 @@ class _Loop:
             return
         self._report_steps(max_pending=0)  # a step whose loss was not finite ends the run here, unsaved
         start = time.perf_counter()
+        self._context.mesh.meter.flight.activity = "saving"
         folder = self._run.saver.save(self._state)
         self._saved_iteration = self._state.iteration
         seconds = time.perf_counter() - start

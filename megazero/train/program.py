@@ -3,8 +3,11 @@
 Programs import this module only after that check: it loads torch, which takes longer than all other imports together.
 """
 
-from megazero.comm.shutdown import single_failure_report
+from megazero.comm.metered import Meter
+from megazero.comm.monitor import place_in_job
+from megazero.comm.shutdown import reported_faults
 from megazero.comm.startup import choose_device, destroy_process_groups, join
+from megazero.config import derived
 from megazero.config.run import RunConfig
 from megazero.console import Console
 from megazero.memory.ledger import open_ledger
@@ -14,6 +17,7 @@ from megazero.parallel.threads import use_cpu_threads
 from megazero.tensor_parallel.float8 import check_device
 from megazero.train.attention_kernel import attention_call, choose_kernel, prefer_kernel
 from megazero.train.build import assemble, check_checkpoint, open_journal
+from megazero.train.check import topology
 from megazero.train.inputs import RunInputs
 from megazero.train.loop import train
 
@@ -32,7 +36,16 @@ def pretrain(config: RunConfig, launch: Launch, inputs: RunInputs) -> int:
         launch,
         backend=parallel.distributed_backend,
         device=device,
-        timeout_minutes=parallel.distributed_timeout_minutes,
+        timeout_minutes=derived.collective_limit_minutes(parallel),
+        join_minutes=derived.join_limit_minutes(parallel),
+    )
+    meter = Meter()
+    job = place_in_job(
+        launch.rank,
+        topology(config, launch.world_size),
+        limit_seconds=60 * derived.collective_limit_minutes(parallel),
+        folder=config.checkpoint.save or ".",
+        is_run=True,
     )
     journal = open_journal(config, launch)
     try:
@@ -40,8 +53,8 @@ def pretrain(config: RunConfig, launch: Launch, inputs: RunInputs) -> int:
         kernel = choose_kernel(config.training.attention_backend, attention_call(config, device))
         if kernel is not None:
             Console(launch.rank).line(f"attention: kernel {kernel}")
-        with single_failure_report(store, launch.rank), ledger, prefer_kernel(kernel):
-            run = assemble(config, launch, device, inputs, ledger, journal)
+        with reported_faults(store, meter.flight, job), ledger, prefer_kernel(kernel):
+            run = assemble(config, launch, device, inputs, ledger, journal, meter)
             train(run)
     finally:
         destroy_process_groups()

@@ -48,6 +48,7 @@ class StagePasses:
 
     def forward(self, action: Action) -> None:
         """Run the forward pass of a chunk on a micro-batch."""
+        self._note(action, "forward")
         self._context.ledger.phase("forward")
         batch, chunk = self._micro_batches[action.micro_batch], self._model.chunks[action.chunk]
         received = None if chunk.is_first else self._exchange.wait(action._replace(kind=Kind.RECEIVE_ACTIVATION))
@@ -66,6 +67,7 @@ class StagePasses:
 
     def backward(self, action: Action, *, is_last: bool) -> None:
         """Run the backward pass of a chunk on a micro-batch; gradients reach their parameters."""
+        self._note(action, "backward")
         engine, gradient = self._context.engine, self._output_gradient(action)
         with self._context.trace.computing(action):
             engine.begin_backward(is_last=is_last, part=action.chunk)
@@ -74,6 +76,7 @@ class StagePasses:
 
     def input_gradient(self, action: Action) -> None:
         """Run the backward pass to the input only; the gradients of weights are deferred."""
+        self._note(action, "backward")
         assert self._context.deferred is not None, "a schedule that splits backward has a store for deferred gradients"
         gradient = self._output_gradient(action)
         with self._context.trace.computing(action):
@@ -83,6 +86,7 @@ class StagePasses:
 
     def weight_gradient(self, action: Action, *, is_last: bool) -> None:
         """Compute the deferred gradients of weights, which reach their parameters."""
+        self._note(action, "backward")
         engine = self._context.engine
         with self._context.trace.computing(action):
             engine.begin_backward(is_last=is_last, part=action.chunk)
@@ -104,6 +108,11 @@ class StagePasses:
     def finish(self) -> None:
         """Wait until every message has been sent."""
         self._exchange.finish()
+
+    def _note(self, action: Action, activity: str) -> None:
+        """Write to the flight record where this rank is."""
+        flight = self._context.mesh.meter.flight
+        flight.activity, flight.micro_batch = activity, action.micro_batch
 
     @property
     def _is_idle(self) -> bool:

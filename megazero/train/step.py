@@ -49,6 +49,7 @@ def training_step(context: StepContext, batch: StepBatch, controls: StepControls
     with context.timers.measure("forward-backward"):
         execute(actions, passes)
         passes.finish()
+    context.mesh.meter.flight.activity = "update"
     counts = 1.0 if context.mesh.coordinate("tp") == 0 else 0.0  # all tensor-parallel ranks have the same loss
     stop_flag = torch.full_like(passes.loss_sum, float(controls.stop))
     reduced = reduce_gradients(engine, context.timers, passes.loss_sum * counts, passes.num_tokens * counts, stop_flag)

@@ -1,7 +1,10 @@
 """Layout verification once its command line has been checked: join the other ranks, compare, leave."""
 
-from megazero.comm.shutdown import single_failure_report
+from megazero.comm.metered import Meter
+from megazero.comm.monitor import place_in_job
+from megazero.comm.shutdown import reported_faults
 from megazero.comm.startup import choose_device, destroy_process_groups, join, make_mesh
+from megazero.config import derived
 from megazero.config.run import RunConfig
 from megazero.console import Console
 from megazero.memory.fused_buffers import FusedBuffers
@@ -16,17 +19,27 @@ from megazero.verify.verdict import Report
 
 def verify_layout(config: RunConfig, launch: Launch, inputs: RunInputs, *, steps: int) -> Report:
     """Compare `steps` steps of the layout with those of one process."""
-    parallel, minutes = config.parallel, config.parallel.distributed_timeout_minutes
+    parallel, minutes = config.parallel, derived.collective_limit_minutes(config.parallel)
     device = choose_device(parallel.device, launch.local_rank)
     use_cpu_threads(parallel.cpu_threads, launch, device)
     for notice in check_compiler(config.training.compile, device):
         Console(launch.rank).line(notice)
-    store = join(launch, backend=parallel.distributed_backend, device=device, timeout_minutes=minutes)
+    joining = derived.join_limit_minutes(parallel)
+    store = join(
+        launch,
+        backend=parallel.distributed_backend,
+        device=device,
+        timeout_minutes=minutes,
+        join_minutes=joining,
+    )
+    layout, meter = topology(config, launch.world_size), Meter()
+    job = place_in_job(launch.rank, layout, limit_seconds=60 * minutes, folder=".", is_run=True)
     try:
-        with single_failure_report(store, launch.rank):
+        with reported_faults(store, meter.flight, job):
             buffers = FusedBuffers(0, device)
-            layout = topology(config, launch.world_size)
-            mesh = make_mesh(layout, launch.rank, device, buffers, timeout_minutes=minutes)
+            mesh = make_mesh(
+                layout, launch.rank, device, buffers, timeout_minutes=minutes, join_minutes=joining, meter=meter
+            )
             return verify(config, mesh, buffers, inputs, steps=steps, print_line=Console(launch.rank).line)
     finally:
         destroy_process_groups()

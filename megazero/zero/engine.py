@@ -99,6 +99,7 @@ class Engine:
         """True while the gradients of a whole step exist: from its last backward until the next step begins."""
         self._unfinished: set[int] = set()  # parts whose last backward has not begun
         self.mesh = mesh
+        self._flight = mesh.meter.flight
         self.world = mesh.world  # all ranks of the job
         axis = mesh.axis("dp")
         self._parameters = dict(model.named_parameters())
@@ -132,7 +133,7 @@ class Engine:
         self._hooks = on_gradient(self._parameters, self._gradient_ready)
         self._publisher = ParameterPublisher(self._shards, mesh.gathering, by_gather=zero.allgather_partitions)
         self._gather = ParameterGather(self._shards, mesh.gathering, self._parameters, zero)
-        self._frames = Frames(model, consumers, self._gather, self._publisher)
+        self._frames = Frames(model, consumers, self._gather, self._publisher, self._flight)
         self._update = ShardUpdate(
             self._shards,
             self._publisher,
@@ -165,6 +166,7 @@ class Engine:
 
     def begin_backward(self, *, is_last: bool, part: int = 0) -> None:
         """Expect the gradients of one part's parameters from the micro-batch whose graph autograd walks next."""
+        self._flight.activity = "backward"
         units = self._units_of.get(part, set())
         buckets = [b for b in self.layout.trainable_buckets if self.layout.sections[b.section].unit in units]
         self._reducer.begin_micro_batch(buckets, is_last=is_last)
@@ -334,8 +336,12 @@ class Engine:
         self._frames.register(module, self._slots[name][0].unit)
 
     def close(self) -> None:
-        """Remove the hooks from the module; partitioned parameters stay without values, and guarded."""
-        self.ensure_parameters()
+        """Remove the hooks from the module; partitioned parameters stay without values, and guarded.
+
+        What is being published is waited for, unless a collective has failed, after which none ends.
+        """
+        if self._flight.failed is None:
+            self.ensure_parameters()
         self._frames.close()
         for module in self.model.modules():
             restore_apply(module)
@@ -356,6 +362,7 @@ class Engine:
         self._shards.store_value(section, name)
 
     def _gradient_ready(self, name: str, parameter: Tensor) -> None:
+        self._flight.unit = name
         if parameter.grad is not None:
             self.settings.ledger.tag(parameter.grad, "gradients")
         self._reducer.gradient_ready(name)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from megazero.comm.flight_record import FlightRecord
 from megazero.errors import Problem, UsageError
 from megazero.zero.gather import ParameterGather, in_backward
 from megazero.zero.publish import ParameterPublisher
@@ -55,11 +56,13 @@ class Frames:
         consumers: Mapping[nn.Module, list[str]],
         gather: ParameterGather,
         publisher: ParameterPublisher,
+        flight: FlightRecord,
     ) -> None:
         self._consumers = {module: list(units) for module, units in consumers.items()}
         self._names = {module: name or "the model" for name, module in model.named_modules()}
         self._gather = gather
         self._publisher = publisher
+        self._flight = flight
         self._stack: list[_Frame] = []
         self._handles: dict[nn.Module, tuple[RemovableHandle, RemovableHandle]] = {}
         for module in self._modules_to_follow(model):
@@ -122,6 +125,7 @@ class Frames:
             self._gather.begin_pass(with_backward=torch.is_grad_enabled())
         saves = self._gather.is_needed and torch.is_grad_enabled()
         saving = _SavedTensors(self._gather) if saves and not _SavedTensors.are_caught(self._gather) else None
+        self._flight.unit = self._names[module]
         frame = _Frame(module, saving)
         self._stack.append(frame)
         for unit in self._consumers.get(module, ()):

@@ -1,62 +1,46 @@
-"""Tests of a job's end: one rank reports its error, later failures stay quiet, and bugs keep their traceback."""
+"""Tests of what becomes of an error: whose it is, what is printed, and the exit status of the job."""
 
 import pytest
-from torch.distributed import HashStore, Store
 
-from megazero.comm.shutdown import single_failure_report
-from megazero.errors import DataError, TrainingError
+from megazero.comm.flight_record import FlightRecord
+from megazero.comm.monitor import place_in_job
+from megazero.comm.shutdown import is_of_communication, reported_faults
+from megazero.errors import CollectiveError, DataError
+from megazero.parallel.topology import Topology
 
-
-class GoneStore(Store):
-    """A store whose host process has ended."""
-
-    def compare_set(self, *unused: object) -> bytes:
-        raise RuntimeError("connection reset by peer")
-
-    def check(self, *unused: object) -> bool:
-        raise RuntimeError("connection reset by peer")
+LOST = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:35012"
 
 
-def end(store: Store | None, rank: int, error: Exception) -> int:
-    """Return the exit code of a rank whose training raises `error`."""
-    with pytest.raises(SystemExit) as caught, single_failure_report(store, rank):
-        raise error
-    code = caught.value.code
-    assert isinstance(code, int)
-    return code
+def chained(first: Exception, second: Exception) -> Exception:
+    """Return `second`, as raised in a finally block while `first` was on its way."""
+    try:
+        try:
+            raise first
+        finally:
+            raise second
+    except Exception as error:
+        return error
 
 
-def test_the_first_rank_speaks_and_all_leave_with_its_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
-    store = HashStore()
-    assert end(store, 3, TrainingError("the loss is lost")) == 3
-    assert capsys.readouterr() == ("", "training stopped: the loss is lost\n")
-    assert end(store, 2, TrainingError("the loss is lost")) == 3
-    assert end(store, 0, DataError("the file is gone")) == 3
-    assert end(store, 1, RuntimeError("Connection closed by peer")) == 3
-    assert capsys.readouterr() == ("", "")
-
-
-def test_broken_communication_without_a_note_keeps_its_traceback() -> None:
-    with pytest.raises(RuntimeError, match="Connection closed"), single_failure_report(HashStore(), 0):
-        raise RuntimeError("Connection closed by peer")
-
-
-def test_bugs_keep_their_traceback() -> None:
-    store = HashStore()
-    end(store, 1, DataError("the file is gone"))
-    with pytest.raises(KeyError), single_failure_report(store, 0):
-        raise KeyError("a bug")
-
-
-def test_without_a_store_everyone_speaks(capsys: pytest.CaptureFixture[str]) -> None:
-    assert end(GoneStore(), 2, DataError("the file is gone")) == 2
-    assert capsys.readouterr() == ("", "data error: the file is gone\n")
-    with pytest.raises(RuntimeError, match="Connection closed"), single_failure_report(GoneStore(), 0):
-        raise RuntimeError("Connection closed by peer")
+@pytest.mark.parametrize(
+    ("error", "is_lost"),
+    [
+        (RuntimeError(LOST), True),
+        (RuntimeError("Application timeout caused pair closure"), True),
+        (CollectiveError("ranks disagree"), True),
+        (RuntimeError("can't allocate memory"), False),
+        (DataError("a damaged token"), False),
+        (chained(RuntimeError(LOST), RuntimeError("unfinished")), True),
+        (chained(KeyError("a bug"), RuntimeError(LOST)), False),
+    ],
+)
+def test_whose_error_it_is(error: Exception, is_lost: bool) -> None:
+    assert is_of_communication(error) is is_lost
 
 
 def test_a_job_of_one_process_raises_as_ever() -> None:
-    with pytest.raises(DataError), single_failure_report(None, 0):
+    job = place_in_job(0, Topology(), limit_seconds=1, folder=".", is_run=True)
+    with pytest.raises(DataError), reported_faults(None, FlightRecord(), job):
         raise DataError("the file is gone")
-    with single_failure_report(None, 0):
+    with reported_faults(None, FlightRecord(), job):
         pass

@@ -24,6 +24,7 @@ loss-scale initial-loss-scale min-loss-scale loss-scale-window hysteresis accumu
 tensor-model-parallel-size pipeline-model-parallel-size sequence-parallel num-layers-per-virtual-pipeline-stage
 no-pipeline-parallel use-distributed-optimizer overlap-grad-reduce overlap-param-gather distributed-backend
 distributed-timeout-minutes zero-stage deepspeed deepspeed-config cpu-optimizer ds-sequence-parallel-size
+distributed-timeout-seconds-after-init
 use-megatron-fsdp data-parallel-sharding-strategy recompute-activations recompute-granularity recompute-method
 recompute-num-layers recompute-modules checkpoint-activations deepspeed-activation-checkpointing partition-activations
 checkpoint-in-cpu checkpoint-num-layers distribute-saved-activations distribute-checkpointed-activations
@@ -144,7 +145,6 @@ def test_flags_of_inner_workings_earn_a_notice_each() -> None:
         ("--encoder-tensor-model-parallel-size 1", "legal: --encoder-tensor-model-parallel-size 0"),
         ("--pipeline-model-parallel-comm-backend ucc", "give --distributed-backend"),
         ("--ddp-bucket-size 40000000", "given by --reduce-bucket-size"),
-        ("--distributed-timeout-seconds-after-init 60", "give --distributed-timeout-minutes"),
         ("--skip-train", "a finished run, started again with --load, only evaluates"),
         ("--variable-seq-lengths", "every sample has --seq-length tokens"),
         ("--cp-comm-type p2p", "attention sees whole sequences"),

@@ -53,11 +53,16 @@ def _locals(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> se
     return names | {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
 
 
+HOOKS = {"megazero/comm/shutdown.py": ["sys.excepthook"]}  # where the end of a program is reported
+
+
 def test_no_module_keeps_state() -> None:
+    """No module keeps state, but for the hook that Python itself has for a program's last exception."""
     found = [
         f"{source.name}:{line} {what}"
         for source in sources("megazero", *PROGRAMS)
         for line, what in findings(source.tree)
+        if source.text.splitlines()[line - 1].split(" = ")[0].strip() not in HOOKS.get(source.name, ())
     ]
     assert found == []
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from megazero.train.signals import StopRequest
 from support.processes import run_ranks
 from support.small_runs import CPU, tiny_run, train_run
 from support.training import Saved, assemble, boxes
@@ -25,7 +26,6 @@ from megazero.train.build import assemble as assemble_run
 from megazero.train.build import check_checkpoint
 from megazero.train.check import check
 from megazero.train.loop import _Loop, train
-from megazero.train.signals import StopRequest
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 ACCUMULATION = 3

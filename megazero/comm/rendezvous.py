@@ -1,0 +1,124 @@
+"""The job's store: made by rank 0 or torchrun, and shared by all processes that MASTER_ADDR and MASTER_PORT connect.
+
+Every way in which processes fail to meet ends in a message, on all ranks, within the time limit.
+"""
+
+import errno
+import os
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from megazero.comm.fault_report import ranks_text
+from megazero.errors import Problem, TopologyError
+from megazero.parallel.launch import Launch
+
+_LONGEST_PAUSE_SECONDS = 0.5
+_LEGAL_WAIT = "start all processes, or wait longer by --distributed-join-timeout-minutes"
+
+
+def open_store(launch: Launch, limit_seconds: float) -> Store:
+    """Open the job's store, and return it once all processes have; raises TopologyError if they don't meet."""
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        rule = f"{launch.world_size} processes find each other by MASTER_ADDR and MASTER_PORT"
+        raise TopologyError(Problem(f"no {' and no '.join(missing)} in the environment", rule, "start with torchrun"))
+    host, port = os.environ["MASTER_ADDR"], _port(os.environ["MASTER_PORT"])
+    by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    deadline = time.monotonic() + limit_seconds
+    timeout = timedelta(seconds=limit_seconds)
+    if launch.rank == 0 and not by_launcher:
+        listening = _listen(host, port, launch)
+        tcp = TCPStore(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listening.detach())
+    else:
+        _await_server(host, port, deadline, limit_seconds)
+        tcp = TCPStore(host, port, None, False, timeout, wait_for_workers=False)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = PrefixStore(f"attempt_{attempt}", tcp)
+    _await_all(store, launch, deadline, limit_seconds)
+    return store
+
+
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and 0 < int(text) < 1 << 16):
+        raise TopologyError(Problem(f"MASTER_PORT {text}", "a port is a whole number from 1 to 65535", "29500"))
+    return int(text)
+
+
+def _listen(host: str, port: int, launch: Launch) -> socket.socket:
+    """Return a socket that listens at the job's address alone, if that is this host's, and the nodes can reach it."""
+    found = _resolve(host, port)
+    family, _, _, _, address = found[0]
+    is_loopback = address[0].startswith("127.") or address[0] == "::1"
+    everywhere = is_loopback and launch.nodes.count > 1  # another node has another name for this host
+    try:
+        return _bound(family, ("" if everywhere else address[0], port))
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:  # the address is that of a gateway, which passes connections on
+            return _bound(family, ("", port))
+        rule = f"rank 0 listens there for the other processes: {error.strerror}"
+        legal = "a free port in MASTER_PORT, the same on all nodes"
+        raise TopologyError(Problem(f"MASTER_ADDR {host}, MASTER_PORT {port}", rule, legal)) from None
+
+
+def _bound(family: int, address: tuple[str, int]) -> socket.socket:
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+        made.listen(socket.SOMAXCONN)
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
+def _resolve(host: str, port: int) -> list[tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[str, int]]]:
+    try:
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)  # type: ignore[return-value]
+    except OSError as error:
+        rule = f"its name has an address on every node: {error.strerror}"
+        raise TopologyError(Problem(f"MASTER_ADDR {host}", rule, "the name or the address of rank 0's host")) from None
+
+
+def _await_server(host: str, port: int, deadline: float, limit_seconds: float) -> None:
+    _resolve(host, port)
+
+    def is_there() -> bool:
+        try:
+            socket.create_connection((host, port), max(0.1, deadline - time.monotonic())).close()
+        except OSError:
+            return False
+        return True
+
+    if not _wait_for(is_there, deadline):
+        given = f"MASTER_ADDR {host}, MASTER_PORT {port}: nothing listens there, {limit_seconds:g} s long"
+        rule = "the other processes meet where rank 0, or torchrun's first node, listens"
+        raise TopologyError(Problem(given, rule, _LEGAL_WAIT))
+
+
+def _await_all(store: Store, launch: Launch, deadline: float, limit_seconds: float) -> None:
+    """Wait until every rank has opened the store."""
+    store.set(f"joined/{launch.rank}", socket.gethostname())
+    if store.add("joined", 1) == launch.world_size:
+        store.set("all_joined", "yes")
+    if _wait_for(lambda: store.check(["all_joined"]), deadline):
+        return
+    absent = [rank for rank in range(launch.world_size) if not store.check([f"joined/{rank}"])]
+    given = f"{ranks_text(absent)} of {launch.world_size} did not join within {limit_seconds:g} s"
+    raise TopologyError(Problem(given, "a job begins when all its processes have joined", _LEGAL_WAIT))
+
+
+def _wait_for(condition: Callable[[], bool], deadline: float) -> bool:
+    """Return True as soon as the condition holds, False if it doesn't before the deadline."""
+    pause = 0.01
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+    return True

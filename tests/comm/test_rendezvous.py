@@ -1,0 +1,69 @@
+"""Tests of how processes meet: every way in which they do not ends in a message, within the time limit."""
+
+import socket
+import time
+
+import pytest
+
+from megazero.comm.rendezvous import open_store
+from megazero.errors import TopologyError
+from megazero.parallel.launch import Launch
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Return a free port, which the launcher's variables name."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        free: int = probe.getsockname()[1]
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free))
+    return free
+
+
+def problem_of(launch: Launch, seconds: float = 0.3) -> str:
+    start = time.monotonic()
+    with pytest.raises(TopologyError) as caught:
+        open_store(launch, seconds)
+    assert time.monotonic() - start < seconds + 5
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("given", ["no", "0", "65536", "-1", "\u0661"])
+def test_a_port_that_is_none(given: str, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_PORT", given)
+    for rank in range(2):
+        assert f"MASTER_PORT {given}\n    rule:  a port is a whole number" in problem_of(Launch(rank, 2, rank))
+
+
+def test_a_host_that_nobody_knows(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
+    for rank in range(2):
+        assert "MASTER_ADDR no-such-host.invalid\n    rule:  its name has an address" in problem_of(
+            Launch(rank, 2, rank)
+        )
+
+
+def test_a_port_that_is_taken(port: int) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        text = problem_of(Launch(0, 2, 0))
+    assert f"MASTER_PORT {port}" in text and "Address already in use" in text
+
+
+def test_a_rank_that_never_comes_is_named(port: int) -> None:
+    assert "ranks 1-3 of 4 did not join within 0.3 s" in problem_of(Launch(0, 4, 0))
+
+
+def test_nobody_listens(port: int) -> None:
+    assert f"MASTER_PORT {port}: nothing listens there, 0.3 s long" in problem_of(Launch(1, 2, 1))
+
+
+def test_the_store_listens_at_the_job_s_address_alone(port: int) -> None:
+    store = open_store(Launch(0, 1, 0), 5)
+    socket.create_connection(("127.0.0.1", port), 5).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), 5)
+    del store
