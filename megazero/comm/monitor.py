@@ -12,6 +12,7 @@ import faulthandler
 import json
 import os
 import queue
+import re
 import select
 import signal
 import socket
@@ -191,6 +192,8 @@ class Monitor:
         is_reported: False if the error's own message is all that is to be printed.
         """
         self.error = error
+        if is_reported and self._flight.waiting is None and self._flight.begun:
+            self._flight.fail(self._flight.begun[-1], error)  # it failed before it could be waited for
         if self.note is None:
             self.note = Note(self.job.rank, status, text, is_reported, time.time())
         self._alarm()
@@ -426,9 +429,10 @@ def place_in_job(rank: int, topology: Topology, *, limit_seconds: float, folder:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the type of an error and the first line of its message."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__
+    """Return the type of an error and the beginning of its message, without the place in torch's sources."""
+    line = next(iter(str(error).strip().splitlines()), "")
+    message = re.sub(r"^\[[^]]*\] ", "", line).partition(". This is typically")[0]
+    return f"{type(error).__name__}: {message[:160]}" if message else type(error).__name__
 
 
 def _read_all(store: Any, key: str, ranks: Iterable[int]) -> dict[int, bytes]:

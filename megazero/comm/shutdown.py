@@ -48,6 +48,9 @@ def reported_faults(store: Store | None, flight: FlightRecord, job: Job) -> Iter
         raise
     except Exception as error:
         raise SystemExit(end_of(error, monitor, print_error)) from None
+    except BaseException:  # this rank leaves by itself
+        monitor.close()
+        raise
     monitor.close()
 
 

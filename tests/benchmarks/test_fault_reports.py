@@ -1,0 +1,35 @@
+"""Tests of the benchmark of faults: it has twenty, records each job once, and keeps torchrun's words out."""
+
+import json
+from pathlib import Path
+
+import pytest
+from fault_reports import KINDS, LAUNCHES, main, own_lines
+
+
+def test_twenty_faults_under_three_launches() -> None:
+    assert (len(KINDS), len(LAUNCHES)) == (20, 3)
+
+
+def test_what_torchrun_prints_is_left_out() -> None:
+    output = """\
+pipeline 1 x data 2
+fault: rank 1
+[2026-11-22] iteration 3/10
+  rank 0
+W1122 torch/distributed/elastic/multiprocessing/api.py:1028] Sending process 5
+Traceback (most recent call last):
+"""
+    assert own_lines(output) == ["fault: rank 1", "  rank 0"]
+    assert own_lines("done\n") == []
+
+
+@pytest.mark.gloo
+def test_a_job_is_recorded_and_not_run_again(tmp_path: Path) -> None:
+    records = tmp_path / "records.jsonl"
+    for _ in range(2):
+        assert main(["--records", str(records), "--only", "ranks: killed, rank 1"]) == 0
+    (row,) = map(json.loads, records.read_text().splitlines())
+    assert row["codes"] == [1, -9] and row["ended"]
+    assert row["printed"][0][0].startswith("fault: rank 1 ") and "is gone" in row["printed"][0][0]
+    assert max(row["seconds"]) < 20
