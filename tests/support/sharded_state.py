@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.writer import Draft, prepare, publish, write_part
+from megazero.optim.loss_scaler import LossScale
 from megazero.parallel.param_spec import ParamSpec, StateFragment, StateKind
+from megazero.train.state import TrainState
 
 State = dict[tuple[str, StateKind], Tensor]
 
@@ -103,10 +105,19 @@ def assert_same(got: list[StateFragment], expected: list[StateFragment]) -> None
         assert torch.equal(a.tensor.view(torch.uint8), b.tensor.view(torch.uint8)), (a.spec.name, a.kind)
 
 
-def write_checkpoint(root: Path, state: State, layout: Layout, *, step: int = 20, box_bytes: int = 1 << 20) -> Path:
+def write_checkpoint(
+    root: Path,
+    state: State,
+    layout: Layout,
+    *,
+    step: int = 20,
+    box_bytes: int = 1 << 20,
+) -> Path:
     """Write a checkpoint of `state` as the ranks of `layout` would, one after the other in the calling process."""
     folder = root / ".saving_test"
     prepare(folder)
     for rank in range(layout.size):
         write_part(folder, rank, layout.fragments(rank, state), box_bytes=box_bytes)
-    return root / publish(folder, Draft(root, step, {"iteration": step}, "seed: 1\n"), layout.size)
+    return root / publish(
+        folder, Draft(root, step, TrainState(LossScale(1.0), step, step, step).to_json(), "seed: 1\n"), layout.size
+    )
