@@ -25,6 +25,7 @@ from megazero.checkpoint.runs import PROGRESS_KEY, RunIdentity, name_of, read_ru
 from megazero.command_line.tools import Flags, Number
 from megazero.console import Console, run_program
 from megazero.errors import CheckpointError, Problem, raise_problems
+from megazero.train.state import TrainState
 from megazero.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -97,7 +98,12 @@ def _inspect(checkpoint: "Checkpoint", console: Console, *, tensors: bool) -> No
 
 def _verify(checkpoint: "Checkpoint", console: Console) -> None:
     steps = console.track(checkpoint.verify(), total=1 + len(checkpoint.manifest.files), description="verifying")
-    raise_problems(CheckpointError, [problem for problems in steps for problem in problems])
+    problems = [problem for found in steps for problem in found]
+    try:
+        TrainState.from_json(checkpoint.progress, step=checkpoint.step)
+    except CheckpointError as error:
+        problems += error.problems
+    raise_problems(CheckpointError, problems)
     stored = sum(file.num_bytes for file in checkpoint.manifest.files)
     console.line(f"{checkpoint.folder}: sound; {format_bytes(stored)} in {len(checkpoint.manifest.files)} files")
 

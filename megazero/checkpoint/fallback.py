@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megazero.checkpoint.agreement import all_or_none
-from megazero.checkpoint.folders import MANIFEST, Candidates, candidates, resolve, set_aside
+from megazero.checkpoint.folders import choices, set_aside
 from megazero.checkpoint.reader import Checkpoint, open_folder
 from megazero.comm.interface import Communicator
 from megazero.errors import CheckpointError, DamageError, DataError, Problem, raise_problems
@@ -45,15 +45,6 @@ class Taken(NamedTuple):
     @property
     def is_newest(self) -> bool:
         return not self.damaged and self.latest is None
-
-
-def choices(path: Path) -> Candidates:
-    """Return the checkpoints that `path` stands for: those of a root, or the one that is a step folder itself.
-
-    A step folder may have been renamed or copied.  Raises CheckpointError if a step folder is not there.
-    """
-    is_one = path.name.startswith("step_") or (path / MANIFEST).exists()
-    return Candidates((resolve(path),)) if is_one else candidates(path)
 
 
 def first_complete(path: Path, check: Check) -> Taken | None:

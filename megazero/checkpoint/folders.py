@@ -229,6 +229,15 @@ def resolve(path: Path, step: int | None = None) -> Path:
     return found
 
 
+def choices(path: Path) -> Candidates:
+    """Return the checkpoints that `path` stands for: those of a root, or the one that is a step folder itself.
+
+    A step folder may have been renamed or copied.  Raises CheckpointError if a step folder is not there.
+    """
+    is_one = path.name.startswith("step_") or (path / MANIFEST).exists()
+    return Candidates((resolve(path),)) if is_one else candidates(path)
+
+
 def _existing(steps: list[StepFolder]) -> str:
     shown = ", ".join(folder.path.name for folder in steps[-10:])
     more = f" and {len(steps) - 10} older" if len(steps) > 10 else ""

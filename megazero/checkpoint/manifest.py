@@ -281,7 +281,8 @@ def _read_body(text: bytes, source: str) -> dict[str, Any]:
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         reason = f"not a checkpoint's manifest: {type(error).__name__}: {str(error)[:200]}"
         raise DamageError(Problem(source, reason)) from None
-    version, kind = body.get("version"), CheckpointError if digest == computed else DamageError
+    version = body.get("version")
+    kind = DamageError if digest != computed or type(version) is bool else CheckpointError
     if body.get("format") != FORMAT:
         given = f"{source}: format {str(body.get('format'))[:80]!r}"
         raise kind(Problem(given, "not a checkpoint of megazero", FORMAT))

@@ -132,6 +132,9 @@ def test_import_tells_all_that_does_not_fit(tmp_path: Path) -> None:
         ({"model_type": "llama"}, "model_type 'llama'"),
         ({"n_layer": None}, "n_layer None"),
         ({"n_head": 5}, "n_embd 12, n_head 5"),
+        ({"n_layer": 10**7}, "n_layer 10000000\n.*tensors for every layer"),
+        ({"n_layer": 2**60}, "n_layer 1152921504606846976\n.*is below"),
+        ({"vocab_size": 10**4000}, "vocab_size 1000.*\n.*is below"),
         ({"resid_pdrop": 2.0}, "hidden_dropout 2.0"),
     ],
 )

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megazero.checkpoint.manifest import (
+    BOX_BYTES,
     DTYPES,
     BoxEntry,
     ConfigEntry,
@@ -27,7 +28,7 @@ from megazero.checkpoint.manifest import (
     parse_manifest,
     parse_part,
 )
-from megazero.errors import CheckpointError
+from megazero.errors import CheckpointError, DamageError
 
 HASH = "0" * 64
 WEIGHT = TensorEntry("w", "weight", (4, 3), "F32")
@@ -147,6 +148,14 @@ def _tensor(**changes: Any) -> Callable[[dict[str, Any]], None]:
     return lambda body: body["tensors"][0].update(changes)
 
 
+def _large_box(body: dict[str, Any]) -> None:
+    """Make a file's only box larger than BOX_BYTES, and everything else right for it."""
+    rows = BOX_BYTES // 12 + 1
+    body["tensors"][0]["shape"] = [rows, 3]
+    box = {**body["files"][0]["boxes"][0], "offset": [0, 0], "lengths": [rows, 3], "end": 80 + 12 * rows}
+    body["files"] = [{**body["files"][0], "num_bytes": box["end"], "boxes": [box]}]
+
+
 HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "parent folder": (_file_name("../../etc/passwd"), "plain file name"),
     "absolute path": (_file_name("/etc/passwd"), "plain file name"),
@@ -186,6 +195,10 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "too few bytes": (_box(end=91), "back to back"),
     "file longer than its boxes": (lambda body: body["files"][0].update(num_bytes=10**6), "end at byte"),
     "no hash": (_box(sha256=""), "match pattern"),
+    "version that is true": (lambda body: body.update(version=True), "cannot read that version"),
+    "header shorter than its length": (lambda body: body["files"][0].update(header_bytes=4), "greater than or equal"),
+    "header of a gigabyte": (lambda body: body["files"][0].update(header_bytes=2**30), "less than or equal"),
+    "box of more bytes than are written": (_large_box, "a box has at most"),
 }
 
 
@@ -196,6 +209,25 @@ def test_a_hostile_manifest_is_refused(name: str) -> None:
     change(body)
     with pytest.raises(CheckpointError, match=message):
         parse_manifest(signed(body), source="m")
+
+
+def test_a_checkpoint_of_another_version_is_refused_but_not_damaged() -> None:
+    """A run passes over a damaged checkpoint; one that a newer megazero has saved must stay where it is."""
+    body = json.loads(dump_manifest(manifest()))
+    for change, damaged in (({"version": 2}, False), ({"format": "torch"}, False), ({"version": True}, True)):
+        for text, is_damaged in (
+            (signed({**body, **change}), damaged),
+            (json.dumps({**body, **change}).encode(), True),
+        ):
+            with pytest.raises(CheckpointError) as caught:
+                parse_manifest(text, source="m")
+            assert isinstance(caught.value, DamageError) == is_damaged, change
+
+
+def test_a_million_tensors_are_refused_at_once() -> None:
+    entry = b'{"parameter":"w","kind":"weight","shape":[4],"dtype":"F32"},'
+    with pytest.raises(DamageError, match="lists more than 500000 tensors"):
+        parse_manifest(b'{"tensors":[' + entry * 10**6 + b"]}", source="m")
 
 
 def test_all_problems_come_at_once_but_not_thousands() -> None:

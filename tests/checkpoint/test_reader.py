@@ -44,7 +44,7 @@ def test_what_is_known_without_reading_tensors(tmp_path: Path) -> None:
     for path in (tmp_path, str(folder)):
         checkpoint = open_checkpoint(path)
         assert (checkpoint.step, checkpoint.folder, checkpoint.config_yaml) == (20, folder, "seed: 1\n")
-        assert checkpoint.progress == {"iteration": 20}
+        assert checkpoint.progress["iteration"] == 20
     parameters = checkpoint.parameters
     assert {name: saved.full_shape for name, saved in parameters.items()} == {
         name: shape for name, (shape, _) in PARAMETERS.items()

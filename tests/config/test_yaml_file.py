@@ -1,5 +1,6 @@
 """Tests of reading and writing settings as a flat YAML mapping."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,31 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="not UTF-8"):
         read_file(tmp_path / "binary.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("a: " + "[" * 50_000, "nested too deeply"),
+        ("a: " + "[" * 50_000 + "]" * 50_000, "nested too deeply"),
+        ("".join(" " * depth + "a:\n" for depth in range(900)), "nested too deeply"),
+        ("a: " + "9" * 5000, "not valid YAML"),
+        ("a: &a [1, 2]\nb: [*a, *a]", "an alias stands for one value"),
+    ],
+    ids=["open", "lists", "mappings", "5,000 digits", "aliases"],
+)
+def test_yaml_of_strangers_ends_in_a_message(text: str, rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule):
+        read_text(text, origin="run.yaml")
+
+
+def test_a_file_that_is_no_regular_one_or_too_large_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "zeros").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "large").write_text("# a comment\n" * 100_000)
+    for name, rule in {"zeros": "not a regular file", "fifo": "not a regular file", "large": "larger than"}.items():
+        with pytest.raises(ConfigError, match=rule):
+            read_file(tmp_path / name)
 
 
 def test_every_setting_is_written_once_below_its_section() -> None:

@@ -172,6 +172,8 @@ def without(token: str) -> Callable[[str], str]:
     [
         ("vocab_file", lambda text: text[:-5], "is a JSON object"),
         ("vocab_file", lambda text: "[1, 2]", "is a JSON object from token to id"),
+        ("vocab_file", lambda text: '{"a":' * 50_000, "nested deeper"),
+        ("vocab_file", lambda text: '{"a": ' + "9" * 5000 + "}", "is a JSON object from token to id"),
         ("vocab_file", lambda text: text.replace(": 7,", ": 8,"), "without gap or repetition"),
         ("vocab_file", lambda text: text.replace(": 7,", ": true,"), "from token to id"),
         ("vocab_file", without("<|endoftext|>"), "no entry for <.endoftext"),

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.writer import Draft, prepare, publish, write_part
+from megazero.optim.loss_scaler import LossScale
 from megazero.parallel.param_spec import ParamSpec, StateFragment, StateKind
+from megazero.train.state import TrainState
 
 State = dict[tuple[str, StateKind], Tensor]
 
@@ -104,9 +106,17 @@ def assert_same(got: list[StateFragment], expected: list[StateFragment]) -> None
         assert torch.equal(a.tensor.view(torch.uint8), b.tensor.view(torch.uint8)), (a.spec.name, a.kind)
 
 
-def write_checkpoint(root: Path, state: State, layout: Layout, *, step: int = 20, box_bytes: int = 1 << 20) -> Path:
+def write_checkpoint(
+    root: Path,
+    state: State,
+    layout: Layout,
+    *,
+    step: int = 20,
+    box_bytes: int = 1 << 20,
+) -> Path:
     """Write a checkpoint of `state` as the ranks of `layout` would, one after the other in the calling process."""
-    draft = Draft(root, step, {"iteration": step}, "seed: 1\n")
+    progress = TrainState(LossScale(1.0), step, step, step).to_json()
+    draft = Draft(root, step, progress, "seed: 1\n")
     with ExitStack() as held:
         saving = prepare(draft, held)
         for rank in range(layout.size):

@@ -26,7 +26,7 @@ def test_inspect(tmp_path: Path, main: Callable[[list[str]], int], capsys: pytes
     write_checkpoint(tmp_path, make_state(), Layout(2, 2))
     assert main(["inspect", str(tmp_path)]) == 0
     short = capsys.readouterr().out
-    assert "step        20\n" in short and "in 4 files" in short and '{"iteration": 20}' in short
+    assert "step        20\n" in short and "in 4 files" in short and '"iteration": 20' in short
     assert "exp_avg_sq       302 elements     1.2 KiB  F32" in short
     assert main(["inspect", "--tensors", str(tmp_path)]) == 0
     assert "qkv.weight  weight  F32  [3, 6, 2, 5]" in capsys.readouterr().out

@@ -283,6 +283,9 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         ('{"a": NaN}', "finite numbers"),
         ('{"a": -Infinity}', "finite numbers"),
         ("{'a': 1}", "not valid JSON"),
+        ("[" * 100_000, "nested deeper"),
+        ('{"a":' * 900 + "1" + "}" * 900, "nested deeper"),
+        ('{"a": ' + "9" * 5000 + "}", "not valid JSON"),
     ],
 )
 def test_what_is_no_json_object_is_refused(tmp_path: Path, text: str, message: str) -> None:
