@@ -10,7 +10,8 @@
 # PROCS_PER_NODE  processes on each node (default: its GPUs, or 1 without any)
 # PYTHON          the interpreter (default: .venv/bin/python if it is there, else python3)
 #
-# To stop the job, signal any rank or any node's torchrun (Ctrl-C, `kill -USR1`, `kill`): all ranks save and end.
+# To stop the job, signal any rank or any node's torchrun (Ctrl-C, `kill -USR1`, `kill`): all ranks save and end.  The
+# torchruns of other nodes wait up to 300 s for one that was signalled, unless they are signalled too.
 #
 # PET_SHUTDOWN_TIMEOUT  seconds that torchrun gives the ranks to do so (default: 600)
 set -euo pipefail

@@ -3,6 +3,8 @@
 import math
 from collections.abc import Iterable
 
+_MOST_TRIED = 100_000
+
 
 def neighbours(value: int, step: int) -> tuple[int, ...]:
     """Return the positive multiples of `step` next to `value`, below and above it, the nearer first."""
@@ -12,8 +14,11 @@ def neighbours(value: int, step: int) -> tuple[int, ...]:
 
 
 def near_divisors(number: int, value: int, *, multiple_of: int = 1) -> tuple[int, ...]:
-    """Return the divisors of `number` next to `value` that are multiples of `multiple_of`, the nearer first."""
-    pairs = {d for i in range(1, math.isqrt(number) + 1) if number % i == 0 for d in (i, number // i)}
+    """Return the divisors of `number` next to `value` that are multiples of `multiple_of`, the nearer first.
+
+    Pairs of divisors that are both above `_MOST_TRIED` are not looked for: that would take minutes for a mistyped size.
+    """
+    pairs = {d for i in range(1, min(math.isqrt(number), _MOST_TRIED) + 1) if number % i == 0 for d in (i, number // i)}
     divisors = sorted(d for d in pairs if d % multiple_of == 0)
     below = [d for d in divisors if d <= value][-1:]
     above = [d for d in divisors if d > value][:1]

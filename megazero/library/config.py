@@ -101,6 +101,9 @@ def load_engine_config(config: EngineConfig | Mapping[str, Any] | str | Path) ->
         return _checked(config)
     if isinstance(config, Mapping):
         return _from_mapping(config, "config")
+    if not isinstance(config, str | Path):
+        rule = "a configuration is a mapping, or the path of a .json or a .yaml file"
+        raise ConfigError(Problem(f"config of type {type(config).__name__}", rule, _FORMS))
     path = Path(config)
     readers = {".json": read_file, ".yaml": read_nested, ".yml": read_nested}
     if path.suffix not in readers:

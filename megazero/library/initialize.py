@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from megazero.activations.assemble import RankParts, recomputation
 from megazero.comm.mesh import Mesh
+from megazero.errors import Problem, UsageError
 from megazero.generators import DefaultGenerators
 from megazero.library.config import BatchSizes, EngineConfig, automatic_sizes, load_engine_config, resolve_batch
 from megazero.library.dtensors import unwrap_dtensors
@@ -49,6 +50,11 @@ def initialize(
 
     Raises ConfigError, TopologyError or UsageError, each with all problems of its kind.
     """
+    if not isinstance(model, nn.Module):
+        given = (
+            f"model {model.__name__}, a class" if isinstance(model, type) else f"model of type {type(model).__name__}"
+        )
+        raise UsageError(Problem(given, "a model is a torch.nn.Module that has been made", "MyModel(...)"))
     settings = load_engine_config(config)
     mesh, buffers = mesh_and_buffers(mesh)
     batch = resolve_batch(settings, mesh.axis("dp").size)

@@ -34,7 +34,7 @@ def choose(given: Optimizer | MakeOptimizer | None, choice: OptimizerChoice, mod
     """
     if given is None:
         return _configured(choice, model)
-    template = given if isinstance(given, Optimizer) else given(_trainable(model))
+    template = given(_trainable(model)) if callable(given) and not isinstance(given, Optimizer) else given
     _check_is_for(template, model)
     return _with_groups(Elementwise(TorchOptimizer(template)))
 

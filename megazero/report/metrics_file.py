@@ -4,6 +4,7 @@ A *step line* is {"iteration": ..., ..., "ranks": [{"rank": 0, ...}, ...]}, an *
 JSON has no infinities and no NaN; they become null.
 """
 
+import errno
 import json
 import math
 import os
@@ -26,6 +27,8 @@ class MetricsFile:
     def __init__(self, path: Path, *, resumed_iteration: int = 0) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            if path.is_fifo():  # opening it would wait for a program that reads
+                raise OSError(errno.EINVAL, "a FIFO is there")
             _truncate_after(path, resumed_iteration)
             self._file = path.open("a", encoding="utf-8")
         except OSError as error:

@@ -39,3 +39,7 @@ def test_near_divisors_are_the_divisors_around(number: int, value: int) -> None:
     below = max((d for d in divisors if d <= value), default=None)
     above = min((d for d in divisors if d > value), default=None)
     assert set(near_divisors(number, value)) == {d for d in (below, above) if d is not None}
+
+
+def test_divisors_of_a_mistyped_number_are_there_at_once() -> None:
+    assert near_divisors(10**20 - 1, 4) == (3, 9)

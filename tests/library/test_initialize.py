@@ -119,6 +119,26 @@ class Named(nn.Module):
         return f"a model {self.kind}"
 
 
+@pytest.mark.parametrize(
+    ("model", "given", "told"),
+    [
+        ("gpt", {}, "model of type str"),
+        (nn.Linear, {}, "model Linear, a class"),
+        (nn.Linear(2, 1), None, "config of type NoneType"),
+        (nn.Linear(2, 1), 5, "config of type int"),
+    ],
+)
+def test_arguments_of_other_types_are_refused(model: Any, given: Any, told: str) -> None:
+    with pytest.raises((ConfigError, UsageError), match=told):
+        megazero.initialize(model, given)
+
+
+def test_an_optimizer_must_be_one() -> None:
+    given: Any = "adam"
+    with pytest.raises(ConfigError, match="optimizer of type str"):
+        megazero.initialize(nn.Linear(2, 1), config(0, type="AdamW", lr=1e-3), optimizer=given)
+
+
 def test_the_engine_stands_for_the_model() -> None:
     model = Named()
     engine = megazero.initialize(model, {"zero": {}})

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -153,3 +154,10 @@ def test_a_file_of_something_else_is_not_overwritten(tmp_path: Path, foreign: by
 def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--metrics-file"):
         MetricsFile(tmp_path)
+
+
+def test_a_fifo_is_refused_before_it_is_opened(tmp_path: Path) -> None:
+    """Opening a FIFO waits for a program at its other end."""
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(ConfigError, match="fifo: a FIFO is there"):
+        MetricsFile(tmp_path / "fifo")

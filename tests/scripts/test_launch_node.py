@@ -1,14 +1,18 @@
 """Tests of scripts/launch_node.sh: missing variables are named together, and two nodes started by hand are one job."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from support.launch import PATIENCE_SECONDS, ROOT, SMALL_RUN, command_line, read_steps
 from support.warm_python import warm_python
+
+from megazero.checkpoint.reader import open_checkpoint
 
 SCRIPT = ROOT / "scripts" / "launch_node.sh"
 
@@ -56,20 +60,28 @@ def test_what_is_missing_is_named(variables: dict[str, str], messages: list[str]
 
 
 @pytest.mark.gloo
-def test_two_nodes_are_one_job(tmp_path: Path) -> None:
+def test_two_nodes_are_one_job_that_a_signal_to_a_torchrun_stops(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    # A relative path is resolved in the caller's folder, wherever the script lies.
-    flags = command_line({**SMALL_RUN, "--metrics-file": "steps"})
+    # Relative paths are resolved in the caller's folder, wherever the script lies.
+    flags = command_line({**SMALL_RUN, "--train-iters": "1000000", "--metrics-file": "steps", "--save": "saved"})
     job = {"NUM_NODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PROCS_PER_NODE": "1"}
     nodes = [start(*flags, cwd=tmp_path, NODE_RANK=str(rank), PYTHON=warm_python(), **job) for rank in range(2)]
     try:
+        give_up = time.monotonic() + PATIENCE_SECONDS
+        while len(read_steps(tmp_path / "steps")) < 3 and time.monotonic() < give_up:
+            time.sleep(0.05)
+        nodes[1].send_signal(signal.SIGUSR1)
+        while not (tmp_path / "saved" / "latest").exists() and time.monotonic() < give_up:
+            time.sleep(0.05)
+        nodes[0].send_signal(signal.SIGUSR1)  # its torchrun would wait 300 s for the other
         outputs = [node.communicate(timeout=PATIENCE_SECONDS) for node in nodes]
     finally:
         for node in nodes:
             node.kill()
-    assert [node.returncode for node in nodes] == [0, 0], outputs
+    assert [node.returncode for node in nodes] == [1, 1], outputs  # torchrun's status after a signal is 1
     assert "data 2 x" in outputs[0][0] and f"node 0 of 2: 1 processes, meeting at 127.0.0.1:{port}" in outputs[0][0]
     assert outputs[1][0].startswith("node 1 of 2: ") and len(outputs[1][0].splitlines()) == 1
-    assert list(read_steps(tmp_path / "steps")) == [1, 2, 3, 4]
+    last = max(read_steps(tmp_path / "steps"))
+    assert f"asked to stop after iteration {last}" in outputs[0][0] and open_checkpoint(tmp_path / "saved").step == last

@@ -8,6 +8,7 @@ import fcntl
 import multiprocessing
 import os
 import pty
+import select
 import signal
 import socket
 import sys
@@ -88,6 +89,8 @@ class ForkedJob:
     def read_screen(self, text: str) -> str:
         """Read what the terminal shows until `text` is there; return it all."""
         while text not in self._told:
+            ready, _, _ = select.select([self.screen], [], [], PATIENCE_SECONDS)
+            assert ready, self._told
             self._told += os.read(self.screen, 4096).decode()
         return self._told
 
