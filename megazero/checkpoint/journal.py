@@ -79,8 +79,9 @@ def read_journal(root: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def describe(entry: Mapping[str, Any]) -> str:
-    """Return an entry as a line to read: time, event, and the facts as `name value`; long ones are cut."""
-    facts = [f"{name} {_short(value)}" for name, value in entry.items() if name not in ("time", "event")]
+    """Return an entry as a line to read: time, event, and the facts as `name value`; empty texts are left out."""
+    known = {name: value for name, value in entry.items() if name not in ("time", "event") and value != ""}
+    facts = [f"{name} {_short(value)}" for name, value in known.items()]
     time = str(entry.get("time", "-"))[:19].replace("T", " ")
     return _printable(f"{time}  {str(entry['event'])[:20]:<7} {' | '.join(islice(facts, 20))}")
 

@@ -17,6 +17,8 @@ def test_entries_are_lines_of_json_with_time_and_event(tmp_path: Path) -> None:
     assert (second["event"], second["loss"], second["text"]) == ("fault", "NaN", "ü\n2")
     assert [entry["event"] for entry in read_journal(tmp_path / "run")] == ["start", "fault"] and said == []
     assert describe(second).endswith("fault   loss NaN | text ü 2")
+    assert describe({"event": "start", "time": 3, "job": "", "checkpoint": None}) == "3  start   checkpoint null"
+    assert describe({"event": "change", "from": "x" * 999, "to": [1]}).endswith("... | to [1]")
 
 
 def test_half_a_line_spoils_no_other(tmp_path: Path) -> None:
