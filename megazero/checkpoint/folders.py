@@ -52,6 +52,15 @@ def list_steps(root: Path) -> list[StepFolder]:
     return sorted(folder for folder in found if (folder.path / MANIFEST).is_file())
 
 
+def holds_checkpoint(path: Path) -> bool:
+    """Return True if `path` means a checkpoint: a step folder, or a root that has one or had one.
+
+    A step folder may have been renamed or copied; one that is named as such and is missing is an error of `resolve`.
+    """
+    is_one = path.name.startswith("step_") or (path / MANIFEST).exists()
+    return is_one or (path / LATEST).exists() or bool(list_steps(path))
+
+
 def free_name(root: Path, step: int) -> str:
     """Return the name of a new step folder: that of the step, with the next revision when the step is there already."""
     revision = max((folder.revision for folder in list_steps(root) if folder.step == step), default=0) + 1
@@ -87,15 +96,6 @@ def newest(root: Path) -> Path | None:
             _existing(steps) or "there is no checkpoint in this folder",
         )
     )
-
-
-def holds_checkpoint(path: Path) -> bool:
-    """Return True if `path` means a checkpoint: a step folder, or a root that has one or had one.
-
-    A step folder may have been renamed or copied; one that is named as such and is missing is an error of `resolve`.
-    """
-    is_one = path.name.startswith("step_") or (path / MANIFEST).exists()
-    return is_one or (path / LATEST).exists() or bool(list_steps(path))
 
 
 def resolve(path: Path, step: int | None = None) -> Path:

@@ -17,7 +17,7 @@ from megazero.activations.recompute_plan import ActivationPlan
 from megazero.checkpoint.folders import list_steps
 from megazero.checkpoint.journal import Journal
 from megazero.checkpoint.reader import Checkpoint
-from megazero.checkpoint.runs import PROGRESS_KEY
+from megazero.checkpoint.runs import PROGRESS_KEY, RunIdentity
 from megazero.comm.local import LocalCommunicator
 from megazero.comm.mesh import Mesh
 from megazero.comm.startup import make_mesh
@@ -68,7 +68,6 @@ from megazero.train.saving import (
     check_shapes,
     find_checkpoint,
     has_stepped,
-    is_from_root,
     restore_engine,
 )
 from megazero.train.state import TrainState
@@ -376,46 +375,48 @@ def _timetable(config: RunConfig, train_iters: int) -> Timetable:
 
 
 def _saver(config: RunConfig, components: RunComponents, resumed: _Resumed) -> Saver | None:
-    root = config.checkpoint.save
+    root, source = config.checkpoint.save, config.checkpoint.load
     if root is None:
         return None
-    goes_on_in_root = is_from_root(resumed.checkpoint, root) and resumed.state.iteration > 0
-    config_yaml = to_yaml(config)
+    loads_from_root = source is not None and source.resolve() in (root.resolve(), *root.resolve().glob("step_*"))
     extra = {
         "learning_rate": resumed.learning_rate.to_json(),
         "optimizer": optimizer_choice(config.optimizer).type,
         "loss_scale_is_dynamic": LossScaler.from_config(config.precision).dynamic,
         "seed": config.training.seed,
         "seq_length": config.model.seq_length,
+        PROGRESS_KEY: begin_run(config.checkpoint, components.mesh).to_json(),
     }
-    return Saver(
+    saver = Saver(
         root=root,
-        run=begin_run(config.checkpoint, config_yaml, components.mesh),
         engine=components.engine,
         mesh=components.mesh,
-        config_yaml=config_yaml,
+        config_yaml=to_yaml(config),
         extra=extra,
         with_optimizer=not config.checkpoint.no_save_optim,
-        saved_iteration=resumed.state.iteration if goes_on_in_root else None,
+        saved_iteration=resumed.state.iteration if loads_from_root and resumed.state.iteration else None,
     )
+    saver.save_configuration()
+    return saver
 
 
 def _announce_start(journal: Journal, config: RunConfig, saver: Saver, resumed: _Resumed, console: Console) -> None:
     """Write this start, and the settings that it has changed, to the journal; print whose checkpoints it saves."""
     source, mesh = resumed.checkpoint, saver.mesh
     begins = source is None or config.checkpoint.finetune
-    console.line(f"{saver.run} {'begins' if begins else 'goes on'}: checkpoints in {saver.root}")
+    run = RunIdentity(**saver.extra[PROGRESS_KEY])
+    console.line(f"{run} {'begins' if begins else 'goes on'}: checkpoints in {saver.root}")
     if source is not None and not begins and PROGRESS_KEY not in source.progress:
         console.line(f"{source.folder} names no run, as one of an earlier version: its run has this id from now on")
     passed_over = [each.path.name for each in list_steps(saver.root) if each.step > resumed.state.iteration]
-    if passed_over and source is not None and not is_from_root(source, saver.root):
+    if passed_over and source is not None and source.folder.resolve().parent != saver.root.resolve():
         console.line(
             f"{saver.root} holds later checkpoints of this run, up to {passed_over[-1]}, which are not taken:"
             f" it goes on from {source.folder}, and replaces those of steps that it saves again"
         )
     journal.write(
         "start",
-        run=saver.run.id,
+        run=run.id,
         host=socket.gethostname(),
         pid=os.getpid(),
         job=job_name(),

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 from torch import nn
 
 from megazero.checkpoint.agreement import all_or_none
-from megazero.checkpoint.folders import holds_checkpoint
+from megazero.checkpoint.folders import LATEST, MANIFEST, list_steps
 from megazero.checkpoint.reader import Checkpoint, open_checkpoint
 from megazero.checkpoint.restore import restore
 from megazero.checkpoint.runs import PROGRESS_KEY, RunIdentity, new_run, write_run
@@ -30,14 +30,13 @@ _OPTIMIZER, _NUMBERS = "optimizer", "optimizer_numbers"
 
 @dataclass(frozen=True)
 class Saver:
-    """A writer of one run's checkpoints under `root`.
+    """A writer of checkpoints under `root`.
 
     extra: entries of a checkpoint's progress beside the counters, unchanged through the run.
     saved_iteration: the iteration that the run was resumed from, if that checkpoint lies under `root`.
     """
 
     root: Path
-    run: RunIdentity
     engine: Engine
     mesh: Mesh
     config_yaml: str
@@ -45,10 +44,22 @@ class Saver:
     with_optimizer: bool
     saved_iteration: int | None = None
 
+    def save_configuration(self) -> None:
+        """Write the run and the resolved configuration to `root` at once, for a run that ends before it saves."""
+
+        def write() -> None:
+            with written_aside(self.root / "config.yaml") as stream:
+                stream.write(self.config_yaml.encode())
+            if run := RunIdentity.from_json(self.extra.get(PROGRESS_KEY)):
+                write_run(self.root, run)
+
+        leads, doing = self.mesh.rank == 0, f"writing to {self.root}"
+        all_or_none(self.mesh.world, self.mesh.device, lambda: write() if leads else None, doing=doing)
+
     def save(self, state: TrainState) -> Path:
         """Write one checkpoint, on all ranks together; return its folder."""
         self.engine.ensure_parameters()
-        progress = {**state.to_json(), **self.extra, PROGRESS_KEY: self.run.to_json()}
+        progress = {**state.to_json(), **self.extra}
         numbers = self.engine.settings.optimizer.numbers()
         if numbers is None or numbers:
             progress[_NUMBERS] = None if numbers is None else dict(numbers)
@@ -59,29 +70,18 @@ class Saver:
         return (piece for piece in self.engine.owned_state() if self.with_optimizer or piece.kind == "weight")
 
 
-def begin_run(config: CheckpointConfig, config_yaml: str, mesh: Mesh) -> RunIdentity:
-    """Return the run that this start goes on with or begins; a collective call, for a run with --save.
+def begin_run(config: CheckpointConfig, mesh: Mesh) -> RunIdentity:
+    """Return the run that this start goes on with or begins; a collective call.
 
-    Rank 0 writes the run and the resolved configuration under --save at once, for a run that ends before its first
-    checkpoint.  It checks again whose checkpoints are there, since another job may have saved after the first check.
+    Rank 0 checks again whose checkpoints are under --save, since another job may have saved after the first check.
     """
 
     def begin() -> dict[str, str]:
-        assert config.save is not None, "a run without --save has no folder"
-        run = find_start(config).run or new_run()
-        with written_aside(config.save / "config.yaml") as stream:
-            stream.write(config_yaml.encode())
-        write_run(config.save, run)
-        return run.to_json()
+        return (find_start(config).run or new_run()).to_json()
 
-    doing = f"writing to {config.save}"
+    doing = f"reading {config.save}"
     reports = all_or_none(mesh.world, mesh.device, lambda: begin() if mesh.rank == 0 else None, doing=doing)
     return RunIdentity(**reports[0])
-
-
-def is_from_root(checkpoint: Checkpoint | None, root: Path) -> bool:
-    """Return True if the checkpoint is one of the step folders under `root`."""
-    return checkpoint is not None and checkpoint.folder.resolve() in root.resolve().glob("step_*")
 
 
 def changed_settings(checkpoint: Checkpoint, config: RunConfig) -> Iterator[dict[str, Any]]:
@@ -98,7 +98,12 @@ def changed_settings(checkpoint: Checkpoint, config: RunConfig) -> Iterator[dict
 
 def find_checkpoint(config: CheckpointConfig) -> Checkpoint | None:
     """Open the checkpoint of --load; None if there is none, as at the first start of a run that resumes itself."""
-    return open_checkpoint(config.load) if config.load is not None and holds_checkpoint(config.load) else None
+    if config.load is None:
+        return None
+    # A step folder may have been renamed or copied; a named one that does not exist is an error, not a first start.
+    is_one = config.load.name.startswith("step_") or (config.load / MANIFEST).exists()
+    has_some = (config.load / LATEST).exists() or bool(list_steps(config.load))
+    return open_checkpoint(config.load) if is_one or has_some else None
 
 
 def check_compatible(checkpoint: Checkpoint, *, seed: int, seq_length: int) -> None:

@@ -48,7 +48,7 @@ def _source(config: CheckpointConfig) -> Path | None:
     if load is None:
         return None
     if holds_checkpoint(load):
-        return resolve(load)
+        return _newest(load)
     is_save = config.save is not None and load.resolve() == config.save.resolve()
     if not config.finetune and (is_save or config.begin_without_checkpoint):
         return None
@@ -57,6 +57,16 @@ def _source(config: CheckpointConfig) -> Path | None:
     ways += [] if config.finetune else ["--begin-without-checkpoint to start a new run from initial weights"]
     rule = f"--load takes up a checkpoint, and {state}"
     raise CheckpointError(Problem(f"--load {load}{' --finetune' * config.finetune}", rule, ", ".join(ways)))
+
+
+def _newest(load: Path) -> Path:
+    """Return the step folder that --load means, or the last one where `latest` is damaged, which its reader reports."""
+    try:
+        return resolve(load)
+    except CheckpointError:
+        if steps := list_steps(load):
+            return steps[-1].path
+        raise
 
 
 def _neighbours(load: Path) -> list[Path]:

@@ -12,7 +12,6 @@ from support.training import Saved, assemble
 from torch import Tensor
 
 from megazero.checkpoint.reader import Checkpoint, open_checkpoint
-from megazero.checkpoint.runs import read_run
 from megazero.config.run import CheckpointConfig, RunConfig
 from megazero.config.yaml_file import to_yaml
 from megazero.data.loader import build_step_batch
@@ -20,7 +19,7 @@ from megazero.errors import CheckpointError
 from megazero.model.gpt import GPT
 from megazero.optim.loss_scaler import LossScale
 from megazero.train.build import RunComponents, batch_layout, step_context
-from megazero.train.saving import Saver, begin_run, check_compatible, check_shapes, find_checkpoint, restore_engine
+from megazero.train.saving import Saver, check_compatible, check_shapes, find_checkpoint, restore_engine
 from megazero.train.state import TrainState
 from megazero.train.step import StepControls, training_step
 from megazero.zero.gathered import GatheredParameters
@@ -45,8 +44,7 @@ def config_of(tp: int, dp: int, stage: int, **settings: Any) -> RunConfig:
 
 def saver_of(root: Path, core: RunComponents, config: RunConfig, *, with_optimizer: bool = True) -> Saver:
     extra = {"seed": 1234, "seq_length": 8}
-    run = begin_run(CheckpointConfig(save=root), to_yaml(config), core.mesh)
-    return Saver(root, run, core.engine, core.mesh, to_yaml(config), extra, with_optimizer)
+    return Saver(root, core.engine, core.mesh, to_yaml(config), extra, with_optimizer)
 
 
 def train_steps(core: RunComponents, config: RunConfig, steps: int) -> None:
@@ -63,6 +61,7 @@ def save_on_rank(rank: int, root: Path, layout: tuple[int, int, int], with_optim
     core = core_on_rank(rank, config, tp=tp, dp=dp)
     train_steps(core, config, 2)
     saver = saver_of(root, core, config, with_optimizer=with_optimizer)
+    saver.save_configuration()
     saver.save(STATE)
     core.engine.close()
     return owned_boxes(core)
@@ -156,9 +155,7 @@ def saved(tmp_path: Path) -> Path:
 def test_progress_is_the_state_and_what_goes_beside_it(saved: Path) -> None:
     checkpoint = open_checkpoint(saved)
     assert checkpoint.step == 2
-    run = read_run(saved)
-    assert run is not None
-    assert checkpoint.progress == {**STATE.to_json(), "seed": 1234, "seq_length": 8, "run": run.to_json()}
+    assert checkpoint.progress == {**STATE.to_json(), "seed": 1234, "seq_length": 8}
     assert TrainState.from_json(checkpoint.progress) == STATE
 
 
