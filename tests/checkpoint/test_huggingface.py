@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from support import reference
 from support.checkpoints import run_config, save_checkpoint
 from support.models import small_config
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from megazero.checkpoint.huggingface import CONFIG_FILE, WEIGHTS_FILE, export_model, name_table, read_model
 from megazero.checkpoint.reader import open_checkpoint
@@ -29,9 +29,11 @@ def exported(folder: Path, *, tp: int = 1, dtype: torch.dtype | None = None, **c
     return folder / "hf", weights
 
 
-def their_model(folder: Path, **changes: object) -> GPT2LMHeadModel:
+def their_model(folder: Path, **changes: object) -> Any:
+    transformers = pytest.importorskip("transformers")  # too slow to import while tests are collected
     torch.manual_seed(2)
-    model = GPT2LMHeadModel(GPT2Config(**{**THEIRS, **changes}, bos_token_id=0, eos_token_id=0)).eval()
+    config = transformers.GPT2Config(**{**THEIRS, **changes}, bos_token_id=0, eos_token_id=0)
+    model = transformers.GPT2LMHeadModel(config).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)  # biases and norms too
     model.save_pretrained(folder)
@@ -43,8 +45,9 @@ def their_model(folder: Path, **changes: object) -> GPT2LMHeadModel:
     [(1, {}), (4, {}), (2, {"untie_embeddings_and_output_weights": True}), (2, {"ffn_hidden_size": 36})],
 )
 def test_transformers_gives_the_references_logits(tmp_path: Path, tp: int, changes: dict[str, object]) -> None:
+    transformers = pytest.importorskip("transformers")
     folder, weights = exported(tmp_path, tp=tp, norm_epsilon=1e-3, **changes)
-    for loader in (GPT2LMHeadModel, AutoModelForCausalLM):
+    for loader in (transformers.GPT2LMHeadModel, transformers.AutoModelForCausalLM):
         theirs = loader.from_pretrained(folder, dtype=torch.float64).eval()
         expected = reference.logits(weights, IDS, 1e-3)
         torch.testing.assert_close(theirs(IDS).logits.detach(), expected, rtol=1e-10, atol=1e-11)

@@ -114,6 +114,11 @@ def test_a_damaged_manifest_is_left_to_its_reader(folder: Path) -> None:
     assert start(folder, load="one", save="one").run == ONE
 
 
+def test_a_damaged_latest_is_left_to_its_reader(folder: Path) -> None:
+    (folder / "one" / "latest").write_text("step_0000077\n")
+    assert start(folder, load="one", save="one") == Start(folder / "one" / "step_0000020", ONE)
+
+
 @pytest.mark.parametrize("settings", [{}, {"save": "new"}, {"finetune": True}, {"save": "nowhere", "finetune": True}])
 def test_a_mistyped_load_is_refused(folder: Path, settings: dict[str, Any]) -> None:
     flag = " --finetune" * ("finetune" in settings)
