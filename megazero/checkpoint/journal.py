@@ -3,6 +3,7 @@
     {"time": "2026-11-22T03:01:30+00:00", "event": "start", "run": "7d1f...", "host": "node7", "world_size": 8, ...}
     {"time": ..., "event": "change", "setting": "lr", "from": 0.001, "to": 0.0005}
     {"time": ..., "event": "save", "iteration": 500, "checkpoint": "step_0000500", "seconds": 1.2}
+    {"time": ..., "event": "fault", "report": ["fault: rank 3 (host node8, process 4711): dead: ...", ...]}
     {"time": ..., "event": "stop", "iteration": 512, "reason": "asked to stop after iteration 512 (SIGUSR1)"}
 
 A start without a stop was killed.  A change is a setting that differs from the checkpoint which a start resumes from.
@@ -21,7 +22,7 @@ _MAX_LINE_BYTES = 1 << 20
 
 
 class Journal:
-    """A writer of the journal under `root`, on the one process that keeps it; elsewhere `root` is None: no writer.
+    """A writer of the journal under `root`: on rank 0, and on the rank that reports a fault; root None: no writer.
 
     A journal that cannot be written never ends a run: `say` gets one line the first time, and training goes on.
     """

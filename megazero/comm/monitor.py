@@ -133,6 +133,7 @@ class Job(NamedTuple):
     members: returns the ranks that a rank meets on an axis.  folder: gets a folder `faults` at a fault.
     store_host: the host that holds the store.  holds_store: True if the store ends with this process.
     is_run: True if the process is a run's, whose end may be forced while native code keeps all threads from running.
+    on_report: is called with the report's lines on the rank that prints it.
     """
 
     rank: int
@@ -143,6 +144,7 @@ class Job(NamedTuple):
     store_host: str
     holds_store: bool
     is_run: bool
+    on_report: Callable[[Sequence[str]], object] | None = None
 
 
 class Monitor:
@@ -382,6 +384,8 @@ class Monitor:
         with suppress(OSError):
             (folder / "report.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
         print("\n".join(lines), file=sys.stderr, flush=True)
+        if self.job.on_report is not None:
+            self.job.on_report(lines)
 
     def _let_all_leave(self, expected: int) -> None:
         """Count this rank as one that can leave; the rank that holds the store waits until `expected` can."""
@@ -417,7 +421,15 @@ class Monitor:
         return Path()
 
 
-def place_in_job(rank: int, topology: Topology, *, limit_seconds: float, folder: str | Path, is_run: bool) -> Job:
+def place_in_job(
+    rank: int,
+    topology: Topology,
+    *,
+    limit_seconds: float,
+    folder: str | Path,
+    is_run: bool,
+    on_report: Callable[[Sequence[str]], object] | None = None,
+) -> Job:
     """Return the place of a rank whose launcher describes the job's store by torch's variables."""
 
     def members(of: int, key: str) -> Sequence[int]:
@@ -425,7 +437,7 @@ def place_in_job(rank: int, topology: Topology, *, limit_seconds: float, folder:
 
     holds_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     host = os.environ.get("MASTER_ADDR", "the first host")
-    return Job(rank, topology.world_size, limit_seconds, Path(folder), members, host, holds_store, is_run)
+    return Job(rank, topology.world_size, limit_seconds, Path(folder), members, host, holds_store, is_run, on_report)
 
 
 def first_line(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 Programs import this module only after that check: it loads torch, which takes longer than all other imports together.
 """
 
+from megazero.checkpoint.journal import Journal
 from megazero.comm.metered import Meter
 from megazero.comm.monitor import place_in_job
 from megazero.comm.shutdown import reported_faults
@@ -46,6 +47,7 @@ def pretrain(config: RunConfig, launch: Launch, inputs: RunInputs) -> int:
         limit_seconds=60 * derived.collective_limit_minutes(parallel),
         folder=config.checkpoint.save or ".",
         is_run=True,
+        on_report=lambda lines: Journal(config.checkpoint.save, print).write("fault", report=lines),
     )
     journal = open_journal(config, launch)
     try:
