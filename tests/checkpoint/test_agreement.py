@@ -9,7 +9,7 @@ from support.thread_world import run_threads
 
 from megazero.checkpoint.agreement import all_or_none
 from megazero.comm.local import LocalCommunicator
-from megazero.errors import CheckpointError, DataError, Problem
+from megazero.errors import CheckpointError, DamageError, DataError, Problem
 
 CPU = torch.device("cpu")
 
@@ -35,6 +35,25 @@ def test_an_error_of_the_system_reaches_all_ranks_with_rank_and_cause() -> None:
         "checkpoint error: rank 1: /disk/x\n    rule:  trying: No space left on device"
     }
     assert isinstance(results[1].__cause__, OSError)
+
+
+def test_damage_stays_damage_unless_a_rank_has_another_problem() -> None:
+    """A run passes over what is damaged, but not over what one rank cannot read for another reason."""
+
+    def action(world: LateCommunicator, others: Exception | None) -> None:
+        def fail() -> None:
+            if world.rank == 1:
+                raise DamageError(Problem("box", "damaged"), files=("rank_00003.safetensors",))
+            if world.rank == 2 and others is not None:
+                raise others
+
+        all_or_none(world, CPU, fail, doing="reading")
+
+    for result in run_threads(3, lambda world: action(world, None)):
+        assert isinstance(result, DamageError) and result.files == {"rank_00003.safetensors"}
+    for result in run_threads(3, lambda world: action(world, PermissionError(13, "Permission denied"))):
+        assert isinstance(result, CheckpointError) and not isinstance(result, DamageError)
+        assert "rank 1: box" in str(result) and "Permission denied" in str(result)
 
 
 def test_a_user_error_keeps_its_problems() -> None:

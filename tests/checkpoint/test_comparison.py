@@ -44,7 +44,8 @@ def test_every_difference_is_told(tmp_path: Path) -> None:
     changed["scalar", "exp_avg"] = torch.tensor(1.0)
     a = open_checkpoint(write_checkpoint(tmp_path / "a", state, Layout(2, 2), step=10))
     b = open_checkpoint(write_checkpoint(tmp_path / "b", changed, Layout(1, 3), step=20))
-    assert list(metadata_differences(a, b)) == ["step: 10 against 20", "progress, iteration: 10 against 20"]
+    counters = [f"progress, {name}: 10 against 20" for name in ("consumed_samples", "iteration", "optimizer_steps")]
+    assert list(metadata_differences(a, b)) == ["step: 10 against 20", *counters]
     assert list(schema_differences(a, b)) == [
         f"scalar, exp_avg: only in {b.folder}",
         f"scalar, weight: only in {a.folder}",
