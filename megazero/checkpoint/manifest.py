@@ -29,6 +29,7 @@ import torch
 from pydantic import ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from megazero.checkpoint.runs import body_hash
 from megazero.checkpoint.slices import format_box, tiling_defects
 from megazero.errors import CheckpointError, DamageError, Problem, raise_problems
 from megazero.files import parse_json
@@ -38,7 +39,6 @@ FORMAT = "megazero-checkpoint"
 VERSION = 1
 # Bounds of what is written, which bound what is read.
 BOX_BYTES = 64 << 20
-MAX_MANIFEST_BYTES = 512 << 20
 MAX_TENSORS = 500_000
 MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors itself
 
@@ -247,7 +247,7 @@ def describe(entry: TensorEntry) -> str:
 def dump_manifest(manifest: Manifest) -> bytes:
     """Return the manifest as JSON with its hash; raise ValueError for infinities or NaN in `progress`."""
     body = _MANIFEST.dump_python(manifest, mode="json")
-    return json.dumps({"sha256": _body_hash(body), **body}, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+    return json.dumps({"sha256": body_hash(body), **body}, allow_nan=False, separators=(",", ":")).encode() + b"\n"
 
 
 def parse_manifest(text: bytes, *, source: str) -> Manifest:
@@ -265,11 +265,6 @@ def parse_manifest(text: bytes, *, source: str) -> Manifest:
     return manifest
 
 
-def _body_hash(body: dict[str, Any]) -> str:
-    text = json.dumps(body, allow_nan=False, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def _read_body(text: bytes, source: str) -> dict[str, Any]:
     """Return the JSON without its hash; check what needs no look at entries: JSON, format, version, hash."""
     if text.count(b'"dtype"') > MAX_TENSORS:  # parsing would take minutes
@@ -277,7 +272,7 @@ def _read_body(text: bytes, source: str) -> dict[str, Any]:
     try:
         body = parse_json(text)
         digest = body.pop("sha256", None)
-        computed = _body_hash(body)
+        computed = body_hash(body)
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         reason = f"not a checkpoint's manifest: {type(error).__name__}: {str(error)[:200]}"
         raise DamageError(Problem(source, reason)) from None

@@ -33,7 +33,6 @@ from torch import Tensor
 from megazero.checkpoint.folders import MANIFEST, resolve, step_of
 from megazero.checkpoint.manifest import (
     DTYPES,
-    MAX_MANIFEST_BYTES,
     BoxEntry,
     FileEntry,
     Manifest,
@@ -44,6 +43,7 @@ from megazero.checkpoint.manifest import (
     parse_manifest,
     tensor_layout_problems,
 )
+from megazero.checkpoint.runs import MAX_MANIFEST_BYTES
 from megazero.checkpoint.slices import format_box, fragment_pieces, index_within, intersect, piece_view
 from megazero.config.yaml_file import MAX_BYTES as MAX_CONFIG_BYTES
 from megazero.errors import CheckpointError, DamageError, Problem, raise_problems

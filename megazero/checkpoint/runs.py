@@ -7,6 +7,7 @@ versions without ids, and imported weights, belong to *a run without an id*.
 Nothing here needs torch, so that a start reads which checkpoints it would replace before it loads torch.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -17,11 +18,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from megazero.checkpoint.folders import MANIFEST
-from megazero.files import written_aside
+from megazero.files import parse_json, read_bounded, written_aside
 
 RUN_FILE = "run.json"
+MAX_MANIFEST_BYTES = 512 << 20
 PROGRESS_KEY = "run"  # in the progress of a manifest
 
 # A manifest's progress lies at its beginning, before the table of tensors, which can take megabytes.
@@ -76,6 +79,21 @@ def run_of(folder: Path) -> RunIdentity | None:
     except (ValueError, RecursionError):
         return None
     return RunIdentity.from_json(progress.get(PROGRESS_KEY))
+
+
+def is_intact(folder: Path) -> bool:
+    """Return True if a step folder's manifest matches its hash; one bit can make `run_of` name another run."""
+    try:
+        body = parse_json(read_bounded(folder / MANIFEST, MAX_MANIFEST_BYTES))
+        return bool(body.pop("sha256", None) == body_hash(body))
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return False
+
+
+def body_hash(body: dict[str, Any]) -> str:
+    """Return the hash of a manifest's JSON without its entry `sha256`."""
+    text = json.dumps(body, allow_nan=False, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def read_run(root: Path) -> RunIdentity | None:

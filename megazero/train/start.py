@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megazero.checkpoint.folders import MANIFEST, StepFolder, candidates, holds_checkpoint, list_steps, resolve
-from megazero.checkpoint.runs import RunIdentity, name_of, read_run, run_of
+from megazero.checkpoint.runs import RunIdentity, is_intact, name_of, read_run, run_of
 from megazero.config.run import CheckpointConfig
 from megazero.errors import CheckpointError, Problem, raise_problems
 
@@ -81,14 +81,15 @@ def _is_in_place(source: Path, save: Path | None) -> bool:
 
 
 def _run_going_on(config: CheckpointConfig, source: Path) -> RunIdentity | None:
-    """Return the run of a checkpoint, or of older ones if its manifest is damaged.
+    """Return the run of a checkpoint, or of an older one if its manifest is damaged.
 
     Where none names a run, it is the one that has taken them over in the same folder.
     """
     assert config.load is not None, "a checkpoint comes from --load"
     save = config.save
     taken_over = read_run(save) if save is not None and _is_in_place(source, save) else None
-    return next(filter(None, map(run_of, _candidates(config.load))), taken_over)
+    intact = next(filter(is_intact, _candidates(config.load)), None)
+    return (intact and run_of(intact)) or taken_over
 
 
 def _problems_of_save(config: CheckpointConfig, save: Path, start: Start) -> Iterator[Problem]:
@@ -96,7 +97,8 @@ def _problems_of_save(config: CheckpointConfig, save: Path, start: Start) -> Ite
     newest: dict[str, tuple[RunIdentity | None, StepFolder]] = {}
     for folder in list_steps(save):
         run = run_of(folder.path)
-        newest["" if run is None else run.id] = run, folder
+        if run is None or run == start.run or is_intact(folder.path):
+            newest["" if run is None else run.id] = run, folder
     if start.source is not None and not config.finetune:
         if start.run is not None:
             newest.pop(start.run.id, None)

@@ -114,6 +114,13 @@ def test_a_damaged_manifest_is_left_to_its_reader(folder: Path) -> None:
     assert start(folder, load="one", save="one").run == ONE
 
 
+@pytest.mark.parametrize("settings", [{"load": "one", "save": "one"}, {"load": "one", "save": "new"}], ids=str)
+def test_a_bit_flipped_in_an_id_makes_no_other_run(folder: Path, settings: dict[str, Any]) -> None:
+    manifest = folder / "one" / "step_0000020" / MANIFEST
+    manifest.write_text(manifest.read_text().replace(ONE.id, ONE.id.replace("a1", "a0")))
+    assert start(folder, **settings) == Start(manifest.parent, ONE)
+
+
 def test_a_damaged_latest_is_left_to_its_reader(folder: Path) -> None:
     (folder / "one" / "latest").write_text("step_0000077\n")
     assert start(folder, load="one", save="one") == Start(folder / "one" / "step_0000020", ONE)
