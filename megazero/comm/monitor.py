@@ -42,8 +42,8 @@ _INTERVAL_SECONDS = 1.0
 _RANKS_PER_SECOND = 500.0  # of a large job; above it, heartbeats are rarer
 _ANSWER_SECONDS = 4.0  # how long one call of the store may take
 _COLLECTING_SECONDS = 1.5  # how long the author waits for the others, beyond their interval
-_ENDING_SECONDS = 3.0  # how long the main thread may take to end by itself
-_FORCED_SECONDS = 8.0  # beyond the limit, after which a process ends whose threads cannot run
+_ENDING_SECONDS = 2.0  # how long the main thread may take to end by itself
+_FORCED_SECONDS = 6.0  # beyond the limit, after which a process ends whose threads cannot run
 _PASSED_OVER = (*(f"{os.path.dirname(file)}{os.sep}" for file in (os.__file__, torch.__file__, __file__)), "<")
 
 
@@ -276,7 +276,7 @@ class Monitor:
         if failed is not None:
             self.error = failed
             return self._new_note(f"{waiting}: {first_line(failed)}")
-        if waiting is not None and now - self._waited[1] > limit + 2 * self._interval:
+        if waiting is not None and now - self._waited[1] > limit + self._interval:
             return self._new_note(f"{waiting}: no end after {limit:g} s")
         if now - self._store.answered > limit and not self._store.has_gone:
             return self._new_note(f"no answer of the job's store for {limit:g} s")
