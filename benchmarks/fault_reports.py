@@ -27,7 +27,7 @@ from report import HelpFormat, tell
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_SECONDS = 5.0
-PATIENCE_SECONDS = 75.0  # of a job, after which what is left is killed
+PATIENCE_SECONDS = 75.0  # from the fault, after which what is left is killed
 LAUNCHES = ("ranks", "torchrun", "two agents")
 _SPOILED_STEP = 40
 _FLAGS = (
@@ -208,6 +208,8 @@ def try_out(launch: str, name: str, folder: Path) -> dict[str, Any]:
     What torchrun prints of its own is left out.  ended: False if a process had to be killed that can end.
     """
     with started(launch, name, folder) as processes:
+        while not (folder / "fault_time").exists() and any(process.poll() is None for process in processes):
+            time.sleep(0.05)
         begun = time.monotonic()
         codes: dict[int, int] = {}
         ends: list[float] = []
@@ -234,9 +236,10 @@ def own_lines(output: str) -> list[str]:
     """Return the lines of an output from the fault on, up to torchrun's own report."""
     lines = []
     for line in output.splitlines():
-        if "torch/distributed/elastic" in line or "<frozen runpy>" in line:
+        if "<frozen runpy>" in line:  # torchrun's own traceback, whose first line came before
+            lines.pop()
             break
-        if "iteration " not in line:
+        if "iteration " not in line and "torch/distributed/elastic" not in line:
             lines.append(line)
     first = next(
         (number for number, line in enumerate(lines) if line.startswith(("fault", "data error", "Traceback"))), None

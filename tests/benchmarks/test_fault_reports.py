@@ -18,9 +18,12 @@ fault: rank 1
 [2026-11-22] iteration 3/10
   rank 0
 W1122 torch/distributed/elastic/multiprocessing/api.py:1028] Sending process 5
+  rank 1
 Traceback (most recent call last):
+  File "<frozen runpy>", line 198, in _run_module_as_main
+    return launch_agent(
 """
-    assert own_lines(output) == ["fault: rank 1", "  rank 0"]
+    assert own_lines(output) == ["fault: rank 1", "  rank 0", "  rank 1"]
     assert own_lines("done\n") == []
 
 
