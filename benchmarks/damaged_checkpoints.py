@@ -68,7 +68,8 @@ def state_of(root: Path) -> dict[str, Any]:
         for name, parameter in checkpoint.parameters.items()
         for kind in parameter.kinds
     }
-    return {"progress": dict(checkpoint.progress), **tensors}
+    progress = {name: value for name, value in checkpoint.progress.items() if name != "run"}  # two runs are compared
+    return {"progress": progress, **tensors}
 
 
 def verdict(root: Path) -> str:
@@ -141,7 +142,7 @@ def passes(record: Record) -> bool:
 
 def first_line(text: str) -> str:
     """Return what a run says of the damage: its first warning, or its first problem, without folders."""
-    lines = [line.strip() for line in text.splitlines()]
+    lines = [line.strip() for line in text.splitlines()] or [""]
     warnings = [line.removeprefix("WARNING: ") for line in lines if line.startswith("WARNING: ")]
     problem = " ".join(lines[:3]) if " error" in lines[0] else ""
     return (warnings or [problem])[0][:400]
@@ -183,7 +184,7 @@ def attempt(kind: str, template: Path, expected_state: Mapping[str, Any], seed: 
             "outcome": outcome(root, found | {"text": text}, expected_state),
         }
         said = text if record["outcome"].startswith("! traceback") else first_line(text)
-        return {**record, "said": said.replace(f"{folder}/root/", "").replace(f"{folder}/", "")}
+        return {**record, "said": said.replace(f"{root}/", "").replace(f"{folder}/", "")}
 
 
 def run_missing(options: argparse.Namespace) -> bool:

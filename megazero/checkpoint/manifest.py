@@ -29,7 +29,7 @@ import torch
 from pydantic import ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from megazero.checkpoint.runs import body_hash
+from megazero.checkpoint.runs import MAX_TENSORS, body_hash
 from megazero.checkpoint.slices import format_box, tiling_defects
 from megazero.errors import CheckpointError, DamageError, Problem, raise_problems
 from megazero.files import parse_json
@@ -39,7 +39,6 @@ FORMAT = "megazero-checkpoint"
 VERSION = 1
 # Bounds of what is written, which bound what is read.
 BOX_BYTES = 64 << 20
-MAX_TENSORS = 500_000
 MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors itself
 
 DtypeName = Literal["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "I32", "I16", "I8", "U8", "BOOL"]

@@ -25,6 +25,7 @@ from megazero.files import parse_json, read_bounded, written_aside
 
 RUN_FILE = "run.json"
 MAX_MANIFEST_BYTES = 512 << 20
+MAX_TENSORS = 500_000  # in a manifest; more would take minutes to parse
 PROGRESS_KEY = "run"  # in the progress of a manifest
 
 # A manifest's progress lies at its beginning, before the table of tensors, which can take megabytes.
@@ -84,7 +85,10 @@ def run_of(folder: Path) -> RunIdentity | None:
 def is_intact(folder: Path) -> bool:
     """Return True if a step folder's manifest matches its hash; one bit can make `run_of` name another run."""
     try:
-        body = parse_json(read_bounded(folder / MANIFEST, MAX_MANIFEST_BYTES))
+        content = read_bounded(folder / MANIFEST, MAX_MANIFEST_BYTES)
+        if content.count(b'"dtype"') > MAX_TENSORS:
+            return False
+        body = parse_json(content)
         return bool(body.pop("sha256", None) == body_hash(body))
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return False

@@ -60,7 +60,7 @@ def sums(rank: int, stage: int, bucket: int, degrees: dict[str, int]) -> dict[st
         name: sorted({float(value) for piece in engine.pieces(name, "gradient") for value in piece.tensor})
         for name in SIZES
     }
-    counted = {name: engine._mesh.meter.count(axis, "all_reduce") for name, axis in (("tp", "tp"), ("ends", "ends"))}
+    counted = {name: engine.mesh.meter.count(axis, "all_reduce") for name, axis in (("tp", "tp"), ("ends", "ends"))}
     engine.close()
     return {"gradients": found, "calls": {name: count.calls for name, count in counted.items()}}
 
