@@ -23,7 +23,7 @@ SHORT: Mapping[str, str] = MappingProxyType(
         "{bytes}": BYTES,
         "{encode}": ENCODE,
         "{gpt2}": "--tokenizer-type GPT2BPETokenizer",
-        "{soon}": "--distributed-timeout-minutes 0.05",
+        "{soon}": "--distributed-join-timeout-minutes 0.05",
         "{two}": "WORLD_SIZE=2 MASTER_ADDR=127.0.0.1",
     }
 )
@@ -241,7 +241,7 @@ RANK=0 {two} MASTER_PORT=99999 pretrain {small}    => 99999
 RANK=0 {two} MASTER_PORT=-1 pretrain {small}       => -1
 RANK=1 WORLD_SIZE=2 MASTER_ADDR=no-such.invalid MASTER_PORT=29877 pretrain {small} {soon} => no-such.invalid
 RANK=1 {two} MASTER_PORT=29877 pretrain {small} {soon} => 29877
-RANK=0 {two} MASTER_PORT=29878 pretrain {small} {soon} => 29878
+RANK=0 {two} MASTER_PORT=29878 pretrain {small} {soon} => rank 1 of 2 did not join
 SLURM_PROCID=x SLURM_STEP_NUM_TASKS=4 pretrain {small}        => SLURM_PROCID
 SLURM_PROCID=5 SLURM_STEP_NUM_TASKS=4 pretrain {small}        => SLURM_PROCID 5
 CUDA_VISIBLE_DEVICES= pretrain {small} --device cuda          => --device cuda
