@@ -39,7 +39,10 @@ def find_start(config: CheckpointConfig) -> Start:
     """
     source = _source(config)
     goes_on = source is not None and not config.finetune
-    start = Start(source, _run_going_on(config, source) if source is not None and goes_on else None)
+    run = _run_going_on(config, source) if source is not None and goes_on else None
+    if source is None and config.save is not None and config.load is not None and _is_same(config.load, config.save):
+        run = read_run(config.save)  # of a start that ended before its first checkpoint
+    start = Start(source, run)
     if config.save is not None:
         raise_problems(CheckpointError, _problems_of_save(config, config.save, start))
     return start
@@ -52,7 +55,7 @@ def _source(config: CheckpointConfig) -> Path | None:
         return None
     if holds_checkpoint(load):
         return next(iter(_candidates(load)), None) or resolve(load)
-    is_save = config.save is not None and load.resolve() == config.save.resolve()
+    is_save = config.save is not None and _is_same(load, config.save)
     if not config.finetune and (is_save or config.begin_without_checkpoint):
         return None
     state = "this folder holds none" if load.is_dir() else "there is no such folder"
@@ -74,6 +77,10 @@ def _neighbours(load: Path) -> list[Path]:
     except OSError:
         return []
     return [load.parent / name for name in difflib.get_close_matches(load.name, names, n=2)]
+
+
+def _is_same(load: Path, save: Path) -> bool:
+    return load.resolve() == save.resolve()
 
 
 def _is_in_place(source: Path, save: Path | None) -> bool:

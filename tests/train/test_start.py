@@ -7,7 +7,7 @@ import pytest
 from support.saved_runs import ONE, OTHER, save_for
 
 from megazero.checkpoint.folders import MANIFEST
-from megazero.checkpoint.runs import RUN_FILE, RunIdentity
+from megazero.checkpoint.runs import RUN_FILE, RunIdentity, write_run
 from megazero.config.run import CheckpointConfig
 from megazero.errors import CheckpointError
 from megazero.train.start import Start, find_start
@@ -119,6 +119,12 @@ def test_a_bit_flipped_in_an_id_makes_no_other_run(folder: Path, settings: dict[
     manifest = folder / "one" / "step_0000020" / MANIFEST
     manifest.write_text(manifest.read_text().replace(ONE.id, ONE.id.replace("a1", "a0")))
     assert start(folder, **settings) == Start(manifest.parent, ONE)
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_keeps_its_id(folder: Path) -> None:
+    write_run(folder / "empty", ONE)
+    assert start(folder, load="empty", save="empty") == Start(None, ONE)
+    assert start(folder, save="empty") == Start(None, None)
 
 
 def test_a_damaged_latest_is_left_to_its_reader(folder: Path) -> None:
