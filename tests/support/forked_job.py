@@ -52,7 +52,8 @@ class ForkedJob:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **(variables or {})}
-        self.launcher = context.Process(target=_launch, args=(list(arguments), ranks, environment, stream, theirs))
+        words = (list(arguments), ranks, folder, environment, stream, theirs)
+        self.launcher = context.Process(target=_launch, args=words)
         self.launcher.start()
         theirs.close()
         self.pids: list[int] = self._statuses.recv()
@@ -109,7 +110,10 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def _launch(arguments: list[str], ranks: int, environment: dict[str, str], stream: str, connection: Connection) -> None:
+def _launch(
+    arguments: list[str], ranks: int, folder: Path, environment: dict[str, str], stream: str, connection: Connection
+) -> None:
+    os.chdir(folder)  # a job without --save writes its reports of faults where it runs
     os.environ.update(environment, WORLD_SIZE=str(ranks), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     pids = []
     for rank in range(ranks):
