@@ -153,7 +153,7 @@ def run_rank(kind: Kind) -> int:
         return read(loader)
 
     if kind.in_data:
-        BatchLoader.__next__ = failing_read  # type: ignore[method-assign]
+        BatchLoader.__next__ = failing_read  # type: ignore[method-assign]  # the fault is planted into the class
     else:
         training.training_step = failing_step
     return run_program(pretrain_gpt.main)

@@ -119,6 +119,6 @@ def run_program(main: Callable[[], int | None]) -> int:
 
 def print_error(error: UserError) -> int:
     """Print a user's error without a traceback, and return the exit code."""
-    with suppress(BrokenPipeError):  # whoever read the messages is gone
+    with suppress(BrokenPipeError):  # the reader of the messages has ended
         print(error.render(), file=sys.stderr, flush=True)
     return error.exit_code

@@ -21,6 +21,7 @@ from typing import IO, Any
 
 from megazero.errors import DataError, Problem
 from megazero.owner import Owner
+from megazero.units import format_bytes
 
 MAX_JSON_DEPTH = 64
 
@@ -138,7 +139,7 @@ def cannot_read(path: Path | str, error: OSError) -> DataError:
 
 
 def open_regular(path: Path, *, inside: Path | None = None) -> BufferedReader:
-    """Open a regular file for reading, without waiting for a FIFO that nobody writes to.
+    """Open a regular file for reading, without waiting for a FIFO without a writer.
 
     inside: the folder that the file must lie in, links followed.  Raises OSError, with the rule that is broken as its
     `strerror`, for anything but a regular file and for a link that leads out of the folder.
@@ -158,7 +159,7 @@ def read_bounded(path: Path, limit: int, *, inside: Path | None = None) -> bytes
         is_larger = os.fstat(stream.fileno()).st_size > limit
         content = b"" if is_larger else stream.read(limit + 1)
     if is_larger or len(content) > limit:
-        raise OSError(errno.EFBIG, f"larger than {limit >> 20} MiB", str(path))
+        raise OSError(errno.EFBIG, f"larger than {format_bytes(limit)}", str(path))
     return content
 
 

@@ -10,10 +10,20 @@ import os
 import re
 import socket
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
 
 _TAG = re.compile(r"(\d{1,10})-(\d{1,20})-([0-9a-f]{8}|)-([0-9a-f]{8}|)-(\d{1,20})")
 _PROCESSES = Path("/proc")
+
+
+class ProcessState(StrEnum):
+    """The state of a process, as far as a process of the same machine can see it."""
+
+    RUNNING = "running"
+    STOPPED = "stopped"
+    GONE = "gone"
+    UNSEEN = "unseen"
 
 
 @dataclass(frozen=True)
@@ -31,7 +41,7 @@ class Owner:
         """Return the owner of the files that this process writes."""
         pid = os.getpid()
         boot = _read(_PROCESSES / "sys/kernel/random/boot_id")
-        return Owner(pid, _started(pid) or 0, _machine(), _digest(boot), _namespace())
+        return Owner(pid, process_start(pid) or 0, _machine(), _digest(boot), _namespace())
 
     @property
     def tag(self) -> str:
@@ -55,36 +65,35 @@ class Owner:
         restarted since.  A process on another machine, or in another namespace of the same boot, may live.
         """
         if self.is_comparable(here):
-            return not _lives(self.pid, self.started)
+            return process_state(self.pid, self.started) is ProcessState.GONE
         return (
             bool(here.machine and here.boot and self.boot) and self.machine == here.machine and self.boot != here.boot
         )
 
 
-def _lives(pid: int, started: int) -> bool:
-    """Return True if the process runs that had this id and start; a process that waits to be reaped writes no more."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError):  # a process of another user
-        pass
-    found = _started(pid)
-    return (found is None or found == started) and not _is_dead(pid)
-
-
-def _started(pid: int) -> int | None:
+def process_start(pid: int) -> int | None:
     """Return the start of a process in clock ticks since the boot; None where it cannot be read."""
-    fields = _read(_PROCESSES / str(pid) / "stat").rpartition(")")[2].split()
+    fields = _read(_PROCESSES / str(pid) / "stat").rpartition(")")[2].split()  # the name before may hold any character
     return int(fields[19]) if len(fields) > 19 else None
 
 
-def _is_dead(pid: int) -> bool:
-    """Return True if all threads of a process have ended, though its parent has not yet asked for its status."""
-    states = [
-        _read(task / "stat").rpartition(")")[2].split()[:1] for task in (_PROCESSES / str(pid) / "task").glob("[0-9]*")
-    ]
-    return bool(states) and all(state and state[0] in "ZX" for state in states)
+def process_state(pid: int, started: int) -> ProcessState:
+    """Return the state of the process of this machine that had this id and start (`process_start`)."""
+    found = process_start(pid)
+    if found is None:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return ProcessState.GONE
+        except (OSError, OverflowError):  # a process of another user
+            pass
+        return ProcessState.UNSEEN
+    # A process whose threads have all ended writes no more, though its id is taken until its parent reads its status.
+    stats = [_read(task / "stat").rpartition(")")[2] for task in (_PROCESSES / str(pid) / "task").glob("[0-9]*")]
+    threads = "".join(stat.split()[0] for stat in stats if stat)
+    if found != started or (threads and not threads.strip("ZX")):
+        return ProcessState.GONE
+    return ProcessState.STOPPED if set(threads) & set("Tt") else ProcessState.RUNNING
 
 
 def _machine() -> str:

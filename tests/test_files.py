@@ -84,7 +84,7 @@ def loop(path: Path) -> None:
     [
         (fifo, "not a regular file"),
         (device, "not a regular file"),
-        (sparse, "larger than 1 MiB"),
+        (sparse, "larger than 1.0 MiB"),
         (linked_outside, "leads out of the folder"),
         (loop, "symbolic links"),
         (Path.mkdir, "directory"),

@@ -32,7 +32,9 @@ from megazero.checkpoint.agreement import all_or_none
 from megazero.checkpoint.folders import hidden_path
 from megazero.comm.interface import Communicator
 from megazero.errors import CheckpointError, Problem
+from megazero.files import read_bounded
 from megazero.owner import Owner
+from megazero.parallel.launch import job_name
 
 LOCK = ".lock"
 _PAUSE_SECONDS, _PATIENCE_SECONDS = 0.02, 0.3
@@ -60,7 +62,7 @@ class Holder:
     @staticmethod
     def of_this_process() -> "Holder":
         owner, now = Owner.of_this_process(), datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-        return Holder(owner.tag, socket.gethostname(), owner.pid, now, _job(), _restarts())
+        return Holder(owner.tag, socket.gethostname(), owner.pid, now, job_name(), _restarts())
 
     def __str__(self) -> str:
         job = f" ({self.job})" if self.job else ""
@@ -73,7 +75,7 @@ class Holder:
             return "this process has ended an earlier run"
         if owner is not None and owner.is_gone(here):
             return "that process is gone"
-        if self.job.startswith("Slurm") and self.job == _job() and self.restarts < _restarts():
+        if self.job.startswith("Slurm") and self.job == job_name() and self.restarts < _restarts():
             return "Slurm has started that job again"
         return ""
 
@@ -215,29 +217,15 @@ def _read(path: Path) -> Holder | None:
     give_up = time.monotonic() + _PATIENCE_SECONDS
     while True:
         try:
-            with open(path, "rb", opener=_open_plainly) as file:
-                return _HOLDER.validate_json(file.read(_MAX_BYTES))
+            return _HOLDER.validate_json(read_bounded(path, _MAX_BYTES, inside=path.parent))
         except FileNotFoundError:
             return None
-        except ValidationError:
+        except (ValidationError, OSError) as error:
             if time.monotonic() > give_up:
-                rule = "this file is the lock of a folder, and does not name its holder"
+                reason = error.strerror if isinstance(error, OSError) else "its content is none"
+                rule = f"this file is the lock of a folder, and does not name its holder: {reason}"
                 raise CheckpointError(Problem(str(path), rule, "remove it, if no job writes to the folder")) from None
         time.sleep(_PAUSE_SECONDS)
-
-
-def _open_plainly(path: str, flags: int) -> int:
-    """Open a file, but follow no link and wait for no writer of a FIFO."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
-
-
-def _job() -> str:
-    """Return the launcher's name of this job; empty without a launcher that has names."""
-    environment = os.environ
-    if number := environment.get("SLURM_JOB_ID"):
-        return f"Slurm job {number}" + (f" of {name}" if (name := environment.get("SLURM_CLUSTER_NAME")) else "")
-    name = environment.get("TORCHELASTIC_RUN_ID", "none")
-    return "" if name == "none" else f"torchrun's run {name}"
 
 
 def _restarts() -> int:

@@ -2,6 +2,7 @@
 
     {"time": "2026-11-22T03:01:30+00:00", "event": "start", "run": "7d1f...", "host": "node7", "world_size": 8, ...}
     {"time": ..., "event": "change", "setting": "lr", "from": 0.001, "to": 0.0005}
+    {"time": ..., "event": "fallback", "report": ["WARNING: runs/a/step_0000500 is damaged: ...", ...]}
     {"time": ..., "event": "save", "iteration": 500, "checkpoint": "step_0000500", "seconds": 1.2}
     {"time": ..., "event": "fault", "report": ["fault: rank 3 (host node8, process 4711): dead: ...", ...]}
     {"time": ..., "event": "stop", "iteration": 512, "reason": "asked to stop after iteration 512 (SIGUSR1)"}

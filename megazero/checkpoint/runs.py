@@ -9,11 +9,9 @@ Nothing here needs torch, so that a start reads which checkpoints it would repla
 
 import hashlib
 import json
-import os
 import re
 import secrets
 import socket
-import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -21,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megazero.checkpoint.folders import MANIFEST
-from megazero.files import parse_json, read_bounded, written_aside
+from megazero.files import open_regular, parse_json, read_bounded, written_aside
 
 RUN_FILE = "run.json"
 MAX_MANIFEST_BYTES = 512 << 20
@@ -117,9 +115,7 @@ def write_run(root: Path, run: RunIdentity) -> None:
 def _read_head(path: Path) -> str:
     """Return the beginning of a regular file; nothing of anything else, a pipe for example, or of a missing file."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        with open_regular(path) as stream:
+            return stream.read(_HEAD_BYTES).decode("utf-8", errors="replace")
     except OSError:
         return ""
-    with open(descriptor, "rb") as stream:
-        is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
-        return stream.read(_HEAD_BYTES).decode("utf-8", errors="replace") if is_file else ""

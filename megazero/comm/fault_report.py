@@ -6,23 +6,14 @@ Everything here is a pure function of what the monitors have collected (`monitor
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from typing import Any, NamedTuple, Self
 
+from megazero.owner import ProcessState
 from megazero.units import format_duration
 
 MOST_LINES = 12
 _MOST_NAMED = 4  # lines of culprits; the other lines are for groups of ranks
 Members = Callable[[int, str], Sequence[int]]  # the ranks that rank R meets on an axis
-
-
-class Process(StrEnum):
-    """The state of a process, as far as a process of the same machine can see it."""
-
-    RUNNING = "running"
-    STOPPED = "stopped"
-    GONE = "gone"
-    UNSEEN = "unseen"
 
 
 class Waiting(NamedTuple):
@@ -53,7 +44,7 @@ class Heartbeat:
     where: str = ""
     waiting: Waiting | None = None
     ended: bool = False
-    peers: Mapping[int, Process] | None = None
+    peers: Mapping[int, ProcessState] | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -62,7 +53,7 @@ class Heartbeat:
     def from_json(cls, text: str | bytes) -> Self:
         read: dict[str, Any] = json.loads(text)
         waiting, peers = read.pop("waiting"), read.pop("peers") or {}
-        seen = {int(rank): Process(state) for rank, state in peers.items()}
+        seen = {int(rank): ProcessState(state) for rank, state in peers.items()}
         return cls(**read, waiting=None if waiting is None else Waiting(*waiting), peers=seen)
 
     @property
@@ -76,7 +67,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Fault:
-    """What has been collected about a fault.
+    """A fault, and where every rank was when it became known.
 
     beats: the newest heartbeat of every rank that has ever had one.  answered: the ranks that wrote theirs after the
     fault.  noticed: the rank and the error by which the fault became known.  store: what is wrong with the job's
@@ -91,15 +82,15 @@ class Fault:
     store: str = ""
     stacks: str = ""
 
-    def process(self, rank: int) -> Process:
+    def process(self, rank: int) -> ProcessState:
         """Return the state of a rank's process, as the ranks on its host saw it."""
         seen = [beat.peers[rank] for beat in self.beats.values() if beat.peers and rank in beat.peers]
-        known = [state for state in seen if state is not Process.UNSEEN]
-        return known[-1] if known else Process.UNSEEN
+        known = [state for state in seen if state is not ProcessState.UNSEEN]
+        return known[-1] if known else ProcessState.UNSEEN
 
 
 class Finding(NamedTuple):
-    """What is wrong with some ranks."""
+    """Ranks that are missing or late, and the likely class of the fault, in words."""
 
     ranks: tuple[int, ...]
     text: str
@@ -135,11 +126,11 @@ def _missing(rank: int, fault: Fault) -> Finding | None:
         return None if fault.store else Finding((rank,), "has never come")
     if beat.ended:
         return Finding((rank,), "has left the job by itself, before the others")
-    if process is Process.GONE:
+    if process is ProcessState.GONE:
         return Finding((rank,), "dead: its process is gone (killed, out of memory, or crashed)")
-    if process is Process.STOPPED:
+    if process is ProcessState.STOPPED:
         return Finding((rank,), "stopped: its process is suspended (SIGSTOP, a debugger, a frozen container)")
-    if process is Process.RUNNING:
+    if process is ProcessState.RUNNING:
         return Finding((rank,), "no answer, though its process runs: in native code, or without a processor")
     return None if fault.store else Finding((rank,), "no answer: dead, frozen, or its host is cut off")
 

@@ -38,7 +38,6 @@ class FlightRecord:
 
     def __init__(self) -> None:
         self.begun: deque[Begun] = deque(maxlen=_KEPT)
-        self.last: dict[str, Begun] = {}  # by axis
         self.waiting: Begun | None = None
         self.failed: BaseException | None = None
         self.iteration = 0
@@ -52,7 +51,6 @@ class FlightRecord:
         """Record a collective that begins now, and return its record."""
         begun = Begun(axis, collective, number, nbytes, time.monotonic())
         self.begun.append(begun)
-        self.last[axis] = begun
         return begun
 
     def fail(self, begun: Begun, error: BaseException) -> None:

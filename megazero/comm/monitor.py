@@ -26,14 +26,15 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from megazero.comm.fault_report import Fault, Heartbeat, Process, Waiting, report
+from megazero.comm.fault_report import Fault, Heartbeat, Waiting, report
 from megazero.comm.flight_record import FlightRecord
+from megazero.owner import ProcessState, process_start, process_state
 from megazero.parallel.topology import Topology
 
 T = TypeVar("T")
@@ -80,7 +81,7 @@ class BoundedStore:
         if isinstance(result, BaseException):
             raise StoreLost from result
         self.answered = time.monotonic()
-        return result  # type: ignore[no-any-return]
+        return cast(T, result)
 
     @property
     def has_gone(self) -> bool:
@@ -165,7 +166,7 @@ class Monitor:
         self._is_done = threading.Event()
         self._is_closing = False
         self._name = datetime.now().strftime("%Y-%m-%d_%H%M%S")
-        self._peers: dict[int, tuple[int, str]] = {}  # ranks of this host: process and its start
+        self._peers: dict[int, tuple[int, int]] = {}  # ranks of this host: process and its start
         self._known: dict[int, bytes] = {}  # heartbeats of those, and of rank 0
         self._waited: tuple[object, float] = (None, 0.0)  # a collective, and when it was first seen to be waited for
         self._nowhere = open(os.devnull, "w")  # noqa: SIM115
@@ -245,7 +246,7 @@ class Monitor:
 
     def _announce(self) -> None:
         """Add this process to those of its host, and agree on the name of the folder."""
-        mine = f"{self.job.rank} {os.getpid()} {_started(os.getpid())};"
+        mine = f"{self.job.rank} {os.getpid()} {process_start(os.getpid()) or 0};"
         with suppress(StoreLost):
             self._name = self._store.call(lambda store: store.compare_set("name", "", self._name)).decode()
             self._store.call(lambda store: store.append(f"host/{self._host}", mine))
@@ -260,7 +261,7 @@ class Monitor:
             self._write_beat(self._beat())
             listed = self._store.call(lambda store: store.get(f"host/{self._host}")).decode()
             rows = (row.split() for row in listed.split(";") if row)
-            self._peers = {int(rank): (int(pid), start) for rank, pid, start in rows}
+            self._peers = {int(rank): (int(pid), int(start)) for rank, pid, start in rows}
             self._known = self._store.call(lambda store: _read_all(store, "beat", {0, *self._peers}))
         return self._meets()
 
@@ -321,15 +322,17 @@ class Monitor:
                 has_store = False
             self.note = note
             if note.is_reported:
-                states = {rank: _state(*peer) for rank, peer in self._peers.items()}
+                states = {rank: process_state(*peer) for rank, peer in self._peers.items()}
                 beat = replace(self._beat(), peers=states)
                 folder = self._write_stacks(beat)
                 try:
                     self._report_by_store(note, beat, folder)
                 except StoreLost:
                     self._report_by_files(note, folder)
-            elif has_store:
-                self._let_all_leave(self.job.world_size)
+            else:
+                self._record_own_error(note)
+                if has_store:
+                    self._let_all_leave(self.job.world_size)
             self._is_done.set()
             time.sleep(_ENDING_SECONDS)
         except Exception:
@@ -338,12 +341,19 @@ class Monitor:
             sys.stdout.flush()
             os._exit(note.status)
 
+    def _record_own_error(self, note: Note) -> None:
+        """Give `on_report` an error that this rank has printed itself, if training had begun."""
+        if self.error is None or note.rank != self.job.rank or not self._flight.iteration:
+            return
+        if self.job.on_report is not None:
+            self.job.on_report([self.position_of(self.error)])
+
     def _report_by_store(self, note: Note, beat: Heartbeat, folder: Path) -> None:
         """Wait until all ranks that can have written where they are; print the report if this rank is to."""
         self._write_beat(beat, "last")
         self._store.call(lambda store: store.add("answered", 1))
         deadline = time.monotonic() + self._interval + _COLLECTING_SECONDS
-        unable = sum(state in (Process.GONE, Process.STOPPED) for state in (beat.peers or {}).values())
+        unable = sum(state in (ProcessState.GONE, ProcessState.STOPPED) for state in (beat.peers or {}).values())
         expected = self.job.world_size - unable
         if note.rank == self.job.rank:
             self._wait_until(lambda store: store.add("answered", 0) >= expected, deadline)
@@ -462,25 +472,3 @@ def _where(thread: int) -> str:
         return ""
     path = frame.f_code.co_filename
     return f"{path.removeprefix(os.getcwd() + os.sep)}:{frame.f_lineno} in {frame.f_code.co_name}"
-
-
-def _started(pid: int) -> str:
-    """Return when a process was started, in the kernel's ticks, by which it differs from a later one of its number."""
-    return _stat(pid)[1]
-
-
-def _state(pid: int, started: str) -> Process:
-    state, start = _stat(pid)
-    if start != started or state in "ZX":
-        return Process.GONE
-    return Process.STOPPED if state in "Tt" else Process.RUNNING
-
-
-def _stat(pid: int) -> tuple[str, str]:
-    """Return the state and the start of a process of this machine; "X" and "" without one."""
-    try:
-        # The name in parentheses may hold any character; the other fields follow it.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return fields[0], fields[19]
-    except (OSError, IndexError):
-        return "X", "-"

@@ -51,12 +51,11 @@ def _port(text: str) -> int:
 
 def _listen(host: str, port: int, launch: Launch) -> socket.socket:
     """Return a socket that listens at the job's address alone, if that is this host's, and the nodes can reach it."""
-    found = _resolve(host, port)
-    family, _, _, _, address = found[0]
-    is_loopback = address[0].startswith("127.") or address[0] == "::1"
+    family, address = _resolve(host, port)
+    is_loopback = address.startswith("127.") or address == "::1"
     everywhere = is_loopback and launch.nodes.count > 1  # another node has another name for this host
     try:
-        return _bound(family, ("" if everywhere else address[0], port))
+        return _bound(family, ("" if everywhere else address, port))
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:  # the address is that of a gateway, which passes connections on
             return _bound(family, ("", port))
@@ -77,9 +76,11 @@ def _bound(family: int, address: tuple[str, int]) -> socket.socket:
     return made
 
 
-def _resolve(host: str, port: int) -> list[tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[str, int]]]:
+def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, str]:
+    """Return the first address of a host, and its family; raise TopologyError for an unknown one."""
     try:
-        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)  # type: ignore[return-value]
+        family, _, _, _, (address, *_) = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return family, str(address)
     except OSError as error:
         rule = f"its name has an address on every node: {error.strerror}"
         raise TopologyError(Problem(f"MASTER_ADDR {host}", rule, "the name or the address of rank 0's host")) from None

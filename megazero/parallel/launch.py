@@ -14,7 +14,7 @@ from megazero.signals import launcher_process
 def job_name() -> str:
     """Return the launcher's name of this job; empty without a launcher that has names."""
     if number := os.environ.get("SLURM_JOB_ID"):
-        return f"Slurm job {number}"
+        return f"Slurm job {number}" + (f" of {name}" if (name := os.environ.get("SLURM_CLUSTER_NAME")) else "")
     name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     return "" if name == "none" else f"torchrun's run {name}"
 

@@ -369,16 +369,22 @@ def _takes_weights_only(config: RunConfig) -> bool:
 
 @dataclass(frozen=True)
 class _Resumed:
+    """What a start takes from a checkpoint; fallback: the lines on newer ones that are damaged, and passed over."""
+
     state: TrainState
     learning_rate: LearningRate
     checkpoint: Checkpoint | None = None
+    fallback: tuple[str, ...] = ()
 
 
-def _restore_newest(config: RunConfig, components: RunComponents, console: Console) -> Checkpoint | None:
-    """Restore the engine from the newest sound checkpoint of --load; return that one, None if there is none at all."""
+def _restore_newest(config: RunConfig, components: RunComponents) -> tuple[Checkpoint | None, tuple[str, ...]]:
+    """Restore the engine from the newest sound checkpoint of --load.
+
+    Returns that one, None if there is none at all, and the lines on newer ones that are damaged.
+    """
     load, save, mesh = config.checkpoint.load, config.checkpoint.save, components.mesh
     if load is None:
-        return None
+        return None, ()
     weights_only = _takes_weights_only(config)
     taken = restore_first_sound(
         load,
@@ -389,25 +395,25 @@ def _restore_newest(config: RunConfig, components: RunComponents, console: Conso
         device=mesh.device,
     )
     if taken is None or taken.is_newest:
-        return taken and taken.checkpoint
+        return taken and taken.checkpoint, ()
     if config.checkpoint.strict_load:
         raise refusal(taken, load, is_read=True)
     is_own = save is not None and save.resolve() == load.resolve()
-    for line in (*report(taken), *(set_damaged_aside(taken) if is_own and mesh.rank == 0 else ())):
-        console.line(line)
-    return taken.checkpoint
+    return taken.checkpoint, (*report(taken), *(set_damaged_aside(taken) if is_own and mesh.rank == 0 else ()))
 
 
 def _resume(
     config: RunConfig, components: RunComponents, schedule: LearningRate, scaler: LossScaler, console: Console
 ) -> _Resumed:
     """Restore the engine and the counters from a checkpoint, or start the counters where there is none."""
-    checkpoint = _restore_newest(config, components, console)
+    checkpoint, fallback = _restore_newest(config, components)
+    for line in fallback:
+        console.line(line)
     weights_only = _takes_weights_only(config)
     if checkpoint is None:
         return _Resumed(TrainState(scaler.start()), schedule)
     if config.checkpoint.finetune:
-        return _Resumed(TrainState(scaler.start()), schedule, checkpoint)
+        return _Resumed(TrainState(scaler.start()), schedule, checkpoint, fallback)
     state = TrainState.from_json(checkpoint.progress, step=checkpoint.step)
     if not (scaler.dynamic and checkpoint.progress.get("loss_scale_is_dynamic")):
         state.loss_scale = scaler.start()  # a constant scale is no state of a dynamic one
@@ -415,7 +421,7 @@ def _resume(
         components.engine.optimizer_step.fill_(state.optimizer_steps)
     saved = checkpoint.progress.get("learning_rate")
     rates = reconcile(schedule, saved if isinstance(saved, dict) else {}, config.optimizer)
-    return _Resumed(state, rates, checkpoint)
+    return _Resumed(state, rates, checkpoint, fallback)
 
 
 def _held_out(config: RunConfig, inputs: RunInputs, layout: BatchLayout) -> dict[str, EvaluationSet]:
@@ -515,6 +521,8 @@ def _announce_start(journal: Journal, config: RunConfig, saver: Saver, resumed: 
         megazero=megazero.__version__,
         torch=torch.__version__,
     )
+    if resumed.fallback:
+        journal.write("fallback", report=resumed.fallback)
     for change in () if source is None or begins else changed_settings(source, config):
         journal.write("change", **change)
 

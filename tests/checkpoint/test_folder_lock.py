@@ -144,7 +144,7 @@ def test_a_file_that_is_no_lock_is_named(tmp_path: Path, content: str | None) ->
         os.mkfifo(tmp_path / LOCK)
     else:
         (tmp_path / LOCK).write_text(content)
-    with pytest.raises(CheckpointError, match=r"\.lock\n.*does not name its holder\n.*remove it"):
+    with pytest.raises(CheckpointError, match=r"\.lock\n.*does not name its holder: .*\n.*remove it"):
         take_lock(tmp_path)
 
 

@@ -4,12 +4,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from megazero.comm.fault_report import MOST_LINES, Fault, Heartbeat, Process, Waiting, find, ranks_text, report
+from megazero.comm.fault_report import MOST_LINES, Fault, Heartbeat, Waiting, find, ranks_text, report
+from megazero.owner import ProcessState
 
 NOW = 1000.0
 
 
-def beat(rank: int, waits: str = "", *, step: int = 4, peers: dict[int, Process] | None = None) -> Heartbeat:
+def beat(rank: int, waits: str = "", *, step: int = 4, peers: dict[int, ProcessState] | None = None) -> Heartbeat:
     """Return a heartbeat of a rank in forward; waits: axis, collective and number, such as "dp all_reduce 7"."""
     axis, collective, number = waits.split() if waits else ("", "", "0")
     waiting = Waiting(axis, collective, int(number), 3.0) if waits else None
@@ -35,9 +36,9 @@ SUM = "dp all_reduce 7"
 @pytest.mark.parametrize(
     ("given", "ranks", "words"),
     [
-        (fault(beat(0, SUM, peers={1: Process.GONE}), silent=[beat(1)]), (1,), "dead"),
-        (fault(beat(0, SUM, peers={1: Process.STOPPED}), silent=[beat(1)]), (1,), "stopped"),
-        (fault(beat(0, SUM, peers={1: Process.RUNNING}), silent=[beat(1)]), (1,), "native code"),
+        (fault(beat(0, SUM, peers={1: ProcessState.GONE}), silent=[beat(1)]), (1,), "dead"),
+        (fault(beat(0, SUM, peers={1: ProcessState.STOPPED}), silent=[beat(1)]), (1,), "stopped"),
+        (fault(beat(0, SUM, peers={1: ProcessState.RUNNING}), silent=[beat(1)]), (1,), "native code"),
         (fault(beat(0, SUM), silent=[beat(1)]), (1,), "cut off"),
         (fault(beat(0, SUM), world=2), (1,), "never come"),
         (fault(beat(0, SUM), beat(1)), (1,), "late: in forward, at user.py:7 in f"),
@@ -82,7 +83,7 @@ def test_a_store_that_is_silent_comes_first_and_accuses_no_rank_it_hides() -> No
 
 
 def test_heartbeats_travel_as_text() -> None:
-    for one in (beat(3, SUM, peers={1: Process.STOPPED}), beat(0)):
+    for one in (beat(3, SUM, peers={1: ProcessState.STOPPED}), beat(0)):
         read = Heartbeat.from_json(one.to_json())
         assert (read.rank, read.waiting, read.peers) == (one.rank, one.waiting, one.peers or {})
 

@@ -46,7 +46,7 @@ def test_collectives_are_numbered_and_waits_are_noted() -> None:
     first.wait()
     assert inner.waited == ["all_reduce number 2 on dp_gather", "all_reduce number 1 on dp_gather"]
     assert meter.flight.waiting is None
-    assert meter.flight.last["dp_gather"].nbytes == 16
+    assert meter.flight.begun[-1].nbytes == 16
 
 
 @pytest.mark.parametrize("name", ["barrier", "broadcast"])

@@ -67,6 +67,20 @@ def test_a_bug_has_its_own_traceback_and_no_other(jobs: dict[str, Ended]) -> Non
 
 
 @pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("killed", "rank 1 .*dead: its process is gone"),
+        ("user_error", "rank 0 .*failed: DataError: data error: a damaged token; step 10, .*forward"),
+        ("bug", "rank 1 .*failed: KeyError: 'a bug.; step 10, .*forward"),
+    ],
+)
+def test_a_fault_is_in_the_journal_once(jobs: dict[str, Ended], name: str, words: str) -> None:
+    (report,) = jobs[name].journal
+    assert re.search(words, report[0]), report
+
+
+@pytest.mark.gloo
 def test_stacks_are_in_files(jobs: dict[str, Ended]) -> None:
     (pattern,) = re.findall(r"could write them: (.*)$", report_of(jobs["asleep"], "fault"), re.MULTILINE)
     written = sorted(Path(pattern).parent.glob("rank_*.txt"))

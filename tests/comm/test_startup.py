@@ -28,7 +28,7 @@ def test_the_cpu_is_there_for_the_asking() -> None:
     assert choose_device("cpu", 7) == CPU
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of machines without a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the rule for machines without a GPU")
 def test_auto_takes_the_cpu_where_there_is_no_gpu() -> None:
     assert choose_device("auto", 7) == CPU
 
@@ -40,7 +40,7 @@ def test_auto_takes_the_gpu_of_this_process() -> None:
     assert torch.cuda.current_device() == last
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of machines without a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the rule for machines without a GPU")
 def test_no_gpu() -> None:
     with pytest.raises(TopologyError) as caught:
         choose_device("cuda", 0)

@@ -19,6 +19,7 @@ from support.processes import start_fork_server
 
 from megazero.comm.mesh import Mesh
 from megazero.comm.metered import Meter
+from megazero.checkpoint.journal import Journal, read_journal
 from megazero.comm.monitor import place_in_job
 from megazero.comm.shutdown import reported_faults
 from megazero.comm.startup import join, make_mesh
@@ -70,11 +71,15 @@ FAULTS: Mapping[str, Callable[[int, Mesh], None]] = MappingProxyType(
 
 
 class Ended(NamedTuple):
-    """What became of a job: by rank its exit code (None: it was still there), what it printed, and when it ended."""
+    """What became of a job: by rank its exit code (None: it was still there), what it printed, and when it ended.
+
+    journal: the reports in its journal.
+    """
 
     codes: tuple[int | None, ...]
     printed: tuple[str, ...]
     seconds: tuple[float, ...]
+    journal: list[list[str]]
 
 
 def run_failing_jobs(folder: Path, patience: float) -> dict[str, Ended]:
@@ -100,7 +105,8 @@ def run_failing_jobs(folder: Path, patience: float) -> dict[str, Ended]:
     for name, ranks in jobs.items():
         printed = tuple((folder / name / f"rank_{rank}.err").read_text() for rank in range(2))
         seconds = tuple(ends.get(process.pid, patience) for process in ranks)
-        found[name] = Ended(tuple(process.exitcode for process in ranks), printed, seconds)
+        journal = [entry["report"] for entry in read_journal(folder / name) if entry["event"] == "fault"]
+        found[name] = Ended(tuple(process.exitcode for process in ranks), printed, seconds, journal)
         for process in ranks:
             process.kill()
             process.join()
@@ -120,7 +126,14 @@ def run_rank(name: str, rank: int, port: int, folder: Path) -> None:
 def _train(name: str, rank: int, folder: Path) -> int:
     store = join(Launch(rank, 2, rank), backend="gloo", device=CPU, timeout_minutes=LIMIT_SECONDS / 60, join_minutes=1)
     meter, topology = Meter(), Topology(dp=2)
-    job = place_in_job(rank, topology, limit_seconds=LIMIT_SECONDS, folder=folder, is_run=True)
+    job = place_in_job(
+        rank,
+        topology,
+        limit_seconds=LIMIT_SECONDS,
+        folder=folder,
+        is_run=True,
+        on_report=lambda lines: Journal(folder, print).write("fault", report=lines),
+    )
     with reported_faults(store, meter.flight, job):
         buffers = FusedBuffers(64, CPU)
         mesh = make_mesh(topology, rank, CPU, buffers, timeout_minutes=LIMIT_SECONDS / 60, meter=meter)

@@ -167,6 +167,8 @@ def test_a_run_with_a_damaged_checkpoint_goes_on_from_the_one_before(tmp_path: P
     assert f"WARNING: {root / 'step_0000004'} is damaged: " in told.text and flipped.name in told.text
     assert f"WARNING: step_0000004 is set aside as {root / 'damaged_step_0000004'}" in told.text
     assert "resumed at iteration 2, 4 samples consumed" in told.text
+    (fallback,) = (entry["report"] for entry in read_journal(root) if entry["event"] == "fallback")
+    assert "step_0000004 is damaged" in fallback[0] and "set aside" in fallback[-1]
     assert places(tmp_path / "left") == "1 2 3 4 5" and saved(tmp_path / "left") == [2, 4, 5]
     one, other = (open_checkpoint(tmp_path / name / "save") for name in ("left", "stayed"))
     assert {**one.progress, "run": None} == {**other.progress, "run": None}
