@@ -59,8 +59,8 @@ def may_import(importer: str, imported: str) -> bool:
     """Return True if package `importer` may import from package `imported` (names below megazero)."""
     if importer == imported or imported == "":
         return True
-    # console prints errors, files raises them and names owners: only these may import a sibling of the first layer.
-    if (importer, imported) in (("console", "errors"), ("files", "errors"), ("files", "owner")):
+    # console prints errors, files raises them, names owners and limits: only these may import a sibling of that layer.
+    if (importer, imported) in (("console", "errors"), *(("files", name) for name in ("errors", "owner", "units"))):
         return True
     return DEPTH[imported] < DEPTH[importer]
 

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from support.processes import start_fork_server
 
+from megazero.checkpoint.journal import Journal, read_journal
 from megazero.comm.mesh import Mesh
 from megazero.comm.metered import Meter
-from megazero.checkpoint.journal import Journal, read_journal
 from megazero.comm.monitor import place_in_job
 from megazero.comm.shutdown import reported_faults
 from megazero.comm.startup import join, make_mesh
