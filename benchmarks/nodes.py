@@ -58,13 +58,13 @@ class Cluster:
         return [int(Path(end).read_text()) for end in ends]
 
     def start(self, node: int, command: Sequence[str], environment: Mapping[str, str], log: Path) -> "Process":
-        """Start a command on a node, whose output goes to the log."""
+        """Start a command on a node, in the folder of the log, to which its output goes."""
         words = ["bash", str(_SCRIPT), "exec", str(node), *command]
         with log.open("wb") as sink:
             popen = subprocess.Popen(
                 words,
                 env={**os.environ, **environment, "CLUSTER": self._name},
-                cwd=ROOT,
+                cwd=log.parent,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C must reach only this program, which ends its processes itself

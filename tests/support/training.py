@@ -35,7 +35,7 @@ from megazero.train.build import RunComponents, batch_layout, build_components, 
 from megazero.train.inputs import open_inputs
 from megazero.train.step import StepControls, training_step
 
-STEPS, WARMUP = 5, 2  # the warm-up and the decay
+STEPS, WARMUP = 3, 1  # the warm-up, the peak and the decay
 GLOBAL_BATCH = 16
 LR = 3e-3
 
