@@ -203,14 +203,20 @@ class Monitor:
         self._is_done.wait(4 * _ANSWER_SECONDS)
         return self.note.status
 
-    def noted(self) -> Note | None:
-        """Return the job's note, read from the store now if need be; None without one."""
-        if self.note is None:
-            try:
-                self.note = self._read_note()
-            except StoreLost:
-                return None
-        return self.note
+    def claim(self, error: BaseException, text: str, *, status: int) -> bool:
+        """Make an error of the main thread the job's fault; return False if there was one before.
+
+        One rank of several that fail at the same time succeeds; it prints the error, and then calls `fail`.
+        """
+        self.error = error
+        if self.note is not None:
+            return False
+        _outlast_the_launcher()
+        mine = found = Note(self.job.rank, status, text, is_reported=False, time=time.time())
+        with suppress(StoreLost):
+            found = self._note(mine)
+        self.note = found
+        return found == mine
 
     def position_of(self, error: BaseException) -> str:
         """Return the line that follows an error's own traceback."""
@@ -219,11 +225,8 @@ class Monitor:
         return f"fault: {who} failed: {first_line(error)}; {beat.position}. The other ranks end too."
 
     def _alarm(self) -> None:
-        """Wake the thread; a launcher's SIGTERM, sent because another rank has died, must not cut the report short."""
         self._wake.set()
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, lambda *_: None)
+        _outlast_the_launcher()
 
     def _run(self) -> None:
         try:
@@ -286,6 +289,11 @@ class Monitor:
     def _new_note(self, text: str) -> Note:
         return Note(self.job.rank, 1, text, is_reported=True, time=time.time())
 
+    def _note(self, note: Note) -> Note:
+        """Write the job's note, unless there is one; return the one that stands."""
+        written = self._store.call(lambda store: store.compare_set("note", "", note.to_json()))
+        return Note(**json.loads(written))
+
     def _read_note(self) -> Note | None:
         found = self._store.call(lambda store: store.get("note") if store.check(["note"]) else b"")
         return Note(**json.loads(found)) if found else None
@@ -316,8 +324,7 @@ class Monitor:
         try:
             has_store = True
             try:
-                written = self._store.call(lambda store: store.compare_set("note", "", note.to_json()))
-                note = Note(**json.loads(written))
+                note = self._note(note)
             except StoreLost:
                 has_store = False
             self.note = note
@@ -448,6 +455,13 @@ def place_in_job(
     holds_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     host = os.environ.get("MASTER_ADDR", "the first host")
     return Job(rank, topology.world_size, limit_seconds, Path(folder), members, host, holds_store, is_run, on_report)
+
+
+def _outlast_the_launcher() -> None:
+    """Ignore a launcher's SIGTERM, sent because another rank has ended: it must not cut the report short."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda *_: None)
 
 
 def first_line(error: BaseException) -> str:

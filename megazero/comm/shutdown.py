@@ -58,13 +58,13 @@ def end_of(error: BaseException, monitor: Monitor, print_user_error: Callable[[U
     """Print an error unless another rank has failed before, or it is another's fault; return the exit status of all."""
     if is_of_communication(error):
         return monitor.fail(error, first_line(error), status=1, is_reported=True)
-    if monitor.noted() is None:
+    status = error.exit_code if isinstance(error, UserError) else 1
+    if monitor.claim(error, first_line(error), status=status):
         if isinstance(error, UserError):
             print_user_error(error)
         else:
             traceback.print_exception(error)
             print(monitor.position_of(error), file=sys.stderr, flush=True)
-    status = error.exit_code if isinstance(error, UserError) else 1
     return monitor.fail(error, first_line(error), status=status, is_reported=False)
 
 
@@ -93,7 +93,7 @@ class FaultHook:
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         lost = is_of_communication(error)
-        if not lost and self.monitor.noted() is None:
+        if not lost and self.monitor.claim(error, first_line(error), status=1):
             self._before(kind, error, trace)
             print(self.monitor.position_of(error), file=sys.stderr, flush=True)
         self.monitor.fail(error, first_line(error), status=1, is_reported=lost)

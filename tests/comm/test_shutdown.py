@@ -1,9 +1,10 @@
 """Tests of what becomes of an error: whose it is, what is printed, and the exit status of the job."""
 
 import pytest
+from torch.distributed import HashStore
 
 from megazero.comm.flight_record import FlightRecord
-from megazero.comm.monitor import place_in_job
+from megazero.comm.monitor import Monitor, place_in_job
 from megazero.comm.shutdown import is_of_communication, reported_faults
 from megazero.errors import CollectiveError, DataError
 from megazero.parallel.topology import Topology
@@ -44,3 +45,17 @@ def test_a_job_of_one_process_raises_as_ever() -> None:
         raise DataError("the file is gone")
     with reported_faults(None, FlightRecord(), job):
         pass
+
+
+def test_of_ranks_that_fail_at_once_one_prints() -> None:
+    """The error of the first is the job's, with its status; the other's ends without a word, with the same status."""
+    store = HashStore()
+    first, second = (
+        Monitor(store, FlightRecord(), place_in_job(rank, Topology(dp=2), limit_seconds=9, folder=".", is_run=True))
+        for rank in range(2)
+    )
+    assert first.note is second.note is None, "both have failed before either was told of the other"
+    assert first.claim(DataError("a damaged token"), "DataError", status=2)
+    assert not second.claim(MemoryError("no room"), "MemoryError", status=3)
+    assert second.note is not None and second.note.status == 2
+    assert not second.claim(KeyError("later"), "KeyError", status=1)

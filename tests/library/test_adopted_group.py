@@ -1,6 +1,5 @@
 """Tests communicators over groups that exist already, and over groups that have to be joined first."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -78,5 +77,5 @@ os._exit(0)  # threads of gloo may still be at work, and their end is not what t
 
 @pytest.mark.gloo
 def test_processes_of_a_launcher_join(tmp_path: Path) -> None:
-    run_script(PROGRAM, ranks=2, folder=tmp_path, python=sys.executable)
+    run_script(PROGRAM, ranks=2, folder=tmp_path)
     assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)] == ["2 3.0"] * 2

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from support.irregular_model import (
 )
 from support.processes import mesh_in_worker, run_ranks
 from support.training import Saved, assemble, boxes
+from support.warm_python import warm_python
 from torch import Tensor, nn
 
 from megazero.errors import UsageError
@@ -297,7 +297,7 @@ def lonely(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], di
     program = Path(__file__).parents[1] / "support" / "diverging_ranks.py"
     paths = os.pathsep.join(str(folder) for folder in program.parents[1:3])
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    words = [warm_python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
         [*words, str(program), str(folder)], env=environment, capture_output=True, text=True, timeout=120, check=False
     )
