@@ -150,17 +150,20 @@ _summed_cross_entropy: Callable[..., Tensor] = _SummedCrossEntropy.apply
 
 
 class _WeightGradient:
-    """The sum over chunks of d^T x, in the loss's dtype (where x is of a lower one, each product is rounded once)."""
+    """The sum over chunks of d^T x, in the loss's dtype.
+
+    Where x is of a lower one, each product is rounded once, unless the library adds it in fp32 by itself.
+    """
 
     def __init__(self, weight: Tensor, dtype: torch.dtype, products: Products) -> None:
         self._weight, self._dtype, self._products = weight, dtype, products
         self._total: Tensor | None = None
 
     def add(self, gradient: Tensor, x: Tensor) -> None:
+        is_first = self._total is None
         if self._total is None:
-            self._total = self._products.weight_gradient(gradient, x).to(self._dtype)
-        else:
-            self._products.add_weight_gradient(self._total, gradient, x, is_first=False)
+            self._total = torch.empty_like(self._weight, dtype=self._dtype, memory_format=torch.contiguous_format)
+        self._products.add_weight_gradient(self._total, gradient, x, is_first=is_first)
 
     def result(self) -> Tensor:
         if self._total is None:  # there was no token
