@@ -7,8 +7,10 @@
             fp16 holds it without a loss scale
 
 All of it is computed in the loss's dtype.  *In place*, step by step, it needs the logits once in that dtype, and takes
-a dozen passes over them; *fused* by torch's compiler it takes four, which read the logits in their own dtype: on a GPU,
-where a pass over the logits costs as much as a product, that saves most of the head's time.
+a dozen passes over them.  *Fused* by torch's compiler it reads them in their own dtype.  On a GPU, where a pass over
+the logits costs as much as a product, it takes three: one for the peak of this rank's columns and the sum of
+exp(logit - this peak) at once, which is scaled to the peak over the ranks afterwards (Milakov and Gimelshein, arXiv
+1805.02867), one that reads the logits and one that writes their gradient.
 
     V = vocabulary, Vp = padded vocabulary; rank r of t holds columns [r Vp / t, (r + 1) Vp / t); m tokens
 """
@@ -68,16 +70,17 @@ class InPlaceSoftmax:
 
 
 class FusedSoftmax:
-    """The same loss in three compiled functions, between which ranks communicate."""
+    """The same loss in three functions, between which ranks communicate; compile=False leaves them to plain torch."""
 
-    def __init__(self) -> None:
-        self._peak, self._sums, self._gradient = (_compiled(piece) for piece in (_peak, _sums, _gradient))
+    def __init__(self, *, compile: bool = True) -> None:
+        pieces: tuple[Callable[..., Any], ...] = (_peak_and_total, _sums, _gradient)
+        self._peak_and_total, self._sums, self._gradient = map(_compiled, pieces) if compile else pieces
 
     def losses(self, logits: Tensor, labels: Labels, communicator: Communicator) -> tuple[Tensor, Callable[[], None]]:
         local = _VocabRange.of(logits, labels, communicator.rank)
-        peak = self._peak(logits, local)
+        peak, local_peak, total = self._peak_and_total(logits, local)
         communicator.all_reduce(peak, "max").wait()
-        sums = self._sums(logits, peak, labels.ids, local)
+        sums = self._sums(logits, peak, local_peak, total, labels.ids, local)
         communicator.all_reduce(sums).wait()
 
         def differentiate() -> None:
@@ -103,15 +106,24 @@ class _VocabRange(NamedTuple):
         return column, (ids >= self.start) & (ids < self.start + self.num_real)
 
 
-def _peak(logits: Tensor, local: _VocabRange) -> Tensor:
-    return _real(logits, local).amax(dim=1)
+def _peak_and_total(logits: Tensor, local: _VocabRange) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the peak of every token's logits here [m], twice, since an all-reduce overwrites one, and the sum of exp.
+
+    On a GPU torch's compiler makes one pass over the logits of it, whose pattern it recognises as it is written here.
+    """
+    x = _real(logits, local)
+    peak = x.amax(dim=1, keepdim=True)
+    total = (x - peak).exp().sum(dim=1, keepdim=True)
+    return peak.squeeze(1), peak.squeeze(1).clone(), total.squeeze(1)
 
 
-def _sums(logits: Tensor, peak: Tensor, ids: Tensor, local: _VocabRange) -> Tensor:
+def _sums(logits: Tensor, peak: Tensor, local_peak: Tensor, total: Tensor, ids: Tensor, local: _VocabRange) -> Tensor:
+    """Return this rank's part of the sums [2, m] for the peak over all ranks, from the total for the peak here."""
+    # A rank without real columns has a peak of minus infinity, from which no distance is a number.
+    scaled = torch.where(local_peak == -torch.inf, 0.0, total * (local_peak - peak).exp())
     column, is_here = local.columns(ids)
     target = logits.gather(1, column.unsqueeze(1)).squeeze(1).to(peak.dtype) - peak
-    exponentials = (_real(logits, local) - peak.unsqueeze(1)).exp()
-    return torch.stack((exponentials.sum(dim=1), target.masked_fill(~is_here, 0.0)))
+    return torch.stack((scaled, target.masked_fill(~is_here, 0.0)))
 
 
 def _gradient(

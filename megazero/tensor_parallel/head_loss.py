@@ -15,8 +15,10 @@ Where the sequence is split, a chunk takes the same rows of every rank's part of
 their gradient is reduced and scattered on the way out, so x is never whole either, and nothing is gathered twice.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +30,8 @@ from megazero.parallel.gradient_slot import GetGradientSlot, GradientSlot, add_t
 from megazero.tensor_parallel.cross_entropy import IN_PLACE, Labels, Softmax
 from megazero.tensor_parallel.products import TORCH, Products
 from megazero.tensor_parallel.regions import Border, PendingTensor
+
+_STEPS = (256, 64)  # of a chunk's rows
 
 
 class Targets(NamedTuple):
@@ -53,9 +57,35 @@ class _HeadSettings(NamedTuple):
     softmax: Softmax
     get_slot: GetGradientSlot | None
 
-    def num_rows(self, vocab_rows: int, dtype: torch.dtype) -> int:
-        """Return the number of tokens of a chunk, for each part."""
-        return max(1, self.targets.chunk_bytes // (vocab_rows * dtype.itemsize * self.border.num_parts))
+    def chunks(self, num_rows: int, vocab_rows: int, dtype: torch.dtype) -> tuple[slice, ...]:
+        """Return the rows of every chunk among the num_rows tokens held here."""
+        most = self.targets.chunk_bytes // (vocab_rows * dtype.itemsize * self.border.num_parts)
+        return row_chunks(num_rows, most, self.border.num_parts)
+
+
+def row_chunks(num_rows: int, most: int, num_parts: int = 1) -> tuple[slice, ...]:
+    """Cut num_rows rows into chunks as equal as possible, of at most `most` rows each, though at least of one.
+
+    A chunk's products have num_parts times as many rows.  These are a multiple of 256 (whole tiles of a GPU's
+    products), or else of 64, where that takes at most an eighth more chunks than the fewest possible.  No chunk is
+    shorter than another by more than this step; one of them is no multiple of it, where num_rows is none.
+    """
+    most = max(most, 1)
+    fewest = -(-num_rows // most)
+    for step in (*(rows // math.gcd(rows, num_parts) for rows in _STEPS), 1):
+        num_steps = -(-num_rows // step)
+        count = -(-num_steps // max(most // step, 1))
+        if step <= most and 8 * count <= 9 * fewest:
+            break
+    if num_rows == 0:
+        return ()
+    # Longer chunks come first: memory allocated for one fits all that follow.
+    longest = -(-num_steps // count) * step
+    num_longest = num_steps - count * (longest // step - 1)
+    lengths = [longest] * num_longest + [longest - step] * (count - num_longest)
+    lengths[num_longest - 1] -= num_steps * step - num_rows
+    ends = list(accumulate(lengths))
+    return tuple(slice(end - length, end) for end, length in zip(ends, lengths, strict=True))
 
 
 def summed_cross_entropy(
@@ -91,13 +121,13 @@ class _SummedCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, head: _HeadSettings, with_graph: bool) -> Tensor:
         wants_x, wants_weight = (with_graph and wanted for wanted in ctx.needs_input_grad[:2])
         dtype = torch.promote_types(x.dtype, torch.float32)
-        num_rows = head.num_rows(weight.shape[0], dtype)
+        chunks = head.chunks(len(x), weight.shape[0], dtype)
         total = torch.zeros((), dtype=dtype, device=x.device)
         x_sum = _InputGradient(x, head.border) if wants_x else None
         weight_sum = _WeightGradient(weight, dtype, head.products) if wants_weight else None
-        for tokens, rows in _chunks(x, head, num_rows):
+        for tokens, rows in _gathered_chunks(x, head, chunks):
             total += _loss_of_chunk(tokens, weight, head, None if x_sum is None else x_sum.at(rows), weight_sum)
-        ctx.get_slot, ctx.num_rows = head.get_slot, num_rows * head.border.num_parts
+        ctx.get_slot, ctx.num_rows = head.get_slot, max(1, _longest(chunks)) * head.border.num_parts
         ctx.gradients = tuple(None if gradient is None else gradient.result() for gradient in (x_sum, weight_sum))
         return total
 
@@ -120,17 +150,20 @@ _summed_cross_entropy: Callable[..., Tensor] = _SummedCrossEntropy.apply
 
 
 class _WeightGradient:
-    """The sum over chunks of d^T x, in the loss's dtype (where x is of a lower one, each product is rounded once)."""
+    """The sum over chunks of d^T x, in the loss's dtype.
+
+    Where x is of a lower one, each product is rounded once, unless the library adds it in fp32 by itself.
+    """
 
     def __init__(self, weight: Tensor, dtype: torch.dtype, products: Products) -> None:
         self._weight, self._dtype, self._products = weight, dtype, products
         self._total: Tensor | None = None
 
     def add(self, gradient: Tensor, x: Tensor) -> None:
+        is_first = self._total is None
         if self._total is None:
-            self._total = self._products.weight_gradient(gradient, x).to(self._dtype)
-        else:
-            self._products.add_weight_gradient(self._total, gradient, x, is_first=False)
+            self._total = torch.empty_like(self._weight, dtype=self._dtype, memory_format=torch.contiguous_format)
+        self._products.add_weight_gradient(self._total, gradient, x, is_first=is_first)
 
     def result(self) -> Tensor:
         if self._total is None:  # there was no token
@@ -158,15 +191,14 @@ class _InputGradient:
         return self._border.reduce(rows.copy_(contribution))
 
 
-def _chunks(x: Tensor, head: _HeadSettings, num_rows: int) -> Iterator[tuple[_TokenChunk, slice]]:
+def _gathered_chunks(x: Tensor, head: _HeadSettings, chunks: tuple[slice, ...]) -> Iterator[tuple[_TokenChunk, slice]]:
     """Yield the tokens of every chunk, and their rows among the tokens held here."""
     targets, border = head.targets, head.border
     parts = border.num_parts
     labels = targets.labels.reshape(parts, len(x))
     token_weights = None if targets.token_weights is None else targets.token_weights.reshape(parts, len(x))
-    gathered = _gather_buffer(x, border, num_rows)
-    for start in range(0, len(x), num_rows):
-        rows = slice(start, min(start + num_rows, len(x)))
+    gathered = _gather_buffer(x, border, _longest(chunks))
+    for rows in chunks:
         length = (rows.stop - rows.start) * parts
         whole = border.gather(x[rows], out=None if gathered is None else gathered[:length]).wait()
         here = None if token_weights is None else token_weights[:, rows].reshape(-1)
@@ -196,9 +228,13 @@ def _loss_of_chunk(
     return loss
 
 
+def _longest(chunks: tuple[slice, ...]) -> int:
+    return chunks[0].stop if chunks else 0
+
+
 def _gather_buffer(x: Tensor, border: Border, num_rows: int) -> Tensor | None:
     """Allocate memory for a chunk's tokens of all ranks, if they are split."""
-    return x.new_empty((min(num_rows, len(x)) * border.num_parts, x.shape[1])) if border.splits_sequence else None
+    return x.new_empty((num_rows * border.num_parts, x.shape[1])) if border.splits_sequence else None
 
 
 def _scale(gradient: Tensor, factor: Tensor, slot: GradientSlot | None) -> Tensor | None:

@@ -51,12 +51,23 @@ class TorchProducts:
         return grad.t() @ x
 
     def add_weight_gradient(self, total: Tensor, grad: Tensor, x: Tensor, *, is_first: bool) -> None:
-        if total.dtype != grad.dtype:
+        if has_wider_sums(total, grad):
+            torch.addmm(total, grad.t(), x, beta=0 if is_first else 1, out_dtype=total.dtype, out=total)
+        elif total.dtype != grad.dtype:
             add_to(total, self.weight_gradient(grad, x), is_first=is_first)
         elif is_first:
             torch.mm(grad.t(), x, out=total)
         else:
             total.addmm_(grad.t(), x)
+
+
+def has_wider_sums(total: Tensor, operand: Tensor) -> bool:
+    """Return True if torch's product of 16-bit operands can be written, or added, to this fp32 total without rounding.
+
+    On GPUs it can: the product is summed in fp32 there, and no tensor of the operands' dtype lies between.
+    """
+    is_narrow = operand.dtype in (torch.bfloat16, torch.float16)
+    return total.device.type == "cuda" and total.dtype == torch.float32 and is_narrow
 
 
 TORCH = TorchProducts()

@@ -1,12 +1,14 @@
 """Losses and gradients of logits, computed in place and fused, equal those of torch's cross-entropy in float64."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from support.processes import mesh_in_worker, run_ranks
+from support.thread_world import run_threads
 from torch import Tensor
 
 from megazero.comm.interface import Communicator
@@ -17,7 +19,11 @@ from megazero.tensor_parallel.cross_entropy import FusedSoftmax, InPlaceSoftmax,
 TOKENS, PADDED, REAL = 7, 12, 9
 LACKING = lacking(torch.device("cpu"))
 FUSED = pytest.param("fused", marks=pytest.mark.skipif(bool(LACKING), reason=f"this machine lacks {LACKING}"))
-KINDS: dict[str, type[Softmax]] = {"in place": InPlaceSoftmax, "fused": FusedSoftmax}
+KINDS: dict[str, Callable[[], Softmax]] = {
+    "in place": InPlaceSoftmax,
+    "fused": FusedSoftmax,
+    "fused, plain": partial(FusedSoftmax, compile=False),
+}
 BOUND = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-2}
 
 
@@ -56,7 +62,12 @@ def found(
 @pytest.mark.parametrize(
     ("kind", "dtype", "weighted"),
     [
-        *(("in place", dtype, weighted) for dtype in BOUND for weighted in (False, True)),
+        *(
+            (kind, dtype, weighted)
+            for kind in ("in place", "fused, plain")
+            for dtype in BOUND
+            for weighted in (False, True)
+        ),
         *(
             pytest.param(*FUSED.values, dtype, weighted, marks=FUSED.marks)
             for dtype, weighted in zip(BOUND, (True, False, True), strict=True)
@@ -72,6 +83,33 @@ def test_losses_and_gradients_are_those_of_torch(kind: str, dtype: torch.dtype, 
     loss_bound = min(bound, 1e-6)  # losses have at least the precision of float32
     torch.testing.assert_close(losses.double(), expected_losses, rtol=loss_bound, atol=loss_bound)
     torch.testing.assert_close(gradient.double(), expected_gradient, rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("kind", ["in place", "fused, plain"])
+@pytest.mark.parametrize("real", [REAL, 12, 5, 3])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_any_rank_may_hold_the_peak_or_only_padding(size: int, real: int, kind: str) -> None:
+    """Totals for the peak of a rank's own columns are those of the whole, also if that rank has padding alone."""
+
+    def on_rank(axis: Communicator) -> tuple[Tensor, Tensor]:
+        return found(KINDS[kind](), torch.float64, weighted=True, axis=axis, real=real)
+
+    results = run_threads(size, on_rank)
+    expected_losses, expected_gradient = plain(*draw(torch.float64, weighted=True, real=real), real=real)
+    for losses, _ in results:
+        torch.testing.assert_close(losses, expected_losses, rtol=1e-12, atol=1e-12)
+    whole = torch.cat([gradient for _, gradient in results], dim=1)
+    torch.testing.assert_close(whole, expected_gradient, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["in place", "fused, plain"])
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_logits_that_are_not_finite_make_the_loss_of_their_token_not_finite(value: float, kind: str) -> None:
+    """A label of minus infinity has an infinite loss; plus infinity and NaN anywhere make losses NaN."""
+    logits, labels, _ = draw(torch.float64, weighted=False)
+    logits[2, int(labels[2])] = value
+    losses, _ = KINDS[kind]().losses(logits, Labels(labels, None, REAL), LocalCommunicator())
+    assert torch.isfinite(losses).tolist() == [token != 2 for token in range(TOKENS)]
 
 
 def differences(rank: int, size: int, reals: Sequence[int], kind: str) -> list[float]:

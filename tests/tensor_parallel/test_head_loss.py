@@ -1,5 +1,6 @@
 """The head's loss in chunks gives plain torch's loss and gradients, with less memory and without needless products."""
 
+import math
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,7 +17,7 @@ from megazero.comm.metered import Meter, MeteredCommunicator
 from megazero.errors import UsageError
 from megazero.memory.ledger import Ledger
 from megazero.parallel.gradient_slot import GradientSlot, attach_gradient_slot
-from megazero.tensor_parallel.head_loss import Targets, summed_cross_entropy
+from megazero.tensor_parallel.head_loss import Targets, row_chunks, summed_cross_entropy
 from megazero.tensor_parallel.regions import Border
 
 HIDDEN, TOKENS, PADDED = 7, 11, 18
@@ -40,6 +41,43 @@ class Found(NamedTuple):
     loss: Tensor
     grad_x: Tensor
     grad_weight: Tensor
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "most", "num_parts", "lengths"),
+    [
+        (65536, 5336, 1, [5120] * 9 + [4864] * 4),  # GPT-2 124M on a GPU: fewest chunks, whole tiles
+        (65536, 5042, 1, [4864] * 4 + [4608] * 10),  # one chunk more than the fewest, for whole tiles
+        (16384, 5336, 1, [4096] * 4),
+        (32768, 2668, 2, [2560] * 9 + [2432] * 4),  # of two ranks' tokens: 128 of each are a tile
+        (3000, 700, 1, [640, 632, 576, 576, 576]),
+        (1024, 83, 1, [79] * 10 + [78] * 3),  # steps would take too many more chunks
+        (1000, 1001, 1, [1000]),
+        (8, 3, 2, [3, 3, 2]),
+        (3, 0, 1, [1, 1, 1]),
+        (0, 7, 1, []),
+    ],
+)
+def test_chunks_of_rows(num_rows: int, most: int, num_parts: int, lengths: list[int]) -> None:
+    assert [rows.stop - rows.start for rows in row_chunks(num_rows, most, num_parts)] == lengths
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 8])
+def test_chunks_are_equal_up_to_a_step_and_within_the_limit(num_parts: int) -> None:
+    """For many sizes: every row once, whole steps but in one chunk, the longest first, few more than the fewest."""
+    for num_rows in (1, 2, 63, 64, 65, 257, 999, 1024, 4095, 20001):
+        for most in (1, 2, 63, 64, 100, 255, 256, 300, 511, 513, 1000, 2303, 5336, 70000):
+            chunks = row_chunks(num_rows, most, num_parts)
+            lengths = [rows.stop - rows.start for rows in chunks]
+            case = (num_rows, most, num_parts, lengths)
+            assert [rows.start for rows in chunks] == [0, *(rows.stop for rows in chunks[:-1])], case
+            assert chunks[-1].stop == num_rows and max(lengths) <= most, case
+            assert lengths == sorted(lengths, reverse=True) and len(chunks) <= math.ceil(num_rows / most) * 9 / 8, case
+            whole = [rows // math.gcd(rows, num_parts) for rows in (256, 64, 1)]
+            step = next(step for step in whole if sum(length % step > 0 for length in lengths) <= 1)
+            assert lengths[0] - lengths[-1] <= step, case
+            if num_rows >= 8 * most and most >= 8 * whole[0]:
+                assert step == whole[0], case
 
 
 def draw(vocab_size: int, *, tokens: int = TOKENS, hidden: int = HIDDEN, masked: bool = True) -> Case:
