@@ -327,8 +327,11 @@ class SelfAttention(nn.Module):
     def core(self, qkv: Tensor, sequences: Sequences) -> Tensor:
         """Compute attention between the two linear layers: [b s, 3 h/t] to [b s, h/t]."""
         heads = qkv.shape[-1] // (3 * self._head_dim)
-        qkv = qkv.view(-1, sequences.length, 3, heads, self._head_dim)  # [b, s, 3, a/t, d]
-        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [b, a/t, s, d]
+        packed = qkv.view(-1, sequences.length, 3, heads, self._head_dim)
+        # Cut along the dim of three before anything is transposed: torch's kernels return gradients laid out as
+        # [b, s, a/t, d], and one copy of them into [b, s, 3, a/t, d] is then the gradient of qkv.  No kernel of torch's
+        # but the memory-efficient one can write them there itself.
+        query, key, value = (part.transpose(1, 2) for part in packed.unbind(2))  # each [b, a/t, s, d]
         dropout = self._dropout if self.training else 0.0
         with self._dropout_region(dropout):
             mixed = F.scaled_dot_product_attention(
