@@ -26,6 +26,7 @@ from megazero.config.model import ModelConfig
 from megazero.model.sequences import Sequences
 from megazero.parallel.layer_split import Chunk, whole_model
 from megazero.parallel.param_spec import Init, Unit, share_between_ends
+from megazero.tensor_parallel.activation import FusedGelu, gelu
 from megazero.tensor_parallel.head_loss import Targets
 from megazero.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -327,8 +328,11 @@ class SelfAttention(nn.Module):
     def core(self, qkv: Tensor, sequences: Sequences) -> Tensor:
         """Compute attention between the two linear layers: [b s, 3 h/t] to [b s, h/t]."""
         heads = qkv.shape[-1] // (3 * self._head_dim)
-        qkv = qkv.view(-1, sequences.length, 3, heads, self._head_dim)  # [b, s, 3, a/t, d]
-        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [b, a/t, s, d]
+        packed = qkv.view(-1, sequences.length, 3, heads, self._head_dim)
+        # Cut along the dim of three before anything is transposed: torch's kernels return gradients laid out as
+        # [b, s, a/t, d], and one copy of them into [b, s, 3, a/t, d] is then the gradient of qkv.  No kernel of torch's
+        # but the memory-efficient one can write them there itself.
+        query, key, value = (part.transpose(1, 2) for part in packed.unbind(2))  # each [b, a/t, s, d]
         dropout = self._dropout if self.training else 0.0
         with self._dropout_region(dropout):
             mixed = F.scaled_dot_product_attention(
@@ -343,7 +347,12 @@ class SelfAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """The feed-forward layers, down(gelu(up(x))), with f/t of the inner elements on each rank."""
+    """The feed-forward layers, down(gelu(up(x))), with f/t of the inner elements on each rank.
+
+    fused: the compiled GELU; None where it is an operation by itself, or compiled with its block.
+    """
+
+    fused: FusedGelu | None = None
 
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
@@ -354,12 +363,9 @@ class FeedForward(nn.Module):
         self.down = RowParallelLinear(tp, logical_shape=(hidden, inner), init=_output_init(config))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(self.activate(self.up(x)))
+        inner = self.up(x)
+        y: Tensor = self.down(gelu(inner)) if self.fused is None else self.down(inner, self.fused)
         return y
-
-    def activate(self, x: Tensor) -> Tensor:
-        """Apply the activation between the two linear layers."""
-        return F.gelu(x, approximate="tanh")
 
 
 def _output_init(config: ModelConfig) -> Init:

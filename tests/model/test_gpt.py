@@ -3,6 +3,7 @@
 import ast
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from support.models import Piece, assemble, build_gpt, context, pieces, put_logi
 from support.processes import mesh_in_worker, run_ranks
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import megazero.model.gpt as gpt
 from megazero.config.model import ModelConfig
@@ -154,6 +156,33 @@ def test_ranks_drop_different_attention_weights() -> None:
     torch.testing.assert_close(*run_ranks(2, mixed_heads, 0.0), rtol=0, atol=0)
     first, second = run_ranks(2, mixed_heads, 0.3)
     assert (first != second).any(-1).double().mean() > 0.9
+
+
+class CountingCopies(TorchDispatchMode):
+    """A mode that lists the operations inside it that copy tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        if name in ("clone", "copy_", "stack", "cat", "_to_copy"):
+            self.copies.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_the_gradients_of_query_key_and_value_are_copied_once(is_masked: bool) -> None:
+    """That copy is the gradient of the linear layer's output, in its layout."""
+    model = build_gpt(small_config(), context(), vocab_size=VOCAB)
+    documents = torch.arange(12).div(5, rounding_mode="floor").expand(2, 12) if is_masked else None
+    sequences = Sequences.of(12, positions=None, documents=documents, dtype=torch.float64)
+    qkv = torch.randn(24, 180, dtype=torch.float64, requires_grad=True)
+    mixed = model.layers["0"].attention.core(qkv, sequences)
+    with CountingCopies() as mode:
+        [gradient] = torch.autograd.grad(mixed, qkv, torch.ones_like(mixed))
+    assert gradient.is_contiguous() and mode.copies == ["stack"]
 
 
 def test_evaluation_draws_nothing() -> None:
