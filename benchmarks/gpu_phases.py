@@ -45,7 +45,6 @@ from megazero.memory.lease import Scratch
 from megazero.memory.ledger import Ledger
 from megazero.parallel.launch import Launch
 from megazero.report.metrics import flops_per_token, peak_tflops
-from megazero.train.attention_kernel import attention_call, choose_kernel, prefer_kernel
 from megazero.train.step import StepControls, training_step
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -122,15 +121,13 @@ def ceilings(bench: Bench) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def training(bench: Bench, words: Sequence[str], ledger: Any = None) -> Iterator[Steps]:
-    """Yield the steps of the run that these flags make on one process, with its choice of an attention kernel."""
+    """Yield the steps of the run that these flags make on one process."""
     config = configuration_of(words, 1)
-    kernel = choose_kernel(config.training.attention_backend, attention_call(config, bench.device))
-    with prefer_kernel(kernel):
-        steps = Steps(config, Place(Launch(0, 1, 0), bench.device, lambda: None), ledger)
-        try:
-            yield steps
-        finally:
-            steps.close()
+    steps = Steps(config, Place(Launch(0, 1, 0), bench.device, lambda: None), ledger)
+    try:
+        yield steps
+    finally:
+        steps.close()
 
 
 def launched(steps: Steps, number: int, lr: float = LR) -> Any:

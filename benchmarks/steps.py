@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jobs import Place, run_job
+from report import tell
 
 from megazero.comm.startup import make_mesh
 from megazero.command_line.parse import parse
@@ -20,10 +21,13 @@ from megazero.errors import ConfigError, MemoryLimitError, raise_problems
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.memory.ledger import Ledger
 from megazero.memory.ledger_interface import AnyLedger
+from megazero.model.compiled import check_compiler
 from megazero.optim.loss_scaler import LossScaler
 from megazero.rules import run as rules
+from megazero.tensor_parallel.float32 import use_tf32
 from megazero.train.build import batch_layout, build_components, step_context
 from megazero.train.check import topology
+from megazero.train.determinism import use_deterministic_mode
 from megazero.train.step import StepControls, training_step
 
 MODEL_STATES = ("parameters", "gradients", "master", "moments")
@@ -48,15 +52,25 @@ def configuration_of(words: Sequence[str], world_size: int) -> RunConfig:
 
 
 class Steps:
-    """The training of one configuration on this process.  tokens: those of one process in a step."""
+    """The training of one configuration on this process, with the kernels that pretrain_gpt.py chooses.
+
+    tokens: those of one process in a step.  ledger: one that is kept, under which --compile auto compiles nothing.
+    """
 
     def __init__(self, config: RunConfig, place: Place, ledger: AnyLedger | None = None) -> None:
+        notices = [*use_deterministic_mode(config.training.deterministic_mode, place.device)]
         layout = topology(config, place.launch.world_size)
         buffers = FusedBuffers(0, place.device, ledger=ledger)
         self.mesh = make_mesh(layout, place.launch.rank, place.device, buffers)
         assert config.model.vocab_size is not None, "made-up samples have a stated vocabulary"
         self.core = build_components(config, self.mesh, buffers, vocab_size=config.model.vocab_size, ledger=ledger)
         self.parts = step_context(config, self.core)
+        notices += [
+            *use_tf32(config.precision, place.device),
+            *check_compiler(config.training.compile, place.device, keeps_ledger=ledger is not None),
+        ]
+        for line in filter(None, (*notices, self.core.attention.line)) if place.launch.rank == 0 else ():
+            tell(line)
         self._samples = MockSamples(config.model.vocab_size, config.model.seq_length, seed=1)
         self._layout = batch_layout(config, self.mesh, eod=None)
         self.tokens = self._layout.global_batch_size // layout.dp * config.model.seq_length

@@ -49,8 +49,10 @@ from steps import Held, Steps, configuration_of, hold
 
 from megazero.config import derived
 from megazero.config.run import RunConfig
+from megazero.errors import ConfigError
 from megazero.memory.ledger_figures import CATEGORIES
 from megazero.report.metrics import Rates, flops_per_token, peak_tflops
+from megazero.rules.run import compiled_under_ledger
 
 SYSTEM = "megazero"
 
@@ -231,6 +233,8 @@ def page(kept: Mapping[str, Any], found: Ceilings, device: str) -> list[str]:
 def main(words: Sequence[str] | None = None) -> int:
     options, flags = parse_arguments(words)
     config = configuration_of(flags, options.world_size)
+    if config.training.compile == "on":  # before steps are timed: memory is measured under a ledger
+        raise ConfigError(compiled_under_ledger("the ledger of this program"))
     ranks: list[Timed] = run_job(
         options.world_size, measure, config, options.warm_up, options.steps, options.time_limit, device=options.device
     )

@@ -42,7 +42,7 @@ class TrainingConfig:
     compile: Literal["auto", "on", "off"] = setting(
         "auto",
         help="compile transformer blocks with torch.compile, which takes some seconds before the first step; auto is on"
-        " for GPUs, off on CPUs",
+        " for GPUs, off on CPUs and where a ledger is kept",
     )
     attention_backend: Literal["auto", "flash", "fused", "efficient", "unfused"] = setting(
         "auto",
@@ -56,6 +56,11 @@ class TrainingConfig:
         beyond="0 to 3 tell of finished runs and of errors, those above 125 of signals",
         ge=4,
         le=125,
+    )
+    deterministic_mode: bool = setting(
+        False,
+        help="compute the same bits in every run of the same layout on GPUs, so that resuming is bitwise there too;"
+        " slower; on CPUs every run does",
     )
 
 

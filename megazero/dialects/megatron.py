@@ -43,12 +43,13 @@ SHORTHANDS: Mapping[str, Shorthand] = MappingProxyType(
 # Megatron-LM or Megatron-DeepSpeed nor here; a flag that would stop those programs then is not among them.
 _PUBLISHED = (
     "accumulate-allreduce-grads-in-fp32 adam-beta1 adam-beta2 adam-eps attention-backend checkpoint-in-cpu"
-    " checkpoint-num-layers contigious-checkpointing data-cache-path eval-interval hysteresis initial-loss-scale"
-    " log-memory-to-tensorboard log-timers-to-tensorboard log-validation-ppl-to-tensorboard loss-scale"
-    " loss-scale-window lr-decay-iters lr-warmup-init merge-file min-loss-scale min-lr no-load-optim no-mmap-bin-files"
-    " no-save-optim override-opt-param-scheduler partition-activations profile-backward recompute-method"
-    " recompute-num-layers save-interval sequence-parallel sgd-momentum split synchronize-each-layer"
-    " tensorboard-log-interval tensorboard-queue-size tokenizer-model use-checkpoint-opt-param-scheduler vocab-file"
+    " checkpoint-num-layers contigious-checkpointing data-cache-path deterministic-mode eval-interval hysteresis"
+    " initial-loss-scale log-memory-to-tensorboard log-timers-to-tensorboard log-validation-ppl-to-tensorboard"
+    " loss-scale loss-scale-window lr-decay-iters lr-warmup-init merge-file min-loss-scale min-lr no-load-optim"
+    " no-mmap-bin-files no-save-optim override-opt-param-scheduler partition-activations profile-backward"
+    " recompute-method recompute-num-layers save-interval sequence-parallel sgd-momentum split"
+    " synchronize-each-layer tensorboard-log-interval tensorboard-queue-size tokenizer-model"
+    " use-checkpoint-opt-param-scheduler vocab-file"
 )
 PUBLISHED: frozenset[str] = frozenset(_PUBLISHED.split())
 

@@ -1,7 +1,7 @@
 """Defines `megazero.initialize`, which makes an engine from a module and a configuration."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from megazero.library.zero_init import first_value
 from megazero.memory.ledger_interface import NullLedger
 from megazero.optim.loss_scaler import LossScaler
 from megazero.rules import moot
+from megazero.tensor_parallel.float32 import use_tf32
 from megazero.timers import Timers
 from megazero.zero.engine import Engine, EngineSettings
 from megazero.zero.plan import resolve
@@ -58,7 +59,7 @@ def initialize(
     settings = load_engine_config(config)
     mesh, buffers = mesh_and_buffers(mesh)
     batch = resolve_batch(settings, mesh.axis("dp").size)
-    _warn(settings, batch, mesh)
+    _warn(settings, batch, mesh, [*use_tf32(settings.precision, mesh.device, given="precision.tf32")])
     plan = resolve(settings.zero, settings.precision)
     unwrap_dtensors(model, mesh)
     prepare(model, mesh, plan.parameter.dtype)
@@ -106,9 +107,12 @@ def initialize(
     return DataParallelEngine(model, parts)
 
 
-def _warn(config: EngineConfig, batch: BatchSizes, mesh: Mesh) -> None:
-    """Warn of settings without effect, and report what automatic keys became, once per job."""
+def _warn(config: EngineConfig, batch: BatchSizes, mesh: Mesh, products: Sequence[str]) -> None:
+    """Warn of settings without effect, and report what automatic keys became, once per job.
+
+    products: notices on the precision of products.
+    """
     alone = moot.on_one_process(config) if mesh.axis("dp").size == 1 else ()
     if mesh.world.rank == 0:
-        for notice in (*config.notices, *alone, *automatic_sizes(config, batch)):
+        for notice in (*config.notices, *alone, *automatic_sizes(config, batch), *products):
             warnings.warn(notice, stacklevel=3)

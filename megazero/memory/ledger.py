@@ -16,7 +16,8 @@ With a limit, the operation after which more is alive than that raises MemoryLim
 Memory that passes no dispatch mode is not counted: scratch inside kernels (0 to 4 % of small steps on a CPU), the CUDA
 context, NCCL's buffers, cuBLAS's workspace.  On CUDA the mode follows backward into the engine's own threads, because
 autograd takes thread-local state along.  While any mode watches, autograd adds two gradients of one tensor out of place
-instead of in place; the ledger counts that sum, which a run without a ledger does not make.
+instead of in place; the ledger counts that sum, which a run without a ledger does not make.  Compiled code runs
+no single operations, so nothing is compiled while a ledger is kept.
 """
 
 import weakref
@@ -101,6 +102,8 @@ class Ledger:
     PyTorch's on CUDA, none elsewhere.  On CUDA a storage counts as the multiple of 512 bytes that it occupies.
     limit_bytes: the most that may be alive; beyond it operations and calls raise MemoryLimitError, once a step.
     """
+
+    is_kept = True
 
     def __init__(
         self, device: torch.device, *, limit_bytes: int | None = None, allocator: Callable[[], int] | None = None

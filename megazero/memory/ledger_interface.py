@@ -11,6 +11,10 @@ from megazero.memory.ledger_figures import Category, Phase, StepMemory
 class AnyLedger(Protocol):
     """A ledger as code that allocates calls it, whether one is kept or not; it is kept while entered as a context."""
 
+    @property
+    def is_kept(self) -> bool:
+        """True if it records what is allocated, operation by operation."""
+
     def __enter__(self) -> "AnyLedger": ...
 
     def __exit__(self, *exc: object) -> None: ...
@@ -39,6 +43,8 @@ class AnyLedger(Protocol):
 
 class NullLedger:
     """A ledger that records nothing, at no cost."""
+
+    is_kept = False
 
     def __enter__(self) -> "NullLedger":
         return self

@@ -21,6 +21,7 @@ from torch import nn
 
 from megazero.errors import ConfigError, Problem
 from megazero.model.gpt import GPT, TransformerBlock
+from megazero.rules.run import compiled_under_ledger
 from megazero.tensor_parallel.activation import FusedGelu
 from megazero.tensor_parallel.cross_entropy import FusedSoftmax
 
@@ -53,13 +54,20 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 
-def is_compiled(choice: str, device: torch.device) -> bool:
-    """Return True if --compile compiles: "auto" does on GPUs, on machines that have a compiler."""
-    return choice == "on" or (choice == "auto" and device.type == "cuda" and not lacking(device))
+def is_compiled(choice: str, device: torch.device, *, keeps_ledger: bool = False) -> bool:
+    """Return True if --compile compiles: "auto" does on GPUs, on machines that have a compiler, without a ledger."""
+    can_compile = device.type == "cuda" and not keeps_ledger and not lacking(device)
+    return choice == "on" or (choice == "auto" and can_compile)
 
 
-def check_compiler(choice: str, device: torch.device) -> Iterator[str]:
+def check_compiler(choice: str, device: torch.device, *, keeps_ledger: bool = False) -> Iterator[str]:
     """Yield notices for the user before the run begins; raises ConfigError where --compile on is impossible."""
+    if keeps_ledger:
+        if choice == "on":
+            raise ConfigError(compiled_under_ledger("a kept ledger"))
+        if choice == "auto" and device.type == "cuda":
+            yield "blocks are not compiled, which costs time and memory: the ledger watches single operations"
+        return
     missing = lacking(device)
     if choice == "on" and missing:
         rule = f"torch.compile builds its kernels on this machine, which lacks {missing}"

@@ -172,6 +172,13 @@ SHARED: tuple[Row[SharedSections], ...] = (
     ),
     Row(("accumulate_allreduce_grads_in_fp32",), _no_wider_accumulation, {"precision": "bf16"}),
     Row(
+        ("tf32",),
+        lambda s: (
+            "" if s.precision.precision == "fp32" else f"there are no fp32 products, only {s.precision.precision} ones"
+        ),
+        {"precision": "fp32"},
+    ),
+    Row(
         ("number_checkpoints",),
         lambda s: (
             ""
@@ -396,6 +403,16 @@ RUN: tuple[Row[RunConfig], ...] = (
         {"eval_iters": 100},
     ),
     Row(("attention_backend",), _kernel_is_not_there, {"device": "cuda"}),
+    Row(
+        ("tf32",),
+        lambda c: "a CPU has no TF32, its fp32 products are exact" if c.parallel.device == "cpu" else "",
+        {"device": "cuda"},
+    ),
+    Row(
+        ("deterministic_mode",),
+        lambda c: "on CPUs every run is bitwise repeatable" if c.parallel.device == "cpu" else "",
+        {"device": "cuda"},
+    ),
     Row(
         ("min_lr",),
         lambda c: "a constant learning rate does not fall" if c.optimizer.lr_decay_style == "constant" else "",

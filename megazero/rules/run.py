@@ -178,6 +178,31 @@ def flash_takes_no_mask(config: RunConfig, world_size: int) -> Iterator[Problem]
         )
 
 
+def deterministic_attention_is_not_cudnns(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    if config.training.deterministic_mode and config.training.attention_backend == "fused":
+        yield Problem(
+            "--deterministic-mode --attention-backend fused",
+            "torch has no deterministic backward of cuDNN's attention",
+            ", ".join(f"--attention-backend {name}" for name in ("auto", "flash", "efficient", "unfused")),
+        )
+
+
+def ledger_watches_uncompiled_blocks(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    limit = config.logging.ledger_limit
+    if config.training.compile == "on" and (config.logging.ledger or limit is not None):
+        yield compiled_under_ledger("--ledger" if config.logging.ledger else f"--ledger-limit {limit:g}")
+
+
+def compiled_under_ledger(ledger: str) -> Problem:
+    """Return the problem of a run that is compiled under a ledger.  ledger: the flag that keeps it, or other words."""
+    otherwise = f", or leave out {ledger}" if ledger.startswith("--") else ""
+    return Problem(
+        f"--compile on with {ledger}",
+        "the ledger watches single operations, which compiled blocks don't run",
+        f"--compile auto, --compile off{otherwise}",
+    )
+
+
 # --- batch and length ------------------------------------------------------------------------------------------------
 
 
@@ -292,6 +317,8 @@ RULES: tuple[Rule, ...] = (
     layout_divides_world,
     backend_fits_device,
     flash_takes_no_mask,
+    deterministic_attention_is_not_cudnns,
+    ledger_watches_uncompiled_blocks,
     micro_batches_fill_global_batch,
     length_is_given_once,
     length_is_a_step,

@@ -1,21 +1,29 @@
 """Chooses the one of torch's kernels that computes attention.
 
 On a GPU several can (FlashAttention, cuDNN's, the memory-efficient one), and which is fastest depends on the GPU, the
-shape and torch's version: *auto* measures them once, forward and backward, on the shape that the run will have, with a
-mask if the run has one (FlashAttention takes none).  The chosen kernel goes first; a call that it cannot serve
-goes to the next.  Megatron-LM's names: flash, fused (cuDNN), unfused.
+shape and torch's version: *auto* measures them once, forward and backward, on tensors of the run's shape and strides,
+with a mask if the run has one (FlashAttention takes none), and all ranks take the same one.  The chosen kernel goes
+first; a call that it cannot serve goes to the next.  Megatron-LM's names: flash, fused (cuDNN), unfused.
+
+At its first choice of a kernel in a process torch sets its own order, on Hopper cuDNN's kernel first, and so overwrites
+an order that was set before.  Hence torch chooses once for the run's call before an order is set; it chooses again
+afterwards, and that kernel is the one that is reported.
 """
 
+import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megazero.comm.interface import Communicator
 from megazero.config.run import RunConfig
 from megazero.model.sequences import document_mask
 from megazero.zero.plan import DTYPES
@@ -32,6 +40,7 @@ _FUSED = ("flash", "fused", "efficient")
 _CALLS = 5
 _event: Callable[..., torch.cuda.Event] = torch.cuda.Event
 _using: Callable[..., AbstractContextManager[None]] = sdpa_kernel
+_torchs_choice: Callable[..., int] = torch._fused_sdp_choice
 
 
 class AttentionCall(NamedTuple):
@@ -39,6 +48,7 @@ class AttentionCall(NamedTuple):
 
     shape: [b, a/t, s, d] of query, key and value.  dropout: a probability.
     is_masked: True for a mask of documents, False for a causal one.
+    is_deterministic: True if its backward must add in the same order every time.
     """
 
     shape: tuple[int, int, int, int]
@@ -46,6 +56,39 @@ class AttentionCall(NamedTuple):
     device: torch.device
     dropout: float
     is_masked: bool = False
+    is_deterministic: bool = False
+
+    def operands(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return empty query, key and value as the model passes them: views of one tensor [b, s, 3, a/t, d]."""
+        batch, heads, length, head_dim = self.shape
+        qkv = torch.empty(batch, length, 3, heads, head_dim, dtype=self.dtype, device=self.device)
+        query, key, value = (part.requires_grad_() for part in qkv.permute(2, 0, 3, 1, 4).unbind(0))
+        return query, key, value
+
+    def mask(self) -> Tensor | None:
+        """Return a mask of rows that are one document each, or None for a causal call."""
+        if not self.is_masked:
+            return None
+        documents = torch.zeros(self.shape[0], self.shape[2], dtype=torch.int32, device=self.device)
+        return document_mask(documents, self.dtype)
+
+    def __str__(self) -> str:
+        mask = ", masked" if self.is_masked else ""
+        return f"{list(self.shape)} in {str(self.dtype).removeprefix('torch.')} on {self.device.type}{mask}"
+
+
+class KernelChoice(NamedTuple):
+    """The name in `KERNELS` of the kernel to prefer, None for torch's own order, and a line that reports the choice.
+
+    The line is empty where there was nothing to choose.
+    """
+
+    kernel: str | None = None
+    line: str = ""
+
+
+Seconds = Callable[[str, AttentionCall], float | None]
+Reduction = Callable[[Sequence[float]], list[float]]
 
 
 def attention_call(config: RunConfig, device: torch.device) -> AttentionCall:
@@ -54,24 +97,61 @@ def attention_call(config: RunConfig, device: torch.device) -> AttentionCall:
     heads, head_dim = model.num_attention_heads, model.hidden_size // model.num_attention_heads
     shape = (config.training.micro_batch_size, heads // tensor_size, model.seq_length, head_dim)
     dtype, is_masked = DTYPES[config.precision.precision], config.data.reset_attention_mask
-    return AttentionCall(shape, dtype, device, model.attention_dropout, is_masked)
+    return AttentionCall(shape, dtype, device, model.attention_dropout, is_masked, config.training.deterministic_mode)
 
 
-def choose_kernel(
-    wanted: str, call: AttentionCall, seconds: Callable[[str, AttentionCall], float | None] | None = None
-) -> str | None:
+def choose_for_run(config: RunConfig, device: torch.device, world: Communicator) -> KernelChoice:
+    """Return the kernel that a run prefers, the same on every rank; a collective call of all ranks."""
+    wanted, call = config.training.attention_backend, attention_call(config, device)
+    if wanted == "auto" and device.type != "cuda":
+        return KernelChoice()
+    computing_kernel(call)  # torch sets its own order now, and not after the run's
+    kernel = choose_kernel(wanted, call, partial(largest, world, device))
+    with prefer_kernel(kernel):
+        return KernelChoice(kernel, reported(wanted, computing_kernel(call), call))
+
+
+def choose_kernel(wanted: str, call: AttentionCall, slowest: Reduction, seconds: Seconds | None = None) -> str | None:
     """Return the name in `KERNELS` of the kernel to prefer; None leaves it to torch, as on the CPU, which has one.
 
+    "auto" is the kernel whose slowest rank is fastest, of those that serve the call on every rank.  A deterministic run
+    measures nothing, since another run could find another kernel fastest: FlashAttention goes first, cuDNN's never.
+    slowest: returns each kernel's largest time over all ranks.
     seconds: returns how long a kernel takes for a call, None if it cannot serve it; `measure` by default.
     """
     if wanted != "auto":
         return wanted
     if call.device.type != "cuda":
         return None
+    if call.is_deterministic:
+        return "flash"
     candidates = [name for name in _FUSED if not (call.is_masked and name == "flash")]
-    measured = {name: (seconds or measure)(name, call) for name in candidates}
-    able = {name: found for name, found in measured.items() if found is not None}
-    return min(able, key=lambda name: able[name]) if able else None
+    measured = [(seconds or measure)(name, call) for name in candidates]
+    times = slowest([math.inf if each is None else each for each in measured])
+    fastest, name = min(zip(times, candidates, strict=True))
+    return name if math.isfinite(fastest) else None
+
+
+def largest(world: Communicator, device: torch.device, figures: Sequence[float]) -> list[float]:
+    """Return the largest of each figure over all ranks; a collective call."""
+    figures_here = torch.tensor(figures, dtype=torch.float64, device=device)
+    world.all_reduce_scalars(figures_here, "max").wait()
+    found: list[float] = figures_here.tolist()
+    return found
+
+
+def computing_kernel(call: AttentionCall) -> str:
+    """Return the name of the kernel by which torch would compute the call now, "torch's" for one without a name."""
+    query, key, value = call.operands()
+    mask = call.mask()
+    chosen = _torchs_choice(query, key, value, mask, call.dropout, mask is None)
+    return next((name for name, backend in KERNELS.items() if backend.value == chosen), "torch's")
+
+
+def reported(wanted: str, computing: str, call: AttentionCall) -> str:
+    """Return the line that reports which kernel computes, and why, if another one was wanted by name."""
+    because = f", since {wanted} cannot compute {call}" if wanted not in ("auto", computing) else ""
+    return f"attention: kernel {computing}{because}"
 
 
 def prefer_kernel(kernel: str | None) -> AbstractContextManager[None]:
@@ -86,13 +166,8 @@ def prefer_kernel(kernel: str | None) -> AbstractContextManager[None]:
 
 def measure(kernel: str, call: AttentionCall) -> float | None:
     """Return the median seconds of a forward and backward on a GPU; None if the kernel cannot serve the call."""
-    query, key, value = (
-        torch.randn(call.shape, dtype=call.dtype, device=call.device, requires_grad=True) for _ in range(3)
-    )
-    mask = None
-    if call.is_masked:
-        documents = torch.zeros(call.shape[0], call.shape[2], dtype=torch.int32, device=call.device)
-        mask = document_mask(documents, call.dtype)
+    query, key, value = (part.detach().normal_().requires_grad_() for part in call.operands())
+    mask = call.mask()
     times: list[float] = []
     try:
         with _using([KERNELS[kernel]]):

@@ -31,6 +31,7 @@ from megazero.config.run import RunConfig
 from megazero.config.yaml_file import to_yaml
 from megazero.console import Console
 from megazero.data.loader import BatchLayout, BatchLoader
+from megazero.errors import ConfigError
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.memory.host import return_freed_memory
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
@@ -51,12 +52,14 @@ from megazero.report.pipeline_report import PipelineReport
 from megazero.report.stragglers import StragglerReport
 from megazero.report.writers import open_writers
 from megazero.rules.optimizer import optimizer_choice
+from megazero.rules.run import compiled_under_ledger
 from megazero.tensor_parallel.deferred import DeferredGradients
 from megazero.tensor_parallel.float8 import float8_products
 from megazero.tensor_parallel.layers import TensorParallel
 from megazero.tensor_parallel.onednn import fastest_products
 from megazero.tensor_parallel.random import RandomRegions
 from megazero.timers import Timers
+from megazero.train.attention_kernel import KernelChoice, choose_for_run
 from megazero.train.check import topology
 from megazero.train.context import StepContext
 from megazero.train.evaluate import EvaluationSet
@@ -114,7 +117,8 @@ class RunComponents:
 
     random: the random states of dropout.  activations: which activations are recomputed, and where checkpoints lie.
     plan: the schedule of the pipeline stage.  deferred: the store for weight gradients that the schedule computes
-    later, None if it does not.  trace: the timeline of its steps.  compiled: a description of what torch compiles.
+    later, None if it does not.  trace: the timeline of its steps.  attention: the kernel that computes attention.
+    compiled: a description of what torch compiles.
     """
 
     mesh: Mesh
@@ -127,22 +131,32 @@ class RunComponents:
     plan: StagePlan
     deferred: DeferredGradients | None
     trace: AnyTrace
+    attention: KernelChoice
     compiled: str | None = None
 
 
 def build_components(
     config: RunConfig, mesh: Mesh, buffers: FusedBuffers, *, vocab_size: int, ledger: AnyLedger | None = None
 ) -> RunComponents:
-    """Build the model with its initial values and its engine, and resize `buffers` to what the engine needs."""
+    """Build the model with its initial values and its engine, and resize `buffers` to what the engine needs.
+
+    A collective call of all ranks of the mesh.  ledger: one that is kept watches single operations, so that nothing is
+    compiled unless --compile on demands it, which raises ConfigError.
+    """
+    ledger = ledger or NullLedger()
+    compiles = is_compiled(config.training.compile, mesh.device, keeps_ledger=ledger.is_kept)
+    if compiles and ledger.is_kept:
+        raise ConfigError(compiled_under_ledger("a kept ledger"))
+    attention = choose_for_run(config, mesh.device, mesh.world)
     padded, stage = padded_vocab_size(config, vocab_size), mesh.coordinate("pp")
     are_written = config.logging.log_timers_to_tensorboard and config.logging.tensorboard_dir is not None
     timers = Timers(mesh.device, waits=are_written or config.activations.profile_backward)
     random = RandomRegions(config.training.seed, mesh.coordinate("tp"), mesh.device)
-    rank = RankParts(mesh.axis("tp"), mesh.device, random, ledger or NullLedger(), timers)
+    rank = RankParts(mesh.axis("tp"), mesh.device, random, ledger, timers)
     in_flight = derived.num_micro_batches(config, mesh.topology.world_size)
     max_checkpoints = num_checkpoints(config, stage, padded, in_flight)
     plan = stage_plan(config, stage)
-    tp = tensor_parallel(config, mesh, random, splits_backward=plan.schedule == "zero-bubble")
+    tp = tensor_parallel(config, mesh, random, splits_backward=plan.schedule == "zero-bubble", compiles=compiles)
     activations = activation_plan(activation_config(config), max_checkpoints, rank)
     model = GPT(
         config.model,
@@ -152,18 +166,16 @@ def build_components(
         activations=activations,
         chunks=stage_chunks(config, stage, padded),
     )
-    engine = _build_engine(config, model, mesh, buffers, ledger or NullLedger())
-    compiled = (
-        compile_blocks(model, as_a_whole=tp.within_compiled)
-        if is_compiled(config.training.compile, mesh.device)
-        else None
-    )
+    engine = _build_engine(config, model, mesh, buffers, ledger)
+    compiled = compile_blocks(model, as_a_whole=tp.within_compiled) if compiles else None
     tokens = config.training.micro_batch_size * config.model.seq_length
     activation_bytes = tokens * config.model.hidden_size * tp.dtype.itemsize if tp.border.splits_sequence else 0
     buffers.resize(max(engine.largest_buffer_bytes, activation_bytes))  # gloo's reduce-scatter borrows its input's size
     return_freed_memory(mesh.device)
     trace = NO_TRACE if config.logging.pipeline_trace_dir is None else Trace(mesh.device)
-    return RunComponents(mesh, model, engine, random, activations, timers, buffers, plan, tp.deferred, trace, compiled)
+    return RunComponents(
+        mesh, model, engine, random, activations, timers, buffers, plan, tp.deferred, trace, attention, compiled
+    )
 
 
 def _blocks_have_no_effects(config: RunConfig, splits_backward: bool) -> bool:
@@ -172,7 +184,9 @@ def _blocks_have_no_effects(config: RunConfig, splits_backward: bool) -> bool:
     return config.parallel.tensor_model_parallel_size == 1 and not (splits_backward or is_recomputed)
 
 
-def tensor_parallel(config: RunConfig, mesh: Mesh, random: RandomRegions, *, splits_backward: bool) -> TensorParallel:
+def tensor_parallel(
+    config: RunConfig, mesh: Mesh, random: RandomRegions, *, splits_backward: bool, compiles: bool
+) -> TensorParallel:
     """Return the tensor-parallel settings that all layers of the model share."""
     dtype = DTYPES[config.precision.precision]
     products, fp8 = fastest_products(mesh.device, dtype), config.precision.fp8_format
@@ -186,8 +200,7 @@ def tensor_parallel(config: RunConfig, mesh: Mesh, random: RandomRegions, *, spl
         deferred=DeferredGradients() if splits_backward else None,
         products=products if fp8 is None else float8_products(fp8, products),
         head_products=products,
-        within_compiled=is_compiled(config.training.compile, mesh.device)
-        and _blocks_have_no_effects(config, splits_backward),
+        within_compiled=compiles and _blocks_have_no_effects(config, splits_backward),
     )
 
 
@@ -241,6 +254,7 @@ def step_context(config: RunConfig, components: RunComponents) -> StepContext:
         plan=components.plan,
         deferred=components.deferred,
         trace=components.trace,
+        attention=components.attention.kernel,
     )
 
 
@@ -321,6 +335,8 @@ def _assemble_on(
         console.line(reason)
     config = replace(config, activations=activations)
     components = build_components(config, mesh, buffers, vocab_size=inputs.vocab_size, ledger=ledger)
+    if components.attention.line:
+        console.line(components.attention.line)
     if components.compiled is not None:
         console.line(f"torch.compile: {components.compiled}, at the first step")
     train_iters = derived.train_iters(config, launch.world_size)

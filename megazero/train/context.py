@@ -60,6 +60,7 @@ class StepContext:
     num_positions: token positions of a global batch.  clip_grad: largest gradient norm, 0 for none.
     checks_overflow: True if a gradient that is not finite skips the step (fp16).  plan: this rank's pipeline stage.
     deferred: the store for weight gradients that the schedule computes later, None if it does not.
+    attention: the kernel that attention prefers (`attention_kernel.py`), None for torch's own choice.
     """
 
     engine: Engine
@@ -74,3 +75,4 @@ class StepContext:
     plan: StagePlan = field(default_factory=StagePlan)
     deferred: DeferredGradients | None = None
     trace: AnyTrace = NO_TRACE
+    attention: str | None = None

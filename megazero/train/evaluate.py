@@ -7,6 +7,7 @@ import torch
 from megazero.data.loader import BatchLayout, build_step_batch
 from megazero.data.samples import Samples
 from megazero.pipeline.runtime import execute
+from megazero.train.attention_kernel import prefer_kernel
 from megazero.train.context import StepContext
 from megazero.train.stage_passes import StagePasses
 
@@ -34,8 +35,9 @@ def evaluate(context: StepContext, held_out: EvaluationSet) -> float:
         micro_batches = build_step_batch(held_out.source, first, held_out.layout).micro_batches
         actions = context.plan.evaluation(len(micro_batches))
         passes = StagePasses(context, micro_batches, actions)
-        execute(actions, passes)
-        passes.finish()
+        with prefer_kernel(context.attention):
+            execute(actions, passes)
+            passes.finish()
         totals += torch.stack([passes.loss_sum, passes.num_tokens])
     context.model.train(True)
     # All tensor-parallel ranks add the same sums, which leaves the mean as it is.

@@ -16,9 +16,10 @@ from megazero.model.compiled import check_compiler
 from megazero.parallel.launch import Launch
 from megazero.parallel.threads import use_cpu_threads
 from megazero.tensor_parallel.float8 import check_device
-from megazero.train.attention_kernel import attention_call, choose_kernel, prefer_kernel
+from megazero.tensor_parallel.float32 import use_tf32
 from megazero.train.build import assemble, check_checkpoint, open_journal
 from megazero.train.check import topology
+from megazero.train.determinism import use_deterministic_mode
 from megazero.train.inputs import RunInputs
 from megazero.train.loop import train
 
@@ -30,7 +31,13 @@ def pretrain(config: RunConfig, launch: Launch, inputs: RunInputs) -> int:
     device = choose_device(parallel.device, launch.local_rank)
     if threads := use_cpu_threads(parallel.cpu_threads, launch, device):
         Console(launch.rank).line(threads)
-    notices = (*check_device(config.precision.fp8_format, device), *check_compiler(config.training.compile, device))
+    keeps_ledger = logging.ledger or logging.ledger_limit is not None
+    notices = (
+        *use_deterministic_mode(config.training.deterministic_mode, device),
+        *use_tf32(config.precision, device),
+        *check_device(config.precision.fp8_format, device),
+        *check_compiler(config.training.compile, device, keeps_ledger=keeps_ledger),
+    )
     for notice in notices:
         Console(launch.rank).line(notice)
     store = join(
@@ -52,10 +59,7 @@ def pretrain(config: RunConfig, launch: Launch, inputs: RunInputs) -> int:
     journal = open_journal(config, launch)
     try:
         ledger = open_ledger(device, kept=logging.ledger, limit_mib=logging.ledger_limit)
-        kernel = choose_kernel(config.training.attention_backend, attention_call(config, device))
-        if kernel is not None:
-            Console(launch.rank).line(f"attention: kernel {kernel}")
-        with reported_faults(store, meter.flight, job), ledger, prefer_kernel(kernel):
+        with reported_faults(store, meter.flight, job), ledger:
             run = assemble(config, launch, device, inputs, ledger, journal, meter)
             train(run)
     finally:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megazero.data.loader import StepBatch
 from megazero.pipeline.runtime import execute
+from megazero.train.attention_kernel import prefer_kernel
 from megazero.train.context import StepContext
 from megazero.train.stage_passes import StagePasses
 from megazero.zero.step import reduce_gradients, update_parameters
@@ -46,7 +47,7 @@ def training_step(context: StepContext, batch: StepBatch, controls: StepControls
     engine.begin_step()
     actions = context.plan.step(len(batch.micro_batches))
     passes = StagePasses(context, batch.micro_batches, actions, multiplier=controls.loss_scale / context.num_positions)
-    with context.timers.measure("forward-backward"):
+    with context.timers.measure("forward-backward"), prefer_kernel(context.attention):
         execute(actions, passes)
         passes.finish()
     context.mesh.meter.flight.activity = "update"

@@ -83,6 +83,7 @@ class _Side:
         self._parts = step_context(config, core)
         self._loader = BatchLoader(inputs.train, batch_layout(config, mesh, inputs.eod), prefetch=0)
         self.engine = core.engine
+        self.attention = core.attention.line
         self.tensors = OwnedTensors(core)
 
     def step(self, lr: float) -> tuple[float, float]:
@@ -107,13 +108,13 @@ class _Comparison:
         config = replace(config, model=replace(config.model, vocab_size=inputs.vocab_size))
         padded = padded_vocab_size(config, inputs.vocab_size)
         resolved, reasons = resolve_activations(config, mesh, vocab_size=inputs.vocab_size, padded_vocab_size=padded)
-        for reason in reasons:
-            print_line(reason)
         self._config = replace(config, activations=resolved)
         self._rate = LearningRate.from_config(
             config.optimizer, train_iters=derived.train_iters(config, mesh.topology.world_size)
         )
         self._here = _Side(self._config, mesh, buffers, inputs)
+        for line in filter(None, (*reasons, self._here.attention)):
+            print_line(line)
         self._one = self._one_process(inputs) if mesh.rank == 0 else None
         self._parameters = self._gather_parameters()
         self._num_copies = 0

@@ -47,7 +47,7 @@ dist-ckpt-format use-custom-fsdp enable-cuda-graph cuda-graph-impl rotary-positi
 num-key-value-heads num-query-groups profile local-rank num-virtual-stages-per-pipeline-rank use-tp-pp-dp-mapping
 decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers account-for-embedding-in-pipeline-split
 account-for-loss-in-pipeline-split pipeline-model-parallel-layout no-overlap-p2p-communication
-microbatch-group-size-per-virtual-pipeline-stage standalone-embedding-stage
+microbatch-group-size-per-virtual-pipeline-stage standalone-embedding-stage deterministic-mode
 """
 
 # Flags about the workings of another implementation, with values as scripts give them: none changes a result here.

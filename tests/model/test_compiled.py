@@ -12,13 +12,17 @@ from unittest.mock import patch
 import pytest
 import torch
 from support.processes import run_ranks
-from support.small_runs import EOD, LENGTH, core_on_rank, reference_batch, tiny_run
+from support.small_runs import EOD, LENGTH, VOCAB, core_on_rank, reference_batch, tiny_run
 from torch._dynamo.utils import counters
 
+from megazero.comm.startup import make_mesh
 from megazero.data.loader import MicroBatch, StepBatch
 from megazero.errors import ConfigError
+from megazero.memory.fused_buffers import FusedBuffers
+from megazero.memory.ledger import Ledger
 from megazero.model.compiled import check_compiler, is_compiled, lacking
-from megazero.train.build import RunComponents, step_context
+from megazero.parallel.topology import Topology
+from megazero.train.build import RunComponents, build_components, step_context
 from megazero.train.step import StepControls, training_step
 
 pytestmark = pytest.mark.gloo
@@ -252,6 +256,24 @@ def test_a_machine_without_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
     assert lacking(CPU) in ("Python's headers (Python.h)", "a C++ compiler")
     assert is_compiled("on", CPU) and not is_compiled("auto", GPU)
+
+
+def test_a_ledger_keeps_blocks_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` compiles nothing under a ledger and says so where it would have compiled; "on" is refused by name."""
+    monkeypatch.setattr("megazero.model.compiled.lacking", lambda _: "")
+    assert is_compiled("auto", GPU) and not is_compiled("auto", GPU, keeps_ledger=True)
+    (notice,) = check_compiler("auto", GPU, keeps_ledger=True)
+    assert "blocks are not compiled" in notice and "ledger" in notice
+    assert list(check_compiler("off", GPU, keeps_ledger=True)) == []
+    assert list(check_compiler("auto", CPU, keeps_ledger=True)) == []
+    with pytest.raises(ConfigError, match="--compile on with a kept ledger"):
+        list(check_compiler("on", GPU, keeps_ledger=True))
+
+
+def test_what_is_built_with_a_ledger_is_not_compiled() -> None:
+    config, mesh = tiny_run(compile="on"), make_mesh(Topology(), 0, CPU, FusedBuffers(0, CPU))
+    with Ledger(CPU) as ledger, pytest.raises(ConfigError, match="--compile on with a kept ledger"):
+        build_components(config, mesh, FusedBuffers(0, CPU), vocab_size=VOCAB, ledger=ledger)
 
 
 @needs_compiler

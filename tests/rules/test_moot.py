@@ -76,6 +76,8 @@ SHARED_CASES = (
     Case("consecutive_hysteresis", True, ERROR, STATIC, FP16),
     Case("max_skipped_steps_at_min_loss_scale", 5, ERROR, {}, STATIC),
     Case("max_skipped_steps_at_min_loss_scale", 5, ERROR, BF16, {"communication_data_type": "fp16"}),
+    Case("tf32", True, ERROR, BF16, {}),
+    Case("tf32", True, ERROR, {"precision": "fp64"}, {"precision": "fp32"}),
     Case("accumulate_allreduce_grads_in_fp32", True, NOTICE, {}, BF16),
     Case("accumulate_allreduce_grads_in_fp32", True, NOTICE, {"precision": "fp64"}, FP16),
 )
@@ -107,6 +109,8 @@ RUN_CASES = (
     Case("eval_at_start", True, ERROR, {"eval_iters": 0}, {}),
     Case("attention_backend", "efficient", NOTICE, {"device": "cpu"}, {"device": "cuda"}),
     Case("attention_backend", "flash", NOTICE, {"device": "cpu"}, {"device": "cpu", "attention_dropout": 0}),
+    Case("tf32", True, ERROR, {"device": "cpu"}, {"device": "cuda"}),
+    Case("deterministic_mode", True, NOTICE, {"device": "cpu"}, {"device": "cuda"}),
     Case("min_lr", 1e-5, NOTICE, {"lr_decay_style": "constant"}, {"lr_decay_style": "cosine"}),
     Case("lr_decay_iters", 9, NOTICE, {"lr_decay_style": "constant"}, {}),
     Case(

@@ -86,6 +86,24 @@ def test_a_valid_run_has_no_problem() -> None:
             "--attention-backend auto, --attention-backend fused",
         ),
         (
+            1,
+            {"deterministic_mode": True, "attention_backend": "fused"},
+            "--deterministic-mode --attention-backend fused",
+            "--attention-backend auto, --attention-backend flash, --attention-backend efficient",
+        ),
+        (
+            1,
+            {"compile": "on", "ledger": True, "metrics_file": "run.jsonl"},
+            "--compile on with --ledger",
+            "--compile auto, --compile off, or leave out --ledger",
+        ),
+        (
+            1,
+            {"compile": "on", "ledger_limit": 64.5},
+            "--compile on with --ledger-limit 64.5",
+            "--compile auto, --compile off, or leave out --ledger-limit 64.5",
+        ),
+        (
             4,
             {"global_batch_size": 21},
             "--global-batch-size 21 with --micro-batch-size 2 on 4 data-parallel processes",
