@@ -289,7 +289,7 @@ def _lock(config: RunConfig, mesh: Mesh, console: Console) -> FolderLock | None:
     root = config.checkpoint.save
     if root is None:
         return None
-    lock = lock_folder(root, world=mesh.world, device=mesh.device)
+    lock = lock_folder(root, control=mesh.control)
     if lock is not None:
         if lock.broken:
             console.line(lock.broken)
@@ -391,8 +391,7 @@ def _restore_newest(config: RunConfig, components: RunComponents) -> tuple[Check
         check=lambda found: check_progress(found, config.checkpoint),
         restore=lambda found: restore_engine(found, components.engine, mesh, with_optimizer=not weights_only),
         fits=lambda found: _check_fits(found, config, vocab_size=components.model.vocab_size),
-        world=mesh.world,
-        device=mesh.device,
+        control=mesh.control,
     )
     if taken is None or taken.is_newest:
         return taken and taken.checkpoint, ()

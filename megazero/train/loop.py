@@ -106,7 +106,7 @@ class _PendingStep(NamedTuple):
     timers: Mapping[str, float]
     comm_bytes: Mapping[str, Mapping[str, int]]
     ledger: Mapping[str, Any]
-    spans: Sequence[SpanRow]
+    spans: Sequence[SpanRow] | None
     data_wait_seconds: float
     own_seconds: float
 
@@ -274,7 +274,7 @@ class _Loop:
             ledger=pending.ledger,
             data_wait_seconds=pending.data_wait_seconds,
         )
-        return [RankMetrics(**figures) for figures in gather_json(mesh.world, asdict(mine), mesh.device)]
+        return [RankMetrics(**figures) for figures in gather_json(mesh.control, asdict(mine))]
 
     def _check_health(self, metrics: StepMetrics, before: TrainState, step: BadStep) -> None:
         """Raise TrainingError if the loss scale is exhausted, or a figure is not finite; the run is saved first."""
