@@ -101,8 +101,8 @@ PACKAGE_FAULTS: tuple[Fault, ...] = (
     Fault(
         "checkpoint/restore.py",
         "which parameters other ranks want is not waited for",
-        'world.all_reduce_scalars(seen, "max").wait()',
-        'world.all_reduce_scalars(seen, "max")',
+        'control.all_reduce_scalars(seen, "max").wait()',
+        'control.all_reduce_scalars(seen, "max")',
         ("tests/checkpoint/test_restore.py",),
     ),
     Fault(

@@ -77,7 +77,6 @@ def import_command(options: argparse.Namespace, console: Console) -> None:
 
     It belongs to no run: it names none, and a run begins from it by --finetune.
     """
-    import torch
 
     from megazero.checkpoint.huggingface import read_model
     from megazero.checkpoint.writer import Draft, save
@@ -99,7 +98,7 @@ def import_command(options: argparse.Namespace, console: Console) -> None:
         spec = ParamSpec(name, shape, shape, (0,) * len(shape))
         fragments.append(StateFragment(spec, "weight", 0, spec.numel, weight.float().view(-1)))
     draft = Draft(options.save, 0, TrainState(LossScale(1.0)).to_json(), to_yaml(config))
-    folder = save(draft, fragments, world=LocalCommunicator(), device=torch.device("cpu"))
+    folder = save(draft, fragments, control=LocalCommunicator())
     total = sum(math.prod(fragment.spec.full_shape) for fragment in fragments)
     console.line(f"{folder}: {format_count(total)} parameters, vocabulary {imported.vocab_size}")
 

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import astuple
 from typing import Any
 
-import torch
-
 from megazero.comm.interface import Communicator
 from megazero.comm.mesh import gather_json
 from megazero.errors import CheckpointError, DamageError, Problem, UserError
@@ -16,12 +14,13 @@ from megazero.errors import CheckpointError, DamageError, Problem, UserError
 _SHOWN_RANKS = 8
 
 
-def all_or_none(world: Communicator, device: torch.device, action: Callable[[], Any], *, doing: str) -> list[Any]:
+def all_or_none(control: Communicator, action: Callable[[], Any], *, doing: str) -> list[Any]:
     """Run `action` on every rank; return the JSON-able results of all ranks, in rank order.
 
     If it raises on any rank, all raise: CheckpointError with every problem and its ranks where the reason is one that a
     user can mend (a full disk, say), DamageError where every reason is damage, and the original exception on a rank
     where it is a bug in megazero.
+    control: `Mesh.control`, or another communicator of CPU tensors.
     doing: the action in words, for errors of the operating system.
     """
     value, error = None, None
@@ -31,7 +30,7 @@ def all_or_none(world: Communicator, device: torch.device, action: Callable[[], 
     except Exception as caught:
         error = caught
     damaged = sorted(error.files) if isinstance(error, DamageError) else None
-    reports = gather_json(world, {"value": value, "problems": _problems(error, doing), "damaged": damaged}, device)
+    reports = gather_json(control, {"value": value, "problems": _problems(error, doing), "damaged": damaged})
     if error is not None and not isinstance(error, UserError | OSError):
         raise error
     failed = [report for report in reports if report["problems"]]

@@ -14,8 +14,6 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from megazero.checkpoint.agreement import all_or_none
 from megazero.checkpoint.folders import choices, set_aside
 from megazero.checkpoint.reader import Checkpoint, open_folder
@@ -64,25 +62,25 @@ def first_complete(path: Path, check: Check) -> Taken | None:
 
 
 def restore_first_sound(
-    path: Path, check: Check, restore: Check, fits: Check, *, world: Communicator, device: torch.device
+    path: Path, check: Check, restore: Check, fits: Check, *, control: Communicator
 ) -> Taken | None:
-    """Fill the state of every rank from the first sound checkpoint, the same on all; a collective call over `world`.
+    """Fill the state of every rank from the first sound checkpoint, the same on all; a collective call over `control`.
 
     check: as in `first_complete`.  restore: fills the state, collectively; raises DamageError on all ranks or on none.
     fits: raises if a checkpoint is of another run or model; called before one other than the first is restored.
 
     Returns None if there is no checkpoint at all; raises DamageError with all problems if none is sound.
     """
-    lists = all_or_none(world, device, lambda: _listed(path), doing=f"listing {path}")
+    lists = all_or_none(control, lambda: _listed(path), doing=f"listing {path}")
     _check_same_view(path, [bool(each["folders"]) for each in lists])
     latest = Problem(*lists[0]["latest"]) if lists[0]["latest"] else None
     damaged: list[PassedOver] = []
     for folder in map(Path, lists[0]["folders"]):
         attempt = _Attempt(folder, check, restore, fits if damaged else None)
         try:
-            return Taken(attempt.run(world, device), tuple(damaged), latest)
+            return Taken(attempt.run(control), tuple(damaged), latest)
         except DamageError as error:
-            _confirm(error, attempt, world, device)
+            _confirm(error, attempt, control)
             damaged.append(PassedOver(folder, error.problems))
     raise_problems(DamageError, _problems(damaged, latest))
     return None
@@ -107,8 +105,8 @@ class _Attempt:
         self.checkpoint: Checkpoint | None = None
         self._check, self._restore, self._fits = check, restore, fits
 
-    def run(self, world: Communicator, device: torch.device) -> Checkpoint:
-        all_or_none(world, device, self._open, doing=f"opening {self.folder}")
+    def run(self, control: Communicator) -> Checkpoint:
+        all_or_none(control, self._open, doing=f"opening {self.folder}")
         assert self.checkpoint is not None
         self._restore(self.checkpoint)
         return self.checkpoint
@@ -132,15 +130,15 @@ def _check_same_view(path: Path, finds_some: list[bool]) -> None:
         raise CheckpointError(Problem(given, "all ranks read the same folder", "a file system that all nodes share"))
 
 
-def _confirm(error: DamageError, attempt: _Attempt, world: Communicator, device: torch.device) -> None:
+def _confirm(error: DamageError, attempt: _Attempt, control: Communicator) -> None:
     """Raise CheckpointError, on all ranks, unless rank 0 finds damage too, in the files that others name."""
 
     def finds_damage() -> bool:
-        if world.rank != 0 or isinstance(error.__cause__, DamageError):
+        if control.rank != 0 or isinstance(error.__cause__, DamageError):
             return True
         return attempt.checkpoint is not None and bool(attempt.checkpoint.damage_in(error.files))
 
-    if not all_or_none(world, device, finds_damage, doing=f"reading {attempt.folder} again")[0]:
+    if not all_or_none(control, finds_damage, doing=f"reading {attempt.folder} again")[0]:
         rule = "rank 0 reads the same files and finds no damage, so the fault is not in the checkpoint"
         legal = "look at the memory and the file system of the nodes with these ranks"
         raise CheckpointError(*error.problems, Problem(str(attempt.folder), rule, legal)) from error

@@ -24,7 +24,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
-import torch
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
@@ -121,7 +120,7 @@ class FolderLock:
                 self.path.unlink()
 
 
-def lock_folder(root: Path, *, world: Communicator, device: torch.device) -> FolderLock | None:
+def lock_folder(root: Path, *, control: Communicator) -> FolderLock | None:
     """Take the lock of `root`, which is made if it is not there, on rank 0; a collective call.
 
     Returns the lock on rank 0, None elsewhere.  Raises CheckpointError on all ranks if it is held.
@@ -129,10 +128,10 @@ def lock_folder(root: Path, *, world: Communicator, device: torch.device) -> Fol
     locks: list[FolderLock] = []
 
     def take() -> None:
-        if world.rank == 0:
+        if control.rank == 0:
             locks.append(take_lock(root))
 
-    all_or_none(world, device, take, doing=f"locking {root}")
+    all_or_none(control, take, doing=f"locking {root}")
     return locks[0] if locks else None
 
 

@@ -17,21 +17,19 @@ from megazero.parallel.param_spec import StateFragment
 _MAX_PROBLEMS = 20
 
 
-def restore(
-    checkpoint: Checkpoint, fragments: Iterable[StateFragment], *, world: Communicator, device: torch.device
-) -> None:
-    """Fill every rank's fragments, or fail on all ranks; a collective call over `world`.
+def restore(checkpoint: Checkpoint, fragments: Iterable[StateFragment], *, control: Communicator) -> None:
+    """Fill every rank's fragments, or fail on all ranks; a collective call over `control`.
 
     Besides what `Checkpoint.fill` checks, every parameter of the checkpoint must be among some rank's fragments: a
     checkpoint with more layers than the model is refused.
     """
     wanted = list(fragments)
-    all_or_none(world, device, lambda: checkpoint.check(wanted), doing=f"reading {checkpoint.folder}")
+    all_or_none(control, lambda: checkpoint.check(wanted), doing=f"reading {checkpoint.folder}")
     names = list(checkpoint.parameters)
     mine = {fragment.spec.name for fragment in wanted}
-    seen = torch.tensor([name in mine for name in names], dtype=torch.int64, device=device)
-    world.all_reduce_scalars(seen, "max").wait()
+    seen = torch.tensor([name in mine for name in names], dtype=torch.int64)
+    control.all_reduce_scalars(seen, "max").wait()
     unused = (name for name, found in zip(names, seen.tolist(), strict=True) if not found)
     problems = (Problem(f"{name} in {checkpoint.folder}", "the model has no such parameter") for name in unused)
     raise_problems(CheckpointError, islice(problems, _MAX_PROBLEMS))
-    all_or_none(world, device, lambda: checkpoint.fill(wanted), doing=f"reading {checkpoint.folder}")
+    all_or_none(control, lambda: checkpoint.fill(wanted), doing=f"reading {checkpoint.folder}")

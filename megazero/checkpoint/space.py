@@ -5,8 +5,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
-import torch
-
 from megazero.checkpoint.agreement import all_or_none
 from megazero.checkpoint.folders import list_steps
 from megazero.checkpoint.retention import Retention
@@ -66,8 +64,7 @@ def check_space(
     *,
     retention: Retention,
     run: RunIdentity | None,
-    world: Communicator,
-    device: torch.device,
+    control: Communicator,
 ) -> str:
     """Compare what is free under `root` with what this run will save; a collective call.
 
@@ -75,11 +72,10 @@ def check_space(
     Raises CheckpointError on all ranks if the checkpoints that exist at the same time do not fit: one, or with a
     retention those that it keeps and a new one.  Returns a notice on rank 0 if those of the whole run do not fit.
     """
-    sizes = all_or_none(world, device, lambda: own_bytes, doing="counting")
+    sizes = all_or_none(control, lambda: own_bytes, doing="counting")
     notices = all_or_none(
-        world,
-        device,
-        lambda: _compare(root, sum(sizes), steps, retention, run) if world.rank == 0 else "",
+        control,
+        lambda: _compare(root, sum(sizes), steps, retention, run) if control.rank == 0 else "",
         doing=f"looking at the file system of {root}",
     )
     return str(notices[0])

@@ -86,8 +86,8 @@ class Draft(NamedTuple):
     retention: Retention = ALL_STAY
 
 
-def save(draft: Draft, fragments: Iterable[StateFragment], *, world: Communicator, device: torch.device) -> Path:
-    """Write a checkpoint under `draft.root` and return its folder; a collective call over `world`.
+def save(draft: Draft, fragments: Iterable[StateFragment], *, control: Communicator) -> Path:
+    """Write a checkpoint under `draft.root` and return its folder; a collective call over `control`.
 
     fragments: the state that this rank owns; over all ranks every element of every (parameter, kind) exactly once.
     Without the optimizer's kinds the checkpoint is one of weights only.  Only rank 0's draft is used.
@@ -95,20 +95,19 @@ def save(draft: Draft, fragments: Iterable[StateFragment], *, world: Communicato
     Raises CheckpointError on all ranks if it fails on any, naming rank and cause; older checkpoints and `latest` are
     then unchanged.
     """
-    leads, root = world.rank == 0, draft.root
+    leads, root = control.rank == 0, draft.root
     with ExitStack() as held:
         try:
             made = all_or_none(
-                world, device, lambda: prepare(draft, held) if leads else None, doing=f"making a folder in {root}"
+                control, lambda: prepare(draft, held) if leads else None, doing=f"making a folder in {root}"
             )
             saving = Saving(*made[0])
             all_or_none(
-                world, device, lambda: write_part(saving, world.rank, fragments), doing=f"writing to {saving.folder}"
+                control, lambda: write_part(saving, control.rank, fragments), doing=f"writing to {saving.folder}"
             )
             names = all_or_none(
-                world,
-                device,
-                lambda: publish(saving, draft, world.size) if leads else None,
+                control,
+                lambda: publish(saving, draft, control.size) if leads else None,
                 doing=f"publishing {saving.folder}",
             )
         finally:

@@ -33,8 +33,8 @@ def axis_bandwidth(mesh: Mesh, axis: str, nbytes: int) -> float:
 
 def minimum_over_ranks(mesh: Mesh, figure: float) -> float:
     """Return the least of all ranks' figures, on all ranks; resets the meter."""
-    least = torch.tensor([figure], dtype=torch.float64, device=mesh.device)
-    mesh.world.all_reduce_scalars(least, "min").wait()
+    least = torch.tensor([figure], dtype=torch.float64)
+    mesh.control.all_reduce_scalars(least, "min").wait()
     mesh.meter.reset()
     return least.item()
 

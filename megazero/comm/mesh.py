@@ -12,6 +12,7 @@ from megazero.comm.metered import Meter
 from megazero.parallel.topology import WORLD, Topology
 
 GATHERING = "dp_gather"  # the key of the second communicator of the data-parallel axis
+CONTROL = "control"  # the key of the communicator of all ranks for CPU tensors, where "world" carries a GPU's only
 
 # Keys of the pipeline's channels.  A group whose communicator is made at once (NCCL's are) runs one operation after the
 # other on each rank, so a receive that is posted ahead would hold up every send behind it.  Hence activations and
@@ -61,21 +62,28 @@ class Mesh:
     def world(self) -> Communicator:
         return self.communicators[WORLD]
 
+    @property
+    def control(self) -> Communicator:
+        """All ranks, over CPU tensors: what hosts exchange for themselves never waits for a device."""
+        return self.communicators.get(CONTROL, self.world)
+
     def coordinate(self, axis: str) -> int:
         return self.topology.coordinate(self.rank, axis)
 
 
-def gather_json(communicator: Communicator, value: Any, device: torch.device) -> list[Any]:
-    """Return every rank's JSON-able value, in rank order, on every rank (text in byte tensors; nothing is pickled)."""
+def gather_json(communicator: Communicator, value: Any) -> list[Any]:
+    """Return every rank's JSON-able value, in rank order, on every rank (text in byte tensors; nothing is pickled).
+
+    communicator: one of CPU tensors, as `Mesh.control` is, so that no device is waited for.
+    """
     payload = json.dumps(value).encode()
-    length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
+    if communicator.size == 1:
+        return [json.loads(payload)]
+    length = torch.tensor([len(payload)], dtype=torch.int64)
     communicator.all_reduce_scalars(length, "max").wait()
     width = 8 + int(length.item())
-    mine = torch.zeros(width, dtype=torch.uint8)
-    mine[:] = torch.frombuffer(
-        bytearray(len(payload).to_bytes(8, "little") + payload.ljust(width - 8, b" ")), dtype=torch.uint8
-    )
-    gathered = torch.empty(communicator.size * width, dtype=torch.uint8, device=device)
-    communicator.all_gather_into(gathered, mine.to(device)).wait()
-    rows = [bytes(row.tolist()) for row in gathered.cpu().view(communicator.size, width)]
+    framed = bytearray(len(payload).to_bytes(8, "little") + payload.ljust(width - 8, b" "))
+    gathered = torch.empty(communicator.size * width, dtype=torch.uint8)
+    communicator.all_gather_into(gathered, torch.frombuffer(framed, dtype=torch.uint8)).wait()
+    rows = [bytes(row.tolist()) for row in gathered.view(communicator.size, width)]
     return [json.loads(row[8 : 8 + int.from_bytes(row[:8], "little")]) for row in rows]

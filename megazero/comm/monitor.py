@@ -34,6 +34,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megazero.comm.fault_report import Fault, Heartbeat, Waiting, report
 from megazero.comm.flight_record import FlightRecord
+from megazero.comm.mesh import CONTROL
 from megazero.owner import ProcessState, process_start, process_state
 from megazero.parallel.topology import Topology
 
@@ -450,6 +451,8 @@ def place_in_job(
     """Return the place of a rank whose launcher describes the job's store by torch's variables."""
 
     def members(of: int, key: str) -> Sequence[int]:
+        if key == CONTROL:
+            return range(topology.world_size)
         return topology.group_of(of, "pp" if key.startswith("pp") else key.removesuffix("_gather"))
 
     holds_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"

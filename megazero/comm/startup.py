@@ -10,12 +10,12 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _set_pg_timeo
 
 from megazero.comm.interface import Communicator
 from megazero.comm.local import LocalCommunicator
-from megazero.comm.mesh import ACTIVATIONS, GATHERING, GRADIENTS, Mesh, channel_keys
+from megazero.comm.mesh import ACTIVATIONS, CONTROL, GATHERING, GRADIENTS, Mesh, channel_keys
 from megazero.comm.metered import Meter, MeteredCommunicator
 from megazero.comm.process_group import ProcessGroupCommunicator
 from megazero.comm.rendezvous import open_store
 from megazero.errors import Problem, TopologyError
-from megazero.memory.lease import Scratch
+from megazero.memory.lease import NO_SCRATCH, Scratch
 from megazero.parallel.launch import Launch
 from megazero.parallel.topology import AXES, ENDS, WORLD, Topology
 
@@ -105,6 +105,7 @@ def make_mesh(
 ) -> Mesh:
     """Make a metered communicator per axis, a second data-parallel one for parameters, and the pipeline's channels.
 
+    Where torch's default group carries no CPU tensors, as with NCCL, a group of all ranks over gloo is made for those.
     Every rank of the job must call this with the same topology.
     timeout_minutes: how long a collective may wait on an axis that has groups of its own, the same as for `join`
     (torch doesn't pass it on); None: the backend's default.  join_minutes: how long ranks may take to make the groups;
@@ -117,9 +118,17 @@ def make_mesh(
     for key, axis in (keys | dict.fromkeys(channel_keys(topology.pp), "pp")).items():
         inner = _communicator(topology, axis, rank, scratch, limits)
         communicators[key] = MeteredCommunicator(inner, axis, meter, key)
+    if topology.world_size > 1 and not carries_cpu_tensors(_default_group()):
+        group = dist.new_group(backend="gloo", timeout=limits.collectives, group_desc=f"megazero_{CONTROL}")
+        communicators[CONTROL] = MeteredCommunicator(ProcessGroupCommunicator(group, NO_SCRATCH), WORLD, meter, CONTROL)
     mesh = Mesh(topology, rank, device, communicators, meter)
     _connect_stages(mesh)
     return mesh
+
+
+def carries_cpu_tensors(group: dist.ProcessGroup) -> bool:
+    """Return True if the group sends CPU tensors, as gloo does, alone or beside NCCL ("cpu:gloo,cuda:nccl")."""
+    return "cpu" in (pair.partition(":")[0] for pair in dist.get_backend_config(group).split(","))
 
 
 def _connect_stages(mesh: Mesh) -> None:

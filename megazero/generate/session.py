@@ -167,7 +167,7 @@ def saved_vocab_size(weights: Weights) -> int:
 
 def _check_same_step(weights: Weights, mesh: Mesh) -> None:
     """Raise CheckpointError if ranks opened different steps, as when a run saves while they open its folder."""
-    steps = sorted(set(gather_json(mesh.world, weights.step, mesh.device)))
+    steps = sorted(set(gather_json(mesh.control, weights.step)))
     if len(steps) > 1:
         given = f"a checkpoint of step {steps[0]} on some processes, of step {steps[-1]} on others"
         raise CheckpointError(Problem(given, "all processes read the same checkpoint", f"--step {steps[-1]}"))

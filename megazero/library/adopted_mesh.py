@@ -10,7 +10,8 @@ three forms:
 
 Ranks need not be numbered as a `Topology` numbers them: this rank's number follows from its places in the two groups,
 and collectives over "world" run over one group first, then over the other.  The second data-parallel group, over which
-parameters are gathered, is made here by a collective call of all processes of the job.
+parameters are gathered, is made here by a collective call of all processes of the job; so are groups of the same ranks
+over gloo for CPU tensors, where the user's groups carry none.
 """
 
 from collections.abc import Callable
@@ -25,12 +26,12 @@ from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from megazero.comm.interface import Communicator, CompletedWork, ReduceKind, Work
 from megazero.comm.local import LocalCommunicator
-from megazero.comm.mesh import GATHERING, Mesh
+from megazero.comm.mesh import CONTROL, GATHERING, Mesh
 from megazero.comm.metered import Meter, MeteredCommunicator
 from megazero.comm.process_group import ProcessGroupCommunicator
-from megazero.comm.startup import make_mesh
+from megazero.comm.startup import carries_cpu_tensors, make_mesh
 from megazero.errors import Problem, TopologyError
-from megazero.memory.lease import Scratch
+from megazero.memory.lease import NO_SCRATCH, Scratch
 from megazero.parallel.topology import AXES, ENDS, WORLD, Topology
 
 _LEGAL = 'a megazero Mesh, a DeviceMesh with dims "dp" and "tp", or an object with get_data_parallel_group()'
@@ -84,18 +85,21 @@ def adopt(foreign: Any, device: torch.device, scratch: Scratch) -> Mesh:
     data = dist.get_process_group_ranks(groups.data)
     tensor = [dist.get_rank()] if groups.tensor is None else dist.get_process_group_ranks(groups.tensor)
     _check_ranks(data, tensor)
-    over_data = _communicator(groups.data, scratch)
-    over_tensor = LocalCommunicator() if groups.tensor is None else _communicator(groups.tensor, scratch)
+    over_data, over_tensor = _communicator(groups.data, scratch), _communicator(groups.tensor, scratch)
     inner: dict[str, Communicator] = {
         "pp": LocalCommunicator(),
         "dp": over_data,
         "tp": over_tensor,
-        WORLD: over_data if over_tensor.size == 1 else TwoAxes(over_data, over_tensor),
+        WORLD: _product(over_data, over_tensor),
         ENDS: LocalCommunicator(),
         GATHERING: _communicator(_second_group(data, device), scratch),
     }
+    if not all(carries_cpu_tensors(group) for group in groups if group is not None):
+        axes = [data] if groups.tensor is None else [data, tensor]
+        hosts = [_communicator(_second_group(ranks, device, backend="gloo"), NO_SCRATCH) for ranks in axes]
+        inner[CONTROL] = _product(*hosts)
     meter = Meter()
-    names = {axis: axis for axis in (*AXES, ENDS, WORLD)} | {GATHERING: "dp"}
+    names = {axis: axis for axis in (*AXES, ENDS, WORLD)} | {GATHERING: "dp", CONTROL: WORLD}
     communicators = {key: MeteredCommunicator(axis, names[key], meter) for key, axis in inner.items()}
     topology = Topology(tp=over_tensor.size, dp=over_data.size)
     return Mesh(topology, topology.rank_of(dp=over_data.rank, tp=over_tensor.rank), device, communicators, meter)
@@ -192,29 +196,28 @@ def _check_ranks(data: list[int], tensor: list[int]) -> None:
         raise TopologyError(Problem(given, "ranks of a group stand in rising order", "a group made by new_group"))
 
 
-def _communicator(group: dist.ProcessGroup, scratch: Scratch) -> Communicator:
-    return LocalCommunicator() if dist.get_world_size(group) == 1 else ProcessGroupCommunicator(group, scratch)
+def _communicator(group: dist.ProcessGroup | None, scratch: Scratch) -> Communicator:
+    if group is None or dist.get_world_size(group) == 1:
+        return LocalCommunicator()
+    return ProcessGroupCommunicator(group, scratch)
 
 
-def _second_group(ranks: list[int], device: torch.device) -> dist.ProcessGroup:
-    """Make another group of the same ranks.
+def _product(outer: Communicator, inner: Communicator | None = None) -> Communicator:
+    return outer if inner is None or inner.size == 1 else TwoAxes(outer, inner)
 
-    All processes make the groups of all data-parallel axes in the same order, as torch requires.
+
+def _second_group(ranks: list[int], device: torch.device, *, backend: str | None = None) -> dist.ProcessGroup:
+    """Make another group of the same ranks, by default over the default group's backend.
+
+    All processes make the groups of all data-parallel (or tensor-parallel) axes in the same order, as torch requires.
     """
     world = _default_group()
     first_ranks = torch.empty(dist.get_world_size(world), dtype=torch.int64, device=device)
-    whole = ProcessGroupCommunicator(world, _NoScratch())
+    whole = ProcessGroupCommunicator(world, NO_SCRATCH)
     whole.all_gather_into(first_ranks, torch.tensor([ranks[0]], device=device)).wait()
     axis_of = first_ranks.tolist()
     groups: dict[int, dist.ProcessGroup] = {
-        first: dist.new_group([rank for rank, other in enumerate(axis_of) if other == first])
+        first: dist.new_group([rank for rank, other in enumerate(axis_of) if other == first], backend=backend)
         for first in sorted(set(axis_of))
     }
     return groups[ranks[0]]
-
-
-class _NoScratch:
-    """A scratch for communicators that only gather, which need none."""
-
-    def lease(self, numel: int, dtype: torch.dtype) -> Any:
-        raise AssertionError("gathering needs no scratch memory")

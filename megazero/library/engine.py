@@ -10,6 +10,7 @@ Attributes that the engine does not have are the model's: `engine.my_method()`. 
 `save_16bit_model`, since `state_dict` needs them whole.
 """
 
+from collections import deque
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from megazero.library.passes import BackwardPasses
 from megazero.library.save import save_model
 from megazero.library.step_records import StepRecords
 from megazero.library.stepping import StepOutcome, Stepper
+from megazero.memory.host_copy import HostCopy
 from megazero.parallel.param_spec import Unit
 from megazero.timers import Timers
 from megazero.zero.engine import Engine
@@ -79,6 +81,8 @@ class DataParallelEngine:
         self._recomputation, self._timers = components.recomputation, components.timers
         self._buffers = ModuleBuffers(module, components.zero_engine.data_parallel)
         self._last: StepOutcome | None = None
+        # A GPU's are read one step late, when its host no longer waits for them.
+        self._stops: deque[HostCopy] = deque(maxlen=1 if components.mesh.device.type == "cpu" else 2)
         self._was_applied = False
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
@@ -147,6 +151,7 @@ class DataParallelEngine:
         flight = self.mesh.meter.flight
         flight.activity = "update"
         self._last = self._stepper.step(stop=stop)
+        self._stops.append(HostCopy([self._last.stop]))
         flight.activity = "user code"
         self._was_applied = self._last.applied
         self.global_steps += 1
@@ -160,8 +165,11 @@ class DataParallelEngine:
         return self._was_applied
 
     def stop_requested(self) -> bool:
-        """Return True if any rank gave `stop` to the last step; the same on every rank."""
-        return self._last is not None and bool(self._last.stop.item())
+        """Return True if any rank gave `stop` to the last step; the same on every rank.
+
+        On a GPU it is the step before the last, so that the host does not wait for the last one.
+        """
+        return len(self._stops) == self._stops.maxlen and self._stops[0].read()[0] > 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: a step frees its gradients at its end."""
@@ -172,7 +180,10 @@ class DataParallelEngine:
         return self._stepper.loss_scale
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the norm of the last step's averaged gradients, before clipping; None before the first step."""
+        """Return the norm of the last step's averaged gradients, before clipping; None before the first step.
+
+        On a GPU the host waits for the step.
+        """
         return None if self._last is None else float(self._last.grad_norm.item())
 
     def get_lr(self) -> list[float]:

@@ -50,7 +50,7 @@ def save_model(model: nn.Module, units: Sequence[Unit], path: Path, mesh: Mesh) 
             if writer is not None:
                 for item in group:
                     writer.write(item.tensor)
-    all_or_none(mesh.world, mesh.device, lambda: None if writer is None else writer.publish(), doing=f"writing {path}")
+    all_or_none(mesh.control, lambda: None if writer is None else writer.publish(), doing=f"writing {path}")
 
 
 def contents(model: nn.Module, units: Sequence[Unit]) -> tuple[list[StoredTensor], dict[str, str]]:

@@ -147,7 +147,7 @@ class Stepper:
             self._figures = HostCopy([update.skipped, index, update.grad_norm])
             self._records.end_step()
         self.rates.advance()
-        fault = None if update.grad_norm.is_cuda else self._read_fault(stops)
+        fault = self._read_fault(stops) if self._device.type == "cpu" else None
         return fault or StepOutcome(update.grad_norm, stops, applied=True)
 
     def _after_fp16(self, update: Update, first_overflow: Tensor, stops: Tensor) -> StepOutcome:

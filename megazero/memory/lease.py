@@ -21,3 +21,13 @@ class Scratch(Protocol):
 
     def lease(self, numel: int, dtype: torch.dtype) -> Lease:
         """Lease a tensor of `numel` elements of `dtype`, contents undefined, until it is released."""
+
+
+class _NoScratch:
+    """A scratch for communicators that sum nothing up but scalars, which need none."""
+
+    def lease(self, numel: int, dtype: torch.dtype) -> Lease:
+        raise AssertionError("this communicator has no scratch memory: it gathers, and reduces scalars")
+
+
+NO_SCRATCH: Scratch = _NoScratch()

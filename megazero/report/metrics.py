@@ -73,6 +73,7 @@ class RankMetrics:
     model_state_bytes: {"parameters" | "gradients" | "master" | "moments": bytes}.
     comm_bytes: {axis: {collective: bytes}}.  ledger: `StepLedger.to_json`, empty without a ledger.
     data_wait_seconds: the time that this rank waited for its batch.
+    device_memory_bytes: `StepMemory.device_bytes`, empty on a CPU.
     """
 
     peak_memory_bytes: int
@@ -80,6 +81,7 @@ class RankMetrics:
     comm_bytes: Mapping[str, Mapping[str, int]]
     ledger: Mapping[str, Any] = field(default_factory=dict)
     data_wait_seconds: float = 0.0
+    device_memory_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -27,15 +27,17 @@ _FIRST_TRACED = 2
 class PipelineReport:
     """A tracer that writes files about steps into `folder`; with None it traces no step.
 
-    `begin_step` and `publish` are collectives of the pipeline's ranks.  Raises DataError when a file can't be written.
+    `begin_step` and `publish` are collectives of all ranks, of their hosts alone.  Raises DataError when a file
+    can't be written.
     """
 
     def __init__(self, mesh: Mesh, plan: StagePlan, trace: AnyTrace, *, folder: Path | None, interval: int) -> None:
         self._mesh = mesh
         self._plan = plan
         self._trace = trace
-        self._folder = folder if mesh.coordinate("dp") == mesh.coordinate("tp") == 0 else None
+        self._folder = folder
         self._interval = interval
+        self._is_due = False
         self._num_steps = 0
         self._together = 0.0
         self._closing: list[str] = []
@@ -44,21 +46,25 @@ class PipelineReport:
         """Begin to trace the coming step, if it is to be traced."""
         self._num_steps += 1
         due = self._num_steps == _FIRST_TRACED or iteration % self._interval == 0 or is_last
-        if self._folder is not None and due:
-            self._mesh.axis("pp").barrier()
+        self._is_due = self._folder is not None and due
+        if self._is_due:
+            self._mesh.control.barrier()
             self._together = time.monotonic()
-            self._trace.begin()
+            if self._mesh.coordinate("dp") == self._mesh.coordinate("tp") == 0:
+                self._trace.begin()
 
-    def end_step(self) -> Sequence[SpanRow]:
-        """Return this rank's spans of the step that ends; none unless it was traced."""
-        return rows(self._trace.end())
+    def end_step(self) -> Sequence[SpanRow] | None:
+        """Return this rank's spans of the step that ends, None unless it was traced."""
+        spans = rows(self._trace.end())
+        return spans if self._is_due else None
 
-    def publish(self, iteration: int, spans: Sequence[SpanRow]) -> float | None:
+    def publish(self, iteration: int, spans: Sequence[SpanRow] | None) -> float | None:
         """Gather a step's spans, write files on rank 0, return the idle share; None if it was not traced."""
-        if self._folder is None or not spans:
+        if self._folder is None or spans is None:
             return None
-        mine = {"machine": platform.node(), "together": self._together, "spans": spans}
-        measured = timeline(on_one_clock(gather_json(self._mesh.axis("pp"), mine, self._mesh.device)))
+        mine = {"machine": platform.node(), "together": self._together, "spans": spans} if spans else None
+        everyone = gather_json(self._mesh.control, mine)
+        measured = timeline(on_one_clock([everyone[rank] for rank in self._mesh.topology.group_of(0, "pp")]))
         if self._mesh.rank == 0:
             self._write(self._folder, iteration, measured)
         return measured.idle_share

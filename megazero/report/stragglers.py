@@ -117,7 +117,7 @@ class StragglerReport:
         self._steps.append(mine)
         if iteration % self._interval:
             return
-        rows = gather_json(self._mesh.world, [socket.gethostname(), *self._steps], self._mesh.device)
+        rows = gather_json(self._mesh.control, [socket.gethostname(), *self._steps])
         first = iteration - len(self._steps) + 1
         self._steps = []
         hosts = [row[0] for row in rows]

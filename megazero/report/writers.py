@@ -11,6 +11,7 @@ from typing import Protocol
 from megazero.config.run import LoggingConfig
 from megazero.console import Console
 from megazero.errors import ConfigError, Problem
+from megazero.report.device_memory import StepMemory, device_memory_scalars
 from megazero.report.ledger_report import ledger_scalars
 from megazero.report.metrics import Evaluation, IntervalMetrics, RankMetrics, StepMetrics, interval_metrics
 from megazero.report.metrics_file import MetricsFile
@@ -167,6 +168,8 @@ class TensorBoardWriter:
         if self._config.log_memory_to_tensorboard and ranks:
             scalars.update(_memory_scalars(ranks))
         scalars.update(ledger_scalars([figures.ledger for figures in ranks]))
+        memory = [StepMemory(figures.peak_memory_bytes, figures.device_memory_bytes) for figures in ranks]
+        scalars.update(device_memory_scalars(memory))
         return scalars
 
 

@@ -45,6 +45,7 @@ from megazero.parallel.drawing import draw_layout
 from megazero.parallel.launch import Launch, job_name
 from megazero.pipeline.stage_plan import StagePlan
 from megazero.pipeline.trace import NO_TRACE, AnyTrace, Trace
+from megazero.report.device_memory import MemoryReport
 from megazero.report.ledger_report import LedgerReport
 from megazero.report.memory_report import closing_lines, opening_line
 from megazero.report.metrics import Rates, flops_per_token, peak_tflops
@@ -303,7 +304,7 @@ def _lock(config: RunConfig, mesh: Mesh, console: Console) -> FolderLock | None:
     root = config.checkpoint.save
     if root is None:
         return None
-    lock = lock_folder(root, world=mesh.world, device=mesh.device)
+    lock = lock_folder(root, control=mesh.control)
     if lock is not None:
         if lock.broken:
             console.line(lock.broken)
@@ -407,8 +408,7 @@ def _restore_newest(config: RunConfig, components: RunComponents) -> tuple[Check
         check=lambda found: check_progress(found, config.checkpoint),
         restore=lambda found: restore_engine(found, components.engine, mesh, with_optimizer=not weights_only),
         fits=lambda found: _check_fits(found, config, vocab_size=components.model.vocab_size),
-        world=mesh.world,
-        device=mesh.device,
+        control=mesh.control,
     )
     if taken is None or taken.is_newest:
         return taken and taken.checkpoint, ()
@@ -586,13 +586,16 @@ def _reporting(
         folder=logging.pipeline_trace_dir,
         interval=logging.log_interval,
     )
+    gathers_ranks = logging.metrics_file is not None or in_tensorboard
+    memory = MemoryReport(device, each_step=gathers_ranks)
     return Reporting(
         console=console,
         writers=writers,
         rates=Rates(flops, world_size, peak_tflops(name, precision=config.precision.precision)),
         global_batch_size=derived.global_batch_size(config, world_size),
         tokens_per_sample=config.model.seq_length,
-        gathers_ranks=logging.metrics_file is not None or in_tensorboard,
+        gathers_ranks=gathers_ranks,
+        memory=memory,
         ledger=ledger,
         pipeline=pipeline,
         stragglers=StragglerReport(components.mesh, log_interval=logging.log_interval),
@@ -604,6 +607,7 @@ def _reporting(
         ),
         closing=lambda: [
             *pipeline.closing_lines(),
+            *memory.closing_lines(),
             *closing_lines(components.engine, components.activations.recomputation),
         ],
     )

@@ -5,14 +5,11 @@ scale and learning rate depend on them), one step later on a GPU, which meanwhil
 """
 
 import math
-import resource
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
-
-import torch
 
 from megazero.checkpoint.journal import Journal
 from megazero.comm.mesh import gather_json
@@ -23,6 +20,7 @@ from megazero.memory.host_copy import HostCopy
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.schedules import LearningRate
 from megazero.pipeline.trace import SpanRow
+from megazero.report.device_memory import MemoryReport, StepMemory
 from megazero.report.ledger_report import LedgerReport
 from megazero.report.metrics import Evaluation, RankMetrics, Rates, StepMetrics
 from megazero.report.pipeline_report import PipelineReport
@@ -65,6 +63,7 @@ class Reporting:
     global_batch_size: int
     tokens_per_sample: int
     gathers_ranks: bool
+    memory: MemoryReport
     ledger: LedgerReport
     pipeline: PipelineReport
     stragglers: StragglerReport
@@ -105,8 +104,9 @@ class _PendingStep(NamedTuple):
     seconds: float
     timers: Mapping[str, float]
     comm_bytes: Mapping[str, Mapping[str, int]]
+    memory: StepMemory
     ledger: Mapping[str, Any]
-    spans: Sequence[SpanRow]
+    spans: Sequence[SpanRow] | None
     data_wait_seconds: float
     own_seconds: float
 
@@ -188,6 +188,7 @@ class _Loop:
         scale = self._state.loss_scale.scale
         meter.reset()
         self._run.reporting.ledger.begin_step()
+        self._run.reporting.memory.begin_step()
         next_iteration = self._state.iteration + 1
         self._run.reporting.pipeline.begin_step(
             next_iteration, is_last=next_iteration == self._run.timetable.train_iters
@@ -200,6 +201,7 @@ class _Loop:
         num_samples = loader.consumed_samples - self._state.consumed_samples
         self._state.advance(num_samples=num_samples, skipped=skipped)
         ledger = self._run.reporting.ledger.end_step(self._state.iteration)
+        memory = self._run.reporting.memory.end_step(ledger)
         spans = self._run.reporting.pipeline.end_step()
         seconds, own_seconds = self._restart_clock()
         self._pending.append(
@@ -214,6 +216,7 @@ class _Loop:
                 seconds,
                 timers.take(),
                 meter.bytes_by_axis(),
+                memory,
                 ledger,
                 spans,
                 waited,
@@ -268,13 +271,14 @@ class _Loop:
         """Return every rank's memory and traffic of a step; a collective call."""
         mesh = self._context.mesh
         mine = RankMetrics(
-            peak_memory_bytes=peak_memory_bytes(mesh.device),
+            peak_memory_bytes=pending.memory.peak_bytes,
             model_state_bytes=asdict(self._context.engine.model_state_bytes()),
             comm_bytes=pending.comm_bytes,
             ledger=pending.ledger,
             data_wait_seconds=pending.data_wait_seconds,
+            device_memory_bytes=pending.memory.device_bytes,
         )
-        return [RankMetrics(**figures) for figures in gather_json(mesh.world, asdict(mine), mesh.device)]
+        return [RankMetrics(**figures) for figures in gather_json(mesh.control, asdict(mine))]
 
     def _check_health(self, metrics: StepMetrics, before: TrainState, step: BadStep) -> None:
         """Raise TrainingError if the loss scale is exhausted, or a figure is not finite; the run is saved first."""
@@ -383,13 +387,6 @@ def failure(error: BaseException) -> str:
     """Return the kind of an error and its first line, for the journal."""
     text = f"{error.problems[0].given}: {error.problems[0].rule}" if isinstance(error, UserError) else str(error)
     return f"{type(error).__name__}: {text}".splitlines()[0]
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory of this process: allocated on the GPU, or resident on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _is_due(interval: int | None, iteration: int) -> bool:

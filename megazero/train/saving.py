@@ -63,8 +63,7 @@ class Saver:
             steps,
             retention=self.retention,
             run=self.run,
-            world=self.mesh.world,
-            device=self.mesh.device,
+            control=self.mesh.control,
         )
 
     def begin(self) -> None:
@@ -80,7 +79,7 @@ class Saver:
 
         leads = self.mesh.rank == 0
         doing = f"writing to {self.root}"
-        all_or_none(self.mesh.world, self.mesh.device, lambda: write() if leads else None, doing=doing)
+        all_or_none(self.mesh.control, lambda: write() if leads else None, doing=doing)
 
     def close(self) -> None:
         """Let other jobs write to `root`; a second call does nothing."""
@@ -95,7 +94,7 @@ class Saver:
         if numbers is None or numbers:
             progress[_NUMBERS] = None if numbers is None else dict(numbers)
         draft = Draft(self.root, state.iteration, progress, self.config_yaml, self.lock, self.retention)
-        return save(draft, self._fragments(), world=self.mesh.world, device=self.mesh.device)
+        return save(draft, self._fragments(), control=self.mesh.control)
 
     def _fragments(self) -> Iterator[StateFragment]:
         return (piece for piece in self.engine.owned_state() if self.with_optimizer or piece.kind == "weight")
@@ -111,7 +110,7 @@ def choose_run(config: CheckpointConfig, mesh: Mesh) -> RunIdentity:
         return (find_start(config).run or new_run()).to_json()
 
     doing = f"reading {config.save}"
-    reports = all_or_none(mesh.world, mesh.device, lambda: choose() if mesh.rank == 0 else None, doing=doing)
+    reports = all_or_none(mesh.control, lambda: choose() if mesh.rank == 0 else None, doing=doing)
     return RunIdentity(**reports[0])
 
 
@@ -260,5 +259,5 @@ def restore_engine(checkpoint: Checkpoint, engine: Engine, mesh: Mesh, *, with_o
         rule = "the optimizer has taken state from a damaged checkpoint already, and cannot be emptied"
         raise CheckpointError(Problem(given, rule, f"start again with --load {checkpoint.folder}"))
     wanted = (piece for piece in engine.wanted_state() if with_optimizer or piece.kind == "weight")
-    restore(checkpoint, wanted, world=mesh.world, device=mesh.device)
+    restore(checkpoint, wanted, control=mesh.control)
     engine.state_loaded(weights_only=not with_optimizer)

@@ -151,7 +151,7 @@ class _Comparison:
         mine: dict[str, Any] = {"stage": self._mesh.coordinate("pp"), "held": list(self._here.tensors.specs)}
         if self._one is not None:
             mine["model"] = [(s.name, s.full_shape, "tp" in s.sharded_axes) for s in self._one.tensors.specs.values()]
-        ranks = gather_json(self._mesh.world, mine, self._mesh.device)
+        ranks = gather_json(self._mesh.control, mine)
         stages: dict[str, set[int]] = {}
         for rank in ranks:
             for name in rank["held"]:
@@ -167,8 +167,8 @@ class _Comparison:
         loss, norm = self._one.step(lr) if self._one is not None else (0.0, 0.0)
         self._progress.show(f"step {number} of {steps}: training in the layout")
         loss_here, norm_here = self._here.step(lr)
-        figures = torch.tensor([loss, norm], dtype=torch.float64, device=self._mesh.device)
-        self._mesh.world.broadcast(figures, 0).wait()
+        figures = torch.tensor([loss, norm], dtype=torch.float64)
+        self._mesh.control.broadcast(figures, 0).wait()
         loss, norm = figures.tolist()
         doing = f"step {number} of {steps}: comparing gradients"
         gradients = tuple(self._differences("gradient", NORM_SHARE * norm, doing))
@@ -190,7 +190,7 @@ class _Comparison:
 
     def _copies(self, kind: str) -> tuple[CopyDifference, ...]:
         """Return the copies that are not the same; a collective."""
-        digests = gather_json(self._mesh.world, self._here.tensors.copies(kind), self._mesh.device)
+        digests = gather_json(self._mesh.control, self._here.tensors.copies(kind))
         self._num_copies += _num_copies(self._mesh.topology, digests[0])
         return copy_differences(self._mesh.topology, digests)
 

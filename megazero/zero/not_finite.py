@@ -130,9 +130,7 @@ class Watch:
 
 def first_of_all(found: Finding | None, mesh: Mesh) -> Verdict | None:
     """Return the first of all ranks' findings, None if no rank has any; a collective call."""
-    rows: list[Mapping[str, Any] | None] = gather_json(
-        mesh.world, None if found is None else asdict(found), mesh.device
-    )
+    rows: list[Mapping[str, Any] | None] = gather_json(mesh.control, None if found is None else asdict(found))
     findings = {rank: Finding(**row) for rank, row in enumerate(rows) if row is not None}
     if not findings:
         return None

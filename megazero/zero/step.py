@@ -74,10 +74,10 @@ def _skipped(engine: Engine, totals: Tensor) -> Tensor | None:
 def first_overflow(engine: Engine, index: int) -> str:
     """Return the first parameter, over all ranks, with a gradient that is not finite; "" if there is none.
 
-    index: `ReducedGradients.first_overflow` of this rank.  A collective call, and the host waits for the device.
+    index: `ReducedGradients.first_overflow` of this rank.  A collective call.
     """
-    least = torch.tensor(index, dtype=torch.int32, device=engine.mesh.device)
-    engine.world.all_reduce_scalars(least, "min").wait()
+    least = torch.tensor(index, dtype=torch.int32)
+    engine.mesh.control.all_reduce_scalars(least, "min").wait()
     return engine.parameter_name(int(least.item()))
 
 

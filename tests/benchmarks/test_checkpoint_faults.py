@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from checkpoint_faults import damage, litter
 from support.sharded_state import Layout, make_state
 from support.source_tree import ROOT
@@ -20,7 +19,7 @@ from megazero.comm.local import LocalCommunicator
 def saved(tmp_path: Path) -> Path:
     for step in (1, 2):
         fragments = Layout().fragments(0, make_state())
-        save(Draft(tmp_path, step, {}, ""), fragments, world=LocalCommunicator(), device=torch.device("cpu"))
+        save(Draft(tmp_path, step, {}, ""), fragments, control=LocalCommunicator())
     return tmp_path
 
 

@@ -31,10 +31,9 @@ def resumed(root: Path) -> Taken:
     taken = restore_first_sound(
         root,
         lambda found: check_progress(found, CheckpointConfig()),
-        lambda found: restore(found, blank(Layout().fragments(0, make_state())), world=WORLD, device=CPU),
+        lambda found: restore(found, blank(Layout().fragments(0, make_state())), control=WORLD),
         lambda _: None,
-        world=WORLD,
-        device=CPU,
+        control=WORLD,
     )
     assert taken is not None
     return taken

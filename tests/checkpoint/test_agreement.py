@@ -3,15 +3,12 @@
 from pathlib import Path
 
 import pytest
-import torch
 from support.late_communicator import LateCommunicator
 from support.thread_world import run_threads
 
 from megazero.checkpoint.agreement import all_or_none
 from megazero.comm.local import LocalCommunicator
 from megazero.errors import CheckpointError, DamageError, DataError, Problem
-
-CPU = torch.device("cpu")
 
 
 def fail_on(rank: int, error: Exception, world: LateCommunicator) -> list[object]:
@@ -20,11 +17,11 @@ def fail_on(rank: int, error: Exception, world: LateCommunicator) -> list[object
             raise error
         return world.rank * 10
 
-    return all_or_none(world, CPU, action, doing="trying")
+    return all_or_none(world, action, doing="trying")
 
 
 def test_results_of_all_ranks_reach_all_ranks() -> None:
-    results = run_threads(3, lambda world: all_or_none(world, CPU, lambda: [world.rank, None], doing="x"))
+    results = run_threads(3, lambda world: all_or_none(world, lambda: [world.rank, None], doing="x"))
     assert results == [[[0, None], [1, None], [2, None]]] * 3
 
 
@@ -47,7 +44,7 @@ def test_damage_stays_damage_unless_a_rank_has_another_problem() -> None:
             if world.rank == 2 and others is not None:
                 raise others
 
-        all_or_none(world, CPU, fail, doing="reading")
+        all_or_none(world, fail, doing="reading")
 
     for result in run_threads(3, lambda world: action(world, None)):
         assert isinstance(result, DamageError) and result.files == {"rank_00003.safetensors"}
@@ -68,7 +65,7 @@ def test_what_all_ranks_say_is_said_once() -> None:
     def action() -> None:
         raise CheckpointError(Problem("given", "rule"))
 
-    results = run_threads(3, lambda world: all_or_none(world, CPU, action, doing="x"))
+    results = run_threads(3, lambda world: all_or_none(world, action, doing="x"))
     assert [result.problems for result in results] == [(Problem("given", "rule"),)] * 3
 
 
@@ -82,7 +79,7 @@ def test_a_bug_stays_itself_where_it_is_and_stops_the_others() -> None:
 
 def test_one_rank_alone_takes_the_same_path() -> None:
     world = LocalCommunicator()
-    assert all_or_none(world, CPU, lambda: "x", doing="y") == ["x"]
+    assert all_or_none(world, lambda: "x", doing="y") == ["x"]
     with pytest.raises(CheckpointError) as caught:
-        all_or_none(world, CPU, Path("/nonexistent/file").read_bytes, doing="reading")
+        all_or_none(world, Path("/nonexistent/file").read_bytes, doing="reading")
     assert caught.value.problems == (Problem("/nonexistent/file", "reading: No such file or directory"),)

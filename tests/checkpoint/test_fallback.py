@@ -46,10 +46,9 @@ def resume(path: Path, world: LateCommunicator, check: Callable[[Checkpoint], No
     taken = restore_first_sound(
         path,
         check,
-        lambda found: restore(found, state, world=world, device=CPU),
+        lambda found: restore(found, state, control=world),
         lambda _: None,
-        world=world,
-        device=CPU,
+        control=world,
     )
     return Resumed(taken, state)
 

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from support.late_communicator import LateCommunicator
 from support.thread_world import run_threads
 
@@ -162,7 +161,7 @@ def test_without_hard_links_a_lock_is_made_by_opening_a_new_file(
 
 def test_one_message_on_all_ranks(tmp_path: Path) -> None:
     def action(world: LateCommunicator) -> FolderLock | None:
-        return lock_folder(tmp_path / "run", world=world, device=torch.device("cpu"))
+        return lock_folder(tmp_path / "run", control=world)
 
     with another_holder(tmp_path / "run", then=signal.SIGCONT):
         results = run_threads(3, action)

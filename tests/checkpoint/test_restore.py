@@ -24,7 +24,7 @@ def restore_rank(
 ) -> tuple[list[StateFragment], list[StateFragment]]:
     expected = wanted.fragments(world.rank, state)
     got = blank(expected)
-    restore(open_checkpoint(root), got, world=world, device=CPU)
+    restore(open_checkpoint(root), got, control=world)
     return got, expected
 
 
@@ -66,7 +66,7 @@ def test_a_problem_of_one_rank_stops_all_before_they_copy(tmp_path: Path) -> Non
     filled[1].append(StateFragment(wrong, "weight", 0, 4, torch.zeros(4)))
 
     def action(world: LateCommunicator) -> None:
-        restore(open_checkpoint(tmp_path), filled[world.rank], world=world, device=CPU)
+        restore(open_checkpoint(tmp_path), filled[world.rank], control=world)
 
     results = run_threads(2, action)
     assert [str(result) for result in results] == [str(results[0])] * 2
@@ -81,7 +81,7 @@ def test_damage_that_one_rank_meets_is_told_by_all(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-4] + b"\xff\xff\xff\xff")
 
     def action(world: LateCommunicator) -> None:
-        restore(open_checkpoint(tmp_path), blank(Layout(tp=2).fragments(world.rank, state)), world=world, device=CPU)
+        restore(open_checkpoint(tmp_path), blank(Layout(tp=2).fragments(world.rank, state)), control=world)
 
     results = run_threads(2, action)
     for result in results:

@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 def test_the_size_of_a_checkpoint_is_close_to_that_of_its_files(tmp_path: Path) -> None:
     fragments = Layout().fragments(0, make_state())
-    folder = save(Draft(tmp_path, 1, {}, ""), fragments, world=LocalCommunicator(), device=CPU)
+    folder = save(Draft(tmp_path, 1, {}, ""), fragments, control=LocalCommunicator())
     size = sum(path.stat().st_size for path in folder.iterdir())
     assert size <= saved_bytes(fragments, ("exp_avg", "exp_avg_sq")) <= size + 16_000
     weights = [fragment for fragment in fragments if fragment.kind == "weight"]
@@ -83,7 +83,7 @@ def test_a_disk_without_room_is_an_error_on_all_ranks_and_one_that_fills_up_a_no
         with_free(monkeypatch, free)
 
         def on_rank(world: LateCommunicator) -> str:
-            return check_space(tmp_path, 1 << 19, steps, retention=retention, run=None, world=world, device=CPU)
+            return check_space(tmp_path, 1 << 19, steps, retention=retention, run=None, control=world)
 
         return set(map(str, run_threads(2, on_rank)))
 
@@ -100,14 +100,12 @@ def test_a_disk_without_room_is_an_error_on_all_ranks_and_one_that_fills_up_a_no
 def test_checkpoints_that_will_go_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fragments = Layout().fragments(0, make_state())
     for step in (1, 2):
-        save(Draft(tmp_path, step, {"run": ONE.to_json()}, ""), fragments, world=LocalCommunicator(), device=CPU)
+        save(Draft(tmp_path, step, {"run": ONE.to_json()}, ""), fragments, control=LocalCommunicator())
     size = saved_bytes(fragments, ())
     with_free(monkeypatch, size + 100)
 
     def check(run: RunIdentity) -> str:
-        return check_space(
-            tmp_path, size, [3, 4], retention=Retention(1), run=run, world=LocalCommunicator(), device=CPU
-        )
+        return check_space(tmp_path, size, [3, 4], retention=Retention(1), run=run, control=LocalCommunicator())
 
     assert check(ONE) == "", "the first save lets both go, and the second one finds their room"
     with pytest.raises(CheckpointError, match="grows by"):

@@ -52,7 +52,7 @@ def save_state(
 ) -> Path:
     world = world or LocalCommunicator()
     draft = Draft(root, step, {"iteration": step, "rank": world.rank}, f"step: {step}\n", lock)
-    return save(draft, Layout(tp, world.size // tp).fragments(world.rank, state), world=world, device=CPU)
+    return save(draft, Layout(tp, world.size // tp).fragments(world.rank, state), control=world)
 
 
 def holds(folder: Path, state: State) -> bool:
@@ -116,7 +116,7 @@ def test_every_dtype_is_stored_bit_by_bit_and_aligned(tmp_path: Path) -> None:
     fragments = [
         StateFragment(ParamSpec(name, (7,), (7,), (0,)), "weight", 0, 7, tensor) for name, tensor in tensors.items()
     ]
-    folder = save(Draft(tmp_path, 1, {}, ""), fragments, world=LocalCommunicator(), device=CPU)
+    folder = save(Draft(tmp_path, 1, {}, ""), fragments, control=LocalCommunicator())
     checkpoint, loaded = open_checkpoint(folder), load_file(folder / "rank_00000.safetensors")
     for name, tensor in tensors.items():
         for got in (checkpoint.read_full(name), loaded[f"weight/{name}[0:7]"]):
@@ -130,7 +130,7 @@ def test_a_dtype_that_cannot_be_stored_is_named(tmp_path: Path) -> None:
     tensor = torch.zeros(2, dtype=torch.complex64)
     fragment = StateFragment(ParamSpec("p", (2,), (2,), (0,)), "weight", 0, 2, tensor)
     with pytest.raises(CheckpointError, match="complex64"):
-        save(Draft(tmp_path, 1, {}, ""), [fragment], world=LocalCommunicator(), device=CPU)
+        save(Draft(tmp_path, 1, {}, ""), [fragment], control=LocalCommunicator())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -209,8 +209,7 @@ def test_older_checkpoints_of_the_run_go_as_far_as_retention_lets_them(tmp_path:
         save(
             Draft(tmp_path, step, progress, "", retention=Retention(keep_last, keep_every)),
             Layout().fragments(0, make_state()),
-            world=LocalCommunicator(),
-            device=CPU,
+            control=LocalCommunicator(),
         )
 
     def steps() -> list[int]:
@@ -238,7 +237,7 @@ def test_state_that_does_not_tile_is_refused(tmp_path: Path) -> None:
     world = LocalCommunicator()
     for wrong, message in (([short], r"\[4:5,11:12\]\n.*stored nowhere"), ([whole, whole], "stored more than once")):
         with pytest.raises(CheckpointError, match=message):
-            save(Draft(tmp_path, 1, {}, ""), wrong, world=world, device=CPU)
+            save(Draft(tmp_path, 1, {}, ""), wrong, control=world)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -253,7 +252,7 @@ def test_a_rank_that_fails_fails_all_and_leaves_what_was_there(tmp_path: Path) -
             raise OSError(5, "Input/output error", "/nvme/swap")
 
     def action(world: LateCommunicator) -> Path:
-        return save(Draft(tmp_path, 20, {}, ""), fragments(world.rank), world=world, device=CPU)
+        return save(Draft(tmp_path, 20, {}, ""), fragments(world.rank), control=world)
 
     results = run_threads(3, action)
     assert [type(result) for result in results] == [CheckpointError] * 3

@@ -4,9 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.processes import mesh_in_worker, run_ranks
+from support.processes import SCRATCH_BYTES, drop_groups, mesh_in_worker, run_ranks
 
+from megazero.comm import startup
 from megazero.comm.mesh import ACTIVATIONS, CHANNELS, GRADIENTS, channel_key, channel_keys, gather_json
+from megazero.memory.fused_buffers import FusedBuffers
+from megazero.parallel.topology import Topology
 
 CPU = torch.device("cpu")
 
@@ -62,7 +65,7 @@ VALUES = [
 
 def exchange(rank: int, size: int) -> list[Any]:
     mesh = mesh_in_worker(rank, dp=size)
-    return gather_json(mesh.world, VALUES[rank], CPU)
+    return gather_json(mesh.control, VALUES[rank])
 
 
 @pytest.mark.gloo
@@ -72,9 +75,39 @@ def test_json_of_any_length_reaches_every_rank(size: int) -> None:
 
 
 def same_length(rank: int) -> list[Any]:
-    return gather_json(mesh_in_worker(rank, dp=2).world, {"rank": rank}, CPU)
+    return gather_json(mesh_in_worker(rank, dp=2).control, {"rank": rank})
 
 
 @pytest.mark.gloo
 def test_json_of_equal_length() -> None:
     assert run_ranks(2, same_length) == [[{"rank": 0}, {"rank": 1}]] * 2
+
+
+def over_own_group(rank: int) -> tuple[bool, list[Any], dict[str, list[str]], int]:
+    """Gather on a mesh whose default group carries no CPU tensors, as far as it can tell."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(startup, "carries_cpu_tensors", lambda group: False)
+        mesh = startup.make_mesh(Topology(dp=2), rank, CPU, FusedBuffers(SCRATCH_BYTES, CPU))
+    everyone = gather_json(mesh.control, VALUES[rank])
+    mesh.control.barrier()
+    axes = {axis: list(calls) for axis, calls in mesh.meter.bytes_by_axis().items()}
+    numbered = sum(begun.axis == "control" for begun in mesh.meter.flight.begun)
+    drop_groups(rank)
+    return mesh.control is mesh.world, everyone, axes, numbered
+
+
+@pytest.mark.gloo
+def test_what_hosts_exchange_goes_beside_a_group_that_carries_a_gpus_tensors_only() -> None:
+    counted = {"world": ["all_gather", "scalars"]}
+    assert run_ranks(2, over_own_group) == [(False, VALUES[:2], counted, 3)] * 2
+
+
+def over_the_default_group(rank: int) -> tuple[bool, bool, set[str]]:
+    mesh = mesh_in_worker(rank, dp=2, is_late=False)
+    gather_json(mesh.control, rank)
+    return mesh.control is mesh.world, "control" in mesh.communicators, set(mesh.meter.bytes_by_axis())
+
+
+@pytest.mark.gloo
+def test_gloo_needs_no_other_group() -> None:
+    assert run_ranks(2, over_the_default_group) == [(True, False, {"world"})] * 2

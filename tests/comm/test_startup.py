@@ -6,16 +6,18 @@ import subprocess
 import sys
 from datetime import timedelta
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.processes import run_ranks
+from torch.distributed.distributed_c10d import Backend, BackendConfig
 
 from megazero.comm.interface import Work
 from megazero.comm.mesh import ACTIVATIONS, GRADIENTS, channel_key, channel_keys
 from megazero.comm.process_group import ProcessGroupCommunicator
-from megazero.comm.startup import choose_device, destroy_process_groups, join, make_mesh
+from megazero.comm.startup import carries_cpu_tensors, choose_device, destroy_process_groups, join, make_mesh
 from megazero.errors import TopologyError
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.launch import Launch
@@ -77,6 +79,15 @@ def test_one_process_joins_nothing() -> None:
     assert {name for name, calls in mesh.meter.bytes_by_axis().items() if calls == {"all_reduce": 0}} == {
         *("pp", "dp", "tp", "ends", "world")
     }
+
+
+@pytest.mark.parametrize(
+    ("backend", "carries"), [("gloo", True), ("nccl", False), ("cpu:gloo,cuda:nccl", True), ("cuda:nccl", False)]
+)
+def test_which_groups_carry_cpu_tensors(backend: str, carries: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = str(BackendConfig(Backend(backend)))
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    assert carries_cpu_tensors(Mock()) is carries
 
 
 def members(rank: int, topology: Topology) -> dict[str, list[int]]:

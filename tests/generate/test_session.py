@@ -7,7 +7,7 @@ import pytest
 import torch
 from support import reference
 from support.checkpoints import run_config, save_checkpoint
-from support.models import CPU, small_config
+from support.models import small_config
 from support.processes import mesh_in_worker, run_ranks
 from support.small_runs import VOCAB as TINY_VOCAB
 from support.small_runs import core_on_rank, tiny_run
@@ -186,7 +186,7 @@ def save_on_rank(rank: int, folder: Path) -> None:
     )
     core = core_on_rank(rank, config, tp=2, pp=2)
     fragments = (fragment for fragment in core.engine.owned_state() if fragment.kind == "weight")
-    save(Draft(folder, 1, {}, to_yaml(config)), fragments, world=core.mesh.world, device=core.mesh.device)
+    save(Draft(folder, 1, {}, to_yaml(config)), fragments, control=core.mesh.control)
     core.engine.close()
 
 
@@ -225,6 +225,6 @@ def test_ranks_that_see_different_steps_all_refuse(tmp_path: Path) -> None:
         for spec, parameter in named_specs(alone.model)
     )
     draft = Draft(tmp_path / "1", 8, {}, open_checkpoint(tmp_path / "0").config_yaml)
-    save(draft, fragments, world=LocalCommunicator(), device=CPU)
+    save(draft, fragments, control=LocalCommunicator())
     found = run_ranks(2, load_own_on_rank, tmp_path)
     assert found[0] == found[1] and "step 7 on some processes, of step 8 on others" in found[0]

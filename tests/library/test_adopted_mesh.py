@@ -9,8 +9,9 @@ import torch.distributed as dist
 from support.processes import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
-from megazero.comm.mesh import Mesh
+from megazero.comm.mesh import Mesh, gather_json
 from megazero.errors import TopologyError
+from megazero.library import adopted_mesh
 from megazero.library.adopted_mesh import TwoAxes, adopt, adopt_default, find_groups, is_joined, joined_device
 from megazero.memory.fused_buffers import FusedBuffers
 
@@ -92,6 +93,19 @@ def test_collectives_over_both_axes() -> None:
         total, largest, mine, sent = found[rank]
         assert (total, largest, sent) == ([15.0], [3.0], [0.0, 1.0, 2.0, 3.0])
         assert mine == [10.0 * 2 * place, 10.0 * (2 * place + 1)]  # 1 + 2 + 3 + 4 times the element
+
+
+def hosts_beside(rank: int) -> tuple[bool, list[int]]:
+    """Gather ranks over `control` where the user's groups carry a GPU's tensors only, as far as `adopt` can tell."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(adopted_mesh, "carries_cpu_tensors", lambda group: False)
+        mesh = adopt(mpu_of(rank, DATA, TENSOR), CPU, scratch())
+    return mesh.control is mesh.world, gather_json(mesh.control, rank)
+
+
+@pytest.mark.gloo
+def test_hosts_have_groups_of_their_own_beside_a_gpus() -> None:
+    assert run_ranks(4, hosts_beside) == [(False, [0, 2, 1, 3])] * 4
 
 
 def device_meshes(rank: int) -> list[Any]:

@@ -82,6 +82,15 @@ def test_a_step_line_has_these_names_and_every_digit(tmp_path: Path) -> None:
     }
 
 
+def test_a_gpus_memory_stands_beside_the_ranks_peak(tmp_path: Path) -> None:
+    figures = {"reserved_peak": 3000, "beyond_allocator": 500}
+    file = MetricsFile(tmp_path / "m.jsonl")
+    file.step(step(1), [RankMetrics(1000, {}, {}, device_memory_bytes=figures)])
+    file.close()
+    (rank,) = read(tmp_path / "m.jsonl")[0]["ranks"]
+    assert (rank["peak_memory_bytes"], rank["device_memory_bytes"]) == (1000, figures)
+
+
 def test_an_evaluation_line(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "new" / "m.jsonl")
     file.evaluation(Evaluation(0, 0, "validation", loss=3 * math.log(2), bytes_per_token=3.0))

@@ -149,6 +149,19 @@ def test_tensorboard_options(tmp_path: Path) -> None:
     assert scalars["lm loss validation ppl"] == [(2, pytest.approx(8.0))]
 
 
+def test_tensorboard_has_a_gpus_memory(tmp_path: Path) -> None:
+    ranks = [RankMetrics(1000, {}, {}, device_memory_bytes={"reserved_peak": 3000, "beyond_allocator": 500})]
+    writer = TensorBoardWriter(LoggingConfig(tensorboard_dir=tmp_path), world_size=1)
+    writer.step(step(1), ranks)
+    writer.close()
+    memory = {tag: points for tag, points in events(tmp_path).items() if tag.startswith("memory/")}
+    assert memory == {
+        "memory/allocator-peak": [(1, 1000.0)],
+        "memory/reserved-peak": [(1, 3000.0)],
+        "memory/beyond-allocator": [(1, 500.0)],
+    }
+
+
 def test_tensorboard_adds_up_what_was_waited_between_points(tmp_path: Path) -> None:
     writer = TensorBoardWriter(LoggingConfig(tensorboard_dir=tmp_path, tensorboard_log_interval=2), world_size=1)
     for iteration in range(1, 5):

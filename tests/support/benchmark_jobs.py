@@ -17,7 +17,7 @@ def who(place: Any, word: str) -> tuple[str, list[int]]:
     """Return the word, and the ranks that take part in a gather over the world."""
     buffers = FusedBuffers(1 << 16, place.device)
     mesh = make_mesh(Topology(dp=place.launch.world_size), place.launch.rank, place.device, buffers)
-    return word, gather_json(mesh.world, place.launch.rank, place.device)
+    return word, gather_json(mesh.control, place.launch.rank)
 
 
 def fail(place: Any, rank: int, how: str) -> None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from support.models import CPU, Piece, assemble, build_gpt, context, pieces
+from support.models import Piece, assemble, build_gpt, context, pieces
 from torch import Tensor
 
 from megazero.checkpoint.writer import Draft, save
@@ -49,5 +49,5 @@ def save_checkpoint(root: Path, config: RunConfig, *, vocab_size: int, tp: int, 
         for spec, parameter in named_specs(model):
             if spec.is_counted_on({"tp": rank}):
                 fragments.append(StateFragment(spec, "weight", 0, spec.numel, parameter.detach().view(-1)))
-    save(Draft(root, 7, {}, to_yaml(config)), fragments, world=LocalCommunicator(), device=CPU)
+    save(Draft(root, 7, {}, to_yaml(config)), fragments, control=LocalCommunicator())
     return assemble(ranks)

@@ -21,4 +21,4 @@ def save_for(root: Path, step: int, run: RunIdentity | None) -> Path:
         root.mkdir(parents=True, exist_ok=True)
         write_run(root, run)
     draft = Draft(root, step, progress, "seed: 1\n")
-    return save(draft, [fragment], world=LocalCommunicator(), device=torch.device("cpu"))
+    return save(draft, [fragment], control=LocalCommunicator())
