@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
+from megazero.comm.groups import Limits, Split, group_maker
 from megazero.comm.interface import Communicator, CompletedWork, ReduceKind, Work
 from megazero.comm.local import LocalCommunicator
 from megazero.comm.mesh import GATHERING, Mesh
@@ -199,18 +200,20 @@ def _communicator(group: dist.ProcessGroup, scratch: Scratch) -> Communicator:
 def _second_group(ranks: list[int], device: torch.device) -> dist.ProcessGroup:
     """Make another group of the same ranks.
 
-    All processes make the groups of all data-parallel axes in the same order, as torch requires.
+    All processes call this, and make the groups of all data-parallel axes in the same order.
     """
     world = _default_group()
     first_ranks = torch.empty(dist.get_world_size(world), dtype=torch.int64, device=device)
     whole = ProcessGroupCommunicator(world, _NoScratch())
     whole.all_gather_into(first_ranks, torch.tensor([ranks[0]], device=device)).wait()
     axis_of = first_ranks.tolist()
-    groups: dict[int, dist.ProcessGroup] = {
-        first: dist.new_group([rank for rank, other in enumerate(axis_of) if other == first])
-        for first in sorted(set(axis_of))
-    }
-    return groups[ranks[0]]
+    groups = tuple(
+        tuple(rank for rank, other in enumerate(axis_of) if other == first) for first in sorted(set(axis_of))
+    )
+    limits = Limits(collectives=None, joining=None)
+    made = group_maker(device, limits).make(Split(GATHERING, "dp", groups), dist.get_rank())
+    assert made is not None, "every rank is in a data-parallel group"
+    return made
 
 
 class _NoScratch:
