@@ -1,7 +1,9 @@
 """torch.distributed behind the communicator interface.
 
-Two choices are made here and nowhere else.  *Names*: torch 2.13 renamed the single-tensor collectives
-(`all_gather_single`, `reduce_scatter_single`); whichever exists is used.  *Algorithm*: gloo's reduce-scatter is an
+Three choices are made here and nowhere else.  *Calls*: methods of the group itself are called, not the functions of
+torch.distributed around them, which look a group up in torch's list and cost several Python calls a message.  *Names*:
+torch 2.13 renamed the single-tensor collectives (`all_gather_single`, `reduce_scatter_single`); whichever exists is
+used.  *Algorithm*: gloo's reduce-scatter is an
 all-reduce that discards most of its result, and its all-gather and all-to-all copy what a rank sends to itself.  On
 gloo both are made of messages: every rank sends every other one its slice, from the input's memory into the output's,
 and sums up what it receives (in rank order; bfloat16 in float32).  That is the ring's number of bytes, without a copy.
@@ -15,13 +17,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    ReduceScatterOptions,
+)
 
 from megazero.comm.interface import ReduceKind, Work
 from megazero.memory.lease import Lease, Scratch
 
 _MAX_IN_FLIGHT = 64  # exchanges of one group
-_ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_ALL_GATHER: Any = getattr(dist.ProcessGroup, "all_gather_single", None) or dist.ProcessGroup._allgather_base
+_REDUCE_SCATTER: Any = (
+    getattr(dist.ProcessGroup, "reduce_scatter_single", None) or dist.ProcessGroup._reduce_scatter_base
+)
+_TAG = 0  # of messages: those between two ranks of a group keep their order
 
 
 class ProcessGroupCommunicator:
@@ -30,38 +42,45 @@ class ProcessGroupCommunicator:
     def __init__(self, group: dist.ProcessGroup, scratch: Scratch) -> None:
         self._group = group
         self._scratch = scratch
-        self.size = dist.get_world_size(group)
-        self.rank = dist.get_rank(group)
-        self._exchanges = dist.get_backend(group) == "gloo"
+        self.size = group.size()
+        self.rank = group.rank()
+        self._exchanges = group.name() == "gloo"
         self._in_flight: deque[_Exchange] = deque()
 
     def all_gather_into(self, output: Tensor, input: Tensor) -> Work:
         if self._exchanges:
             return self._exchange_to_gather(output, input)
-        return _Pending(_ALL_GATHER(output, input, group=self._group, async_op=True))
+        return _Pending(_ALL_GATHER(self._group, output, input, _asynchronous(AllgatherOptions())))
 
     def reduce_scatter_into(self, output: Tensor, input: Tensor) -> Work:
         if self._exchanges:
             return self._exchange_and_sum(output, input)
-        return _Pending(_REDUCE_SCATTER(output, input, group=self._group, async_op=True))
+        return _Pending(_REDUCE_SCATTER(self._group, output, input, _asynchronous(ReduceScatterOptions())))
 
     def all_reduce(self, tensor: Tensor, kind: ReduceKind = "sum") -> Work:
-        return _Pending(dist.all_reduce(tensor, _operation(kind), group=self._group, async_op=True))
+        options = _asynchronous(AllreduceOptions())
+        options.reduceOp = _operation(kind)
+        return _Pending(self._group.allreduce([tensor], options))
 
     def all_reduce_scalars(self, tensor: Tensor, kind: ReduceKind = "sum") -> Work:
         return self.all_reduce(tensor, kind)
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
-        return _Pending(dist.broadcast(tensor, group_src=source, group=self._group, async_op=True))
+        options = _asynchronous(BroadcastOptions())
+        options.rootRank, options.rootTensor = source, 0
+        return _Pending(self._group.broadcast([tensor], options))
 
     def send(self, tensor: Tensor, to: int) -> Work:
-        return _Pending(dist.isend(tensor, group_dst=to, group=self._group))
+        return _Pending(self._group.send([tensor], to, _TAG))
 
     def receive_into(self, tensor: Tensor, source: int) -> Work:
-        return _Pending(dist.irecv(tensor, group_src=source, group=self._group))
+        return _Pending(self._group.recv([tensor], source, _TAG))
 
     def barrier(self) -> None:
-        dist.barrier(group=self._group)
+        options = BarrierOptions()
+        has_nccl = self._group.name() == "nccl"
+        options.device = torch.device("cuda", torch.cuda.current_device()) if has_nccl else torch.device("cpu")
+        self._group.barrier(options).wait()
 
     def _exchange_to_gather(self, output: Tensor, input: Tensor) -> Work:
         slices = output.view(self.size, input.numel())
@@ -97,8 +116,8 @@ class ProcessGroupCommunicator:
 
     def _swap(self, mine: Tensor, theirs: Tensor, peer: int) -> list[Any]:
         """Begin to send `mine` to rank `peer`, and to receive `theirs` from it."""
-        receiving = dist.irecv(theirs, group_src=peer, group=self._group)
-        return [receiving, dist.isend(mine, group_dst=peer, group=self._group)]
+        receiving = self._group.recv([theirs], peer, _TAG)
+        return [receiving, self._group.send([mine], peer, _TAG)]
 
     def _peers(self) -> list[int]:
         """Return the other ranks, every rank beginning with the one behind it, so that no two begin with the same."""
@@ -141,6 +160,12 @@ class _ThenSum:
         self._exchange.wait()
         self._add_up()
         self._received.release()
+
+
+def _asynchronous(options: Any) -> Any:
+    """Return options of a collective that its caller waits for later."""
+    options.asyncOp = True
+    return options
 
 
 def _operation(kind: ReduceKind) -> Any:

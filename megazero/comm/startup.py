@@ -2,12 +2,12 @@
 
 import socket
 from datetime import timedelta
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _set_pg_timeout
 
+from megazero.comm.groups import Limits, Split, gloo_maker, make_groups
 from megazero.comm.interface import Communicator
 from megazero.comm.local import LocalCommunicator
 from megazero.comm.mesh import ACTIVATIONS, CONTROL, GATHERING, GRADIENTS, Mesh, channel_keys
@@ -20,13 +20,6 @@ from megazero.parallel.launch import Launch
 from megazero.parallel.topology import AXES, ENDS, WORLD, Topology
 
 _LONGER = "mend what keeps them apart, or wait longer by --distributed-join-timeout-minutes"
-
-
-class Limits(NamedTuple):
-    """The time limits of collectives, and of ranks that make a process group; None: the backend's, or the former."""
-
-    collectives: timedelta | None
-    joining: timedelta | None
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:
@@ -75,7 +68,7 @@ def join(
         given = f"rank {launch.rank} on {socket.gethostname()}: {str(error).splitlines()[0]}"
         rule = f"all processes reach each other within {joining.total_seconds():g} s"
         raise TopologyError(Problem(given, rule, _LONGER)) from error
-    _set_pg_timeout(timedelta(minutes=timeout_minutes), _default_group())
+    _set_pg_timeout(timedelta(minutes=timeout_minutes), default_group())
     return PrefixStore("megazero", store)
 
 
@@ -113,14 +106,18 @@ def make_mesh(
     """
     limits = Limits(*(None if limit is None else timedelta(minutes=limit) for limit in (timeout_minutes, join_minutes)))
     meter = meter or Meter()
-    communicators: dict[str, Communicator] = {}
-    keys = {axis: axis for axis in (*AXES, ENDS, WORLD)} | {GATHERING: "dp"}
-    for key, axis in (keys | dict.fromkeys(channel_keys(topology.pp), "pp")).items():
-        inner = _communicator(topology, axis, rank, scratch, limits)
-        communicators[key] = MeteredCommunicator(inner, axis, meter, key)
-    if topology.world_size > 1 and not carries_cpu_tensors(_default_group()):
-        group = dist.new_group(backend="gloo", timeout=limits.collectives, group_desc=f"megazero_{CONTROL}")
-        communicators[CONTROL] = MeteredCommunicator(ProcessGroupCommunicator(group, NO_SCRATCH), WORLD, meter, CONTROL)
+    groups = make_groups(topology, rank, device, limits)
+    if topology.world_size > 1:
+        groups[WORLD] = default_group()
+    axes = {axis: axis for axis in (*AXES, ENDS, WORLD)} | {GATHERING: "dp"}
+    axes |= dict.fromkeys(channel_keys(topology.pp), "pp")
+    communicators: dict[str, Communicator] = {
+        key: MeteredCommunicator(_communicator(groups.get(key), scratch), axis, meter, key)
+        for key, axis in axes.items()
+    }
+    if topology.world_size > 1 and not carries_cpu_tensors(default_group()):
+        group = gloo_maker(limits).make(Split(CONTROL, WORLD, topology.groups(WORLD)), rank)
+        communicators[CONTROL] = MeteredCommunicator(_communicator(group, NO_SCRATCH), WORLD, meter, CONTROL)
     mesh = Mesh(topology, rank, device, communicators, meter)
     _connect_stages(mesh)
     return mesh
@@ -148,30 +145,13 @@ def _connect_stages(mesh: Mesh) -> None:
     mesh.meter.reset()
 
 
-def _communicator(topology: Topology, axis: str, rank: int, scratch: Scratch, limits: Limits) -> Communicator:
-    """Make all groups of the axis, in the same order on all ranks, as torch demands; return this rank's."""
-    if topology.size(axis) == 1:
-        return LocalCommunicator()
-    if axis == WORLD:
-        return ProcessGroupCommunicator(_default_group(), scratch)
-    groups = [
-        (
-            ranks,
-            dist.new_group(
-                list(ranks), timeout=limits.joining or limits.collectives, group_desc=f"megazero_{axis}_{index}"
-            ),
-        )
-        for index, ranks in enumerate(topology.groups(axis))
-    ]
-    mine = next((group for ranks, group in groups if rank in ranks), None)
-    if mine is not None and limits.collectives is not None:
-        _set_pg_timeout(limits.collectives, mine)
-    return (
-        LocalCommunicator() if mine is None else ProcessGroupCommunicator(mine, scratch)
-    )  # None: a middle stage is in no group of ENDS
+def _communicator(group: dist.ProcessGroup | None, scratch: Scratch) -> Communicator:
+    """Return the communicator of a group; a rank without one is alone on its axis, as a middle stage is on ENDS."""
+    return LocalCommunicator() if group is None else ProcessGroupCommunicator(group, scratch)
 
 
-def _default_group() -> dist.ProcessGroup:
+def default_group() -> dist.ProcessGroup:
+    """Return torch's default group of this process, which `join` or the user's program has made."""
     group = dist.group.WORLD
     assert group is not None, "join() comes before make_mesh()"
     return group

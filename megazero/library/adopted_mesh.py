@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
+from megazero.comm.groups import GroupMaker, Limits, Split, gloo_maker, group_maker
 from megazero.comm.interface import Communicator, CompletedWork, ReduceKind, Work
 from megazero.comm.local import LocalCommunicator
 from megazero.comm.mesh import CONTROL, GATHERING, Mesh
@@ -85,6 +86,7 @@ def adopt(foreign: Any, device: torch.device, scratch: Scratch) -> Mesh:
     data = dist.get_process_group_ranks(groups.data)
     tensor = [dist.get_rank()] if groups.tensor is None else dist.get_process_group_ranks(groups.tensor)
     _check_ranks(data, tensor)
+    limits = Limits(collectives=None, joining=None)
     over_data, over_tensor = _communicator(groups.data, scratch), _communicator(groups.tensor, scratch)
     inner: dict[str, Communicator] = {
         "pp": LocalCommunicator(),
@@ -92,11 +94,15 @@ def adopt(foreign: Any, device: torch.device, scratch: Scratch) -> Mesh:
         "tp": over_tensor,
         WORLD: _product(over_data, over_tensor),
         ENDS: LocalCommunicator(),
-        GATHERING: _communicator(_second_group(data, device), scratch),
+        GATHERING: _communicator(_second_group(data, device, GATHERING, group_maker(device, limits)), scratch),
     }
     if not all(carries_cpu_tensors(group) for group in groups if group is not None):
-        axes = [data] if groups.tensor is None else [data, tensor]
-        hosts = [_communicator(_second_group(ranks, device, backend="gloo"), NO_SCRATCH) for ranks in axes]
+        axes = {"dp": data} if groups.tensor is None else {"dp": data, "tp": tensor}
+        maker = gloo_maker(limits)
+        hosts = [
+            _communicator(_second_group(ranks, device, f"{CONTROL}_{axis}", maker), NO_SCRATCH)
+            for axis, ranks in axes.items()
+        ]
         inner[CONTROL] = _product(*hosts)
     meter = Meter()
     names = {axis: axis for axis in (*AXES, ENDS, WORLD)} | {GATHERING: "dp", CONTROL: WORLD}
@@ -206,18 +212,19 @@ def _product(outer: Communicator, inner: Communicator | None = None) -> Communic
     return outer if inner is None or inner.size == 1 else TwoAxes(outer, inner)
 
 
-def _second_group(ranks: list[int], device: torch.device, *, backend: str | None = None) -> dist.ProcessGroup:
-    """Make another group of the same ranks, by default over the default group's backend.
+def _second_group(ranks: list[int], device: torch.device, key: str, maker: GroupMaker) -> dist.ProcessGroup:
+    """Make another group of the same ranks, for `key`.
 
-    All processes make the groups of all data-parallel (or tensor-parallel) axes in the same order, as torch requires.
+    All processes call this, and make the groups of all data-parallel (or tensor-parallel) axes in the same order.
     """
     world = _default_group()
     first_ranks = torch.empty(dist.get_world_size(world), dtype=torch.int64, device=device)
     whole = ProcessGroupCommunicator(world, NO_SCRATCH)
     whole.all_gather_into(first_ranks, torch.tensor([ranks[0]], device=device)).wait()
     axis_of = first_ranks.tolist()
-    groups: dict[int, dist.ProcessGroup] = {
-        first: dist.new_group([rank for rank, other in enumerate(axis_of) if other == first], backend=backend)
-        for first in sorted(set(axis_of))
-    }
-    return groups[ranks[0]]
+    groups = tuple(
+        tuple(rank for rank, other in enumerate(axis_of) if other == first) for first in sorted(set(axis_of))
+    )
+    made = maker.make(Split(key, key, groups), dist.get_rank())
+    assert made is not None, "every rank is in a group of the axis"
+    return made

@@ -1,11 +1,11 @@
 """Real ranks for tests: a pool of worker processes for each world size, connected by gloo over loopback.
 
 Starting processes that import torch costs seconds, a call into a running pool milliseconds, so pools live as long as
-the test session. Process groups that calls have left behind are destroyed when there are many, and earlier when another
-pool is called, because every group has threads that wake up a hundred times a second. Workers are forked by a *fork
-server* that has imported torch and megazero and computed nothing (a fork of a process that has run multi-threaded
-kernels hangs in OpenMP). After a failure, or when a rank does not answer in time, the pool is killed and the next call
-builds a new one, so that no test inherits an unfinished collective.
+the test session. Meshes that calls have left behind are dropped when there are many, and earlier when another pool is
+called, because every mesh has a thread that wakes up a hundred times a second, and sockets. Workers are forked by a
+*fork server* that has imported torch and megazero and computed nothing (a fork of a process that has run
+multi-threaded kernels hangs in OpenMP). After a failure, or when a rank does not answer in time, the pool is killed and
+the next call builds a new one, so that no test inherits an unfinished collective.
 
 Meshes of tests are *late* (`late_communicator.py`): a result that is read before its wait is nan, and a work that is
 never waited for makes the test fail.
@@ -47,8 +47,8 @@ from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.topology import Topology
 
 TIMEOUT_SECONDS = 60.0
-MOST_GROUPS = 16  # process groups that a worker may keep from call to call
-MOST_IDLE_GROUPS = 32  # process groups that all workers of a pool may keep while another pool is called
+MOST_MESHES = 16  # meshes that a worker may keep from call to call
+MOST_IDLE_MESHES = 32  # meshes that all workers of a pool may keep while another pool is called
 GRACE_SECONDS = 5.0  # how long the other ranks may go on after one has failed
 STACK_SIGNAL = signal.SIGUSR2
 SCRATCH_BYTES = 1 << 24
@@ -62,7 +62,7 @@ class RankFailure(AssertionError):
 class _Reply(NamedTuple):
     ok: bool
     payload: bytes  # pickled result, or the traceback's text
-    num_groups: int = 0  # process groups of meshes that the worker has now
+    num_meshes: int = 0  # that the worker keeps now
 
 
 class _Worker(NamedTuple):
@@ -81,7 +81,7 @@ class WorkerPool:
         context = multiprocessing.get_context("forkserver")
         start_fork_server()
         self.workers = [self._start(context, rank) for rank in range(world_size)]
-        self.num_groups = 0
+        self.num_meshes = 0
 
     def _start(self, context: Any, rank: int) -> _Worker:
         ours, theirs = context.Pipe()
@@ -111,7 +111,7 @@ class WorkerPool:
                 reply = _receive(connection)
                 if reply is not None:
                     replies[rank] = reply
-                    self.num_groups = max(self.num_groups, reply.num_groups)
+                    self.num_meshes = max(self.num_meshes, reply.num_meshes)
                 if reply is None or not reply.ok:
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         return replies
@@ -160,9 +160,9 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
     if pool is None:
         pool = _pools[world_size] = WorkerPool(world_size)
     for other in _pools.values():
-        if other.num_groups > (MOST_GROUPS if other is pool else MOST_IDLE_GROUPS // other.world_size):
-            other.num_groups = 0
-            other.call(drop_groups, (), timeout)  # its ranks are idle, so the call cannot interfere with another
+        if other.num_meshes > (MOST_MESHES if other is pool else MOST_IDLE_MESHES // other.world_size):
+            other.num_meshes = 0
+            other.call(drop_meshes, (), timeout)  # its ranks are idle, so the call cannot interfere with another
     replies = pool.call(fn, args, timeout)
     failures = [_failure(pool, rank, replies.get(rank)) for rank in range(world_size)]
     if any(failures):
@@ -184,19 +184,11 @@ def _cached_mesh(rank: int, topology: Topology) -> Mesh:
     return make_mesh(topology, rank, device, FusedBuffers(SCRATCH_BYTES, device))
 
 
-def drop_groups(rank: int) -> None:
-    """Destroy the process groups of meshes, but not groups that tests have made, which torch may still refer to."""
+def drop_meshes(rank: int) -> None:
+    """Drop the meshes that this worker keeps, and with them their process groups."""
     _late_meshes.clear()
     _cached_mesh.cache_clear()
     gc.collect()
-    for group in mesh_groups():
-        dist.destroy_process_group(group)
-    gc.collect()
-
-
-def mesh_groups() -> list[dist.ProcessGroup]:
-    """Return the process groups that meshes of this worker have made."""
-    return [group for group in dist.distributed_c10d._world.pg_map if group.group_desc.startswith("megazero")]
 
 
 def mesh_in_worker(
@@ -245,7 +237,7 @@ def _serve(rank: int, world_size: int, port: int, connection: Connection, stacks
             reply = _answer(rank, head, connection.recv_bytes())
             connection.send_bytes(b"ok" if reply.ok else b"failed")
             connection.send_bytes(reply.payload)
-            connection.send_bytes(str(len(mesh_groups())).encode())
+            connection.send_bytes(str(_cached_mesh.cache_info().currsize).encode())
         os._exit(0)  # without torch's shutdown: the other ranks may have exited already
 
 
