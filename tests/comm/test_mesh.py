@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.processes import SCRATCH_BYTES, drop_groups, mesh_in_worker, run_ranks
+from support.processes import SCRATCH_BYTES, drop_meshes, mesh_in_worker, run_ranks
 
 from megazero.comm import startup
 from megazero.comm.mesh import ACTIVATIONS, CHANNELS, GRADIENTS, channel_key, channel_keys, gather_json
@@ -92,7 +92,7 @@ def over_own_group(rank: int) -> tuple[bool, list[Any], dict[str, list[str]], in
     mesh.control.barrier()
     axes = {axis: list(calls) for axis, calls in mesh.meter.bytes_by_axis().items()}
     numbered = sum(begun.axis == "control" for begun in mesh.meter.flight.begun)
-    drop_groups(rank)
+    drop_meshes(rank)
     return mesh.control is mesh.world, everyone, axes, numbered
 
 
