@@ -21,7 +21,6 @@ import argparse
 import datetime
 import json
 import math
-import os
 import statistics
 import sys
 import tempfile
@@ -47,7 +46,7 @@ from link_traffic import (
     process_numel,
 )
 from nodes import Cluster, Run, Step, ends_on_signals, obstacle
-from report import HelpFormat, command, heading, paragraph, publish, table, tell
+from report import HelpFormat, command, heading, machine, paragraph, publish, table, tell
 
 from megazero.config.model import ModelConfig
 from megazero.report.metrics import flops_per_token
@@ -379,7 +378,7 @@ def measure(options: argparse.Namespace, cluster: Cluster, folder: Path) -> list
     stated = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     record = {
         "command": command(sys.argv),
-        "device": f"CPU, {os.cpu_count()} cores, one thread a process",
+        "device": f"{machine('cpu')}, one thread a process",
         "torch": torch.__version__,
         "work": asdict(work_of(options)),
         "wire": WIRE,

@@ -134,7 +134,8 @@ def generated(folder: Path) -> str:
         if runs:
             parts += [f"## {section.title}", paragraph(section.words)]
         for name, record in runs.items():
-            when = f"{record['date']}, torch {record['torch']} ([record](results/{name}.json))"
+            made_on = record.get("machine", record["device"])
+            when = f"{record['date']}, {made_on}, torch {record['torch']} ([record](results/{name}.json))"
             limits = [from_json(kept).describe() for kept in record.get("ceilings", {}).values()]
             if title_of(record):
                 parts.append(f"### {title_of(record)}")

@@ -61,6 +61,17 @@ def device_name(device: str = "auto") -> str:
     return torch.cuda.get_device_name() if on_cuda else "CPU"
 
 
+def machine(device: str = "auto") -> str:
+    """Return the device that figures are made on: the GPU's name, or the CPU's with its number of cores."""
+    name = device_name(device)
+    if name != "CPU":
+        return name
+    told = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    lines = (line.partition(":") for line in told.splitlines())
+    models = (value.strip() for key, _, value in lines if key.strip() == "model name")
+    return f"CPU, {next(models, platform.machine())}, {os.cpu_count()} cores"
+
+
 def command(argv: Sequence[str]) -> str:
     """Return the command that runs a program again from the project's folder, without --output."""
     words, kept = iter(argv[1:]), []
@@ -77,8 +88,8 @@ def new_record(program: str, device: str, **figures: Any) -> dict[str, Any]:
 
     `readme.py` needs the figures model (a mapping with a "name"), precision, world_size and systems.
     """
-    made = {"date": today(), "device": device_name(device), "torch": version("torch"), "command": command(sys.argv)}
-    return {"program": program, **made, **figures}
+    made = {"date": today(), "device": device_name(device), "machine": machine(device), "torch": version("torch")}
+    return {"program": program, **made, "command": command(sys.argv), **figures}
 
 
 def described(config: ModelConfig) -> dict[str, Any]:
@@ -105,9 +116,9 @@ def quartiles(seconds: Sequence[float]) -> tuple[float, float, float]:
 
 def heading(title: str, device: str, precision: str = "fp32") -> str:
     """Return the top of a page: title, date, machine, versions and the command."""
-    place = device_name(device)
-    if place == "CPU":
-        place = f"CPU, {os.cpu_count()} cores, one thread a process"
+    place = machine(device)
+    if device_name(device) == "CPU":
+        place += ", one thread a process"
     made = f"{today()}; {platform.system()}, {place}, torch {version('torch')}, {precision}."
     return f"# {title}\n\n{made}\n\n`{command(sys.argv)}`"
 

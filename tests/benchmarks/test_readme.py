@@ -110,7 +110,7 @@ def test_the_page(tmp_path: Path) -> None:
     assert "### 8 x 256, fp32, 2 processes, CPU\n" in page
     assert "| data 2 | 150.0 | 125.0 to 175.0 | 3413 | 2 | 50.0 | - | 3.00 | 8.0 | 0.00 |" in page
     assert "### 8 x 256, fp32, 1 process, CPU\n" in page and "| GELU, forward | 2.0 | 1.0 | 50 | - |" in page
-    assert "product of 8 x 8 matrices in fp32: torch 2 TFLOP/s; copy: 3 GB/s" in page
+    assert "product of 8 x 8 matrices in fp32: torch 2 TFLOP/s; copy: 3 GB/s" in " ".join(page.split())
     assert "- [Older & slower](results/old.md)" in page and "one.md" not in page
     for name in ("one", "two", "three"):
         assert f"[record](results/{name}.json)" in page and "\n\n    python benchmarks/compare.py\n" in page

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from report import (
     command,
     described,
     heading,
+    machine,
     mib,
     new_record,
     paragraph,
@@ -97,7 +99,13 @@ def test_the_heading_says_when_where_and_how(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("sys.argv", ["/x/y.py", "--limit", "3"])
     title, made, ran = heading("A title", "cpu").split("\n\n")
     assert title == "# A title" and ran == "`python benchmarks/y.py --limit 3`"
-    assert made.startswith("20") and " torch 2." in made and "CPU, " in made
+    assert made.startswith("20") and " torch 2." in made and machine("cpu") in made
+
+
+def test_a_machine_is_its_processor_and_the_number_of_its_cores() -> None:
+    word, *model, cores = machine("cpu").split(", ")
+    assert (word, cores) == ("CPU", f"{os.cpu_count()} cores")
+    assert "".join(model) and new_record("x", "cpu")["machine"] == machine("cpu")
 
 
 def test_figures_and_words() -> None:
