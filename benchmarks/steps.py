@@ -58,7 +58,7 @@ class Steps:
     """
 
     def __init__(self, config: RunConfig, place: Place, ledger: AnyLedger | None = None) -> None:
-        notices = [*use_deterministic_mode(config.training.deterministic_mode, place.device)]
+        notices = [*use_deterministic_mode(config, place.device)]
         layout = topology(config, place.launch.world_size)
         buffers = FusedBuffers(0, place.device, ledger=ledger)
         self.mesh = make_mesh(layout, place.launch.rank, place.device, buffers)

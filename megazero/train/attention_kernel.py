@@ -73,8 +73,8 @@ class AttentionCall(NamedTuple):
         return document_mask(documents, self.dtype)
 
     def __str__(self) -> str:
-        mask = ", masked" if self.is_masked else ""
-        return f"{list(self.shape)} in {str(self.dtype).removeprefix('torch.')} on {self.device.type}{mask}"
+        more = f"{', masked' * self.is_masked}{f', dropout {self.dropout:g}' if self.dropout else ''}"
+        return f"{list(self.shape)} in {str(self.dtype).removeprefix('torch.')} on {self.device.type}{more}"
 
 
 class KernelChoice(NamedTuple):

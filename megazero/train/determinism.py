@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 import torch
 
+from megazero.config.run import RunConfig
 from megazero.errors import ConfigError, Problem
 
 # {variable: values that keep a run deterministic}, of which the first is set where the user has set none.
@@ -24,16 +25,17 @@ ENVIRONMENT: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 
 
-def use_deterministic_mode(is_wanted: bool, device: torch.device) -> Iterator[str]:
-    """Make this process deterministic if that is wanted, and yield a line on its price.
+def use_deterministic_mode(config: RunConfig, device: torch.device) -> Iterator[str]:
+    """Make this process deterministic if the run is to be, and yield a line on its price.
 
     Comes before the first matrix product and the first collective on the GPU.
     Raises ConfigError for a variable of the environment that forbids it.
     """
-    if not is_wanted:
+    if not config.training.deterministic_mode:
         return
     if device.type != "cuda":
-        yield "--deterministic-mode: moot here, because on CPUs every run is bitwise repeatable"
+        if config.parallel.device == "auto":  # with "cpu" the command line has had this notice
+            yield "--deterministic-mode: moot here, because on CPUs every run is bitwise repeatable"
         return
     os.environ.update(environment(os.environ))
     torch.use_deterministic_algorithms(True)

@@ -33,7 +33,7 @@ def pretrain(config: RunConfig, launch: Launch, inputs: RunInputs) -> int:
         Console(launch.rank).line(threads)
     keeps_ledger = logging.ledger or logging.ledger_limit is not None
     notices = (
-        *use_deterministic_mode(config.training.deterministic_mode, device),
+        *use_deterministic_mode(config, device),
         *use_tf32(config.precision, device),
         *check_device(config.precision.fp8_format, device),
         *check_compiler(config.training.compile, device, keeps_ledger=keeps_ledger),

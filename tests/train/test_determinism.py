@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from support.small_runs import tiny_run
 
 from megazero.errors import ConfigError
 from megazero.train.determinism import ENVIRONMENT, environment, use_deterministic_mode
@@ -40,7 +41,7 @@ def test_what_forbids_it_is_refused_by_name(name: str) -> None:
 
 
 def test_on_a_gpu_torch_and_its_libraries_are_set_and_the_price_is_told() -> None:
-    (line,) = use_deterministic_mode(True, GPU)
+    (line,) = use_deterministic_mode(tiny_run(deterministic_mode=True), GPU)
     assert line.startswith("--deterministic-mode: resuming is bitwise") and "slower" in line
     assert torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     assert not torch.utils.deterministic.fill_uninitialized_memory
@@ -48,7 +49,8 @@ def test_on_a_gpu_torch_and_its_libraries_are_set_and_the_price_is_told() -> Non
 
 
 def test_a_cpu_needs_nothing() -> None:
-    assert list(use_deterministic_mode(False, GPU)) == []
-    (line,) = use_deterministic_mode(True, CPU)
+    assert list(use_deterministic_mode(tiny_run(), GPU)) == []
+    (line,) = use_deterministic_mode(tiny_run(deterministic_mode=True), CPU)
+    assert list(use_deterministic_mode(tiny_run(deterministic_mode=True, device="cpu"), CPU)) == [], "said already"
     assert "moot here" in line and not torch.are_deterministic_algorithms_enabled()
     assert not any(name in os.environ for name in ENVIRONMENT)
