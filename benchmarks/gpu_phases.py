@@ -311,30 +311,48 @@ def plain(bench: Bench, *, preset: str, micro_batch: int) -> dict[str, Any]:
     return found | {"losses": losses}
 
 
+# Of losses, gradient norms and the direction of gradients, relative to float64 on the CPU.
+BOUNDS: Mapping[str, float] = {"fp64": 1e-7, "fp32": 2e-3, "fp16": 2e-2, "bf16": 5e-2}
+EXACT = ("--precision", "fp64", "--compile", "off")
+_FP16_SCALE = 1024.0  # gradients of these small models neither overflow nor vanish
+
+
+def on_cpu(bench: Bench) -> Bench:
+    return Bench(torch.device("cpu"), bench.output)
+
+
+def three_steps(bench: Bench, words: Sequence[str]) -> tuple[list[float], Tensor]:
+    """Return the losses and gradient norms of three steps of the run, and the last gradient's direction."""
+    figures = []
+    with training(bench, words) as steps:
+        scale = _FP16_SCALE if steps.parts.checks_overflow else 1.0
+        for number in range(3):
+            report = training_step(steps.parts, steps.batch(number), StepControls(1e-3, scale))
+            figures += [report.loss.item(), report.grad_norm.item()]
+        gradient = state_of(steps, "gradient")
+    return figures, gradient / gradient.norm()
+
+
+def distances(mine: tuple[list[float], Tensor], exact: tuple[list[float], Tensor]) -> dict[str, float]:
+    """Return the largest relative distance of figures, and the distance of the gradients' directions."""
+    return {
+        "figures": max(abs(a - b) / abs(b) for a, b in zip(mine[0], exact[0], strict=True)),
+        "gradients": float((mine[1] - exact[1]).norm()),
+    }
+
+
 def exactness(bench: Bench) -> dict[str, Any]:
     """Compare losses, gradient norms and gradients of three steps with those of float64 on the CPU."""
-    on_cpu = Bench(torch.device("cpu"), bench.output)
-
-    def run(where: Bench, *words: str) -> tuple[list[float], Tensor]:
-        figures = []
-        with training(where, [*small(bench), *words]) as steps:
-            for number in range(3):
-                report = launched(steps, number, lr=1e-3)
-                figures += [report.loss.item(), report.grad_norm.item()]
-            gradient = state_of(steps, "gradient")
-        torch._dynamo.reset()
-        return figures, gradient
-
-    exact, gradient = run(on_cpu, "--precision", "fp64", "--compile", "off")
-    bounds = {"fp64": 1e-7, "fp32": 2e-3, "bf16": 5e-2}
-    cases = [(p, c, z) for p in bounds for c in ("off", "on") for z in ("0", "3") if c == "off" or p != "fp64"]
+    exact = three_steps(on_cpu(bench), [*small(bench), *EXACT])
+    cases = [(p, c, z) for p in BOUNDS for c in ("off", "on") for z in ("0", "3") if c == "off" or p != "fp64"]
     found: dict[str, Any] = {}
     for precision, compiles, stage in cases if bench.has_gpu else [("fp32", "off", "0"), ("bf16", "off", "3")]:
         with kept_failures(bench, found, f"{precision}, compile {compiles}, stage {stage}") as row:
-            figures, mine = run(bench, "--precision", precision, "--compile", compiles, "--zero-stage", stage)
-            row["figures"] = max(abs(a - b) / abs(b) for a, b in zip(figures, exact, strict=True))
-            row["gradients"] = float((mine - gradient).norm() / gradient.norm())
-            row["is_right"] = max(row["figures"], row["gradients"]) <= bounds[precision]
+            words = ["--precision", precision, "--compile", compiles, "--zero-stage", stage]
+            mine = three_steps(bench, [*small(bench), *words])
+            row |= distances(mine, exact)
+            row["is_right"] = max(row["figures"], row["gradients"]) <= BOUNDS[precision]
+        torch._dynamo.reset()
     return verdict(found)
 
 
@@ -496,6 +514,8 @@ def ledger(bench: Bench) -> dict[str, Any]:
 def gpu_tests(bench: Bench) -> dict[str, Any]:
     """Run the project's own tests that are marked `cuda`, or on a CPU the unmarked ones of one file with such tests."""
     marked = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.cuda" in path.read_text("utf-8")]
+    # Other phases do what these tests do.
+    marked = [path for path in marked if path.name not in ("test_gpu_steps.py", "test_gpu_examination.py")]
     # Files are named, since collecting all tests would take longer than these take to run, and packages that a GPU
     # machine may lack.
     chosen = [str(path.relative_to(ROOT)) for path in marked] if bench.has_gpu else ["tests/test_timers.py"]
@@ -509,12 +529,12 @@ def gpu_tests(bench: Bench) -> dict[str, Any]:
     return {"files": chosen, "wrong": wrong, "summary": summary}
 
 
-_VERIFY = (
+VERIFY = (
     "verify-layout --mock-data --vocab-size 1000 --num-layers 4 --hidden-size 64 --num-attention-heads 4"
     " --seq-length 64 --micro-batch-size 2 --global-batch-size 16 --train-iters 10 --lr 1e-3 --compile off"
     " --verify-steps 2"
 )
-_LAYOUTS = (
+LAYOUTS = (
     (2, "--zero-stage 3"),
     (2, "--tensor-model-parallel-size 2 --sequence-parallel --zero-stage 1"),
     (2, "--pipeline-model-parallel-size 2 --pipeline-schedule 1f1b --zero-stage 2"),
@@ -525,7 +545,7 @@ _LAYOUTS = (
 def layouts(bench: Bench) -> dict[str, Any]:
     """Run verify-layout with several processes on one GPU, whose messages go through host memory (`shared_gpu.py`)."""
     found: dict[str, Any] = {}
-    for number, layout in _LAYOUTS if bench.has_gpu else _LAYOUTS[:1]:
+    for number, layout in LAYOUTS if bench.has_gpu else LAYOUTS[:1]:
         with kept_failures(bench, found, f"{number} processes: {layout}") as row:
             store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             processes = []
@@ -533,7 +553,7 @@ def layouts(bench: Bench) -> dict[str, Any]:
                 told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": number, "LOCAL_WORLD_SIZE": number}
                 told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
                 environment = {**os.environ, **{name: str(value) for name, value in told.items()}}
-                command = [sys.executable, str(SHARED_GPU), bench.device.type, *_VERIFY.split(), *layout.split()]
+                command = [sys.executable, str(SHARED_GPU), bench.device.type, *VERIFY.split(), *layout.split()]
                 processes.append(subprocess.Popen(command, cwd=ROOT, env=environment))
             row["statuses"] = [process.wait() for process in processes]
             row["is_right"] = not any(row["statuses"])

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sentencepiece import SentencePieceTrainer
 from support.token_files import byte_symbols, write_gpt2_files
 
 from megazero.data.tokenizers import ByteTokenizer, Tokenizer, TokenizerSpec, load_tokenizer
 from megazero.errors import DataError
+
+SentencePieceTrainer = pytest.importorskip("sentencepiece").SentencePieceTrainer
 
 MERGES = [
     ("t", "h"),

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from sentencepiece import SentencePieceTrainer
-
 from megazero.data.tokenizers import END_OF_TEXT
 from megazero.errors import DataError, Problem, raise_problems
 from megazero.files import written_aside
@@ -71,6 +69,8 @@ def train_tokenizer(request: TokenizerRequest, text: TrainingText) -> None:
 
 def _learn_pieces(request: TokenizerRequest, text: TrainingText) -> bytes:
     """Return a SentencePiece model as the content of its file."""
+    from sentencepiece import SentencePieceTrainer  # not needed by the byte-level kind
+
     model = io.BytesIO()
     try:
         SentencePieceTrainer.train(

@@ -4,7 +4,6 @@ import sys
 import unicodedata
 from typing import Any
 
-import ftfy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,6 +18,8 @@ from megazero.prepare.clean.cleaning_steps import (
     Printable,
     printable_share,
 )
+
+ftfy = pytest.importorskip("ftfy")
 
 ENGLISH = "The committee has decided that the bridge over the river will be closed to traffic until the spring."
 GERMAN = "Der Ausschuss hat beschlossen, dass die Brücke über den Fluss bis zum Frühjahr für den Verkehr gesperrt wird."

@@ -14,6 +14,8 @@ from megazero.prepare.tokenizer import tokenizer_training
 from megazero.prepare.tokenizer.tokenizer_training import MODEL_TYPES, TokenizerRequest, cut_runs, train_tokenizer
 from megazero.prepare.tokenizer.training_text import TrainingText
 
+pytest.importorskip("sentencepiece")
+
 SOURCES = [inspect.getsource(module) for module in (documents, tokenizer_training, inspect, pytest.TempPathFactory)]
 
 

@@ -9,9 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import gigatoken
 import pytest
-from sentencepiece import SentencePieceTrainer
 from support.token_files import byte_symbols, write_gpt2_files
 from tokenizers import Tokenizer as LibraryTokenizer
 from tokenizers.models import BPE
@@ -22,6 +20,9 @@ from megazero.data.tokenizers import Gpt2BpeTokenizer, SentencePieceTokenizer, T
 from megazero.prepare.tokenizer.tokenizer_training import TokenizerRequest, train_tokenizer
 from megazero.prepare.tokenizer.training_text import TrainingText
 from megazero.prepare.tokens.encoders import Encoder, _KnownCharacters, fastest_encoder
+
+gigatoken = pytest.importorskip("gigatoken")
+SentencePieceTrainer = pytest.importorskip("sentencepiece").SentencePieceTrainer
 
 SURROGATES = range(0xD800, 0xE000)
 ODD = (

@@ -1,0 +1,77 @@
+"""Tests of real steps on GPUs: their figures beside float64 on the CPU, NCCL, and layouts of several GPUs.
+
+The model, the flags and the bounds are those of the phases of the examination (`benchmarks/gpu_phases.py`).
+"""
+
+import json
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import gpu_phases
+import pytest
+import torch
+from gpu_phases import BOUNDS, EXACT, Bench, distances, on_cpu, small, three_steps
+from support.source_tree import ROOT
+
+PHASES = ROOT / "benchmarks" / "gpu_phases.py"
+
+
+def bench(device: str) -> Bench:
+    return Bench(torch.device(device, 0) if device == "cuda" else torch.device("cpu"), Path("unused.json"))
+
+
+@pytest.fixture(scope="module")
+def exact() -> Any:
+    """Return the figures and the gradient of the GPU's model in float64 on the CPU."""
+    gpu = bench("cuda")
+    return three_steps(on_cpu(gpu), [*small(gpu), *EXACT])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("compiles", ["off", "on"])
+@pytest.mark.parametrize(("precision", "stage"), list(product(BOUNDS, range(4))))
+def test_steps_agree_with_float64_on_the_cpu(precision: str, stage: int, compiles: str, exact: Any) -> None:
+    gpu = bench("cuda")
+    words = ["--precision", precision, "--compile", compiles, "--zero-stage", str(stage)]
+    found = distances(three_steps(gpu, [*small(gpu), *words]), exact)
+    assert max(found.values()) <= BOUNDS[precision], found
+
+
+@pytest.mark.cuda
+def test_nccl_gives_the_bits_of_one_process(tmp_path: Path) -> None:
+    """Stages 0 to 3 over NCCL groups of one rank give the same losses, weights and moments as without groups.
+
+    A process of its own is used, because it replaces the mesh's communicators.
+    """
+    output = tmp_path / "found.json"
+    command = [sys.executable, str(PHASES), "collectives", "{}", "--device", "cuda", "--output", str(output)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    cases = json.loads(output.read_text())["cases"]
+    assert list(cases) == [f"stage {stage}" for stage in range(4)] and all(row["is_right"] for row in cases.values())
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("number", "layout"), gpu_phases.LAYOUTS)
+def test_layouts_of_several_gpus_agree_with_one(number: int, layout: str) -> None:
+    if torch.cuda.device_count() < number:
+        pytest.skip(f"needs {number} GPUs")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number), "-m", "megazero"]
+    words = [*gpu_phases.VERIFY.split(), *layout.split(), "--device", "cuda"]
+    done = subprocess.run(
+        [sys.executable, *launcher, *words], cwd=ROOT, capture_output=True, text=True, check=False, timeout=250
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def test_the_comparison_sees_wrong_figures_and_gradients() -> None:
+    """Another stage passes in float64; a figure off by a millionth and a gradient of the wrong sign do not."""
+    cpu = bench("cpu")
+    one, other = (three_steps(cpu, [*small(cpu), *EXACT, "--zero-stage", stage]) for stage in ("0", "3"))
+    assert max(distances(other, one).values()) <= BOUNDS["fp64"]
+    spoilt = ([*one[0][:-1], one[0][-1] * (1 + 1e-6)], -one[1])
+    found = distances(spoilt, one)
+    assert found["figures"] > BOUNDS["fp64"] and found["gradients"] == pytest.approx(2)
