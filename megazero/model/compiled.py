@@ -3,9 +3,10 @@
 A block is compiled as a whole where nothing in it has a side effect: on one tensor-parallel rank.  Its gradients then
 go to autograd, and ZeRO's hooks fire block by block.  Elsewhere a block communicates, counts its traffic, defers
 gradients, or recomputes a part of itself; those are its *borders*, and the code between two of them is compiled:
-attention, the activation, the additions with the norm.  Neither has a graph break, and all blocks share one
-compilation, since they differ in their parameters alone.  In the head, the code between its products and collectives is
-compiled (`tensor_parallel/cross_entropy.py`).
+attention, the activation, the additions with the norm.  The activation's output is then made again in backward and not
+saved (`tensor_parallel/activation.py`); in a whole block torch's compiler chooses what is saved, and saves it.  Neither
+has a graph break, and all blocks share one compilation, since they differ in their parameters alone.  In the head, the
+code between its products and collectives is compiled (`tensor_parallel/cross_entropy.py`).
 """
 
 import os
@@ -20,6 +21,7 @@ from torch import nn
 
 from megazero.errors import ConfigError, Problem
 from megazero.model.gpt import GPT, TransformerBlock
+from megazero.tensor_parallel.activation import FusedGelu
 from megazero.tensor_parallel.cross_entropy import FusedSoftmax
 
 
@@ -28,7 +30,9 @@ def compile_blocks(model: GPT, *, as_a_whole: bool) -> str:
     blocks = [block for block in model.layers.values() if isinstance(block, TransformerBlock)]
     if hasattr(model, "head"):
         model.head.softmax = FusedSoftmax()
+    gelu = FusedGelu()
     for block in blocks:
+        block.mlp.fused = None if as_a_whole else gelu
         parts = [(block, "forward")] if as_a_whole else _between_borders(block)
         for module, method in parts:
             setattr(module, method, _compiled(getattr(module, method)))
@@ -37,7 +41,6 @@ def compile_blocks(model: GPT, *, as_a_whole: bool) -> str:
 
 def _between_borders(block: TransformerBlock) -> Iterator[tuple[nn.Module, str]]:
     """Yield the methods that only compute, without those that draw random numbers from a state of their own."""
-    yield block.mlp, "activate"
     if not block.attention.draws:
         yield block.attention, "core"
     if block.adds_without_effects:

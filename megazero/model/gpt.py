@@ -26,6 +26,7 @@ from megazero.config.model import ModelConfig
 from megazero.model.sequences import Sequences
 from megazero.parallel.layer_split import Chunk, whole_model
 from megazero.parallel.param_spec import Init, Unit, share_between_ends
+from megazero.tensor_parallel.activation import FusedGelu, gelu
 from megazero.tensor_parallel.head_loss import Targets
 from megazero.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -346,7 +347,12 @@ class SelfAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """The feed-forward layers, down(gelu(up(x))), with f/t of the inner elements on each rank."""
+    """The feed-forward layers, down(gelu(up(x))), with f/t of the inner elements on each rank.
+
+    fused: the compiled GELU; None where it is an operation by itself, or compiled with its block.
+    """
+
+    fused: FusedGelu | None = None
 
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
@@ -357,12 +363,9 @@ class FeedForward(nn.Module):
         self.down = RowParallelLinear(tp, logical_shape=(hidden, inner), init=_output_init(config))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(self.activate(self.up(x)))
+        inner = self.up(x)
+        y: Tensor = self.down(gelu(inner)) if self.fused is None else self.down(inner, self.fused)
         return y
-
-    def activate(self, x: Tensor) -> Tensor:
-        """Apply the activation between the two linear layers."""
-        return F.gelu(x, approximate="tanh")
 
 
 def _output_init(config: ModelConfig) -> Init:

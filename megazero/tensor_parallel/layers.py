@@ -33,6 +33,7 @@ from megazero.comm.interface import Communicator
 from megazero.comm.local import LocalCommunicator
 from megazero.parallel.gradient_slot import GetGradientSlot, gradient_slot_of
 from megazero.parallel.param_spec import Init, ParamSpec, attach_spec
+from megazero.tensor_parallel.activation import FusedGelu
 from megazero.tensor_parallel.deferred import DeferredGradients, MakeGradient
 from megazero.tensor_parallel.products import TORCH, Products
 from megazero.tensor_parallel.random import RandomRegions
@@ -148,6 +149,8 @@ class RowParallelLinear(nn.Module):
 
     If tokens are split: [n, in / t] to [n / t, out].  logical_shape is [out, in].  The bias is replicated and added
     once, after the partial sums have been added up.
+
+    With an activation the layer computes y = activation(x) W^T + b, and saves x alone.
     """
 
     def __init__(self, tp: TensorParallel, *, logical_shape: tuple[int, int], init: Init) -> None:
@@ -156,14 +159,21 @@ class RowParallelLinear(nn.Module):
         self.weight = sharded_parameter(tp, logical_shape, 1, init=init)
         self.bias = replicated_parameter(tp, logical_shape[:1], init=Init("zeros"), decay=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, activation: FusedGelu | None = None) -> Tensor:
         tp, weight, bias = self._tp, self._tp.use(self.weight), self._tp.use(self.bias)
         linear = tp.linear(self.weight, tp.products)
         if tp.communicator.size == 1:  # one partial sum, to which the bias can be added at once
+            if activation is not None:
+                return _activated_linear(x, weight, bias, linear, activation)
             return _column_linear(x, weight, bias, linear)
         if linear.defer is None:
             # Nothing is saved behind the product, so a recomputation ends before the exit's collective.
-            return exit_region(_column_linear(x, weight, None, linear._replace(border=_ALONE)), tp.border) + bias
+            alone = linear._replace(border=_ALONE)
+            if activation is not None:
+                return exit_region(_activated_linear(x, weight, None, alone, activation), tp.border) + bias
+            return exit_region(_column_linear(x, weight, None, alone), tp.border) + bias
+        if activation is not None:
+            return _activated_linear(x, weight, None, linear, activation) + bias
         return _deferred_row_linear(x, weight, linear) + bias
 
 
@@ -272,6 +282,40 @@ class _DeferredRowLinear(torch.autograd.Function):
 
 
 _deferred_row_linear: Callable[..., Tensor] = _DeferredRowLinear.apply
+
+
+class _ActivatedLinear(torch.autograd.Function):
+    """An activation, a linear layer and the exit of its border; only the activation's input is saved.
+
+    Backward needs the activation's output for the weight gradient alone, and makes it again beside the gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, linear: LinearSettings, activation: FusedGelu
+    ) -> Tensor:
+        ctx.linear, ctx.activation = linear, activation
+        ctx.save_for_backward(x, weight)
+        product = linear.products.output(_rows(activation.output(x)), weight, bias)
+        return linear.border.reduce(_in_shape_of(x, product)).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        linear, rows = ctx.linear, _rows(grad)
+        _, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        whole = linear.border.gather(rows).wait()
+        grad_x, inner = ctx.activation.backward(linear.products.input_gradient(whole, weight), _rows(x))
+        grad_weight = None
+        if linear.defer is not None:
+            linear.defer(lambda: linear.weight_gradient(linear.border.gather(rows).wait(), inner))
+        elif wants_weight:
+            grad_weight = linear.weight_gradient(whole, inner)
+        return grad_x.view_as(x), grad_weight, rows.sum(0) if wants_bias else None, None, None
+
+
+_activated_linear: Callable[..., Tensor] = _ActivatedLinear.apply
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -177,12 +177,12 @@ def test_recomputed_dropout_is_the_same_dropout() -> None:
     ("layout", "compiled", "graphs"),
     [
         (Layout({"zero_stage": 3, "reduce_bucket_size": 300}, dp=2), WHOLE, 1),
-        (Layout({}, tp=2), PARTS, 4),  # attention, activation, between the two, and after them
-        (Layout({"sequence_parallel": True, "zero_stage": 2}, tp=2), PARTS, 4),
-        (Layout({"recompute_granularity": "selective"}), PARTS, 4),
+        (Layout({}, tp=2), PARTS, 5),  # attention, activation and its backward, between the two, and after them
+        (Layout({"sequence_parallel": True, "zero_stage": 2}, tp=2), PARTS, 5),
+        (Layout({"recompute_granularity": "selective"}), PARTS, 5),
         (Layout({}, within_documents=True), WHOLE, 1),  # other masks need no other graphs
-        (Layout({"recompute_granularity": "selective"}, within_documents=True), PARTS, 4),
-        (Layout({"pipeline_schedule": "zero-bubble"}, pp=2), PARTS, 2),  # parameters stay outside of the graphs
+        (Layout({"recompute_granularity": "selective"}, within_documents=True), PARTS, 5),
+        (Layout({"pipeline_schedule": "zero-bubble"}, pp=2), PARTS, 3),  # parameters stay outside of the graphs
     ],
     ids=[
         "zero",
@@ -205,14 +205,14 @@ def test_what_draws_from_a_state_of_its_own_stays_outside() -> None:
     settings = {"hidden_dropout": 0.2, "attention_dropout": 0.1, "sequence_parallel": True}
     for off, on in run_ranks(2, off_and_on, Layout(settings, tp=2)):
         check_same(off, on)
-        assert (on.compiled, on.graphs) == (PARTS, 1)
+        assert (on.compiled, on.graphs) == (PARTS, 2)
 
 
 @pytest.mark.parametrize("recomputing", [{}, {"recompute_granularity": "full"}], ids=str)
 def test_replicated_dropout_is_the_same_on_every_rank(recomputing: dict[str, Any]) -> None:
     layout = Layout({"hidden_dropout": 0.2, "attention_dropout": 0.1, **recomputing}, tp=2)
     (_, first), (_, second) = run_ranks(2, off_and_on, layout)
-    assert first.graphs == 3 and first.breaks == {}
+    assert first.graphs == 4 and first.breaks == {}
     assert first.figures == second.figures
     torch.testing.assert_close(
         first.gradients["final_norm.weight from 0"], second.gradients["final_norm.weight from 0"]
