@@ -3,10 +3,10 @@
 A block is compiled as a whole where nothing in it has a side effect: on one tensor-parallel rank.  Its gradients then
 go to autograd, and ZeRO's hooks fire block by block.  Elsewhere a block communicates, counts its traffic, defers
 gradients, or recomputes a part of itself; those are its *borders*, and the code between two of them is compiled:
-attention, the activation, the additions with the norm.  The activation's backward then makes its output again, which is
-not saved (`tensor_parallel/activation.py`); in whole blocks torch's compiler chooses that itself.  Neither has a graph
-break, and all blocks share one compilation, since they differ in their parameters alone.  In the head, the code between
-its products and collectives is compiled (`tensor_parallel/cross_entropy.py`).
+attention, the activation, the additions with the norm.  The activation's output is then made again in backward and not
+saved (`tensor_parallel/activation.py`); in a whole block torch's compiler chooses what is saved, and saves it.  Neither
+has a graph break, and all blocks share one compilation, since they differ in their parameters alone.  In the head, the
+code between its products and collectives is compiled (`tensor_parallel/cross_entropy.py`).
 """
 
 import os
