@@ -189,7 +189,7 @@ def optimizer(sizes: Sizes) -> Iterator[Kernel]:
     moments = {name: sizes.random(numel, dtype=master).abs_() for name in FusedAdamW.moments}
     run = Run(sizes.random(numel, dtype=master), gradient, moments, group=1)
     step = torch.ones((), device=sizes.device)
-    inputs = StepInputs(1e-4, torch.ones((), dtype=torch.float64, device=sizes.device), None)
+    inputs = StepInputs(1e-4, torch.ones((), dtype=torch.float64, device=sizes.device), None).for_masters(master)
     update = partial(FusedAdamW(_ADAMW).update, 0, run, step, inputs, buffers=buffers)
     # The gradient is read; the weights and both moments are read and written.
     yield Kernel("AdamW", update, 0, gradient.nbytes + 6 * numel * master.itemsize)

@@ -5,7 +5,7 @@ argument of the kernel: on overflow weights, moments and step count stay untouch
 `Elementwise` runs any torch optimizer that works element by element, which owns its state.
 
 Both take gradients in the master weights' dtype, so each run of gradients is scaled into a leased constant-size buffer
-before its update; unscaling and clipping are one factor there.
+before its update; unscaling and clipping are one factor there, and on a GPU the cast is a part of the multiplication.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,6 +51,14 @@ class StepInputs(NamedTuple):
     factor: Tensor
     found_inf: Tensor | None
 
+    def for_masters(self, dtype: torch.dtype) -> "StepInputs":
+        """Return the inputs with the factor as products with master weights of `dtype` take it: of this dtype, [1].
+
+        In two dtypes a GPU multiplies more slowly; and without a dim the factor would first be rounded to a lower
+        precision of the gradient's.
+        """
+        return self._replace(factor=self.factor.to(dtype).view(1))
+
 
 class InnerOptimizer(Protocol):
     """An optimizer of runs; `index` is a run's position in the argument of `bind`."""
@@ -70,7 +78,10 @@ class InnerOptimizer(Protocol):
         """Set the runs that `update` takes; called once."""
 
     def update(self, index: int, run: Run, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> None:
-        """Update one run in place; step: the number of this step, from 1, a float32 scalar."""
+        """Update one run in place; step: the number of this step, from 1, a float32 scalar.
+
+        inputs: those `for_masters`.
+        """
 
     def state(self, index: int, run: Run) -> Mapping[str, Tensor]:
         """Return the state of a run with one value per element, by name; empty before the first step."""
@@ -192,9 +203,10 @@ class Elementwise:
 def _scaled(gradient: Tensor, factor: Tensor, memory: Tensor) -> Tensor:
     """Return gradient * factor, written to `memory` in its dtype; detached, in case the pass had create_graph."""
     gradient, target = gradient.detach(), memory[: gradient.numel()]
-    if gradient.dtype == target.dtype:
-        return torch.mul(gradient, factor, out=target)
-    return target.copy_(gradient).mul_(factor)
+    if gradient.dtype != target.dtype and gradient.device.type == "cpu":
+        # A CPU would widen the gradient into memory of its own first, which takes longer than two passes in the cache.
+        return target.copy_(gradient).mul_(factor)
+    return torch.mul(gradient, factor, out=target)
 
 
 def advance(step: Tensor, inputs: StepInputs) -> None:

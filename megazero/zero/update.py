@@ -112,6 +112,7 @@ class ShardUpdate:
             return
         step = self._shards.optimizer_step
         advance(step, inputs)
+        inputs = inputs.for_masters(self._shards.plan.optimizer.dtype)
         for index, (bucket, _, run) in enumerate(self.runs):
             self._optimizer.update(index, run, step, inputs, buffers=buffers)
             if index + 1 == len(self.runs) or self.runs[index + 1].bucket is not bucket:

@@ -1,10 +1,12 @@
 """Tests AdamW on flat runs against torch.optim.AdamW, and that a skipped step changes nothing."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.optim import inner
@@ -40,6 +42,7 @@ class Flat:
     def update(self, gradient: Tensor, inputs: StepInputs) -> None:
         """Take one optimizer step over both runs."""
         advance(self.step, inputs)
+        inputs = inputs.for_masters(self.master.dtype)
         optimizer = FusedAdamW(SETTINGS)
         for decay, part in self.parts().items():
             moments = {"exp_avg": self.exp_avg[part], "exp_avg_sq": self.exp_avg_sq[part]}
@@ -110,6 +113,63 @@ def test_narrow_gradients_are_widened_before_they_are_scaled(narrow: torch.dtype
         flat.update(gradient, inputs(rate, 2.0**-16))
         assert torch.equal(gradient, before), "gradients are read only"
     torch.testing.assert_close(flat.master, expected, rtol=2e-6, atol=2e-6)
+
+
+class Operations(TorchDispatchMode):
+    """A dispatch mode that records the operations that read or write elements; views are left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.names.append(func.__name__.split(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("device", "master", "gradient", "expected"),
+    [
+        ("meta", torch.float32, torch.bfloat16, ["mul", "_fused_adamw_"]),
+        ("meta", torch.float32, torch.float16, ["mul", "_fused_adamw_"]),
+        ("meta", torch.float32, torch.float32, ["mul", "_fused_adamw_"]),
+        ("meta", torch.float64, torch.float64, ["mul", "_fused_adamw_"]),
+        ("cpu", torch.float32, torch.bfloat16, ["copy_", "mul_", "_fused_adamw_"]),
+        ("cpu", torch.float32, torch.float32, ["mul", "_fused_adamw_"]),
+        ("cpu", torch.float64, torch.float64, ["mul", "_fused_adamw_"]),
+    ],
+    ids=str,
+)
+def test_a_run_is_updated_in_two_operations(
+    device: str, master: torch.dtype, gradient: torch.dtype, expected: list[str]
+) -> None:
+    """A gradient is read once, and scaled in the precision of the master weights (meta tensors stand for a GPU's)."""
+    place = torch.device(device)
+    weights, *moments = (torch.zeros(NUMEL[True], dtype=master, device=place) for _ in range(3))
+    run = Run(
+        weights,
+        torch.zeros(NUMEL[True], dtype=gradient, device=place),
+        dict(zip(FusedAdamW.moments, moments, strict=True)),
+        0,
+    )
+    given = StepInputs(1e-2, torch.ones((), dtype=torch.float64, device=place), None).for_masters(master)
+    assert given.factor.dtype == master
+    step, pool = torch.ones((), device=place), FusedBuffers(NUMEL[True] * master.itemsize, place)
+    with Operations() as seen:
+        FusedAdamW(SETTINGS).update(0, run, step, given, buffers=pool)
+    assert [name for name in seen.names if name not in ("empty", "detach")] == expected
+
+
+@pytest.mark.parametrize("gradient", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_factor_is_not_rounded_to_the_gradients_precision(gradient: torch.dtype) -> None:
+    """One multiplication with a cast in it, as on a GPU, gives the bits of a cast followed by a multiplication."""
+    master = torch.promote_types(gradient, torch.float32)
+    given, values = inputs(1e-2, 1 / 3).for_masters(master), gradients(gradient)[0]
+    scaled = torch.mul(values, given.factor, out=torch.empty(len(values), dtype=master))
+    expected = (values.double() / 3).to(master)
+    torch.testing.assert_close(scaled, expected, rtol=1e-15 if master == torch.float64 else 2e-7, atol=0)
+    assert torch.equal(scaled, inner._scaled(values, given.factor, torch.empty_like(scaled)))
 
 
 def test_decay_without_gradient() -> None:
@@ -217,7 +277,8 @@ def test_a_run_about_as_long_as_a_piece_really_is(extra: int) -> None:
     master, moments = torch.zeros(numel), {name: torch.zeros(numel) for name in FusedAdamW.moments}
     gradient = torch.where(torch.arange(numel) % 3 == 0, -1.0, 2.0)
     pool, step = FusedBuffers(numel * 4, torch.device("cpu")), torch.ones(())
-    FusedAdamW(SETTINGS).update(0, Run(master, gradient, moments, 0), step, inputs(0.5), buffers=pool)
+    given = inputs(0.5).for_masters(torch.float32)
+    FusedAdamW(SETTINGS).update(0, Run(master, gradient, moments, 0), step, given, buffers=pool)
     torch.testing.assert_close(master, -0.5 * gradient.sign(), rtol=1e-5, atol=0)
 
 

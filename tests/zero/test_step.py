@@ -1,8 +1,12 @@
 """Tests of the end of a step on one rank: figures summed along with the norm, clipping and overflow."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import megazero
 from megazero.library.engine import DataParallelEngine
@@ -61,3 +65,41 @@ def test_an_overflow_skips_the_update(kind: str) -> None:
     assert first_overflow(engine.zero_engine, int(reduced.first_overflow.item())) == "weight"
     assert all(torch.equal(*pair) for pair in zip(before, weights(engine), strict=True))
     assert engine.zero_engine.optimizer_step.item() == 0.0
+
+
+class Operations(TorchDispatchMode):
+    """A dispatch mode that records operations on elements of tensors with at least `numel` of them."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self._numel = numel
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)]
+        is_pass = not func.is_view and func.__name__ != "empty.memory_format"
+        if is_pass and any(tensor.numel() >= self._numel for tensor in tensors):
+            self.names.append(func.__name__.split(".")[0])
+        return out
+
+
+@pytest.mark.parametrize(
+    ("precision", "expected"),
+    [
+        ("fp64", ["mul", "_fused_adamw_"]),
+        ("fp32", ["mul", "_fused_adamw_"]),
+        ("bf16", ["copy_", "mul_", "_fused_adamw_", "copy_"]),
+    ],
+)
+def test_passes_over_the_weights_in_an_update(precision: str, expected: list[str]) -> None:
+    """Gradients are scaled, weights updated, and cast to working parameters, in that order and once each.
+
+    On a CPU narrow gradients are scaled in two operations on a piece in the cache; on a GPU in one
+    (`tests/optim/test_inner.py`).
+    """
+    core = with_gradients("AdamW", precision, 1.0).zero_engine
+    reduced = reduce_gradients(core, TIMERS)
+    with Operations(8) as seen:
+        update_parameters(core, TIMERS, reduced, scale=1 / 3, clip_grad=1.0, lr=1.0)
+    assert seen.names == expected
