@@ -48,7 +48,33 @@ copy the checkout with them:
 
 The record appears as `results/DATE-DEVICE-examination.json` and grows with every phase; what phases print goes to a log
 beside it. A phase that fails or hangs is recorded, later ones still run, and the exit status is 1. `--device cpu` runs
-what a CPU can at toy sizes, which tests the program and nothing else."""
+what a CPU can at toy sizes, which tests the program and nothing else.
+
+## Without a GPU: the null GPU
+
+The null GPU runs the CUDA build of torch on a machine without a GPU. A library (`null_cuda/runtime.cpp`) stands in for
+the CUDA runtime and cuBLAS, another (`null_cuda/driver.cpp`) for the driver: memory is the host's, mapped and never
+touched, and kernels are logged and not run. All above them is real: torch's dispatcher, its caching allocator,
+autograd's threads, Inductor and Triton, which compile for an H200. On Linux (x86_64) with gcc and Python's headers:
+
+    bash scripts/null_gpu.sh
+    build/null_gpu/python benchmarks/null_gpu.py
+
+The first command downloads 2.5 GB of CUDA packages to `build/null_gpu` (5 GB on the disk) and compiles the libraries;
+run again, it makes only what is missing. The second takes a training step of each of twelve layouts, small, and of
+GPT-2 124M and 1.5B, compiled, at full size; other ranks are torch's fake process group. It prints, beside limits whose
+excess makes the exit status 1, each step's launches, waits of the host for the device, and the allocator's peak, and
+the bytes that the memory-bound kernels of a compiled block move. `build/null_gpu/python` runs any other program too:
+
+    build/null_gpu/python pretrain_gpt.py --mock-data --vocab-size 1000 --num-layers 2 --hidden-size 256 \\
+        --num-attention-heads 4 --seq-length 256 --micro-batch-size 2 --global-batch-size 2 --train-iters 4 --lr 1e-3 \\
+        --bf16 --compile off --attention-backend efficient --device cuda
+
+What it shows: exceptions, such as tensors on two devices or types without a kernel; synchronisations; launches;
+allocations and peaks; the kernels that are chosen and generated. What it cannot show: numbers, for whatever a kernel
+would have written is garbage or zero, so losses mean nothing and tests that compare them fail; seconds; races between
+streams; memory of NCCL and of kernels' own. NCCL, cuDNN, CUDA graphs and the profiler's kernels (CUPTI) do not run on
+it. Nothing seen on it was seen on a GPU."""
 
 
 class Section(NamedTuple):
