@@ -158,7 +158,7 @@ def _serve(start: _Start, fn: Callable[..., Any], args: tuple[Any, ...]) -> None
     made: list[Any] = []
 
     def make() -> Any:
-        device = choose_device(start.device, start.launch.local_rank)
+        device = choose_device(start.device, start.launch)
         join(start.launch, backend="auto", device=device, timeout_minutes=10)
         made.append(fn(Place(start.launch, device, start.barrier.wait), *args))
         return None if start.stays else made[0]

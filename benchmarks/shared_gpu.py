@@ -7,6 +7,7 @@ layout does to tensors on a GPU is real; only NCCL and its streams are not teste
 """
 
 import sys
+from dataclasses import replace
 from unittest.mock import patch
 
 import torch
@@ -71,7 +72,7 @@ def main() -> int:
 
         # All ranks of the node take its one GPU, and gloo in place of NCCL.
         choose_device = startup.choose_device
-        program.choose_device = lambda name, local_rank: choose_device("cuda", 0)
+        program.choose_device = lambda name, launch: choose_device("cuda", replace(launch, local_rank=0))
         startup._choose_backend = lambda name, device: "gloo"
     sys.argv = ["megazero", *sys.argv[2:]]
     with patch.object(startup, "ProcessGroupCommunicator", OverHost):

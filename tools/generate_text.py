@@ -114,7 +114,7 @@ def main(arguments: list[str] | None = None) -> None:
     tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
     layout = choose_layout(config.model, tp=tp, pp=pp, nodes=launch.nodes, across_nodes=options.across_nodes)
     tokenizer = choose_tokenizer(config.data, options, vocab_size=saved_vocab_size(checkpoint))
-    device, minutes = choose_device(options.device, launch.local_rank), config.parallel.distributed_timeout_minutes
+    device, minutes = choose_device(options.device, launch), config.parallel.distributed_timeout_minutes
     use_cpu_threads(None, launch, device)
     with joined(launch, layout, device, timeout_minutes=minutes) as mesh:
         continuations = load_session(config, checkpoint, mesh).generate(

@@ -77,7 +77,7 @@ def inspect(arguments: argparse.Namespace, board: "Board", launch: Launch) -> No
     names = [name for name in arguments.nodes.split(",") if name]
     nodes = gather_nodes(board, launch, own_facts(arguments.node_name), names)
     raise_problems(TopologyError, node_problems(nodes, demands))
-    device = choose_device(arguments.device, launch.local_rank)
+    device = choose_device(arguments.device, launch)
     found = survey(board, nodes, device, demands, int(arguments.message_mib * 2**20))
     console.line("\n".join(table(found)))
     raise_problems(TopologyError, survey_problems(found, demands))

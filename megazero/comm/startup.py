@@ -1,12 +1,15 @@
 """Joins the job and makes the mesh: the only place that stacks wrappers around process groups."""
 
+import os
 import socket
+from collections.abc import Mapping
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _set_pg_timeout
 
+from megazero.comm.gpu_environment import defaults_line, missing_defaults
 from megazero.comm.groups import Limits, Split, gloo_maker, make_groups
 from megazero.comm.interface import Communicator
 from megazero.comm.local import LocalCommunicator
@@ -14,31 +17,51 @@ from megazero.comm.mesh import ACTIVATIONS, CONTROL, GATHERING, GRADIENTS, Mesh,
 from megazero.comm.metered import Meter, MeteredCommunicator
 from megazero.comm.process_group import ProcessGroupCommunicator
 from megazero.comm.rendezvous import open_store
+from megazero.console import Console
 from megazero.errors import Problem, TopologyError
 from megazero.memory.lease import NO_SCRATCH, Scratch
 from megazero.parallel.launch import Launch
+from megazero.parallel.threads import share_of_cores
 from megazero.parallel.topology import AXES, ENDS, WORLD, Topology
 
 _LONGER = "mend what keeps them apart, or wait longer by --distributed-join-timeout-minutes"
 
 
-def choose_device(name: str, local_rank: int) -> torch.device:
+def choose_device(name: str, launch: Launch) -> torch.device:
     """Return this process's device for "auto", "cpu" or "cuda", and make it the current one.
 
+    Sets the defaults of CUDA's and NCCL's variables, which CUDA reads at its start; rank 0 prints them.
     Raises TopologyError when there is no GPU, or a node runs more processes than it has.
     """
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+    if name == "cpu":
         return torch.device("cpu")
-    count = torch.cuda.device_count()
-    if not count:
-        raise TopologyError(Problem("--device cuda", "PyTorch sees no GPU on this machine", "--device cpu"))
-    if local_rank >= count:
-        rule = "every process on a node needs a GPU of its own"
-        legal = f"at most {count} processes a node, or --device cpu"
-        raise TopologyError(Problem(f"local rank {local_rank} with {count} visible GPUs", rule, legal))
-    device = torch.device("cuda", local_rank)
+    defaults = missing_defaults(os.environ, share_of_cores(launch, os.environ)) if torch.version.cuda else {}
+    os.environ.update(defaults)
+    if name == "auto" and not torch.cuda.is_available():
+        return torch.device("cpu")
+    index = gpu_index(launch.local_rank, torch.cuda.device_count(), os.environ)
+    if defaults:
+        Console(launch.rank).line(defaults_line(defaults))
+    device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
+
+
+def gpu_index(local_rank: int, count: int, environment: Mapping[str, str]) -> int:
+    """Return the index of a process's GPU among the `count` that it sees; raises TopologyError without one.
+
+    A launcher that binds every process to a GPU of its own lets it see that one alone, whatever its local rank.
+    """
+    if not count:
+        raise TopologyError(Problem("--device cuda", "PyTorch sees no GPU on this machine", "--device cpu"))
+    visible = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    if count == len(visible) == 1:
+        return 0
+    if local_rank >= count:
+        rule = "every process on a node needs a GPU of its own"
+        legal = f"at most {count} processes a node, CUDA_VISIBLE_DEVICES with one GPU for each process, or --device cpu"
+        raise TopologyError(Problem(f"local rank {local_rank} with {count} visible GPUs", rule, legal))
+    return local_rank
 
 
 def join(

@@ -44,13 +44,13 @@ def adopt_group(group: Any = None) -> Communicator:
 
 def own_device() -> torch.device:
     """Return the device of this process: that of its default group or, without one, its GPU if any, else the CPU."""
-    return joined_device() if is_joined() else choose_device("auto", Launch.from_environment().local_rank)
+    return joined_device() if is_joined() else choose_device("auto", Launch.from_environment())
 
 
 def _join_others() -> None:
     launch = Launch.from_environment()
     if launch.world_size > 1:
-        device = choose_device("auto", launch.local_rank)
+        device = choose_device("auto", launch)
         minutes = ParallelConfig().distributed_timeout_minutes
         join(launch, backend="auto", device=device, timeout_minutes=minutes)
 

@@ -42,7 +42,7 @@ def mesh_and_buffers(given: Any) -> tuple[Mesh, FusedBuffers]:
 
 def _join_others() -> tuple[Mesh, FusedBuffers]:
     launch = Launch.from_environment()
-    device = choose_device("auto", launch.local_rank)
+    device = choose_device("auto", launch)
     buffers = FusedBuffers(0, device)
     parallel = ParallelConfig()
     minutes, joining = derived.collective_limit_minutes(parallel), derived.join_limit_minutes(parallel)

@@ -40,10 +40,15 @@ def cpu_threads(given: int | None, launch: Launch, environment: Mapping[str, str
     by_torchrun = "TORCHELASTIC_RUN_ID" in environment and said == "1" and here > 1
     if here == 1 or (said and not by_torchrun):
         return None
+    return share_of_cores(launch, environment)
+
+
+def share_of_cores(launch: Launch, environment: Mapping[str, str]) -> int:
+    """Return the number of cores for each process of this node: those that srun has bound it to, or an equal share."""
     own = environment.get("SLURM_CPUS_PER_TASK", "")
     if "TORCHELASTIC_RUN_ID" not in environment and own.isdecimal() and int(own):
         return int(own)
-    return max(1, _cores() // here)
+    return max(1, _cores() // _processes_here(launch))
 
 
 def _processes_here(launch: Launch) -> int:

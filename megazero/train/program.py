@@ -28,7 +28,7 @@ def pretrain(config: RunConfig, launch: Launch, inputs: RunInputs) -> int:
     """Build the run and train; return the exit status of the process."""
     check_checkpoint(config, inputs)
     parallel, logging = config.parallel, config.logging
-    device = choose_device(parallel.device, launch.local_rank)
+    device = choose_device(parallel.device, launch)
     if threads := use_cpu_threads(parallel.cpu_threads, launch, device):
         Console(launch.rank).line(threads)
     keeps_ledger = logging.ledger or logging.ledger_limit is not None

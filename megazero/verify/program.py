@@ -20,7 +20,7 @@ from megazero.verify.verdict import Report
 def verify_layout(config: RunConfig, launch: Launch, inputs: RunInputs, *, steps: int) -> Report:
     """Compare `steps` steps of the layout with those of one process."""
     parallel, minutes = config.parallel, derived.collective_limit_minutes(config.parallel)
-    device = choose_device(parallel.device, launch.local_rank)
+    device = choose_device(parallel.device, launch)
     use_cpu_threads(parallel.cpu_threads, launch, device)
     for notice in check_compiler(config.training.compile, device):
         Console(launch.rank).line(notice)

@@ -17,35 +17,43 @@ from torch.distributed.distributed_c10d import Backend, BackendConfig
 from megazero.comm.interface import Work
 from megazero.comm.mesh import ACTIVATIONS, GRADIENTS, channel_key, channel_keys
 from megazero.comm.process_group import ProcessGroupCommunicator
-from megazero.comm.startup import carries_cpu_tensors, choose_device, destroy_process_groups, join, make_mesh
+from megazero.comm.startup import (
+    carries_cpu_tensors,
+    choose_device,
+    destroy_process_groups,
+    gpu_index,
+    join,
+    make_mesh,
+)
 from megazero.errors import TopologyError
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.launch import Launch
 from megazero.parallel.topology import Topology
 
 CPU = torch.device("cpu")
+EIGHTH = Launch(7, 8, 7)
 
 
 def test_the_cpu_is_there_for_the_asking() -> None:
-    assert choose_device("cpu", 7) == CPU
+    assert choose_device("cpu", EIGHTH) == CPU
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the rule for machines without a GPU")
 def test_auto_takes_the_cpu_where_there_is_no_gpu() -> None:
-    assert choose_device("auto", 7) == CPU
+    assert choose_device("auto", EIGHTH) == CPU
 
 
 @pytest.mark.cuda
 def test_auto_takes_the_gpu_of_this_process() -> None:
     last = torch.cuda.device_count() - 1
-    assert choose_device("auto", last) == torch.device("cuda", last)
+    assert choose_device("auto", Launch(last, last + 1, last)) == torch.device("cuda", last)
     assert torch.cuda.current_device() == last
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the rule for machines without a GPU")
 def test_no_gpu() -> None:
     with pytest.raises(TopologyError) as caught:
-        choose_device("cuda", 0)
+        choose_device("cuda", Launch(0, 1, 0))
     (problem,) = caught.value.problems
     assert (problem.given, problem.legal) == ("--device cuda", "--device cpu")
 
@@ -57,11 +65,29 @@ def test_a_backend_fits_the_device() -> None:
     assert (problem.given, problem.legal) == ("--distributed-backend nccl", "--distributed-backend gloo")
 
 
+@pytest.mark.parametrize(
+    ("local_rank", "count", "visible", "index"),
+    [(0, 8, None, 0), (3, 8, None, 3), (3, 4, "0,1,2,3", 3), (3, 1, "3", 0), (0, 1, "GPU-5e", 0), (0, 1, None, 0)],
+)
+def test_a_process_takes_the_gpu_of_its_rank_or_the_only_one(
+    local_rank: int, count: int, visible: str | None, index: int
+) -> None:
+    """A launcher that binds every process to one GPU lets each see that one alone, under the index 0."""
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert gpu_index(local_rank, count, environment) == index
+
+
+@pytest.mark.parametrize(("count", "visible"), [(1, None), (1, ""), (2, "0,1"), (1, "0,1")])
+def test_more_processes_than_gpus_are_refused(count: int, visible: str | None) -> None:
+    with pytest.raises(TopologyError, match=f"local rank 3 with {count} visible GPUs"):
+        gpu_index(3, count, {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+
+
 @pytest.mark.cuda
 def test_more_processes_than_gpus() -> None:
     count = torch.cuda.device_count()
     with pytest.raises(TopologyError) as caught:
-        choose_device("cuda", count)
+        choose_device("cuda", Launch(count, count + 1, count))
     (problem,) = caught.value.problems
     assert problem.given == f"local rank {count} with {count} visible GPUs"
     assert "--device cpu" in problem.legal
@@ -205,7 +231,7 @@ from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.topology import Topology
 
 launch = Launch.from_environment()
-device = choose_device("cpu", launch.local_rank)
+device = choose_device("cpu", launch)
 join(launch, backend="auto", device=device, timeout_minutes=1)
 mesh = make_mesh(Topology(dp=launch.world_size), launch.rank, device, FusedBuffers(1 << 10, device))
 total = torch.tensor([launch.rank + 1.0])

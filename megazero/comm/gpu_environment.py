@@ -1,0 +1,41 @@
+"""The defaults of CUDA's, NCCL's and the compiler's environment variables, all in one place.
+
+They are set before CUDA starts (`startup.choose_device`), and never over a variable that the user has set.
+"""
+
+from collections.abc import Mapping
+
+# By default CUDA has 8 hardware queues, and a pipeline stage has a dozen streams: a receive that is posted ahead would
+# hold up a send in the same queue, for which its peer waits.  Megatron-LM's programs are started with 1, so that a
+# collective is scheduled before the product beside it; that is a matter of speed, and a user's 1 stands.
+_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+
+# Activations and gradients have channels of their own on purpose, so messages outside of a batch are no fault.  C++
+# stacks of ranks that end because another one has failed would bury its message.
+_NCCL = {
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
+    "TORCH_NCCL_LOG_CPP_STACK_ON_UNCLEAN_SHUTDOWN": "0",
+}
+
+# Buffers of units of different size come and go; segments that grow leave no gaps of the wrong size between them.
+_ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+_ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+
+_MOST_COMPILING = 32  # torch's own limit
+
+
+def missing_defaults(environment: Mapping[str, str], cores: int) -> dict[str, str]:
+    """Return the variables to set for a process that uses a GPU; what the user has set is not among them.
+
+    cores: this process's share of its node's; torch would have every process compile on all of them.
+    """
+    defaults = {**_QUEUES, **_NCCL, "TORCHINDUCTOR_COMPILE_THREADS": str(min(cores, _MOST_COMPILING))}
+    if not any(name in environment for name in _ALLOCATOR_NAMES):
+        defaults |= _ALLOCATOR
+    return {name: value for name, value in defaults.items() if name not in environment}
+
+
+def defaults_line(defaults: Mapping[str, str]) -> str:
+    """Return the line that tells the user which variables have been set."""
+    return " ".join(["environment:", *(f"{name}={value}" for name, value in defaults.items())])
