@@ -74,6 +74,7 @@ class Operations(TorchDispatchMode):
         super().__init__()
         self._numel = numel
         self.names: list[str] = []
+        self.factors: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -81,6 +82,7 @@ class Operations(TorchDispatchMode):
         is_pass = not func.is_view and func.__name__ != "empty.memory_format"
         if is_pass and any(tensor.numel() >= self._numel for tensor in tensors):
             self.names.append(func.__name__.split(".")[0])
+            self.factors += [args[1]] if self.names[-1] in ("mul", "mul_") else []
         return out
 
 
@@ -95,6 +97,7 @@ class Operations(TorchDispatchMode):
 def test_passes_over_the_weights_in_an_update(precision: str, expected: list[str]) -> None:
     """Gradients are scaled, weights updated, and cast to working parameters, in that order and once each.
 
+    The factor of the gradients is of the master weights' dtype, and has a dim.
     On a CPU narrow gradients are scaled in two operations on a piece in the cache; on a GPU in one
     (`tests/optim/test_inner.py`).
     """
@@ -103,3 +106,4 @@ def test_passes_over_the_weights_in_an_update(precision: str, expected: list[str
     with Operations(8) as seen:
         update_parameters(core, TIMERS, reduced, scale=1 / 3, clip_grad=1.0, lr=1.0)
     assert seen.names == expected
+    assert [(factor.dtype, factor.shape) for factor in seen.factors] == [(core.plan.optimizer.dtype, (1,))]
