@@ -4,21 +4,24 @@ They are set before CUDA starts (`startup.choose_device`), and never over a vari
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 # By default CUDA has 8 hardware queues, and a pipeline stage has a dozen streams: a receive that is posted ahead would
 # hold up a send in the same queue, for which its peer waits.  Megatron-LM's programs are started with 1, so that a
 # collective is scheduled before the product beside it; that is a matter of speed, and a user's 1 stands.
-_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+_QUEUES = MappingProxyType({"CUDA_DEVICE_MAX_CONNECTIONS": "32"})
 
 # Activations and gradients have channels of their own on purpose, so messages outside of a batch are no fault.  C++
 # stacks of ranks that end because another one has failed would bury its message.
-_NCCL = {
-    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
-    "TORCH_NCCL_LOG_CPP_STACK_ON_UNCLEAN_SHUTDOWN": "0",
-}
+_NCCL = MappingProxyType(
+    {
+        "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
+        "TORCH_NCCL_LOG_CPP_STACK_ON_UNCLEAN_SHUTDOWN": "0",
+    }
+)
 
 # Buffers of units of different size come and go; segments that grow leave no gaps of the wrong size between them.
-_ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+_ALLOCATOR = MappingProxyType({"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
 _ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
