@@ -376,7 +376,7 @@ def collectives(bench: Bench) -> dict[str, Any]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     dist.init_process_group("nccl" if bench.has_gpu else "gloo", store=store, rank=0, world_size=1, device_id=device)
 
-    def in_a_group(topology: Any, axis: str, rank: int, scratch: Scratch, limits: Any) -> Communicator:
+    def in_a_group(group: dist.ProcessGroup | None, scratch: Scratch) -> Communicator:
         return ProcessGroupCommunicator(dist.new_group([0]), scratch)
 
     # Replaced, since the mesh of one rank has no process groups.

@@ -7,7 +7,7 @@ from zero_configs import main, out_of_order, parse_arguments
 
 TINY = (
     "--num-layers 4 --hidden-size 32 --seq-length 32 --vocab-size 64 --micro-batch-size 16 --bucket-size 8192"
-    " --limit 1.6 --rounds 1 --steps 2 --device cpu"
+    " --limit 1.6 --rounds 2 --steps 2 --device cpu"
 )
 
 
