@@ -61,54 +61,54 @@ def _small(name: str, world_size: int, words: str, *limits: float) -> Case:
 _TENSOR = "--tensor-model-parallel-size 2"
 _PIPELINE = "--pipeline-model-parallel-size 2 --pipeline-schedule"
 CASES = (
-    _small("data 2, stage 0", 2, "--zero-stage 0 --global-batch-size 4", 332, 145),
-    _small("data 4, stage 1, 2 micro-batches", 4, "--zero-stage 1 --global-batch-size 16", 558, 112),
-    _small("data 4, stage 2, 2 micro-batches", 4, "--zero-stage 2 --global-batch-size 16", 565, 112),
-    _small("data 4, stage 3, 2 micro-batches", 4, "--zero-stage 3 --global-batch-size 16", 648, 108),
-    _small("data 2, stage 2, fp16", 2, "--zero-stage 2 --fp16 --global-batch-size 4", 320, 123),
-    _small("data 2, stage 3, compiled", 2, "--zero-stage 3 --compile on --global-batch-size 4", 350, 119, 57.6),
-    _small("data 2, stage 1, fp8", 2, "--zero-stage 1 --fp8-format hybrid --global-batch-size 4", 1048, 123),
+    _small("data 2, stage 0", 2, "--zero-stage 0 --global-batch-size 4", 313, 145),
+    _small("data 4, stage 1, 2 micro-batches", 4, "--zero-stage 1 --global-batch-size 16", 534, 112),
+    _small("data 4, stage 2, 2 micro-batches", 4, "--zero-stage 2 --global-batch-size 16", 541, 112),
+    _small("data 4, stage 3, 2 micro-batches", 4, "--zero-stage 3 --global-batch-size 16", 624, 108),
+    _small("data 2, stage 2, fp16", 2, "--zero-stage 2 --fp16 --global-batch-size 4", 305, 123),
+    _small("data 2, stage 3, compiled", 2, "--zero-stage 3 --compile on --global-batch-size 4", 339, 119, 57.6),
+    _small("data 2, stage 1, fp8", 2, "--zero-stage 1 --fp8-format hybrid --global-batch-size 4", 1033, 123),
     _small(
-        "tensor 2 x data 2, stage 1", 4, f"{_TENSOR} --sequence-parallel --zero-stage 1 --global-batch-size 4", 394, 94
+        "tensor 2 x data 2, stage 1", 4, f"{_TENSOR} --sequence-parallel --zero-stage 1 --global-batch-size 4", 379, 94
     ),
     _small(
         "tensor 2 x data 2, stage 3, recomputed",
         4,
         f"{_TENSOR} --sequence-parallel --zero-stage 3 --recompute-granularity full --global-batch-size 4",
-        470,
+        455,
         89,
     ),
     _small(
-        "pipeline 2 x data 2, stage 2, 1f1b", 4, f"{_PIPELINE} 1f1b --zero-stage 2 --global-batch-size 16", 612, 100
+        "pipeline 2 x data 2, stage 2, 1f1b", 4, f"{_PIPELINE} 1f1b --zero-stage 2 --global-batch-size 16", 589, 100
     ),
     _small(
         "pipeline 2 x tensor 2, interleaved",
         4,
         f"{_PIPELINE} interleaved --num-layers-per-virtual-pipeline-stage 1 {_TENSOR} --global-batch-size 8",
-        624,
+        599,
         92,
     ),
     _small(
         "pipeline 2 x tensor 2 x data 2, stage 1, zero-bubble",
         8,
         f"{_PIPELINE} zero-bubble {_TENSOR} --zero-stage 1 --global-batch-size 16",
-        835,
+        812,
         89,
     ),
     Case(
         "GPT-2 124M, 64 samples, compiled",
         1,
         "--preset gpt2-124m --micro-batch-size 64 --bf16 --compile on",
-        1087,
-        21538,
+        1034,
+        21445,
         54.5,
     ),
     Case(
         "GPT-2 1.5B, 16 samples, compiled",
         1,
         "--preset gpt2-1.5b --micro-batch-size 16 --bf16 --compile on",
-        3583,
-        63512,
+        3381,
+        63254,
         54.9,
     ),
 )

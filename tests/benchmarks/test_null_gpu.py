@@ -20,7 +20,7 @@ from megazero.rules import run as rules
 SCRIPT = ROOT / "scripts" / "null_gpu.sh"
 BLOCK = {"unit_bytes": 4, "block_bytes": 280}
 FOUND = {"launches": 10, "products": 4, "copies": 1, "synchronizations": 0, "peak_bytes": 3 << 20, **BLOCK}
-RECORD = FOLDER / "results" / "2026-11-22-null-gpu.json"
+RECORD = FOLDER / "results" / "2026-11-23-null-gpu.json"
 
 
 @pytest.mark.parametrize(
