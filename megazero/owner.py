@@ -15,6 +15,7 @@ from pathlib import Path
 
 _TAG = re.compile(r"(\d{1,10})-(\d{1,20})-([0-9a-f]{8}|)-([0-9a-f]{8}|)-(\d{1,20})")
 _PROCESSES = Path("/proc")
+_ENDING = 4  # Linux's flag PF_EXITING of a thread, which it has from before its files are closed
 
 
 class ProcessState(StrEnum):
@@ -88,12 +89,13 @@ def process_state(pid: int, started: int) -> ProcessState:
         except (OSError, OverflowError):  # a process of another user
             pass
         return ProcessState.UNSEEN
-    # A process whose threads have all ended writes no more, though its id is taken until its parent reads its status.
     stats = [_read(task / "stat").rpartition(")")[2] for task in (_PROCESSES / str(pid) / "task").glob("[0-9]*")]
-    threads = "".join(stat.split()[0] for stat in stats if stat)
-    if found != started or (threads and not threads.strip("ZX")):
+    threads = [stat.split() for stat in stats if stat]
+    # A process whose threads have all ended, or are ending, writes no more: its files and connections are closed before
+    # its threads count as ended, and its id is taken until its parent reads its status.
+    if found != started or (threads and all(thread[0] in "ZX" or int(thread[6]) & _ENDING for thread in threads)):
         return ProcessState.GONE
-    return ProcessState.STOPPED if set(threads) & set("Tt") else ProcessState.RUNNING
+    return ProcessState.STOPPED if any(thread[0] in "Tt" for thread in threads) else ProcessState.RUNNING
 
 
 def _machine() -> str:

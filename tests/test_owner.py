@@ -3,14 +3,23 @@
 import os
 import signal
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from megazero.owner import Owner
+from megazero.owner import Owner, ProcessState, process_start, process_state
 
 HERE = Owner.of_this_process()
+MANY_THREADS = """
+import threading, time
+kept = bytearray(20 << 20)
+for _ in range(40):
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+print("ready", flush=True)
+time.sleep(60)
+"""
 
 
 def owner_of_a_child() -> tuple[int, Owner]:
@@ -40,6 +49,19 @@ def test_a_process_is_gone_once_it_is_killed_even_before_its_parent_has_asked_fo
     finally:
         os.waitpid(child, 0)
     assert owner.is_gone(HERE)
+
+
+def test_a_process_is_gone_once_its_connections_are_closed() -> None:
+    """A peer that finds a connection closed asks at once, while the killed process's threads still stand as running."""
+    for _ in range(15):
+        words = [sys.executable, "-c", MANY_THREADS]
+        with subprocess.Popen(words, stdout=subprocess.PIPE) as child:
+            assert child.stdout is not None and child.stdout.readline() == b"ready\n"
+            started = process_start(child.pid) or 0
+            assert process_state(child.pid, started) is ProcessState.RUNNING
+            child.kill()
+            assert child.stdout.read() == b"", "read to the end, when the child's files have been closed"
+            assert process_state(child.pid, started) is ProcessState.GONE
 
 
 def test_a_process_id_that_was_given_again_is_another_process() -> None:

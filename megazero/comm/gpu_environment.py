@@ -6,6 +6,8 @@ They are set before CUDA starts (`startup.choose_device`), and never over a vari
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from megazero.errors import ConfigError, Problem
+
 # By default CUDA has 8 hardware queues, and a pipeline stage has a dozen streams: a receive that is posted ahead would
 # hold up a send in the same queue, for which its peer waits.  Megatron-LM's programs are started with 1, so that a
 # collective is scheduled before the product beside it; that is a matter of speed, and a user's 1 stands.
@@ -24,6 +26,13 @@ _NCCL = MappingProxyType(
 _ALLOCATOR = MappingProxyType({"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
 _ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
+# {variable: values that keep a run deterministic}, of which the first is set where the user has set none.
+DETERMINISTIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
+        "NCCL_ALGO": ("^NVLS", "Ring", "Tree", "CollnetDirect", "CollnetChain"),
+    }
+)
 
 _MOST_COMPILING = 32  # torch's own limit
 
@@ -42,3 +51,12 @@ def missing_defaults(environment: Mapping[str, str], cores: int) -> dict[str, st
 def defaults_line(defaults: Mapping[str, str]) -> str:
     """Return the line that tells the user which variables have been set."""
     return " ".join(["environment:", *(f"{name}={value}" for name, value in defaults.items())])
+
+
+def deterministic_variables(given: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables to set in the environment `given`; raise ConfigError for one that forbids determinism."""
+    for name, allowed in DETERMINISTIC.items():
+        if given.get(name, allowed[0]) not in allowed:
+            rule = f"--deterministic-mode needs {name} to be one of {', '.join(allowed)}"
+            raise ConfigError(Problem(f"{name}={given[name]}", rule, f"{name}={allowed[0]}, or leave it unset"))
+    return {name: allowed[0] for name, allowed in DETERMINISTIC.items() if name not in given}

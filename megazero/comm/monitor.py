@@ -35,6 +35,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from megazero.comm.fault_report import Fault, Heartbeat, Waiting, report
 from megazero.comm.flight_record import FlightRecord
 from megazero.comm.mesh import CONTROL
+from megazero.errors import UserError
 from megazero.owner import ProcessState, process_start, process_state
 from megazero.parallel.topology import Topology
 
@@ -351,7 +352,7 @@ class Monitor:
 
     def _record_own_error(self, note: Note) -> None:
         """Give `on_report` an error that this rank has printed itself, if training had begun."""
-        if self.error is None or note.rank != self.job.rank or not self._flight.iteration:
+        if not isinstance(self.error, Exception) or note.rank != self.job.rank or not self._flight.iteration:
             return
         if self.job.on_report is not None:
             self.job.on_report([self.position_of(self.error)])
@@ -468,7 +469,13 @@ def _outlast_the_launcher() -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the type of an error and the beginning of its message, without the place in torch's sources."""
+    """Return the type of an error and its first line: of a user's error what was given and the rule.
+
+    Of any other it is the beginning, without the place in torch's sources.
+    """
+    if isinstance(error, UserError):
+        told = (error.problems[0].given, error.problems[0].rule)
+        return ": ".join((type(error).__name__, *filter(None, told))).splitlines()[0]
     line = next(iter(str(error).strip().splitlines()), "")
     message = re.sub(r"^\[[^]]*\] ", "", line).partition(". This is typically")[0]
     return f"{type(error).__name__}: {message[:160]}" if message else type(error).__name__

@@ -43,6 +43,16 @@ def open_store(launch: Launch, limit_seconds: float) -> Store:
     return store
 
 
+def claim_gpu(store: Store, rank: int, gpu: str) -> None:
+    """Enter a rank as the only one of its host that uses this GPU; raise TopologyError if another one does."""
+    host = socket.gethostname()
+    first = int(store.compare_set(f"gpu/{host}/{gpu}", "", str(rank)))
+    if first != rank:
+        given = f"ranks {first} and {rank} on {host} have the same GPU ({gpu})"
+        legal = "as many processes on a node as CUDA_VISIBLE_DEVICES names GPUs, or a GPU of its own for each process"
+        raise TopologyError(Problem(given, "NCCL needs a GPU of its own for every process", legal))
+
+
 def _port(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and 0 < int(text) < 1 << 16):
         raise TopologyError(Problem(f"MASTER_PORT {text}", "a port is a whole number from 1 to 65535", "29500"))

@@ -16,7 +16,7 @@ from megazero.comm.local import LocalCommunicator
 from megazero.comm.mesh import ACTIVATIONS, CONTROL, GATHERING, GRADIENTS, Mesh, channel_keys
 from megazero.comm.metered import Meter, MeteredCommunicator
 from megazero.comm.process_group import ProcessGroupCommunicator
-from megazero.comm.rendezvous import open_store
+from megazero.comm.rendezvous import claim_gpu, open_store
 from megazero.console import Console
 from megazero.errors import Problem, TopologyError
 from megazero.memory.lease import NO_SCRATCH, Scratch
@@ -71,13 +71,16 @@ def join(
 
     backend is "auto" (nccl on CUDA, gloo elsewhere), "nccl" or "gloo".  A job of one process needs no group and has no
     store.  timeout_minutes: the limit of every collective.  join_minutes: how long processes wait for each other; by
-    default the same.  Raises TopologyError when the backend doesn't fit the device, or the processes don't meet.
+    default the same.  Raises TopologyError when the backend doesn't fit the device, the processes don't meet, or two of
+    them have the same GPU.
     """
     chosen = _choose_backend(backend, device)
     if launch.world_size == 1:
         return None
     joining = timedelta(minutes=timeout_minutes if join_minutes is None else join_minutes)
     store = open_store(launch, joining.total_seconds())
+    if chosen == "nccl":
+        claim_gpu(store, launch.rank, str(torch.cuda.get_device_properties(device).uuid))
     try:
         dist.init_process_group(
             chosen,

@@ -8,21 +8,12 @@ size, and NCCL must not add inside the switch (NVLS).  On CPUs a run is bitwise 
 """
 
 import os
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Iterator
 
 import torch
 
+from megazero.comm.gpu_environment import deterministic_variables
 from megazero.config.run import RunConfig
-from megazero.errors import ConfigError, Problem
-
-# {variable: values that keep a run deterministic}, of which the first is set where the user has set none.
-ENVIRONMENT: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
-        "NCCL_ALGO": ("^NVLS", "Ring", "Tree", "CollnetDirect", "CollnetChain"),
-    }
-)
 
 
 def use_deterministic_mode(config: RunConfig, device: torch.device) -> Iterator[str]:
@@ -37,7 +28,7 @@ def use_deterministic_mode(config: RunConfig, device: torch.device) -> Iterator[
         if config.parallel.device == "auto":  # with "cpu" the command line has had this notice
             yield "--deterministic-mode: moot here, because on CPUs every run is bitwise repeatable"
         return
-    os.environ.update(environment(os.environ))
+    os.environ.update(deterministic_variables(os.environ))
     torch.use_deterministic_algorithms(True)
     # Every element is written before it is read, so filling new tensors would only cost time.
     torch._C._set_deterministic_fill_uninitialized_memory(False)
@@ -46,12 +37,3 @@ def use_deterministic_mode(config: RunConfig, device: torch.device) -> Iterator[
         " sums by index sort first, NCCL adds outside the switch (no NVLS), and no kernel is chosen by its speed: all"
         " of these are slower"
     )
-
-
-def environment(given: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables to set in the environment `given`; raise ConfigError for one that forbids determinism."""
-    for name, allowed in ENVIRONMENT.items():
-        if given.get(name, allowed[0]) not in allowed:
-            rule = f"--deterministic-mode needs {name} to be one of {', '.join(allowed)}"
-            raise ConfigError(Problem(f"{name}={given[name]}", rule, f"{name}={allowed[0]}, or leave it unset"))
-    return {name: allowed[0] for name, allowed in ENVIRONMENT.items() if name not in given}

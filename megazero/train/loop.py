@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 from megazero.checkpoint.journal import Journal
 from megazero.comm.mesh import gather_json
+from megazero.comm.monitor import first_line
 from megazero.console import Console
 from megazero.data.loader import BatchLoader, StepBatch
-from megazero.errors import Problem, TrainingError, UserError
+from megazero.errors import Problem, TrainingError
 from megazero.memory.host_copy import HostCopy
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.schedules import LearningRate
@@ -120,7 +121,7 @@ def train(run: Run) -> str:
             run.journal.write("stop", iteration=run.state.iteration, reason=reason)
             return reason
         except BaseException as error:
-            run.journal.write("stop", iteration=run.state.iteration, reason=failure(error))
+            run.journal.write("stop", iteration=run.state.iteration, reason=first_line(error))
             raise
         finally:
             if run.saver is not None:
@@ -381,12 +382,6 @@ class _Loop:
             self._run.reporting.console.line(
                 f"resumed at iteration {self._state.iteration}, {self._state.consumed_samples} samples consumed"
             )
-
-
-def failure(error: BaseException) -> str:
-    """Return the kind of an error and its first line, for the journal."""
-    text = f"{error.problems[0].given}: {error.problems[0].rule}" if isinstance(error, UserError) else str(error)
-    return f"{type(error).__name__}: {text}".splitlines()[0]
 
 
 def _is_due(interval: int | None, iteration: int) -> bool:

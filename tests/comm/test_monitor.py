@@ -71,7 +71,7 @@ def test_a_bug_has_its_own_traceback_and_no_other(jobs: dict[str, Ended]) -> Non
     ("name", "words"),
     [
         ("killed", "rank 1 .*dead: its process is gone"),
-        ("user_error", "rank 0 .*failed: DataError: data error: a damaged token; step 10, .*forward"),
+        ("user_error", "rank 0 .*failed: DataError: a damaged token; step 10, .*forward"),
         ("bug", "rank 1 .*failed: KeyError: 'a bug.; step 10, .*forward"),
     ],
 )

@@ -4,8 +4,9 @@ import socket
 import time
 
 import pytest
+from torch.distributed import HashStore
 
-from megazero.comm.rendezvous import open_store
+from megazero.comm.rendezvous import claim_gpu, open_store
 from megazero.errors import TopologyError
 from megazero.parallel.launch import Launch
 
@@ -67,3 +68,12 @@ def test_the_store_listens_at_the_job_s_address_alone(port: int) -> None:
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", port), 5)
     del store
+
+
+def test_two_ranks_of_a_host_with_one_gpu_are_named() -> None:
+    store = HashStore()
+    claim_gpu(store, 3, "GPU-1")
+    claim_gpu(store, 3, "GPU-1")
+    claim_gpu(store, 1, "GPU-2")
+    with pytest.raises(TopologyError, match=rf"ranks 3 and 2 on {socket.gethostname()} have the same GPU \(GPU-1\)"):
+        claim_gpu(store, 2, "GPU-1")

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.warm_python import warm_python
@@ -16,10 +17,10 @@ pytestmark = pytest.mark.gloo
 WAITS = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
 
 
-def both(*words: str, **options: object) -> list[tuple[int, str, str]]:
+def both(*words: str, **options: Any) -> list[tuple[int, str, str]]:
     """Return exit status and output of a program under python itself and under the executable."""
     done = [
-        subprocess.run([python, *words], capture_output=True, text=True, timeout=60, **options)  # type: ignore[call-overload]
+        subprocess.run([python, *words], capture_output=True, text=True, timeout=60, **options)
         for python in (sys.executable, warm_python())
     ]
     return [(each.returncode, each.stdout, each.stderr) for each in done]

@@ -35,7 +35,8 @@ from megazero.train.build import RunComponents, batch_layout, build_components, 
 from megazero.train.inputs import open_inputs
 from megazero.train.step import StepControls, training_step
 
-STEPS, WARMUP = 3, 1  # the warm-up, the peak and the decay
+SCHEDULE, WARMUP = 5, 2  # the steps of the warm-up and the decay
+STEPS = 3  # the warm-up, after which a few cells go on through the decay
 GLOBAL_BATCH = 16
 LR = 3e-3
 
@@ -51,7 +52,7 @@ SETTINGS: dict[str, Any] = {
     "attention_dropout": 0.0,
     "init_method_std": 0.08,
     "global_batch_size": GLOBAL_BATCH,
-    "train_iters": STEPS,
+    "train_iters": SCHEDULE,
     "lr": LR,
     "min_lr": LR / 10,
     "lr_decay_style": "cosine",
@@ -234,7 +235,7 @@ def reference_history(prefix: str, steps: int = STEPS, **settings: Any) -> Histo
         assert data.reset_position_ids == data.reset_attention_mask, "the twin knows documents, or none"
         batches.append(Batch(tokens, batch[:, 1:], mask, inputs.eod if data.reset_attention_mask else None))
     recipe = Recipe(
-        lambda step: scheduled_rate(step, peak=LR, final=LR / 10, warmup=WARMUP, decay_steps=STEPS, style="cosine"),
+        lambda step: scheduled_rate(step, peak=LR, final=LR / 10, warmup=WARMUP, decay_steps=SCHEDULE, style="cosine"),
         weight_decay=0.1,
         max_norm=0.5,
     )
