@@ -49,7 +49,7 @@ def test_a_step_of_1024_ranks(rank: int, stage: int, figures: dict[tuple[int, An
     dp, tp = DP, TP
     result = figures[rank, stage]
 
-    padded, h, layers = result["padded"], 4096, 6
+    padded, h, layers = result["padded"], 4096, 3
     psi = layers * ((12 * h * h + 7 * h) // tp + 6 * h)
     vocabulary_rows = -(-50257 // (128 * tp)) * 128 * tp // tp
     psi += vocabulary_rows * h + 256 * h + 2 * h

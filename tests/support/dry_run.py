@@ -35,7 +35,7 @@ def step(
     settings = dict(settings or {})
     num_micro_batches = settings.pop("num_micro_batches", 2)
     given: dict[str, Any] = {
-        "num_layers": 6,
+        "num_layers": 3,
         "hidden_size": 4096,
         "num_attention_heads": 32,
         "seq_length": SEQUENCE,
@@ -48,6 +48,7 @@ def step(
         "precision": "bf16",
         "hidden_dropout": 0.1,
         "attention_dropout": 0.1,
+        "logits_chunk_bytes": 1 << 30,  # one chunk of the head instead of a hundred
     }
     config = make_run(**{**given, **settings})
     dist.init_process_group("fake", rank=rank, world_size=dp * tp * pp, store=FakeStore())
