@@ -38,12 +38,13 @@ environment_fingerprint() {
     cat setup.py scripts/constraints.txt | cksum
 }
 
-# Torch alone; its dependencies are installed with the rest.
+# Torch alone; its dependencies are installed with the rest.  Nothing is byte-compiled ahead, which takes half a minute:
+# of thousands of files a run imports hundreds, and python keeps those compiled.
 install_torch() {
     local wanted
     wanted="$(grep '^torch==' scripts/constraints.txt)"
     # The build (with CUDA or without) depends on pip's own settings, such as PIP_EXTRA_INDEX_URL.
-    .venv/bin/python -m pip install --quiet "$wanted"
+    .venv/bin/python -m pip install --quiet --no-compile "$wanted"
 }
 
 ensure_environment() {
@@ -61,7 +62,7 @@ ensure_environment() {
     say "installing torch"
     install_torch || fail "torch could not be installed; see pip's message above (no network? use --no-install)"
     say "installing megazero and its tools"
-    .venv/bin/python -m pip install --quiet -e '.[test]' -c scripts/constraints.txt ||
+    .venv/bin/python -m pip install --quiet --no-compile -e '.[test]' -c scripts/constraints.txt ||
         fail "megazero could not be installed; see pip's message above"
     environment_fingerprint >"$stamp"
 }

@@ -51,10 +51,22 @@ unset PYTHONDONTWRITEBYTECODE
 
 phase "ruff check" "$python" -m ruff check .
 phase "ruff format" "$python" -m ruff format --check .
-phase "mypy" "$python" -m mypy --num-workers 2
+# Types are checked beside the tests, in the processor time that ranks leave while they wait for each other.
+types="$(mktemp)"
+nice -n 19 "$python" -m mypy --num-workers 2 >"$types" 2>&1 &
+checker=$!
+trap 'kill "$checker" 2>/dev/null || true; rm -f "$types"' EXIT
 # Files are dealt out to a few processes of pytest: each has ranks of its own, so more of them take much memory.
 phase "pytest" "$python" -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder \
     --durations 20 "${selected[@]}" "$@"
+
+verdict_on_types() {
+    local status=0
+    wait "$checker" || status=$?
+    cat "$types"
+    return "$status"
+}
+phase "mypy" verdict_on_types
 
 if ((${#failed[@]})); then
     printf 'FAILED: %s (%ds in all)\n' "${failed[*]}" "$SECONDS"

@@ -11,7 +11,7 @@ computes the batch's sizes from it.
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -39,7 +39,7 @@ from megazero.config.values import (
     violation,
 )
 from megazero.config.yaml_file import read_nested
-from megazero.dialects.deepspeed.keys import HONOURED, TOP_LEVEL
+from megazero.dialects.deepspeed.keys import AUTOCAST, HONOURED, TOP_LEVEL, key
 from megazero.dialects.deepspeed.reading import ParsedFile, read, read_file
 from megazero.dialects.deepspeed.sections import EngineParts, engine_parts
 from megazero.errors import ConfigError, Problem, raise_problems
@@ -61,11 +61,13 @@ _Section = TypeVar("_Section", bound=ZeroConfig | PrecisionConfig | ActivationCo
 # Keys that both forms have, besides the optimizer and the scheduler.
 _PLAIN = (
     "gradient_clipping",
+    "gradient_allreduce_op",
     "gradient_accumulation_steps",
     "train_micro_batch_size_per_gpu",
     "train_batch_size",
 )
 _SECTIONS = ("zero", "precision", "activations")
+_AUTOCAST = key("autocast", "str", None, choices=AUTOCAST)
 _FORMS = "zero, precision, ... of megazero, or zero_optimization, fp16, bf16, ... of DeepSpeed"
 
 
@@ -74,6 +76,8 @@ class EngineConfig:
     """The settings by which an engine trains one model.
 
     gradient_clipping: largest global gradient norm; 0 clips nothing.
+    gradient_allreduce_op: a step's gradients are the mean over the data-parallel processes, or their sum.
+    autocast: the format in which torch.autocast lets the forward of a model in fp32 compute; None: without.
     gradient_accumulation_steps, train_micro_batch_size_per_gpu, train_batch_size: the batch's sizes as they are given,
     None where they are not; `resolve_batch` returns all of them.
     notices: one-line texts about keys without effect and keys that are "auto".
@@ -87,6 +91,8 @@ class EngineConfig:
     optimizer: OptimizerChoice = field(default_factory=OptimizerChoice)
     scheduler: SchedulerChoice | None = None
     gradient_clipping: Annotated[float, Field(ge=0)] = 0.0
+    gradient_allreduce_op: Literal["mean", "sum"] = "mean"
+    autocast: Literal["bf16"] | None = None
     gradient_accumulation_steps: _Count | None = None
     train_micro_batch_size_per_gpu: _Count | None = None
     train_batch_size: _Count | None = None
@@ -151,6 +157,13 @@ def _from_deepspeed(file: ParsedFile) -> EngineConfig:
     parts = engine_parts(file)
     file.diagnostics.problems.extend(_undecidable(parts.activations, file.location()))
     plain = {name: file.get(name, _default(name)) for name in _PLAIN}
+    if "gradient_clipping" not in file.values:
+        file.diagnostics.notices.append(
+            f"{file.location('gradient_clipping')}: left out, so DeepSpeed's documented default of"
+            f" {plain['gradient_clipping']:g} holds; a configuration of megazero's own clips nothing by default"
+        )
+    autocast = file.get("torch_autocast.dtype", AUTOCAST[0]) if file.get("torch_autocast.enabled", False) else None
+    file.diagnostics.problems.extend(_autocast_problems(autocast, parts.precision, file.location("torch_autocast")))
     raise_problems(ConfigError, file.diagnostics.problems)
     return EngineConfig(
         zero=parts.zero,
@@ -160,6 +173,7 @@ def _from_deepspeed(file: ParsedFile) -> EngineConfig:
         scheduler=parts.scheduler,
         notices=tuple(file.diagnostics.notices),
         automatic_sizes=tuple(str(file.location(name)) for name in KEYS.values() if file.is_automatic(name)),
+        autocast=autocast,
         origin=Origin.FOREIGN,
         **plain,
     )
@@ -174,8 +188,8 @@ def _default(name: str) -> Any:
 
 def _from_own(content: Mapping[str, Any], location: Location) -> EngineConfig:
     diagnostics = Diagnostics()
-    infos = {name: HONOURED[name] for name in _PLAIN}
-    known = (*_SECTIONS, "optimizer", "scheduler", *_PLAIN)
+    infos = {name: HONOURED[name] for name in _PLAIN} | {"autocast": _AUTOCAST}
+    known = (*_SECTIONS, "optimizer", "scheduler", *infos)
     diagnostics.problems.extend(
         unknown(location.key(name), content[name], known) for name in content if name not in known
     )
@@ -185,9 +199,10 @@ def _from_own(content: Mapping[str, Any], location: Location) -> EngineConfig:
     sections_are_valid = not diagnostics.problems
     optimizer = _optimizer(location.key("optimizer"), content.get("optimizer"), diagnostics)
     scheduler = _scheduler(location.key("scheduler"), content.get("scheduler"), diagnostics, optimizer.lr)
-    plain = _values(infos, location, {name: content[name] for name in _PLAIN if name in content}, diagnostics)
+    plain = _values(infos, location, {name: content[name] for name in infos if name in content}, diagnostics)
     parts = EngineParts(zero, precision, activations, optimizer, scheduler)
     diagnostics.problems.extend(_problems(parts, location))
+    diagnostics.problems.extend(_autocast_problems(plain.get("autocast"), precision, location.key("autocast")))
     if sections_are_valid:  # else defaults stand in for invalid values
         diagnostics.problems.extend(_moot(parts, location))
     raise_problems(ConfigError, diagnostics.problems)
@@ -291,6 +306,13 @@ def _moot(parts: EngineParts, location: Location) -> Iterable[Problem]:
     return moot.of_the_library(parts, [*sections, *params]).problems
 
 
+def _autocast_problems(autocast: str | None, precision: PrecisionConfig, location: Location) -> Iterator[Problem]:
+    """Yield a problem if autocast would compute in another format than parameters that are narrow already."""
+    if autocast is not None and precision.precision != "fp32":
+        given = f"{location}: {autocast} with parameters in {precision.precision}"
+        yield Problem(given, "autocast narrows what a model in fp32 computes", "fp32 parameters, or no autocast")
+
+
 def _undecidable(activations: ActivationConfig, location: Location) -> Iterator[Problem]:
     """Yield a problem for each switch that is "auto" and that only a run, which holds its model's sizes, can decide."""
     for name in ("partition_activations", "checkpoint_in_cpu"):
@@ -312,6 +334,7 @@ def _checked(config: EngineConfig) -> EngineConfig:
         scheduler = choose_scheduler(where, scheduler.type, scheduler.params, diagnostics, lr=optimizer.lr)
     parts = EngineParts(config.zero, config.precision, config.activations, optimizer, scheduler)
     diagnostics.problems.extend(_problems(parts, location))
+    diagnostics.problems.extend(_autocast_problems(config.autocast, config.precision, location.key("autocast")))
     if config.origin is Origin.USER:  # a DeepSpeed configuration got its notices when it was read
         diagnostics.problems.extend(_moot(parts, location))
     raise_problems(ConfigError, diagnostics.problems)

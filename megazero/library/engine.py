@@ -11,7 +11,7 @@ Attributes that the engine does not have are the model's: `engine.my_method()`. 
 """
 
 from collections import deque
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -35,7 +35,7 @@ from megazero.memory.host_copy import HostCopy
 from megazero.parallel.param_spec import Unit
 from megazero.timers import Timers
 from megazero.zero.engine import Engine
-from megazero.zero.plan import Placement
+from megazero.zero.plan import DTYPES, Placement
 
 WEIGHTS_FILE = "model.safetensors"
 
@@ -92,7 +92,7 @@ class DataParallelEngine:
         self._buffers.before_forward()
         self._records.begin_forward(self._passes.count, trains=torch.is_grad_enabled())
         try:
-            with recomputing(self._recomputation):
+            with recomputing(self._recomputation), self._autocast():
                 output = self.module(*inputs, **options)
         except Exception:
             raise
@@ -104,6 +104,15 @@ class DataParallelEngine:
         return output
 
     forward = __call__
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        """Return the context in which the configuration's `autocast` lets a forward compute; an empty one without.
+
+        A weight's narrow copy isn't kept for a second use: it would outlive the gathered weight (ZeRO stage 3).
+        """
+        if self.config.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.mesh.device.type, dtype=DTYPES[self.config.autocast], cache_enabled=False)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> None:
         """Run backward of one micro-batch.  loss: this rank's mean; gradients are means over ranks and micro-batches.

@@ -86,6 +86,7 @@ def initialize(
         rates=rates,
         scaler=LossScaler.from_config(settings.precision),
         clip_grad=settings.gradient_clipping,
+        averages=settings.gradient_allreduce_op == "mean",
         accumulation=batch.accumulation,
         records=records,
     )
@@ -112,7 +113,8 @@ def _warn(config: EngineConfig, batch: BatchSizes, mesh: Mesh, products: Sequenc
 
     products: notices on the precision of products.
     """
-    alone = moot.on_one_process(config) if mesh.axis("dp").size == 1 else ()
+    sums = config.gradient_allreduce_op == "sum"
+    alone = moot.on_one_process(config, sums=sums) if mesh.axis("dp").size == 1 else ()
     if mesh.world.rank == 0:
         for notice in (*config.notices, *alone, *automatic_sizes(config, batch), *products):
             warnings.warn(notice, stacklevel=3)

@@ -5,6 +5,8 @@ One factor turns the sums into averages, `gradient_scale`:
 
     average = sum x predivisor / (data-parallel ranks x micro-batches x loss scale)
 
+With `gradient_allreduce_op: sum` the data-parallel ranks are left out of it.
+
 The learning rate advances after each update that was not skipped.
 """
 
@@ -89,12 +91,16 @@ class Stepper:
         rates: LearningRates,
         scaler: LossScaler,
         clip_grad: float,
+        averages: bool,
         accumulation: int,
         records: StepRecords,
     ) -> None:
-        """clip_grad: largest gradient norm, 0 for no limit.  accumulation: micro-batches per step."""
+        """clip_grad: largest gradient norm, 0 for no limit.  accumulation: micro-batches per step.
+
+        averages: True if gradients are means over the data-parallel processes, False if they are sums.
+        """
         self._engine = engine
-        self._accumulation = accumulation
+        self._divisor = accumulation * (engine.data_parallel.size if averages else 1)
         self._timers = timers
         self._device = device
         self._clip_grad = clip_grad
@@ -112,7 +118,7 @@ class Stepper:
 
     def gradient_scale(self) -> float:
         """Return the factor that turns summed gradients into averages."""
-        return self._engine.predivisor / (self._engine.data_parallel.size * self._accumulation * self.loss_scale)
+        return self._engine.predivisor / (self._divisor * self.loss_scale)
 
     def step(self, *, stop: bool) -> StepOutcome:
         """Update the parameters; they are up to date on every rank when this returns.

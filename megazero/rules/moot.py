@@ -548,11 +548,17 @@ def of_the_library(sections: LibrarySections, given: Sequence[ParsedValue]) -> D
     return _diagnostics(found, _as_key, strict=False)
 
 
-def on_one_process(sections: SharedSections) -> tuple[str, ...]:
-    """Return notices of the library's settings that are moot because there is one data-parallel process."""
+def on_one_process(sections: SharedSections, *, sums: bool) -> tuple[str, ...]:
+    """Return notices of the library's settings that are moot because there is one data-parallel process.
+
+    sums: True if gradients are to be summed over the processes.
+    """
     values = {setting: getattr(sections.zero, setting) for row in ALONE for setting in row.settings}
     given = [ParsedValue(name, value, _as_key(name, value), Origin.FOREIGN) for name, value in values.items()]
-    return tuple(_diagnostics(_moot(sections, given, ALONE), _as_key, strict=False).notices)
+    notices = _diagnostics(_moot(sections, given, ALONE), _as_key, strict=False).notices
+    if sums:
+        notices.append('gradient_allreduce_op: "sum": moot here, because the sum over one process is the mean')
+    return tuple(notices)
 
 
 def _moot(sections: S, given: Iterable[ParsedValue], rows: Iterable[Row[S]]) -> Iterator[_Moot]:

@@ -92,6 +92,25 @@ def test_defaults_without_a_word() -> None:
     assert config.notices == ()
 
 
+def test_what_a_deepspeed_file_leaves_out_is_told_where_our_own_default_differs() -> None:
+    config = load_engine_config({"zero_optimization": {"stage": 1}})
+    (notice,) = config.notices
+    assert config.gradient_clipping == 1.0 and "gradient_clipping: left out" in notice and "of 1 holds" in notice
+    automatic = load_engine_config({"zero_optimization": {"stage": 1}, "gradient_clipping": "auto"})
+    assert (automatic.gradient_clipping, automatic.notices) == (0.0, ('config: "auto" became gradient_clipping: 0.0',))
+
+
+def test_autocast_and_sums_in_both_forms() -> None:
+    own = load_engine_config({"zero": {}, "autocast": "bf16", "gradient_allreduce_op": "sum"})
+    section = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": ["torch.nn.Linear"]}
+    file = load_engine_config({"zero_optimization": {}, "torch_autocast": section, "gradient_allreduce_op": "sum"})
+    assert (own.autocast, own.gradient_allreduce_op) == (file.autocast, file.gradient_allreduce_op) == ("bf16", "sum")
+    assert load_engine_config({"torch_autocast": {"enabled": True}}).autocast == "bf16"
+    assert load_engine_config({"torch_autocast": {"dtype": "bfloat16"}}).autocast is None
+    plain = load_engine_config({"zero": {}})
+    assert (plain.autocast, plain.gradient_allreduce_op) == (None, "mean")
+
+
 def test_what_both_forms_know_is_deepspeeds_unless_the_rate_stands_beside_the_type() -> None:
     shared = load_engine_config({"optimizer": {"type": "Adam", "params": {"lr": 0.5}}, "train_batch_size": 8})
     assert (shared.zero.zero_stage, shared.optimizer.type, shared.optimizer.lr) == (0, "AdamW", 0.5)
@@ -226,6 +245,20 @@ def test_it_is_frozen_and_strict() -> None:
         ),
         ({"zero": {}, "scheduler": {"types": 1, "type": "WarmupLR"}}, "config: scheduler.types: 1", "no key", "type"),
         ({"zero": {}, "gradient_clipping": -1}, "config: gradient_clipping: -1", "at least 0", "gradient_clipping: 0"),
+        ({"zero": {}, "autocast": "fp16"}, 'config: autocast: "fp16"', "bf16", "bf16"),
+        (
+            {"precision": {"precision": "fp16"}, "autocast": "bf16"},
+            "config: autocast: bf16 with parameters in fp16",
+            "a model in fp32",
+            "no autocast",
+        ),
+        (
+            {"bf16": {"enabled": True}, "torch_autocast": {"enabled": True}},
+            "config: torch_autocast: bf16 with parameters in bf16",
+            "a model in fp32",
+            "no autocast",
+        ),
+        ({"zero": {}, "gradient_allreduce_op": "max"}, 'config: gradient_allreduce_op: "max"', "mean", "sum"),
         ({"zero": {}, "train_batch_size": 2.5}, "config: train_batch_size: 2.5", "whole", "train_batch_size: 2"),
         ({"zero_stage": 3}, "config: zero_stage: 3", "no key of this name", ""),
     ],

@@ -127,6 +127,75 @@ def test_gradients_are_shown_as_averages(stage: int) -> None:
             torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-4)
 
 
+def summed_steps(rank: int, stage: int, zero: dict[str, Any]) -> list[Tensor]:
+    """Take three steps of two micro-batches with sums over the ranks; return the parameters."""
+    config = {
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **zero},
+        "optimizer": {"type": "SGD", "params": {"lr": LR}},
+        "gradient_accumulation_steps": 2,
+        "gradient_allreduce_op": "sum",
+    }
+    engine = megazero.initialize(make_model(), config, mesh=mesh_in_worker(rank, dp=2))
+    for step in range(3):
+        for micro in range(2):
+            engine.backward(3 * engine(batch(step).chunk(4)[2 * micro + rank]).square().mean())
+            engine.step()
+    return working(engine)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("stage", "zero"), [(0, {}), (1, {"reduce_scatter": False}), (3, {})], ids=str)
+def test_gradients_may_be_sums_over_ranks(stage: int, zero: dict[str, Any]) -> None:
+    """Two ranks' sums are twice the mean; clipped, as a DeepSpeed file without gradient_clipping wants it, to 1."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    norms = []
+    for step in range(3):
+        optimizer.zero_grad()
+        (2 * 3 * model(batch(step)).square().mean()).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        optimizer.step()
+    assert max(norms) > 1, "the norm of 1 makes a difference"
+    for found in run_ranks(2, summed_steps, stage, zero):
+        torch.testing.assert_close(found, [p.detach() for p in model.parameters()], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_autocast_computes_as_torchs(stage: int) -> None:
+    """A model in fp32 computes its products in bf16, in training, recomputation and evaluation, to the bit."""
+    config = {
+        "zero": {"zero_stage": stage, "param_persistence_threshold": 0},
+        "optimizer": {"type": "SGD", "lr": LR},
+        "autocast": "bf16",
+    }
+    engine, model = megazero.initialize(Recomputed(make_model()), config), make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    for step in range(3):
+        output = engine(batch(step))
+        assert output.dtype == torch.bfloat16
+        engine.backward(output.float().square().mean())
+        engine.step()
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            model(batch(step)).float().square().mean().backward()
+        optimizer.step()
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(engine(batch(9)), model(batch(9)))
+    torch.testing.assert_close(working(engine), [p.detach() for p in model.parameters()], rtol=0, atol=1e-7)
+
+
+class Recomputed(nn.Module):
+    """A model whose last layer's input is computed again in backward."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, values: Tensor) -> Any:
+        first, activation, last = self.layers.children()
+        return last(megazero.recompute(lambda x: activation(first(x)), values))
+
+
 def overflowing(rank: int, stage: int) -> list[Any]:
     """Take steps with a loss that is too large on rank 1 only; return what each rank reports of them."""
     engine = make_engine(stage, mesh_in_worker(rank, dp=2), precision="fp16", initial_loss_scale=256.0, hysteresis=2)

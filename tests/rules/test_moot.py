@@ -402,7 +402,7 @@ def test_deepspeeds_defaults_are_not_told(tmp_path: Path) -> None:
     file.write_text('{"zero_optimization": {"stage": 1}, "fp16": {"enabled": true, "loss_scale": 64}}')
     parsed = run({}, "--deepspeed-config", str(file), "--strict")
     assert parsed.config.zero.prefetch_bucket_size == 50_000_000 and parsed.notices == ()
-    foreign = load_engine_config({"zero_optimization": {"stage": 1}})
+    foreign = load_engine_config({"zero_optimization": {"stage": 1}, "gradient_clipping": 1.0})
     assert foreign.notices == () and load_engine_config(foreign) == foreign
 
 
@@ -525,7 +525,7 @@ def test_a_run_reads_the_same_parameters(settings: Settings, words: list[str], r
 
 
 def test_deepspeeds_parameters_earn_the_same_notice_at_both_doors(tmp_path: Path) -> None:
-    content = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "dampening": 0.5}}}
+    content = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "dampening": 0.5}}, "gradient_clipping": 1}
     (tmp_path / "ds.json").write_text(json.dumps(content))
     settings = {name: value for name, value in SMALL.items() if name != "lr"}
     (notice,) = parse([*words(settings), "--deepspeed-config", str(tmp_path / "ds.json")]).notices
@@ -538,6 +538,7 @@ def test_a_schedule_with_its_own_peak_says_so_of_a_deepspeed_rate() -> None:
     content = {
         "optimizer": {"type": "AdamW", "params": {"lr": 0.5}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.25}},
+        "gradient_clipping": 0,
     }
     (notice,) = load_engine_config(content).notices
     assert notice == (
@@ -546,9 +547,10 @@ def test_a_schedule_with_its_own_peak_says_so_of_a_deepspeed_rate() -> None:
 
 
 def test_a_parameter_that_is_written_with_its_default_asks_for_nothing() -> None:
-    content = {"optimizer": {"type": "SGD", "params": {"dampening": 0}}, "scheduler": {"type": "constant"}}
+    clip = {"gradient_clipping": 0}
+    content = {"optimizer": {"type": "SGD", "params": {"dampening": 0}}, "scheduler": {"type": "constant"}, **clip}
     assert load_engine_config(content).notices == ()
-    (notice,) = load_engine_config({"optimizer": {"type": "SGD", "params": {"dampening": 0.5}}}).notices
+    (notice,) = load_engine_config({"optimizer": {"type": "SGD", "params": {"dampening": 0.5}}, **clip}).notices
     assert notice == "config: optimizer.params.dampening: 0.5: moot here, because without momentum nothing is dampened"
 
 
@@ -562,6 +564,8 @@ def test_what_an_optimizer_does_not_take_names_what_it_takes() -> None:
 
 def test_the_library_on_one_process() -> None:
     config = load_engine_config({"zero": {"prescale_gradients": True}})
-    (notice,) = on_one_process(config)
+    (notice,) = on_one_process(config, sums=False)
     assert notice.startswith("zero.prescale_gradients: true: moot here, because one data-parallel process")
-    assert on_one_process(load_engine_config({})) == ()
+    (notice,) = on_one_process(load_engine_config({}), sums=True)
+    assert notice.startswith('gradient_allreduce_op: "sum": moot here')
+    assert on_one_process(load_engine_config({}), sums=False) == ()

@@ -49,6 +49,10 @@ _ZERO_DEFAULTS: Mapping[str, Any] = MappingProxyType(
     }
 )
 _FORMATS = ("fp64", "fp32", "bf16", "fp16")
+# The ways in which the gradients of the data-parallel processes become one.
+REDUCTIONS = ("mean", "sum")
+# The formats of torch.autocast; fp16 would need a loss scale, which precision fp16 has.
+AUTOCAST = ("bf16",)
 
 # {field of ZeroConfig: the key it comes from}
 ZERO_KEYS: Mapping[str, str] = MappingProxyType(
@@ -115,7 +119,8 @@ HONOURED: Mapping[str, FieldInfo] = MappingProxyType(
             key("train_batch_size", "int", None, ge=1),
             key("train_micro_batch_size_per_gpu", "int", None, ge=1),
             key("gradient_accumulation_steps", "int", None, ge=1),
-            key("gradient_clipping", "float", 0.0, ge=0),
+            key("gradient_clipping", "float", 1.0, ge=0),
+            key("gradient_allreduce_op", "str", "mean", choices=REDUCTIONS),
             key("communication_data_type", "str", None, choices=_FORMATS),
             key("prescale_gradients", "bool", False),
             key("gradient_predivide_factor", "float", 1.0, gt=0),
@@ -123,6 +128,8 @@ HONOURED: Mapping[str, FieldInfo] = MappingProxyType(
             key("scheduler.type", "str", None),
             key("data_types.grad_accum_dtype", "str", None, choices=_FORMATS),
             key("bf16.enabled", "bool", False),
+            key("torch_autocast.enabled", "bool", False),
+            key("torch_autocast.dtype", "str", "bf16", choices=AUTOCAST),
             key("fp16.enabled", "bool", False),
             key("fp16.loss_scale", "float", 0.0, ge=0),
             key("fp16.initial_scale_power", "int", 16, ge=0, le=127),
@@ -183,6 +190,7 @@ ACCEPTED: Mapping[str, str] = _paths(
         ("there is one implementation of each optimizer", "optimizer", "legacy_fusion"),
         ("it chooses a kernel", "fp16", "fused_mode"),
         ("a bucket is reduced as soon as it is complete", "bf16", "immediate_grad_update"),
+        ("communication_data_type narrows gradients", "torch_autocast", "lower_precision_safe_modules"),
         (
             "every bucket is already cut into equal slices for all ranks",
             "zero_optimization",
@@ -275,9 +283,6 @@ REFUSED: Mapping[str, Refused] = MappingProxyType(
         "managed_gradient_accumulation": Refused(
             "the engine counts micro-batches itself", (True,), "managed_gradient_accumulation: true"
         ),
-        "gradient_allreduce_op": Refused(
-            "gradients are averaged over the data-parallel processes", ("mean",), 'gradient_allreduce_op: "mean"'
-        ),
         "disable_allgather": Refused("updated parameters are always published"),
         "sparse_gradients": Refused("gradients are dense"),
         "sparse_attention": Refused("attention is the model's own", (None, {})),
@@ -327,10 +332,6 @@ SWITCHED: Mapping[str, Switched] = MappingProxyType(
         "autotuning": _switched("nothing is tuned; every size is given"),
         "elasticity": _switched("the batch does not change with the number of processes"),
         "amp": _switched("apex is not used; fp16.enabled and bf16.enabled set the precision"),
-        "torch_autocast": _switched(
-            "the model computes in the format of its parameters; fp16.enabled and bf16.enabled set it",
-            "dtype lower_precision_safe_modules",
-        ),
         "curriculum_learning": _switched(_CURRICULUM),
         "data_efficiency": _switched(_CURRICULUM),
         "progressive_layer_drop": _switched("every layer runs in every step", "theta gamma"),

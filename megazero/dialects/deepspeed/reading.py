@@ -191,7 +191,7 @@ def _take_value(file: ParsedFile, location: Location, path: str, value: Any) -> 
     info = HONOURED[path]
     if value is None and info.optional:
         return
-    if path.endswith(("_dtype", "_data_type")) and isinstance(value, str):
+    if path.endswith(("dtype", "_data_type")) and isinstance(value, str):
         value = _FORMATS.get(value.lower(), value)
         if value == "none":
             return

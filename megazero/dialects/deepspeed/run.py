@@ -55,7 +55,20 @@ def translate_for_run(file: ParsedFile, *, fp16_requested: bool) -> Translation:
             # A section with a problem sets no learning rate; where it has one, the run must not report --lr as missing.
             if len(file.diagnostics.problems) > before and file.params.get(f"{section}.params", {}).get(rate) != AUTO:
                 translation.unknown.add("lr")
+    file.diagnostics.problems.extend(_only_in_the_library(file))
     return translation
+
+
+def _only_in_the_library(file: ParsedFile) -> Iterator[Problem]:
+    """Yield a problem for each key that a run does not offer."""
+    reduction = file.written("gradient_allreduce_op")
+    if reduction is not None and reduction.value != "mean":
+        rule = "a run's gradients are means over the tokens of the global batch, the same in every layout"
+        yield Problem(reduction.source, rule, 'gradient_allreduce_op: "mean"')
+    autocast = file.written("torch_autocast.enabled")
+    if autocast is not None and autocast.value:
+        rule = "the layers of a run choose the format of every product themselves"
+        yield Problem(autocast.source, rule, "bf16.enabled: true, or fp16.enabled: true")
 
 
 def complete(translation: Translation, settings: dict[str, ParsedValue], *, data_parallel_size: int) -> list[Problem]:

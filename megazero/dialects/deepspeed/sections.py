@@ -282,6 +282,8 @@ def _became(path: str, parts: EngineParts) -> str | None:
         return "no schedule"
     if path == "gradient_clipping":
         return "0.0"
+    if path in ("gradient_allreduce_op", "torch_autocast.enabled", "torch_autocast.dtype"):
+        return shown(HONOURED[path].default)
     sections = (parts.zero, parts.precision, parts.activations)
     values = {info.name: (info, getattr(item, info.name)) for item in sections for info in describe("", type(item))}
     return text_for_key(path, values)

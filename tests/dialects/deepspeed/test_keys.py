@@ -62,7 +62,8 @@ TOP = (
     " seq_parallel_comm_data_type use_data_before_expert_parallelism nebula weight_quantization timers"
 )
 OTHERS = {
-    "gradient_clipping": 0.0,
+    "gradient_clipping": 1.0,
+    "gradient_allreduce_op": "mean",
     "prescale_gradients": False,
     "gradient_predivide_factor": 1.0,
     "fp16.enabled": False,
@@ -73,6 +74,8 @@ OTHERS = {
     "fp16.consecutive_hysteresis": False,
     "fp16.min_loss_scale": 1.0,
     "bf16.enabled": False,
+    "torch_autocast.enabled": False,
+    "torch_autocast.dtype": "bf16",
     "activation_checkpointing.partition_activations": False,
     "activation_checkpointing.cpu_checkpointing": False,
     "activation_checkpointing.contiguous_memory_optimization": False,

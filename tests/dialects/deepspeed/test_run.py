@@ -386,6 +386,19 @@ def test_a_missing_rate_is_reported_where_the_file_leaves_it_to_the_run() -> Non
     assert given == ["ds.json: optimizer.params.max_grad_norm: 1.0", "--lr is missing"]
 
 
+@pytest.mark.parametrize(
+    ("content", "given"),
+    [
+        ({"gradient_allreduce_op": "sum"}, 'ds.json: gradient_allreduce_op: "sum"'),
+        ({"torch_autocast": {"enabled": True}}, "ds.json: torch_autocast.enabled: true"),
+    ],
+)
+def test_what_only_the_library_offers_is_refused(content: dict[str, Any], given: str) -> None:
+    problem = only(content, SIZED)
+    assert problem.given == given and problem.rule and problem.legal
+    assert run({"gradient_allreduce_op": "mean", "torch_autocast": {"enabled": False}}, SIZED).config
+
+
 def test_automatic_keys_report_what_they_became() -> None:
     content = {
         "train_batch_size": "auto",
