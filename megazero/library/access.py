@@ -6,11 +6,12 @@ data-parallel rank makes with the same parameter and, for setters, the same valu
 that this rank owns: its pieces one after the other, one-dimensional, often none.
 
 Weights are master weights; a change reaches the working parameters at once, so `safe_set_local_*` of weights is a
-collective call too.  Gradients are those of a step's last backward: summed over its micro-batches, averaged, without
-loss scale.  State is a tensor with one value per element, such as "exp_avg".
+collective call too.  Gradients are those of the step so far: summed over its micro-batches, averaged over ranks and
+over all micro-batches of a step, without loss scale; local forms and setters have them after the step's last backward
+only.  State is a tensor with one value per element, such as "exp_avg".
 
 Getters return copies in the master weights' number format.  They return None where there is no such state: for frozen
-parameters, for gradients before a step's last backward, for state before the optimizer's first step.  There setters
+parameters, for gradients before a step's first backward, for state before the optimizer's first step.  There setters
 raise UsageError, as for a value of another shape.  Both raise it if no engine owns the parameter, or if the optimizer
 has no such state.
 """
@@ -103,6 +104,8 @@ class _State:
         self._has_state = is_trained and (kind != _GRADIENT or self._engine.has_gradients)
 
     def get_full(self) -> Tensor | None:
+        if self._kind == _GRADIENT and not self._engine.has_gradients:
+            return self._get_gradient_so_far()
         if not self._exists():
             return None
         full = self._zeros(self._param.numel())
@@ -111,6 +114,18 @@ class _State:
         if self._is_partitioned:
             self._engine.data_parallel.all_reduce(full).wait()
         return full.view(self._param.shape)
+
+    def _get_gradient_so_far(self) -> Tensor | None:
+        """Get the gradient of a step that awaits more passes."""
+        so_far = self._engine.gradient_so_far(self._name) if _is_trained(self._engine, self._name) else None
+        if so_far is None:
+            return None
+        full = self._zeros(self._param.numel())
+        for start, stop, piece in so_far.pieces:
+            full[start:stop].copy_(piece)
+        for axis in ("dp", *so_far.summed_over):
+            self._engine.mesh.axis(axis).all_reduce(full).wait()
+        return full.mul_(self._scale / so_far.divisor).view(self._param.shape)
 
     def set_full(self, value: Tensor) -> None:
         self._check_exists(self._exists())
@@ -136,6 +151,8 @@ class _State:
             piece.tensor.copy_(value[start : start + piece.tensor.numel()] / self._scale)
         if self._kind == _MASTER:
             self._engine.republish(self._name)
+        elif self._kind == _GRADIENT:
+            self._engine.count_gradient(self._name)
 
     def _pieces(self) -> list[Piece]:
         return list(self._engine.pieces(self._name, self._kind))

@@ -181,7 +181,12 @@ class DataParallelEngine:
         return len(self._stops) == self._stops.maxlen and self._stops[0].read()[0] > 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: a step frees its gradients at its end."""
+        """Throw away what has been accumulated since the last step; a collective call, also between micro-batches.
+
+        A step frees its own gradients, so a training loop needs no such call.
+        """
+        if self._passes.zero_grad():
+            self._records.forget()
 
     @property
     def loss_scale(self) -> float:

@@ -10,6 +10,9 @@ Arming comes first because a checkpoint that recomputes with `use_reentrant=True
 early.  `torch.autograd.grad` writes no gradients to parameters, so it is not a pass.
 
 A step has `accumulation` passes; those in `no_sync` are not counted and never end it.
+
+`engine.backward(loss)` is a pass of this engine only: of other engines that it walks through (a generator's loss goes
+through the discriminator) it leaves the gradients as they were.  A plain `loss.backward()` is a pass of all of them.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +30,7 @@ from megazero.zero.frames import on_gradient, tensors_in
 from megazero.zero.gather import in_backward
 
 _STEP = "a step is gradient_accumulation_steps backward passes, then engine.step()"
+_OWNER = "megazero_backward_owner"  # key of the running pass's owner in what autograd's threads take over
 
 
 class BackwardPasses:
@@ -45,6 +49,10 @@ class BackwardPasses:
         self._awaits_pass = True  # False from the end of a pass to the next forward
         self._is_explicit = self._is_armed = self._is_begun = self._is_scaled = False
         self._accumulated: dict[str, Tensor] = {}  # gradients of earlier passes, to which autograd adds in place
+        self._aside: dict[str, Tensor | None] | None = None  # `.grad`s while another engine's pass walks through
+        self._was_walked_through = False  # by another engine's pass, since the last step
+        self._step_was_early = False  # since the last pass, a step was called that awaits more of them
+        self._num_futile = 0  # discarded steps in a row of which each had been asked to be taken
         self._handles: list[Any] = []
 
     def watch(self, model: nn.Module) -> None:
@@ -70,6 +78,7 @@ class BackwardPasses:
         self._engine.begin_step()
         self._engine.gradient_scale = self._gradient_scale()
         self.count, self._holds_gradients, self._awaits_pass = 0, False, True
+        self._was_walked_through = self._step_was_early = False
         self._accumulated = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
 
     @property
@@ -90,7 +99,8 @@ class BackwardPasses:
     def run(self, loss: Tensor, *, retain_graph: bool) -> None:
         """Run one pass from `loss`; raises UsageError when the step is complete."""
         self._check_room()
-        self._is_explicit = True
+        around, self._is_explicit = _running_owner(), True
+        torch._C._stash_obj_in_tls(_OWNER, self)
         try:
             self._begin()
             torch.autograd.backward(loss, retain_graph=retain_graph)
@@ -99,6 +109,7 @@ class BackwardPasses:
             raise
         finally:
             self._is_explicit = False
+            torch._C._stash_obj_in_tls(_OWNER, around)
         self._end()
 
     def expect_scaled(self, loss: Tensor) -> None:
@@ -110,9 +121,35 @@ class BackwardPasses:
         if not self._synchronises:
             raise UsageError(Problem("engine.step() within engine.no_sync()", _STEP, "engine.step() after the block"))
         if self.count == 0:
-            given = "engine.step() after backward passes in no_sync only" if self._holds_gradients else "engine.step()"
-            raise UsageError(Problem(f"{given} without a backward pass", _STEP, "engine.backward(loss) before it"))
-        return self.count >= self.accumulation
+            given, legal = "engine.step()", "engine.backward(loss) before it"
+            if self._holds_gradients:
+                given = "engine.step() after backward passes in no_sync only"
+            elif self._was_walked_through:
+                given = "engine.step() after other engines' backward(loss) only"
+                legal += "; for a loss that trains several engines loss.backward(), a pass of each of them"
+            raise UsageError(Problem(f"{given} without a backward pass", _STEP, legal))
+        is_complete = self.count >= self.accumulation
+        self._step_was_early = not is_complete
+        if is_complete:
+            self._num_futile = 0
+        return is_complete
+
+    def zero_grad(self) -> bool:
+        """Discard what has been accumulated since the last step, and return True if there was anything.
+
+        Raises UsageError in a loop that discards every micro-batch whose `engine.step()` awaits another one.
+        """
+        if not self._holds_gradients:
+            return False
+        self._num_futile = self._num_futile + 1 if self._step_was_early else 0
+        if self._num_futile > 1:
+            given = f"engine.zero_grad() after an engine.step() that awaits more passes, {self._num_futile} times"
+            rule = "engine.zero_grad() throws away what has been accumulated, so that no step is ever complete"
+            raise UsageError(Problem(given, rule, "no zero_grad between micro-batches: a step clears its gradients"))
+        self._engine.forget_gradients()
+        self._clear_gradients()
+        self.reset()
+        return True
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -122,6 +159,7 @@ class BackwardPasses:
     def _forward_begins(self, _model: nn.Module, _inputs: Any) -> None:
         if not in_backward():
             begun, self._is_armed, self._is_begun, self._is_scaled = self._is_begun, False, False, False
+            self._end_walk_through()  # in case an error interrupted it
             if begun:  # an error interrupted the previous pass
                 self.discard()
             self._awaits_pass = self._awaits_pass or torch.is_grad_enabled()
@@ -134,7 +172,11 @@ class BackwardPasses:
                 _call_on_gradient(tensor, self._on_output_gradient)
 
     def _on_output_gradient(self, _gradient: Tensor) -> None:
-        if not self._is_explicit:
+        if self._is_explicit:
+            return
+        if self._is_walked_through():
+            self._set_aside()
+        else:
             self._arm()
 
     def _arm(self) -> None:
@@ -147,6 +189,9 @@ class BackwardPasses:
 
     def _on_gradient(self, name: str, _parameter: Tensor) -> None:
         if not (self._is_explicit or self._is_begun):
+            if self._is_walked_through():
+                self._drop(name)
+                return
             self._arm()
             self._begin_plain()
             self._is_begun = True
@@ -174,18 +219,71 @@ class BackwardPasses:
     def discard(self) -> None:
         """Discard the gradients of the step; the next pass is its first."""
         self._engine.reset_step()
+        self._clear_gradients()
+        self.reset()
+
+    def _clear_gradients(self) -> None:
+        self._end_walk_through()
         for name, parameter in self._parameters.items():
             if name not in self._accumulated:
                 parameter.grad = None
-        self.reset()
+
+    def _is_walked_through(self) -> bool:
+        """Return True if another engine's `backward(loss)` is running."""
+        return _running_owner() not in (None, self)
+
+    def _set_aside(self) -> None:
+        """Take every `.grad` away, until the pass of another engine ends, so that its gradients are not added."""
+        if self._aside is None:
+            Variable._execution_engine.queue_callback(self._end_walk_through)
+            self._aside = {name: p.grad for name, p in self._parameters.items() if p.requires_grad}
+            for name in self._aside:
+                self._parameters[name].grad = None
+
+    def _drop(self, name: str) -> None:
+        """Drop the gradient that a pass of another engine has just computed.
+
+        The first one of a pass that has not come through this model's output may have been added to earlier ones.
+        """
+        if self._aside is None:
+            if self._engine.accumulates_in_grad:
+                self._undo(name)
+            self._parameters[name].grad = self._accumulated.get(name)
+            self._set_aside()
+        self._parameters[name].grad = None
+
+    def _undo(self, name: str) -> None:
+        """Remove from a parameter's gradient what was just added to it; raise UsageError if that is not possible."""
+        if self._holds_gradients:
+            given = f"another engine's backward(loss) that gives parameter {name} a gradient in the middle of a step"
+            rule = "the first gradient has been added already to those of this engine's passes, unless it comes through"
+            rule += " the output of this engine's model"
+            legal = "engine.zero_grad() or engine.step() before it, or a call of the whole model"
+            self.discard()
+            raise UsageError(Problem(given, rule, legal))
+        if name in self._accumulated:
+            with torch._C.DisableTorchFunctionSubclass():
+                self._accumulated[name].zero_()
+
+    def _end_walk_through(self) -> None:
+        """Put back what was set aside when a pass of another engine began to walk through this model."""
+        aside, self._aside = self._aside, None
+        if aside is None:
+            return
+        for name, gradient in aside.items():
+            self._parameters[name].grad = self._accumulated.get(name, gradient)
+        self._was_walked_through = True
+        self._engine.end_walk(ends_pass=True)
+        self._engine.guard_gradients()
 
     def _check_room(self) -> None:
         if self.count >= self.accumulation:
             given = f"backward pass {self.count + 1} of a step of {self.accumulation}"
-            legal = "engine.step() first; passes that don't count: with engine.no_sync()"
+            legal = "engine.step() or engine.zero_grad() first; passes that don't count: with engine.no_sync()"
             raise UsageError(Problem(given, _STEP, legal))
 
     def _begin(self) -> None:
+        self._step_was_early = False
         self._engine.begin_backward(is_last=self._synchronises and self.count + 1 == self.accumulation)
 
     def _end(self) -> None:
@@ -198,6 +296,11 @@ class BackwardPasses:
         begun, self._is_armed, self._is_begun, self._is_scaled = self._is_begun, False, False, False
         if begun:
             self._end()
+
+
+def _running_owner() -> object:
+    """Return the passes of the engine whose `backward(loss)` is running, also in threads of autograd; else None."""
+    return torch._C._get_obj_in_tls(_OWNER) if torch._C._is_key_in_tls(_OWNER) else None
 
 
 def _call_on_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
@@ -214,8 +317,9 @@ def _restore_accumulated(parameter: nn.Parameter, accumulated: Tensor) -> None:
     """
     assert parameter.grad is not None, "autograd has just made it"
     gradient = parameter.grad.detach()
-    if torch.is_grad_enabled():
-        accumulated.copy_(gradient)
-    else:
-        accumulated.add_(gradient)
+    with torch._C.DisableTorchFunctionSubclass():
+        if torch.is_grad_enabled():
+            accumulated.copy_(gradient)
+        else:
+            accumulated.add_(gradient)
     parameter.grad = accumulated

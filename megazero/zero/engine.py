@@ -5,10 +5,11 @@ them), then `finish_reductions`, `local_norms` and `update`, which `step.py` put
 nowhere but in the plan.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from megazero.comm.interface import Communicator
 from megazero.comm.mesh import Mesh
 from megazero.config.engine_sections import UNLIMITED, ZeroConfig
+from megazero.errors import Problem, UsageError
 from megazero.memory.address_book import ArenaStatistics
 from megazero.memory.lease import Scratch
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
@@ -25,6 +27,7 @@ from megazero.parallel.param_spec import StateFragment, Unit, named_specs
 from megazero.parallel.topology import ENDS
 from megazero.zero.frames import Frames, on_gradient
 from megazero.zero.gather import ParameterGather
+from megazero.zero.gradient_guard import GradientGuards
 from megazero.zero.guard import attach_handle, detach_handle
 from megazero.zero.layout import (
     FlatLayout,
@@ -34,7 +37,8 @@ from megazero.zero.layout import (
     choose_persistent,
 )
 from megazero.zero.module_apply import gather_around_apply, restore_apply
-from megazero.zero.plan import ModelStateBytes, Placement, ZeroPlan
+from megazero.zero.plan import Lifetime, ModelStateBytes, Placement, ZeroPlan
+from megazero.zero.presence import NOTHING, GradientPresence
 from megazero.zero.publish import ParameterPublisher
 from megazero.zero.reduce import GradientReducer
 from megazero.zero.shards import FirstValue, Shards, value_of_parameter
@@ -48,6 +52,9 @@ class EngineSettings:
 
     parameter_names: of the whole model, where ranks have different parts of it, so that an index is the same on all.
     checks_finite: True if a gradient that is not finite prevents the update in every number format, not in fp16 alone.
+    guards_gradients: True if user code may read and write `.grad`, which holds no whole gradient in stages 1 to 3.
+    leaves_unused: True if a step leaves the parameters alone of which no rank has a gradient; False: their gradient
+    counts as zero, by which moments and weights decay.
     """
 
     zero: ZeroConfig
@@ -56,6 +63,20 @@ class EngineSettings:
     ledger: AnyLedger = field(default_factory=NullLedger)
     parameter_names: tuple[str, ...] = ()
     checks_finite: bool = False
+    guards_gradients: bool = False
+    leaves_unused: bool = False
+
+
+class GradientSoFar(NamedTuple):
+    """This rank's part of a parameter's gradient in the middle of a step.
+
+    pieces: parts whose sum over the data-parallel ranks, and over the axes `summed_over`, is the gradient times
+    `divisor`, before the factor that makes an average of it.
+    """
+
+    pieces: list[Piece]
+    divisor: float
+    summed_over: tuple[str, ...]
 
 
 def plan_layout(
@@ -97,6 +118,8 @@ class Engine:
         """The factor by which gradients are multiplied where a user reads them; the caller of `update` sets it."""
         self.has_gradients = False
         """True while the gradients of a whole step exist: from its last backward until the next step begins."""
+        self._are_averages = False  # the gradients, which are sums until user code reads them
+        self._has_accumulated = False  # gradients since the step began
         self._unfinished: set[int] = set()  # parts whose last backward has not begun
         self.mesh = mesh
         self._flight = mesh.meter.flight
@@ -131,6 +154,7 @@ class Engine:
             if section.trainable and slot.spec.writes_gradient:
                 attach_gradient_slot(self._parameters[name], partial(self._reducer.gradient_slot, name))
         self._hooks = on_gradient(self._parameters, self._gradient_ready)
+        self._guards = self._guard_gradients() if settings.guards_gradients else None
         self._publisher = ParameterPublisher(self._shards, mesh.gathering, by_gather=zero.allgather_partitions)
         self._gather = ParameterGather(self._shards, mesh.gathering, self._parameters, zero)
         self._frames = Frames(model, consumers, self._gather, self._publisher, self._flight)
@@ -142,6 +166,9 @@ class Engine:
             counted_at=self._coordinates,
             names=settings.parameter_names,
         )
+        self._presence = GradientPresence(
+            self._update.parameter_names, self._trainable_names(), self._reducer.present, mesh.device
+        )
         self.stopped = torch.zeros((), dtype=torch.float64, device=mesh.device)
         """1 from the first step whose figures were not finite, where that ends the training: later ones change nothing,
         because a GPU may have begun them before the host reads that step's figures."""
@@ -151,7 +178,10 @@ class Engine:
 
     def begin_step(self) -> None:
         """Forget the gradients of the step before."""
-        self.has_gradients = False
+        self.has_gradients = self._sums.are_due = False
+        self._are_averages = self._has_accumulated = False
+        if self._guards is not None:
+            self._guards.forget()
         self._unfinished = set(self._units_of)
         self._reducer.begin_step()
 
@@ -167,6 +197,8 @@ class Engine:
     def begin_backward(self, *, is_last: bool, part: int = 0) -> None:
         """Expect the gradients of one part's parameters from the micro-batch whose graph autograd walks next."""
         self._flight.activity = "backward"
+        if self._guards is not None:
+            self._guards.remove()
         units = self._units_of.get(part, set())
         buckets = [b for b in self.layout.trainable_buckets if self.layout.sections[b.section].unit in units]
         self._reducer.begin_micro_batch(buckets, is_last=is_last)
@@ -177,6 +209,87 @@ class Engine:
         self._reducer.end_micro_batch()
         self.end_walk(ends_pass=ends_pass)
         self.has_gradients = self._sums.are_due = not self._unfinished
+        self._has_accumulated = True
+        if self._guards is None:
+            return
+        if self.has_gradients and self._are_whole:
+            self.finish_reductions()  # on all ranks at this place, whether or not they read gradients before the step
+        self.guard_gradients()
+
+    def guard_gradients(self) -> None:
+        """Let guards stand in `.grad` between two passes, wherever a pass has put something else."""
+        if self._guards is not None and self._has_accumulated and (self.has_gradients or not self._guards.is_in_place):
+            self._guards.put(at_end=self.has_gradients)
+
+    def gradient_touched(self, name: str, call: str) -> None:
+        """Turn the sums into averages where every rank has whole gradients; raise UsageError elsewhere."""
+        if self._are_averages:
+            return
+        if self._are_whole and self.has_gradients:
+            self._average_gradients()
+            return
+        given = f"{call} of the .grad of parameter {name}"
+        legal = "megazero.zero.safe_get_full_grad(parameter), safe_set_full_grad(parameter, value)"
+        if self._are_whole:
+            rule = "until a step's last backward a rank has the gradients of its own samples only"
+            raise UsageError(Problem(given, rule, f"{legal}; .grad after the step's last backward"))
+        rule = "no rank has a whole gradient in ZeRO stages 1 to 3"
+        raise UsageError(Problem(given, rule, f"{legal}; gradient_clipping in the configuration for clip_grad_norm_"))
+
+    def zero_gradient(self, name: str) -> None:
+        """Zero a parameter's gradient if the step is complete; before that, micro-batches go on adding up."""
+        if self.has_gradients:
+            self.finish_reductions()
+            for piece in self.pieces(name, "gradient"):
+                piece.tensor.detach().zero_()
+
+    def take_written_gradients(self) -> None:
+        """Make what user code has put into `.grad` since the step's last backward the gradients of the step.
+
+        None means that there is no gradient; so do zeros for a parameter that no pass has made one of, since user code
+        finds zeros there.  Raises UsageError for a tensor where no rank has a whole gradient.
+        """
+        if self._guards is None:
+            return
+        removed, written = self._guards.changes()
+        for name in written:
+            self.gradient_touched(name, "setting")
+        for name in removed:
+            self.zero_gradient(name)
+            self._reducer.present.discard(name)
+        for name, value in written.items():
+            self._guards.whole[name].detach().copy_(value.detach())
+        if self._are_averages:
+            absent = self._guards.whole.keys() - self._reducer.present - set(removed)
+            self._reducer.present.update(name for name in absent if bool(self._guards.whole[name].any()))
+
+    @property
+    def accumulates_in_grad(self) -> bool:
+        """True if autograd adds the gradients of a step's passes up in `.grad`."""
+        return self.plan.gradient.lifetime is not Lifetime.LEASED
+
+    @property
+    def _are_whole(self) -> bool:
+        return self.plan.gradient.placement is Placement.REPLICATED
+
+    def _guard_gradients(self) -> GradientGuards:
+        """Make the guards of all gradients that autograd computes."""
+        slots = (slot for section, slot in self._slots.values() if section.trainable)
+        names = [slot.spec.name for slot in slots if not slot.spec.writes_gradient]
+        parameters = {name: self._parameters[name] for name in names}
+        is_resident = self.plan.gradient.lifetime is Lifetime.RESIDENT
+        in_place = {name: self._shards.resident_gradient_of(name) for name in names} if is_resident else {}
+        whole = {name: self._shards.whole_gradient_of(name) for name in names} if self._are_whole else {}
+        guards = GradientGuards(parameters, self, in_place=in_place, whole=whole)
+        if is_resident:
+            self._shards.guard_gradients(guards.between)
+        return guards
+
+    def _average_gradients(self) -> None:
+        self.finish_reductions()
+        self._shards.scale_gradients(self.gradient_scale)
+        self.gradient_scale = 1.0
+        self._are_averages = True
 
     def end_walk(self, *, ends_pass: bool) -> None:
         """Release the units that a finished walk through a graph has used, whether or not it made gradients."""
@@ -197,6 +310,10 @@ class Engine:
         """Wait until every gradient that this rank stores is reduced."""
         self._reducer.finish()
         self._sums.apply()
+
+    def forget_gradients(self) -> None:
+        """Forget the step's gradients, between two passes; what is being reduced is waited for."""
+        self._reducer.reset()
 
     def reset_step(self) -> None:
         """Recover from a failed forward or backward: finish its collectives, and forget its gradients and uses."""
@@ -226,12 +343,29 @@ class Engine:
         """Return this rank's share of the gradient norm and of the overflow check, of gradients as they are stored."""
         return self._update.local_norms(self._reducer.scratch)
 
-    def update(self, inputs: StepInputs) -> None:
-        """Take an optimizer step on the owned ranges and publish them, which ends just before each unit's next use."""
+    def present_gradients(self) -> Tensor | None:
+        """Return flags of the parameters of which this rank has a gradient in the step, float64 [parameters].
+
+        None where parameters without a gradient are updated too.
+        """
+        return self._presence.flags() if self.settings.leaves_unused else None
+
+    def absent_gradients(self, counts: Tensor) -> dict[str, Tensor]:
+        """Return flags, 1 for a parameter that no rank has a gradient of, by those that this rank has none of.
+
+        counts: the sums of all ranks' `present_gradients`.
+        """
+        return self._presence.absent(counts)
+
+    def update(self, inputs: StepInputs, absent: Mapping[str, Tensor] = NOTHING) -> None:
+        """Take an optimizer step on the owned ranges and publish them, which ends just before each unit's next use.
+
+        absent: `absent_gradients`.
+        """
         self._gather.check_unpinned("an optimizer step")
         self._gather.release_all()
         self._publisher.ensure_all()  # of units that no forward has used since the step before
-        self._update.apply(inputs, self._reducer.scratch)
+        self._update.apply(inputs, self._reducer.scratch, absent)
 
     def release_all(self) -> None:
         """Release all gathered parameters that are not pinned."""
@@ -299,6 +433,26 @@ class Engine:
         self._publisher.ensure(self._slots[name][0].unit)  # what is still being published must not be written to
         return self._update.pieces(name, kind)
 
+    def gradient_so_far(self, name: str) -> GradientSoFar | None:
+        """Return this rank's part of what the passes of an incomplete step have added up; None before the first."""
+        if not self._has_accumulated:
+            return None
+        _, slot = self._slots[name]
+        axes = slot.spec.summed_over
+        lifetime = self.plan.gradient.lifetime
+        if lifetime is Lifetime.LEASED:  # reduced in every pass
+            return GradientSoFar(list(self.pieces(name, "gradient")), 1.0, axes)
+        if lifetime is Lifetime.RESIDENT:
+            found: Tensor | None = self._shards.resident_gradient_of(name)
+        else:
+            found = self._parameters[name].grad if self._guards is None else self._guards.accumulated(name)
+        pieces = [] if found is None else [Piece(0, slot.spec.numel, found.detach().reshape(-1))]
+        return GradientSoFar(pieces, self.predivisor, axes)
+
+    def count_gradient(self, name: str) -> None:
+        """Count a parameter whose gradient user code has set as one that has a gradient in this step."""
+        self._reducer.present.add(name)
+
     def republish(self, name: str) -> None:
         """Copy a parameter's master weights, which a user has written to, to all ranks' copies; a collective call."""
         self._gather.check_unpinned("setting master weights")
@@ -360,6 +514,9 @@ class Engine:
         section, slot = self._slots[name]
         self.mesh.gathering.broadcast(self._shards.flat(section)[slot.start : slot.stop], source).wait()
         self._shards.store_value(section, name)
+
+    def _trainable_names(self) -> set[str]:
+        return {name for name, (section, _) in self._slots.items() if section.trainable}
 
     def _gradient_ready(self, name: str, parameter: Tensor) -> None:
         self._flight.unit = name

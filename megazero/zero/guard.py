@@ -76,7 +76,7 @@ class PartitionedParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        call, arguments = _name_of(func), dict(kwargs or {})
+        call, arguments = name_of(func), dict(kwargs or {})
         if not _reads_values(func, call):
             call_torch: Callable[..., Any] = super().__torch_function__
             return call_torch(func, types, args, arguments)
@@ -132,7 +132,7 @@ def unguard(parameter: nn.Parameter) -> None:
         parameter.__class__ = handle.whole_class
 
 
-def _name_of(func: Callable[..., Any]) -> str:
+def name_of(func: Callable[..., Any]) -> str:
     """Return the name of a function, or of the attribute that a getter or setter is for."""
     if isinstance(func, MethodWrapperType):
         return str(getattr(func.__self__, "__name__", func))

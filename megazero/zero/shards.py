@@ -68,6 +68,7 @@ class Shards:
         owned = sum(self.owned(bucket).numel for bucket in layout.trainable_buckets)
         self.gradient_arena = self._make_gradient_arena(owned) if gradients_in_arena else None
         self._resident_views: dict[str, Tensor] = {}
+        self._presets: dict[str, Tensor] = {}  # what stands in `.grad`: those views, or guards over them
         self._resident_gradients = self._make_resident_gradients()
         self._gradient_shard = self._zero_gradients(0 if self._is_resident else owned)
         self._master = self._empty(owned, plan.optimizer.dtype) if plan.has_separate_master else None
@@ -118,6 +119,26 @@ class Shards:
     def resident_gradient_of(self, name: str) -> Tensor:
         """Return a parameter's unreduced gradient, a view in its shape."""
         return self._resident_views[name]
+
+    def guard_gradients(self, guards: Mapping[str, Tensor]) -> None:
+        """Let these tensors, by parameter, stand in `.grad` instead of the views of resident gradients."""
+        self._presets.update(guards)
+        for index in self._resident_gradients:
+            self._preset_gradients(self.layout.sections[index])
+
+    def whole_gradient_of(self, name: str) -> Tensor:
+        """Return a parameter's gradient after reduction, a view in its shape, where every rank has all of it."""
+        if self._is_resident:
+            return self._resident_views[name]
+        found = ((section, slot) for section in self.layout.sections for slot in section.slots)
+        section, slot = next((section, slot) for section, slot in found if slot.spec.name == name)
+        start = self._offsets[section.buckets[0].index] + slot.start  # a section's buckets lie one behind the other
+        return self._gradient_shard[start : start + slot.spec.numel].view(self._parameters[name].shape)
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the gradients that this rank stores."""
+        for flat in (*self._resident_gradients.values(), self._gradient_shard):
+            flat.detach().mul_(factor)
 
     def reduced_gradient(self, bucket: Bucket, within: Range) -> Tensor:
         """Return a view of the reduced gradients of a range that this rank stores after reduction."""
@@ -263,7 +284,8 @@ class Shards:
                 flat = flats[section.index] = self._zero_gradients(section.numel)
                 for slot in section.slots:
                     shape = self._parameters[slot.spec.name].shape
-                    self._resident_views[slot.spec.name] = flat[slot.start : slot.stop].view(shape)
+                    view = flat[slot.start : slot.stop].view(shape)
+                    self._resident_views[slot.spec.name] = self._presets[slot.spec.name] = view
                 self._preset_gradients(section)
             elif row.lifetime is Lifetime.LOOSE:
                 self._set_gradient_dtype(section, row.dtype)
@@ -273,8 +295,8 @@ class Shards:
         """Set every `.grad` that autograd fills to its view, since autograd adds in place where a `.grad` exists."""
         self._set_gradient_dtype(section, self.plan.gradient.dtype)
         for slot in section.slots:
-            parameter, view = self._parameters[slot.spec.name], self._resident_views[slot.spec.name]
-            wanted = None if slot.spec.writes_gradient else view
+            parameter, preset = self._parameters[slot.spec.name], self._presets[slot.spec.name]
+            wanted = None if slot.spec.writes_gradient else preset
             if parameter.grad is not wanted:
                 parameter.grad = wanted
 

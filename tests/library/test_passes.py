@@ -119,7 +119,7 @@ def accumulated_at_the_end(stage: int, mesh: Any, rank: int) -> DataParallelEngi
 
 
 def dropped_gradients(stage: int, mesh: Any, rank: int) -> DataParallelEngine:
-    """Take a step in a loop that calls zero_grad between passes."""
+    """Take a step in a loop that calls the module's zero_grad between passes."""
     engine = make_engine(stage, accumulation=3, mesh=mesh)
     engine.module.zero_grad()
     for seed, weight in ((0, 0.5), (2, 0.25), (4, 0.25)):
@@ -128,8 +128,7 @@ def dropped_gradients(stage: int, mesh: Any, rank: int) -> DataParallelEngine:
         if stage == 1:
             engine.module[0].zero_grad()  # a part of the gradients
         elif stage != 3:
-            engine.module.zero_grad()
-        engine.zero_grad()
+            engine.module.zero_grad(set_to_none=stage == 0)
     assert engine.was_step_applied()
     return engine
 
@@ -259,6 +258,136 @@ def adversaries(stage: int | None) -> list[Tensor]:
 @pytest.mark.parametrize("stage", STAGES)
 def test_two_engines_in_one_graph(stage: int) -> None:
     close(adversaries(stage), adversaries(None))
+
+
+GAN_STEPS = 3
+
+
+def gan(rank: int, stage: int | None, way: str, accumulation: int = 2) -> list[Tensor]:
+    """Train as torch's DCGAN tutorial does: the generator's loss goes through the discriminator, which is not frozen.
+
+    way: "explicit" for engine.backward(loss), "plain" for loss.backward() with zero_grad before every pass that counts.
+    stage None: in plain PyTorch.
+    """
+    torch.manual_seed(5)
+    generator = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 4)).double()
+    judge = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    models: Any = generator, judge
+    optimizers: Any = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
+    if stage is not None:
+        config = {
+            "zero": {"zero_stage": stage, "reduce_bucket_size": 40},
+            "precision": {"precision": "fp64"},
+            "optimizer": {"type": "AdamW", "lr": 0.1, "params": {"weight_decay": 0.01}},
+        }
+        mesh = mesh_in_worker(rank, dp=2)
+        passes = (1, accumulation)
+        models = optimizers = [
+            megazero.initialize(model, {**config, "gradient_accumulation_steps": number}, mesh=mesh)
+            for model, number in zip(models, passes, strict=True)
+        ]
+
+    def backward(index: int, loss: Tensor) -> None:
+        if stage is None:
+            loss.backward()
+        elif way == "plain":
+            (loss * models[index].gradient_accumulation_steps()).backward()
+        else:
+            models[index].backward(loss, scale_wrt_gas=False)
+
+    def part(x: Tensor) -> Tensor:
+        return x if stage is None else x.chunk(2)[rank]
+
+    def zero_grad(index: int) -> None:
+        if stage is None or way == "plain":
+            optimizers[index].zero_grad()
+
+    for step in range(GAN_STEPS):
+        noise = torch.randn(4, 3, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        zero_grad(1)
+        for half in batch(step)[:4].chunk(accumulation - 1):
+            backward(1, models[1](part(half)).square().mean())
+        fake = models[0](part(noise))
+        if way == "explicit" and stage is not None and step:
+            # Another engine's pass in the middle of this one's step.
+            models[0].backward(models[1](fake).sum() * 1e6, retain_graph=True)
+            models[0].zero_grad()
+        backward(1, (models[1](fake.detach()) - 1).square().mean())
+        optimizers[1].step()
+        zero_grad(0)
+        backward(0, models[1](fake).mean())
+        optimizers[0].step()
+    zero_grad(1)
+    if stage is None:
+        return [p.detach() for model in models for p in model.parameters()]
+    return [value for model in models for value in weights(model)]
+
+
+def gans(rank: int, stage: int) -> list[list[Tensor]]:
+    return [gan(rank, stage, way, accumulation) for accumulation in (2, 3) for way in ("explicit", "plain")]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_loss_through_another_engine(stage: int) -> None:
+    for found in run_ranks(2, gans, stage):
+        for index, values in enumerate(found):
+            close(values, gan(0, None, "plain", 2 + index // 2))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_loss_through_a_part_of_another_engine(stage: int) -> None:
+    """A pass that does not come through the other model's output is told apart too, or refused in a step's middle."""
+    generator, judge = make_engine(stage, accumulation=2), make_engine(stage)
+    generator.backward(judge.module[0](batch(1)[:, :4] * generator(batch(1))).sum())
+    judge.backward(loss_of(judge))
+    judge.step()
+    close(weights(judge), after_sgd((0, 1.0)))
+    judge.backward(loss_of(judge, 1))
+    loss = judge.module[0](batch(1)[:, :4] * generator(batch(1))).sum()
+    if stage < 2:
+        with pytest.raises(UsageError, match="in the middle of a step"):
+            generator.backward(loss)
+        return
+    generator.backward(loss)
+    judge.step()
+    assert judge.was_step_applied()
+
+
+def test_a_step_after_other_engines_passes_only() -> None:
+    generator, judge = make_engine(), make_engine()
+    generator.backward(judge(batch() * generator(batch())).sum())
+    with pytest.raises(UsageError, match=r"after other engines' backward\(loss\) only .*"):
+        judge.step()
+    assert judge._passes.count == 0
+    generator.step()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_zero_grad_throws_away_the_step_so_far(stage: int) -> None:
+    engine = make_engine(stage, accumulation=2)
+    engine.zero_grad()
+    engine.backward(loss_of(engine, 3) * 1e6)
+    engine.zero_grad()
+    with engine.no_sync():
+        engine.backward(loss_of(engine, 4) * 1e6)
+    loss = loss_of(engine, 0)
+    engine.zero_grad()  # between a forward and its backward
+    loss.backward()
+    engine.step()
+    loss_of(engine, 1).backward()
+    engine.step()
+    close(weights(engine), after_sgd((0, 0.5), (1, 0.5)))
+
+
+def test_zero_grad_after_every_early_step_is_refused(engine: DataParallelEngine) -> None:
+    """A loop written for plain PyTorch would discard every micro-batch and never take a step."""
+    engine = make_engine(accumulation=2)
+    with pytest.raises(UsageError, match=r"engine.zero_grad\(\) after an engine.step\(\) that awaits more passes"):
+        for _ in range(2):
+            engine.backward(loss_of(engine))
+            engine.step()
+            engine.zero_grad()
 
 
 @pytest.mark.parametrize("stage", STAGES)
