@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megazero.errors import Problem, UsageError
 from megazero.zero.engine import Engine
-from megazero.zero.frames import on_gradient, tensors_in
+from megazero.zero.frames import ModuleHook, on_gradient, tensors_in
 from megazero.zero.gather import in_backward
 
 _STEP = "a step is gradient_accumulation_steps backward passes, then engine.step()"
@@ -52,8 +52,8 @@ class BackwardPasses:
         self._parameters: Mapping[str, nn.Parameter] = dict(model.named_parameters())
         self._handles = [
             *on_gradient(self._parameters, self._on_gradient),
-            model.register_forward_pre_hook(self._forward_begins),
-            model.register_forward_hook(self._forward_ends),
+            model.register_forward_pre_hook(ModuleHook(self._forward_begins)),
+            model.register_forward_hook(ModuleHook(self._forward_ends)),
         ]
 
     def start(self, engine: Engine, gradient_scale: Callable[[], float]) -> None:
@@ -124,7 +124,9 @@ class BackwardPasses:
             begun, self._is_armed, self._is_begun, self._is_scaled = self._is_begun, False, False, False
             if begun:  # an error interrupted the previous pass
                 self.discard()
-            self._awaits_pass = self._awaits_pass or torch.is_grad_enabled()
+            if torch.is_grad_enabled():
+                self._awaits_pass = True
+                self._engine.written.before_forward()
 
     def _forward_ends(self, _model: nn.Module, _inputs: Any, output: Any) -> None:
         if in_backward():
@@ -178,6 +180,15 @@ class BackwardPasses:
             if name not in self._accumulated:
                 parameter.grad = None
         self.reset()
+
+    @contextmanager
+    def discarding(self) -> Iterator[None]:
+        """Return a context in which a UsageError discards the step."""
+        try:
+            yield
+        except UsageError:
+            self.discard()
+            raise
 
     def _check_room(self) -> None:
         if self.count >= self.accumulation:

@@ -127,8 +127,9 @@ class Stepper:
         flag = torch.full((), float(stop), dtype=torch.float64, device=self._device)
         if fault := self._read_fault(flag):
             return fault
-        reduced = reduce_gradients(engine, self._timers, flag)
+        reduced = reduce_gradients(engine, self._timers, flag, *engine.written.figures(self._device))
         stops = reduced.figures[0]
+        engine.written.agree(reduced.figures[1:])
         update = update_parameters(
             engine,
             self._timers,

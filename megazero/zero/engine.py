@@ -40,6 +40,7 @@ from megazero.zero.reduce import GradientReducer
 from megazero.zero.shards import FirstValue, Shards, value_of_parameter
 from megazero.zero.sums import GradientSums
 from megazero.zero.update import LocalNorms, Piece, ShardUpdate
+from megazero.zero.written import WrittenParameters
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class EngineSettings:
 
     parameter_names: of the whole model, where ranks have different parts of it, so that an index is the same on all.
     checks_finite: True if a gradient that is not finite prevents the update in every number format, not in fp16 alone.
+    watches_writes: True if a user's program may write to the parameters, as the library's does and a run doesn't.
     """
 
     zero: ZeroConfig
@@ -56,6 +58,7 @@ class EngineSettings:
     ledger: AnyLedger = field(default_factory=NullLedger)
     parameter_names: tuple[str, ...] = ()
     checks_finite: bool = False
+    watches_writes: bool = False
 
 
 def plan_layout(
@@ -142,6 +145,8 @@ class Engine:
             counted_at=self._coordinates,
             names=settings.parameter_names,
         )
+        self.written = WrittenParameters(model, self._parameters if settings.watches_writes else {}, self._shards, mesh)
+        """What the user has done to the parameters since the last step."""
         self.stopped = torch.zeros((), dtype=torch.float64, device=mesh.device)
         """1 from the first step whose figures were not finite, where that ends the training: later ones change nothing,
         because a GPU may have begun them before the host reads that step's figures."""
@@ -273,6 +278,7 @@ class Engine:
 
     def owned_state(self) -> Iterator[StateFragment]:
         """Yield the state that this rank saves; over all ranks, every element of every parameter and kind once."""
+        self.written.find()
         yield from chain(self._shards.owned_state(self._coordinates), self._update.optimizer_state(is_saved=True))
 
     def wanted_state(self) -> Iterator[StateFragment]:
@@ -297,6 +303,7 @@ class Engine:
     def pieces(self, name: str, kind: str) -> Iterator[Piece]:
         """Return this rank's parts of a parameter's "master", "gradient" or optimizer state; none of a frozen one."""
         self._publisher.ensure(self._slots[name][0].unit)  # what is still being published must not be written to
+        self.written.find()
         return self._update.pieces(name, kind)
 
     def republish(self, name: str) -> None:
@@ -327,7 +334,9 @@ class Engine:
         for name in names:
             unit = self._gather.unit_of(name)
             if modifier_rank is not None:
+                self.written.find()
                 self._broadcast_value(name, modifier_rank)
+                self.written.accept(name)
             if unit is not None:
                 self._gather.unpin(unit)
 
@@ -343,6 +352,7 @@ class Engine:
         if self._flight.failed is None:
             self.ensure_parameters()
         self._frames.close()
+        self.written.close()
         for module in self.model.modules():
             restore_apply(module)
         for handle in self._hooks:
