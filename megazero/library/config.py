@@ -11,7 +11,8 @@ computes the batch's sizes from it.
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -64,7 +65,10 @@ _PLAIN = (
     "gradient_accumulation_steps",
     "train_micro_batch_size_per_gpu",
     "train_batch_size",
+    "keep_in_fp32",
 )
+# {key of megazero's form: DeepSpeed's}
+_RENAMED = MappingProxyType({"buffer_dtype": "data_types.buffer_dtype"})
 _SECTIONS = ("zero", "precision", "activations")
 _FORMS = "zero, precision, ... of megazero, or zero_optimization, fp16, bf16, ... of DeepSpeed"
 
@@ -76,6 +80,8 @@ class EngineConfig:
     gradient_clipping: largest global gradient norm; 0 clips nothing.
     gradient_accumulation_steps, train_micro_batch_size_per_gpu, train_batch_size: the batch's sizes as they are given,
     None where they are not; `resolve_batch` returns all of them.
+    buffer_dtype: number format of floating-point buffers; None: each keeps its own.
+    keep_in_fp32: parameters, buffers and modules that bf16 and fp16 leave in fp32, by name (`library/formats.py`).
     notices: one-line texts about keys without effect and keys that are "auto".
     automatic_sizes: sizes of the batch that are "auto" in a DeepSpeed configuration, as messages name them.
     origin: USER, or FOREIGN where a DeepSpeed configuration has set the settings.
@@ -90,6 +96,8 @@ class EngineConfig:
     gradient_accumulation_steps: _Count | None = None
     train_micro_batch_size_per_gpu: _Count | None = None
     train_batch_size: _Count | None = None
+    buffer_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    keep_in_fp32: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
     automatic_sizes: tuple[str, ...] = ()
     origin: Origin = Origin.USER
@@ -150,7 +158,8 @@ def _from_mapping(content: Mapping[str, Any], origin: str) -> EngineConfig:
 def _from_deepspeed(file: ParsedFile) -> EngineConfig:
     parts = engine_parts(file)
     file.diagnostics.problems.extend(_undecidable(parts.activations, file.location()))
-    plain = {name: file.get(name, _default(name)) for name in _PLAIN}
+    paths = {name: name for name in _PLAIN} | dict(_RENAMED)
+    plain = {name: file.get(path, _default(name)) for name, path in paths.items()}
     raise_problems(ConfigError, file.diagnostics.problems)
     return EngineConfig(
         zero=parts.zero,
@@ -174,8 +183,8 @@ def _default(name: str) -> Any:
 
 def _from_own(content: Mapping[str, Any], location: Location) -> EngineConfig:
     diagnostics = Diagnostics()
-    infos = {name: HONOURED[name] for name in _PLAIN}
-    known = (*_SECTIONS, "optimizer", "scheduler", *_PLAIN)
+    infos = {name: HONOURED[path] for name, path in (*zip(_PLAIN, _PLAIN, strict=True), *_RENAMED.items())}
+    known = (*_SECTIONS, "optimizer", "scheduler", *infos)
     diagnostics.problems.extend(
         unknown(location.key(name), content[name], known) for name in content if name not in known
     )
@@ -185,7 +194,7 @@ def _from_own(content: Mapping[str, Any], location: Location) -> EngineConfig:
     sections_are_valid = not diagnostics.problems
     optimizer = _optimizer(location.key("optimizer"), content.get("optimizer"), diagnostics)
     scheduler = _scheduler(location.key("scheduler"), content.get("scheduler"), diagnostics, optimizer.lr)
-    plain = _values(infos, location, {name: content[name] for name in _PLAIN if name in content}, diagnostics)
+    plain = _values(infos, location, {name: content[name] for name in infos if name in content}, diagnostics)
     parts = EngineParts(zero, precision, activations, optimizer, scheduler)
     diagnostics.problems.extend(_problems(parts, location))
     if sections_are_valid:  # else defaults stand in for invalid values

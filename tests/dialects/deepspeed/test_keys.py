@@ -73,6 +73,7 @@ OTHERS = {
     "fp16.consecutive_hysteresis": False,
     "fp16.min_loss_scale": 1.0,
     "bf16.enabled": False,
+    "keep_in_fp32": (),  # megazero's own
     "activation_checkpointing.partition_activations": False,
     "activation_checkpointing.cpu_checkpointing": False,
     "activation_checkpointing.contiguous_memory_optimization": False,
