@@ -66,6 +66,7 @@ _PLAIN = (
     "gradient_accumulation_steps",
     "train_micro_batch_size_per_gpu",
     "train_batch_size",
+    "keep_in_fp32",
 )
 # Keys of megazero's own form only.
 _OWN = MappingProxyType(
@@ -74,6 +75,8 @@ _OWN = MappingProxyType(
         "autocast": key("autocast", "str", None, choices=AUTOCAST),
     }
 )
+# {key of megazero's form: DeepSpeed's}
+_RENAMED = MappingProxyType({"buffer_dtype": "data_types.buffer_dtype"})
 _SECTIONS = ("zero", "precision", "activations")
 _FORMS = "zero, precision, ... of megazero, or zero_optimization, fp16, bf16, ... of DeepSpeed"
 
@@ -90,6 +93,8 @@ class EngineConfig:
     update_unused_parameters: True if the optimizer also updates parameters of which no rank has a gradient, as
     DeepSpeed does: their gradient counts as zero, by which moments and weights decay.  False leaves them alone, as
     torch does.
+    buffer_dtype: number format of floating-point buffers; None: each keeps its own.
+    keep_in_fp32: parameters, buffers and modules that bf16 and fp16 leave in fp32, by name (`library/formats.py`).
     notices: one-line texts about keys without effect and keys that are "auto".
     automatic_sizes: sizes of the batch that are "auto" in a DeepSpeed configuration, as messages name them.
     origin: USER, or FOREIGN where a DeepSpeed configuration has set the settings.
@@ -107,6 +112,8 @@ class EngineConfig:
     train_micro_batch_size_per_gpu: _Count | None = None
     train_batch_size: _Count | None = None
     update_unused_parameters: bool = False
+    buffer_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    keep_in_fp32: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
     automatic_sizes: tuple[str, ...] = ()
     origin: Origin = Origin.USER
@@ -167,7 +174,8 @@ def _from_mapping(content: Mapping[str, Any], origin: str) -> EngineConfig:
 def _from_deepspeed(file: ParsedFile) -> EngineConfig:
     parts = engine_parts(file)
     file.diagnostics.problems.extend(_undecidable(parts.activations, file.location()))
-    plain = {name: file.get(name, _default(name)) for name in _PLAIN}
+    paths = {name: name for name in _PLAIN} | dict(_RENAMED)
+    plain = {name: file.get(path, _default(name)) for name, path in paths.items()}
     if "gradient_clipping" not in file.values:
         file.diagnostics.notices.append(
             f"{file.location('gradient_clipping')}: left out, so DeepSpeed's documented default of"
@@ -200,7 +208,8 @@ def _default(name: str) -> Any:
 
 def _from_own(content: Mapping[str, Any], location: Location) -> EngineConfig:
     diagnostics = Diagnostics()
-    infos = {**{name: HONOURED[name] for name in _PLAIN}, **_OWN}
+    shared = {name: HONOURED[path] for name, path in (*zip(_PLAIN, _PLAIN, strict=True), *_RENAMED.items())}
+    infos = {**shared, **_OWN}
     known = (*_SECTIONS, "optimizer", "scheduler", *infos)
     diagnostics.problems.extend(
         unknown(location.key(name), content[name], known) for name in content if name not in known

@@ -150,16 +150,21 @@ class DataParallelEngine:
         """Update the parameters if all of the step's backward passes are done; do nothing before that.
 
         stop: True if this rank requests the end of the training, for which `stop_requested` looks on every rank.
-        Raises UsageError without a backward pass.  Raises TrainingError, which names the cause, when a gradient is not
-        finite and the configuration checks that, or when the loss scale can fall no further (fp16): the step is over
-        then, and has changed nothing.  On a GPU, a gradient that is not finite is reported by the next call.
+        Raises UsageError without a backward pass; and for parameters that are not the engine's any more, or that not
+        all ranks have written: that discards the step, whose micro-batches start again.  Raises TrainingError, which
+        names the cause, when a gradient is not finite and the configuration checks that, or when the loss scale can
+        fall no further (fp16): the step is over then, and has changed nothing.  On a GPU, writes of some ranks and a
+        gradient that is not finite are reported by the next call.
         """
         self._was_applied = False
+        with self._passes.discarding():
+            self.zero_engine.written.check()
         if not self._passes.check_complete():
             return
         flight = self.mesh.meter.flight
         flight.activity = "update"
-        self._last = self._stepper.step(stop=stop)
+        with self._passes.discarding():
+            self._last = self._stepper.step(stop=stop)
         self._stops.append(HostCopy([self._last.stop]))
         flight.activity = "user code"
         self._was_applied = self._last.applied

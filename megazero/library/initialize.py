@@ -29,7 +29,7 @@ from megazero.rules import moot
 from megazero.tensor_parallel.float32 import use_tf32
 from megazero.timers import Timers
 from megazero.zero.engine import Engine, EngineSettings
-from megazero.zero.plan import resolve
+from megazero.zero.plan import DTYPES, resolve
 
 
 def initialize(
@@ -40,8 +40,9 @@ def initialize(
 ) -> DataParallelEngine:
     """Return an engine that trains `model` in data parallel with ZeRO; every process calls this with the same model.
 
-    model: moved to this process's device and into the configuration's precision, with rank 0's values everywhere; from
-    then on it belongs to the engine.  Parameters that require a gradient now are trained, the others are frozen.
+    model: moved to this process's device and into the configuration's precision (`megazero/library/formats.py`), with
+    rank 0's values everywhere; from then on it belongs to the engine.  Parameters that require a gradient now are
+    trained, the others are frozen.
     config: megazero's own configuration or DeepSpeed's, as a mapping or a file (`megazero/library/config.py`).
     mesh: the processes that train together: None for all (of torch's default group, or of the launcher's job), a
     megazero Mesh, torch's DeviceMesh, or an object like Megatron-LM's mpu (`megazero/library/adopted_mesh.py`).
@@ -62,7 +63,13 @@ def initialize(
     _warn(settings, batch, mesh, [*use_tf32(settings.precision, mesh.device, given="precision.tf32")])
     plan = resolve(settings.zero, settings.precision)
     unwrap_dtensors(model, mesh)
-    prepare(model, mesh, plan.parameter.dtype)
+    prepare(
+        model,
+        mesh,
+        plan.parameter.dtype,
+        buffer_dtype=None if settings.buffer_dtype is None else DTYPES[settings.buffer_dtype],
+        keep_in_fp32=settings.keep_in_fp32,
+    )
     chosen = choose(optimizer, settings.optimizer, model)
     rates = LearningRates(chosen.groups, settings.scheduler)
     passes = BackwardPasses(batch.accumulation, needs_scale=settings.precision.precision == "fp16")
@@ -75,6 +82,7 @@ def initialize(
         checks_finite=settings.precision.check_for_nan_in_loss_and_grad,
         guards_gradients=True,
         leaves_unused=settings.zero.ignore_unused_parameters and not settings.update_unused_parameters,
+        watches_writes=True,
     )
     try:
         core = Engine(model, units, plan, mesh=mesh, buffers=buffers, settings=core_settings)

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megazero.errors import Problem, UsageError
 from megazero.zero.engine import Engine
-from megazero.zero.frames import on_gradient, tensors_in
+from megazero.zero.frames import ModuleHook, on_gradient, tensors_in
 from megazero.zero.gather import in_backward
 
 _STEP = "a step is gradient_accumulation_steps backward passes, then engine.step()"
@@ -60,8 +60,8 @@ class BackwardPasses:
         self._parameters: Mapping[str, nn.Parameter] = dict(model.named_parameters())
         self._handles = [
             *on_gradient(self._parameters, self._on_gradient),
-            model.register_forward_pre_hook(self._forward_begins),
-            model.register_forward_hook(self._forward_ends),
+            model.register_forward_pre_hook(ModuleHook(self._forward_begins)),
+            model.register_forward_hook(ModuleHook(self._forward_ends)),
         ]
 
     def start(self, engine: Engine, gradient_scale: Callable[[], float]) -> None:
@@ -162,7 +162,9 @@ class BackwardPasses:
             self._end_walk_through()  # in case an error interrupted it
             if begun:  # an error interrupted the previous pass
                 self.discard()
-            self._awaits_pass = self._awaits_pass or torch.is_grad_enabled()
+            if torch.is_grad_enabled():
+                self._awaits_pass = True
+                self._engine.written.before_forward()
 
     def _forward_ends(self, _model: nn.Module, _inputs: Any, output: Any) -> None:
         if in_backward():
@@ -275,6 +277,15 @@ class BackwardPasses:
         self._was_walked_through = True
         self._engine.end_walk(ends_pass=True)
         self._engine.guard_gradients()
+
+    @contextmanager
+    def discarding(self) -> Iterator[None]:
+        """Return a context in which a UsageError discards the step."""
+        try:
+            yield
+        except UsageError:
+            self.discard()
+            raise
 
     def _check_room(self) -> None:
         if self.count >= self.accumulation:

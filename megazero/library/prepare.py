@@ -4,7 +4,7 @@ Parameters that `zero.Init` has partitioned are on the device, with equal values
 changes: they have no memory, so a new empty tensor of the format is enough.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from megazero.comm.interface import Communicator
 from megazero.comm.mesh import Mesh
 from megazero.errors import Problem, UsageError, raise_problems
+from megazero.library.formats import choose_formats
 from megazero.parallel.param_spec import ParamSpec, attach_spec
 from megazero.zero.engine import Engine
 from megazero.zero.guard import guard, handle_of, unguard
@@ -21,19 +22,28 @@ from megazero.zero.guard import guard, handle_of, unguard
 _SHARDED = ("tensor_model_parallel", "model_parallel")
 
 
-def prepare(model: nn.Module, mesh: Mesh, dtype: torch.dtype) -> None:
-    """Move `model` to the mesh's device and to `dtype`, with data-parallel rank 0's values on all ranks.
+def prepare(
+    model: nn.Module,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    *,
+    buffer_dtype: torch.dtype | None = None,
+    keep_in_fp32: Sequence[str] = (),
+) -> None:
+    """Move `model` to the mesh's device and into its formats, with data-parallel rank 0's values on all ranks.
 
-    dtype: the type of all floating-point parameters and buffers.  Raises UsageError with all reasons why the model
-    cannot be trained.
+    dtype: the type of floating-point parameters; the rest is for `choose_formats`.  Raises UsageError with all reasons
+    why the model cannot be trained.
     """
     raise_problems(UsageError, _problems(model))
+    formats = choose_formats(model, dtype, buffer_dtype=buffer_dtype, keep_in_fp32=keep_in_fp32)
     own = [parameter for parameter in model.parameters() if handle_of(parameter) is None]
     for parameter in model.parameters():
-        if handle_of(parameter) is not None and parameter.is_floating_point() and parameter.dtype != dtype:
-            _convert_hollow(parameter, dtype)
+        wanted = formats.get(id(parameter), parameter.dtype)
+        if handle_of(parameter) is not None and parameter.dtype != wanted:
+            _convert_hollow(parameter, wanted)
     for tensor in (*own, *model.buffers()):
-        tensor.data = tensor.data.to(mesh.device, dtype if tensor.is_floating_point() else tensor.dtype)
+        tensor.data = tensor.data.to(mesh.device, formats.get(id(tensor), tensor.dtype))
     for parameter in own:
         parameter.grad = None
     broadcast([*own, *model.buffers()], mesh.axis("dp"))

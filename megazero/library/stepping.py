@@ -134,8 +134,9 @@ class Stepper:
         if fault := self._read_fault(flag):
             return fault
         engine.take_written_gradients()
-        reduced = reduce_gradients(engine, self._timers, flag)
+        reduced = reduce_gradients(engine, self._timers, flag, *engine.written.figures(self._device))
         stops = reduced.figures[0]
+        engine.written.agree(reduced.figures[1:])
         update = update_parameters(
             engine,
             self._timers,

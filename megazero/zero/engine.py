@@ -44,6 +44,7 @@ from megazero.zero.reduce import GradientReducer
 from megazero.zero.shards import FirstValue, Shards, value_of_parameter
 from megazero.zero.sums import GradientSums
 from megazero.zero.update import LocalNorms, Piece, ShardUpdate
+from megazero.zero.written import WrittenParameters
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class EngineSettings:
     guards_gradients: True if user code may read and write `.grad`, which holds no whole gradient in stages 1 to 3.
     leaves_unused: True if a step leaves the parameters alone of which no rank has a gradient; False: their gradient
     counts as zero, by which moments and weights decay.
+    watches_writes: True if a user's program may write to the parameters, as the library's does and a run doesn't.
     """
 
     zero: ZeroConfig
@@ -65,6 +67,7 @@ class EngineSettings:
     checks_finite: bool = False
     guards_gradients: bool = False
     leaves_unused: bool = False
+    watches_writes: bool = False
 
 
 class GradientSoFar(NamedTuple):
@@ -169,6 +172,8 @@ class Engine:
         self._presence = GradientPresence(
             self._update.parameter_names, self._trainable_names(), self._reducer.present, mesh.device
         )
+        self.written = WrittenParameters(model, self._parameters if settings.watches_writes else {}, self._shards, mesh)
+        """What the user has done to the parameters since the last step."""
         self.stopped = torch.zeros((), dtype=torch.float64, device=mesh.device)
         """1 from the first step whose figures were not finite, where that ends the training: later ones change nothing,
         because a GPU may have begun them before the host reads that step's figures."""
@@ -407,6 +412,7 @@ class Engine:
 
     def owned_state(self) -> Iterator[StateFragment]:
         """Yield the state that this rank saves; over all ranks, every element of every parameter and kind once."""
+        self.written.find()
         yield from chain(self._shards.owned_state(self._coordinates), self._update.optimizer_state(is_saved=True))
 
     def wanted_state(self) -> Iterator[StateFragment]:
@@ -431,6 +437,7 @@ class Engine:
     def pieces(self, name: str, kind: str) -> Iterator[Piece]:
         """Return this rank's parts of a parameter's "master", "gradient" or optimizer state; none of a frozen one."""
         self._publisher.ensure(self._slots[name][0].unit)  # what is still being published must not be written to
+        self.written.find()
         return self._update.pieces(name, kind)
 
     def gradient_so_far(self, name: str) -> GradientSoFar | None:
@@ -481,7 +488,9 @@ class Engine:
         for name in names:
             unit = self._gather.unit_of(name)
             if modifier_rank is not None:
+                self.written.find()
                 self._broadcast_value(name, modifier_rank)
+                self.written.accept(name)
             if unit is not None:
                 self._gather.unpin(unit)
 
@@ -497,6 +506,7 @@ class Engine:
         if self._flight.failed is None:
             self.ensure_parameters()
         self._frames.close()
+        self.written.close()
         for module in self.model.modules():
             restore_apply(module)
         for handle in self._hooks:

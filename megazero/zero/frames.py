@@ -39,6 +39,13 @@ class _Frame:
     pinned: list[str] = field(default_factory=list)
 
 
+class ModuleHook(partial[Any]):
+    """A hook on a module that belongs to the module's engine: a copy of the module has one that does nothing."""
+
+    def __reduce__(self) -> tuple[type["ModuleHook"], tuple[Callable[..., None]]]:
+        return ModuleHook, (_do_nothing,)
+
+
 class _SavedView(NamedTuple):
     """A tensor that autograd has saved and that lies in a unit's memory."""
 
@@ -110,8 +117,8 @@ class Frames:
 
     def _follow(self, module: nn.Module) -> None:
         if module not in self._handles:
-            before = module.register_forward_pre_hook(self._enter, prepend=True)
-            self._handles[module] = (before, module.register_forward_hook(self._leave, always_call=True))
+            before = module.register_forward_pre_hook(ModuleHook(self._enter), prepend=True)
+            self._handles[module] = (before, module.register_forward_hook(ModuleHook(self._leave), always_call=True))
 
     def _modules_to_follow(self, model: nn.Module) -> Iterator[nn.Module]:
         """Yield the consumers of units; where something is partitioned, every module around one too."""
@@ -161,6 +168,10 @@ class Frames:
     def _units_in(self, output: Any) -> set[str]:
         found = (self._gather.unit_of_memory(tensor) for tensor in tensors_in(output))
         return {unit for unit in found if unit is not None}
+
+
+def _do_nothing(*_inputs: Any) -> None:
+    """Stand for an engine's hook in a copy of its module."""
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import MethodWrapperType
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 _ATTRIBUTE = "zero_handle"
@@ -60,13 +60,21 @@ class Owner(Protocol):
         """Gather parameter `name` for `module`'s forward too."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class ParameterHandle:
-    """The link from a parameter to the owner of its state, an attribute of the parameter."""
+    """The link from a parameter to the owner of its state, an attribute of the parameter; copies have None for it.
+
+    alias: the tensor of which `.data` returns views (`written.py`); None before `.data` is read.
+    """
 
     name: str
     owner: Owner
     whole_class: type[nn.Parameter]
+    alias: Tensor | None = None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Return None in pickles and copies: another parameter has no owner, and process groups can't be copied."""
+        return type(None), ()
 
 
 class PartitionedParameter(nn.Parameter):

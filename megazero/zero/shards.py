@@ -171,6 +171,22 @@ class Shards:
                 flat[gap.start : gap.stop].zero_()
             self._preset_gradients(self.layout.sections[index])
 
+    def restore_gradient(self, section: Section, slot: Slot, *, copies: bool) -> bool:
+        """Make a resident gradient a view of its flat tensor again; return True if it was none.
+
+        `module.to(...)` gives the same tensor other memory.  copies: whether the flat tensor gets its values.
+        """
+        view = self._resident_views.get(slot.spec.name)
+        if view is None or not view.numel():
+            return False
+        place = self._resident_gradients[section.index][slot.start : slot.stop].view(view.shape)
+        if view.data_ptr() == place.data_ptr():
+            return False
+        if copies:
+            place.copy_(view)
+        view.data = place
+        return True
+
     def copy_working_to_master(self) -> None:
         """Copy working parameters to master weights, where they are two tensors."""
         if self._master is not None:
@@ -297,7 +313,7 @@ class Shards:
         for slot in section.slots:
             parameter, preset = self._parameters[slot.spec.name], self._presets[slot.spec.name]
             wanted = None if slot.spec.writes_gradient else preset
-            if parameter.grad is not wanted:
+            if parameter.grad is not wanted and (wanted is None or _may_have(parameter, wanted)):
                 parameter.grad = wanted
 
     def _set_gradient_dtype(self, section: Section, dtype: torch.dtype) -> None:
@@ -353,6 +369,11 @@ def _not_written(section: Section) -> Iterator[Range]:
             start = slot.stop
     if start < section.numel:
         yield Range(start, section.numel)
+
+
+def _may_have(parameter: nn.Parameter, gradient: Tensor) -> bool:
+    """Return True unless the user has given the parameter another form, which is refused before the next step."""
+    return parameter.shape == gradient.shape and parameter.device == gradient.device
 
 
 def _nbytes(tensor: Tensor) -> int:

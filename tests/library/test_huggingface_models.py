@@ -106,3 +106,31 @@ def test_transformers(name: str, stage: int, recompute: bool | None) -> None:
             # own.
             bound = LR * STEPS * 2 if "k_proj.bias" in key or "key.bias" in key else 1e-8
             torch.testing.assert_close(found[key], value, rtol=1e-8, atol=bound, msg=key)
+
+
+def narrow(rank: int) -> dict[str, tuple[set[torch.dtype], bool]]:
+    """Return the formats of T5's `wo` in fp16, and whether Llama's rotary frequencies are what transformers makes."""
+    from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+
+    sizes = {"vocab_size": VOCABULARY, "num_hidden_layers": 1, "num_attention_heads": 2}
+    mesh, found = mesh_in_worker(rank, dp=DP), {}
+    for stage in (1, 3):
+        small = {"d_model": 12, "d_kv": 6, "d_ff": 18, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
+        t5: Any = T5ForConditionalGeneration(T5Config(vocab_size=VOCABULARY, **small))
+        llama: Any = LlamaForCausalLM(LlamaConfig(hidden_size=12, intermediate_size=18, **sizes))
+        frequencies = llama.model.rotary_emb.inv_freq.clone()
+        for model, precision in ((t5, "fp16"), (llama, "bf16")):
+            config = {"zero": {"zero_stage": stage}, "precision": {"precision": precision}, "optimizer": {"lr": LR}}
+            engine = megazero.initialize(model, config, mesh=mesh)
+            engine.backward(engine(**batch(rank)).loss)
+            engine.step()
+            engine.close()
+        kept = {p.dtype for name, p in t5.named_parameters() if ".wo." in name}
+        found[f"stage {stage}"] = kept, torch.equal(llama.model.rotary_emb.inv_freq, frequencies)
+    return found
+
+
+@pytest.mark.gloo
+def test_models_keep_what_they_need_wide() -> None:
+    for found in run_ranks(DP, narrow):
+        assert all(kept == {torch.float32} and is_same for kept, is_same in found.values())

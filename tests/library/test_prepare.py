@@ -40,7 +40,9 @@ def test_everything_floating_gets_the_precision(dtype: torch.dtype) -> None:
     assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
     assert model[1].running_mean is statistics and model[0].weight.grad is None
     for name, value in model.state_dict().items():
-        assert value.dtype == (dtype if values[name].is_floating_point() else values[name].dtype)
+        keeps = dtype == torch.bfloat16 and name.startswith("1.")  # batch normalisation and its running statistics
+        changes = values[name].is_floating_point() and not keeps
+        assert value.dtype == (dtype if changes else values[name].dtype), name
         assert torch.equal(value, values[name].to(value.dtype)), name
 
 

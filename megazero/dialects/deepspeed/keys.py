@@ -127,6 +127,8 @@ HONOURED: Mapping[str, FieldInfo] = MappingProxyType(
             key("optimizer.type", "str", None),
             key("scheduler.type", "str", None),
             key("data_types.grad_accum_dtype", "str", None, choices=_FORMATS),
+            key("data_types.buffer_dtype", "str", None, choices=("fp32", "bf16", "fp16")),
+            key("keep_in_fp32", "list", ()),  # megazero's own
             key("bf16.enabled", "bool", False),
             key("torch_autocast.enabled", "bool", False),
             key("torch_autocast.dtype", "str", "bf16", choices=AUTOCAST),
@@ -268,7 +270,6 @@ REFUSED: Mapping[str, Refused] = MappingProxyType(
             "only fp16 steps are skipped; in other formats a gradient that is not finite stops the training", (False,)
         ),
         "data_types.param_dtype": Refused("parameters have the format of fp16.enabled and bf16.enabled", (None,)),
-        "data_types.buffer_dtype": Refused("buffers keep their format", (None,)),
         "checkpoint.use_node_local_storage": Refused("a checkpoint is one folder that all processes see"),
         "pipeline.stages": Refused(
             f"{_NO_CUT}; pretrain_gpt.py has --pipeline-model-parallel-size", (1, None), "stages: 1"

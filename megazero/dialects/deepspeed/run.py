@@ -113,11 +113,16 @@ def notices(file: ParsedFile, config: RunConfig, world_size: int | None) -> Iter
             return "megazero's own"
         return text_for_key(path, values)
 
-    return automatic_notices(file, became)
+    yield from automatic_notices(file, became)
+    if (buffers := file.written("data_types.buffer_dtype")) is not None:
+        yield f"{buffers.source}: accepted, without effect: the model of a run has no buffers"
 
 
 def _against_formats(file: ParsedFile, settings: Mapping[str, ParsedValue]) -> Iterator[Problem]:
-    """Yield a problem if the file turns the number format off that the run's settings turn on."""
+    """Yield a problem for a format of the library's only, or if the file turns off what the run's settings turn on."""
+    kept = file.written("keep_in_fp32")
+    if kept is not None and kept.value:
+        yield Problem(kept.source, "a run has all parameters in one format", "leave out keep_in_fp32")
     precision = settings.get("precision")
     if precision is None or precision.value not in ("fp16", "bf16"):
         return

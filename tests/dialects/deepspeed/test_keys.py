@@ -76,6 +76,7 @@ OTHERS = {
     "bf16.enabled": False,
     "torch_autocast.enabled": False,
     "torch_autocast.dtype": "bf16",
+    "keep_in_fp32": (),  # megazero's own
     "activation_checkpointing.partition_activations": False,
     "activation_checkpointing.cpu_checkpointing": False,
     "activation_checkpointing.contiguous_memory_optimization": False,

@@ -40,6 +40,7 @@ SAMPLES: dict[str, Any] = {
     "bool": (True, 2),
     "switch": (True, 2),
     "str": ("WarmupLR", [5]),
+    "list": (("router", "norm"), [{}]),
 }
 
 
