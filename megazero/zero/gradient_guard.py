@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext
 
 from megazero.zero.guard import name_of
 
@@ -58,7 +59,8 @@ class GuardedGradient(Tensor):
             return args[0]
         if call == "__repr__":
             return f"GuardedGradient({args[0].parameter_name}, shape={tuple(args[0].shape)}, dtype={args[0].dtype})"
-        if call not in _HARMLESS:
+        # torch.compile looks at the layout of whatever a compiled forward refers to.
+        if call not in _HARMLESS and TracingContext.try_get() is None:
             for gradient in _guarded_in((args, arguments)):
                 gradient.owner.gradient_touched(gradient.parameter_name, call)
         with torch._C.DisableTorchFunctionSubclass():

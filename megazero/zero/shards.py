@@ -132,6 +132,8 @@ class Shards:
             return self._resident_views[name]
         found = ((section, slot) for section in self.layout.sections for slot in section.slots)
         section, slot = next((section, slot) for section, slot in found if slot.spec.name == name)
+        if not slot.spec.numel:  # its section may have no bucket
+            return self._gradient_shard[:0].view(self._parameters[name].shape)
         start = self._offsets[section.buckets[0].index] + slot.start  # a section's buckets lie one behind the other
         return self._gradient_shard[start : start + slot.spec.numel].view(self._parameters[name].shape)
 

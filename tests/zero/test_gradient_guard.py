@@ -301,3 +301,16 @@ def test_a_gradient_set_by_its_accessor_counts(stage: int) -> None:
     engine.step()
     with GatheredParameters([unused]):
         assert (unused < before).all()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_compiled_layers_are_compiled_anew_beside_guards(stage: int) -> None:
+    """torch.compile describes the `.grad` of each parameter when it compiles for another shape between two passes."""
+    engines = [make_engine(stage, accumulation=2) for _ in range(2)]
+    layer = engines[0].module.body[0]
+    layer.forward = torch.compile(layer.forward, backend="eager", dynamic=False)
+    for samples in (4, 3, 4, 2):
+        for engine in engines:
+            engine.backward(engine(torch.ones(samples, 3, dtype=torch.float64)).square().mean())
+            engine.step()
+    assert all(torch.equal(one, two) for one, two in zip(*map(weights, engines), strict=True))
