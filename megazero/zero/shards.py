@@ -173,6 +173,11 @@ class Shards:
                 flat[gap.start : gap.stop].zero_()
             self._preset_gradients(self.layout.sections[index])
 
+    @property
+    def has_resident_gradients(self) -> bool:
+        """True if gradients lie in flat tensors that `.grad` points into."""
+        return bool(self._resident_views)
+
     def restore_gradient(self, section: Section, slot: Slot, *, copies: bool) -> bool:
         """Make a resident gradient a view of its flat tensor again; return True if it was none.
 

@@ -19,6 +19,7 @@ at the next step, since no host waits for the figures of a step in which it has 
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
+from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -34,6 +35,7 @@ from megazero.zero.layout import Section, Slot
 from megazero.zero.shards import Shards
 
 _DATA: Any = vars(torch._C.TensorBase)["data"]
+_VERSION, _REQUIRES_GRAD, _VALUES = attrgetter("_version"), attrgetter("requires_grad"), methodcaller("values")
 _HASHES = 1 << 18  # the sum of their squares over 16,384 ranks is exact in float64
 _AGAIN = "engine.close(), then megazero.initialize of the changed model"
 
@@ -69,13 +71,11 @@ class WatchedParameter(nn.Parameter):
 
 
 class _Marks(NamedTuple):
-    """What changes when parameters are written: versions and addresses in order, versions of `.data` by name.
-
-    The address of one that is not contiguous is -1.
-    """
+    """What changes when parameters are written: by parameter in order, and the versions of written `.data` by name."""
 
     versions: list[int]
     addresses: list[int]
+    are_contiguous: list[bool]
     data_versions: dict[str, int]
 
 
@@ -91,6 +91,7 @@ class WrittenParameters:
         self._ids = {id(parameter) for parameter in parameters.values()}
         self._requires_grad = [parameter.requires_grad for parameter in parameters.values()]
         self._modules: list[nn.Module] = []
+        self._tables: list[Mapping[str, object]] = []
         self._structure: list[int] = []
         if parameters:
             self._remember_structure()
@@ -108,6 +109,8 @@ class WrittenParameters:
             self._point(name)
             if shards.plan.has_separate_master and type(parameter) is nn.Parameter:
                 parameter.__class__ = WatchedParameter
+        watched = [handle_of(parameter) for parameter in self._whole if isinstance(parameter, WatchedParameter)]
+        self._handles = [handle for handle in watched if handle is not None]
         self._seen = self._read()
         self._unusable: frozenset[str] = frozenset()  # of another form than the engine's
         self._pending: set[str] = set()  # written since the last step
@@ -119,7 +122,7 @@ class WrittenParameters:
         if not self._parameters:
             return
         with torch._C.DisableTorchFunctionSubclass():  # partitioned parameters would take microseconds each
-            requires_grad = [parameter.requires_grad for parameter in self._parameters.values()]
+            requires_grad = list(map(_REQUIRES_GRAD, self._parameters.values()))
         problems = [*self._replaced()]
         if requires_grad != self._requires_grad:
             problems.extend(self._frozen_or_thawed(requires_grad))
@@ -138,6 +141,10 @@ class WrittenParameters:
 
         Parameters that have another form now are left to `check`.
         """
+        if not self._shards.has_resident_gradients:
+            return
+        if not self._converted and list(map(Tensor.data_ptr, self._whole)) == self._seen.addresses:
+            return
         self._find()
         for name in self._converted:
             self._shards.restore_gradient(*self._places[name], copies=True)
@@ -159,6 +166,7 @@ class WrittenParameters:
             for index, name in enumerate(self._places)
             if now.versions[index] != seen.versions[index]
             or now.addresses[index] != seen.addresses[index]
+            or now.are_contiguous[index] != seen.are_contiguous[index]
             or now.data_versions.get(name) != seen.data_versions.get(name)
             or name in self._unusable
         ]
@@ -206,11 +214,11 @@ class WrittenParameters:
                 parameter.__class__ = nn.Parameter
 
     def _read(self) -> _Marks:
-        handles = ((name, handle_of(parameter)) for name, parameter in zip(self._places, self._whole, strict=True))
-        aliases = ((name, handle.alias) for name, handle in handles if handle is not None)
+        aliases = ((handle.name, handle.alias) for handle in self._handles)
         return _Marks(
-            [parameter._version for parameter in self._whole],
-            [parameter.data_ptr() if parameter.is_contiguous() else -1 for parameter in self._whole],
+            list(map(_VERSION, self._whole)),
+            list(map(Tensor.data_ptr, self._whole)),
+            list(map(Tensor.is_contiguous, self._whole)),
             {name: alias._version for name, alias in aliases if alias is not None and alias._version},
         )
 
@@ -260,12 +268,12 @@ class WrittenParameters:
 
     def _remember_structure(self) -> None:
         self._modules = list(self._model.modules())  # which keeps their ids from being used again
+        self._tables = [table for module in self._modules for table in (module._parameters, module._modules)]
         self._structure = self._ids_below()
 
     def _ids_below(self) -> list[int]:
         """Return the ids of all parameters and modules that the modules have by name."""
-        named: Iterator[Mapping[str, object]] = chain.from_iterable((m._parameters, m._modules) for m in self._modules)
-        return [id(value) for values in named for value in values.values()]
+        return list(map(id, chain.from_iterable(map(_VALUES, self._tables))))
 
     def _replaced(self) -> Iterator[Problem]:
         """Yield the parameters of the model that the engine does not own."""
