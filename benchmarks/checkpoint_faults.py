@@ -406,7 +406,7 @@ def page(records: Sequence[Record]) -> list[str]:
         rows.append([kind, len(of_kind), inside if kind != "pair" else "-", locked if kind != "pair" else "-", whole])
     fates = Counter(" / ".join(record["fates"]) for record in records if record["kind"] == "pair")
     places = Counter(record["before"] for record in records if record["kind"] == "operation" and record["before"])
-    damaged = [f"- {record['trial']}: {text}" for record in records for text in record["damage"]]
+    damaged = [f"- {record['trial']}: {' '.join(text.split())}" for record in records for text in record["damage"]]
     return [
         heading(f"What became of {len(records)} disturbed runs", "cpu"),
         paragraph(

@@ -2,7 +2,8 @@
 
     python benchmarks/fault_reports.py --records FILE.jsonl [--only WORD] [--minutes 30]
 
-Every fault is met by ranks without a launcher (srun's case), under torchrun, and under two torchruns, one a node.
+Every fault is met by two ranks without a launcher (srun's case), under torchrun, and under two torchruns, one a node;
+one of each class also by three ranks, and by four under two torchruns.
 A line is appended to --records for every job as soon as it has ended, and a job that is in there is not run again, so
 the program may be stopped and started at will.
 """
@@ -28,11 +29,28 @@ from report import HelpFormat, tell
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_SECONDS = 5.0
 PATIENCE_SECONDS = 75.0  # from the fault, after which what is left is killed
-LAUNCHES = ("ranks", "torchrun", "two agents")
+
+
+class Launch(NamedTuple):
+    """A way to start a job.  agents: the number of torchruns, one a node; 0 without a launcher."""
+
+    agents: int
+    ranks: int
+
+
+LAUNCHES: Mapping[str, Launch] = MappingProxyType(
+    {
+        "ranks": Launch(0, 2),
+        "torchrun": Launch(1, 2),
+        "two agents": Launch(2, 2),
+        "three without a launcher": Launch(0, 3),
+        "two agents, two ranks each": Launch(2, 4),
+    }
+)
 _SPOILED_STEP = 40
 _FLAGS = (
     "--mock-data --vocab-size 100 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16"
-    " --micro-batch-size 2 --global-batch-size 16 --train-iters 1000000 --lr 1e-3 --lr-decay-style constant"
+    " --micro-batch-size 2 --global-batch-size 24 --train-iters 1000000 --lr 1e-3 --lr-decay-style constant"
     " --eval-iters 0 --zero-stage 2 --log-interval 1000000 --device cpu --cpu-threads 1"
     f" --distributed-timeout-seconds-after-init {LIMIT_SECONDS:g} --distributed-join-timeout-minutes 0.25"
 )
@@ -159,6 +177,24 @@ def run_rank(kind: Kind) -> int:
     return run_program(pretrain_gpt.main)
 
 
+# The faults that jobs of more than two ranks meet: a kind each of what is missing, late, mismatched, and an error.
+IN_LARGER_JOBS = (
+    "killed, rank 1",
+    "stopped, rank 1",
+    "asleep in data",
+    "native code that holds Python's lock",
+    "left by sys.exit",
+    "exception in forward",
+    "mismatched collectives",
+)
+
+
+def table() -> Iterator[tuple[str, str]]:
+    """Yield the launch and the fault of every job."""
+    for launch, (_, ranks) in LAUNCHES.items():
+        yield from ((launch, name) for name in (KINDS if ranks == 2 else IN_LARGER_JOBS))
+
+
 @contextmanager
 def started(launch: str, name: str, folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Start the job of a fault, with the output of each process in `folder`; kill what is left at the end."""
@@ -169,14 +205,13 @@ def started(launch: str, name: str, folder: Path) -> Iterator[list[subprocess.Po
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--master-addr", "127.0.0.1", "--master-port", port]
     common = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
     commands: list[tuple[list[str], dict[str, str]]] = []
-    for rank in range(2):
-        place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
-        if launch == "ranks":
-            commands.append(([sys.executable, *own], {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}))
-        elif launch == "two agents":
-            commands.append(([*torchrun, "--nnodes", "2", "--node-rank", str(rank), "--nproc-per-node", "1", *own], {}))
-    if launch == "torchrun":
-        commands.append(([*torchrun, "--nproc-per-node", "2", *own], {}))
+    agents, ranks = LAUNCHES[launch]
+    for rank in range(0 if agents else ranks):
+        place = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
+        commands.append(([sys.executable, *own], {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}))
+    for node in range(agents):
+        nodes = ["--nnodes", str(agents), "--node-rank", str(node), "--nproc-per-node", str(ranks // agents)]
+        commands.append(([*torchrun, *nodes, *own], {}))
     processes = []
     for number, (command, place) in enumerate(commands):
         with (folder / f"{number}.txt").open("wb") as output:
@@ -206,6 +241,7 @@ def try_out(launch: str, name: str, folder: Path) -> dict[str, Any]:
     """Run the job of a fault; return what its processes printed, and the seconds from the fault to each one's end.
 
     What torchrun prints of its own is left out.  ended: False if a process had to be killed that can end.
+    load: the machine's, over the last minute.
     """
     with started(launch, name, folder) as processes:
         while not (folder / "fault_time").exists() and any(process.poll() is None for process in processes):
@@ -213,13 +249,17 @@ def try_out(launch: str, name: str, folder: Path) -> dict[str, Any]:
         begun = time.monotonic()
         codes: dict[int, int] = {}
         ends: list[float] = []
-        least = len(processes) - (launch == "ranks" and KINDS[name].stays)
+        # What has stopped ends when a launcher kills it, and torchrun does once another rank of its node has failed.
+        agents, ranks = LAUNCHES[launch]
+        least = len(processes) - (KINDS[name].stays and (agents == 0 or ranks == agents))
         while len(codes) < least and time.monotonic() - begun < PATIENCE_SECONDS:
             for number, process in enumerate(processes):
                 if number not in codes and (code := process.poll()) is not None:
                     codes[number] = code
                     ends.append(time.time())
             time.sleep(0.05)
+    if not (folder / "fault_time").exists():
+        raise SystemExit(f"{launch}: {name}: the job ended before the fault\n{(folder / '0.txt').read_text()}")
     fault_time = float((folder / "fault_time").read_text())
     printed = [own_lines((folder / f"{number}.txt").read_text()) for number in range(len(processes))]
     return {
@@ -228,6 +268,7 @@ def try_out(launch: str, name: str, folder: Path) -> dict[str, Any]:
         "codes": [codes.get(number) for number in range(len(processes))],
         "seconds": [round(end - fault_time, 1) for end in ends],
         "ended": len(codes) >= least,
+        "load": round(os.getloadavg()[0], 1),
         "printed": printed,
     }
 
@@ -264,17 +305,16 @@ def main(words: Sequence[str] | None = None) -> int:
     there = options.records.read_text(encoding="utf-8").splitlines() if options.records.exists() else []
     done = {(row["launch"], row["fault"]) for row in map(json.loads, there)}
     start = time.monotonic()
-    for launch in LAUNCHES:
-        for name in KINDS:
-            if (launch, name) in done or options.only not in f"{launch}: {name}":
-                continue
-            if time.monotonic() - start > 60 * options.minutes:
-                return 2
-            with tempfile.TemporaryDirectory(prefix="fault_reports_") as folder:
-                row = try_out(launch, name, Path(folder))
-            with options.records.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps(row) + "\n")
-            tell(f"{launch}: {name}: {row['codes']} after {row['seconds']} s")
+    for launch, name in table():
+        if (launch, name) in done or options.only not in f"{launch}: {name}":
+            continue
+        if time.monotonic() - start > 60 * options.minutes:
+            return 2
+        with tempfile.TemporaryDirectory(prefix="fault_reports_") as folder:
+            row = try_out(launch, name, Path(folder))
+        with options.records.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(row) + "\n")
+        tell(f"{launch}: {name}: {row['codes']} after {row['seconds']} s")
     return 0
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from megazero.command_line.parse import from_yaml
 from megazero.command_line.tools import Flags, HelpFormatter, Number
+from megazero.config import derived
 from megazero.config.run import DataConfig
 from megazero.console import Console, run_program
 from megazero.data.tokenizers import FILES, Tokenizer, load_tokenizer
@@ -114,7 +115,7 @@ def main(arguments: list[str] | None = None) -> None:
     tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
     layout = choose_layout(config.model, tp=tp, pp=pp, nodes=launch.nodes, across_nodes=options.across_nodes)
     tokenizer = choose_tokenizer(config.data, options, vocab_size=saved_vocab_size(checkpoint))
-    device, minutes = choose_device(options.device, launch), config.parallel.distributed_timeout_minutes
+    device, minutes = choose_device(options.device, launch), derived.collective_limit_minutes(config.limits)
     use_cpu_threads(None, launch, device)
     with joined(launch, layout, device, timeout_minutes=minutes) as mesh:
         continuations = load_session(config, checkpoint, mesh).generate(

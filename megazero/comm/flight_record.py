@@ -39,6 +39,8 @@ class FlightRecord:
     def __init__(self) -> None:
         self.begun: deque[Begun] = deque(maxlen=_KEPT)
         self.waiting: Begun | None = None
+        self.waiting_since = 0.0
+        """The moment at which the wait for `waiting` began, on the clock of `time.perf_counter`."""
         self.failed: BaseException | None = None
         self.iteration = 0
         self.micro_batch = 0

@@ -138,6 +138,7 @@ class _NotedWork:
 
     def wait(self) -> None:
         flight, start = self._meter.flight, time.perf_counter()
+        flight.waiting_since = start  # before `waiting`, which the monitor reads first
         flight.waiting = self._begun
         try:
             self._work.wait()

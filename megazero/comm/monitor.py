@@ -45,7 +45,8 @@ _INTERVAL_SECONDS = 1.0
 _RANKS_PER_SECOND = 500.0  # of a large job; above it, heartbeats are rarer
 _ANSWER_SECONDS = 4.0  # how long one call of the store may take
 _COLLECTING_SECONDS = 1.5  # how long the author waits for the others, beyond their interval
-_ENDING_SECONDS = 2.0  # how long the main thread may take to end by itself
+_ENDING_SECONDS = 2.0  # how long a main thread that is about to end may take for it
+_GRACE_SECONDS = 0.5  # beyond the limit, in which the backend may end a collective with an error of its own
 _FORCED_SECONDS = 6.0  # beyond the limit, after which a process ends whose threads cannot run
 _PASSED_OVER = (*(f"{os.path.dirname(file)}{os.sep}" for file in (os.__file__, torch.__file__, __file__)), "<")
 
@@ -167,10 +168,10 @@ class Monitor:
         self._wake = threading.Event()
         self._is_done = threading.Event()
         self._is_closing = False
+        self._is_failing = False  # the main thread has an error, and ends with it as soon as the report is done
         self._name = datetime.now().strftime("%Y-%m-%d_%H%M%S")
         self._peers: dict[int, tuple[int, int]] = {}  # ranks of this host: process and its start
         self._known: dict[int, bytes] = {}  # heartbeats of those, and of rank 0
-        self._waited: tuple[object, float] = (None, 0.0)  # a collective, and when it was first seen to be waited for
         self._nowhere = open(os.devnull, "w")  # noqa: SIM115
         self._thread = threading.Thread(target=self._run, name="megazero monitor", daemon=True)
 
@@ -196,7 +197,7 @@ class Monitor:
 
         is_reported: False if the error's own message is all that is to be printed.
         """
-        self.error = error
+        self.error, self._is_failing = error, True
         if is_reported and self._flight.waiting is None and self._flight.begun:
             self._flight.fail(self._flight.begun[-1], error)  # it failed before it could be waited for
         if self.note is None:
@@ -237,11 +238,12 @@ class Monitor:
                 note = self.note or self._look()
                 if note is not None:
                     break
-                self._wake.wait(self._interval)
+                self._wake.wait(self._pause())
                 self._wake.clear()
             else:
                 with suppress(StoreLost):
                     self._write_beat(replace(self._beat(), ended=True))
+                    self._store.call(lambda store: store.add("answered", 1))  # a report need not wait for this rank
                 return
         except Exception:  # a monitor that fails must not end a sound run
             traceback.print_exc()
@@ -270,21 +272,21 @@ class Monitor:
             self._known = self._store.call(lambda store: _read_all(store, "beat", {0, *self._peers}))
         return self._meets()
 
+    def _pause(self) -> float:
+        """Return the seconds until the next look: less than the interval if the limit of a collective ends sooner."""
+        if self._flight.waiting is None:
+            return self._interval
+        left = self._flight.waiting_since + self.job.limit_seconds + _GRACE_SECONDS - time.perf_counter()
+        return min(max(left, 0.0) + 0.01, self._interval)
+
     def _meets(self) -> Note | None:
-        now, limit, waiting, failed = (
-            time.monotonic(),
-            self.job.limit_seconds,
-            self._flight.waiting,
-            self._flight.failed,
-        )
-        if waiting is not self._waited[0]:
-            self._waited = (waiting, now)
+        limit, waiting, failed = self.job.limit_seconds, self._flight.waiting, self._flight.failed
         if failed is not None:
             self.error = failed
             return self._new_note(f"{waiting}: {first_line(failed)}")
-        if waiting is not None and now - self._waited[1] > limit + self._interval:
+        if waiting is not None and time.perf_counter() - self._flight.waiting_since > limit + _GRACE_SECONDS:
             return self._new_note(f"{waiting}: no end after {limit:g} s")
-        if now - self._store.answered > limit and not self._store.has_gone:
+        if time.monotonic() - self._store.answered > limit and not self._store.has_gone:
             return self._new_note(f"no answer of the job's store for {limit:g} s")
         return None
 
@@ -343,7 +345,8 @@ class Monitor:
                 if has_store:
                     self._let_all_leave(self.job.world_size)
             self._is_done.set()
-            time.sleep(_ENDING_SECONDS)
+            if self._is_failing:
+                time.sleep(_ENDING_SECONDS)
         except Exception:
             traceback.print_exc()
         finally:
@@ -363,18 +366,18 @@ class Monitor:
         self._store.call(lambda store: store.add("answered", 1))
         deadline = time.monotonic() + self._interval + _COLLECTING_SECONDS
         unable = sum(state in (ProcessState.GONE, ProcessState.STOPPED) for state in (beat.peers or {}).values())
-        expected = self.job.world_size - unable
+        able = self.job.world_size - unable
         if note.rank == self.job.rank:
-            self._wait_until(lambda store: store.add("answered", 0) >= expected, deadline)
+            self._wait_until(lambda store: store.add("answered", 0) >= able, deadline)
             everyone = range(self.job.world_size)
             last = self._store.call(lambda store: _read_all(store, "last", everyone))
             beats = self._store.call(lambda store: _read_all(store, "beat", everyone))
             self._print(note, beats | last, frozenset(last), "", folder)
-            self._store.call(lambda store: store.set("reported", "yes"))
-            expected = len(last)
+            self._store.call(lambda store: store.set("reported", str(len(last))))
         else:
             self._wait_until(lambda store: store.check(["reported"]), deadline + _COLLECTING_SECONDS)
-        self._let_all_leave(expected)
+        reported = self._store.call(lambda store: store.get("reported") if store.check(["reported"]) else b"")
+        self._let_all_leave(int(reported or able))
 
     def _report_by_files(self, note: Note, folder: Path) -> None:
         """Print the report once, from the files that ranks with the same file system have written."""

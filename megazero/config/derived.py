@@ -5,8 +5,9 @@ The functions require that `rules.check` found no problem.  `world_size` is the 
 
 from typing import Literal
 
+from megazero.config.engine_sections import LimitConfig
 from megazero.config.model import ModelConfig
-from megazero.config.run import ParallelConfig, RunConfig
+from megazero.config.run import RunConfig
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 
@@ -87,12 +88,12 @@ def lr_decay_iters(config: RunConfig, world_size: int) -> int:
     return train_iters(config, world_size) if given is None else given
 
 
-def collective_limit_minutes(parallel: ParallelConfig) -> float:
+def collective_limit_minutes(limits: LimitConfig) -> float:
     """Return the minutes that a collective may wait."""
-    seconds = parallel.distributed_timeout_seconds_after_init
-    return parallel.distributed_timeout_minutes if seconds is None else seconds / 60
+    seconds = limits.distributed_timeout_seconds_after_init
+    return limits.distributed_timeout_minutes if seconds is None else seconds / 60
 
 
-def join_limit_minutes(parallel: ParallelConfig) -> float:
+def join_limit_minutes(limits: LimitConfig) -> float:
     """Return the minutes that processes wait for each other at the start."""
-    return parallel.distributed_join_timeout_minutes or max(10.0, parallel.distributed_timeout_minutes)
+    return limits.distributed_join_timeout_minutes or max(10.0, limits.distributed_timeout_minutes)

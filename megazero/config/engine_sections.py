@@ -227,6 +227,28 @@ class ActivationConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class LimitConfig:
+    """How long processes wait for each other, at the start and in collectives."""
+
+    distributed_timeout_minutes: float = setting(
+        10.0, help="a collective that waits longer than this ends the run", unit="minutes", gt=0
+    )
+    distributed_join_timeout_minutes: float | None = setting(
+        None,
+        help="processes wait this long for each other at the start; without it, as --distributed-timeout-minutes, and"
+        " at least 10",
+        unit="minutes",
+        gt=0,
+    )
+    distributed_timeout_seconds_after_init: float | None = setting(
+        None,
+        help="a collective that waits longer than this ends the run, in place of --distributed-timeout-minutes",
+        unit="seconds",
+        gt=0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class OptimizerConfig:
     """The update rule and the learning rate; weight decay is not applied to biases and layer norms."""
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
-from megazero.config.engine_sections import ActivationConfig, OptimizerConfig, PrecisionConfig, ZeroConfig
+from megazero.config.engine_sections import ActivationConfig, LimitConfig, OptimizerConfig, PrecisionConfig, ZeroConfig
 from megazero.config.fields import STRICT, FieldInfo, describe, setting
 from megazero.config.model import ModelConfig
 
@@ -107,9 +107,6 @@ class ParallelConfig:
     distributed_backend: Literal["auto", "nccl", "gloo"] = setting(
         "auto", help="what carries the collectives; auto is nccl on GPUs, gloo on CPUs"
     )
-    distributed_timeout_minutes: float = setting(
-        10.0, help="a collective that waits longer than this ends the run", unit="minutes", gt=0
-    )
     device: Literal["auto", "cpu", "cuda"] = setting(
         "auto", help="where tensors live; auto is one GPU a process if the machine has GPUs, else the CPU"
     )
@@ -120,19 +117,6 @@ class ParallelConfig:
         " on its node: as torch chooses",
         unit="threads",
         ge=1,
-    )
-    distributed_join_timeout_minutes: float | None = setting(
-        None,
-        help="processes wait this long for each other at the start; without it, as --distributed-timeout-minutes, and"
-        " at least 10",
-        unit="minutes",
-        gt=0,
-    )
-    distributed_timeout_seconds_after_init: float | None = setting(
-        None,
-        help="a collective that waits longer than this ends the run, in place of --distributed-timeout-minutes",
-        unit="seconds",
-        gt=0,
     )
 
 
@@ -271,6 +255,7 @@ class RunConfig:
     optimizer: OptimizerConfig
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    limits: LimitConfig = field(default_factory=LimitConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     activations: ActivationConfig = field(default_factory=ActivationConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -285,6 +270,7 @@ SECTIONS: tuple[tuple[str, type], ...] = (
     ("optimizer", OptimizerConfig),
     ("precision", PrecisionConfig),
     ("parallel", ParallelConfig),
+    ("limits", LimitConfig),
     ("zero", ZeroConfig),
     ("activations", ActivationConfig),
     ("data", DataConfig),

@@ -13,19 +13,20 @@ from megazero.comm.interface import Communicator
 from megazero.comm.local import LocalCommunicator
 from megazero.comm.process_group import ProcessGroupCommunicator
 from megazero.comm.startup import choose_device, join
-from megazero.config.run import ParallelConfig
+from megazero.config import derived
+from megazero.config.engine_sections import LimitConfig
 from megazero.errors import Problem, TopologyError
 from megazero.library.adopted_mesh import is_joined, joined_device
 from megazero.parallel.launch import Launch
 
 
-def adopt_group(group: Any = None) -> Communicator:
+def adopt_group(group: Any = None, limits: LimitConfig | None = None) -> Communicator:
     """Return a communicator over a torch process group, by default over all processes; one process needs no group.
 
-    Raises TopologyError when this process is not in the group.
+    limits: for processes that join here.  Raises TopologyError when this process is not in the group.
     """
     if group is None and not is_joined():
-        _join_others()
+        _join_others(limits or LimitConfig())
     if not is_joined():
         return LocalCommunicator()
     if dist.get_rank(group) < 0:
@@ -47,12 +48,12 @@ def own_device() -> torch.device:
     return joined_device() if is_joined() else choose_device("auto", Launch.from_environment())
 
 
-def _join_others() -> None:
+def _join_others(limits: LimitConfig) -> None:
     launch = Launch.from_environment()
     if launch.world_size > 1:
         device = choose_device("auto", launch)
-        minutes = ParallelConfig().distributed_timeout_minutes
-        join(launch, backend="auto", device=device, timeout_minutes=minutes)
+        minutes, joining = derived.collective_limit_minutes(limits), derived.join_limit_minutes(limits)
+        join(launch, backend="auto", device=device, timeout_minutes=minutes, join_minutes=joining)
 
 
 class _AllocatedScratch:

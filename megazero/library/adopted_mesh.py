@@ -76,8 +76,16 @@ def default_group(device: torch.device) -> DefaultGroup | None:
 
 def adopt_default(device: torch.device, scratch: Scratch) -> Mesh:
     """Return a mesh in which all processes of the default group are data parallel; a collective call."""
-    group = _default_group()
-    return make_mesh(Topology(dp=dist.get_world_size(group)), dist.get_rank(group), device, scratch)
+    group, limit = _default_group(), _limit(device)
+    minutes = None if limit is None else limit.total_seconds() / 60
+    topology = Topology(dp=dist.get_world_size(group))
+    return make_mesh(topology, dist.get_rank(group), device, scratch, timeout_minutes=minutes)
+
+
+def _limit(device: torch.device) -> timedelta | None:
+    """Return the time limit of torch's default group, which is also that of the groups made beside it."""
+    known = default_group(device)
+    return None if known is None else timedelta(seconds=known.limit_seconds)
 
 
 def adopt(foreign: Any, device: torch.device, scratch: Scratch) -> Mesh:
@@ -86,7 +94,7 @@ def adopt(foreign: Any, device: torch.device, scratch: Scratch) -> Mesh:
     data = dist.get_process_group_ranks(groups.data)
     tensor = [dist.get_rank()] if groups.tensor is None else dist.get_process_group_ranks(groups.tensor)
     _check_ranks(data, tensor)
-    limits = Limits(collectives=None, joining=None)
+    limits = Limits(collectives=_limit(device), joining=_limit(device))
     over_data, over_tensor = _communicator(groups.data, scratch), _communicator(groups.tensor, scratch)
     inner: dict[str, Communicator] = {
         "pp": LocalCommunicator(),

@@ -1,7 +1,7 @@
 """The configuration of the library, with which `megazero.initialize(model, config)` trains one model.
 
-It has two forms.  megazero's own has the sections `zero`, `precision`, `activations`, `optimizer` and `scheduler`,
-whose names and defaults are those of the dataclasses; DeepSpeed's is a published DeepSpeed configuration
+It has two forms.  megazero's own has the sections `zero`, `precision`, `activations`, `limits`, `optimizer` and
+`scheduler`, whose names and defaults are those of the dataclasses; DeepSpeed's is a published DeepSpeed configuration
 (megazero/dialects/deepspeed).  Both may be a mapping, a JSON file or a YAML file; `load_engine_config` takes any of
 them and returns an `EngineConfig` that has been checked.  A configuration with only keys that both forms have (the
 optimizer's, the batch's) is read as DeepSpeed's.  The number of processes is still unknown then: `resolve_batch`
@@ -25,7 +25,7 @@ from megazero.config.choices import (
     choose_optimizer,
     choose_scheduler,
 )
-from megazero.config.engine_sections import ActivationConfig, PrecisionConfig, ZeroConfig
+from megazero.config.engine_sections import ActivationConfig, LimitConfig, PrecisionConfig, ZeroConfig
 from megazero.config.fields import STRICT, FieldInfo, describe
 from megazero.config.optimizers import LR
 from megazero.config.origin import Origin
@@ -57,7 +57,7 @@ __all__ = [
 ]
 
 _Count = Annotated[int, Field(ge=1)]
-_Section = TypeVar("_Section", bound=ZeroConfig | PrecisionConfig | ActivationConfig)
+_Section = TypeVar("_Section", bound=ZeroConfig | PrecisionConfig | ActivationConfig | LimitConfig)
 
 # Keys that both forms have, besides the optimizer and the scheduler.
 _PLAIN = (
@@ -78,6 +78,7 @@ _OWN = MappingProxyType(
 # {key of megazero's form: DeepSpeed's}
 _RENAMED = MappingProxyType({"buffer_dtype": "data_types.buffer_dtype"})
 _SECTIONS = ("zero", "precision", "activations")
+_OWN_SECTIONS = (*_SECTIONS, "limits")  # the sections of megazero's own form, besides those that both forms have
 _FORMS = "zero, precision, ... of megazero, or zero_optimization, fp16, bf16, ... of DeepSpeed"
 
 
@@ -98,6 +99,7 @@ class EngineConfig:
     notices: one-line texts about keys without effect and keys that are "auto".
     automatic_sizes: sizes of the batch that are "auto" in a DeepSpeed configuration, as messages name them.
     origin: USER, or FOREIGN where a DeepSpeed configuration has set the settings.
+    limits: how long processes wait for each other; for programs whose processes `initialize` joins.
     """
 
     zero: ZeroConfig = field(default_factory=ZeroConfig)
@@ -117,6 +119,7 @@ class EngineConfig:
     notices: tuple[str, ...] = ()
     automatic_sizes: tuple[str, ...] = ()
     origin: Origin = Origin.USER
+    limits: LimitConfig = field(default_factory=LimitConfig)
 
 
 def load_engine_config(config: EngineConfig | Mapping[str, Any] | str | Path) -> EngineConfig:
@@ -157,7 +160,7 @@ def automatic_sizes(config: EngineConfig, sizes: BatchSizes) -> tuple[str, ...]:
 
 
 def _from_mapping(content: Mapping[str, Any], origin: str) -> EngineConfig:
-    own = [name for name in (*_SECTIONS, *_OWN) if name in content]
+    own = [name for name in (*_OWN_SECTIONS, *_OWN) if name in content]
     foreign = [name for name in content if name in TOP_LEVEL - {"optimizer", "scheduler", *_PLAIN}]
     if own and foreign:
         given = f"{origin}: {', '.join(own)} beside {', '.join(foreign)}"
@@ -210,13 +213,14 @@ def _from_own(content: Mapping[str, Any], location: Location) -> EngineConfig:
     diagnostics = Diagnostics()
     shared = {name: HONOURED[path] for name, path in (*zip(_PLAIN, _PLAIN, strict=True), *_RENAMED.items())}
     infos = {**shared, **_OWN}
-    known = (*_SECTIONS, "optimizer", "scheduler", *infos)
+    known = (*_OWN_SECTIONS, "optimizer", "scheduler", *infos)
     diagnostics.problems.extend(
         unknown(location.key(name), content[name], known) for name in content if name not in known
     )
     zero = _section(ZeroConfig, location.key("zero"), content.get("zero"), diagnostics)
     precision = _section(PrecisionConfig, location.key("precision"), content.get("precision"), diagnostics)
     activations = _section(ActivationConfig, location.key("activations"), content.get("activations"), diagnostics)
+    limits = _section(LimitConfig, location.key("limits"), content.get("limits"), diagnostics)
     sections_are_valid = not diagnostics.problems
     optimizer = _optimizer(location.key("optimizer"), content.get("optimizer"), diagnostics)
     scheduler = _scheduler(location.key("scheduler"), content.get("scheduler"), diagnostics, optimizer.lr)
@@ -234,6 +238,7 @@ def _from_own(content: Mapping[str, Any], location: Location) -> EngineConfig:
         optimizer=optimizer,
         scheduler=scheduler,
         notices=tuple(diagnostics.notices),
+        limits=limits,
         **plain,
     )
 

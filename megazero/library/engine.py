@@ -30,6 +30,7 @@ from megazero.library.module_buffers import ModuleBuffers
 from megazero.library.passes import BackwardPasses
 from megazero.library.save import save_model
 from megazero.library.step_records import StepRecords
+from megazero.library.step_times import StepTimes
 from megazero.library.stepping import StepOutcome, Stepper
 from megazero.memory.host_copy import HostCopy
 from megazero.parallel.param_spec import Unit
@@ -80,6 +81,7 @@ class DataParallelEngine:
         self._records = components.records
         self._recomputation, self._timers = components.recomputation, components.timers
         self._buffers = ModuleBuffers(module, components.zero_engine.data_parallel)
+        self._times = StepTimes(components.mesh)
         self._last: StepOutcome | None = None
         # A GPU's are read one step late, when its host no longer waits for them.
         self._stops: deque[HostCopy] = deque(maxlen=1 if components.mesh.device.type == "cpu" else 2)
@@ -89,6 +91,7 @@ class DataParallelEngine:
         """Run the model's forward; its buffers are data-parallel rank 0's, as under DistributedDataParallel."""
         flight = self.mesh.meter.flight
         flight.iteration, flight.micro_batch, flight.activity = self.global_steps + 1, self._passes.count, "forward"
+        self._times.begin_forward()
         self._buffers.before_forward()
         self._records.begin_forward(self._passes.count, trains=torch.is_grad_enabled())
         try:
@@ -171,6 +174,7 @@ class DataParallelEngine:
         self.global_steps += 1
         self.skipped_steps += not self._last.applied
         self._passes.reset()
+        self._times.end_step(self.global_steps)
         if (fault := self._last.fault) is not None:
             raise TrainingError(fault)
 

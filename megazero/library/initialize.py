@@ -58,7 +58,7 @@ def initialize(
         )
         raise UsageError(Problem(given, "a model is a torch.nn.Module that has been made", "MyModel(...)"))
     settings = load_engine_config(config)
-    mesh, buffers = mesh_and_buffers(mesh)
+    mesh, buffers = mesh_and_buffers(mesh, settings.limits)
     batch = resolve_batch(settings, mesh.axis("dp").size)
     _warn(settings, batch, mesh, [*use_tf32(settings.precision, mesh.device, given="precision.tf32")])
     plan = resolve(settings.zero, settings.precision)

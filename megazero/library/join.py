@@ -7,7 +7,8 @@ from megazero.comm.monitor import place_in_job
 from megazero.comm.shutdown import watch_program
 from megazero.comm.startup import choose_device, join, make_mesh
 from megazero.config import derived
-from megazero.config.run import ParallelConfig
+from megazero.config.engine_sections import LimitConfig
+from megazero.errors import Problem, UsageError
 from megazero.library.adopted_mesh import (
     DefaultGroup,
     adopt,
@@ -21,14 +22,15 @@ from megazero.parallel.launch import Launch
 from megazero.parallel.topology import Topology
 
 
-def mesh_and_buffers(given: Any) -> tuple[Mesh, FusedBuffers]:
+def mesh_and_buffers(given: Any, limits: LimitConfig) -> tuple[Mesh, FusedBuffers]:
     """Return the mesh, and the buffers of its collectives, which are empty until the engine gives them a size.
 
+    limits: for the processes that join here; UsageError if they have joined already, with another limit.
     given: a Mesh, whose collectives have buffers of their own; the user's groups (`library/adopted_mesh.py`); or
     None: all processes of torch's default group or, if there is none, all that the launcher has started.
     """
     if given is None and not is_joined():
-        return _join_others()
+        return _join_others(limits)
     if isinstance(given, Mesh):
         mesh, buffers = given, FusedBuffers(0, given.device)
     else:
@@ -36,22 +38,31 @@ def mesh_and_buffers(given: Any) -> tuple[Mesh, FusedBuffers]:
         buffers = FusedBuffers(0, device)
         mesh = adopt_default(device, buffers) if given is None else adopt(given, device, buffers)
     if (group := default_group(mesh.device)) is not None:
+        _check_limit(limits, group)
         _watch(mesh, group)
     return mesh, buffers
 
 
-def _join_others() -> tuple[Mesh, FusedBuffers]:
+def _join_others(limits: LimitConfig) -> tuple[Mesh, FusedBuffers]:
     launch = Launch.from_environment()
     device = choose_device("auto", launch)
     buffers = FusedBuffers(0, device)
-    parallel = ParallelConfig()
-    minutes, joining = derived.collective_limit_minutes(parallel), derived.join_limit_minutes(parallel)
+    minutes, joining = derived.collective_limit_minutes(limits), derived.join_limit_minutes(limits)
     store = join(launch, backend="auto", device=device, timeout_minutes=minutes, join_minutes=joining)
     topology = Topology(dp=launch.world_size)
     mesh = make_mesh(topology, launch.rank, device, buffers, timeout_minutes=minutes, join_minutes=joining)
     if store is not None:
         _watch(mesh, DefaultGroup(launch.rank, launch.world_size, store, 60 * minutes))
     return mesh, buffers
+
+
+def _check_limit(limits: LimitConfig, group: DefaultGroup) -> None:
+    """Raise UsageError if processes that have joined already are given another limit than they have."""
+    wanted = 60 * derived.collective_limit_minutes(limits)
+    if limits != LimitConfig() and wanted != group.limit_seconds:
+        given = f"limits: {wanted:g} s for a collective, where the processes have joined with {group.limit_seconds:g} s"
+        legal = "the same configuration for megazero.zero.Init, or init_process_group(timeout=...) of your program"
+        raise UsageError(Problem(given, "processes get their time limit when they join", legal))
 
 
 def _watch(mesh: Mesh, group: DefaultGroup) -> None:

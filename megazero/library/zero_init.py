@@ -38,6 +38,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megazero.comm.interface import Communicator
 from megazero.comm.mesh import Mesh
+from megazero.config.engine_sections import LimitConfig
 from megazero.errors import ConfigError, Problem, UsageError, raise_problems
 from megazero.library.adopted_group import adopt_group, own_device
 from megazero.library.adopted_mesh import find_groups
@@ -97,6 +98,7 @@ class Init:
 
     def __post_init__(self) -> None:
         self._gathers_for_apply = True
+        self._limits: LimitConfig | None = None
         self._sliced: dict[str, SlicedParameter] = {}
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._inner: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the modules that are children of others
@@ -105,7 +107,7 @@ class Init:
         if self.enabled:
             raise_problems(ConfigError, _problems(self))
             self._read_config()
-            self._communicator, self._device = _communicator_of(self)
+            self._communicator, self._device = _communicator_of(self, self._limits)
             self._whole = WholeParameters(self._communicator, self._device, self._on_release)
             if self.module is not None:
                 module, self.module = self.module, None
@@ -312,6 +314,7 @@ class Init:
         if given is not None:
             config = load_engine_config(given)
             self._gathers_for_apply = config.zero.override_module_apply
+            self._limits = config.limits
             self.dtype = self.dtype or resolve(config.zero, config.precision).parameter.dtype
 
 
@@ -343,13 +346,13 @@ def _problems(init: Init) -> Iterator[Problem]:
         yield Problem(f"Init(dtype={init.dtype})", "parameters are floating-point numbers", "torch.float32, ...")
 
 
-def _communicator_of(init: Init) -> tuple[Communicator, torch.device]:
+def _communicator_of(init: Init, limits: LimitConfig | None) -> tuple[Communicator, torch.device]:
     """Return the communicator over which parameters are partitioned, and the device of this process."""
     if isinstance(init.mesh, Mesh):
         return init.mesh.gathering, init.mesh.device
     foreign = init.mpu if init.mesh is None else init.mesh
     group = init.data_parallel_group if init.sequence_data_parallel_group is None else init.sequence_data_parallel_group
-    return adopt_group(group if foreign is None else find_groups(foreign).data), own_device()
+    return adopt_group(group if foreign is None else find_groups(foreign).data, limits), own_device()
 
 
 def _has_values(parameter: nn.Parameter) -> bool:

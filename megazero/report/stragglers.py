@@ -61,12 +61,12 @@ class Standing:
         """True if the rank has become slow by now, or has recovered."""
         return self.streak >= STEPS
 
-    def describe(self) -> str:
-        """Return what has changed, as the end of a sentence about the rank."""
+    def describe(self, before: str) -> str:
+        """Return what has changed, as the end of a sentence about the rank; before: the words for `OwnTime.data`."""
         factor = self.own / self.usual if self.usual > 0 else float("inf")
         if self.is_slow:
             return f"is no longer slow: {factor:.2f} times the others' time over {self.streak} steps"
-        part = "its data" if 2 * self.data_excess > self.own - self.usual else "forward, backward and update"
+        part = before if 2 * self.data_excess > self.own - self.usual else "forward, backward and update"
         return f"is slow: {factor:.2f} times the others' time over {self.streak} steps, spent on {part}"
 
 
@@ -98,9 +98,13 @@ def judge(
 class StragglerReport:
     """The comparison of one job's ranks, which each of them makes."""
 
-    def __init__(self, mesh: Mesh, *, log_interval: int) -> None:
-        """Exchange times at every log interval, or every few of them where those have less than 20 steps."""
+    def __init__(self, mesh: Mesh, *, log_interval: int, before: str = "its data") -> None:
+        """Exchange times at every log interval, or every few of them where those have less than 20 steps.
+
+        before: the words for what a rank does in `OwnTime.data`, before it computes.
+        """
         self._mesh = mesh
+        self._before = before
         self._interval = log_interval * -(-STEPS // log_interval)
         self._is_on = mesh.device.type == "cpu" and mesh.topology.world_size > 1
         self._steps: list[OwnTime] = []
@@ -124,7 +128,7 @@ class StragglerReport:
         table = [[OwnTime(*times) for times in step] for step in zip(*(row[1:] for row in rows), strict=True)]
         self._standings, changes = judge(self._standings, table, self._peers)
         for step, rank, standing in changes:
-            yield f"iteration {first + step}: rank {rank} on {hosts[rank]} {standing.describe()}"
+            yield f"iteration {first + step}: rank {rank} on {hosts[rank]} {standing.describe(self._before)}"
 
 
 def _peers(mesh: Mesh, rank: int) -> list[int]:

@@ -4,14 +4,16 @@ The figures of interest are the first and the last *evaluation* of the validatio
 and the *pace*, tokens a second over all steps but the first, which includes warming up.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megazero.errors import DataError, Problem
+from megazero.files import open_regular, parse_json
 from megazero.units import format_count, format_duration
+
+_MAX_LINE_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -74,20 +76,27 @@ def summarize(metrics_file: Path) -> RunSummary:
 
 def _records(path: Path) -> Iterator[Mapping[str, Any]]:
     """Yield the file's records; a last line without its end was cut off and is left out."""
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    except OSError as error:
-        problem = Problem(f"{path}: {error.strerror}", "the run has written a metrics file", "--metrics-file FILE")
-        raise DataError(problem) from error
-    for number, line in enumerate((line for line in lines if line.endswith("\n")), start=1):
+    for number, line in enumerate(_lines(path), start=1):
+        if len(line) < _MAX_LINE_BYTES and not line.endswith(b"\n"):
+            return
         try:
-            record = json.loads(line)
+            record = parse_json(line.decode(errors="replace"))
             # The keys that the summary reads must exist.
             _ = record["evaluation"]["split"] if "evaluation" in record else record["step_seconds"]
         except (ValueError, TypeError, KeyError) as error:
             rule = "every line is a step or an evaluation"
             raise DataError(Problem(f"{path}, line {number}", rule, "a file written by --metrics-file")) from error
         yield record
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Yield the file's lines; one that is longer than any of a metrics file comes in parts."""
+    try:
+        with open_regular(path) as stream:
+            yield from iter(lambda: stream.readline(_MAX_LINE_BYTES), b"")
+    except OSError as error:
+        problem = Problem(f"{path}: {error.strerror}", "the run has written a metrics file", "--metrics-file FILE")
+        raise DataError(problem) from error
 
 
 def _figure(value: float | None) -> str:

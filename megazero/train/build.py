@@ -286,8 +286,8 @@ def assemble(
         launch.rank,
         device,
         buffers,
-        timeout_minutes=derived.collective_limit_minutes(config.parallel),
-        join_minutes=derived.join_limit_minutes(config.parallel),
+        timeout_minutes=derived.collective_limit_minutes(config.limits),
+        join_minutes=derived.join_limit_minutes(config.limits),
         meter=meter,
     )
     lock = _lock(config, mesh, console)

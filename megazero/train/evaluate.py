@@ -1,5 +1,6 @@
 """The loss on held-out text: the same first samples every time, so that evaluations can be compared."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -26,11 +27,18 @@ class EvaluationSet:
 
 
 @torch.no_grad()
-def evaluate(context: StepContext, held_out: EvaluationSet) -> float:
-    """Return the mean loss over the set in nats per token, the same on every rank; a collective call."""
+def evaluate(context: StepContext, held_out: EvaluationSet, stops: Callable[[], bool] = lambda: False) -> float | None:
+    """Return the mean loss over the set in nats per token, the same on every rank; a collective call.
+
+    stops: returns True if this rank requests the end of the run.  Before every batch ranks begin to exchange what it
+    returns, and read it after the batch; all of them then leave out the rest, and return None.
+    """
     context.model.train(False)
     totals = torch.zeros(2, dtype=torch.float64, device=context.mesh.device)  # loss sum, tokens
+    is_cut = False
     for index in range(held_out.num_batches):
+        stop = torch.tensor([float(stops())], dtype=torch.float64)
+        exchange = context.mesh.control.all_reduce_scalars(stop, "max")
         first = index * held_out.layout.global_batch_size
         micro_batches = build_step_batch(held_out.source, first, held_out.layout).micro_batches
         actions = context.plan.evaluation(len(micro_batches))
@@ -39,7 +47,13 @@ def evaluate(context: StepContext, held_out: EvaluationSet) -> float:
             execute(actions, passes)
             passes.finish()
         totals += torch.stack([passes.loss_sum, passes.num_tokens])
+        exchange.wait()
+        is_cut = stop.item() > 0 and index + 1 < held_out.num_batches
+        if is_cut:
+            break
     context.model.train(True)
+    if is_cut:
+        return None
     # All tensor-parallel ranks add the same sums, which leaves the mean as it is.
     context.mesh.world.all_reduce_scalars(totals).wait()
     loss_sum, num_tokens = totals.tolist()

@@ -160,7 +160,7 @@ class _Loop:
         self._announce()
         if timetable.eval_at_start and state.iteration == 0:
             self._evaluate("validation")
-        while state.iteration < timetable.train_iters:
+        while not self._stops and state.iteration < timetable.train_iters:
             self._one_step()
             # Save before evaluating: an evaluation can take long, fail, or be cut short.
             if _is_due(timetable.save_interval, state.iteration):
@@ -170,10 +170,13 @@ class _Loop:
             reason = self._reason_to_exit()
             if reason:
                 return self._end(reason)
+        if state.iteration < timetable.train_iters:
+            return self._end(self._reason_to_exit())
         self._report_steps(max_pending=0)
         self._save()
         self._evaluate("validation")
-        self._evaluate("test")
+        if not self._stops:
+            self._evaluate("test")
         return self._end(f"finished {state.iteration} iterations")
 
     def _one_step(self) -> None:
@@ -194,8 +197,7 @@ class _Loop:
         self._run.reporting.pipeline.begin_step(
             next_iteration, is_last=next_iteration == self._run.timetable.train_iters
         )
-        stop = self._stop.requested or self._is_out_of_time()
-        report = training_step(self._context, batch, StepControls(lr, scale, stop))
+        report = training_step(self._context, batch, StepControls(lr, scale, self._wants_to_stop()))
         before = replace(self._state)
         skipped = bool(report.skipped.item()) if self._context.checks_overflow else False
         self._state.loss_scale = self._run.scaler.after_step(self._state.loss_scale, overflow=skipped)
@@ -309,13 +311,18 @@ class _Loop:
         return f"the update was not made: --load {self._run.saver.root} goes on after iteration {before.iteration}"
 
     def _evaluate(self, split: str) -> None:
-        """Evaluate a split and report the loss, at most once per iteration."""
+        """Evaluate a split and report the loss, at most once per iteration; a request to stop cuts it short."""
         held_out = self._run.held_out.get(split)
         if held_out is None or (split == "validation" and self._evaluated_iteration == self._state.iteration):
             return
         self._report_steps(max_pending=0)
         self._context.mesh.meter.flight.activity = "evaluation"
-        loss = evaluate(self._context, held_out)
+        loss = evaluate(self._context, held_out, self._wants_to_stop)
+        if loss is None:
+            self._stops = True
+            line = f"{split} at iteration {self._state.iteration} cut short by the request to stop: no loss is reported"
+            self._run.reporting.console.line(line)
+            return
         result = Evaluation(self._state.iteration, self._state.consumed_samples, split, loss, held_out.bytes_per_token)
         for writer in self._run.reporting.writers:
             writer.evaluation(result)
@@ -363,9 +370,10 @@ class _Loop:
             self._run.reporting.console.line(line)
         return reason
 
-    def _is_out_of_time(self) -> bool:
+    def _wants_to_stop(self) -> bool:
+        """Return True if this rank requests the end of the run: it has got a signal, or its time is over."""
         limit = self._run.timetable.exit_after_seconds
-        return limit is not None and time.monotonic() - self._started >= limit
+        return self._stop.requested or (limit is not None and time.monotonic() - self._started >= limit)
 
     def _announce(self) -> None:
         mesh, layout = self._context.mesh, self._context.engine.layout

@@ -44,14 +44,14 @@ def pretrain(config: RunConfig, launch: Launch, inputs: RunInputs) -> int:
         launch,
         backend=parallel.distributed_backend,
         device=device,
-        timeout_minutes=derived.collective_limit_minutes(parallel),
-        join_minutes=derived.join_limit_minutes(parallel),
+        timeout_minutes=derived.collective_limit_minutes(config.limits),
+        join_minutes=derived.join_limit_minutes(config.limits),
     )
     meter = Meter()
     job = place_in_job(
         launch.rank,
         topology(config, launch.world_size),
-        limit_seconds=60 * derived.collective_limit_minutes(parallel),
+        limit_seconds=60 * derived.collective_limit_minutes(config.limits),
         folder=config.checkpoint.save or ".",
         is_run=True,
         on_report=lambda lines: Journal(config.checkpoint.save, print).write("fault", report=lines),

@@ -19,12 +19,12 @@ from megazero.verify.verdict import Report
 
 def verify_layout(config: RunConfig, launch: Launch, inputs: RunInputs, *, steps: int) -> Report:
     """Compare `steps` steps of the layout with those of one process."""
-    parallel, minutes = config.parallel, derived.collective_limit_minutes(config.parallel)
+    parallel, minutes = config.parallel, derived.collective_limit_minutes(config.limits)
     device = choose_device(parallel.device, launch)
     use_cpu_threads(parallel.cpu_threads, launch, device)
     for notice in check_compiler(config.training.compile, device):
         Console(launch.rank).line(notice)
-    joining = derived.join_limit_minutes(parallel)
+    joining = derived.join_limit_minutes(config.limits)
     store = join(
         launch,
         backend=parallel.distributed_backend,

@@ -120,12 +120,20 @@ class Watch:
         self, tensor: Tensor, value: str, unit: str, *, is_weight: bool = False, in_backward: bool = False
     ) -> None:
         self._checks += 1
-        if not (tensor.is_floating_point() or tensor.is_complex()) or bool(torch.isfinite(tensor.detach()).all()):
+        if _is_finite(tensor.detach()):
             return
         place = -self.place if in_backward else self.place
         finding = Finding(self.micro_batch, in_backward, place, self._checks, value, unit, is_weight)
         if self.found is None or finding.key < self.found.key:
             self.found = finding
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Return True if all values are finite, as those of a format without infinity and NaN are."""
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.dtype is torch.float4_e2m1fn_x2:
+        return True
+    values = tensor.float() if tensor.element_size() == 1 else tensor  # torch looks for no NaN in some 8-bit formats
+    return bool(torch.isfinite(values).all())
 
 
 def first_of_all(found: Finding | None, mesh: Mesh) -> Verdict | None:

@@ -4,11 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-from fault_reports import KINDS, LAUNCHES, main, own_lines
+from fault_reports import IN_LARGER_JOBS, KINDS, LAUNCHES, main, own_lines, table
 
 
-def test_twenty_faults_under_three_launches() -> None:
-    assert (len(KINDS), len(LAUNCHES)) == (20, 3)
+def test_twenty_faults_under_three_launches_and_some_in_larger_jobs() -> None:
+    assert (len(KINDS), len(LAUNCHES)) == (20, 5)
+    assert len(list(table())) == 3 * 20 + 2 * len(IN_LARGER_JOBS)
 
 
 def test_what_torchrun_prints_is_left_out() -> None:

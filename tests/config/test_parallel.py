@@ -3,7 +3,6 @@
 import pytest
 from pydantic import ValidationError
 
-from megazero.config import derived
 from megazero.config.fields import describe
 from megazero.config.run import ParallelConfig
 from megazero.parallel.topology import Topology, parse_order
@@ -15,18 +14,8 @@ def test_defaults() -> None:
     assert parallel.num_layers_per_virtual_pipeline_stage is None and parallel.pipeline_split is None
     assert (parallel.pipeline_schedule, parallel.rank_order) == ("auto", "pp-dp-tp")
     assert not parallel.sequence_parallel and not parallel.allow_tensor_parallel_across_nodes
-    assert (parallel.distributed_backend, parallel.device, parallel.distributed_timeout_minutes) == ("auto", "auto", 10)
+    assert (parallel.distributed_backend, parallel.device) == ("auto", "auto")
     assert parallel.cpu_threads is None
-    assert (derived.collective_limit_minutes(parallel), derived.join_limit_minutes(parallel)) == (10, 10)
-
-
-def test_a_short_limit_of_collectives_leaves_processes_time_to_join() -> None:
-    """The two limits are separate; Megatron-LM's limit after joining takes precedence for collectives."""
-    short = ParallelConfig(distributed_timeout_minutes=0.5)
-    assert (derived.collective_limit_minutes(short), derived.join_limit_minutes(short)) == (0.5, 10)
-    both = ParallelConfig(distributed_timeout_minutes=20, distributed_timeout_seconds_after_init=90)
-    assert (derived.collective_limit_minutes(both), derived.join_limit_minutes(both)) == (1.5, 20)
-    assert derived.join_limit_minutes(ParallelConfig(distributed_join_timeout_minutes=2)) == 2
 
 
 @pytest.mark.parametrize(
@@ -39,9 +28,6 @@ def test_a_short_limit_of_collectives_leaves_processes_time_to_join() -> None:
         ("rank_order", "tp-dp"),
         ("distributed_backend", "mpi"),
         ("device", "tpu"),
-        ("distributed_timeout_minutes", 0),
-        ("distributed_join_timeout_minutes", 0),
-        ("distributed_timeout_seconds_after_init", -1),
         ("cpu_threads", 0),
     ],
 )

@@ -64,12 +64,16 @@ def test_groups_that_are_there() -> None:
 PROGRAM = """
 import os
 import torch
+import megazero
 from megazero.library.adopted_group import adopt_group
+from megazero.library.adopted_mesh import default_group
+megazero.zero.Init(config={"limits": {"distributed_timeout_seconds_after_init": 77}})
+limit = default_group(torch.device("cpu")).limit_seconds
 communicator = adopt_group()
 total = torch.tensor([communicator.rank + 1.0])
 communicator.all_reduce(total).wait()
 with open(f"{communicator.rank}.txt", "w") as file:
-    file.write(f"{communicator.size} {total.item()}")
+    file.write(f"{communicator.size} {total.item()} {limit}")
 communicator.barrier()
 os._exit(0)  # threads of gloo may still be at work, and their end is not what this is about
 """
@@ -78,4 +82,4 @@ os._exit(0)  # threads of gloo may still be at work, and their end is not what t
 @pytest.mark.gloo
 def test_processes_of_a_launcher_join(tmp_path: Path) -> None:
     run_script(PROGRAM, ranks=2, folder=tmp_path)
-    assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)] == ["2 3.0"] * 2
+    assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)] == ["2 3.0 77.0"] * 2

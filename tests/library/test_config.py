@@ -10,7 +10,7 @@ import torch
 import yaml
 from pydantic import ValidationError
 
-from megazero.config.engine_sections import ActivationConfig, PrecisionConfig, ZeroConfig
+from megazero.config.engine_sections import ActivationConfig, LimitConfig, PrecisionConfig, ZeroConfig
 from megazero.errors import ConfigError, Problem
 from megazero.library.config import (
     BatchSizes,
@@ -46,6 +46,15 @@ def problems(content: Any) -> tuple[Problem, ...]:
     with pytest.raises(ConfigError) as caught:
         load_engine_config(content)
     return caught.value.problems
+
+
+def test_limits_are_a_section_of_megazeros_own_form() -> None:
+    config = load_engine_config({"limits": {"distributed_timeout_minutes": 3}})
+    assert config.limits == LimitConfig(distributed_timeout_minutes=3) and load_engine_config(config) == config
+    (problem,) = problems({"limits": {"distributed_timeout_minutes": 0}})
+    assert "distributed_timeout_minutes" in problem.given
+    (mixed,) = problems({"limits": {}, "zero_optimization": {"stage": 1}})
+    assert "one form" in mixed.rule
 
 
 # --- forms and sources -----------------------------------------------------------------------------------------------

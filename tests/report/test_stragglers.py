@@ -29,7 +29,7 @@ def told(table: Table, cuts: tuple[int, ...] = ()) -> list[tuple[int, int, str]]
     for start, stop in pairwise(bounds):
         standings, changes = judge(standings, table[start:stop], peers)
         found += [Change(start + step, rank, standing) for step, rank, standing in changes]
-    return [(step, rank, standing.describe()) for step, rank, standing in found]
+    return [(step, rank, standing.describe("its data")) for step, rank, standing in found]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

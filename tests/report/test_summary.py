@@ -63,7 +63,11 @@ def test_an_unfinished_last_line_is_left_out(tmp_path: Path) -> None:
     assert summarize(path).num_steps == 1
 
 
-@pytest.mark.parametrize("content", ["dear diary\n", "[]\n", '{"iteration": 3}\n', '{"evaluation": 3}\n'])
+@pytest.mark.parametrize(
+    "content",
+    ["[" * 100_000 + "\n", "\0" * (1 << 24), "dear diary\n", "[]\n", '{"iteration": 3}\n', '{"evaluation": 3}\n'],
+    ids=["deep", "long", "text", "list", "step", "evaluation"],
+)
 def test_another_file_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "m.jsonl").write_text(content)
     with pytest.raises(DataError, match="line 1"):

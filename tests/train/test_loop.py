@@ -36,8 +36,11 @@ from megazero.train.loop import _Loop, train
 
 def run(folder: Path, **settings: Any) -> Told:
     """Train a run in this process alone, with its metrics in m.jsonl and its checkpoints in save/."""
-    paths = {"metrics_file": str(folder / "m.jsonl"), "save": str(folder / "save")}
-    return train_run(0, 1, {**paths, **settings})
+    return train_run(0, 1, {**paths(folder), **settings})
+
+
+def paths(folder: Path) -> dict[str, Any]:
+    return {"metrics_file": str(folder / "m.jsonl"), "save": str(folder / "save")}
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -377,6 +380,47 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(number: signal.Signa
     assert zero.reason == "asked to stop after iteration 3 (by another rank or the clock)"
     assert saved(tmp_path) == [3]
     assert zero.text.count("saved checkpoint of iteration 3") == 1 and one.text == ""
+
+
+def interrupted_evaluation(rank: int, size: int, settings: dict[str, Any], split: str, at: int) -> Told:
+    """Train with one sample a rank and step; only the reader of sample `at` of the split gets a signal."""
+    inputs = check(tiny_run(**settings), Launch(rank, size, rank))
+    source = Interrupted(getattr(inputs, split), at, signal.SIGTERM)
+    return train_run(rank, size, settings, replace(inputs, **{split: source}))
+
+
+@pytest.mark.gloo
+def test_a_signal_to_one_rank_cuts_an_evaluation_short_on_all(tmp_path: Path) -> None:
+    """The validation in which rank 1 gets the signal is left out of the metrics file, and what follows is the same."""
+    settings = {"micro_batch_size": 1, "train_iters": 4, "eval_iters": 50, "eval_interval": 2, **paths(tmp_path)}
+    # Batch 1 has samples 2 and 3, of which rank 1 reads sample 3; a wish is exchanged before the next batch.
+    zero, one = run_ranks(2, interrupted_evaluation, 2, settings, "valid", 3)
+    assert one.reason == "asked to stop after iteration 2 (SIGTERM)"
+    assert zero.reason == "asked to stop after iteration 2 (by another rank or the clock)"
+    assert "validation at iteration 2 cut short by the request to stop: no loss is reported" in zero.text
+    assert (saved(tmp_path), places(tmp_path)) == ([2], "1 2")
+
+
+@pytest.mark.parametrize(
+    ("split", "at", "more", "written", "checkpoints", "reason"),
+    [
+        ("valid", 0, {"eval_at_start": True}, "", [0], "asked to stop after iteration 0 (SIGTERM)"),
+        ("valid", 0, {}, "1 2 3 4", [4], "finished 4 iterations"),
+        ("test", 2, {}, "1 2 3 4 4v", [4], "finished 4 iterations"),
+        ("test", 5, {}, "1 2 3 4 4v 4t", [4], "finished 4 iterations"),
+    ],
+    ids=str,
+)
+def test_a_signal_in_an_evaluation_loses_nothing(
+    split: str, at: int, more: dict[str, Any], written: str, checkpoints: list[int], reason: str, tmp_path: Path
+) -> None:
+    """The run is saved as it is, and the same command line goes on with it and evaluates after all."""
+    settings = {"micro_batch_size": 1, "train_iters": 4, "eval_iters": 6, **more, **paths(tmp_path)}
+    settings["load"] = settings["save"]
+    assert interrupted_evaluation(0, 1, settings, split, at).reason == reason
+    assert (saved(tmp_path), places(tmp_path)) == (checkpoints, written)
+    assert train_run(0, 1, settings).reason == "finished 4 iterations"
+    assert places(tmp_path).split()[-2:] == ["4v", "4t"] and saved(tmp_path)[-1] == 4
 
 
 # --- what is written to the metrics file ------------------------------------------------------------------------------

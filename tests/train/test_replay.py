@@ -110,6 +110,7 @@ class Case:
 
 
 UP = "layers.1.mlp.up"
+FP8 = {"precision": "bf16", "fp8_format": "hybrid", "hidden_size": 32, "seq_length": 8}  # dims that 16 divides
 FP16 = {"precision": "fp16", "loss_scale": 1.0, "max_skipped_steps_at_min_loss_scale": 1}
 CASES = [
     *(
@@ -148,6 +149,16 @@ CASES = [
         Fault(0, "embedding.position.weight", 2),
         "the gradient of embedding.position.weight, in embedding.position, on rank 0 (dp 0), micro-batch 2",
         settings={**FP16, "zero_stage": 1},
+    ),
+    Case(
+        Fault(1, f"{UP}.weight", 0),
+        f"the gradient of {UP}.weight, in layers.1, on rank 1 (dp 1), micro-batch 0 (samples 26 to 27)",
+        settings={**FP8, "zero_stage": 2},
+    ),
+    Case(
+        Fault(0, "layers.0.attention.qkv", 2),
+        "the output of layers.0.attention.qkv, in layers.0, on rank 0 (dp 0), micro-batch 2 (samples 32 to 33)",
+        settings={**FP8, "zero_stage": 3},
     ),
     Case(
         Fault(2, "layers.0.mlp"),

@@ -108,3 +108,24 @@ def test_in_words() -> None:
     assert (
         cause_in_words(None, "a.b", otherwise="x") == "x; in the order of the model, the first such gradient is a.b's"
     )
+
+
+class Quantise(nn.Module):
+    """A module of a user's own 8-bit model; torch itself looks for no NaN in some of these formats."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu], ids=str)
+def test_modules_may_return_8_bit_numbers(dtype: torch.dtype) -> None:
+    model = nn.Sequential(Quantise(dtype))
+    watch = Watch(model, [])
+    model(X)
+    assert watch.found is None
+    model(X * torch.nan)
+    assert watch.found is not None and watch.found.value == "the output of 0"

@@ -20,8 +20,11 @@ from megazero.errors import DataError, Problem, raise_problems
 from megazero.prepare.text.inputs import PARQUET, TEXT, InputFile, find_inputs
 from megazero.prepare.text.parquet import read_rows
 from megazero.prepare.text.streams import read_blocks
+from megazero.units import format_bytes
 
 CHUNK_BYTES = 1 << 20
+MAX_DOCUMENT_BYTES = 1 << 28  # of a line, or of a document of plain text: what a reader holds in memory at a time
+AT_MOST = f"at most {format_bytes(MAX_DOCUMENT_BYTES)} long"
 TEXT_RULES = ("blocks", "lines", "file", "separator")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 INVALID_UTF8 = ("refuse", "replace")
@@ -145,9 +148,13 @@ def _whole_file(file: InputFile, rules: DocumentRules, columns: Sequence[str] | 
     elif file.format == TEXT and rules.text_rule == "separator":
         yield from _separated(file, rules.json_keys[0], (rules.separator or "").encode())
     elif file.format == TEXT and rules.text_rule == "file":
-        data = b"".join(block.data for block in read_blocks(file))
-        if data:
-            yield LineBlock(file, 1, data, file.size)
+        held = bytearray()
+        for block in read_blocks(file):
+            held += block.data
+            if len(held) > MAX_DOCUMENT_BYTES:
+                raise DataError(Problem(file.path, f"the file is a document {AT_MOST}", "--text-rule blocks, or lines"))
+        if held:
+            yield LineBlock(file, 1, bytes(held), file.size)
     elif file.is_seekable:
         yield from (
             LineRange(file, start, min(start + CHUNK_BYTES, file.size)) for start in range(0, file.size, CHUNK_BYTES)
@@ -167,6 +174,9 @@ def _line_blocks(file: InputFile) -> Iterator[LineBlock]:
             cut = held.find(b"\n", max(limit - 1, searched)) + 1
             if not cut:
                 searched = max(limit - 1, len(held))
+                if len(held) - limit > MAX_DOCUMENT_BYTES:  # no line ends in these bytes
+                    number = line + held.count(b"\n")
+                    raise DataError(Problem(f"{file.path}:{number}", f"every line is {AT_MOST}"))
                 break
             data = bytes(held[:cut])
             del held[:cut]
@@ -199,6 +209,9 @@ def _between(file: InputFile, separator: bytes) -> Iterator[tuple[bytes, int]]:
         held += block.data
         position = block.position
         if held.find(separator, unsearched) < 0:
+            if len(held) > MAX_DOCUMENT_BYTES:
+                given = f"{file.path}: no separator in {format_bytes(len(held))}"
+                raise DataError(Problem(given, f"every document is {AT_MOST}", "--text-rule blocks, or lines"))
             continue
         *whole, rest = bytes(held).split(separator)
         held = bytearray(rest)

@@ -16,15 +16,19 @@ import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from io import BytesIO
-from typing import Any, BinaryIO, NamedTuple
+from itertools import chain
+from pathlib import Path
+from typing import Any, BinaryIO, Final, NamedTuple
 
 import orjson
 
 from megazero.errors import DataError, Problem
-from megazero.files import cannot_read
+from megazero.files import cannot_read, open_regular
 from megazero.prepare.text.bad_lines import BadLines, LineCounter, line_numbers
 from megazero.prepare.text.chunks import (
+    AT_MOST,
     BYTE_ORDER_MARK,
+    MAX_DOCUMENT_BYTES,
     Chunk,
     DocumentRules,
     LineBlock,
@@ -58,6 +62,7 @@ class _Unusable(Exception):
 
 # A raw record is (position, content); the position is in bytes from the chunk's first line, or a row's number in it.
 _Record = tuple[int, Any]
+_TOO_LONG: Final = object()  # in place of the content of a line that is longer than a reader holds
 
 
 class _Opened(NamedTuple):
@@ -93,6 +98,8 @@ def _usable(opened: _Opened, bad: BadLines | None, convert: Callable[[Any], Any]
     records, read, locate = opened
     for offset, content in records:
         try:
+            if content is _TOO_LONG:
+                raise _Unusable(f"is {AT_MOST}")
             converted = convert(read(content))
         except _Unusable as error:
             problem = Problem(locate(offset, error.offset), f"every line {error.rule}", error.legal)
@@ -107,15 +114,17 @@ def _open(chunk: Chunk, rules: DocumentRules, bad: BadLines | None, *, is_exact:
     """Open a chunk.  is_exact: integers of any size keep their value."""
     if isinstance(chunk, Records):
         return _open_records(chunk)
-    start, data = _read_lines(chunk)
+    start, data, is_cut = _read_lines(chunk)
+    cut = [(len(data), _TOO_LONG)] if is_cut else []
     is_first = start == 0 if isinstance(chunk, LineRange) else chunk.first_line == 1
     mark = len(BYTE_ORDER_MARK) if is_first and data.startswith(BYTE_ORDER_MARK) else 0
     locate = _locator(chunk, start, data, bad.counter if bad else LineCounter())
     if chunk.file.format != JSON:
         key = rules.json_keys[0]
-        return _Opened(_text_documents(data, mark, rules.text_rule), lambda text: {key: text}, locate)
+        return _Opened(chain(_text_documents(data, mark, rules.text_rule), cut), lambda text: {key: text}, locate)
     lines = ((offset, line) for offset, line in _lines(data, mark) if not line.isspace())
-    return _Opened(lines, partial(_object, replaces=rules.invalid_utf8 == "replace", is_exact=is_exact), locate)
+    read = partial(_object, replaces=rules.invalid_utf8 == "replace", is_exact=is_exact)
+    return _Opened(chain(lines, cut), read, locate)
 
 
 def _open_records(chunk: Records) -> _Opened:
@@ -132,30 +141,36 @@ def _as_it_is(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def _read_lines(chunk: LineRange | LineBlock) -> tuple[int, bytes]:
-    """Return the position of the first line in the file, and all lines; a block's position is 0."""
+def _read_lines(chunk: LineRange | LineBlock) -> tuple[int, bytes, bool]:
+    """Return the position of the first line in the file, all lines, and True if a last one was left out as too long.
+
+    A block's position is 0.
+    """
     if isinstance(chunk, LineBlock):
-        return 0, chunk.data
+        return 0, chunk.data, False
     try:
-        with open(chunk.file.path, "rb") as stream:
+        with open_regular(Path(chunk.file.path)) as stream:
             return _range_lines(stream, chunk.start, chunk.stop)
     except OSError as error:
         raise cannot_read(chunk.file.path, error) from error
 
 
-def _range_lines(stream: BinaryIO, start: int, stop: int) -> tuple[int, bytes]:
-    """Return the position and the bytes of the lines that begin in [start, stop)."""
+def _range_lines(stream: BinaryIO, start: int, stop: int) -> tuple[int, bytes, bool]:
+    """Return the position and the bytes of the lines that begin in [start, stop), and True if the last was too long."""
     if start:
         # The line that holds the byte before belongs to another chunk; all of this range may lie in that line.
         stream.seek(start - 1)
         head = stream.readline(stop - start + 1)
         if not head.endswith(b"\n"):
-            return stop, b""
+            return stop, b"", False
         start += len(head) - 1
     data = stream.read(stop - start) if start < stop else b""
     if data and not data.endswith(b"\n"):
-        data += stream.readline()
-    return start, data
+        rest = stream.readline(MAX_DOCUMENT_BYTES + 1)
+        if len(rest) > MAX_DOCUMENT_BYTES:
+            return start, data[: data.rfind(b"\n") + 1], True
+        data += rest
+    return start, data, False
 
 
 def _lines(data: bytes, start: int = 0) -> Iterator[_Record]:
@@ -192,10 +207,14 @@ def _object(line: bytes, *, replaces: bool, is_exact: bool) -> dict[str, Any]:
     """Parse a line of JSON; the fast reader turns long integers into floats."""
     try:
         content = orjson.loads(line)
-        if is_exact and _may_be_rounded(content):
-            content = _lenient_object(line, replaces=replaces)
     except orjson.JSONDecodeError:
         # orjson is the stricter and faster of two readers; the other one may accept the line, or has a better message.
+        content = _lenient_object(line, replaces=replaces)
+    try:
+        is_rounded = is_exact and _may_be_rounded(content)
+    except RecursionError as error:  # only some hundred levels can be written again
+        raise _Unusable(f"is JSON: {error}") from error
+    if is_rounded:
         content = _lenient_object(line, replaces=replaces)
     if not isinstance(content, dict):
         raise _Unusable(f"is a JSON object, not {type(content).__name__}")

@@ -14,9 +14,9 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from megazero.errors import DataError, Problem, raise_problems
-from megazero.files import cannot_read
+from megazero.files import cannot_read, read_bounded
 from megazero.prepare.text.bad_lines import BadLines
-from megazero.prepare.text.chunks import DocumentRules, find_chunks
+from megazero.prepare.text.chunks import MAX_DOCUMENT_BYTES, DocumentRules, find_chunks
 from megazero.prepare.text.documents import read_objects
 from megazero.prepare.text.inputs import TEXT, InputFile, file_format
 from megazero.prepare.text.jsonl_output import ending_problems, written_lines
@@ -121,7 +121,7 @@ def _hashed(source: SourceFile) -> tuple[bytes, str]:
 
 def _text(path: Path) -> str | None:
     try:
-        text = path.read_bytes().decode()
+        text = read_bounded(path, MAX_DOCUMENT_BYTES).decode()
     except UnicodeDecodeError:
         return None
     except OSError as error:

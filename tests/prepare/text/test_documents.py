@@ -1,6 +1,7 @@
 """Documents of jsonl and plain text are read whole and in chunks; unreadable lines are named, or noted and skipped."""
 
 import json
+import os
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from support.input_files import chunks_of, objects_of, packed, small_chunks, texts_of
 
 from megazero.errors import DataError
-from megazero.prepare.text import documents
+from megazero.prepare.text import chunks, documents
 from megazero.prepare.text.bad_lines import BadLines
 from megazero.prepare.text.chunks import DocumentRules, LineRange
 from megazero.prepare.text.documents import read_documents
@@ -260,8 +261,8 @@ def test_objects_have_all_keys_and_are_of_all_formats(tmp_path: Path) -> None:
 class Counting:
     """A file that counts the bytes that have been read from it."""
 
-    def __init__(self, path: str, mode: str, read: list[int]) -> None:
-        self._stream, self._read = open(path, mode, buffering=0), read  # noqa: SIM115
+    def __init__(self, path: Path, read: list[int]) -> None:
+        self._stream, self._read = open(path, "rb", buffering=0), read  # noqa: SIM115
 
     def __enter__(self) -> "Counting":
         return self
@@ -286,8 +287,8 @@ class Counting:
 @pytest.fixture
 def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     read: list[int] = []
-    opening: Callable[..., Counting] = lambda path, mode: Counting(path, mode, read)  # noqa: E731
-    monkeypatch.setattr(documents, "open", opening, raising=False)
+    opening: Callable[[Path], Counting] = lambda path: Counting(path, read)  # noqa: E731
+    monkeypatch.setattr(documents, "open_regular", opening)
     return read
 
 
@@ -316,6 +317,69 @@ def test_telling_a_line_of_a_long_file_takes_little_memory(tmp_path: Path) -> No
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < path.stat().st_size / 2
+
+
+@pytest.fixture
+def short_limit(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Let readers hold 100,000 bytes; the files here are far longer, and mostly holes."""
+    for module in (chunks, documents):
+        monkeypatch.setattr(module, "MAX_DOCUMENT_BYTES", 100_000)
+    return 100_000
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_line_that_never_ends_is_named_and_takes_little_memory(tmp_path: Path, ending: str, short_limit: int) -> None:
+    path = write(tmp_path / f"a.jsonl{ending}", b'{"text": "a"}\n{"text": "' + bytes(20 * short_limit))
+    with small_chunks(1000, 4000):
+        tracemalloc.start()
+        with pytest.raises(DataError, match=rf"a\.jsonl{ending}:2\n.*every line is at most"):
+            texts_of(path)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert ending or peak < 10 * short_limit  # a few packed bytes may be many
+
+
+def test_a_line_that_is_too_long_can_be_passed_over(tmp_path: Path, short_limit: int) -> None:
+    lines = [b'{"text": "%s"}\n' % (b"x" * size) for size in (30, 2 * short_limit, 90_000, 3 * short_limit, 5)]
+    path, bad = write(tmp_path / "a.jsonl", b"".join(lines)), BadLines()
+    with small_chunks(1000):
+        assert [len(text) for (text,) in texts_of(path, bad=bad)] == [30, 90_000, 5]
+    assert [line.partition(": ")[0] for line in bad.lines()] == [f"{path}:2", f"{path}:4"]
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize(
+    ("rules", "words"),
+    [
+        (DocumentRules(text_rule="file"), "the file is a document at most"),
+        (DocumentRules(text_rule="separator", separator="||"), "no separator in"),
+        (DocumentRules(text_rule="lines"), "every line is at most"),
+        (DocumentRules(), "every line is at most"),
+    ],
+    ids=lambda value: value.text_rule if isinstance(value, DocumentRules) else "",
+)
+def test_a_document_of_plain_text_has_a_limit(
+    tmp_path: Path, rules: DocumentRules, words: str, ending: str, short_limit: int
+) -> None:
+    path = write(tmp_path / f"a.txt{ending}", bytes(20 * short_limit))
+    with small_chunks(1000, 4000), pytest.raises(DataError, match=words):
+        texts_of(path, rules=rules)
+
+
+@pytest.mark.parametrize("depth", [990, 100_000])
+def test_deep_objects_are_refused_where_they_are_written_again(tmp_path: Path, depth: int) -> None:
+    path = write(tmp_path / "a.jsonl", b'{"text": "x", "a": ' + b"[" * depth + b"1" + b"]" * depth + b"}\n")
+    with pytest.raises(DataError, match=r"a\.jsonl:1\n.*every line is JSON"):
+        objects(path)
+
+
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", b'{"text": "x"}\n')
+    (chunk,) = chunks_of(path, rules=DocumentRules())
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(DataError, match="not a regular file"):
+        list(read_documents(chunk, DocumentRules()))
 
 
 def test_a_file_that_is_gone_is_told(tmp_path: Path) -> None:

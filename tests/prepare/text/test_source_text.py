@@ -81,6 +81,13 @@ def test_dangling_links_and_pipes_are_no_sources(tree: Path) -> None:
     assert names(tree) == before
 
 
+def test_a_file_has_a_limit(tmp_path: Path) -> None:
+    with (tmp_path / "a.py").open("wb") as stream:
+        stream.truncate(1 << 40)  # a hole
+    with pytest.raises(DataError, match=r"a\.py\n.*larger than 256"):
+        write_jsonl(find_sources([tmp_path], ["*.py"], []), tmp_path / "c.jsonl")
+
+
 def test_a_name_that_is_not_unicode_stops_nothing(tmp_path: Path) -> None:
     root = tmp_path / "root"
     root.mkdir()
