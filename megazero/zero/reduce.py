@@ -89,6 +89,7 @@ class GradientReducer:
 
     def gradient_ready(self, name: str) -> None:
         """Store a parameter's finished gradient, and launch completed buckets.  Raises UsageError on a second one."""
+        self._store.arrive(name)
         if self._arrived is None:
             return
         if name in self._arrived:

@@ -83,6 +83,8 @@ def run(rank: int, layout: Layout, choice: str) -> Ran:
     parts, figures, evaluations = step_context(config, core), [], []
     for step in range(STEPS):
         core.mesh.meter.reset()
+        for flat in core.engine._shards._resident_gradients.values():
+            flat.fill_(torch.nan)  # so that adding to memory before it is written gives nan
         report = training_step(
             parts, batch_of(core, step, within_documents=layout.within_documents), StepControls(1e-2, 1.0)
         )
@@ -181,6 +183,7 @@ def test_recomputed_dropout_is_the_same_dropout() -> None:
     ("layout", "compiled", "graphs"),
     [
         (Layout({"zero_stage": 3, "reduce_bucket_size": 300}, dp=2), WHOLE, 1),
+        (Layout({"zero_stage": 1, "reduce_bucket_size": 300}, dp=2), WHOLE, 1),  # a block's gradients span buckets
         (Layout({}, tp=2), PARTS, 5),  # attention, activation and its backward, between the two, and after them
         (Layout({"sequence_parallel": True, "zero_stage": 2}, tp=2), PARTS, 5),
         (Layout({"recompute_granularity": "selective"}), PARTS, 5),
@@ -190,6 +193,7 @@ def test_recomputed_dropout_is_the_same_dropout() -> None:
     ],
     ids=[
         "zero",
+        "flat gradients",
         "tensor parallel",
         "split sequence",
         "selective recomputation",
@@ -223,21 +227,38 @@ def test_replicated_dropout_is_the_same_on_every_rank(recomputing: dict[str, Any
     )
 
 
-def where_gradients_are(rank: int, choice: str) -> list[str]:
-    """Return the parameters of layers that have no gradient tensor before a backward."""
-    core = core_on_rank(rank, tiny_run(zero_stage=1, compile=choice))
-    return [
-        name
-        for name, parameter in core.model.named_parameters()
-        if parameter.grad is None and name.startswith("layers.")
-    ]
+def additions_of_a_step(rank: int, choice: str) -> tuple[list[tuple[str, int]], set[str]]:
+    """Return the calls that add several gradients at once in a step, and which of a block's have a tensor after it."""
+    compiler, calls = partial(torch.compile, backend="aot_eager"), []
+
+    def counted(name: str, original: Any) -> Any:
+        def call(slots: list[torch.Tensor], gradients: list[torch.Tensor]) -> Any:
+            calls.append((name, len(slots)))
+            return original(slots, gradients)
+
+        return call
+
+    with patch.object(torch, "compile", compiler):
+        settings = {"zero_stage": 1, "num_layers": 2, "reduce_bucket_size": 10_000}  # a block in one bucket
+        core = core_on_rank(rank, tiny_run(compile=choice, global_batch_size=4, **settings))
+    with (
+        patch.object(torch, "_foreach_copy_", counted("copy", torch._foreach_copy_)),
+        patch.object(torch, "_foreach_add_", counted("add", torch._foreach_add_)),
+    ):
+        training_step(step_context(tiny_run(), core), batch_of(core, 0), StepControls(1e-2, 1.0))
+    parameters = core.model.named_parameters()
+    left = {name for name, one in parameters if name.startswith("layers.") and one.grad is not None}
+    core.engine.close()
+    return calls, left
 
 
-def test_gradients_of_compiled_blocks_add_up_in_the_flat_tensor() -> None:
-    """Compiled code writes no gradients, so autograd needs a place for each, and there is no second copy."""
-    assert run_ranks(1, where_gradients_are, "on") == [[]]
-    [written_by_layers] = run_ranks(1, where_gradients_are, "off")
-    assert len(written_by_layers) > 0 and all(name.endswith("weight") for name in written_by_layers)
+def test_gradients_of_a_compiled_block_are_added_at_once() -> None:
+    """The first micro-batch's are copied, so that nothing is zeroed for them; none is left beside the flat tensor."""
+    [(calls, left)] = run_ranks(1, additions_of_a_step, "on")
+    assert calls == [("copy", 12), ("copy", 12), ("add", 12), ("add", 12)]
+    assert left == set()
+    [(calls, left)] = run_ranks(1, additions_of_a_step, "off")
+    assert calls == [] and len(left) > 0 and not any(".mlp.up.weight" in name for name in left)
 
 
 def test_a_machine_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
