@@ -4,7 +4,7 @@ Inductor makes the code where numbers and random draws are compared. The other t
 operations outside them, so they run the graphs as traced, which takes no compiler.
 """
 
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -71,14 +71,21 @@ def off_and_on(rank: int, layout: Layout) -> tuple[Ran, Ran]:
     return run(rank, layout, "off"), run(rank, layout, "on")
 
 
+def compiled_by(backend: str) -> AbstractContextManager[Any]:
+    """Have everything that is compiled in the context use this backend of torch.compile."""
+    original = torch.compile
+    return patch.object(
+        torch, "compile", lambda function, **options: original(function, **options | {"backend": backend})
+    )
+
+
 def run(rank: int, layout: Layout, choice: str) -> Ran:
     torch._dynamo.reset()
     counters.clear()
     degrees = {"tensor_model_parallel_size": layout.tp, "pipeline_model_parallel_size": layout.pp}
     batch = {"global_batch_size": 2 * MICRO_BATCHES * layout.dp, "compile": choice}
     config = tiny_run(**{"num_layers": 3 if layout.pp == 1 else 4, **batch, **degrees, **layout.settings})
-    compiler = torch.compile if layout.backend is None else partial(torch.compile, backend=layout.backend)
-    with patch.object(torch, "compile", compiler):
+    with nullcontext() if layout.backend is None else compiled_by(layout.backend):
         core = core_on_rank(rank, config, tp=layout.tp, pp=layout.pp, dp=layout.dp)
     parts, figures, evaluations = step_context(config, core), [], []
     for step in range(STEPS):
@@ -229,7 +236,7 @@ def test_replicated_dropout_is_the_same_on_every_rank(recomputing: dict[str, Any
 
 def additions_of_a_step(rank: int, choice: str) -> tuple[list[tuple[str, int]], set[str]]:
     """Return the calls that add several gradients at once in a step, and which of a block's have a tensor after it."""
-    compiler, calls = partial(torch.compile, backend="aot_eager"), []
+    calls: list[tuple[str, int]] = []
 
     def counted(name: str, original: Any) -> Any:
         def call(slots: list[torch.Tensor], gradients: list[torch.Tensor]) -> Any:
@@ -238,7 +245,7 @@ def additions_of_a_step(rank: int, choice: str) -> tuple[list[tuple[str, int]], 
 
         return call
 
-    with patch.object(torch, "compile", compiler):
+    with compiled_by("aot_eager"):
         settings = {"zero_stage": 1, "num_layers": 2, "reduce_bucket_size": 10_000}  # a block in one bucket
         core = core_on_rank(rank, tiny_run(compile=choice, global_batch_size=4, **settings))
     with (
