@@ -24,7 +24,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from report import HelpFormat, add_output, command, paragraph, publish, table, tell, today
@@ -99,7 +99,7 @@ CASES = (
         "GPT-2 124M, 64 samples, compiled",
         1,
         "--preset gpt2-124m --micro-batch-size 64 --bf16 --compile on",
-        1034,
+        878,
         21445,
         54.5,
     ),
@@ -107,7 +107,7 @@ CASES = (
         "GPT-2 1.5B, 16 samples, compiled",
         1,
         "--preset gpt2-1.5b --micro-batch-size 16 --bf16 --compile on",
-        3381,
+        2898,
         63254,
         54.9,
     ),
@@ -145,6 +145,74 @@ def run(case: Case, seconds: float, log: Path) -> dict[str, Any]:
 def units(found: Mapping[str, Any]) -> float | None:
     """Return the bytes of a block's memory-bound kernels in U; None where none were counted."""
     return found["block_bytes"] / found["unit_bytes"] if found.get("unit_bytes") else None
+
+
+class Assumption(NamedTuple):
+    """The rates of a GPU that a prediction assumes, in TFLOP/s: of three kinds of matrix products, and of attention.
+
+    others: the blocks' products in forward and for the gradients of inputs.
+    """
+
+    others: float
+    weight_gradients: float
+    head: float
+    attention: float
+
+
+# Guesses for one H200, between those of its products alone and what training reaches; cuDNN's attention but for "FA2".
+ASSUMPTIONS = {
+    "low": Assumption(560, 480, 584, 206),
+    "middle": Assumption(620, 560, 660, 333),
+    "middle, FA2": Assumption(620, 560, 660, 240),
+    "high": Assumption(690, 640, 690, 394),
+}
+_BYTES_PER_SECOND = 4.3e12
+_UPDATE_BYTES = 44  # a parameter: its gradient copied (4), scaled (6), AdamW in fp32 (28), weights rounded to bf16 (6)
+_LOGITS_PASSES, _LOGITS_CHUNK = 3, 1 << 30  # over the logits in bf16; most bytes of a chunk in fp32
+
+
+def predicted_seconds(found: Mapping[str, Any], rates: Assumption) -> dict[str, float]:
+    """Return the seconds, by part, that a compiled case's step would take with these rates, in bf16 without dropout.
+
+    Matrix products and attention take their operations at their rates, all else its bytes at the memory's.
+    """
+    model = found["model"]
+    n, layers, width, vocabulary = (model[key] for key in ("tokens", "layers", "width", "vocabulary"))
+    products = 24 * n * width**2 * layers  # of forward; backward has two times as much
+    head = 3 * 2 * n * width * vocabulary
+    attention = 3.5 * 2 * n * model["length"] * width * layers  # causal; backward has 2.5 times as much as forward
+    num_chunks = -(-4 * n * vocabulary // _LOGITS_CHUNK)
+    head_bytes = _LOGITS_PASSES * 2 * n * vocabulary + num_chunks * 8 * width * vocabulary
+    return {
+        "products of blocks": products / 1e12 * (2 / rates.others + 1 / rates.weight_gradients),
+        "attention": attention / 1e12 / rates.attention,
+        "memory-bound in blocks": found["block_bytes"] * layers / _BYTES_PER_SECOND,
+        "products of the head": head / 1e12 / rates.head,
+        "softmax and gradient sums": head_bytes / _BYTES_PER_SECOND,
+        "gradients and update": _UPDATE_BYTES * model["parameters"] / _BYTES_PER_SECOND,
+    }
+
+
+def predictions(systems: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return the parts of the page that predict the speed of the large cases."""
+    large = {name: found for name, found in systems.items() if name.startswith("GPT-2") and "model" in found}
+    rows = []
+    for name, found in large.items():
+        for words, rates in ASSUMPTIONS.items():
+            parts = predicted_seconds(found, rates)
+            whole = sum(parts.values())
+            figures = [f"{1e3 * seconds:.1f}" for seconds in (*parts.values(), whole)]
+            rows.append([name, words, *figures, f"{found['model']['tokens'] / whole / 1e3:.1f}k"])
+    if not rows:
+        return []
+    names = list(predicted_seconds(next(iter(large.values())), ASSUMPTIONS["low"]))
+    words = (
+        "Predictions, not measurements: what a step would take on one H200 if its matrix products and its attention ran"
+        " at the assumed rates, and all else moved its bytes at 4.3 TB/s. The bytes of blocks are those counted above;"
+        " logits are read or written three times, and a parameter takes 44 bytes a step. The rates are guesses from"
+        " products of such shapes on such a GPU; the host, and kernels that wait for each other, are left out."
+    )
+    return ["## Predicted for one H200", paragraph(words), table(["step", "rates", *names, "ms", "tokens/s"], rows)]
 
 
 def excesses(case: Case, found: Mapping[str, Any]) -> list[str]:
@@ -188,7 +256,8 @@ def page(record: Mapping[str, Any]) -> list[str]:
         " attention's own left out. No figure here is a time, and none was made on a GPU."
     )
     made = f"{record['date']}; {record['device']} on a {platform.machine()} CPU, torch {record['torch']}."
-    return ["# Training steps on the null GPU", made, f"`{record['command']}`", paragraph(words), table(header, rows)]
+    head = ["# Training steps on the null GPU", made, f"`{record['command']}`", paragraph(words), table(header, rows)]
+    return head + predictions(record["systems"])
 
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:

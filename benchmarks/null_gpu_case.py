@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from megazero.config.run import RunConfig
 from megazero.parallel.launch import Launch
+from megazero.train.build import padded_vocab_size
 from megazero.train.step import StepControls, training_step
 
 WARM_STEPS = 3
@@ -171,7 +172,16 @@ def measure(config: RunConfig, world_size: int, device: torch.device) -> dict[st
         if blocks.graphs:
             model = config.model
             eager = blocks.eager_bytes(step, model.num_layers)
-            found["unit_bytes"] = config.training.micro_batch_size * model.seq_length * model.hidden_size * 2
+            tokens = config.training.micro_batch_size * model.seq_length
+            found["unit_bytes"] = tokens * model.hidden_size * 2
+            found["model"] = {
+                "tokens": tokens,
+                "layers": model.num_layers,
+                "width": model.hidden_size,
+                "length": model.seq_length,
+                "vocabulary": padded_vocab_size(config, steps.core.model.vocab_size),
+                "parameters": sum(parameter.numel() for parameter in steps.core.model.parameters()),
+            }
             found["block_bytes"] = sum(sum(graph.values()) for graph in blocks.graphs) + sum(eager.values())
             found |= {"block_graphs": blocks.graphs, "block_eager": eager}
     steps.close()

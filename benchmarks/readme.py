@@ -64,7 +64,8 @@ The first command downloads 2.5 GB of CUDA packages to `build/null_gpu` (5 GB on
 run again, it makes only what is missing. The second takes a training step of each of twelve layouts, small, and of
 GPT-2 124M and 1.5B, compiled, at full size; other ranks are torch's fake process group. It prints, beside limits whose
 excess makes the exit status 1, each step's launches, waits of the host for the device, and the allocator's peak, and
-the bytes that the memory-bound kernels of a compiled block move. `build/null_gpu/python` runs any other program too:
+the bytes that the memory-bound kernels of a compiled block move; from these it predicts steps' times on one H200, as
+stated in the record. `build/null_gpu/python` runs any other program too:
 
     build/null_gpu/python pretrain_gpt.py --mock-data --vocab-size 1000 --num-layers 2 --hidden-size 256 \\
         --num-attention-heads 4 --seq-length 256 --micro-batch-size 2 --global-batch-size 2 --train-iters 4 --lr 1e-3 \\

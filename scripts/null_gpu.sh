@@ -69,6 +69,8 @@ cat >"$folder/python" <<PROGRAM
 # Made by scripts/null_gpu.sh: runs python with torch for CUDA on the null GPU.
 export LD_PRELOAD='$folder/libnull_gpu.so' LD_LIBRARY_PATH='$folder' TRITON_LIBCUDA_PATH='$folder'
 export PYTHONPATH='$PWD'"\${PYTHONPATH:+:\$PYTHONPATH}"
+# Segments that grow are virtual memory of the driver's, which the null GPU's driver does not have.
+export PYTORCH_ALLOC_CONF="\${PYTORCH_ALLOC_CONF:-expandable_segments:False}"
 exec '$python' "\$@"
 PROGRAM
 chmod +x "$folder/python"

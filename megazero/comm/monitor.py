@@ -32,6 +32,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from megazero.comm.abort import abort_groups, uses_nccl
 from megazero.comm.fault_report import Fault, Heartbeat, Waiting, report
 from megazero.comm.flight_record import FlightRecord
 from megazero.comm.mesh import CONTROL
@@ -47,6 +48,8 @@ _ANSWER_SECONDS = 4.0  # how long one call of the store may take
 _COLLECTING_SECONDS = 1.5  # how long the author waits for the others, beyond their interval
 _ENDING_SECONDS = 2.0  # how long a main thread that is about to end may take for it
 _GRACE_SECONDS = 0.5  # beyond the limit, in which the backend may end a collective with an error of its own
+_MARGIN_SECONDS = 0.5  # beyond the interval, after which all ranks have read the note
+_ABORTING_SECONDS = 2.0  # how long NCCL may take to abort its communicators
 _FORCED_SECONDS = 6.0  # beyond the limit, after which a process ends whose threads cannot run
 _PASSED_OVER = (*(f"{os.path.dirname(file)}{os.sep}" for file in (os.__file__, torch.__file__, __file__)), "<")
 
@@ -203,7 +206,7 @@ class Monitor:
         if self.note is None:
             self.note = Note(self.job.rank, status, text, is_reported, time.time())
         self._alarm()
-        self._is_done.wait(4 * _ANSWER_SECONDS)
+        self._is_done.wait(self._longest_end)
         return self.note.status
 
     def claim(self, error: BaseException, text: str, *, status: int) -> bool:
@@ -323,8 +326,7 @@ class Monitor:
 
     def _end(self, note: Note) -> None:
         """Report the fault, or leave that to its author, and end this process."""
-        most = 2 * _ANSWER_SECONDS + self._interval + _COLLECTING_SECONDS + _ENDING_SECONDS
-        faulthandler.dump_traceback_later(most + 2, exit=True, file=self._nowhere)  # a file system may hang
+        faulthandler.dump_traceback_later(self._longest_end, exit=True, file=self._nowhere)  # a file system may hang
         try:
             has_store = True
             try:
@@ -344,7 +346,11 @@ class Monitor:
                 self._record_own_error(note)
                 if has_store:
                     self._let_all_leave(self.job.world_size)
+            if uses_nccl():
+                time.sleep(self._interval + _MARGIN_SECONDS)
+                abort_groups(_ABORTING_SECONDS)
             self._is_done.set()
+            # A main thread without an error must not go on with what an aborted collective has left.
             if self._is_failing:
                 time.sleep(_ENDING_SECONDS)
         except Exception:
@@ -352,6 +358,12 @@ class Monitor:
         finally:
             sys.stdout.flush()
             os._exit(note.status)
+
+    @property
+    def _longest_end(self) -> float:
+        """The seconds that the end of this process may take, counted from the fault's note."""
+        reporting = 2 * _ANSWER_SECONDS + self._interval + _COLLECTING_SECONDS
+        return reporting + self._interval + _MARGIN_SECONDS + _ABORTING_SECONDS + _ENDING_SECONDS + 2
 
     def _record_own_error(self, note: Note) -> None:
         """Give `on_report` an error that this rank has printed itself, if training had begun."""

@@ -12,9 +12,8 @@ code between its products and collectives is compiled (`tensor_parallel/cross_en
 import os
 import shutil
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -23,6 +22,7 @@ from megazero.errors import ConfigError, Problem
 from megazero.model.gpt import GPT, TransformerBlock
 from megazero.rules.run import compiled_under_ledger
 from megazero.tensor_parallel.activation import FusedGelu
+from megazero.tensor_parallel.compiler import compiled
 from megazero.tensor_parallel.cross_entropy import FusedSoftmax
 
 
@@ -36,7 +36,7 @@ def compile_blocks(model: GPT, *, as_a_whole: bool) -> str:
         block.mlp.fused = None if as_a_whole else gelu
         parts = [(block, "forward")] if as_a_whole else _between_borders(block)
         for module, method in parts:
-            setattr(module, method, _compiled(getattr(module, method)))
+            setattr(module, method, compiled(getattr(module, method)))
     return "every block as a whole" if as_a_whole else "the code between a block's collectives"
 
 
@@ -47,11 +47,6 @@ def _between_borders(block: TransformerBlock) -> Iterator[tuple[nn.Module, str]]
     if block.adds_without_effects:
         yield block, "between"
         yield block, "add"
-
-
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile the function as one graph (a graph break is an error) for one shape, since training has no other."""
-    return torch.compile(function, fullgraph=True, dynamic=False)
 
 
 def is_compiled(choice: str, device: torch.device, *, keeps_ledger: bool = False) -> bool:

@@ -25,7 +25,7 @@ from megazero.config.derived import ffn_hidden_size, max_position_embeddings
 from megazero.config.model import ModelConfig
 from megazero.model.sequences import Sequences
 from megazero.parallel.layer_split import Chunk, whole_model
-from megazero.parallel.param_spec import Init, Unit, share_between_ends
+from megazero.parallel.param_spec import Init, Unit, mark_block, share_between_ends
 from megazero.tensor_parallel.activation import FusedGelu, gelu
 from megazero.tensor_parallel.head_loss import Targets
 from megazero.tensor_parallel.layers import (
@@ -270,6 +270,8 @@ class TransformerBlock(nn.Module):
         self.mlp = FeedForward(config, tp)
         self._dropout = config.hidden_dropout
         self._tp = tp
+        if tp.within_compiled:
+            mark_block(self)
 
     @property
     def adds_without_effects(self) -> bool:

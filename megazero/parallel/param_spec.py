@@ -59,6 +59,7 @@ class ParamSpec:
     decay:        whether weight decay applies (not to biases and norms).
     writes_gradient: whether every use of it writes its gradient into the slot that is attached (`gradient_slot.py`).
     trainable:    False for a frozen parameter.
+    arrives_with_block: whether autograd gets its gradient at once with those of its whole block, which is compiled.
     """
 
     name: str
@@ -71,6 +72,12 @@ class ParamSpec:
     writes_gradient: bool = False
     trainable: bool = True
     init: Init = Init()
+    arrives_with_block: bool = False
+
+    @property
+    def accumulates_in_place(self) -> bool:
+        """True if autograd itself adds the gradient to where it is stored."""
+        return not (self.writes_gradient or self.arrives_with_block)
 
     @cached_property
     def numel(self) -> int:
@@ -135,6 +142,12 @@ def share_between_ends(parameter: nn.Parameter) -> None:
     """Mark a parameter that the first and the last pipeline stage both have, each with a part of its gradient."""
     spec: ParamSpec = getattr(parameter, _ATTRIBUTE)
     attach_spec(parameter, replace(spec, summed_over=(*spec.summed_over, ENDS)))
+
+
+def mark_block(module: nn.Module) -> None:
+    """Mark the parameters of a block that is compiled as a whole: autograd gets their gradients all at once."""
+    for parameter in module.parameters():
+        attach_spec(parameter, replace(spec_of("", parameter), arrives_with_block=True))
 
 
 def spec_of(name: str, parameter: nn.Parameter) -> ParamSpec:

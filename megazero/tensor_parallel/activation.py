@@ -12,12 +12,11 @@ costs more than g's memory is worth: so it is torch.compile that fuses the two (
     n = tokens, f = this rank's inner elements
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from megazero.tensor_parallel.compiler import compiled
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -34,8 +33,4 @@ class FusedGelu:
     """GELU and its backward, each compiled to one pass over its tensors."""
 
     def __init__(self) -> None:
-        self.output, self.backward = _compiled(gelu), _compiled(gelu_backward)
-
-
-def _compiled(piece: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(piece, fullgraph=True, dynamic=False)
+        self.output, self.backward = compiled(gelu), compiled(gelu_backward)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from megazero.comm.interface import Communicator
+from megazero.tensor_parallel.compiler import compiled
 
 
 class Labels(NamedTuple):
@@ -74,7 +75,7 @@ class FusedSoftmax:
 
     def __init__(self, *, compile: bool = True) -> None:
         pieces: tuple[Callable[..., Any], ...] = (_peak_and_total, _sums, _gradient)
-        self._peak_and_total, self._sums, self._gradient = map(_compiled, pieces) if compile else pieces
+        self._peak_and_total, self._sums, self._gradient = map(compiled, pieces) if compile else pieces
 
     def losses(self, logits: Tensor, labels: Labels, communicator: Communicator) -> tuple[Tensor, Callable[[], None]]:
         local = _VocabRange.of(logits, labels, communicator.rank)
@@ -147,10 +148,6 @@ def _columns_of(logits: Tensor) -> Tensor:
 
 def _loss_dtype(logits: Tensor) -> torch.dtype:
     return torch.promote_types(logits.dtype, torch.float32)
-
-
-def _compiled(piece: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(piece, fullgraph=True, dynamic=False)
 
 
 IN_PLACE = InPlaceSoftmax()

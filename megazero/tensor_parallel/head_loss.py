@@ -252,10 +252,10 @@ def _scale(gradient: Tensor, factor: Tensor, slot: GradientSlot | None) -> Tenso
 def _multiply(gradient: Tensor, factor: Tensor, num_rows: int) -> None:
     """Multiply gradient [n, h] by factor, in place, at the factor's precision.
 
-    The gradient is multiplied in pieces, since a CPU converts a whole operand beforehand.
+    On a CPU, which converts a whole operand beforehand, it is multiplied in pieces of num_rows.
     """
     factor = factor.view(1)  # without a dim it could first be rounded to a lower precision of the gradient's
-    if gradient.dtype == factor.dtype:
+    if gradient.dtype == factor.dtype or gradient.device.type != "cpu":
         gradient *= factor
         return
     for start in range(0, gradient.shape[0], num_rows):

@@ -12,6 +12,7 @@ from megazero.model.compiled import check_compiler
 from megazero.parallel.launch import Launch
 from megazero.parallel.threads import use_cpu_threads
 from megazero.train.check import topology
+from megazero.train.determinism import use_deterministic_mode
 from megazero.train.inputs import RunInputs
 from megazero.verify.side_by_side import verify
 from megazero.verify.verdict import Report
@@ -22,7 +23,7 @@ def verify_layout(config: RunConfig, launch: Launch, inputs: RunInputs, *, steps
     parallel, minutes = config.parallel, derived.collective_limit_minutes(config.limits)
     device = choose_device(parallel.device, launch)
     use_cpu_threads(parallel.cpu_threads, launch, device)
-    for notice in check_compiler(config.training.compile, device):
+    for notice in (*use_deterministic_mode(config, device), *check_compiler(config.training.compile, device)):
         Console(launch.rank).line(notice)
     joining = derived.join_limit_minutes(config.limits)
     store = join(

@@ -94,6 +94,7 @@ class GradientReducer:
         """Store a parameter's finished gradient, and launch completed buckets.  Raises UsageError on a second one."""
         if self._is_in_micro_batch:
             self.present.add(name)
+        self._store.arrive(name)
         if self._arrived is None:
             return
         if name in self._arrived:

@@ -166,7 +166,7 @@ class Shards:
     def reset_resident_gradients(self) -> None:
         """Zero resident gradients, and make every `.grad` its view again (a user's zero_grad() removes them).
 
-        Gradients that layers write are not zeroed: the first write replaces them.
+        Gradients that autograd does not add in place are not zeroed: the first write replaces them.
         """
         for index, flat in self._resident_gradients.items():
             for gap in _not_written(self.layout.sections[index]):
@@ -319,7 +319,7 @@ class Shards:
         self._set_gradient_dtype(section, self.plan.gradient.dtype)
         for slot in section.slots:
             parameter, preset = self._parameters[slot.spec.name], self._presets[slot.spec.name]
-            wanted = None if slot.spec.writes_gradient else preset
+            wanted = preset if slot.spec.accumulates_in_place else None
             if parameter.grad is not wanted and (wanted is None or _may_have(parameter, wanted)):
                 parameter.grad = wanted
 
@@ -367,10 +367,10 @@ class Shards:
 
 
 def _not_written(section: Section) -> Iterator[Range]:
-    """Yield the ranges between the parameters whose layers write their gradients themselves."""
+    """Yield the ranges between the parameters whose gradients autograd does not add in place."""
     start = 0
     for slot in section.slots:
-        if slot.spec.writes_gradient:
+        if not slot.spec.accumulates_in_place:
             if start < slot.start:
                 yield Range(start, slot.start)
             start = slot.stop

@@ -5,13 +5,16 @@
                reduced slices accumulate in this rank's shard (ZeRO, section 5.2)
     loose      gradients accumulate where autograd puts them, and are treated as leased ones at the boundary
 
-Layers that write gradients themselves (`parallel/gradient_slot.py`) write into resident and leased memory.
+Layers that write gradients themselves (`parallel/gradient_slot.py`) write into resident and leased memory.  The
+gradients of a block that is compiled as a whole, which autograd gets at once, are added to resident memory by one
+operation instead of one for each parameter.
 """
 
 from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from megazero.memory.lease import Lease, Scratch
@@ -32,6 +35,9 @@ class UnreducedGradients(Protocol):
 
     def gradient_slot(self, name: str) -> GradientSlot | None:
         """Return memory for a parameter's gradient, written before it is deposited; None: autograd gets it."""
+
+    def arrive(self, name: str) -> None:
+        """Take a gradient that backward has finished; called in every micro-batch."""
 
     def deposit(self, bucket: Bucket, name: str) -> None:
         """Store the part of a finished gradient that lies in `bucket`."""
@@ -62,10 +68,16 @@ class ResidentGradients:
         self._converts = shards.plan.gradient_wire != shards.plan.gradient.dtype
         self._sent: deque[Lease] = deque()
         self._written: set[str] = set()  # parameters whose slot has been written in this step
+        self._block_sizes: dict[str, int] = {}  # parameters of a compiled block: how many of them arrive together
+        for section in shards.layout.sections:
+            together = [slot.spec.name for slot in section.slots if slot.spec.arrives_with_block]
+            self._block_sizes |= dict.fromkeys(together, len(together))
+        self._arrived: dict[str, None] = {}  # those whose gradient autograd has, in order
 
     def begin_step(self) -> None:
         self._shards.reset_resident_gradients()
         self._written.clear()
+        self._arrived.clear()
 
     def gradient_slot(self, name: str) -> GradientSlot:
         is_first = name not in self._written
@@ -75,6 +87,25 @@ class ResidentGradients:
     def is_due(self, *, last_micro_batch: bool) -> bool:
         return last_micro_batch
 
+    def arrive(self, name: str) -> None:
+        if name in self._block_sizes:
+            self._arrived[name] = None
+            if len(self._arrived) >= self._block_sizes[name]:
+                self._add_arrived()
+
+    def _add_arrived(self) -> None:
+        """Add the gradients of a compiled block to their slots, all by one operation, or copy those that are first."""
+        found = {name: grad for name in self._arrived if (grad := self._parameters[name].grad) is not None}
+        first = [name for name in found if name not in self._written]
+        later = [name for name in found if name in self._written]
+        for names, put in ((first, torch._foreach_copy_), (later, torch._foreach_add_)):
+            if names:
+                put([self._shards.resident_gradient_of(name) for name in names], [found[name] for name in names])
+        self._written.update(found)
+        for name in found:
+            self._parameters[name].grad = None
+        self._arrived.clear()
+
     def deposit(self, bucket: Bucket, name: str) -> None:
         """Do nothing: autograd has added in place."""
 
@@ -83,8 +114,10 @@ class ResidentGradients:
 
     def close(self, bucket: Bucket, missing: set[str]) -> Tensor:
         whole = self._shards.resident_gradient(bucket, bucket.range)
+        if self._arrived:
+            self._add_arrived()
         for fragment in bucket.fragments.values():
-            if fragment.spec.writes_gradient:
+            if not fragment.spec.accumulates_in_place:
                 self._complete(fragment.spec.name)
         if not self._converts:
             return whole
@@ -105,7 +138,8 @@ class ResidentGradients:
             self._sent.popleft().release()
 
     def reset(self) -> None:
-        """Do nothing: the next step zeroes the flat tensors."""
+        """Forget only what has arrived: the next step zeroes the flat tensors."""
+        self._arrived.clear()
 
 
 class LeasedGradients:
@@ -155,6 +189,9 @@ class LeasedGradients:
         within = bucket.fragments[name].within
         memory = self._buffer(bucket)[within.start - bucket.start : within.stop - bucket.start]
         return GradientSlot(memory.view(self._parameters[name].shape), is_first)
+
+    def arrive(self, name: str) -> None:
+        """Do nothing: a gradient is copied by `deposit`."""
 
     def deposit(self, bucket: Bucket, name: str) -> None:
         if not self._at_once:

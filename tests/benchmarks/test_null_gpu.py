@@ -6,10 +6,22 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import null_gpu
 import pytest
-from null_gpu import CASES, FOLDER, Case, excesses, main, page, parse_arguments, units
+from null_gpu import (
+    ASSUMPTIONS,
+    CASES,
+    FOLDER,
+    Case,
+    excesses,
+    main,
+    page,
+    parse_arguments,
+    predicted_seconds,
+    units,
+)
 from readme import TOP
 from support.source_tree import ROOT
 from support.warm_python import warm_python
@@ -20,7 +32,12 @@ from megazero.rules import run as rules
 SCRIPT = ROOT / "scripts" / "null_gpu.sh"
 BLOCK = {"unit_bytes": 4, "block_bytes": 280}
 FOUND = {"launches": 10, "products": 4, "copies": 1, "synchronizations": 0, "peak_bytes": 3 << 20, **BLOCK}
+
 RECORD = FOLDER / "results" / "2026-11-23-null-gpu.json"
+
+
+def record_of(systems: dict[str, Any]) -> dict[str, Any]:
+    return {"date": "2026-01-02", "device": "null GPU", "torch": "2", "command": "x", "systems": systems}
 
 
 @pytest.mark.parametrize(
@@ -53,10 +70,23 @@ def test_every_limit_is_close_to_the_record() -> None:
 
 def test_the_page_has_every_case() -> None:
     systems = {"a": FOUND, "b": {"refused": "failed"}, "c": {"compiled": None}}
-    lines = page({"date": "2026-01-02", "device": "null GPU", "torch": "2", "command": "x", "systems": systems})[-1]
+    lines = page(record_of(systems))[-1]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines.splitlines()[2:]]
     assert rows[0] == ["a", "10", "4", "1", "0", "3.0", "70.0"]
     assert [row[:2] for row in rows[1:]] == [["b", "failed"], ["c", "ran on the CPU"]]
+
+
+def test_predictions_follow_from_operations_and_bytes() -> None:
+    """GPT-2 124M with 64 samples: products of 33.4 and 15.2 TFLOP, and kernels of blocks that move 81 GB."""
+    sizes = {"tokens": 65_536, "layers": 12, "width": 768, "length": 1024, "vocabulary": 50_304, "parameters": 124e6}
+    found = {**FOUND, "block_bytes": 67 * 65_536 * 768 * 2, "model": sizes}
+    parts = {name: 1e3 * seconds for name, seconds in predicted_seconds(found, ASSUMPTIONS["low"]).items()}
+    expected = [62.9, 21.0, 18.8, 26.0, 5.5, 1.27]
+    assert list(parts.values()) == pytest.approx(expected, rel=0.02)
+    lines = page(record_of({"GPT-2 124M": found, "small": FOUND}))[-1].splitlines()[2:]
+    speeds = [float(line.split("|")[-2].strip().removesuffix("k")) for line in lines]
+    assert len(lines) == len(ASSUMPTIONS)
+    assert 470 < speeds[0] < speeds[2] < speeds[1] < speeds[3] < 620, "low, FA2, middle, high"
 
 
 def test_another_python_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

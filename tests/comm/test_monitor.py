@@ -58,6 +58,15 @@ def test_the_error_of_rank_0_is_printed_alone(jobs: dict[str, Ended]) -> None:
 
 
 @pytest.mark.gloo
+def test_a_rank_that_fails_on_a_device_aborts_its_communicators_and_all_end(jobs: dict[str, Ended]) -> None:
+    """The message comes first; a rank that waits for the device, and whose abort hangs, ends 10 s later at most."""
+    job = jobs["device_error"]
+    assert job.printed == ("", "data error: a damaged token\nno process groups are left\n")
+    assert job.codes == (2, 2)
+    assert max(job.seconds) < START_SECONDS + 10
+
+
+@pytest.mark.gloo
 def test_a_bug_has_its_own_traceback_and_no_other(jobs: dict[str, Ended]) -> None:
     other, own = jobs["bug"].printed
     assert other == ""

@@ -4,7 +4,7 @@ Inductor makes the code where numbers and random draws are compared. The other t
 operations outside them, so they run the graphs as traced, which takes no compiler.
 """
 
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -71,18 +71,27 @@ def off_and_on(rank: int, layout: Layout) -> tuple[Ran, Ran]:
     return run(rank, layout, "off"), run(rank, layout, "on")
 
 
+def compiled_by(backend: str) -> AbstractContextManager[Any]:
+    """Have everything that is compiled in the context use this backend of torch.compile."""
+    original = torch.compile
+    return patch.object(
+        torch, "compile", lambda function, **options: original(function, **options | {"backend": backend})
+    )
+
+
 def run(rank: int, layout: Layout, choice: str) -> Ran:
     torch._dynamo.reset()
     counters.clear()
     degrees = {"tensor_model_parallel_size": layout.tp, "pipeline_model_parallel_size": layout.pp}
     batch = {"global_batch_size": 2 * MICRO_BATCHES * layout.dp, "compile": choice}
     config = tiny_run(**{"num_layers": 3 if layout.pp == 1 else 4, **batch, **degrees, **layout.settings})
-    compiler = torch.compile if layout.backend is None else partial(torch.compile, backend=layout.backend)
-    with patch.object(torch, "compile", compiler):
+    with nullcontext() if layout.backend is None else compiled_by(layout.backend):
         core = core_on_rank(rank, config, tp=layout.tp, pp=layout.pp, dp=layout.dp)
     parts, figures, evaluations = step_context(config, core), [], []
     for step in range(STEPS):
         core.mesh.meter.reset()
+        for flat in core.engine._shards._resident_gradients.values():
+            flat.fill_(torch.nan)  # so that adding to memory before it is written gives nan
         report = training_step(
             parts, batch_of(core, step, within_documents=layout.within_documents), StepControls(1e-2, 1.0)
         )
@@ -181,6 +190,7 @@ def test_recomputed_dropout_is_the_same_dropout() -> None:
     ("layout", "compiled", "graphs"),
     [
         (Layout({"zero_stage": 3, "reduce_bucket_size": 300}, dp=2), WHOLE, 1),
+        (Layout({"zero_stage": 1, "reduce_bucket_size": 300}, dp=2), WHOLE, 1),  # a block's gradients span buckets
         (Layout({}, tp=2), PARTS, 5),  # attention, activation and its backward, between the two, and after them
         (Layout({"sequence_parallel": True, "zero_stage": 2}, tp=2), PARTS, 5),
         (Layout({"recompute_granularity": "selective"}), PARTS, 5),
@@ -190,6 +200,7 @@ def test_recomputed_dropout_is_the_same_dropout() -> None:
     ],
     ids=[
         "zero",
+        "flat gradients",
         "tensor parallel",
         "split sequence",
         "selective recomputation",
@@ -223,21 +234,38 @@ def test_replicated_dropout_is_the_same_on_every_rank(recomputing: dict[str, Any
     )
 
 
-def where_gradients_are(rank: int, choice: str) -> list[str]:
-    """Return the parameters of layers that have no gradient tensor before a backward."""
-    core = core_on_rank(rank, tiny_run(zero_stage=1, compile=choice))
-    return [
-        name
-        for name, parameter in core.model.named_parameters()
-        if parameter.grad is None and name.startswith("layers.")
-    ]
+def additions_of_a_step(rank: int, choice: str) -> tuple[list[tuple[str, int]], set[str]]:
+    """Return the calls that add several gradients at once in a step, and which of a block's have a tensor after it."""
+    calls: list[tuple[str, int]] = []
+
+    def counted(name: str, original: Any) -> Any:
+        def call(slots: list[torch.Tensor], gradients: list[torch.Tensor]) -> Any:
+            calls.append((name, len(slots)))
+            return original(slots, gradients)
+
+        return call
+
+    with compiled_by("aot_eager"):
+        settings = {"zero_stage": 1, "num_layers": 2, "reduce_bucket_size": 10_000}  # a block in one bucket
+        core = core_on_rank(rank, tiny_run(compile=choice, global_batch_size=4, **settings))
+    with (
+        patch.object(torch, "_foreach_copy_", counted("copy", torch._foreach_copy_)),
+        patch.object(torch, "_foreach_add_", counted("add", torch._foreach_add_)),
+    ):
+        training_step(step_context(tiny_run(), core), batch_of(core, 0), StepControls(1e-2, 1.0))
+    parameters = core.model.named_parameters()
+    left = {name for name, one in parameters if name.startswith("layers.") and one.grad is not None}
+    core.engine.close()
+    return calls, left
 
 
-def test_gradients_of_compiled_blocks_add_up_in_the_flat_tensor() -> None:
-    """Compiled code writes no gradients, so autograd needs a place for each, and there is no second copy."""
-    assert run_ranks(1, where_gradients_are, "on") == [[]]
-    [written_by_layers] = run_ranks(1, where_gradients_are, "off")
-    assert len(written_by_layers) > 0 and all(name.endswith("weight") for name in written_by_layers)
+def test_gradients_of_a_compiled_block_are_added_at_once() -> None:
+    """The first micro-batch's are copied, so that nothing is zeroed for them; none is left beside the flat tensor."""
+    [(calls, left)] = run_ranks(1, additions_of_a_step, "on")
+    assert calls == [("copy", 12), ("copy", 12), ("add", 12), ("add", 12)]
+    assert left == set()
+    [(calls, left)] = run_ranks(1, additions_of_a_step, "off")
+    assert calls == [] and len(left) > 0 and not any(".mlp.up.weight" in name for name in left)
 
 
 def test_a_machine_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

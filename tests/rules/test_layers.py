@@ -32,7 +32,7 @@ DEPTH = {package: depth for depth, layer in enumerate(LAYERS) for package in lay
 PUBLIC_FACES = ("megazero/zero/__init__.py",)
 
 # Packages that few runs need and all would wait for, and optional ones: only these may be imported within a function.
-SELDOM = ("fsspec", "sentencepiece")
+SELDOM = ("fsspec", "sentencepiece", "torch._inductor")
 OPTIONAL = ("torch.utils.tensorboard", "transformers", "gigatoken", "pyarrow", "ftfy", "datasketch", "py3langid")
 
 # The files that users start.  torch takes most of a second to load, so programs read their command line without it:

@@ -15,9 +15,12 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from support.processes import start_fork_server
+from torch.distributed.distributed_c10d import _world
 
 from megazero.checkpoint.journal import Journal, read_journal
+from megazero.comm import abort
 from megazero.comm.mesh import Mesh
 from megazero.comm.metered import Meter
 from megazero.comm.monitor import place_in_job
@@ -65,8 +68,21 @@ def bug(rank: int, mesh: Mesh) -> None:
         raise KeyError("a bug")
 
 
+def device_error(rank: int, mesh: Mesh) -> None:
+    """Fail on rank 1 of a job that torch lists as NCCL's, while rank 0 waits for the device for ever.
+
+    The communicators of rank 0 cannot even be aborted.
+    """
+    for group in _world.pg_backend_config:
+        _world.pg_backend_config[group] = "cuda:nccl"
+    if rank == 1:
+        raise DataError("a damaged token")
+    abort._abort_process_group = lambda: time.sleep(1000)
+    time.sleep(1000)
+
+
 FAULTS: Mapping[str, Callable[[int, Mesh], None]] = MappingProxyType(
-    {fault.__name__: fault for fault in (killed, stopped, asleep, mismatched, user_error, bug)}
+    {fault.__name__: fault for fault in (killed, stopped, asleep, mismatched, user_error, bug, device_error)}
 )
 
 
@@ -134,14 +150,18 @@ def _train(name: str, rank: int, folder: Path) -> int:
         is_run=True,
         on_report=lambda lines: Journal(folder, print).write("fault", report=lines),
     )
-    with reported_faults(store, meter.flight, job):
-        buffers = FusedBuffers(64, CPU)
-        mesh = make_mesh(topology, rank, CPU, buffers, timeout_minutes=LIMIT_SECONDS / 60, meter=meter)
-        meter.flight.activity = "forward"
-        for step in range(1, 100):
-            meter.flight.iteration = step
-            if step == 10:
-                time.sleep(1.5)  # until both monitors have written a heartbeat
-                FAULTS[name](rank, mesh)
-            mesh.axis("dp").all_reduce(torch.ones(1)).wait()
+    try:
+        with reported_faults(store, meter.flight, job):
+            buffers = FusedBuffers(64, CPU)
+            mesh = make_mesh(topology, rank, CPU, buffers, timeout_minutes=LIMIT_SECONDS / 60, meter=meter)
+            meter.flight.activity = "forward"
+            for step in range(1, 100):
+                meter.flight.iteration = step
+                if step == 10:
+                    time.sleep(1.5)  # until both monitors have written a heartbeat
+                    FAULTS[name](rank, mesh)
+                mesh.axis("dp").all_reduce(torch.ones(1)).wait()
+    finally:
+        if not dist.is_initialized():
+            print("no process groups are left", file=sys.stderr, flush=True)
     return 0
