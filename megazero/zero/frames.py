@@ -184,6 +184,7 @@ class _SavedTensors:
     def __init__(self, gather: ParameterGather) -> None:
         """Catch the tensors that are saved from here on, until `stop`."""
         self._gather = gather
+        self._unit_of = gather.memory.unit_of
         self._pack_other, self._unpack_other = _top_hooks() or _NO_HOOKS
         self._stack = ExitStack()
         self._stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
@@ -200,8 +201,8 @@ class _SavedTensors:
         return isinstance(owner, _SavedTensors) and owner._gather is gather
 
     def _pack(self, tensor: Tensor) -> Any:
-        unit = self._gather.unit_of_memory(tensor)
-        return self._pack_other(tensor) if unit is None else _SavedView(self._gather, unit, tensor.detach())
+        unit = self._unit_of(tensor)
+        return self._pack_other(tensor) if unit is None else _SavedView(self._gather, unit.name, tensor.detach())
 
     def _unpack(self, packed: Any) -> Any:
         if not (isinstance(packed, _SavedView) and packed.gather is self._gather):
@@ -219,11 +220,27 @@ def _top_hooks() -> _Hooks | None:
     return hooks
 
 
-def _identity(value: Any) -> Any:
-    return value
+def _pack_alias(tensor: Tensor) -> tuple[Tensor, int]:
+    """Return another tensor on the memory of one that autograd saves, and its version.
+
+    It is detached: a node that saves its own output, and a hook that returned that very output, would hold each other
+    for ever if no backward came.
+    """
+    return tensor.detach(), tensor._version
 
 
-_NO_HOOKS: _Hooks = (_identity, _identity)
+def _unpack_alias(saved: tuple[Tensor, int]) -> Tensor:
+    """Return the saved tensor; raise RuntimeError if it has changed, which torch checks where there are no hooks."""
+    tensor, version = saved
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation:"
+            f" [{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version}"
+        )
+    return tensor
+
+
+_NO_HOOKS: _Hooks = (_pack_alias, _unpack_alias)
 
 
 def on_gradient(parameters: Mapping[str, nn.Parameter], ready: Callable[[str, Tensor], None]) -> list[RemovableHandle]:

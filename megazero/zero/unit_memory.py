@@ -93,7 +93,8 @@ class UnitMemory:
 
     def unit_of(self, tensor: torch.Tensor) -> GatheredUnit | None:
         """Return the unit in whose memory the tensor lies; None for any other tensor, with memory or without."""
-        if is_traceable_wrapper_subclass(tensor):  # a DTensor, whose memory is that of the tensor inside
+        # A DTensor's memory is that of the tensor inside.  The first test spares most tensors the slow second one.
+        if type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(tensor):
             inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
             found = (self.unit_of(part) for part in inner if isinstance(part, torch.Tensor))
             return next((unit for unit in found if unit is not None), None)
