@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.utils.hooks import RemovableHandle
 
 from megazero.errors import Problem, UsageError
 from megazero.zero.engine import Engine
-from megazero.zero.frames import on_gradient, tensors_in
+from megazero.zero.frames import call_on_gradient, on_gradient, tensors_in
 from megazero.zero.gather import in_backward
 
 _STEP = "a step is gradient_accumulation_steps backward passes, then engine.step()"
@@ -103,7 +102,7 @@ class BackwardPasses:
 
     def expect_scaled(self, loss: Tensor) -> None:
         """Mark `loss` as multiplied by the loss scale; a plain backward may start from it."""
-        _call_on_gradient(loss, self._on_scaled_loss)
+        call_on_gradient(loss, self._on_scaled_loss)
 
     def check_complete(self) -> bool:
         """Return True if the step is complete; raise UsageError without a counted pass, and within `no_sync`."""
@@ -131,7 +130,7 @@ class BackwardPasses:
             return
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
-                _call_on_gradient(tensor, self._on_output_gradient)
+                call_on_gradient(tensor, self._on_output_gradient)
 
     def _on_output_gradient(self, _gradient: Tensor) -> None:
         if not self._is_explicit:
@@ -198,12 +197,6 @@ class BackwardPasses:
         begun, self._is_armed, self._is_begun, self._is_scaled = self._is_begun, False, False, False
         if begun:
             self._end()
-
-
-def _call_on_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
-    """Call the hook with every gradient of `tensor` (torch's method has no annotations)."""
-    register: Callable[..., RemovableHandle] = tensor.register_hook
-    register(hook)
 
 
 def _restore_accumulated(parameter: nn.Parameter, accumulated: Tensor) -> None:

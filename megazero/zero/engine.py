@@ -133,7 +133,8 @@ class Engine:
         self._hooks = on_gradient(self._parameters, self._gradient_ready)
         self._publisher = ParameterPublisher(self._shards, mesh.gathering, by_gather=zero.allgather_partitions)
         self._gather = ParameterGather(self._shards, mesh.gathering, self._parameters, zero)
-        self._frames = Frames(model, consumers, self._gather, self._publisher, self._flight)
+        leaves = [module for unit in units if unit.is_leaf for module in unit.consumers]
+        self._frames = Frames(model, consumers, leaves, self._gather, self._publisher, self._flight)
         self._update = ShardUpdate(
             self._shards,
             self._publisher,
@@ -308,6 +309,11 @@ class Engine:
             self._shards.copy_master_to_working(bucket)
             self._publisher.publish(bucket)
         self._publisher.ensure(section.unit)
+
+    def is_in_leaf(self, name: str) -> bool:
+        """Return True if a parameter is gathered with a leaf module."""
+        unit = self._slots[name][0].unit
+        return any(one.is_leaf for one in self.units if one.name == unit)
 
     def touched(self, name: str, call: str) -> None:
         """Gather a partitioned parameter that is about to be read, or raise UsageError outside forward and backward."""

@@ -12,7 +12,7 @@ recomputation and offloading have hooks of their own), the frame's hooks come fi
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
@@ -48,17 +48,22 @@ class _SavedView(NamedTuple):
 
 
 class Frames:
-    """A follower of one model's forwards; `consumers` lists the units that each module's forward reads."""
+    """A follower of one model's forwards; `consumers` lists the units that each module's forward reads.
+
+    leaves: those consumers that ranks may compute differently in (`Unit.is_leaf`).
+    """
 
     def __init__(
         self,
         model: nn.Module,
         consumers: Mapping[nn.Module, list[str]],
+        leaves: Collection[nn.Module],
         gather: ParameterGather,
         publisher: ParameterPublisher,
         flight: FlightRecord,
     ) -> None:
         self._consumers = {module: list(units) for module, units in consumers.items()}
+        self._leaves = frozenset(leaves)
         self._names = {module: name or "the model" for name, module in model.named_modules()}
         self._gather = gather
         self._publisher = publisher
@@ -140,6 +145,8 @@ class Frames:
         frame = self._stack.pop()
         if frame.saving is not None:
             frame.saving.stop()
+        if module in self._leaves and self._gather.is_needed:
+            self._gather_before_backward(module, output)
         returned = self._units_in(output) if frame.pinned else set()
         for unit in frame.pinned:
             if unit in returned and self._stack:
@@ -150,6 +157,12 @@ class Frames:
             self._gather.unpin(unit)
         if not self._stack and self._gather.is_needed and not in_backward():
             self._end_forward(output)
+
+    def _gather_before_backward(self, leaf: nn.Module, output: Any) -> None:
+        """Have the leaf module's units gathered as soon as backward comes to its output."""
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                call_on_gradient(tensor, lambda _: self._gather.gather_leaf(self._consumers[leaf]))
 
     def _end_forward(self, output: Any) -> None:
         if output is None and sys.exception() is not None:  # torch calls hooks so when a forward has raised it
@@ -241,6 +254,12 @@ def _unpack_alias(saved: tuple[Tensor, int]) -> Tensor:
 
 
 _NO_HOOKS: _Hooks = (_pack_alias, _unpack_alias)
+
+
+def call_on_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Call the hook with every gradient of `tensor` (torch's method has no annotations)."""
+    register: Callable[..., RemovableHandle] = tensor.register_hook
+    register(hook)
 
 
 def on_gradient(parameters: Mapping[str, nn.Parameter], ready: Callable[[str, Tensor], None]) -> list[RemovableHandle]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.diverging_ranks import CASES, TIMEOUT_SECONDS
+from support.diverging_ranks import ROUTES, TIMEOUT_SECONDS
 from support.irregular_model import (
     Awkward,
     Options,
@@ -316,7 +316,19 @@ CALLS = {
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("case", [case.__name__ for case in CASES])
+@pytest.mark.parametrize("case", ROUTES)
+def test_ranks_that_gather_different_units(case: str, lonely: dict[tuple[str, int], dict[str, Any]]) -> None:
+    """Both ranks raise an error that names both modules, at once, and neither computes with the other's memory."""
+    for rank in range(2):
+        outcome = lonely[case, rank]
+        assert outcome["error"] == "CollectiveError", outcome["text"]
+        here = f"data-parallel rank {rank} gathers experts.{rank} for the forward of experts.{rank}"
+        assert f"{here}, rank {1 - rank} experts.{1 - rank}" in outcome["text"]
+        assert "set_z3_leaf_modules" in outcome["text"] and outcome["seconds"] < TIMEOUT_SECONDS
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("case", CALLS)
 def test_a_gather_that_only_one_rank_enters(case: str, lonely: dict[tuple[str, int], dict[str, Any]]) -> None:
     """The gather ends with an error that names the rank, the parameters and the call."""
     alone = lonely[case, 0]
