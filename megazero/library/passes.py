@@ -49,6 +49,7 @@ class BackwardPasses:
     def watch(self, model: nn.Module) -> None:
         """Register hooks on the model, before the ZeRO engine's: a pass must have begun when its hooks run."""
         self._parameters: Mapping[str, nn.Parameter] = dict(model.named_parameters())
+        self._trains = any(parameter.requires_grad for parameter in self._parameters.values())
         self._handles = [
             *on_gradient(self._parameters, self._on_gradient),
             model.register_forward_pre_hook(self._forward_begins),
@@ -87,7 +88,8 @@ class BackwardPasses:
             self._synchronises = before
 
     def run(self, loss: Tensor, *, retain_graph: bool) -> None:
-        """Run one pass from `loss`; raises UsageError when the step is complete."""
+        """Run one pass from `loss`; raises UsageError when the step is complete, and for a frozen model."""
+        self._check_trains("engine.backward(loss)")
         self._check_room()
         self._is_explicit = True
         try:
@@ -105,7 +107,10 @@ class BackwardPasses:
         call_on_gradient(loss, self._on_scaled_loss)
 
     def check_complete(self) -> bool:
-        """Return True if the step is complete; raise UsageError without a counted pass, and within `no_sync`."""
+        """Return True if the step is complete; raise UsageError without a counted pass, within `no_sync`, and for a
+        frozen model.
+        """
+        self._check_trains("engine.step()")
         if not self._synchronises:
             raise UsageError(Problem("engine.step() within engine.no_sync()", _STEP, "engine.step() after the block"))
         if self.count == 0:
@@ -178,6 +183,12 @@ class BackwardPasses:
                 parameter.grad = None
         self.reset()
 
+    def _check_trains(self, call: str) -> None:
+        if not self._trains:
+            rule = "no parameter of it required a gradient when it was initialized, so that there is nothing to update"
+            legal = "requires_grad_(True) before megazero.initialize; loss.backward() for gradients of its inputs"
+            raise UsageError(Problem(f"{call} of a frozen model", rule, legal))
+
     def _check_room(self) -> None:
         if self.count >= self.accumulation:
             given = f"backward pass {self.count + 1} of a step of {self.accumulation}"
@@ -197,6 +208,8 @@ class BackwardPasses:
         begun, self._is_armed, self._is_begun, self._is_scaled = self._is_begun, False, False, False
         if begun:
             self._end()
+        else:  # it made gradients of other tensors only
+            self._engine.end_walk(ends_pass=False)
 
 
 def _restore_accumulated(parameter: nn.Parameter, accumulated: Tensor) -> None:

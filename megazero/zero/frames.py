@@ -64,6 +64,7 @@ class Frames:
     ) -> None:
         self._consumers = {module: list(units) for module, units in consumers.items()}
         self._leaves = frozenset(leaves)
+        self._is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
         self._names = {module: name or "the model" for name, module in model.named_modules()}
         self._gather = gather
         self._publisher = publisher
@@ -170,6 +171,8 @@ class Frames:
             return
         if not torch.is_grad_enabled():
             self._gather.end_pass(with_backward=False)
+        elif self._is_frozen and not any(tensor.requires_grad for tensor in tensors_in(output)):
+            self._gather.end_pass(with_backward=True)  # begun as one with a backward, of which there is none
 
     def _units_in(self, output: Any) -> set[str]:
         found = (self._gather.unit_of_memory(tensor) for tensor in tensors_in(output))
