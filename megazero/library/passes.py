@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from megazero.errors import Problem, UsageError
+from megazero.zero.eagerly import eagerly
 from megazero.zero.engine import Engine
 from megazero.zero.frames import call_on_gradient, on_gradient, tensors_in
 from megazero.zero.gather import in_backward
@@ -123,6 +124,7 @@ class BackwardPasses:
         for handle in self._handles:
             handle.remove()
 
+    @eagerly
     def _forward_begins(self, _model: nn.Module, _inputs: Any) -> None:
         if not in_backward():
             begun, self._is_armed, self._is_begun, self._is_scaled = self._is_begun, False, False, False
@@ -130,6 +132,7 @@ class BackwardPasses:
                 self.discard()
             self._awaits_pass = self._awaits_pass or torch.is_grad_enabled()
 
+    @eagerly
     def _forward_ends(self, _model: nn.Module, _inputs: Any, output: Any) -> None:
         if in_backward():
             return

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megazero.comm.flight_record import FlightRecord
 from megazero.errors import Problem, UsageError
+from megazero.zero.eagerly import eagerly
 from megazero.zero.gather import ParameterGather, in_backward
 from megazero.zero.publish import ParameterPublisher
 
@@ -81,6 +82,7 @@ class Frames:
             units.append(unit)
         self._follow(module)
 
+    @eagerly
     def touched(self, name: str, call: str) -> None:
         """Gather a guarded parameter that is about to be read; raise UsageError outside forward and backward."""
         unit = self._gather.unit_of(name)
@@ -126,6 +128,7 @@ class Frames:
             if any(part in self._consumers for part in inner):
                 yield module
 
+    @eagerly
     def _enter(self, module: nn.Module, _inputs: Any) -> None:
         if not self._stack and not in_backward():
             self._gather.begin_pass(with_backward=torch.is_grad_enabled())
@@ -140,6 +143,7 @@ class Frames:
                 frame.pinned.append(unit)
                 self._gather.pin(unit, f"the forward of {self._names[module]}")
 
+    @eagerly
     def _leave(self, module: nn.Module, _inputs: Any, output: Any) -> None:
         if not self._stack or self._stack[-1].module is not module:
             return  # its forward was not entered: an error came before
@@ -216,10 +220,12 @@ class _SavedTensors:
         owner = None if top is None else getattr(top[0], "__self__", None)
         return isinstance(owner, _SavedTensors) and owner._gather is gather
 
+    @eagerly
     def _pack(self, tensor: Tensor) -> Any:
         unit = self._unit_of(tensor)
         return self._pack_other(tensor) if unit is None else _SavedView(self._gather, unit.name, tensor.detach())
 
+    @eagerly
     def _unpack(self, packed: Any) -> Any:
         if not (isinstance(packed, _SavedView) and packed.gather is self._gather):
             return self._unpack_other(packed)
