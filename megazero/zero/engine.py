@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megazero.comm.interface import Communicator
 from megazero.comm.mesh import Mesh
 from megazero.config.engine_sections import UNLIMITED, ZeroConfig
+from megazero.errors import Problem, UsageError
 from megazero.memory.address_book import ArenaStatistics
 from megazero.memory.lease import Scratch
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
@@ -97,6 +98,7 @@ class Engine:
         """The factor by which gradients are multiplied where a user reads them; the caller of `update` sets it."""
         self.has_gradients = False
         """True while the gradients of a whole step exist: from its last backward until the next step begins."""
+        self._as_gathered: dict[str, Tensor] = {}  # bytes of parameters that a block reads, where that is checked
         self._unfinished: set[int] = set()  # parts whose last backward has not begun
         self.mesh = mesh
         self._flight = mesh.meter.flight
@@ -327,6 +329,32 @@ class Engine:
                 self._publisher.ensure(self._slots[name][0].unit)
             else:
                 self._gather.pin_for_user(unit, why)
+            if self.settings.zero.enable_sanity_checks:
+                self._as_gathered[name] = self._bytes_of(name).clone()
+
+    def check_unchanged(self, names: Iterable[str]) -> None:
+        """Raise UsageError on every rank if one has changed gathered parameters, where the configuration checks that.
+
+        A parameter that a block within this one has released is passed over.
+        """
+        if not self.settings.zero.enable_sanity_checks:
+            return
+        watched = list(names)
+        before = [self._as_gathered.get(name) for name in watched]
+        flags = [
+            float(copy is not None and not torch.equal(copy, self._bytes_of(name)))
+            for name, copy in zip(watched, before, strict=True)
+        ]
+        changed = torch.tensor(flags, dtype=torch.float64, device=self.mesh.device)
+        self.data_parallel.all_reduce_scalars(changed, "max").wait()
+        found = [name for name, flag in zip(watched, changed.tolist(), strict=True) if flag]
+        if found:
+            rule = "what is written into gathered parameters is lost, unless one rank is named whose values are stored"
+            legal = "GatheredParameters(params, modifier_rank=0)"
+            raise UsageError(Problem(f"{', '.join(found)} changed in GatheredParameters on some rank", rule, legal))
+
+    def _bytes_of(self, name: str) -> Tensor:
+        return self._parameters[name].detach().contiguous().view(-1).view(torch.uint8)
 
     def release(self, names: Iterable[str], *, modifier_rank: int | None) -> None:
         """Unpin gathered parameters; with modifier_rank store their values on that rank first, master weights too."""
@@ -336,6 +364,7 @@ class Engine:
                 self._broadcast_value(name, modifier_rank)
             if unit is not None:
                 self._gather.unpin(unit)
+            self._as_gathered.pop(name, None)
 
     def register_external(self, module: nn.Module, name: str) -> None:
         """Gather parameter `name` for `module`'s forward too."""

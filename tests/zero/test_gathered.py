@@ -158,6 +158,36 @@ def test_changes_without_a_modifier_are_lost(zero: dict[str, Any]) -> None:
     assert run_ranks(2, change_without_saying, zero) == [True, True]
 
 
+def change_under_checks(rank: int, writes: bool) -> tuple[str, int, bool]:
+    """Write on rank 1 without a modifier; return the error, the elements still gathered, and whether reading passes."""
+    model = make_model()
+    zero = {"enable_sanity_checks": True, "param_persistence_threshold": 6}
+    engine = engine_around(model, mesh_in_worker(rank, dp=2), **zero)
+    text = ""
+    try:
+        with GatheredParameters(model):
+            if rank == 1 and writes:
+                model.first.weight.data.add_(1.0)
+                model.scale.data.mul_(2.0)
+    except UsageError as error:
+        text = str(error)
+    with GatheredParameters(model.first), GatheredParameters(model, modifier_rank=0), torch.no_grad():
+        model.first.weight.fill_(0.5)
+    left = engine.gathered_numel[0]
+    with GatheredParameters(model.first.weight):
+        stored = bool((model.first.weight == 0.5).all())
+    engine.close()
+    return text, left, stored
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("writes", [True, False])
+def test_changes_without_a_modifier_are_an_error_on_every_rank_where_checked(writes: bool) -> None:
+    for text, left, stored in run_ranks(2, change_under_checks, writes):
+        assert ("scale, first.weight changed in GatheredParameters on some rank" in text) == writes
+        assert ("modifier_rank=0" in text) == writes and left == 0 and stored
+
+
 class Refused(Exception):
     """An error that is raised inside a block."""
 
