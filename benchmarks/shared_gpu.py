@@ -40,9 +40,9 @@ class OverHost(ProcessGroupCommunicator):
         super().__init__(group, scratch)
         self._exchanges = False  # use gloo's own collectives, which need no memory of the device
 
-    def all_gather_into(self, output: Tensor, input: Tensor) -> Work:
+    def all_gather_into(self, output: Tensor, input: Tensor, label: int | None = None) -> Work:
         gathered = torch.empty(output.shape, dtype=output.dtype)
-        return _Copied(super().all_gather_into(gathered, input.cpu()), output, gathered)
+        return _Copied(super().all_gather_into(gathered, input.cpu(), label), output, gathered)
 
     def reduce_scatter_into(self, output: Tensor, input: Tensor) -> Work:
         reduced = torch.empty(output.shape, dtype=output.dtype)

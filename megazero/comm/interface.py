@@ -20,6 +20,14 @@ class Work(Protocol):
         """Wait until the result may be read (on CUDA: by work that is queued on the current stream afterwards)."""
 
 
+class LabelMismatch(RuntimeError):
+    """The error of a gather to which a rank has given another label than its neighbour; rank: that neighbour's."""
+
+    def __init__(self, rank: int, theirs: int, mine: int) -> None:
+        super().__init__(f"rank {rank} of the axis gathers number {theirs} where this rank gathers number {mine}")
+        self.rank, self.label = rank, theirs
+
+
 class Communicator(Protocol):
     """The collectives over the ranks of one axis."""
 
@@ -29,8 +37,12 @@ class Communicator(Protocol):
     @property
     def rank(self) -> int: ...
 
-    def all_gather_into(self, output: Tensor, input: Tensor) -> Work:
-        """Gather output [size * n] from every rank's input [n], in rank order; input may be its slice of output."""
+    def all_gather_into(self, output: Tensor, input: Tensor, label: int | None = None) -> Work:
+        """Gather output [size * n] from every rank's input [n], in rank order; input may be its slice of output.
+
+        label: a number for what is gathered, where ranks may come to different gathers by mistake.  A communicator that
+        sends messages (gloo's) compares it with the neighbour's, and its `wait` raises LabelMismatch.
+        """
 
     def reduce_scatter_into(self, output: Tensor, input: Tensor) -> Work:
         """Sum all inputs [size * n]; output [n] is this rank's slice of the sum, and may alias that of input."""

@@ -11,7 +11,7 @@ class LocalCommunicator:
     size = 1
     rank = 0
 
-    def all_gather_into(self, output: Tensor, input: Tensor) -> Work:
+    def all_gather_into(self, output: Tensor, input: Tensor, label: int | None = None) -> Work:
         return _copy(output, input)
 
     def reduce_scatter_into(self, output: Tensor, input: Tensor) -> Work:

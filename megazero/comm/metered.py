@@ -75,9 +75,9 @@ class MeteredCommunicator:
         self.size = inner.size
         self.rank = inner.rank
 
-    def all_gather_into(self, output: Tensor, input: Tensor) -> Work:
+    def all_gather_into(self, output: Tensor, input: Tensor, label: int | None = None) -> Work:
         begun = self._record("all_gather", output)
-        return self._noted(begun, self._inner.all_gather_into(output, input))
+        return self._noted(begun, self._inner.all_gather_into(output, input, label))
 
     def reduce_scatter_into(self, output: Tensor, input: Tensor) -> Work:
         begun = self._record("reduce_scatter", input)

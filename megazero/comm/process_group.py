@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import (
     ReduceScatterOptions,
 )
 
-from megazero.comm.interface import ReduceKind, Work
+from megazero.comm.interface import LabelMismatch, ReduceKind, Work
 from megazero.memory.lease import Lease, Scratch
 
 _MAX_IN_FLIGHT = 64  # exchanges of one group
@@ -34,6 +34,9 @@ _REDUCE_SCATTER: Any = (
     getattr(dist.ProcessGroup, "reduce_scatter_single", None) or dist.ProcessGroup._reduce_scatter_base
 )
 _TAG = 0  # of messages: those between two ranks of a group keep their order
+# Tags of a gather's messages follow from their size: where ranks gather different things by mistake, messages of
+# different sizes never meet, for which gloo would end the process.
+_MAX_TAG = 2**31 - 2
 
 
 class ProcessGroupCommunicator:
@@ -47,9 +50,9 @@ class ProcessGroupCommunicator:
         self._exchanges = group.name() == "gloo"
         self._in_flight: deque[_Exchange] = deque()
 
-    def all_gather_into(self, output: Tensor, input: Tensor) -> Work:
+    def all_gather_into(self, output: Tensor, input: Tensor, label: int | None = None) -> Work:
         if self._exchanges:
-            return self._exchange_to_gather(output, input)
+            return self._exchange_to_gather(output, input, label)
         return _Pending(_ALL_GATHER(self._group, output, input, _asynchronous(AllgatherOptions())))
 
     def reduce_scatter_into(self, output: Tensor, input: Tensor) -> Work:
@@ -82,12 +85,28 @@ class ProcessGroupCommunicator:
         options.device = torch.device("cuda", torch.cuda.current_device()) if has_nccl else torch.device("cpu")
         self._group.barrier(options).wait()
 
-    def _exchange_to_gather(self, output: Tensor, input: Tensor) -> Work:
+    def _exchange_to_gather(self, output: Tensor, input: Tensor, label: int | None) -> Work:
         slices = output.view(self.size, input.numel())
         if slices[self.rank].data_ptr() != input.data_ptr():
             slices[self.rank].copy_(input)
-        works = [work for peer in self._peers() for work in self._swap(slices[self.rank], slices[peer], peer)]
-        return self._retain(_Exchange(works))
+        check = None if label is None or self.size == 1 else self._compare(label)
+        tag = 1 + input.numel() * input.element_size() % _MAX_TAG
+        works = [work for peer in self._peers() for work in self._swap(slices[self.rank], slices[peer], peer, tag)]
+        return self._retain(_Exchange(works, check))
+
+    def _compare(self, label: int) -> Callable[[], None]:
+        """Send the label to the next rank; return a function that waits for that of the rank before, and compares."""
+        before, sent, received = (self.rank - 1) % self.size, torch.tensor([label]), torch.empty(1, dtype=torch.int64)
+        receiving = self._group.recv([received], before, _TAG)
+        sending = self._group.send([sent], (self.rank + 1) % self.size, _TAG)
+
+        def check() -> None:
+            receiving.wait()
+            sending.wait()
+            if (theirs := int(received)) != label:
+                raise LabelMismatch(before, theirs, label)
+
+        return check
 
     def _exchange_and_sum(self, output: Tensor, input: Tensor) -> Work:
         slices, peers = input.view(self.size, output.numel()), self._peers()
@@ -114,10 +133,10 @@ class ProcessGroupCommunicator:
             self._in_flight.popleft().wait()
         return exchange
 
-    def _swap(self, mine: Tensor, theirs: Tensor, peer: int) -> list[Any]:
+    def _swap(self, mine: Tensor, theirs: Tensor, peer: int, tag: int = _TAG) -> list[Any]:
         """Begin to send `mine` to rank `peer`, and to receive `theirs` from it."""
-        receiving = self._group.recv([theirs], peer, _TAG)
-        return [receiving, self._group.send([mine], peer, _TAG)]
+        receiving = self._group.recv([theirs], peer, tag)
+        return [receiving, self._group.send([mine], peer, tag)]
 
     def _peers(self) -> list[int]:
         """Return the other ranks, every rank beginning with the one behind it, so that no two begin with the same."""
@@ -135,14 +154,17 @@ class _Pending:
 
 
 class _Exchange:
-    """The sends and receives of one exchange."""
+    """The sends and receives of one exchange; `check` is called before they are waited for."""
 
-    def __init__(self, works: Sequence[Any]) -> None:
+    def __init__(self, works: Sequence[Any], check: Callable[[], None] | None = None) -> None:
         self._works = works
+        self._check = check
         self.is_complete = False
 
     def wait(self) -> None:
         if not self.is_complete:
+            if self._check is not None:
+                self._check()
             for work in self._works:
                 work.wait()
             self.is_complete, self._works = True, ()  # which frees the tensors

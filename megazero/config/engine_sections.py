@@ -120,6 +120,23 @@ class ZeroConfig:
     gradient_predivide_factor: float = setting(
         1.0, help="divide gradients by this before they are reduced, and by the rest of the average after", gt=0
     )
+    enable_sanity_checks: bool = setting(
+        False,
+        help="stage 3: compare before every gather that all processes gather the same, which gloo does anyway (a wait"
+        " for the device and for the slowest process each time), and refuse changes in GatheredParameters without a"
+        " modifier_rank (a copy of the parameters)",
+    )
+    leaf_module_classes: tuple[str, ...] = setting(
+        (
+            "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+            "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+            "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
+        ),
+        help="stage 3: classes, by name or full name, of leaf modules: all parameters in one are gathered when its"
+        " forward begins, so that processes may use different ones of them",
+    )
+    leaf_module_names: tuple[str, ...] = setting((), help="stage 3: names of leaf modules")
+    leaf_module_name_suffixes: tuple[str, ...] = setting((), help="stage 3: ends of the names of leaf modules")
 
 
 Fp8Format = Literal["e4m3", "hybrid"]

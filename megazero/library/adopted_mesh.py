@@ -144,10 +144,10 @@ class TwoAxes:
         self.size = outer.size * inner.size
         self.rank = outer.rank * inner.size + inner.rank
 
-    def all_gather_into(self, output: Tensor, input: Tensor) -> Work:
+    def all_gather_into(self, output: Tensor, input: Tensor, label: int | None = None) -> Work:
         row = input.new_empty(self._inner.size * input.numel())
-        self._inner.all_gather_into(row, input).wait()
-        return self._outer.all_gather_into(output, row)
+        self._inner.all_gather_into(row, input, label).wait()
+        return self._outer.all_gather_into(output, row, label)
 
     def reduce_scatter_into(self, output: Tensor, input: Tensor) -> Work:
         row = input.new_empty(self._inner.size * output.numel())

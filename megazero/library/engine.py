@@ -61,7 +61,8 @@ class EngineComponents:
 class DataParallelEngine:
     """An engine that trains `module` on this rank's share of the data; `megazero.initialize` makes it.
 
-    Every rank makes the same calls in the same order.  Attributes that the engine does not have are the module's.
+    Every rank makes the same calls in the same order, and in ZeRO stage 3 runs the same modules, except inside a leaf
+    module (`leaf_modules.py`).  Attributes that the engine does not have are the module's.
     """
 
     def __init__(self, module: nn.Module, components: EngineComponents) -> None:

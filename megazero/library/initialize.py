@@ -16,6 +16,7 @@ from megazero.library.config import BatchSizes, EngineConfig, automatic_sizes, l
 from megazero.library.dtensors import unwrap_dtensors
 from megazero.library.engine import DataParallelEngine, EngineComponents
 from megazero.library.join import mesh_and_buffers
+from megazero.library.leaf_modules import choose_leaves
 from megazero.library.module_units import choose_units
 from megazero.library.optimizers import MakeOptimizer, choose
 from megazero.library.passes import BackwardPasses
@@ -74,7 +75,7 @@ def initialize(
     rates = LearningRates(chosen.groups, settings.scheduler)
     passes = BackwardPasses(batch.accumulation, needs_scale=settings.precision.precision == "fp16")
     passes.watch(model)
-    units = choose_units(model)
+    units = choose_units(model, choose_leaves(model, settings.zero, plan))
     core_settings = EngineSettings(
         settings.zero,
         chosen.inner,

@@ -16,10 +16,13 @@ they are used in several places.  The *consumers* of a unit are the modules whos
     |- norm                |   norm                  norm
     `- head.weight  -------+
 
+In a *leaf module* (`leaf_modules.py`) ranks may compute different things, so all parameters in it are one unit, which
+is read where the leaf's forward begins.  For a list, which has no forward of its own, the module around it is the leaf.
+
 Units stand in the order in which their first parameters are registered, which is assumed to be the order of use.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch import nn
 
@@ -28,11 +31,16 @@ from megazero.parallel.param_spec import Unit
 _WHOLE_MODEL = "the model"
 
 
-def choose_units(model: nn.Module) -> list[Unit]:
+def choose_units(model: nn.Module, leaves: Iterable[nn.Module] = ()) -> list[Unit]:
     """Return units that hold every parameter of `model` once, under the name of its first registration."""
-    owners = _owners(model)
-    block_of = {part: block for block in _blocks(model) for part in block.modules()}
     module_names = {module: name or _WHOLE_MODEL for name, module in model.named_modules()}
+    leaf_of: dict[nn.Module, nn.Module] = {}
+    marked = {_entered(leaf, module_names) for leaf in leaves}
+    for leaf in (module for module in module_names if module in marked):  # the outermost first
+        for part in leaf.modules():
+            leaf_of.setdefault(part, leaf)
+    owners = {p: tuple(dict.fromkeys(leaf_of.get(m, m) for m in modules)) for p, modules in _owners(model).items()}
+    block_of = {part: block for block in _blocks(model) for part in block.modules()} | leaf_of
     members: dict[str, list[str]] = {}
     consumers: dict[str, tuple[nn.Module, ...]] = {}
     by_owners: dict[tuple[nn.Module, ...], str] = {}
@@ -45,7 +53,19 @@ def choose_units(model: nn.Module) -> list[Unit]:
             unit = module_names[modules[0]]
         members.setdefault(unit, []).append(name)
         consumers[unit] = modules
-    return [Unit(unit, tuple(names), consumers[unit]) for unit, names in members.items()]
+    return [
+        Unit(unit, tuple(names), consumers[unit], is_leaf=any(module in marked for module in consumers[unit]))
+        for unit, names in members.items()
+    ]
+
+
+def _entered(leaf: nn.Module, names: Mapping[nn.Module, str]) -> nn.Module:
+    """Return the module, or for one without a forward of its own the innermost module around it that has one."""
+    name, modules = names[leaf], {name: module for module, name in names.items()}
+    while type(leaf).forward is nn.Module.forward and name != _WHOLE_MODEL:
+        name = name.rpartition(".")[0] or _WHOLE_MODEL
+        leaf = modules[name]
+    return leaf
 
 
 def _owners(model: nn.Module) -> Mapping[nn.Parameter, tuple[nn.Module, ...]]:

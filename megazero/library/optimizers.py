@@ -30,8 +30,14 @@ class EngineOptimizer(NamedTuple):
 def choose(given: Optimizer | MakeOptimizer | None, choice: OptimizerChoice, model: nn.Module) -> EngineOptimizer:
     """Return the optimizer that the user has given, or else the configuration's over all of the model's parameters.
 
-    Raises ConfigError if it does not work on flat pieces, or updates tensors that are not the model's parameters.
+    A frozen model gets one that never steps.  Raises ConfigError if the optimizer does not work on flat pieces, or
+    updates tensors that are not the model's parameters; UsageError if one is given for a frozen model.
     """
+    if not _trainable(model):
+        if given is not None:
+            rule = "an optimizer updates parameters that require a gradient, and the model has none"
+            raise UsageError(Problem("an optimizer for a frozen model", rule, "initialize(model, config) without one"))
+        return EngineOptimizer(make_optimizer(OptimizerChoice(), model), [{"lr": choice.lr}])
     if given is None:
         return _configured(choice, model)
     template = given(_trainable(model)) if callable(given) and not isinstance(given, Optimizer) else given

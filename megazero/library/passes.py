@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.utils.hooks import RemovableHandle
 
 from megazero.errors import Problem, UsageError
+from megazero.zero.eagerly import eagerly
 from megazero.zero.engine import Engine
-from megazero.zero.frames import ModuleHook, on_gradient, tensors_in
+from megazero.zero.frames import ModuleHook, call_on_gradient, on_gradient, tensors_in
 from megazero.zero.gather import in_backward
 
 _STEP = "a step is gradient_accumulation_steps backward passes, then engine.step()"
@@ -58,6 +58,7 @@ class BackwardPasses:
     def watch(self, model: nn.Module) -> None:
         """Register hooks on the model, before the ZeRO engine's: a pass must have begun when its hooks run."""
         self._parameters: Mapping[str, nn.Parameter] = dict(model.named_parameters())
+        self._trains = any(parameter.requires_grad for parameter in self._parameters.values())
         self._handles = [
             *on_gradient(self._parameters, self._on_gradient),
             model.register_forward_pre_hook(ModuleHook(self._forward_begins)),
@@ -97,7 +98,8 @@ class BackwardPasses:
             self._synchronises = before
 
     def run(self, loss: Tensor, *, retain_graph: bool) -> None:
-        """Run one pass from `loss`; raises UsageError when the step is complete."""
+        """Run one pass from `loss`; raises UsageError when the step is complete, and for a frozen model."""
+        self._check_trains("engine.backward(loss)")
         self._check_room()
         around, self._is_explicit = _running_owner(), True
         torch._C._stash_obj_in_tls(_OWNER, self)
@@ -114,10 +116,13 @@ class BackwardPasses:
 
     def expect_scaled(self, loss: Tensor) -> None:
         """Mark `loss` as multiplied by the loss scale; a plain backward may start from it."""
-        _call_on_gradient(loss, self._on_scaled_loss)
+        call_on_gradient(loss, self._on_scaled_loss)
 
     def check_complete(self) -> bool:
-        """Return True if the step is complete; raise UsageError without a counted pass, and within `no_sync`."""
+        """Return True if the step is complete; raise UsageError without a counted pass, within `no_sync`, and for a
+        frozen model.
+        """
+        self._check_trains("engine.step()")
         if not self._synchronises:
             raise UsageError(Problem("engine.step() within engine.no_sync()", _STEP, "engine.step() after the block"))
         if self.count == 0:
@@ -156,6 +161,7 @@ class BackwardPasses:
         for handle in self._handles:
             handle.remove()
 
+    @eagerly
     def _forward_begins(self, _model: nn.Module, _inputs: Any) -> None:
         if not in_backward():
             begun, self._is_armed, self._is_begun, self._is_scaled = self._is_begun, False, False, False
@@ -166,12 +172,13 @@ class BackwardPasses:
                 self._awaits_pass = True
                 self._engine.written.before_forward()
 
+    @eagerly
     def _forward_ends(self, _model: nn.Module, _inputs: Any, output: Any) -> None:
         if in_backward():
             return
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
-                _call_on_gradient(tensor, self._on_output_gradient)
+                call_on_gradient(tensor, self._on_output_gradient)
 
     def _on_output_gradient(self, _gradient: Tensor) -> None:
         if self._is_explicit:
@@ -287,6 +294,12 @@ class BackwardPasses:
             self.discard()
             raise
 
+    def _check_trains(self, call: str) -> None:
+        if not self._trains:
+            rule = "no parameter of it required a gradient when it was initialized, so that there is nothing to update"
+            legal = "requires_grad_(True) before megazero.initialize; loss.backward() for gradients of its inputs"
+            raise UsageError(Problem(f"{call} of a frozen model", rule, legal))
+
     def _check_room(self) -> None:
         if self.count >= self.accumulation:
             given = f"backward pass {self.count + 1} of a step of {self.accumulation}"
@@ -307,17 +320,13 @@ class BackwardPasses:
         begun, self._is_armed, self._is_begun, self._is_scaled = self._is_begun, False, False, False
         if begun:
             self._end()
+        else:  # it made gradients of other tensors only
+            self._engine.end_walk(ends_pass=False)
 
 
 def _running_owner() -> object:
     """Return the passes of the engine whose `backward(loss)` is running, also in threads of autograd; else None."""
     return torch._C._get_obj_in_tls(_OWNER) if torch._C._is_key_in_tls(_OWNER) else None
-
-
-def _call_on_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
-    """Call the hook with every gradient of `tensor` (torch's method has no annotations)."""
-    register: Callable[..., RemovableHandle] = tensor.register_hook
-    register(hook)
 
 
 def _restore_accumulated(parameter: nn.Parameter, accumulated: Tensor) -> None:

@@ -107,8 +107,8 @@ def _problems(model: nn.Module) -> Iterator[Problem]:
         yield Problem(
             "a model with an engine", rule, "engine.close() of the other one, where no parameter is partitioned"
         )
-    if not any(parameter.requires_grad for _, parameter in named):
-        yield Problem("a model without a parameter that requires a gradient", "there is something to train")
+    if not named:
+        yield Problem("a model without parameters", "an engine partitions a model's parameters, and trains them")
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             rule = "gradients are dense: they travel in flat buffers"

@@ -179,6 +179,9 @@ class Init:
                 if not sliced.pins and sliced not in self._whole:
                     sliced.release(just_partitioned=modifier_rank is not None)
 
+    def check_unchanged(self, names: Iterable[str]) -> None:
+        """Do nothing: an engine checks."""
+
     def register_external(self, module: nn.Module, name: str) -> None:
         """Do nothing: the engine finds such parameters at their first use in a forward."""
 

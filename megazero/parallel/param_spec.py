@@ -110,12 +110,15 @@ class Unit(NamedTuple):
     """Parameters, by name, that are laid out, gathered and released together, and the modules whose forwards read them.
 
     part: the number of the part of the model (a pipeline's chunk) that it belongs to; each has backwards of its own.
+    is_leaf: whether ranks may compute different things in the consumers, so that backward gathers the unit wherever it
+    comes to one of them, whatever that has computed.
     """
 
     name: str
     parameters: tuple[str, ...]
     consumers: tuple[nn.Module, ...] = ()
     part: int = 0
+    is_leaf: bool = False
 
 
 class StateFragment(NamedTuple):

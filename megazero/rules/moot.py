@@ -77,6 +77,10 @@ _STAGE_3 = (
     "zero3_reshard_after",
     "gather_16bit_weights_on_model_save",
     "memory_efficient_linear",
+    "enable_sanity_checks",
+    "leaf_module_classes",
+    "leaf_module_names",
+    "leaf_module_name_suffixes",
 )
 _DYNAMIC_SCALE = (
     "initial_loss_scale",
@@ -496,6 +500,10 @@ RUN: tuple[Row[RunConfig], ...] = (
         lambda c: "a run saves checkpoints, and every process writes its own part of them",
     ),
     Row(("override_module_apply",), lambda c: "nothing in a run calls Module.apply"),
+    Row(
+        ("leaf_module_classes", "leaf_module_names", "leaf_module_name_suffixes"),
+        lambda c: "every process of a run computes with the same layers in the same order",
+    ),
     Row(
         ("synchronize_each_layer",),
         lambda c: "the CPU is never behind the program" if c.parallel.device == "cpu" else "",

@@ -13,6 +13,7 @@ _MODULES = MappingProxyType(
         "GatheredParameters": "megazero.zero.gathered",
         "Init": "megazero.library.zero_init",
         "TiledLinear": "megazero.library.tiled_linear",
+        "get_z3_leaf_modules": "megazero.library.leaf_modules",
         "register_external_parameter": "megazero.zero.gathered",
         "safe_get_full_fp32_param": "megazero.library.access",
         "safe_get_full_grad": "megazero.library.access",
@@ -26,6 +27,13 @@ _MODULES = MappingProxyType(
         "safe_set_local_fp32_param": "megazero.library.access",
         "safe_set_local_grad": "megazero.library.access",
         "safe_set_local_optimizer_state": "megazero.library.access",
+        "set_z3_leaf_module": "megazero.library.leaf_modules",
+        "set_z3_leaf_modules": "megazero.library.leaf_modules",
+        "set_z3_leaf_modules_by_name": "megazero.library.leaf_modules",
+        "set_z3_leaf_modules_by_suffix": "megazero.library.leaf_modules",
+        "unset_z3_leaf_modules": "megazero.library.leaf_modules",
+        "z3_leaf_module": "megazero.library.leaf_modules",
+        "z3_leaf_parameter": "megazero.library.leaf_modules",
     }
 )
 

@@ -123,6 +123,7 @@ class Engine:
         """True while the gradients of a whole step exist: from its last backward until the next step begins."""
         self._are_averages = False  # the gradients, which are sums until user code reads them
         self._has_accumulated = False  # gradients since the step began
+        self._as_gathered: dict[str, Tensor] = {}  # bytes of parameters that a block reads, where that is checked
         self._unfinished: set[int] = set()  # parts whose last backward has not begun
         self.mesh = mesh
         self._flight = mesh.meter.flight
@@ -160,7 +161,8 @@ class Engine:
         self._guards = self._guard_gradients() if settings.guards_gradients else None
         self._publisher = ParameterPublisher(self._shards, mesh.gathering, by_gather=zero.allgather_partitions)
         self._gather = ParameterGather(self._shards, mesh.gathering, self._parameters, zero)
-        self._frames = Frames(model, consumers, self._gather, self._publisher, self._flight)
+        leaves = [module for unit in units if unit.is_leaf for module in unit.consumers]
+        self._frames = Frames(model, consumers, leaves, self._gather, self._publisher, self._flight)
         self._update = ShardUpdate(
             self._shards,
             self._publisher,
@@ -470,6 +472,11 @@ class Engine:
             self._publisher.publish(bucket)
         self._publisher.ensure(section.unit)
 
+    def is_in_leaf(self, name: str) -> bool:
+        """Return True if a parameter is gathered with a leaf module."""
+        unit = self._slots[name][0].unit
+        return any(one.is_leaf for one in self.units if one.name == unit)
+
     def touched(self, name: str, call: str) -> None:
         """Gather a partitioned parameter that is about to be read, or raise UsageError outside forward and backward."""
         self._frames.touched(name, call)
@@ -482,6 +489,32 @@ class Engine:
                 self._publisher.ensure(self._slots[name][0].unit)
             else:
                 self._gather.pin_for_user(unit, why)
+            if self.settings.zero.enable_sanity_checks:
+                self._as_gathered[name] = self._bytes_of(name).clone()
+
+    def check_unchanged(self, names: Iterable[str]) -> None:
+        """Raise UsageError on every rank if one has changed gathered parameters, where the configuration checks that.
+
+        A parameter that a block within this one has released is passed over.
+        """
+        if not self.settings.zero.enable_sanity_checks:
+            return
+        watched = list(names)
+        before = [self._as_gathered.get(name) for name in watched]
+        flags = [
+            float(copy is not None and not torch.equal(copy, self._bytes_of(name)))
+            for name, copy in zip(watched, before, strict=True)
+        ]
+        changed = torch.tensor(flags, dtype=torch.float64, device=self.mesh.device)
+        self.data_parallel.all_reduce_scalars(changed, "max").wait()
+        found = [name for name, flag in zip(watched, changed.tolist(), strict=True) if flag]
+        if found:
+            rule = "what is written into gathered parameters is lost, unless one rank is named whose values are stored"
+            legal = "GatheredParameters(params, modifier_rank=0)"
+            raise UsageError(Problem(f"{', '.join(found)} changed in GatheredParameters on some rank", rule, legal))
+
+    def _bytes_of(self, name: str) -> Tensor:
+        return self._parameters[name].detach().contiguous().view(-1).view(torch.uint8)
 
     def release(self, names: Iterable[str], *, modifier_rank: int | None) -> None:
         """Unpin gathered parameters; with modifier_rank store their values on that rank first, master weights too."""
@@ -493,6 +526,7 @@ class Engine:
                 self.written.accept(name)
             if unit is not None:
                 self._gather.unpin(unit)
+            self._as_gathered.pop(name, None)
 
     def register_external(self, module: nn.Module, name: str) -> None:
         """Gather parameter `name` for `module`'s forward too."""

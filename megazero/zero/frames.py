@@ -12,7 +12,7 @@ recomputation and offloading have hooks of their own), the frame's hooks come fi
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megazero.comm.flight_record import FlightRecord
 from megazero.errors import Problem, UsageError
+from megazero.zero.eagerly import eagerly
 from megazero.zero.gather import ParameterGather, in_backward
 from megazero.zero.publish import ParameterPublisher
 
@@ -55,17 +56,23 @@ class _SavedView(NamedTuple):
 
 
 class Frames:
-    """A follower of one model's forwards; `consumers` lists the units that each module's forward reads."""
+    """A follower of one model's forwards; `consumers` lists the units that each module's forward reads.
+
+    leaves: those consumers that ranks may compute differently in (`Unit.is_leaf`).
+    """
 
     def __init__(
         self,
         model: nn.Module,
         consumers: Mapping[nn.Module, list[str]],
+        leaves: Collection[nn.Module],
         gather: ParameterGather,
         publisher: ParameterPublisher,
         flight: FlightRecord,
     ) -> None:
         self._consumers = {module: list(units) for module, units in consumers.items()}
+        self._leaves = frozenset(leaves)
+        self._is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
         self._names = {module: name or "the model" for name, module in model.named_modules()}
         self._gather = gather
         self._publisher = publisher
@@ -82,6 +89,7 @@ class Frames:
             units.append(unit)
         self._follow(module)
 
+    @eagerly
     def touched(self, name: str, call: str) -> None:
         """Gather a guarded parameter that is about to be read; raise UsageError outside forward and backward."""
         unit = self._gather.unit_of(name)
@@ -127,6 +135,7 @@ class Frames:
             if any(part in self._consumers for part in inner):
                 yield module
 
+    @eagerly
     def _enter(self, module: nn.Module, _inputs: Any) -> None:
         if not self._stack and not in_backward():
             self._gather.begin_pass(with_backward=torch.is_grad_enabled())
@@ -141,12 +150,15 @@ class Frames:
                 frame.pinned.append(unit)
                 self._gather.pin(unit, f"the forward of {self._names[module]}")
 
+    @eagerly
     def _leave(self, module: nn.Module, _inputs: Any, output: Any) -> None:
         if not self._stack or self._stack[-1].module is not module:
             return  # its forward was not entered: an error came before
         frame = self._stack.pop()
         if frame.saving is not None:
             frame.saving.stop()
+        if module in self._leaves and self._gather.is_needed:
+            self._gather_before_backward(module, output)
         returned = self._units_in(output) if frame.pinned else set()
         for unit in frame.pinned:
             if unit in returned and self._stack:
@@ -158,12 +170,20 @@ class Frames:
         if not self._stack and self._gather.is_needed and not in_backward():
             self._end_forward(output)
 
+    def _gather_before_backward(self, leaf: nn.Module, output: Any) -> None:
+        """Have the leaf module's units gathered as soon as backward comes to its output."""
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                call_on_gradient(tensor, lambda _: self._gather.gather_leaf(self._consumers[leaf]))
+
     def _end_forward(self, output: Any) -> None:
         if output is None and sys.exception() is not None:  # torch calls hooks so when a forward has raised it
             self._gather.reset_pass()
             return
         if not torch.is_grad_enabled():
             self._gather.end_pass(with_backward=False)
+        elif self._is_frozen and not any(tensor.requires_grad for tensor in tensors_in(output)):
+            self._gather.end_pass(with_backward=True)  # begun as one with a backward, of which there is none
 
     def _units_in(self, output: Any) -> set[str]:
         found = (self._gather.unit_of_memory(tensor) for tensor in tensors_in(output))
@@ -195,6 +215,7 @@ class _SavedTensors:
     def __init__(self, gather: ParameterGather) -> None:
         """Catch the tensors that are saved from here on, until `stop`."""
         self._gather = gather
+        self._unit_of = gather.memory.unit_of
         self._pack_other, self._unpack_other = _top_hooks() or _NO_HOOKS
         self._stack = ExitStack()
         self._stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
@@ -210,10 +231,12 @@ class _SavedTensors:
         owner = None if top is None else getattr(top[0], "__self__", None)
         return isinstance(owner, _SavedTensors) and owner._gather is gather
 
+    @eagerly
     def _pack(self, tensor: Tensor) -> Any:
-        unit = self._gather.unit_of_memory(tensor)
-        return self._pack_other(tensor) if unit is None else _SavedView(self._gather, unit, tensor.detach())
+        unit = self._unit_of(tensor)
+        return self._pack_other(tensor) if unit is None else _SavedView(self._gather, unit.name, tensor.detach())
 
+    @eagerly
     def _unpack(self, packed: Any) -> Any:
         if not (isinstance(packed, _SavedView) and packed.gather is self._gather):
             return self._unpack_other(packed)
@@ -230,11 +253,33 @@ def _top_hooks() -> _Hooks | None:
     return hooks
 
 
-def _identity(value: Any) -> Any:
-    return value
+def _pack_alias(tensor: Tensor) -> tuple[Tensor, int]:
+    """Return another tensor on the memory of one that autograd saves, and its version.
+
+    It is detached: a node that saves its own output, and a hook that returned that very output, would hold each other
+    for ever if no backward came.
+    """
+    return tensor.detach(), tensor._version
 
 
-_NO_HOOKS: _Hooks = (_identity, _identity)
+def _unpack_alias(saved: tuple[Tensor, int]) -> Tensor:
+    """Return the saved tensor; raise RuntimeError if it has changed, which torch checks where there are no hooks."""
+    tensor, version = saved
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation:"
+            f" [{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version}"
+        )
+    return tensor
+
+
+_NO_HOOKS: _Hooks = (_pack_alias, _unpack_alias)
+
+
+def call_on_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Call the hook with every gradient of `tensor` (torch's method has no annotations)."""
+    register: Callable[..., RemovableHandle] = tensor.register_hook
+    register(hook)
 
 
 def on_gradient(parameters: Mapping[str, nn.Parameter], ready: Callable[[str, Tensor], None]) -> list[RemovableHandle]:

@@ -29,7 +29,12 @@ class ParameterGather:
         self, shards: Shards, communicator: Communicator, parameters: Mapping[str, nn.Parameter], zero: ZeroConfig
     ) -> None:
         self._zero = zero
-        self.memory = UnitMemory(shards, communicator, autograd_retains_memory=not zero.memory_efficient_linear)
+        self.memory = UnitMemory(
+            shards,
+            communicator,
+            autograd_retains_memory=not zero.memory_efficient_linear,
+            compares_labels=zero.enable_sanity_checks,
+        )
         self._units = {unit.name: unit for unit in partitioned_units(shards, parameters)}
         self.is_needed = bool(self._units)
         """True if a unit is partitioned."""
@@ -45,6 +50,7 @@ class ParameterGather:
         self._last_in_backward: GatheredUnit | None = None
         self._node: object = None  # the node of autograd's graph that last gathered a unit
         self._used_by_node: set[str] = set()
+        self._leaf: frozenset[str] = frozenset()  # units of the leaf module that backward walks through
         self._retained: set[str] = set()  # units that stay gathered between their uses, as far as the limit allows
 
     def has(self, unit: str) -> bool:
@@ -119,6 +125,16 @@ class ParameterGather:
         self._used_by_node.add(name)
         self._use_in_backward(unit)
 
+    def gather_leaf(self, names: Iterable[str]) -> None:
+        """Gather a leaf module's units for its backward, which comes next, whatever ranks have computed in it.
+
+        They stay until backward uses another unit, so that ranks gather them alike.
+        """
+        units = [self._units[name] for name in names if name in self._units]
+        self._leaf = frozenset(unit.name for unit in units)
+        for unit in units:
+            self._use_in_backward(unit)
+
     def gather_for_recomputation(self, name: str) -> None:
         """Gather a unit for a part of a forward that backward recomputes, and that saves tensors of it anew.
 
@@ -131,7 +147,11 @@ class ParameterGather:
         each(unguard, unit.parameters)
 
     def _use_in_backward(self, unit: GatheredUnit) -> None:
-        """Gather a unit for backward; several uses in a row count as one."""
+        """Gather a unit for backward; several uses in a row count as one, and those within a leaf module."""
+        if unit.name not in self._leaf:
+            self._leaf = frozenset()
+        elif unit.state is UnitState.WHOLE:
+            return
         if self._last_in_backward is not unit:
             self._last_in_backward = unit
             self._order = self._orders[True]
@@ -149,7 +169,7 @@ class ParameterGather:
         if unit is None or not unit.releases_early:
             return
         unit.awaited.discard(parameter)
-        is_done = not (unit.awaited or unit.pins or _is_recomputed(unit))
+        is_done = not (unit.awaited or unit.pins or _is_recomputed(unit) or unit.name in self._leaf)
         if is_done and unit.state is UnitState.WHOLE and not self._is_worth_retaining(unit):
             self.memory.release(unit)
 
@@ -168,7 +188,7 @@ class ParameterGather:
 
     def _reset_backward(self) -> None:
         self._last_in_backward = self._node = None
-        self._used_by_node = set()
+        self._used_by_node, self._leaf = set(), frozenset()
 
     def reset_pass(self) -> None:
         """Forget the uses of a forward or backward that has failed, and release its units."""
@@ -233,7 +253,7 @@ class ParameterGather:
                 self.memory.release(unit)
 
     def _is_in_use(self, unit: GatheredUnit) -> bool:
-        return unit.pins > 0 or unit.name in self._used_by_node or _is_recomputed(unit)
+        return unit.pins > 0 or unit.name in self._used_by_node or unit.name in self._leaf or _is_recomputed(unit)
 
     def _make_room(self, wanted: GatheredUnit) -> None:
         """Release units that are not in use, the longest unused first, until `wanted` fits."""

@@ -16,7 +16,8 @@ class GatheredParameters:
 
     params: one parameter, several, or a module's; those that no engine partitions are left as they are.
     modifier_rank: the data-parallel rank whose changes every rank stores, master weights too, at the block's end;
-    None: parameters are only read, and what is written into partitioned ones is lost.
+    None: parameters are only read, and what is written into partitioned ones is lost, or with the configuration's
+    enable_sanity_checks an error on every rank.
     fwd_module: a module whose forward reads the parameters, which are registered with it
     (`register_external_parameter`).  enabled: False makes the block do nothing.
 
@@ -41,8 +42,13 @@ class GatheredParameters:
             owner.gather(names, f"GatheredParameters({', '.join(names)})")
 
     def __exit__(self, *exc: object) -> None:
+        modifier_rank = None if any(exc) else self._modifier_rank
         for owner, names in self._by_owner():
-            owner.release(names, modifier_rank=None if any(exc) else self._modifier_rank)
+            try:
+                if modifier_rank is None and not any(exc):
+                    owner.check_unchanged(names)
+            finally:
+                owner.release(names, modifier_rank=modifier_rank)
 
     def _by_owner(self) -> list[tuple[Owner, list[str]]]:
         grouped: dict[int, tuple[Owner, list[str]]] = {}

@@ -53,6 +53,9 @@ class Owner(Protocol):
     def gather(self, names: Iterable[str], why: str) -> None:
         """Gather the parameters, and pin them until `release`; a collective call."""
 
+    def check_unchanged(self, names: Iterable[str]) -> None:
+        """Raise UsageError if a rank has changed gathered parameters, where that is checked; a collective call then."""
+
     def release(self, names: Iterable[str], *, modifier_rank: int | None) -> None:
         """Unpin the parameters; with modifier_rank store their values on that rank on every rank first."""
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from megazero.comm.interface import Communicator, Work
+from megazero.comm.interface import Communicator, LabelMismatch, Work
 from megazero.errors import CollectiveError, Problem
 from megazero.zero.guard import guard, unguard
 from megazero.zero.layout import Bucket, Section
@@ -35,6 +35,7 @@ class UnitState(Enum):
 class GatheredUnit:
     """The partitioned parameters of one unit, and their state.
 
+    index: its place among the units, the same on all ranks.
     pins: how many uses need it now.  is_prefetched: whether it is gathered (in part) for a use that has not come yet.
     awaited: its trainable parameters whose gradients have not come in this pass; releases_early: whether the unit is
     not needed once all have.  shared: whether other tensors refer to its memory, and retain it beyond the release.
@@ -43,6 +44,7 @@ class GatheredUnit:
     """
 
     name: str
+    index: int
     sections: tuple[Section, ...]
     parameters: tuple[nn.Parameter, ...]
     trainable: frozenset[str]
@@ -74,12 +76,23 @@ class UnitMemory:
     """The memory of units, which moves them between their states and counts what is gathered.
 
     autograd_retains_memory: whether tensors that autograd has saved retain a unit's memory beyond its release.
+    compares_labels: whether ranks compare what they gather, and wait for that, where their communicator does not.
     """
 
-    def __init__(self, shards: Shards, communicator: Communicator, *, autograd_retains_memory: bool) -> None:
+    def __init__(
+        self,
+        shards: Shards,
+        communicator: Communicator,
+        *,
+        autograd_retains_memory: bool,
+        compares_labels: bool = False,
+    ) -> None:
         self._shards = shards
         self._communicator = communicator
         self._autograd_retains_memory = autograd_retains_memory
+        self._compares_labels = compares_labels
+        self._units: list[GatheredUnit] = []
+        self._mismatch: Problem | None = None  # after it messages may be on their way that nothing receives
         self._by_storage: dict[int, GatheredUnit] = {}
         self.live: dict[str, GatheredUnit] = {}
         """Units with memory, the longest unused first."""
@@ -88,12 +101,14 @@ class UnitMemory:
 
     def attach(self, unit: GatheredUnit) -> None:
         """Add a unit, whose parameters are guarded from here on."""
+        self._units.append(unit)
         self._remember_storages(unit)
         each(guard, unit.parameters)
 
     def unit_of(self, tensor: torch.Tensor) -> GatheredUnit | None:
         """Return the unit in whose memory the tensor lies; None for any other tensor, with memory or without."""
-        if is_traceable_wrapper_subclass(tensor):  # a DTensor, whose memory is that of the tensor inside
+        # A DTensor's memory is that of the tensor inside.  The first test spares most tensors the slow second one.
+        if type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(tensor):
             inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
             found = (self.unit_of(part) for part in inner if isinstance(part, torch.Tensor))
             return next((unit for unit in found if unit is not None), None)
@@ -104,18 +119,29 @@ class UnitMemory:
         self.live[unit.name] = self.live.pop(unit.name)
 
     def launch(self, unit: GatheredUnit, bucket: Bucket) -> None:
-        """Start to gather a bucket, whose memory is allocated, unless that has been done."""
+        """Start to gather a bucket, whose memory is allocated, unless that has been done.
+
+        Raises CollectiveError once ranks have gathered different units, where that is compared.
+        """
         if bucket.index not in unit.works:
+            label = None if unit.works else unit.index
+            if self._mismatch is not None:
+                raise CollectiveError(self._mismatch)
+            if self._compares_labels and label is not None:
+                self._compare_labels(unit)
             whole = self._shards.flat(self._shards.layout.sections[bucket.section])[bucket.start : bucket.stop]
             mine = self._shards.working(bucket, self._shards.partition(bucket))
             with torch.no_grad():
-                unit.works[bucket.index] = self._communicator.all_gather_into(whole, mine)
+                unit.works[bucket.index] = self._communicator.all_gather_into(whole, mine, label)
 
     def wait(self, unit: GatheredUnit, why: str) -> None:
         """Wait until every bucket, all of them launched, is gathered; raise CollectiveError if ranks don't meet."""
         try:
             for work in unit.works.values():
                 work.wait()
+        except LabelMismatch as error:
+            unit.works.clear()
+            raise self._mismatched(unit, why, error.rank, error.label) from None
         except RuntimeError as error:
             unit.works.clear()  # nothing more will come
             names = ", ".join(unit.names)
@@ -125,6 +151,27 @@ class UnitMemory:
             raise CollectiveError(Problem(given, rule, legal)) from error
         unit.works.clear()
         unit.state = UnitState.WHOLE
+
+    def _compare_labels(self, unit: GatheredUnit) -> None:
+        """Wait until all ranks have come to a gather; raise CollectiveError if it is not the same unit on all."""
+        mine = torch.full((1,), unit.index, dtype=torch.int64, device=self._shards.device)
+        labels = mine.new_empty(self._communicator.size)
+        self._communicator.all_gather_into(labels, mine).wait()
+        for rank, label in enumerate(labels.tolist()):
+            if label != unit.index:
+                raise self._mismatched(unit, "its next use", rank, label)
+
+    def _mismatched(self, unit: GatheredUnit, why: str, rank: int, label: int) -> CollectiveError:
+        """Return the error of a gather for which another rank gathers something else; no later gather is begun."""
+        theirs = self._units[label].name if 0 <= label < len(self._units) else f"unit {label}"
+        given = f"data-parallel rank {self._communicator.rank} gathers {unit.name} for {why}, rank {rank} {theirs}"
+        rule = "every rank gathers the same parameters in the same order, whatever its data"
+        legal = (
+            "megazero.zero.set_z3_leaf_modules(model, [Experts]), or zero_optimization.leaf_module, for a module that"
+            " all ranks enter and that contains what they use differently"
+        )
+        self._mismatch = Problem(given, rule, legal)
+        return CollectiveError(self._mismatch)
 
     def allocate(self, unit: GatheredUnit) -> None:
         """Allocate memory for a unit, unless it has some."""
@@ -141,7 +188,10 @@ class UnitMemory:
 
     def release(self, unit: GatheredUnit) -> None:
         """Free the unit's memory, and guard its parameters."""
-        if unit.state is UnitState.IN_FLIGHT:  # gathered ahead, and not used
+        if self._mismatch is not None:  # what has begun may never end, and may write to the memory
+            unit.works.clear()
+            unit.shared = True
+        elif unit.state is UnitState.IN_FLIGHT:  # gathered ahead, and not used
             self.wait(unit, "a use that did not come")
         flats = [self._shards.flat(section) for section in unit.sections]
         is_retained = unit.shared or self._autograd_retains_memory
@@ -179,10 +229,11 @@ def partitioned_units(shards: Shards, parameters: Mapping[str, nn.Parameter]) ->
     for section in shards.layout.sections:
         if section.partitioned:
             by_unit.setdefault(section.unit, []).append(section)
-    for name, sections in by_unit.items():
+    for index, (name, sections) in enumerate(by_unit.items()):
         slots = [slot for section in sections for slot in section.slots]
         yield GatheredUnit(
             name,
+            index,
             tuple(sections),
             tuple(parameters[slot.spec.name] for slot in slots),
             frozenset(slot.spec.name for slot in slots if slot.spec.trainable),

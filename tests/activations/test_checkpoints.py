@@ -113,7 +113,7 @@ class Recording:
     def all_reduce_scalars(self, tensor: Tensor, kind: ReduceKind = "sum") -> Work:
         return self._inner.all_reduce_scalars(tensor, kind)
 
-    def all_gather_into(self, output: Tensor, input: Tensor) -> Work:
+    def all_gather_into(self, output: Tensor, input: Tensor, label: int | None = None) -> Work:
         self._number += 1
         work, number, events = self._inner.all_gather_into(output, input), self._number, self._events
         events.append(f"gather {number}: {output.numel()}")
@@ -162,7 +162,7 @@ class Refusing:
 
     size, rank = 2, 0
 
-    def all_gather_into(self, output: Tensor, input: Tensor) -> Work:
+    def all_gather_into(self, output: Tensor, input: Tensor, label: int | None = None) -> Work:
         raise AssertionError("gathered")
 
 

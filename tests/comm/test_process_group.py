@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from support.processes import run_ranks
 from torch import Tensor
 
+from megazero.comm.interface import LabelMismatch
 from megazero.comm.process_group import ProcessGroupCommunicator
 from megazero.memory.fused_buffers import FusedBuffers
 
@@ -308,3 +309,30 @@ def arrive(rank: int, folder: Path, size: int) -> list[bool]:
 @pytest.mark.parametrize("size", SIZES)
 def test_nobody_leaves_a_barrier_before_all_have_come(size: int, tmp_path: Path) -> None:
     assert run_ranks(size, arrive, tmp_path, size) == [[True] * size] * size
+
+
+def with_labels(rank: int, size: int) -> list[str]:
+    """Gather under one label, then under others on the last rank; return the results, or errors, in words."""
+    group = dist.new_group(list(range(size)))
+    assert group is not None
+    axis, found = ProcessGroupCommunicator(group, FusedBuffers(BUFFER_BYTES, torch.device("cpu"))), []
+    for label in (7, 8 if rank < size - 1 else 9):
+        gathered = torch.empty(size * NUMEL, dtype=torch.float64)
+        work = axis.all_gather_into(gathered, tensor(rank, torch.float64), label)
+        try:
+            work.wait()
+            whole = torch.cat([tensor(other, torch.float64) for other in range(size)])
+            found.append("whole" if torch.equal(gathered, whole) else "wrong")
+        except LabelMismatch as error:
+            found.append(f"rank {error.rank} has {error.label}: {error}")
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_with_another_label_is_named_by_its_neighbours(size: int) -> None:
+    runs = run_ranks(size, with_labels, size)
+    assert [run[0] for run in runs] == ["whole"] * size
+    last, text = size - 1, "rank {} of the axis gathers number {} where this rank gathers number {}"
+    assert runs[0][1] == f"rank {last} has 9: {text.format(last, 9, 8)}"
+    assert runs[last][1] == f"rank {last - 1} has 8: {text.format(last - 1, 8, 9)}"
+    assert size == 2 or runs[1][1] == "whole", "its neighbour has the same label"

@@ -80,6 +80,31 @@ def train_plain(name: str) -> tuple[list[float], dict[str, Tensor]]:
     return losses, {key: p.detach() for key, p in model.named_parameters()}
 
 
+def generate(rank: int, stage: int) -> tuple[Tensor, float, int]:
+    """Generate from a frozen model; return the tokens, the loss of an evaluation, and the elements still gathered."""
+    model: Any = make_model("bart").requires_grad_(False).eval()
+    config = {"zero": {"zero_stage": stage}, "precision": {"precision": "fp64"}}
+    engine: Any = megazero.initialize(model, config, mesh=mesh_in_worker(rank, dp=DP))
+    part = {key: value.chunk(DP)[rank] for key, value in batch(0).items()}
+    tokens = engine.generate(part["input_ids"], max_new_tokens=6, min_new_tokens=6, num_beams=2, do_sample=False)
+    found = tokens, engine(**part).loss.item(), engine.zero_engine.gathered_numel[0]
+    engine.close()
+    return found
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_frozen_model_generates(stage: int) -> None:
+    pytest.importorskip("transformers")
+    model: Any = make_model("bart").eval()
+    for rank, (tokens, loss, gathered) in enumerate(run_ranks(DP, generate, stage)):
+        part = {key: value.chunk(DP)[rank] for key, value in batch(0).items()}
+        ids = part["input_ids"]
+        expected = model.generate(ids, max_new_tokens=6, min_new_tokens=6, num_beams=2, do_sample=False)
+        assert torch.equal(tokens, expected) and gathered == 0
+        torch.testing.assert_close(loss, model(**part).loss.item(), rtol=1e-12, atol=0)
+
+
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("name", "stage", "recompute"),

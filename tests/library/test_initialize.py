@@ -163,6 +163,38 @@ def test_a_model_has_one_engine() -> None:
     close(run(megazero.initialize(model, settings), "sequential"), train_plain("sequential", STEPS, adamw).weights)
 
 
+# --- frozen models ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_frozen_model_computes_and_is_not_trained(stage: int, kind: str) -> None:
+    """Gradients of its inputs come through it; backward and step of the engine are errors that say what is missing."""
+    plain, model = (make("sequential").requires_grad_(False) for _ in range(2))
+    engine = megazero.initialize(model, config(stage, type=kind, lr=1e-2))
+    (x,) = inputs_of("sequential", 0)
+    for _ in range(3):
+        torch.testing.assert_close(engine(x), plain(x), rtol=1e-12, atol=0)
+        with torch.no_grad():
+            torch.testing.assert_close(engine(x), plain(x), rtol=1e-12, atol=0)
+        assert engine.zero_engine.gathered_numel[0] == 0
+    mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    engine(mine).square().sum().backward()
+    plain(theirs).square().sum().backward()
+    torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=0)
+    assert engine.zero_engine.gathered_numel[0] == 0
+    states = engine.zero_engine.model_state_bytes()
+    assert states.gradients == states.master == states.moments == 0
+    for call in (lambda: engine.backward(engine(x).sum()), lambda: engine.backward(engine(mine).sum()), engine.step):
+        with pytest.raises(UsageError, match=r"of a frozen model\n.*nothing to update\n.*before megazero.initialize"):
+            call()
+    engine.close()
+    with pytest.raises(UsageError, match="an optimizer for a frozen model"):
+        megazero.initialize(plain, config(stage), optimizer=torch.optim.SGD)
+    with pytest.raises(UsageError, match="a model without parameters"):
+        megazero.initialize(nn.ReLU(), config(stage))
+
+
 # --- public names ----------------------------------------------------------------------------------------------------
 
 

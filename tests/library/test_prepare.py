@@ -112,9 +112,3 @@ def test_all_problems_at_once() -> None:
         "parameter 1.bias on the meta device",
         "embedding 2 with sparse=True",
     ]
-
-
-@pytest.mark.parametrize("model", [nn.ReLU(), nn.Linear(2, 2).requires_grad_(False)])
-def test_something_has_to_be_trained(model: nn.Module) -> None:
-    with pytest.raises(UsageError, match="requires a gradient"):
-        prepare(model, alone(), torch.float32)

@@ -350,12 +350,14 @@ OTHERS: list[tuple[dict[str, Any], tuple[int, ...]]] = [
     ({"max_reuse_distance": 300}, GATHERING),
     ({"max_reuse_distance": HUGE}, GATHERING),
     ({"memory_efficient_linear": False}, GATHERING),
+    ({"enable_sanity_checks": True}, GATHERING),
     ({"communication_data_type": "fp32"}, ALL),
     ({"prescale_gradients": True}, ALL),
     ({"gradient_predivide_factor": 3.0}, ALL),
 ]
 # Settings that other tests cover: the stage is in every row; two are about checkpoints, one about construction, one
-# about parameters that this model leaves unused; and windows belong to schedules (test_3d_layouts.py).
+# about parameters that this model leaves unused, three about units (library/test_leaf_modules.py); and windows belong
+# to schedules (test_3d_layouts.py).
 ELSEWHERE = {
     "zero_stage",
     "load_from_fp32_weights",
@@ -363,6 +365,9 @@ ELSEWHERE = {
     "override_module_apply",
     "ignore_unused_parameters",
     "zero3_reshard_after",
+    "leaf_module_classes",
+    "leaf_module_names",
+    "leaf_module_name_suffixes",
 }
 STEPS = 3
 

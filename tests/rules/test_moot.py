@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -61,6 +62,7 @@ SHARED_CASES = (
     Case("max_live_parameters", 5, ERROR, {}, STAGE_3),
     Case("max_reuse_distance", 5, ERROR, {"zero_stage": 2}, STAGE_3),
     Case("memory_efficient_linear", False, ERROR, {}, STAGE_3),
+    Case("enable_sanity_checks", True, ERROR, {}, STAGE_3),
     Case("allgather_partitions", False, ERROR, {"zero_stage": 0}, {"zero_stage": 1}),
     Case("allgather_partitions", False, ERROR, STAGE_3, {**STAGE_3, "param_persistence_threshold": 9}),
     Case("loss_scale", 8.0, NOTICE, BF16, FP16),
@@ -203,7 +205,15 @@ num_layers_per_virtual_pipeline_stage pipeline_schedule pipeline_split fp8_forma
 REFUSED_ELSEWHERE = frozenset(_REFUSED_ELSEWHERE.split())
 
 
-UNREAD = ("gather_16bit_weights_on_model_save", "override_module_apply")
+UNREAD: Mapping[str, object] = MappingProxyType(
+    {
+        "gather_16bit_weights_on_model_save": True,
+        "override_module_apply": False,
+        "leaf_module_classes": ["Experts"],
+        "leaf_module_names": ["layers.0"],
+        "leaf_module_name_suffixes": ["experts"],
+    }
+)
 
 
 def words(settings: Settings) -> Iterator[str]:
@@ -283,7 +293,7 @@ def test_there_are_many_cases() -> None:
 def test_what_no_run_reads(setting: str) -> None:
     for stage in range(4):
         with pytest.raises(ConfigError) as caught:
-            run({setting: not INFO[setting].default, "zero_stage": stage})
+            run({setting: UNREAD[setting], "zero_stage": stage})
         assert [problem.legal for problem in problems(caught)] == ["leave it out"]
 
 

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from support.irregular_model import Awkward, engine_around, make_model
-from torch import Tensor
+from torch import Tensor, nn
 
 from megazero.comm.startup import join, make_mesh
+from megazero.errors import CollectiveError
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.launch import Launch
 from megazero.parallel.topology import Topology
@@ -66,7 +67,64 @@ def rank_1_is_gone(rank: int, model: Awkward) -> None:
         raise AssertionError("the block was entered alone")
 
 
-CASES = (block_on_rank_0, module_on_rank_0, touch_on_rank_0, backward_on_rank_0, rank_1_is_gone)
+class Route(nn.Module):
+    """A model in which each rank computes with an expert of its own."""
+
+    def __init__(self, rank: int, widths: tuple[int, int]) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(7, width, bias=False) for width in widths)
+        self.rank = rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.experts[self.rank](x)
+        return y.sum()
+
+
+def experts_of_one_size(rank: int, model: nn.Module) -> None:
+    model(torch.ones(1, 7, dtype=torch.float64))
+
+
+def experts_of_two_sizes(rank: int, model: nn.Module) -> None:
+    model(torch.ones(1, 7, dtype=torch.float64))
+
+
+def experts_after_a_pass(rank: int, model: nn.Module) -> None:
+    """Go wrong in the second pass, in which units are gathered ahead of their use."""
+    assert isinstance(model, Route)
+    model.rank = 0
+    for own in (0, rank):
+        model.rank = own
+        with torch.no_grad():
+            model(torch.ones(1, 7, dtype=torch.float64))
+
+
+def another_call_after_that(rank: int, model: nn.Module) -> None:
+    """Go on after the error: nothing is gathered any more."""
+    for _ in range(2):
+        try:
+            model(torch.ones(1, 7, dtype=torch.float64))
+        except CollectiveError as error:
+            first = error
+    raise first
+
+
+CASES = (
+    block_on_rank_0,
+    module_on_rank_0,
+    touch_on_rank_0,
+    backward_on_rank_0,
+    experts_of_one_size,
+    experts_of_two_sizes,
+    experts_after_a_pass,
+    another_call_after_that,
+    rank_1_is_gone,
+)
+ROUTES = {
+    "experts_of_one_size": (5, 5),
+    "experts_of_two_sizes": (5, 40),
+    "experts_after_a_pass": (5, 40),
+    "another_call_after_that": (5, 5),
+}
 
 
 def main(folder: Path) -> None:
@@ -76,7 +134,8 @@ def main(folder: Path) -> None:
         dist.barrier()
         buffers = FusedBuffers(1 << 20, CPU)
         mesh = make_mesh(Topology(dp=2), launch.rank, CPU, buffers, timeout_minutes=TIMEOUT_SECONDS / 60)
-        model = make_model()
+        widths = ROUTES.get(case.__name__)
+        model: Any = Route(launch.rank, widths).double() if widths else make_model()
         engine = engine_around(model, mesh)
         engine.begin_step()
         dist.barrier()

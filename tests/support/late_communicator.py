@@ -61,7 +61,7 @@ class LateCommunicator:
         self._random = None if seed is None else random.Random(seed)
         self._num_sent = [0] * self.size
 
-    def all_gather_into(self, output: Tensor, input: Tensor) -> Work:
+    def all_gather_into(self, output: Tensor, input: Tensor, label: int | None = None) -> Work:
         work = _LateWork(self, f"all_gather_into of {input.numel()} elements", output)
         own = output.view(self.size, input.numel())[self.rank]
         is_in_place = own.data_ptr() == input.data_ptr()
@@ -69,7 +69,7 @@ class LateCommunicator:
         for rank, place in enumerate(output.view(self.size, input.numel())):
             if not (is_in_place and rank == self.rank):
                 work.poison(place)
-        return work.begin([self.inner.all_gather_into(work.result, input.detach().clone())])
+        return work.begin([self.inner.all_gather_into(work.result, input.detach().clone(), label)])
 
     def reduce_scatter_into(self, output: Tensor, input: Tensor) -> Work:
         work = _LateWork(self, f"reduce_scatter_into of {input.numel()} elements", output)

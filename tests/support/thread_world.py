@@ -33,7 +33,7 @@ class ThreadCommunicator:
         self.size = size
         self._shared = shared
 
-    def all_gather_into(self, output: Tensor, input: Tensor) -> Work:
+    def all_gather_into(self, output: Tensor, input: Tensor, label: int | None = None) -> Work:
         output.copy_(torch.cat(self._exchange(input)))
         return CompletedWork()
 

@@ -238,7 +238,7 @@ class _Elsewhere(LocalCommunicator):
     def __init__(self, size: int, rank: int) -> None:
         self.size, self.rank = size, rank
 
-    def all_gather_into(self, output: Tensor, input: Tensor) -> Work:
+    def all_gather_into(self, output: Tensor, input: Tensor, label: int | None = None) -> Work:
         return self._carry(output, input)
 
     def reduce_scatter_into(self, output: Tensor, input: Tensor) -> Work:

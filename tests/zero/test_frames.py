@@ -3,7 +3,9 @@
 Most cases run on one rank in this process, with released memory full of nan; the last test runs all of them on two.
 """
 
+import gc
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 import pytest
@@ -217,6 +219,90 @@ def test_an_error_in_forward_leaves_nothing_held(settings: dict[str, Any], grad:
             found = owned_gradient(engine, name, parameter.numel()).view(parameter.shape)
             torch.testing.assert_close(found, expected[name], rtol=1e-11, atol=1e-12)
         assert engine.gathered_numel[0] == 0
+
+
+class Saving(nn.Module):
+    """A model around an operation whose backward reads its own output, or views of it."""
+
+    def __init__(self, operation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(D, 64), nn.Linear(64, 1)
+        self.operation = operation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.operation(self.first(x)))
+
+
+def attends(x: Tensor) -> Tensor:
+    heads = x.view(1, -1, 4, 16).transpose(1, 2)
+    return nn.functional.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).reshape(x.shape)
+
+
+def alive() -> int:
+    gc.collect()
+    return sum(1 for one in gc.get_objects() if isinstance(one, Tensor))
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [torch.tanh, lambda x: x.softmax(-1), attends, lambda x: x.t().exp().t(), lambda x: x.exp()[:, ::2].repeat(1, 2)],
+    ids=["tanh", "softmax", "attention", "a view's output", "a view of the output"],
+)
+def test_a_forward_without_a_backward_frees_everything(operation: Callable[[Tensor], Tensor]) -> None:
+    model = Saving(operation).double()
+    engine = engine_around(model, alone())
+    for _ in range(2):
+        model(inputs(0))
+    before = alive()
+    for _ in range(3):
+        model(inputs(0))
+    assert alive() == before
+    engine.close()
+
+
+def changes_what_was_saved(x: Tensor) -> Tensor:
+    return torch.tanh(x).mul_(2)
+
+
+def changes_the_base_of_what_was_saved(x: Tensor) -> Tensor:
+    y = x * 1
+    z = y[:2].square().sum() + y.sum()
+    y[2:].add_(1)
+    return x * z
+
+
+@pytest.mark.parametrize("operation", [changes_what_was_saved, changes_the_base_of_what_was_saved])
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_a_saved_tensor_that_changes_in_place_is_an_error(operation: Body, zero_stage: int) -> None:
+    """As in plain torch; with any hooks of saved tensors torch itself leaves the check out."""
+    model = Saving(operation).double()
+    engine = engine_around(model, alone(), zero_stage=zero_stage)
+    engine.begin_step()
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation: \[torch.DoubleTensor \[\d, 64\]\]"):
+        engine.backward(model(inputs(0)).sum(), is_last=True)
+    engine.reset_step()
+    engine.close()
+
+
+def test_a_saved_tensor_may_change_where_plain_torch_lets_it() -> None:
+    """A write to what was not saved, and one whose version is preserved, change no gradient and raise nothing."""
+
+    def writes(x: Tensor) -> Tensor:
+        y = x.sigmoid() + 1
+        return y.add_(3)
+
+    model = Saving(writes).double()
+    plain = deepcopy(model)
+    plain(inputs(0)).sum().backward()
+    engine = engine_around(model, alone())
+    engine.begin_step()
+    engine.backward(model(inputs(0)).sum(), is_last=True)
+    engine.finish_reductions()
+    for name, parameter in plain.named_parameters():
+        assert parameter.grad is not None
+        found = owned_gradient(engine, name, parameter.numel()).view(parameter.shape)
+        torch.testing.assert_close(found, parameter.grad, rtol=1e-12, atol=1e-14)
+    engine.close()
 
 
 def test_views_that_leave_the_model_keep_their_values() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.diverging_ranks import CASES, TIMEOUT_SECONDS
+from support.diverging_ranks import ROUTES, TIMEOUT_SECONDS
 from support.irregular_model import (
     Awkward,
     Options,
@@ -156,6 +156,36 @@ def change_without_saying(rank: int, zero: dict[str, Any]) -> bool:
 def test_changes_without_a_modifier_are_lost(zero: dict[str, Any]) -> None:
     """Changes without a modifier rank are lost, even those of the unit that the next pass begins with."""
     assert run_ranks(2, change_without_saying, zero) == [True, True]
+
+
+def change_under_checks(rank: int, writes: bool) -> tuple[str, int, bool]:
+    """Write on rank 1 without a modifier; return the error, the elements still gathered, and whether reading passes."""
+    model = make_model()
+    zero = {"enable_sanity_checks": True, "param_persistence_threshold": 6}
+    engine = engine_around(model, mesh_in_worker(rank, dp=2), **zero)
+    text = ""
+    try:
+        with GatheredParameters(model):
+            if rank == 1 and writes:
+                model.first.weight.data.add_(1.0)
+                model.scale.data.mul_(2.0)
+    except UsageError as error:
+        text = str(error)
+    with GatheredParameters(model.first), GatheredParameters(model, modifier_rank=0), torch.no_grad():
+        model.first.weight.fill_(0.5)
+    left = engine.gathered_numel[0]
+    with GatheredParameters(model.first.weight):
+        stored = bool((model.first.weight == 0.5).all())
+    engine.close()
+    return text, left, stored
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("writes", [True, False])
+def test_changes_without_a_modifier_are_an_error_on_every_rank_where_checked(writes: bool) -> None:
+    for text, left, stored in run_ranks(2, change_under_checks, writes):
+        assert ("scale, first.weight changed in GatheredParameters on some rank" in text) == writes
+        assert ("modifier_rank=0" in text) == writes and left == 0 and stored
 
 
 class Refused(Exception):
@@ -316,7 +346,19 @@ CALLS = {
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("case", [case.__name__ for case in CASES])
+@pytest.mark.parametrize("case", ROUTES)
+def test_ranks_that_gather_different_units(case: str, lonely: dict[tuple[str, int], dict[str, Any]]) -> None:
+    """Both ranks raise an error that names both modules, at once, and neither computes with the other's memory."""
+    for rank in range(2):
+        outcome = lonely[case, rank]
+        assert outcome["error"] == "CollectiveError", outcome["text"]
+        here = f"data-parallel rank {rank} gathers experts.{rank} for the forward of experts.{rank}"
+        assert f"{here}, rank {1 - rank} experts.{1 - rank}" in outcome["text"]
+        assert "set_z3_leaf_modules" in outcome["text"] and outcome["seconds"] < TIMEOUT_SECONDS
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("case", CALLS)
 def test_a_gather_that_only_one_rank_enters(case: str, lonely: dict[tuple[str, int], dict[str, Any]]) -> None:
     """The gather ends with an error that names the rank, the parameters and the call."""
     alone = lonely[case, 0]

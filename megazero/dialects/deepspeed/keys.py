@@ -46,7 +46,11 @@ _ZERO_DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "ignore_unused_parameters": True,
         "memory_efficient_linear": True,
         "override_module_apply": True,
+        "enable_sanity_checks": False,
     }
+)
+_LEAVES = MappingProxyType(
+    {f"leaf_module_{name}": f"zero_optimization.leaf_module.{name}" for name in ("classes", "names", "name_suffixes")}
 )
 _FORMATS = ("fp64", "fp32", "bf16", "fp16")
 # The ways in which the gradients of the data-parallel processes become one.
@@ -58,6 +62,7 @@ AUTOCAST = ("bf16",)
 ZERO_KEYS: Mapping[str, str] = MappingProxyType(
     {
         **{("zero_stage" if name == "stage" else name): f"zero_optimization.{name}" for name in _ZERO_DEFAULTS},
+        **_LEAVES,
         "communication_data_type": "communication_data_type",
         "prescale_gradients": "prescale_gradients",
         "gradient_predivide_factor": "gradient_predivide_factor",
@@ -67,9 +72,15 @@ ZERO_KEYS: Mapping[str, str] = MappingProxyType(
 
 def _zero_keys() -> dict[str, FieldInfo]:
     fields = {info.name: info for info in describe("zero", ZeroConfig)}
-    defaults = {field: _ZERO_DEFAULTS[path.rpartition(".")[2]] for field, path in ZERO_KEYS.items() if "." in path}
+    defaults = {field: fields[field].default for field in _LEAVES} | {
+        field: _ZERO_DEFAULTS[path.rpartition(".")[2]]
+        for field, path in ZERO_KEYS.items()
+        if "." in path and field not in _LEAVES
+    }
     return {
-        ZERO_KEYS[field]: replace(fields[field], section="zero_optimization", default=default, optional=default is None)
+        ZERO_KEYS[field]: replace(
+            fields[field], section=ZERO_KEYS[field].rpartition(".")[0], default=default, optional=default is None
+        )
         for field, default in defaults.items()
     }
 
@@ -210,7 +221,6 @@ ACCEPTED: Mapping[str, str] = _paths(
         ("a unit of gathering is a whole module already", "zero_optimization", "module_granularity_threshold"),
         (_STREAMS, "zero_optimization", "use_all_reduce_for_fetch_params allgather_sequential"),
         ("nothing is cached that could warn", "zero_optimization", "log_trace_cache_warnings"),
-        ("invariants are always checked", "zero_optimization", "enable_sanity_checks"),
         ("nothing is offloaded", "zero_optimization", "cpu_offload_use_pin_memory save_muon_momentum_buffer_in_memory"),
         (_NO_CUT, "pipeline", "partition seed_layers pipe_partitioned grad_partitioned use_reentrant"),
         (
@@ -261,7 +271,6 @@ REFUSED: Mapping[str, Refused] = MappingProxyType(
         "zero_optimization.partition_stream_chunk_size": Refused(
             "a parameter is made whole before it is partitioned", (0, None), "partition_stream_chunk_size: 0"
         ),
-        "zero_optimization.leaf_module": Refused("units of gathering follow from the model's modules", (None, {})),
         "fp16.auto_cast": Refused("the model's inputs keep their number format", legal="cast them in the program"),
         "fp16.fp16_master_weights_and_grads": Refused("master weights are fp32"),
         "bf16.bf16_master_weights_and_grads": Refused("master weights are fp32"),

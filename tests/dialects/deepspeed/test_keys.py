@@ -40,6 +40,7 @@ ZERO = {
     "ignore_unused_parameters": True,
     "memory_efficient_linear": True,
     "override_module_apply": True,
+    "enable_sanity_checks": False,
 }
 ZERO_BESIDE = (
     "elastic_checkpoint offload_param offload_optimizer cpu_offload_param cpu_offload_use_pin_memory cpu_offload"
@@ -66,6 +67,13 @@ OTHERS = {
     "gradient_allreduce_op": "mean",
     "prescale_gradients": False,
     "gradient_predivide_factor": 1.0,
+    "zero_optimization.leaf_module.classes": (
+        "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+        "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+        "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
+    ),
+    "zero_optimization.leaf_module.names": (),
+    "zero_optimization.leaf_module.name_suffixes": (),
     "fp16.enabled": False,
     "fp16.loss_scale": 0.0,
     "fp16.initial_scale_power": 16,
