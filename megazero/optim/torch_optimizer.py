@@ -107,10 +107,19 @@ class TorchOptimizer:
         """True if runs have state; all of them step together."""
         return bool(self._pieces) and self._pieces[0].has_state
 
-    def start(self, numbers: Mapping[str, float]) -> None:
-        """Give every run the state of an optimizer with these numbers; its tensors are zero, for the caller to fill."""
-        for piece in self._pieces:
-            piece.restore(RunState(piece.zeros(), dict(numbers)))
+    def numbers(self) -> dict[int, dict[str, float]]:
+        """Return the numbers of the runs' state, by group."""
+        first = {group: index for index, group in reversed(list(enumerate(self._groups)))}
+        return {group: self.state_of(index).numbers for group, index in sorted(first.items())}
+
+    def start(self, numbers: Mapping[int, Mapping[str, float]] | None) -> None:
+        """Give every run the state of an optimizer with its group's numbers; None: that of a new optimizer.
+
+        The state's tensors are zero, for the caller to fill.
+        """
+        for group, piece in zip(self._groups, self._pieces, strict=True):
+            state = RunState({}, {}) if numbers is None else RunState(piece.zeros(), dict(numbers.get(group, {})))
+            piece.restore(state)
 
     def set_state(self, index: int, state: RunState) -> None:
         """Replace a run's state by a copy of `state`; raises `CheckpointError` if it is another optimizer's."""
@@ -119,6 +128,10 @@ class TorchOptimizer:
     def state_names(self, group: int) -> tuple[str, ...]:
         """Return the names of the tensors that a run of this group has from its first step on."""
         return _trial_entries(self._recipe(group, torch.device("cpu")), torch.zeros(0)).tensors
+
+    def number_names(self, group: int) -> tuple[str, ...]:
+        """Return the names of the numbers that a run of this group has from its first step on."""
+        return _trial_entries(self._recipe(group, torch.device("cpu")), torch.zeros(0)).numbers
 
     def _recipe(self, group: int, device: torch.device) -> "_Recipe":
         """Return the recipe of a run's optimizer in this group, with the template's current options."""

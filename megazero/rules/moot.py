@@ -75,7 +75,6 @@ _STAGE_3 = (
     "max_live_parameters",
     "max_reuse_distance",
     "zero3_reshard_after",
-    "gather_16bit_weights_on_model_save",
     "memory_efficient_linear",
 )
 _DYNAMIC_SCALE = (
@@ -485,10 +484,6 @@ RUN: tuple[Row[RunConfig], ...] = (
         ("cpu_threads",),
         lambda c: "--device cuda computes on the GPU" if c.parallel.device == "cuda" else "",
         {"device": "cpu"},
-    ),
-    Row(
-        ("gather_16bit_weights_on_model_save",),
-        lambda c: "a run saves checkpoints, and every process writes its own part of them",
     ),
     Row(("override_module_apply",), lambda c: "nothing in a run calls Module.apply"),
     Row(

@@ -21,7 +21,7 @@ from megazero.memory.lease import Scratch
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
 from megazero.optim.inner import InnerOptimizer, StepInputs
 from megazero.parallel.gradient_slot import attach_gradient_slot, detach_gradient_slot
-from megazero.parallel.param_spec import StateFragment, Unit, named_specs
+from megazero.parallel.param_spec import ParamSpec, StateFragment, Unit, named_specs
 from megazero.parallel.topology import ENDS
 from megazero.zero.frames import Frames, on_gradient
 from megazero.zero.gather import ParameterGather
@@ -277,6 +277,7 @@ class Engine:
 
     def wanted_state(self) -> Iterator[StateFragment]:
         """Yield the state that a checkpoint must fill on this rank; `state_loaded` must be called afterwards."""
+        self._gather.check_unpinned("loading state")
         self.ensure_parameters()  # what is still being published must not be written to
         yield from chain(self._shards.wanted_state(), self._update.optimizer_state(is_saved=False))
 
@@ -293,6 +294,10 @@ class Engine:
             self._shards.copy_working_to_master()
         self._update.publish_all()
         self.ensure_parameters()
+
+    def trained_specs(self) -> dict[str, ParamSpec]:
+        """Return the specs of the trainable parameters by name."""
+        return {name: slot.spec for name, (section, slot) in self._slots.items() if section.trainable}
 
     def pieces(self, name: str, kind: str) -> Iterator[Piece]:
         """Return this rank's parts of a parameter's "master", "gradient" or optimizer state; none of a frozen one."""

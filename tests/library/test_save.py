@@ -13,7 +13,7 @@ from support.processes import mesh_in_worker, run_ranks
 from torch import nn
 
 import megazero
-from megazero.errors import CheckpointError, UsageError
+from megazero.errors import CheckpointError
 from megazero.library.module_units import choose_units
 from megazero.library.save import contents
 
@@ -44,7 +44,7 @@ def make_mixed() -> Mixed:
 
 
 def config(stage: int, precision: str, **zero: bool) -> dict[str, object]:
-    zero = {"zero_stage": stage, "reduce_bucket_size": 30, "gather_16bit_weights_on_model_save": stage == 3, **zero}
+    zero = {"zero_stage": stage, "reduce_bucket_size": 30, **zero}
     return {"zero": zero, "precision": {"precision": precision}, "optimizer": {"type": "SGD"}}
 
 
@@ -106,25 +106,21 @@ def test_the_header_alone_says_where_everything_is(tmp_path: Path) -> None:
     assert all(one[1] == other[0] for one, other in pairwise(places))
 
 
-def refused(rank: int, folder: str) -> tuple[str, str]:
+def refused(rank: int, folder: str) -> str:
     blocked = Path(folder) / "blocked"
     mesh = mesh_in_worker(rank, dp=2)
     engine = megazero.initialize(make_mixed(), config(3, "fp32"), mesh=mesh)
     with pytest.raises(CheckpointError) as disk:
         engine.save_16bit_model(blocked)
     engine.close()
-    engine = megazero.initialize(make_mixed(), config(3, "fp32", gather_16bit_weights_on_model_save=False), mesh=mesh)
-    with pytest.raises(UsageError) as key:
-        engine.save_16bit_model(folder)
-    return str(disk.value), str(key.value)
+    return str(disk.value)
 
 
 @pytest.mark.gloo
 def test_refusals_reach_every_rank(tmp_path: Path) -> None:
     (tmp_path / "blocked").write_text("a file where a folder should be")
-    for disk, key in run_ranks(2, refused, str(tmp_path)):
+    for disk in run_ranks(2, refused, str(tmp_path)):
         assert "blocked/model.safetensors" in disk and "must be writable" in disk
-        assert "gather_16bit_weights_on_model_save" in key and "stage3_gather_16bit_weights_on_model_save" in key
     assert [path.name for path in tmp_path.iterdir()] == ["blocked"]
 
 

@@ -203,7 +203,7 @@ num_layers_per_virtual_pipeline_stage pipeline_schedule pipeline_split fp8_forma
 REFUSED_ELSEWHERE = frozenset(_REFUSED_ELSEWHERE.split())
 
 
-UNREAD = ("gather_16bit_weights_on_model_save", "override_module_apply")
+UNREAD = ("override_module_apply",)
 
 
 def words(settings: Settings) -> Iterator[str]:
@@ -378,7 +378,7 @@ DEEPSPEED = {
     "zero_optimization": {
         "stage": 2,
         "stage3_prefetch_bucket_size": 100,
-        "stage3_gather_16bit_weights_on_model_save": True,
+        "stage3_max_reuse_distance": 7,
         "stage3_max_live_parameters": "auto",
     },
     "fp16": {"enabled": True, "loss_scale": 64, "hysteresis": 4},
@@ -388,7 +388,7 @@ DEEPSPEED = {
 def test_deepspeeds_keys_earn_notices_at_both_doors(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(DEEPSPEED))
-    told = ("stage3_prefetch_bucket_size: 100", "stage3_gather_16bit_weights_on_model_save: true", "hysteresis: 4")
+    told = ("stage3_prefetch_bucket_size: 100", "stage3_max_reuse_distance: 7", "hysteresis: 4")
     for notices in (run({}, "--deepspeed-config", str(file)).notices, load_engine_config(DEEPSPEED).notices):
         moot = [notice for notice in notices if ": moot here, because " in notice]
         assert len(moot) == len(told) and all(any(f"{name}: moot" in notice for notice in moot) for name in told)
@@ -418,7 +418,6 @@ def mapping(settings: Settings) -> dict[str, dict[str, Any]]:
 
 LIBRARY_CASES = (
     *SHARED_CASES,
-    Case("gather_16bit_weights_on_model_save", True, ERROR, {}, STAGE_3),
     Case("number_checkpoints", 3, ERROR, {}, {"contiguous_checkpointing": True}),
     Case(
         "number_checkpoints",
