@@ -77,7 +77,7 @@ class OptimizerState:
         self._set({member: {} for member in self._members()}, None)
 
     def _connect(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+        self._optimizer, self._groups = optimizer, optimizer.param_groups
         optimizer.register_step_pre_hook(_refuse_to_step)
         optimizer.register_state_dict_post_hook(self._fill)
         optimizer.register_load_state_dict_pre_hook(self._take)
@@ -202,9 +202,9 @@ class OptimizerState:
 
     def _keep_groups(self, optimizer: Optimizer) -> None:
         """Move loaded options to the param groups that updates read; torch has made new ones."""
-        for group, loaded in zip(self._chosen.groups, optimizer.param_groups, strict=True):
+        for group, loaded in zip(self._groups, optimizer.param_groups, strict=True):
             group.update(loaded)
-        optimizer.param_groups = self._chosen.groups
+        optimizer.param_groups = self._groups
 
 
 def _name_of(parameter: nn.Parameter) -> str:
