@@ -15,6 +15,7 @@ from megazero.checkpoint.reader import Checkpoint
 from megazero.checkpoint.restore import restore
 from megazero.comm.interface import Communicator
 from megazero.errors import CheckpointError, Problem
+from megazero.optim.inner import NOT_UPDATED, Elementwise
 from megazero.parallel.param_spec import StateFragment
 from megazero.zero.engine import Engine
 
@@ -98,11 +99,20 @@ def _saved_numbers(checkpoint: Checkpoint, engine: Engine) -> GroupNumbers | Non
         return None
     groups = {slot.group for section in engine.layout.sections for slot in section.slots}
     if not isinstance(saved, list):
-        return dict.fromkeys(groups, saved)
+        return {group: _with_step(saved, checkpoint, engine, group) for group in groups if group != NOT_UPDATED}
     if len(saved) <= max(groups):
         given = f"an optimizer of {max(groups) + 1} param groups; {checkpoint.folder} was saved with {len(saved)}"
         raise CheckpointError(Problem(given, "each param group has numbers of its own", "the same param groups"))
     return dict(enumerate(saved))
+
+
+def _with_step(saved: Mapping[str, float], checkpoint: Checkpoint, engine: Engine, group: int) -> Mapping[str, float]:
+    """Return the numbers with the count of steps, which the fused AdamW leaves to the run's counters."""
+    inner = engine.settings.optimizer
+    if saved or not isinstance(inner, Elementwise) or inner.optimizer.number_names(group) != ("step",):
+        return saved
+    steps: Any = checkpoint.progress.get("optimizer_steps", 0)
+    return {"step": float(steps)}
 
 
 def _are_numbers(values: object) -> bool:

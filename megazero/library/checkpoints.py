@@ -12,8 +12,9 @@ has the counters of a run, and
 torch's random state is not part of it, as in a run.
 """
 
+import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -147,17 +148,35 @@ class Checkpoints:
         }
         config = json.dumps(asdict(self.config), indent=1, default=str) + "\n"  # JSON is YAML
         self.engine.ensure_parameters()
-        buffers = [_fragment(name, buffer) for name, buffer in _buffers(self.module)] if self.mesh.rank == 0 else []
+        buffers = [_fragment(name, buffer) for name, buffer in _buffers(self.module)]
+        if self.mesh.axis("tp").size > 1:
+            self._check_alike(buffers)
         with ExitStack() as held:
             lock = lock_folder(root, control=control)
             if lock is not None:
                 held.callback(lock.release)
-            begin = (lambda: _begin(root, run)) if self.mesh.rank == 0 else (lambda: None)
-            all_or_none(control, begin, doing=f"writing to {root}")
+            leads = control.rank == 0
+            all_or_none(control, lambda: _begin(root, run) if leads else None, doing=f"writing to {root}")
             draft = Draft(root, counters.iteration, progress, config, lock, retention)
-            folder = save(draft, [*saved_fragments(self.engine), *buffers], control=control)
+            folder = save(draft, [*saved_fragments(self.engine), *(buffers if leads else ())], control=control)
         self.run = run
         return folder
+
+    def _check_alike(self, buffers: Iterable[StateFragment]) -> None:
+        """Raise CheckpointError if tensor-parallel ranks have buffers of different values."""
+
+        def digest() -> str | None:
+            if self.mesh.axis("dp").rank > 0:
+                return None
+            content = (bytes(each.tensor.cpu().contiguous().view(torch.uint8).numpy().data) for each in buffers)
+            return hashlib.sha256(b"".join(content)).hexdigest()
+
+        digests = all_or_none(self.mesh.control, digest, doing="comparing buffers")
+        if len({each for each in digests if each is not None}) > 1:
+            rule = "a checkpoint has one value of each persistent buffer"
+            raise CheckpointError(
+                Problem("buffers that differ between tensor-parallel ranks", rule, "persistent=False")
+            )
 
     def load(self, root: Path, tag: str | None, parts: Loading) -> Loaded | None:
         """Restore the newest sound checkpoint under `root`, or the one with this tag; None if there is none at all.

@@ -322,7 +322,7 @@ class DataParallelEngine:
             self.global_steps, self.global_samples = found.state.iteration, found.state.consumed_samples
             self.skipped_steps = found.skipped_steps
         self._passes.reset()
-        if self.mesh.rank == 0:
+        if self.mesh.control.rank == 0:
             for line in found.warnings():
                 warnings.warn(line, stacklevel=2)
         return found.taken.checkpoint.folder, found.client_state

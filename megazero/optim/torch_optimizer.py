@@ -152,7 +152,8 @@ class TorchOptimizer:
             return []
         given = f"an optimizer {type(self.template).__name__} that has state already"
         rule = "the optimizer's state is partitioned from its first step on"
-        return [Problem(given, rule, "an optimizer that has not stepped yet; its state comes from a checkpoint")]
+        legal = "an optimizer that has not stepped yet; its state is loaded later (engine.optimizer)"
+        return [Problem(given, rule, legal)]
 
 
 def check_elementwise(optimizer_class: type[Optimizer], options: Mapping[str, Any]) -> Problem | None:

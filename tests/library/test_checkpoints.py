@@ -221,6 +221,25 @@ def test_a_given_optimizer_and_torchs_schedule_go_on(kind: str, tmp_path: Path) 
     assert resumed.get_lr() == whole.get_lr() and gap(figures(resumed), figures(whole)) == 0.0
 
 
+def test_torchs_adamw_and_the_configurations_go_on_from_each_other(tmp_path: Path) -> None:
+    def torchs() -> DataParallelEngine:
+        model = make()
+        trained = [p for p in model.parameters() if p.requires_grad]
+        settings = config(1)
+        del settings["optimizer"]
+        optimizer = torch.optim.AdamW(trained, lr=0.05, weight_decay=0.1, foreach=False)
+        return megazero.initialize(model, settings, optimizer=optimizer)
+
+    for name, begin, other in (("a", torchs, lambda: engine_of(2)), ("b", lambda: engine_of(2), torchs)):
+        whole, resumed = begin(), other()
+        train(whole, 0, BEFORE)
+        whole.save_checkpoint(tmp_path / name)
+        resumed.load_checkpoint(tmp_path / name)
+        train(whole, BEFORE, AFTER)
+        train(resumed, BEFORE, AFTER)
+        assert gap(figures(whole), figures(resumed)) < 1e-9
+
+
 def test_an_optimizer_that_has_not_stepped_is_saved_and_taken(tmp_path: Path) -> None:
     first = engine_of(1, optimizer={"type": "Adam", "lr": 0.05})
     first.save_checkpoint(tmp_path)
