@@ -28,7 +28,7 @@ from megazero.checkpoint.retention import Retention
 from megazero.checkpoint.state import TrainState
 from megazero.comm.mesh import Mesh
 from megazero.config.batch import BatchSizes
-from megazero.errors import Problem, TrainingError, UsageError
+from megazero.errors import Problem, TrainingError, UsageError, raise_problems
 from megazero.library.checkpoints import Checkpoints, Loading, raise_missing
 from megazero.library.config import EngineConfig
 from megazero.library.model_state import load_module, whole_state_dict
@@ -279,6 +279,9 @@ class DataParallelEngine:
         Raises CheckpointError on all ranks if it fails on any: older checkpoints are then unchanged.
         """
         self._check_between_steps("save_checkpoint")
+        kept = {"keep_last": keep_last, "keep_every": keep_every}
+        wrong = [f"{name}={count}" for name, count in kept.items() if count is not None and count < 1]
+        raise_problems(UsageError, (Problem(each, "a number of checkpoints or steps", "1 and above") for each in wrong))
         self._stepper.finish()
         steps = int(self.zero_engine.optimizer_step.item())
         state = TrainState(self._stepper.scale_state, self.global_steps, self.global_samples, steps)

@@ -304,6 +304,8 @@ def test_older_checkpoints_without_a_tag_go(tmp_path: Path) -> None:
         "saved again at a step: a new folder, then the old goes"
     )
     assert not (tmp_path / "step_0000006").exists()
+    with pytest.raises(UsageError, match="keep_last=0"):
+        engine.save_checkpoint(tmp_path, keep_last=0)
 
 
 def test_another_trainings_folder_is_left_alone(tmp_path: Path) -> None:
