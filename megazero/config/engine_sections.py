@@ -49,7 +49,7 @@ class ZeroConfig:
         " false: from its working parameters, rounded",
     )
     ignore_unused_parameters: bool = setting(
-        True, help="parameters without a gradient count as zero gradients; false: they stop the run with their names"
+        True, help="let parameters be without a gradient in a step; false: they stop the run with their names"
     )
     sub_group_size: int = setting(
         1_000_000_000,

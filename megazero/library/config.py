@@ -11,6 +11,7 @@ computes the batch's sizes from it.
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
@@ -39,7 +40,7 @@ from megazero.config.values import (
     violation,
 )
 from megazero.config.yaml_file import read_nested
-from megazero.dialects.deepspeed.keys import HONOURED, TOP_LEVEL
+from megazero.dialects.deepspeed.keys import HONOURED, TOP_LEVEL, key
 from megazero.dialects.deepspeed.reading import ParsedFile, read, read_file
 from megazero.dialects.deepspeed.sections import EngineParts, engine_parts
 from megazero.errors import ConfigError, Problem, raise_problems
@@ -65,6 +66,8 @@ _PLAIN = (
     "train_micro_batch_size_per_gpu",
     "train_batch_size",
 )
+# Keys of megazero's own form only.
+_OWN = MappingProxyType({"update_unused_parameters": key("update_unused_parameters", "bool", False)})
 _SECTIONS = ("zero", "precision", "activations")
 _FORMS = "zero, precision, ... of megazero, or zero_optimization, fp16, bf16, ... of DeepSpeed"
 
@@ -76,6 +79,9 @@ class EngineConfig:
     gradient_clipping: largest global gradient norm; 0 clips nothing.
     gradient_accumulation_steps, train_micro_batch_size_per_gpu, train_batch_size: the batch's sizes as they are given,
     None where they are not; `resolve_batch` returns all of them.
+    update_unused_parameters: True if the optimizer also updates parameters of which no rank has a gradient, as
+    DeepSpeed does: their gradient counts as zero, by which moments and weights decay.  False leaves them alone, as
+    torch does.
     notices: one-line texts about keys without effect and keys that are "auto".
     automatic_sizes: sizes of the batch that are "auto" in a DeepSpeed configuration, as messages name them.
     origin: USER, or FOREIGN where a DeepSpeed configuration has set the settings.
@@ -90,6 +96,7 @@ class EngineConfig:
     gradient_accumulation_steps: _Count | None = None
     train_micro_batch_size_per_gpu: _Count | None = None
     train_batch_size: _Count | None = None
+    update_unused_parameters: bool = False
     notices: tuple[str, ...] = ()
     automatic_sizes: tuple[str, ...] = ()
     origin: Origin = Origin.USER
@@ -133,7 +140,7 @@ def automatic_sizes(config: EngineConfig, sizes: BatchSizes) -> tuple[str, ...]:
 
 
 def _from_mapping(content: Mapping[str, Any], origin: str) -> EngineConfig:
-    own = [name for name in _SECTIONS if name in content]
+    own = [name for name in (*_SECTIONS, *_OWN) if name in content]
     foreign = [name for name in content if name in TOP_LEVEL - {"optimizer", "scheduler", *_PLAIN}]
     if own and foreign:
         given = f"{origin}: {', '.join(own)} beside {', '.join(foreign)}"
@@ -161,6 +168,7 @@ def _from_deepspeed(file: ParsedFile) -> EngineConfig:
         notices=tuple(file.diagnostics.notices),
         automatic_sizes=tuple(str(file.location(name)) for name in KEYS.values() if file.is_automatic(name)),
         origin=Origin.FOREIGN,
+        update_unused_parameters=True,
         **plain,
     )
 
@@ -174,8 +182,8 @@ def _default(name: str) -> Any:
 
 def _from_own(content: Mapping[str, Any], location: Location) -> EngineConfig:
     diagnostics = Diagnostics()
-    infos = {name: HONOURED[name] for name in _PLAIN}
-    known = (*_SECTIONS, "optimizer", "scheduler", *_PLAIN)
+    infos = {**{name: HONOURED[name] for name in _PLAIN}, **_OWN}
+    known = (*_SECTIONS, "optimizer", "scheduler", *infos)
     diagnostics.problems.extend(
         unknown(location.key(name), content[name], known) for name in content if name not in known
     )
@@ -185,11 +193,11 @@ def _from_own(content: Mapping[str, Any], location: Location) -> EngineConfig:
     sections_are_valid = not diagnostics.problems
     optimizer = _optimizer(location.key("optimizer"), content.get("optimizer"), diagnostics)
     scheduler = _scheduler(location.key("scheduler"), content.get("scheduler"), diagnostics, optimizer.lr)
-    plain = _values(infos, location, {name: content[name] for name in _PLAIN if name in content}, diagnostics)
+    plain = _values(infos, location, {name: content[name] for name in infos if name in content}, diagnostics)
     parts = EngineParts(zero, precision, activations, optimizer, scheduler)
     diagnostics.problems.extend(_problems(parts, location))
     if sections_are_valid:  # else defaults stand in for invalid values
-        diagnostics.problems.extend(_moot(parts, location))
+        diagnostics.problems.extend(_moot(parts, location, plain))
     raise_problems(ConfigError, diagnostics.problems)
     return EngineConfig(
         zero=zero,
@@ -272,8 +280,11 @@ def _problems(parts: EngineParts, location: Location) -> Iterator[Problem]:
     yield from _undecidable(parts.activations, location)
 
 
-def _moot(parts: EngineParts, location: Location) -> Iterable[Problem]:
-    """Return the problems of settings that have no effect."""
+def _moot(parts: EngineParts, location: Location, plain: Mapping[str, Any]) -> Iterable[Problem]:
+    """Return the problems of settings that have no effect.
+
+    plain: the values of keys outside the sections.
+    """
     changed = {
         (name, info.name): value
         for name in _SECTIONS
@@ -288,7 +299,12 @@ def _moot(parts: EngineParts, location: Location) -> Iterable[Problem]:
         ParsedValue(name, value, location.key(name).quote(value))
         for name, value in changed_params(parts.optimizer, parts.scheduler).items()
     ]
-    return moot.of_the_library(parts, [*sections, *params]).problems
+    own = [
+        ParsedValue(name, plain[name], location.key(name).quote(plain[name]))
+        for name, info in _OWN.items()
+        if plain.get(name, info.default) != info.default
+    ]
+    return moot.of_the_library(parts, [*sections, *params, *own]).problems
 
 
 def _undecidable(activations: ActivationConfig, location: Location) -> Iterator[Problem]:
@@ -313,7 +329,7 @@ def _checked(config: EngineConfig) -> EngineConfig:
     parts = EngineParts(config.zero, config.precision, config.activations, optimizer, scheduler)
     diagnostics.problems.extend(_problems(parts, location))
     if config.origin is Origin.USER:  # a DeepSpeed configuration got its notices when it was read
-        diagnostics.problems.extend(_moot(parts, location))
+        diagnostics.problems.extend(_moot(parts, location, {name: getattr(config, name) for name in _OWN}))
     raise_problems(ConfigError, diagnostics.problems)
     notices = (*config.notices, *(notice for notice in diagnostics.notices if notice not in config.notices))
     return replace(config, optimizer=optimizer, scheduler=scheduler, notices=notices)

@@ -71,7 +71,11 @@ def initialize(
     passes.watch(model)
     units = choose_units(model)
     core_settings = EngineSettings(
-        settings.zero, chosen.inner, first_value, checks_finite=settings.precision.check_for_nan_in_loss_and_grad
+        settings.zero,
+        chosen.inner,
+        first_value,
+        checks_finite=settings.precision.check_for_nan_in_loss_and_grad,
+        leaves_unused=settings.zero.ignore_unused_parameters and not settings.update_unused_parameters,
     )
     try:
         core = Engine(model, units, plan, mesh=mesh, buffers=buffers, settings=core_settings)

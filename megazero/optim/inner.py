@@ -84,6 +84,9 @@ class InnerOptimizer(Protocol):
         inputs: those `for_masters`.
         """
 
+    def divide(self, index: int, parts: Sequence[Run]) -> None:
+        """Put adjacent parts of a run, which are updated one by one from here on, in the run's place."""
+
     def state(self, index: int, run: Run) -> Mapping[str, Tensor]:
         """Return the state of a run with one value per element, by name; empty before the first step."""
 
@@ -129,6 +132,9 @@ class FusedAdamW:
 
     def bind(self, runs: Sequence[Run]) -> None:
         """Do nothing: the moments are the only state."""
+
+    def divide(self, index: int, parts: Sequence[Run]) -> None:
+        """Do nothing: a run holds its moments."""
 
     def state(self, index: int, run: Run) -> Mapping[str, Tensor]:
         return run.moments
@@ -183,6 +189,7 @@ class Elementwise:
 
     def __init__(self, optimizer: TorchOptimizer) -> None:
         self.optimizer = optimizer
+        self._runs: list[Run] = []
         self._positions: dict[int, int] = {}
 
     def group_of(self, spec: ParamSpec, parameter: nn.Parameter) -> int:
@@ -190,9 +197,19 @@ class Elementwise:
         return NOT_UPDATED if group is None else group
 
     def bind(self, runs: Sequence[Run]) -> None:
-        updated = [(index, run) for index, run in enumerate(runs) if run.group != NOT_UPDATED]
-        self._positions = {index: place for place, (index, _) in enumerate(updated)}
-        self.optimizer.bind([FlatRun(run.master, run.group) for _, run in updated])
+        self._place(runs)
+        self.optimizer.bind([FlatRun(run.master, run.group) for run in runs if run.group != NOT_UPDATED])
+
+    def divide(self, index: int, parts: Sequence[Run]) -> None:
+        if index in self._positions:
+            self.optimizer.divide(self._positions[index], [part.master for part in parts])
+        self._place([*self._runs[:index], *parts, *self._runs[index + 1 :]])
+
+    def _place(self, runs: Sequence[Run]) -> None:
+        """Number the runs that the optimizer updates."""
+        self._runs = list(runs)
+        updated = [index for index, run in enumerate(runs) if run.group != NOT_UPDATED]
+        self._positions = {index: place for place, index in enumerate(updated)}
 
     def update(self, index: int, run: Run, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> None:
         if index not in self._positions:

@@ -84,6 +84,18 @@ class TorchOptimizer:
         self._pieces = tuple(_Piece(self._recipe(run.group, run.master.device), run.master) for run in runs)
         self.template.state.clear()
 
+    def divide(self, index: int, masters: Sequence[Tensor]) -> None:
+        """Replace run `index` by adjacent runs, whose master weights these are, each with its part of the state."""
+        state, start, parts = self._pieces[index].state(), 0, []
+        for master in masters:
+            part = _Piece(self._recipe(self._groups[index], master.device), master)
+            within = slice(start, start + master.numel())
+            part.restore(RunState({name: tensor[within] for name, tensor in state.tensors.items()}, state.numbers))
+            parts.append(part)
+            start += master.numel()
+        self._pieces = (*self._pieces[:index], *parts, *self._pieces[index + 1 :])
+        self._groups = (*self._groups[:index], *(self._groups[index] for _ in parts), *self._groups[index + 1 :])
+
     def step_run(self, index: int, gradient: Tensor, *, lr: float | None = None) -> None:
         """Update run `index` in place; the other runs stay untouched.
 

@@ -241,6 +241,11 @@ LIBRARY: tuple[Row[LibrarySections], ...] = (
     ),
     Row(("fp8_format",), lambda s: "the model's own layers choose their products"),
     Row(("load_from_fp32_weights",), lambda s: "an engine loads no checkpoints"),
+    Row(
+        ("update_unused_parameters",),
+        lambda s: "" if s.zero.ignore_unused_parameters else "a parameter without a gradient stops the training",
+        {"ignore_unused_parameters": True},
+    ),
     Row(("optimizer.lr",), _peak_of_schedule, {"scheduler.params.warmup_max_lr": "auto"}),
     Row(
         ("scheduler.params.lr_warmup_init", "scheduler.params.lr_warmup_type"),

@@ -5,7 +5,7 @@ them), then `finish_reductions`, `local_norms` and `update`, which `step.py` put
 nowhere but in the plan.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -35,6 +35,7 @@ from megazero.zero.layout import (
 )
 from megazero.zero.module_apply import gather_around_apply, restore_apply
 from megazero.zero.plan import ModelStateBytes, Placement, ZeroPlan
+from megazero.zero.presence import NOTHING, GradientPresence
 from megazero.zero.publish import ParameterPublisher
 from megazero.zero.reduce import GradientReducer
 from megazero.zero.shards import FirstValue, Shards, value_of_parameter
@@ -48,6 +49,8 @@ class EngineSettings:
 
     parameter_names: of the whole model, where ranks have different parts of it, so that an index is the same on all.
     checks_finite: True if a gradient that is not finite prevents the update in every number format, not in fp16 alone.
+    leaves_unused: True if a step leaves the parameters alone of which no rank has a gradient; False: their gradient
+    counts as zero, by which moments and weights decay.
     """
 
     zero: ZeroConfig
@@ -56,6 +59,7 @@ class EngineSettings:
     ledger: AnyLedger = field(default_factory=NullLedger)
     parameter_names: tuple[str, ...] = ()
     checks_finite: bool = False
+    leaves_unused: bool = False
 
 
 def plan_layout(
@@ -142,6 +146,9 @@ class Engine:
             counted_at=self._coordinates,
             names=settings.parameter_names,
         )
+        self._presence = GradientPresence(
+            self._update.parameter_names, self._trainable_names(), self._reducer.present, mesh.device
+        )
         self.stopped = torch.zeros((), dtype=torch.float64, device=mesh.device)
         """1 from the first step whose figures were not finite, where that ends the training: later ones change nothing,
         because a GPU may have begun them before the host reads that step's figures."""
@@ -226,12 +233,29 @@ class Engine:
         """Return this rank's share of the gradient norm and of the overflow check, of gradients as they are stored."""
         return self._update.local_norms(self._reducer.scratch)
 
-    def update(self, inputs: StepInputs) -> None:
-        """Take an optimizer step on the owned ranges and publish them, which ends just before each unit's next use."""
+    def present_gradients(self) -> Tensor | None:
+        """Return flags of the parameters of which this rank has a gradient in the step, float64 [parameters].
+
+        None where parameters without a gradient are updated too.
+        """
+        return self._presence.flags() if self.settings.leaves_unused else None
+
+    def absent_gradients(self, counts: Tensor) -> dict[str, Tensor]:
+        """Return flags, 1 for a parameter that no rank has a gradient of, by those that this rank has none of.
+
+        counts: the sums of all ranks' `present_gradients`.
+        """
+        return self._presence.absent(counts)
+
+    def update(self, inputs: StepInputs, absent: Mapping[str, Tensor] = NOTHING) -> None:
+        """Take an optimizer step on the owned ranges and publish them, which ends just before each unit's next use.
+
+        absent: `absent_gradients`.
+        """
         self._gather.check_unpinned("an optimizer step")
         self._gather.release_all()
         self._publisher.ensure_all()  # of units that no forward has used since the step before
-        self._update.apply(inputs, self._reducer.scratch)
+        self._update.apply(inputs, self._reducer.scratch, absent)
 
     def release_all(self) -> None:
         """Release all gathered parameters that are not pinned."""
@@ -365,6 +389,9 @@ class Engine:
         section, slot = self._slots[name]
         self.mesh.gathering.broadcast(self._shards.flat(section)[slot.start : slot.stop], source).wait()
         self._shards.store_value(section, name)
+
+    def _trainable_names(self) -> set[str]:
+        return {name for name, (section, _) in self._slots.items() if section.trainable}
 
     def _gradient_ready(self, name: str, parameter: Tensor) -> None:
         self._flight.unit = name

@@ -65,6 +65,8 @@ class GradientReducer:
         self._missing: dict[int, set[str]] = {}
         self._arrived: set[str] | None = None  # parameters with a gradient in this micro-batch; None if it reduces none
         self._is_in_micro_batch = False
+        self.present: set[str] = set()
+        """The parameters with a gradient in the step so far, on this rank."""
         self._due: Sequence[Bucket] = ()  # the buckets that this micro-batch's backward fills
         self._next = -1  # position in self._due of the next bucket to launch; -1: none is left
 
@@ -76,6 +78,7 @@ class GradientReducer:
 
     def begin_step(self) -> None:
         """Forget the gradients of the step before."""
+        self.present.clear()
         self._store.begin_step()
 
     def begin_micro_batch(self, buckets: Sequence[Bucket], *, is_last: bool) -> None:
@@ -89,6 +92,8 @@ class GradientReducer:
 
     def gradient_ready(self, name: str) -> None:
         """Store a parameter's finished gradient, and launch completed buckets.  Raises UsageError on a second one."""
+        if self._is_in_micro_batch:
+            self.present.add(name)
         if self._arrived is None:
             return
         if name in self._arrived:

@@ -6,6 +6,7 @@ a figure that is not finite (an overflow in fp16; in any format, where the engin
 inner optimizer, which skips the step, together with one factor that unscales and clips.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -23,13 +24,14 @@ class ReducedGradients(NamedTuple):
     square: sum of squares of the gradients as they are kept, float64, the same on every rank; not finite after an
     overflow on any of them.  first_overflow: int32 index of this rank's first parameter with a gradient that is not
     finite.  figures: the caller's own, summed over all ranks.  skipped: float64, 1 if the step must not be taken, the
-    same on every rank; None where nothing is checked.
+    same on every rank; None where nothing is checked.  absent: `Engine.absent_gradients`.
     """
 
     square: Tensor
     first_overflow: Tensor
     figures: tuple[Tensor, ...]
     skipped: Tensor | None
+    absent: Mapping[str, Tensor]
 
 
 class Update(NamedTuple):
@@ -55,9 +57,13 @@ def reduce_gradients(engine: Engine, timers: Timers, *figures: Tensor) -> Reduce
     ledger.phase("update")
     local = engine.local_norms()
     totals = torch.stack([local.square, *figures])
-    engine.world.all_reduce_scalars(totals).wait()
+    present = engine.present_gradients()
+    sent = totals if present is None else torch.cat([totals, present])
+    engine.world.all_reduce_scalars(sent).wait()
+    totals, counts = sent[: len(totals)], sent[len(totals) :]
     square, *summed = totals.unbind()
-    return ReducedGradients(square, local.first_overflow, tuple(summed), _skipped(engine, totals))
+    absent = {} if present is None else engine.absent_gradients(counts)
+    return ReducedGradients(square, local.first_overflow, tuple(summed), _skipped(engine, totals), absent)
 
 
 def _skipped(engine: Engine, totals: Tensor) -> Tensor | None:
@@ -99,5 +105,5 @@ def update_parameters(
     factor = clip_coefficient(grad_norm, clip_grad) * scale
     found_inf = reduced.skipped.float() if reduced.skipped is not None and engine.refuses_updates else None
     with timers.measure("optimizer"):
-        engine.update(StepInputs(lr, factor, found_inf))
+        engine.update(StepInputs(lr, factor, found_inf), reduced.absent)
     return Update(grad_norm, reduced.skipped)

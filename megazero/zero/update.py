@@ -10,7 +10,7 @@ from megazero.memory.lease import Scratch
 from megazero.optim.grad_norm import first_overflow, fragment_norms, sum_dtype
 from megazero.optim.inner import NOT_UPDATED, InnerOptimizer, Run, StepInputs, advance
 from megazero.parallel.param_spec import StateFragment
-from megazero.zero.layout import Bucket, Range
+from megazero.zero.layout import Bucket, Fragment, Range
 from megazero.zero.publish import ParameterPublisher
 from megazero.zero.shards import Shards
 
@@ -27,11 +27,15 @@ class LocalNorms(NamedTuple):
 
 
 class OwnedRun(NamedTuple):
-    """A run of elements that this rank updates at once; `within` is its range of the bucket's section."""
+    """A run of elements that this rank updates at once; `within` is its range of the bucket's section.
+
+    parameter: the name of the only parameter in it, once that has had no gradient in a step; else "".
+    """
 
     bucket: Bucket
     within: Range
     run: Run
+    parameter: str = ""
 
 
 class Piece(NamedTuple):
@@ -65,7 +69,8 @@ class ShardUpdate:
         self._optimizer = optimizer
         self._buckets = shards.layout.trainable_buckets
         self._coordinates = dict(counted_at)
-        self.runs = tuple(run for bucket in self._buckets for run in self._runs(bucket, sub_group_numel))
+        self.runs = [run for bucket in self._buckets for run in self._runs(bucket, sub_group_numel)]
+        self._left_alone: dict[str, Tensor] = {}  # by parameter, the steps that have left it as it was, float32
         optimizer.bind([owned.run for owned in self.runs])
         self.parameter_names = tuple(names) or tuple(
             slot.spec.name for section in shards.layout.sections if section.trainable for slot in section.slots
@@ -103,18 +108,26 @@ class ShardUpdate:
         square = square + torch.where(torch.isfinite(norms), 0.0, torch.inf).sum()
         return LocalNorms(square, first_overflow(norms, self._fragment_parameters))
 
-    def apply(self, inputs: StepInputs, buffers: Scratch) -> None:
+    def apply(self, inputs: StepInputs, buffers: Scratch, absent: Mapping[str, Tensor]) -> None:
         """Take one optimizer step on the owned ranges; each bucket is published as soon as it is done.
 
-        Where overflow may skip it and a torch optimizer has to be kept from stepping, the host waits for the device.
+        absent: flags, float32 without dimensions, by the parameters that may be left alone: 1 leaves one as it is, with
+        its moments and its number of steps.
+        Where a flag or an overflow may keep a torch optimizer from stepping, the host waits for the device.
         """
         if self._optimizer.skips_on_host and inputs.found_inf is not None and bool(inputs.found_inf.item()):
             return
         step = self._shards.optimizer_step
         advance(step, inputs)
+        for name, flag in absent.items():
+            self._separate(name)
+            self._left_alone[name] += flag if inputs.found_inf is None else flag * (1.0 - inputs.found_inf)
         inputs = inputs.for_masters(self._shards.plan.optimizer.dtype)
-        for index, (bucket, _, run) in enumerate(self.runs):
-            self._optimizer.update(index, run, step, inputs, buffers=buffers)
+        for index, (bucket, _, run, parameter) in enumerate(self.runs):
+            if parameter:
+                self._update_parameter(index, inputs, absent.get(parameter), buffers)
+            else:
+                self._optimizer.update(index, run, step, inputs, buffers=buffers)
             if index + 1 == len(self.runs) or self.runs[index + 1].bucket is not bucket:
                 self._shards.copy_master_to_working(bucket)
                 self._publisher.publish(bucket)
@@ -124,7 +137,7 @@ class ShardUpdate:
 
         Pieces come in order; there are none where the optimizer has no such state (yet).
         """
-        for index, (bucket, within, run) in enumerate(self.runs):
+        for index, (bucket, within, run, _) in enumerate(self.runs):
             fragment = bucket.fragment_of(name, within)
             if fragment is None:
                 continue
@@ -139,7 +152,7 @@ class ShardUpdate:
 
         is_saved: only what this rank saves, which no other one counts; else all that it has.
         """
-        for index, (bucket, within, run) in enumerate(self.runs):
+        for index, (bucket, within, run, _) in enumerate(self.runs):
             state = {} if self._optimizer.moments else self._optimizer.state(index, run)
             saved = self._shards.partition(bucket) if is_saved else within
             part = Range(max(saved.start, within.start), min(saved.stop, within.stop))
@@ -165,6 +178,31 @@ class ShardUpdate:
         for bucket in self._buckets:
             self._publisher.publish(bucket)
 
+    def _update_parameter(self, index: int, inputs: StepInputs, absent: Tensor | None, buffers: Scratch) -> None:
+        """Update a run of one parameter, which has taken fewer steps than the others, unless the flag is 1."""
+        owned = self.runs[index]
+        step = self._shards.optimizer_step - self._left_alone[owned.parameter]
+        if absent is not None:
+            if self._optimizer.skips_on_host and bool(absent.item()):
+                return
+            found_inf = absent if inputs.found_inf is None else torch.maximum(inputs.found_inf, absent)
+            inputs = inputs._replace(found_inf=found_inf)
+        self._optimizer.update(index, owned.run, step, inputs, buffers=buffers)
+
+    def _separate(self, name: str) -> None:
+        """Divide the runs that a parameter lies in, so that its elements are runs of their own from here on."""
+        if name in self._left_alone:
+            return
+        self._left_alone[name] = torch.zeros_like(self._shards.optimizer_step)
+        divided: list[OwnedRun] = []
+        for owned in self.runs:
+            fragment = owned.bucket.fragment_of(name, owned.within)
+            parts = [owned] if fragment is None else list(_divided(owned, fragment))
+            if fragment is not None:
+                self._optimizer.divide(len(divided), [part.run for part in parts])
+            divided += parts
+        self.runs = divided
+
     def _runs(self, bucket: Bucket, sub_group_numel: int) -> Iterator[OwnedRun]:
         shards = self._shards
         section = shards.layout.sections[bucket.section]
@@ -174,3 +212,16 @@ class ShardUpdate:
                 moments = {kind: shards.moment(kind, bucket, within) for kind in shards.moment_kinds}
                 master, gradient = shards.master(bucket, within), shards.reduced_gradient(bucket, within)
                 yield OwnedRun(bucket, within, Run(master, gradient, moments, group))
+
+
+def _divided(owned: OwnedRun, fragment: Fragment) -> Iterator[OwnedRun]:
+    """Yield the parts of a run before, in and behind one of its parameters, as far as they have elements."""
+    (start, stop), cuts = owned.within, fragment.within
+    for part, name in (
+        (Range(start, cuts.start), ""),
+        (cuts, fragment.spec.name),
+        (Range(cuts.stop, stop), ""),
+    ):
+        if part.numel > 0:
+            run = owned.run.part(part.start - start, part.stop - start)
+            yield OwnedRun(owned.bucket, part, run, name or owned.parameter)

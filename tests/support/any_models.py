@@ -50,14 +50,13 @@ def train_plain(
     make_optimizer: Callable[[Any], torch.optim.Optimizer] = adamw,
     clip: float = 0.0,
 ) -> History:
-    """Train in one process on whole batches; a parameter that gets no gradient has a zero gradient."""
+    """Train in one process on whole batches; the optimizer leaves a parameter without a gradient alone."""
     model = make(name)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = make_optimizer(trained)
     losses, norms = [], []
     for step in range(steps):
-        for p in trained:
-            p.grad = torch.zeros_like(p)
+        optimizer.zero_grad()
         loss = CASES[name].loss(model, step, *inputs_of(name, step))
         loss.backward()
         losses.append(loss.item())
