@@ -244,8 +244,6 @@ class Checkpoints:
         state = TrainState.from_json(progress, step=found.step)
         if not (self.stepper.scale_is_dynamic and progress.get(_DYNAMIC)):
             state.loss_scale = self.stepper.scale_state  # a constant scale is no state of a dynamic one
-        if parts.optimizer:
-            self.engine.optimizer_step.fill_(state.optimizer_steps)
         schedule: Any = progress.get(_SCHEDULE)
         if parts.schedule and schedule is not None:
             self.stepper.rates.load_state_dict(schedule)

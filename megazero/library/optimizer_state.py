@@ -6,6 +6,7 @@ state, or that of a plain torch optimizer over the same parameters, at any stage
 do this, so that the optimizer that a user has made stays the same object.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from megazero.checkpoint.engine_state import GroupNumbers, numbers_of_all
+from megazero.checkpoint.engine_state import numbers_of_all
 from megazero.errors import Problem, UsageError, raise_problems
 from megazero.library.optimizers import EngineOptimizer
 from megazero.optim.inner import Elementwise
@@ -21,8 +22,9 @@ from megazero.parallel.param_spec import ParamSpec
 from megazero.zero.engine import Engine
 from megazero.zero.guard import handle_of
 from megazero.zero.plan import Placement
+from megazero.zero.update import STEP, OptimizerNumbers
 
-_STEP, _GROUP = "step", "group."
+_GROUP = "group."
 
 
 class _Member(NamedTuple):
@@ -74,7 +76,8 @@ class OptimizerState:
 
     def reset(self) -> None:
         """Set the state to that before the first step."""
-        self._set({member: {} for member in self._members()}, None)
+        members = list(self._members())
+        self._set({member: {} for member in members}, dict.fromkeys(members))
 
     def _connect(self, optimizer: Optimizer) -> None:
         self._optimizer, self._groups = optimizer, optimizer.param_groups
@@ -88,25 +91,26 @@ class OptimizerState:
 
     def _fill(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Set the state in a `state_dict` that torch has made, which has the param groups only; a collective call."""
-        numbers = self._numbers()
+        numbers = numbers_of_all(self._engine, control=self._engine.mesh.control)
+        step = float(self._engine.optimizer_step.item())
         state_dict["state"] = {}
-        if numbers is None:
-            return
         for member in self._members():
-            own = numbers.get(member.group, {})
+            own = self._numbers_of(member, numbers, step)
+            if own is None:
+                continue
             scalars = {name: torch.tensor(float(own[name])) for name in own if not name.startswith(_GROUP)}
             tensors = {kind: gathered_state(self._engine, member.spec, kind).cpu() for kind in self._kinds(member)}
             state_dict["state"][member.number] = scalars | tensors
-        for group, packed in enumerate(state_dict["param_groups"]):
-            entries = numbers.get(group, {}).items()
-            packed |= {name.removeprefix(_GROUP): value for name, value in entries if name.startswith(_GROUP)}
+            options = state_dict["param_groups"][member.group]
+            options |= {name.removeprefix(_GROUP): own[name] for name in own if name.startswith(_GROUP)}
 
-    def _numbers(self) -> GroupNumbers | None:
-        """Return the numbers of the state by the index of the param group; None before the first step."""
+    def _numbers_of(self, member: _Member, numbers: OptimizerNumbers, step: float) -> Mapping[str, float] | None:
+        """Return the numbers of a parameter's state, None before its first step; step: the optimizer's count."""
         if isinstance(self._engine.settings.optimizer, Elementwise):
-            return numbers_of_all(self._engine, control=self._engine.mesh.control)
-        step = float(self._engine.optimizer_step.item())
-        return {group: {_STEP: step} for group in range(len(self._chosen.groups))} if step else None
+            own = numbers.parameters.get(member.spec.name, numbers.groups.get(member.group))
+        else:
+            own = numbers.parameters.get(member.spec.name, {STEP: step})
+        return None if own is None or own.get(STEP) == 0 else own
 
     def _members(self) -> Iterator[_Member]:
         """Yield the parameters that the optimizer updates, in the order of its param groups."""
@@ -124,7 +128,7 @@ class OptimizerState:
 
     def _number_names(self, group: int) -> tuple[str, ...]:
         inner = self._engine.settings.optimizer
-        return inner.optimizer.number_names(group) if isinstance(inner, Elementwise) else (_STEP,)
+        return inner.optimizer.number_names(group) if isinstance(inner, Elementwise) else (STEP,)
 
     # --- setting ------------------------------------------------------------------------------------------------------
 
@@ -138,67 +142,64 @@ class OptimizerState:
             raise UsageError(Problem(given, rule, f"{len(sizes[1])} groups with {sizes[1]}"))
         keys = [key for group in saved for key in group["params"]]
         state = {m: dict(state_dict["state"].get(keys[m.number], {})) for m in self._members()}
-        if any(state.values()):
-            numbers = {group: self._group_numbers(group, saved[group], state) for group in range(len(saved))}
-            raise_problems(UsageError, self._problems(state, numbers))
-            self._set(state, numbers)
-        else:
-            self._set(state, None)
+        raise_problems(UsageError, self._problems(state))
+        self._set(state, {m: self._given_numbers(m, entries, saved[m.group]) for m, entries in state.items()})
         return {**state_dict, "state": {}}
 
-    def _group_numbers(self, group: int, options: Mapping[str, Any], state: Mapping[_Member, Any]) -> dict[str, float]:
-        """Return the numbers of a group in a given state: those of its first parameter, and those in its options."""
-        names = self._number_names(group)
-        first: Mapping[str, Any] = next((state[member] for member in state if member.group == group), {})
-        found = {name: options.get(name.removeprefix(_GROUP)) for name in names if name.startswith(_GROUP)}
-        found |= {name: first.get(name) for name in names if not name.startswith(_GROUP)}
-        return {name: float(value) for name, value in found.items() if value is not None}
+    def _given_numbers(
+        self, member: _Member, entries: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> dict[str, float] | None:
+        """Return the numbers in a parameter's given state, and in the given options of its group; None without state.
 
-    def _problems(self, state: Mapping[_Member, Mapping[str, Any]], numbers: GroupNumbers) -> Iterator[Problem]:
+        A state without entries is that before the first step, also where the optimizer keeps nothing.
+        """
+        names = self._number_names(member.group)
+        if not entries and (names or self._kinds(member)):
+            return None
+        return {
+            name: float(options[name.removeprefix(_GROUP)] if name.startswith(_GROUP) else entries[name])
+            for name in names
+        }
+
+    def _problems(self, state: Mapping[_Member, Mapping[str, Any]]) -> Iterator[Problem]:
         for member, entries in state.items():
             name, kinds = member.spec.name, self._kinds(member)
             wanted = {*kinds, *(each for each in self._number_names(member.group) if not each.startswith(_GROUP))}
             found = {each for each, value in entries.items() if value is not None}
-            if not entries:
-                rule = "the parameters of an optimizer that has stepped have state, each"
-                yield Problem(
-                    f"a state without an entry for parameter {name}", rule, "a state with all, or an empty one"
-                )
-            elif found != wanted:
+            if entries and found != wanted:
                 given = f"a state of {', '.join(sorted(found)) or 'nothing'} for parameter {name}"
                 yield Problem(given, "the state is that of an optimizer of the same class", ", ".join(sorted(wanted)))
-            else:
-                yield from self._value_problems(member, entries, numbers[member.group])
+            elif entries:
+                yield from self._value_problems(member, entries)
 
-    def _value_problems(
-        self, member: _Member, entries: Mapping[str, Any], numbers: Mapping[str, float]
-    ) -> Iterator[Problem]:
-        name = member.spec.name
+    def _value_problems(self, member: _Member, entries: Mapping[str, Any]) -> Iterator[Problem]:
         for kind in self._kinds(member):
             if tuple(entries[kind].shape) != member.spec.local_shape:
-                given = f"{kind} of shape {list(entries[kind].shape)} for parameter {name}"
+                given = f"{kind} of shape {list(entries[kind].shape)} for parameter {member.spec.name}"
                 yield Problem(given, "state has the shape of its parameter", str(list(member.spec.local_shape)))
-        for number, value in numbers.items():
-            if number in entries and float(entries[number]) != value:
-                given = f"{number} {float(entries[number]):g} for parameter {name}, {value:g} for others of its group"
-                yield Problem(
-                    given, "all parameters of a group have taken the same steps", f"{number} {value:g} for all"
-                )
 
-    def _set(self, state: Mapping[_Member, Mapping[str, Any]], numbers: GroupNumbers | None) -> None:
-        """Set what this rank owns; numbers None: to the state before the first step."""
-        inner = self._engine.settings.optimizer
-        inner.start(numbers)
-        if not isinstance(inner, Elementwise):
-            step = 0.0 if numbers is None else next(iter(numbers.values()))[_STEP]
-            self._engine.optimizer_step.fill_(step)
+    def _set(
+        self, state: Mapping[_Member, Mapping[str, Any]], numbers: Mapping[_Member, Mapping[str, float] | None]
+    ) -> None:
+        """Set what this rank owns of the parameters' state; numbers None: to that before the first step."""
+        most = max((own.get(STEP, 0.0) for own in numbers.values() if own is not None), default=0.0)
+        groups: dict[int, Mapping[str, float] | None] = {}
+        for group in {member.group for member in state}:
+            values = {str(numbers[member]): numbers[member] for member in state if member.group == group}
+            counts = Counter(str(numbers[member]) for member in state if member.group == group)
+            groups[group] = values[counts.most_common(1)[0][0]]
+        if isinstance(self._engine.settings.optimizer, Elementwise):
+            apart = {m.spec.name: own for m, own in numbers.items() if own != groups[m.group]}
+        else:  # the optimizer counts the most steps, and each parameter those that have left it alone
+            apart = {m.spec.name: own for m, own in numbers.items() if own is None or own[STEP] != most}
+        self._engine.start_optimizer(OptimizerNumbers(groups, apart), num_steps=most)
         for member, entries in state.items():
             for kind in self._kinds(member):
                 for start, stop, piece in self._engine.pieces(member.spec.name, kind):
-                    if numbers is None:
-                        piece.zero_()
-                    else:
+                    if entries:
                         piece.copy_(entries[kind].reshape(-1)[start:stop])
+                    else:
+                        piece.zero_()
 
     def _keep_groups(self, optimizer: Optimizer) -> None:
         """Move loaded options to the param groups that updates read; torch has made new ones."""

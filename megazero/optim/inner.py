@@ -90,13 +90,13 @@ class InnerOptimizer(Protocol):
     def state(self, index: int, run: Run) -> Mapping[str, Tensor]:
         """Return the state of a run with one value per element, by name; empty before the first step."""
 
-    def numbers(self) -> Mapping[int, Mapping[str, float]] | None:
-        """Return the numbers of the state, by group of this rank's runs; None if these have no state (yet)."""
+    def numbers(self, index: int) -> Mapping[str, float] | None:
+        """Return the numbers of a run's state; None if it has no state (yet)."""
 
-    def start(self, numbers: Mapping[int, Mapping[str, float]] | None) -> None:
-        """Make the state of all runs, whose elements the caller fills; None empties it, as before the first step.
+    def start(self, index: int, numbers: Mapping[str, float] | None) -> None:
+        """Make the state of a run, whose elements the caller fills; None empties it, as before the first step.
 
-        numbers: by group, as `numbers` returns them.  Raises CheckpointError if these are another optimizer's numbers.
+        Raises CheckpointError if these are another optimizer's numbers.
         """
 
 
@@ -139,10 +139,10 @@ class FusedAdamW:
     def state(self, index: int, run: Run) -> Mapping[str, Tensor]:
         return run.moments
 
-    def numbers(self) -> Mapping[int, Mapping[str, float]]:
+    def numbers(self, index: int) -> Mapping[str, float]:
         return {}
 
-    def start(self, numbers: Mapping[int, Mapping[str, float]] | None) -> None:
+    def start(self, index: int, numbers: Mapping[str, float] | None) -> None:
         """Do nothing: the engine has made the moments, and counts steps itself."""
 
     def update(self, index: int, run: Run, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> None:
@@ -222,11 +222,12 @@ class Elementwise:
     def state(self, index: int, run: Run) -> Mapping[str, Tensor]:
         return self.optimizer.state_of(self._positions[index]).tensors if index in self._positions else {}
 
-    def numbers(self) -> Mapping[int, Mapping[str, float]] | None:
-        return self.optimizer.numbers() if self.optimizer.has_stepped else None
+    def numbers(self, index: int) -> Mapping[str, float] | None:
+        return self.optimizer.numbers(self._positions[index]) if index in self._positions else None
 
-    def start(self, numbers: Mapping[int, Mapping[str, float]] | None) -> None:
-        self.optimizer.start(numbers)
+    def start(self, index: int, numbers: Mapping[str, float] | None) -> None:
+        if index in self._positions:
+            self.optimizer.start(self._positions[index], numbers)
 
 
 def _scaled(gradient: Tensor, factor: Tensor, memory: Tensor) -> Tensor:

@@ -114,24 +114,18 @@ class TorchOptimizer:
         """Return the state of a run; its tensors are the optimizer's own."""
         return self._pieces[index].state()
 
-    @property
-    def has_stepped(self) -> bool:
-        """True if runs have state; all of them step together."""
-        return bool(self._pieces) and self._pieces[0].has_state
+    def numbers(self, index: int) -> dict[str, float] | None:
+        """Return the numbers of a run's state, None before its first step."""
+        piece = self._pieces[index]
+        return piece.state().numbers if piece.has_state else None
 
-    def numbers(self) -> dict[int, dict[str, float]]:
-        """Return the numbers of the runs' state, by group."""
-        first = {group: index for index, group in reversed(list(enumerate(self._groups)))}
-        return {group: self.state_of(index).numbers for group, index in sorted(first.items())}
-
-    def start(self, numbers: Mapping[int, Mapping[str, float]] | None) -> None:
-        """Give every run the state of an optimizer with its group's numbers; None: that of a new optimizer.
+    def start(self, index: int, numbers: Mapping[str, float] | None) -> None:
+        """Give a run the state of an optimizer with these numbers; None: that of a new optimizer.
 
         The state's tensors are zero, for the caller to fill.
         """
-        for group, piece in zip(self._groups, self._pieces, strict=True):
-            state = RunState({}, {}) if numbers is None else RunState(piece.zeros(), dict(numbers.get(group, {})))
-            piece.restore(state)
+        piece = self._pieces[index]
+        piece.restore(RunState({}, {}) if numbers is None else RunState(piece.zeros(), dict(numbers)))
 
     def set_state(self, index: int, state: RunState) -> None:
         """Replace a run's state by a copy of `state`; raises `CheckpointError` if it is another optimizer's."""

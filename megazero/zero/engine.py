@@ -40,7 +40,7 @@ from megazero.zero.publish import ParameterPublisher
 from megazero.zero.reduce import GradientReducer
 from megazero.zero.shards import FirstValue, Shards, value_of_parameter
 from megazero.zero.sums import GradientSums
-from megazero.zero.update import LocalNorms, Piece, ShardUpdate
+from megazero.zero.update import LocalNorms, OptimizerNumbers, Piece, ShardUpdate
 
 
 @dataclass(frozen=True)
@@ -285,6 +285,14 @@ class Engine:
     def optimizer_step(self) -> Tensor:
         """The number of optimizer steps taken, float32, no dimensions."""
         return self._shards.optimizer_step
+
+    def optimizer_numbers(self) -> OptimizerNumbers:
+        """Return what the optimizer keeps beside its elements' state, of this rank's runs."""
+        return self._update.numbers()
+
+    def start_optimizer(self, numbers: OptimizerNumbers, *, num_steps: float) -> None:
+        """Make the optimizer's state after `num_steps` steps, whose elements `wanted_state` yields to be filled."""
+        self._update.start(numbers, num_steps=num_steps)
 
     def model_state_bytes(self) -> ModelStateBytes:
         """Return the bytes of model states that this rank has allocated."""
