@@ -38,8 +38,8 @@ from support.small_runs import train_run
 
 from megazero.checkpoint.folders import list_steps
 from megazero.checkpoint.reader import open_checkpoint
+from megazero.checkpoint.state import TrainState
 from megazero.errors import UserError
-from megazero.train.state import TrainState
 
 Record = dict[str, Any]
 LIMIT_SECONDS = 10.0

@@ -373,7 +373,7 @@ library initialize(Linear(2, 1), GOOD, optimizer=torch.optim.Adam([torch.zeros(1
 library initialize(torch.nn.Identity(), GOOD)                 => parameter
 library initialize(Linear(2, 1), GOOD).step()                 => backward
 library initialize(Linear(2, 1), GOOD).save_16bit_model('empty')  => empty
-library initialize(Linear(2, 1), {**GOOD, 'zero_optimization': {'stage': 3}}).save_16bit_model('out') => gather
+library initialize(Linear(2, 1), {**GOOD, 'zero_optimization': {'stage': 3}}).load_checkpoint('out') => no such folder
 """
 
 

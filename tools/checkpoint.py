@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING
 
 from megazero.checkpoint.journal import JOURNAL, describe, read_journal
 from megazero.checkpoint.runs import PROGRESS_KEY, RunIdentity, name_of, read_run
+from megazero.checkpoint.state import TrainState
 from megazero.command_line.tools import Flags, Number
 from megazero.console import Console, run_program
 from megazero.errors import CheckpointError, Problem, raise_problems
-from megazero.train.state import TrainState
 from megazero.units import format_bytes, format_count
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from megazero.checkpoint.folders import list_steps
+from megazero.checkpoint.state import TrainState
 from megazero.command_line.parse import from_yaml
 from megazero.command_line.tools import Flags, Number
 from megazero.config.engine_sections import OptimizerConfig
@@ -25,7 +26,6 @@ from megazero.data.tokenizers import load_tokenizer
 from megazero.errors import CheckpointError, DataError, Problem
 from megazero.optim.loss_scaler import LossScale
 from megazero.train.inputs import tokenizer_spec
-from megazero.train.state import TrainState
 from megazero.units import format_count
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")

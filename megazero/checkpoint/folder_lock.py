@@ -82,10 +82,10 @@ class Holder:
         """Return the problem of a job that meets this holder's lock at `path`."""
         owner, here = Owner.from_tag(self.owner), Owner.of_this_process()
         if owner is not None and owner.is_comparable(here):
-            rule, legal = "one job at a time writes to a folder, and that process is running", "another --save"
+            rule, legal = "one job at a time writes to a folder, and that process is running", "another folder"
         else:
             rule = "one job at a time writes to a folder; whether that process still runs cannot be seen from here"
-            legal = f"another --save; or, if that job has ended, remove {path}"
+            legal = f"another folder; or, if that job has ended, remove {path}"
         return Problem(f"{path} is held by {self}", rule, legal)
 
 

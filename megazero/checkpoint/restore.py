@@ -3,7 +3,7 @@
 Whether a checkpoint holds *more* than the model only shows over all ranks: each reads its own slice of it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 
 import torch
@@ -24,6 +24,12 @@ def restore(checkpoint: Checkpoint, fragments: Iterable[StateFragment], *, contr
     checkpoint with more layers than the model is refused.
     """
     wanted = list(fragments)
+    check_fits(checkpoint, wanted, control=control)
+    all_or_none(control, lambda: checkpoint.fill(wanted), doing=f"reading {checkpoint.folder}")
+
+
+def check_fits(checkpoint: Checkpoint, wanted: Sequence[StateFragment], *, control: Communicator) -> None:
+    """Raise CheckpointError on all ranks if `restore` of these fragments would before it changes anything."""
     all_or_none(control, lambda: checkpoint.check(wanted), doing=f"reading {checkpoint.folder}")
     names = list(checkpoint.parameters)
     mine = {fragment.spec.name for fragment in wanted}
@@ -32,4 +38,3 @@ def restore(checkpoint: Checkpoint, fragments: Iterable[StateFragment], *, contr
     unused = (name for name, found in zip(names, seen.tolist(), strict=True) if not found)
     problems = (Problem(f"{name} in {checkpoint.folder}", "the model has no such parameter") for name in unused)
     raise_problems(CheckpointError, islice(problems, _MAX_PROBLEMS))
-    all_or_none(control, lambda: checkpoint.fill(wanted), doing=f"reading {checkpoint.folder}")

@@ -18,13 +18,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from megazero.checkpoint.folders import MANIFEST
+from megazero.checkpoint.folders import MANIFEST, StepFolder, list_steps
 from megazero.files import open_regular, parse_json, read_bounded, written_aside
 
 RUN_FILE = "run.json"
 MAX_MANIFEST_BYTES = 512 << 20
 MAX_TENSORS = 500_000  # in a manifest; more would take minutes to parse
 PROGRESS_KEY = "run"  # in the progress of a manifest
+TAG_KEY = "tag"  # likewise: the name that a user of the library has given a checkpoint
+ONE_RUN = "only a run's own checkpoints are ever replaced, so a run saves into a folder without those of another"
 
 # A manifest's progress lies at its beginning, before the table of tensors, which can take megabytes.
 _HEAD_BYTES = 1 << 16
@@ -69,15 +71,41 @@ def name_of(run: RunIdentity | None) -> str:
 
 def run_of(folder: Path) -> RunIdentity | None:
     """Return the run that saved the checkpoint in a step folder; None if its manifest names none or is damaged."""
-    head = _read_head(folder / MANIFEST)
-    found = _PROGRESS.search(head)
-    if found is None:
-        return None
-    try:
-        progress, _ = json.JSONDecoder().raw_decode(head, found.end())
-    except (ValueError, RecursionError):
-        return None
-    return RunIdentity.from_json(progress.get(PROGRESS_KEY))
+    return RunIdentity.from_json(_progress(folder).get(PROGRESS_KEY))
+
+
+def tag_of(folder: Path) -> str | None:
+    """Return the tag of the checkpoint in a step folder; None if it has none."""
+    tag = _progress(folder).get(TAG_KEY)
+    return tag if isinstance(tag, str) else None
+
+
+def newest_by_run(root: Path, own: RunIdentity | None) -> dict[str, tuple[RunIdentity | None, StepFolder]]:
+    """Return each run with checkpoints under `root`, and its newest one, by the run's id, "" for a run without one.
+
+    own: the run for which the others are searched; a damaged manifest may name any other run, and does not count.
+    """
+    newest: dict[str, tuple[RunIdentity | None, StepFolder]] = {}
+    for folder in list_steps(root):
+        run = run_of(folder.path)
+        if run is None or run == own or is_intact(folder.path):
+            newest["" if run is None else run.id] = run, folder
+    return newest
+
+
+def _progress(folder: Path) -> Mapping[str, Any]:
+    """Return the progress of the checkpoint in a step folder, which a user's own state may make long."""
+    for limit in (_HEAD_BYTES, MAX_MANIFEST_BYTES):
+        text = _read_head(folder / MANIFEST, limit)
+        found = _PROGRESS.search(text)
+        if found is None:
+            return {}
+        try:
+            progress, _ = json.JSONDecoder().raw_decode(text, found.end())
+        except (ValueError, RecursionError):
+            continue
+        return dict(progress)
+    return {}
 
 
 def is_intact(folder: Path) -> bool:
@@ -112,10 +140,10 @@ def write_run(root: Path, run: RunIdentity) -> None:
         stream.write(json.dumps(run.to_json(), indent=2).encode() + b"\n")
 
 
-def _read_head(path: Path) -> str:
+def _read_head(path: Path, limit: int = _HEAD_BYTES) -> str:
     """Return the beginning of a regular file; nothing of anything else, a pipe for example, or of a missing file."""
     try:
         with open_regular(path) as stream:
-            return stream.read(_HEAD_BYTES).decode("utf-8", errors="replace")
+            return stream.read(limit).decode("utf-8", errors="replace")
     except OSError:
         return ""

@@ -60,7 +60,7 @@ from megazero.checkpoint.manifest import (
     parse_part,
 )
 from megazero.checkpoint.retention import ALL_STAY, Retention
-from megazero.checkpoint.runs import PROGRESS_KEY, RunIdentity, run_of
+from megazero.checkpoint.runs import PROGRESS_KEY, TAG_KEY, RunIdentity, run_of, tag_of
 from megazero.checkpoint.slices import BoxPiece, fragment_pieces, piece_view
 from megazero.comm.interface import Communicator
 from megazero.errors import CheckpointError, Problem, raise_problems
@@ -265,12 +265,20 @@ def _part_problems(path: Path, part: RankPart, saving: Saving) -> Iterator[Probl
 
 
 def _remove_older(draft: Draft, name: str) -> None:
-    """Remove older revisions of the step, and the checkpoints of the same run that `draft.retention` lets go."""
-    older = [folder for folder in list_steps(draft.root) if folder.step <= draft.step and folder.path.name != name]
-    expired = draft.retention.expired({folder.step for folder in older} | {draft.step})
-    run = RunIdentity.from_json(draft.progress.get(PROGRESS_KEY))
-    for folder in older:
-        if (folder.step == draft.step or folder.step in expired) and run_of(folder.path) == run:
+    """Remove the checkpoints of the same run that this one replaces, and those that `draft.retention` lets go.
+
+    One with a tag replaces that of the same tag; one without replaces older revisions of its step.
+    """
+    others = [folder for folder in list_steps(draft.root) if folder.path.name != name]
+    run, tag = RunIdentity.from_json(draft.progress.get(PROGRESS_KEY)), draft.progress.get(TAG_KEY)
+    if tag is None:
+        older = [folder for folder in others if folder.step <= draft.step]
+        if draft.retention.lets_go:
+            older = [folder for folder in older if tag_of(folder.path) is None]
+        expired = draft.retention.expired({folder.step for folder in older} | {draft.step})
+        others = [folder for folder in older if folder.step == draft.step or folder.step in expired]
+    for folder in others:
+        if tag_of(folder.path) == tag and run_of(folder.path) == run:
             remove_step(folder.path)
 
 

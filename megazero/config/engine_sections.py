@@ -99,11 +99,6 @@ class ZeroConfig:
         help="stage 3: when a unit's parameters go again: after every forward and backward that reads them, or after a"
         " window of the schedule, in which they stay gathered as far as max_live_parameters allows",
     )
-    gather_16bit_weights_on_model_save: bool = setting(
-        False,
-        help="stage 3: let a model be saved in working precision as one file, gathering it unit by unit",
-        aliases=("stage3-gather-16bit-weights-on-model-save",),
-    )
     override_module_apply: bool = setting(
         True, help="stage 3: Module.apply sees whole parameters; false: what this process keeps"
     )

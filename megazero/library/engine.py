@@ -6,11 +6,13 @@
         engine.backward(loss)          # or loss.backward()
         engine.step()                  # acts after gradient_accumulation_steps backwards
 
-Attributes that the engine does not have are the model's: `engine.my_method()`.  Partitioned parameters are saved by
-`save_16bit_model`, since `state_dict` needs them whole.
+Attributes that the engine does not have are the model's: `engine.my_method()`.  `save_checkpoint` and `load_checkpoint`
+stop and resume the training; `save_16bit_model` and `save_fp32_model` write the weights alone.
 """
 
+import warnings
 from collections import deque
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,21 +24,26 @@ from torch.optim import Optimizer
 
 from megazero.activations.context import recomputing
 from megazero.activations.recompute import Recomputation
+from megazero.checkpoint.retention import Retention
+from megazero.checkpoint.state import TrainState
 from megazero.comm.mesh import Mesh
 from megazero.config.batch import BatchSizes
-from megazero.errors import Problem, TrainingError, UsageError
+from megazero.errors import Problem, TrainingError, UsageError, raise_problems
+from megazero.library.checkpoints import Checkpoints, Loading, raise_missing
 from megazero.library.config import EngineConfig
+from megazero.library.model_state import load_module, whole_state_dict
 from megazero.library.module_buffers import ModuleBuffers
+from megazero.library.optimizer_state import OptimizerState
 from megazero.library.passes import BackwardPasses
 from megazero.library.save import save_model
 from megazero.library.step_records import StepRecords
 from megazero.library.step_times import StepTimes
-from megazero.library.stepping import StepOutcome, Stepper
+from megazero.library.stepping import LearningRates, StepOutcome, Stepper
 from megazero.memory.host_copy import HostCopy
 from megazero.parallel.param_spec import Unit
 from megazero.timers import Timers
 from megazero.zero.engine import Engine
-from megazero.zero.plan import DTYPES, Placement
+from megazero.zero.plan import DTYPES
 
 WEIGHTS_FILE = "model.safetensors"
 
@@ -53,7 +60,8 @@ class EngineComponents:
     passes: BackwardPasses
     stepper: Stepper
     records: StepRecords
-    optimizer: Optimizer | None
+    optimizer_state: OptimizerState
+    checkpoints: Checkpoints
     recomputation: Recomputation
     timers: Timers
 
@@ -71,8 +79,8 @@ class DataParallelEngine:
         """The ZeRO engine, which owns the parameters."""
         self.mesh = components.mesh
         self.config = components.config
-        self.optimizer = components.optimizer
-        """The torch optimizer whose param groups set the options, which never steps; None for the fused AdamW."""
+        self.global_samples = 0
+        """The samples of all steps over all ranks; backward passes, where the configuration gives no batch size."""
         self.global_steps = 0
         """The number of steps so far, skipped ones included."""
         self.skipped_steps = 0
@@ -83,6 +91,7 @@ class DataParallelEngine:
         self._recomputation, self._timers = components.recomputation, components.timers
         self._buffers = ModuleBuffers(module, components.zero_engine.data_parallel)
         self._times = StepTimes(components.mesh)
+        self._optimizer_state, self._checkpoints = components.optimizer_state, components.checkpoints
         self._last: StepOutcome | None = None
         # A GPU's are read one step late, when its host no longer waits for them.
         self._stops: deque[HostCopy] = deque(maxlen=1 if components.mesh.device.type == "cpu" else 2)
@@ -173,6 +182,8 @@ class DataParallelEngine:
         flight.activity = "user code"
         self._was_applied = self._last.applied
         self.global_steps += 1
+        self.global_samples += self._batch.train or self._batch.accumulation * self.mesh.axis("dp").size
+        self._optimizer_state.count_step()
         self.skipped_steps += not self._last.applied
         self._passes.reset()
         self._times.end_step(self.global_steps)
@@ -250,21 +261,134 @@ class DataParallelEngine:
     def save_16bit_model(self, folder: str | Path, filename: str = WEIGHTS_FILE) -> bool:
         """Write the working parameters and buffers to folder/filename, a safetensors file; a collective call.
 
-        Raises UsageError if parameters are partitioned and the configuration does not allow gathering them, or if a
-        rank has slices of them only; CheckpointError if the file cannot be written.
+        In stage 3 parameters are gathered unit by unit.  Raises UsageError if a rank has slices of them only,
+        CheckpointError if the file cannot be written.
         """
-        partitioned = self.zero_engine.plan.parameter.placement is Placement.PARTITIONED
-        if partitioned and not self.config.zero.gather_16bit_weights_on_model_save:
-            rule = "partitioned parameters are gathered to be saved only where the configuration says so"
-            legal = (
-                "zero.gather_16bit_weights_on_model_save: true (stage3_gather_16bit_weights_on_model_save in DeepSpeed)"
-            )
-            raise UsageError(Problem("save_16bit_model in ZeRO stage 3", rule, legal))
-        if self.mesh.axis("tp").size > 1:
-            given = f"save_16bit_model of a model in {self.mesh.axis('tp').size} tensor-parallel slices"
-            raise UsageError(Problem(given, "one file holds whole parameters", "a checkpoint of every rank"))
+        self._check_whole("save_16bit_model")
         save_model(self.module, self._units, Path(folder) / filename, self.mesh)
         return True
+
+    def save_fp32_model(self, folder: str | Path, filename: str = WEIGHTS_FILE) -> bool:
+        """Write master weights, and other floating-point state in float32, to a safetensors file; a collective call.
+
+        Each rank holds one whole parameter at a time.  An engine of float64 writes float64.  Raises as
+        `save_16bit_model` does.
+        """
+        self._check_whole("save_fp32_model")
+        save_model(self.module, self._units, Path(folder) / filename, self.mesh, masters=self.zero_engine)
+        return True
+
+    def _check_whole(self, call: str) -> None:
+        if self.mesh.axis("tp").size > 1:
+            given = f"{call} of a model in {self.mesh.axis('tp').size} tensor-parallel slices"
+            raise UsageError(Problem(given, "one file holds whole parameters", "save_checkpoint"))
+
+    # --- save and resume ----------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        folder: str | Path,
+        tag: str | int | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        *,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+    ) -> Path:
+        """Save the training to a step folder under `folder`, and return that; a collective call between two steps.
+
+        It holds everything that a training in any stage, precision and number of processes goes on from.  torch's
+        random state is not part of it.
+        tag: a name for `load_checkpoint`; a checkpoint replaces the one of the same tag.
+        client_state: the user's own state of JSON values, rank 0's.
+        keep_last, keep_every: remove older checkpoints without a tag but for so many, and multiples of this step.
+        Raises CheckpointError on all ranks if it fails on any: older checkpoints are then unchanged.
+        """
+        self._check_between_steps("save_checkpoint")
+        kept = {"keep_last": keep_last, "keep_every": keep_every}
+        wrong = [f"{name}={count}" for name, count in kept.items() if count is not None and count < 1]
+        raise_problems(UsageError, (Problem(each, "a number of checkpoints or steps", "1 and above") for each in wrong))
+        self._stepper.finish()
+        steps = int(self.zero_engine.optimizer_step.item())
+        state = TrainState(self._stepper.scale_state, self.global_steps, self.global_samples, steps)
+        return self._checkpoints.save(
+            Path(folder),
+            None if tag is None else str(tag),
+            state,
+            skipped_steps=self.skipped_steps,
+            client_state=client_state,
+            retention=Retention(keep_last, keep_every),
+        )
+
+    def load_checkpoint(
+        self,
+        folder: str | Path,
+        tag: str | int | None = None,
+        *,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        missing_ok: bool = False,
+    ) -> tuple[Path | None, dict[str, Any]]:
+        """Go on from the newest sound checkpoint under `folder`, or from that of `tag`; a collective call.
+
+        Returns its folder and the user's client_state.  A damaged checkpoint is passed over with a warning, unless it
+        was named by its tag.
+        load_optimizer_states: False begins the optimizer anew.  load_lr_scheduler_states: False leaves the schedule and
+        learning rates as they are.  load_module_only: True takes weights and buffers only, for another training.
+        missing_ok: True returns (None, {}) where there is no checkpoint at all, instead of an error.
+        Raises CheckpointError on all ranks.
+        """
+        self._check_between_steps("load_checkpoint")
+        trains = not load_module_only
+        parts = Loading(load_optimizer_states and trains, load_lr_scheduler_states and trains, counters=trains)
+        found = self._checkpoints.load(Path(folder), None if tag is None else str(tag), parts)
+        if found is None:
+            if not missing_ok:
+                raise_missing(Path(folder), self.mesh.control)
+            return None, {}
+        if found.state is not None:
+            self.global_steps, self.global_samples = found.state.iteration, found.state.consumed_samples
+            self.skipped_steps = found.skipped_steps
+        self._passes.reset()
+        if self.mesh.control.rank == 0:
+            for line in found.warnings():
+                warnings.warn(line, stacklevel=2)
+        return found.taken.checkpoint.folder, found.client_state
+
+    def state_dict(self, *, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
+        """Return the module's state_dict with whole parameters in every stage; in stage 3 a collective call.
+
+        In stage 3 parameters are copies in host memory; keep_vars=True returns the parameters themselves.
+        """
+        if keep_vars:
+            return self.module.state_dict(prefix=prefix, keep_vars=True)
+        return whole_state_dict(self.module, self.zero_engine, self._units, prefix)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+        """Load a module's state_dict, the same on every rank, in any stage; a collective call.
+
+        Master weights take its values as they are.  Returns the missing and the unexpected keys, and raises
+        RuntimeError, as torch does.
+        """
+        return load_module(self.module, self.zero_engine, state_dict, strict=strict)
+
+    def _check_between_steps(self, call: str) -> None:
+        if not self._passes.is_between_steps:
+            rule = "the gradients of a step in progress are no part of a checkpoint"
+            raise UsageError(Problem(f"{call} between a backward pass and the end of its step", rule, "after the step"))
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The torch optimizer whose param groups set the options; it never steps, and its state is the engine's.
+
+        Its `state_dict` is a collective call where ranks partition the optimizer's state.
+        """
+        return self._optimizer_state.optimizer
+
+    @property
+    def lr_scheduler(self) -> LearningRates | None:
+        """The configuration's schedule, which `step` advances; None without one."""
+        return None if self.config.scheduler is None else self._stepper.rates
 
     def close(self) -> None:
         """Remove all hooks from the module; partitioned parameters remain without values."""

@@ -12,12 +12,14 @@ from megazero.activations.assemble import RankParts, recomputation
 from megazero.comm.mesh import Mesh
 from megazero.errors import Problem, UsageError
 from megazero.generators import DefaultGenerators
+from megazero.library.checkpoints import Checkpoints
 from megazero.library.config import BatchSizes, EngineConfig, automatic_sizes, load_engine_config, resolve_batch
 from megazero.library.dtensors import unwrap_dtensors
 from megazero.library.engine import DataParallelEngine, EngineComponents
 from megazero.library.join import mesh_and_buffers
 from megazero.library.leaf_modules import choose_leaves
 from megazero.library.module_units import choose_units
+from megazero.library.optimizer_state import OptimizerState
 from megazero.library.optimizers import MakeOptimizer, choose
 from megazero.library.passes import BackwardPasses
 from megazero.library.prepare import prepare
@@ -105,6 +107,7 @@ def initialize(
         records=records,
     )
     passes.start(core, stepper.gradient_scale)
+    state = OptimizerState(chosen, core)
     rank = RankParts(mesh.axis("tp"), mesh.device, DefaultGenerators(mesh.device), NullLedger(), timers)
     parts = EngineComponents(
         settings,
@@ -115,7 +118,8 @@ def initialize(
         passes,
         stepper,
         records,
-        optimizer=chosen.template,
+        optimizer_state=state,
+        checkpoints=Checkpoints(model, core, mesh, settings, chosen, state, stepper),
         recomputation=recomputation(settings.activations, rank, number=None),
         timers=timers,
     )

@@ -9,8 +9,9 @@ from torch.optim import Optimizer
 from megazero.config.choices import OptimizerChoice
 from megazero.errors import ConfigError, Problem, UsageError
 from megazero.optim.configured import make_optimizer
-from megazero.optim.inner import Elementwise, FusedAdamW, InnerOptimizer
+from megazero.optim.inner import DECAYED, UNDECAYED, Elementwise, InnerOptimizer
 from megazero.optim.torch_optimizer import TorchOptimizer
+from megazero.parallel.param_spec import named_specs
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -18,13 +19,14 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 class EngineOptimizer(NamedTuple):
     """An engine's optimizer.
 
-    inner: the optimizer of flat pieces.  groups: its param groups, whose "lr" are the learning rates.
-    template: the torch optimizer from which it was made, None for the fused AdamW.
+    inner: the optimizer of flat pieces.  groups: its param groups, whose options every update reads.
+    kind: the name of its class ("AdamW").  given: the torch optimizer from which it was made, None for the fused AdamW.
     """
 
     inner: InnerOptimizer
     groups: list[dict[str, Any]]
-    template: Optimizer | None = None
+    kind: str
+    given: Optimizer | None = None
 
 
 def choose(given: Optimizer | MakeOptimizer | None, choice: OptimizerChoice, model: nn.Module) -> EngineOptimizer:
@@ -37,7 +39,9 @@ def choose(given: Optimizer | MakeOptimizer | None, choice: OptimizerChoice, mod
         if given is not None:
             rule = "an optimizer updates parameters that require a gradient, and the model has none"
             raise UsageError(Problem("an optimizer for a frozen model", rule, "initialize(model, config) without one"))
-        return EngineOptimizer(make_optimizer(OptimizerChoice(), model), [{"lr": choice.lr}])
+        never_steps = OptimizerChoice()
+        groups: list[dict[str, Any]] = [{"params": [], "lr": choice.lr}]
+        return EngineOptimizer(make_optimizer(never_steps, model), groups, never_steps.type)
     if given is None:
         return _configured(choice, model)
     template = given(_trainable(model)) if callable(given) and not isinstance(given, Optimizer) else given
@@ -47,15 +51,20 @@ def choose(given: Optimizer | MakeOptimizer | None, choice: OptimizerChoice, mod
 
 def _configured(choice: OptimizerChoice, model: nn.Module) -> EngineOptimizer:
     inner = make_optimizer(choice, model)
-    if isinstance(inner, FusedAdamW):
-        return EngineOptimizer(inner, [{"lr": choice.lr}])
-    return _with_groups(inner)
+    if isinstance(inner, Elementwise):
+        return _with_groups(inner)
+    members: dict[int, list[nn.Parameter]] = {DECAYED: [], UNDECAYED: []}
+    for spec, parameter in named_specs(model):
+        if parameter.requires_grad:
+            members[inner.group_of(spec, parameter)].append(parameter)
+    for group, parameters in members.items():
+        inner.groups[group].update(params=parameters, lr=choice.lr)
+    return EngineOptimizer(inner, [inner.groups[group] for group, found in members.items() if found], choice.type)
 
 
 def _with_groups(inner: Elementwise) -> EngineOptimizer:
     template = inner.optimizer.template
-    template.register_step_pre_hook(_refuse_to_step)
-    return EngineOptimizer(inner, template.param_groups, template)
+    return EngineOptimizer(inner, template.param_groups, type(template).__name__, template)
 
 
 def _trainable(model: nn.Module) -> list[nn.Parameter]:
@@ -73,9 +82,3 @@ def _check_is_for(template: Optimizer, model: nn.Module) -> None:
         given = f"{type(template).__name__} over {len(foreign)} tensors that are no parameters of the model"
         rule = "an optimizer updates parameters of the model that it is initialized with"
         raise ConfigError(Problem(given, rule, "one made from its parameters(); of a model of DTensors, a function"))
-
-
-def _refuse_to_step(template: Optimizer, _arguments: Any, _options: Any) -> None:
-    given = f"step() of the {type(template).__name__} that an engine was initialized with"
-    rule = "every rank updates its share of the optimizer's state, together with the others"
-    raise UsageError(Problem(given, rule, "engine.step()"))

@@ -88,6 +88,11 @@ class BackwardPasses:
         next_ends = self._awaits_pass and self._synchronises and self.count + 1 == self.accumulation
         return next_ends or self.count >= self.accumulation
 
+    @property
+    def is_between_steps(self) -> bool:
+        """True if no gradients of a step in progress exist."""
+        return not (self.count or self._holds_gradients)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Return a context in which passes are not counted."""

@@ -1,4 +1,4 @@
-"""Saves a model's working parameters as one safetensors file, gathered and written unit by unit.
+"""Saves a model's parameters as one safetensors file: working parameters unit by unit, master weights one by one.
 
 The file has the entries of the model's state_dict.  Its header needs shapes only, so it is written first; then each
 unit is gathered on all ranks, rank 0 writes its tensors, and the unit is released: no rank has more than one unit.
@@ -20,7 +20,9 @@ from megazero.checkpoint.manifest import dtype_name
 from megazero.comm.mesh import Mesh
 from megazero.errors import CheckpointError, UserError
 from megazero.files import AsideFile
+from megazero.library.optimizer_state import gathered_state
 from megazero.parallel.param_spec import Unit
+from megazero.zero.engine import Engine
 from megazero.zero.gathered import GatheredParameters
 
 _ALIGNMENT = 8
@@ -28,34 +30,49 @@ _NO_UNIT = -1  # the unit of buffers, which every rank has
 
 
 class StoredTensor(NamedTuple):
-    """A tensor to store; `unit` is the index of its unit in the model."""
+    """A tensor to store; `unit` is the index of its unit in the model, `dtype` its number format in the file."""
 
     name: str
     tensor: Tensor
     unit: int
+    dtype: torch.dtype
 
     @property
     def nbytes(self) -> int:
-        return self.tensor.numel() * self.tensor.element_size()
+        return self.tensor.numel() * self.dtype.itemsize
 
 
-def save_model(model: nn.Module, units: Sequence[Unit], path: Path, mesh: Mesh) -> None:
-    """Write the file; a collective call.  It appears whole or not at all; raises CheckpointError on all ranks."""
-    stored, aliases = contents(model, units)
+def save_model(
+    model: nn.Module, units: Sequence[Unit], path: Path, mesh: Mesh, *, masters: Engine | None = None
+) -> None:
+    """Write the file; a collective call.  It appears whole or not at all; raises CheckpointError on all ranks.
+
+    masters: the engine whose master weights are written instead of working parameters.
+    """
+    stored, aliases = contents(model, units, None if masters is None else masters.plan.optimizer.dtype)
     start = header(stored, aliases)
     writer = _Writer(path, start) if mesh.world.rank == 0 else None
+    trained = {} if masters is None else masters.trained_specs()
     for _, alike in groupby(stored, key=lambda item: (item.unit, item.tensor.dtype)):
         group = list(alike)
-        with GatheredParameters([item.tensor for item in group if isinstance(item.tensor, nn.Parameter)]):
-            if writer is not None:
-                for item in group:
-                    writer.write(item.tensor)
+        working = [item.tensor for item in group if isinstance(item.tensor, nn.Parameter) and item.name not in trained]
+        with GatheredParameters(working):
+            for item in group:
+                if masters is not None and item.name in trained:
+                    whole = gathered_state(masters, trained[item.name], "master")
+                else:
+                    whole = item.tensor
+                if writer is not None:
+                    writer.write(whole, item.dtype)
     all_or_none(mesh.control, lambda: None if writer is None else writer.publish(), doing=f"writing {path}")
 
 
-def contents(model: nn.Module, units: Sequence[Unit]) -> tuple[list[StoredTensor], dict[str, str]]:
+def contents(
+    model: nn.Module, units: Sequence[Unit], floating: torch.dtype | None = None
+) -> tuple[list[StoredTensor], dict[str, str]]:
     """Return the tensors to store, in file order, and {further name: name it is stored under}.
 
+    floating: the number format of floating-point tensors in the file, None for their own.
     Wider elements come first, so that every tensor is aligned to its element size; those of a width are sorted by unit.
     """
     unit_of = {name: index for index, unit in enumerate(units) for name in unit.parameters}
@@ -66,8 +83,9 @@ def contents(model: nn.Module, units: Sequence[Unit]) -> tuple[list[StoredTensor
         if known != name:
             aliases[name] = known
         else:
-            stored.append(StoredTensor(name, tensor, unit_of.get(name, _NO_UNIT)))
-    stored.sort(key=lambda item: (-item.tensor.element_size(), item.unit))
+            dtype = floating if floating is not None and tensor.is_floating_point() else tensor.dtype
+            stored.append(StoredTensor(name, tensor, unit_of.get(name, _NO_UNIT), dtype))
+    stored.sort(key=lambda item: (-item.dtype.itemsize, item.unit))
     return stored, aliases
 
 
@@ -80,7 +98,7 @@ def header(stored: Sequence[StoredTensor], aliases: dict[str, str]) -> bytes:
     position = 0
     for item in stored:
         end = position + item.nbytes
-        shape, dtype = list(item.tensor.shape), dtype_name(item.tensor.dtype)
+        shape, dtype = list(item.tensor.shape), dtype_name(item.dtype)
         table[item.name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, end]}
         position = end
     text = json.dumps(table, separators=(",", ":")).encode()
@@ -109,12 +127,12 @@ class _Writer:
         except UserError as error:
             self._error = error
 
-    def write(self, tensor: Tensor) -> None:
+    def write(self, tensor: Tensor, dtype: torch.dtype) -> None:
         if self._file is None or self._error is not None:
             return
         try:
             # Copy, because memory that a numpy array refers to could not be released any more.
-            dense = tensor.detach().to("cpu", copy=True).contiguous().reshape(-1).view(torch.uint8)
+            dense = tensor.detach().to("cpu", dtype, copy=True).contiguous().reshape(-1).view(torch.uint8)
             self._file.write(dense.numpy().data)
         except UserError as error:
             self._error = error

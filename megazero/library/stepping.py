@@ -10,18 +10,17 @@ With `gradient_allreduce_op: sum` the data-parallel ranks are left out of it.
 The learning rate advances after each update that was not skipped.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megazero.config.choices import SchedulerChoice
-from megazero.errors import ConfigError, Problem, raise_problems
+from megazero.errors import ConfigError, Problem, TrainingError, UsageError, raise_problems
 from megazero.library.step_records import StepRecords
 from megazero.memory.host_copy import HostCopy
-from megazero.optim.inner import Elementwise
-from megazero.optim.loss_scaler import LossScaler
+from megazero.optim.loss_scaler import LossScale, LossScaler
 from megazero.optim.schedules import rate_of
 from megazero.timers import Timers
 from megazero.zero.engine import Engine
@@ -55,16 +54,53 @@ class LearningRates:
         self._bases = [float(group["lr"]) for group in groups]
         self._num_updates = 0
         raise_problems(ConfigError, self._problems())
+        if schedule is not None:
+            for group, base in zip(groups, self._bases, strict=True):
+                group["initial_lr"] = base  # as torch's schedules have it
         self._write()
 
     def current(self) -> list[float]:
         """Return the rates of the next update, one for each group."""
         return [float(group["lr"]) for group in self._groups]
 
+    def get_last_lr(self) -> list[float]:
+        """Return the rates of the next update, as torch's schedules do after a step."""
+        return self.current()
+
     def advance(self, by: int = 1) -> None:
         """Count an update (-1: one that turns out not to have been made), and write the next rates to the groups."""
         self._num_updates += by
         self._write()
+
+    def step(self) -> None:
+        """Raise UsageError: the configuration's schedule advances in engine.step()."""
+        rule = "engine.step() advances the configuration's schedule, by one for each update that it makes"
+        raise UsageError(Problem("step() of the engine's lr_scheduler", rule, "engine.step() alone"))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the schedule and the number of updates so far."""
+        return {**self._description(), "num_updates": self._num_updates}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state that `state_dict` has returned; raise UsageError if it is another schedule's."""
+        raise_problems(UsageError, self.differences(state))
+        self._num_updates = int(state["num_updates"])
+        self._write()
+
+    def differences(self, state: Mapping[str, Any] | None) -> list[Problem]:
+        """Return a problem for each part in which the schedule of a saved state, None for none, is another one."""
+        own, saved = self._description(), state or {}
+        rule = "a resumed training keeps its learning-rate schedule"
+        return [
+            Problem(f"scheduler: {name} {own[name]}; saved with {saved.get(name)}", rule, f"{name} {saved.get(name)}")
+            for name in own
+            if own[name] != saved.get(name)
+        ]
+
+    def _description(self) -> dict[str, Any]:
+        if self._schedule is None:
+            return {"type": None}
+        return {"type": self._schedule.type, "params": dict(self._schedule.params), "base_lrs": self._bases}
 
     def _problems(self) -> Iterator[Problem]:
         params = {} if self._schedule is None else self._schedule.params
@@ -116,6 +152,32 @@ class Stepper:
         """The factor by which the next backward's loss is multiplied."""
         return self._state.scale
 
+    @property
+    def scale_state(self) -> LossScale:
+        """The state of the loss scale, which a checkpoint stores."""
+        return self._state
+
+    @property
+    def scale_is_dynamic(self) -> bool:
+        """True if the loss scale moves."""
+        return self._scaler.dynamic
+
+    def finish(self) -> None:
+        """Read the last step's figures; raise TrainingError if its gradients were not finite and nothing has told it.
+
+        On a GPU the host waits for the step.
+        """
+        outcome = self._read_fault(torch.zeros((), dtype=torch.float64, device=self._device))
+        if outcome is not None and outcome.fault is not None:
+            raise TrainingError(outcome.fault)
+
+    def resume(self, state: LossScale, *, num_steps: int) -> None:
+        """Go on after `num_steps` steps from a loss scale that has been saved; a constant one stays as it is.
+
+        state: of a dynamic loss scale, or the present one.
+        """
+        self._state, self._num_steps = state, num_steps
+
     def gradient_scale(self) -> float:
         """Return the factor that turns summed gradients into averages."""
         return self._engine.predivisor / (self._divisor * self.loss_scale)
@@ -143,7 +205,7 @@ class Stepper:
             reduced,
             scale=engine.gradient_scale,
             clip_grad=self._clip_grad,
-            lr=None if isinstance(engine.settings.optimizer, Elementwise) else self.rates.current()[0],
+            lr=None,
         )
         # Parameters may be read anywhere between two steps, not only where a forward waits for them.
         engine.ensure_parameters()

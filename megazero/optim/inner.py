@@ -10,16 +10,17 @@ before its update; unscaling and clipping are one factor there, and on a GPU the
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from megazero.errors import Problem, UsageError
 from megazero.memory.lease import Scratch
 from megazero.optim.torch_optimizer import FlatRun, TorchOptimizer
 from megazero.parallel.param_spec import ParamSpec
 
-_UNDECAYED, _DECAYED = 0, 1
+UNDECAYED, DECAYED = 0, 1
 # On a CPU a run is updated in pieces whose gradients stay in the cache between being scaled and being used: 512 KiB.
 _CACHED_NUMEL = 1 << 17
 NOT_UPDATED = -1
@@ -89,11 +90,11 @@ class InnerOptimizer(Protocol):
     def state(self, index: int, run: Run) -> Mapping[str, Tensor]:
         """Return the state of a run with one value per element, by name; empty before the first step."""
 
-    def numbers(self) -> Mapping[str, float] | None:
-        """Return the numbers of the state, the same for all runs; None before there is any state."""
+    def numbers(self, index: int) -> Mapping[str, float] | None:
+        """Return the numbers of a run's state; None if it has no state (yet)."""
 
-    def start(self, numbers: Mapping[str, float]) -> None:
-        """Make the state of all runs, whose elements the caller fills from a checkpoint.
+    def start(self, index: int, numbers: Mapping[str, float] | None) -> None:
+        """Make the state of a run, whose elements the caller fills; None empties it, as before the first step.
 
         Raises CheckpointError if these are another optimizer's numbers.
         """
@@ -110,16 +111,24 @@ class AdamWSettings:
 
 
 class FusedAdamW:
-    """AdamW with one learning rate; weight decay applies to parameters whose spec has `decay`."""
+    """AdamW; weight decay applies to parameters whose spec has `decay`.
+
+    groups: the options of the two groups as torch's AdamW names them ("betas"), which every update reads; "lr" is read
+    where the update is given no rate.
+    """
 
     moments = ("exp_avg", "exp_avg_sq")
     skips_on_host = False
 
     def __init__(self, settings: AdamWSettings) -> None:
-        self._settings = settings
+        common = {"betas": (settings.beta1, settings.beta2), "eps": settings.eps}
+        self.groups: Mapping[int, dict[str, Any]] = {
+            UNDECAYED: {**common, "weight_decay": 0.0},
+            DECAYED: {**common, "weight_decay": settings.weight_decay},
+        }
 
     def group_of(self, spec: ParamSpec, parameter: nn.Parameter) -> int:
-        return _DECAYED if spec.decay else _UNDECAYED
+        return DECAYED if spec.decay else UNDECAYED
 
     def bind(self, runs: Sequence[Run]) -> None:
         """Do nothing: the moments are the only state."""
@@ -130,10 +139,10 @@ class FusedAdamW:
     def state(self, index: int, run: Run) -> Mapping[str, Tensor]:
         return run.moments
 
-    def numbers(self) -> Mapping[str, float]:
+    def numbers(self, index: int) -> Mapping[str, float]:
         return {}
 
-    def start(self, numbers: Mapping[str, float]) -> None:
+    def start(self, index: int, numbers: Mapping[str, float] | None) -> None:
         """Do nothing: the engine has made the moments, and counts steps itself."""
 
     def update(self, index: int, run: Run, step: Tensor, inputs: StepInputs, *, buffers: Scratch) -> None:
@@ -145,7 +154,11 @@ class FusedAdamW:
         lease.release()
 
     def _update_piece(self, run: Run, step: Tensor, inputs: StepInputs, memory: Tensor) -> None:
-        assert inputs.lr is not None, "this optimizer has no groups with rates of their own"
+        options = self.groups[run.group]
+        if options.get("amsgrad"):
+            rule = "this AdamW was made without the third moment that amsgrad needs"
+            raise UsageError(Problem("amsgrad=True in a param group", rule, "amsgrad in the optimizer's configuration"))
+        beta1, beta2 = options["betas"]
         torch._fused_adamw_(
             [run.master],
             [_scaled(run.gradient, inputs.factor, memory)],
@@ -153,13 +166,13 @@ class FusedAdamW:
             [run.moments["exp_avg_sq"]],
             [],
             [step],
-            lr=inputs.lr,
-            beta1=self._settings.beta1,
-            beta2=self._settings.beta2,
-            weight_decay=self._settings.weight_decay if run.group == _DECAYED else 0.0,
-            eps=self._settings.eps,
+            lr=float(options["lr"] if inputs.lr is None else inputs.lr),
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=options["weight_decay"],
+            eps=options["eps"],
             amsgrad=False,
-            maximize=False,
+            maximize=bool(options.get("maximize")),
             grad_scale=None,
             found_inf=inputs.found_inf,
         )
@@ -209,12 +222,12 @@ class Elementwise:
     def state(self, index: int, run: Run) -> Mapping[str, Tensor]:
         return self.optimizer.state_of(self._positions[index]).tensors if index in self._positions else {}
 
-    def numbers(self) -> Mapping[str, float] | None:
-        state = self.optimizer.state_of(0) if self._positions else None
-        return None if state is None or not self.optimizer.has_stepped else state.numbers
+    def numbers(self, index: int) -> Mapping[str, float] | None:
+        return self.optimizer.numbers(self._positions[index]) if index in self._positions else None
 
-    def start(self, numbers: Mapping[str, float]) -> None:
-        self.optimizer.start(numbers)
+    def start(self, index: int, numbers: Mapping[str, float] | None) -> None:
+        if index in self._positions:
+            self.optimizer.start(self._positions[index], numbers)
 
 
 def _scaled(gradient: Tensor, factor: Tensor, memory: Tensor) -> Tensor:

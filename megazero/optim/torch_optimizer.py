@@ -114,15 +114,18 @@ class TorchOptimizer:
         """Return the state of a run; its tensors are the optimizer's own."""
         return self._pieces[index].state()
 
-    @property
-    def has_stepped(self) -> bool:
-        """True if runs have state; all of them step together."""
-        return bool(self._pieces) and self._pieces[0].has_state
+    def numbers(self, index: int) -> dict[str, float] | None:
+        """Return the numbers of a run's state, None before its first step."""
+        piece = self._pieces[index]
+        return piece.state().numbers if piece.has_state else None
 
-    def start(self, numbers: Mapping[str, float]) -> None:
-        """Give every run the state of an optimizer with these numbers; its tensors are zero, for the caller to fill."""
-        for piece in self._pieces:
-            piece.restore(RunState(piece.zeros(), dict(numbers)))
+    def start(self, index: int, numbers: Mapping[str, float] | None) -> None:
+        """Give a run the state of an optimizer with these numbers; None: that of a new optimizer.
+
+        The state's tensors are zero, for the caller to fill.
+        """
+        piece = self._pieces[index]
+        piece.restore(RunState({}, {}) if numbers is None else RunState(piece.zeros(), dict(numbers)))
 
     def set_state(self, index: int, state: RunState) -> None:
         """Replace a run's state by a copy of `state`; raises `CheckpointError` if it is another optimizer's."""
@@ -131,6 +134,10 @@ class TorchOptimizer:
     def state_names(self, group: int) -> tuple[str, ...]:
         """Return the names of the tensors that a run of this group has from its first step on."""
         return _trial_entries(self._recipe(group, torch.device("cpu")), torch.zeros(0)).tensors
+
+    def number_names(self, group: int) -> tuple[str, ...]:
+        """Return the names of the numbers that a run of this group has from its first step on."""
+        return _trial_entries(self._recipe(group, torch.device("cpu")), torch.zeros(0)).numbers
 
     def _recipe(self, group: int, device: torch.device) -> "_Recipe":
         """Return the recipe of a run's optimizer in this group, with the template's current options."""
@@ -151,7 +158,8 @@ class TorchOptimizer:
             return []
         given = f"an optimizer {type(self.template).__name__} that has state already"
         rule = "the optimizer's state is partitioned from its first step on"
-        return [Problem(given, rule, "an optimizer that has not stepped yet; its state comes from a checkpoint")]
+        legal = "an optimizer that has not stepped yet; its state is loaded later (engine.optimizer)"
+        return [Problem(given, rule, legal)]
 
 
 def check_elementwise(optimizer_class: type[Optimizer], options: Mapping[str, Any]) -> Problem | None:

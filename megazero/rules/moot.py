@@ -75,7 +75,6 @@ _STAGE_3 = (
     "max_live_parameters",
     "max_reuse_distance",
     "zero3_reshard_after",
-    "gather_16bit_weights_on_model_save",
     "memory_efficient_linear",
     "enable_sanity_checks",
     "leaf_module_classes",
@@ -245,7 +244,6 @@ LIBRARY: tuple[Row[LibrarySections], ...] = (
         lambda s: "there is no schedule with windows; a unit is released after every forward and backward of it",
     ),
     Row(("fp8_format",), lambda s: "the model's own layers choose their products"),
-    Row(("load_from_fp32_weights",), lambda s: "an engine loads no checkpoints"),
     Row(
         ("update_unused_parameters",),
         lambda s: "" if s.zero.ignore_unused_parameters else "a parameter without a gradient stops the training",
@@ -494,10 +492,6 @@ RUN: tuple[Row[RunConfig], ...] = (
         ("cpu_threads",),
         lambda c: "--device cuda computes on the GPU" if c.parallel.device == "cuda" else "",
         {"device": "cpu"},
-    ),
-    Row(
-        ("gather_16bit_weights_on_model_save",),
-        lambda c: "a run saves checkpoints, and every process writes its own part of them",
     ),
     Row(("override_module_apply",), lambda c: "nothing in a run calls Module.apply"),
     Row(

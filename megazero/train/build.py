@@ -14,6 +14,7 @@ import torch
 import megazero
 from megazero.activations.assemble import RankParts, activation_plan, describe
 from megazero.activations.recompute_plan import ActivationPlan
+from megazero.checkpoint.engine_state import check_optimizer, has_stepped, restore_engine
 from megazero.checkpoint.fallback import refusal, report, restore_first_sound, set_damaged_aside
 from megazero.checkpoint.folder_lock import FolderLock, lock_folder
 from megazero.checkpoint.folders import list_steps, remove_hidden
@@ -22,6 +23,7 @@ from megazero.checkpoint.reader import Checkpoint
 from megazero.checkpoint.retention import Retention
 from megazero.checkpoint.runs import PROGRESS_KEY
 from megazero.checkpoint.space import steps_to_save
+from megazero.checkpoint.state import TrainState
 from megazero.comm.local import LocalCommunicator
 from megazero.comm.mesh import Mesh
 from megazero.comm.metered import Meter
@@ -73,16 +75,12 @@ from megazero.train.saving import (
     changed_settings,
     check_compatible,
     check_model,
-    check_optimizer,
     check_progress,
     check_shapes,
     choose_run,
     find_checkpoint,
-    has_stepped,
     is_from_root,
-    restore_engine,
 )
-from megazero.train.state import TrainState
 from megazero.zero.engine import Engine, EngineSettings
 from megazero.zero.plan import DTYPES, resolve
 
@@ -105,7 +103,8 @@ def _check_fits(checkpoint: Checkpoint, config: RunConfig, *, vocab_size: int) -
     kinds: tuple[str, ...] = ("weight",)
     if not _takes_weights_only(config):
         choice = optimizer_choice(config.optimizer)
-        check_optimizer(checkpoint, choice.type)
+        given = f"--optimizer of kind {choice.type}"
+        check_optimizer(checkpoint, choice.type, given=given, otherwise="--no-load-optim")
         kinds += saved_kinds(choice) if has_stepped(checkpoint) else ()
     check_shapes(checkpoint, model, kinds=kinds)
     if not config.checkpoint.finetune:
@@ -406,7 +405,7 @@ def _restore_newest(config: RunConfig, components: RunComponents) -> tuple[Check
     taken = restore_first_sound(
         load,
         check=lambda found: check_progress(found, config.checkpoint),
-        restore=lambda found: restore_engine(found, components.engine, mesh, with_optimizer=not weights_only),
+        restore=lambda found: restore_engine(found, components.engine, mesh.control, with_optimizer=not weights_only),
         fits=lambda found: _check_fits(found, config, vocab_size=components.model.vocab_size),
         control=mesh.control,
     )

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from megazero.checkpoint.journal import Journal
+from megazero.checkpoint.state import TrainState
 from megazero.comm.mesh import gather_json
 from megazero.comm.monitor import first_line
 from megazero.console import Console
@@ -32,7 +33,6 @@ from megazero.train.context import StepContext
 from megazero.train.evaluate import EvaluationSet, evaluate
 from megazero.train.replay import BadStep, Cause, find_cause
 from megazero.train.saving import Saver
-from megazero.train.state import TrainState
 from megazero.train.step import StepControls, training_step
 from megazero.units import format_bytes, format_count, format_duration
 from megazero.zero.step import first_overflow

@@ -3,18 +3,19 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from megazero.checkpoint.agreement import all_or_none
+from megazero.checkpoint.engine_state import numbers_entry, numbers_of_all, saved_fragments
 from megazero.checkpoint.fallback import first_complete, refusal
 from megazero.checkpoint.folder_lock import FolderLock
 from megazero.checkpoint.reader import Checkpoint
-from megazero.checkpoint.restore import restore
 from megazero.checkpoint.retention import ALL_STAY, Retention
 from megazero.checkpoint.runs import PROGRESS_KEY, RunIdentity, new_run, write_run
 from megazero.checkpoint.space import check_space, saved_bytes
+from megazero.checkpoint.state import TrainState
 from megazero.checkpoint.writer import Draft, save
 from megazero.comm.mesh import Mesh
 from megazero.command_line.parse import from_yaml
@@ -25,10 +26,7 @@ from megazero.errors import CheckpointError, ConfigError, Problem, raise_problem
 from megazero.files import written_aside
 from megazero.parallel.param_spec import StateFragment, StateKind, named_specs
 from megazero.train.start import find_start
-from megazero.train.state import TrainState
 from megazero.zero.engine import Engine
-
-_OPTIMIZER, _NUMBERS = "optimizer", "optimizer_numbers"
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,8 @@ class Saver:
 
         kinds: the optimizer's kinds of state.  Raises CheckpointError if the run cannot save.
         """
-        own_bytes = saved_bytes(self._fragments(), kinds if self.with_optimizer else ())
+        fragments = saved_fragments(self.engine, with_optimizer=self.with_optimizer)
+        own_bytes = saved_bytes(fragments, kinds if self.with_optimizer else ())
         return check_space(
             self.root,
             own_bytes,
@@ -90,14 +89,10 @@ class Saver:
         """Write one checkpoint, on all ranks together; return its folder."""
         self.engine.ensure_parameters()
         progress = {**state.to_json(), **self.extra, PROGRESS_KEY: self.run.to_json()}
-        numbers = self.engine.settings.optimizer.numbers()
-        if numbers is None or numbers:
-            progress[_NUMBERS] = None if numbers is None else dict(numbers)
+        progress |= numbers_entry(numbers_of_all(self.engine, control=self.mesh.control))
         draft = Draft(self.root, state.iteration, progress, self.config_yaml, self.lock, self.retention)
-        return save(draft, self._fragments(), control=self.mesh.control)
-
-    def _fragments(self) -> Iterator[StateFragment]:
-        return (piece for piece in self.engine.owned_state() if self.with_optimizer or piece.kind == "weight")
+        fragments = saved_fragments(self.engine, with_optimizer=self.with_optimizer)
+        return save(draft, fragments, control=self.mesh.control)
 
 
 def choose_run(config: CheckpointConfig, mesh: Mesh) -> RunIdentity:
@@ -212,24 +207,6 @@ def _shaping_settings(model: ModelConfig) -> Iterator[_Setting]:
     yield _Setting("--untie-embeddings-and-output-weights", model.untie_embeddings_and_output_weights)
 
 
-def check_optimizer(checkpoint: Checkpoint, kind: str) -> None:
-    """Raise CheckpointError unless the checkpoint's optimizer is of this class ("AdamW") and its numbers are valid."""
-    saved, numbers = checkpoint.progress.get(_OPTIMIZER, "AdamW"), checkpoint.progress.get(_NUMBERS, {})
-    if saved != kind:
-        given = f"--optimizer of kind {kind}; {checkpoint.folder} was saved with {saved}"
-        rule = "a resumed run goes on with the optimizer it began with, whose state the checkpoint has"
-        raise CheckpointError(Problem(given, rule, f"{saved}, or --no-load-optim to start the optimizer anew"))
-    are_numbers = isinstance(numbers, dict) and all(type(value) in (int, float) for value in numbers.values())
-    if numbers is not None and not are_numbers:
-        given = f"the checkpoint's {_NUMBERS} {numbers}"
-        raise CheckpointError(Problem(given, "what an optimizer keeps beside its elements' state is numbers"))
-
-
-def has_stepped(checkpoint: Checkpoint) -> bool:
-    """Return True if the checkpoint's optimizer has state; AdamW's exists before the first step."""
-    return checkpoint.progress.get(_NUMBERS, {}) is not None
-
-
 def check_shapes(checkpoint: Checkpoint, model: nn.Module, *, kinds: Sequence[StateKind]) -> None:
     """Raise CheckpointError unless checkpoint and model have the same parameters; no tensor is read.
 
@@ -247,17 +224,3 @@ def check_shapes(checkpoint: Checkpoint, model: nn.Module, *, kinds: Sequence[St
         for spec, parameter in parameters
         for kind in kinds
     )
-
-
-def restore_engine(checkpoint: Checkpoint, engine: Engine, mesh: Mesh, *, with_optimizer: bool) -> None:
-    """Fill the engine's state from a checkpoint of any layout."""
-    numbers = checkpoint.progress.get(_NUMBERS, {})
-    if with_optimizer and isinstance(numbers, dict):
-        engine.settings.optimizer.start(cast(dict[str, float], numbers))
-    elif with_optimizer and engine.settings.optimizer.numbers() is not None:
-        given = f"{checkpoint.folder}, whose optimizer has no state yet"
-        rule = "the optimizer has taken state from a damaged checkpoint already, and cannot be emptied"
-        raise CheckpointError(Problem(given, rule, f"start again with --load {checkpoint.folder}"))
-    wanted = (piece for piece in engine.wanted_state() if with_optimizer or piece.kind == "weight")
-    restore(checkpoint, wanted, control=mesh.control)
-    engine.state_loaded(weights_only=not with_optimizer)

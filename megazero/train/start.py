@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from megazero.checkpoint.folders import MANIFEST, StepFolder, candidates, holds_checkpoint, list_steps, resolve
-from megazero.checkpoint.runs import RunIdentity, is_intact, name_of, read_run, run_of
+from megazero.checkpoint.folders import MANIFEST, candidates, holds_checkpoint, list_steps, resolve
+from megazero.checkpoint.runs import ONE_RUN, RunIdentity, is_intact, name_of, newest_by_run, read_run, run_of
 from megazero.config.run import CheckpointConfig
 from megazero.errors import CheckpointError, Problem, raise_problems
 
@@ -101,11 +101,7 @@ def _run_going_on(config: CheckpointConfig, source: Path) -> RunIdentity | None:
 
 def _problems_of_save(config: CheckpointConfig, save: Path, start: Start) -> Iterator[Problem]:
     """Yield a problem for each run with checkpoints under --save that this start does not go on with."""
-    newest: dict[str, tuple[RunIdentity | None, StepFolder]] = {}
-    for folder in list_steps(save):
-        run = run_of(folder.path)
-        if run is None or run == start.run or is_intact(folder.path):
-            newest["" if run is None else run.id] = run, folder
+    newest = newest_by_run(save, start.run)
     if start.source is not None and not config.finetune:
         if start.run is not None:
             newest.pop(start.run.id, None)
@@ -113,10 +109,7 @@ def _problems_of_save(config: CheckpointConfig, save: Path, start: Start) -> Ite
             newest.pop("", None)
     for run, folder in newest.values():
         others = f"--save {save} holds checkpoints of {name_of(run)}, the newest {folder.path.name}"
-        yield Problem(f"{others}; {_describe(config, start)}", _RULE, _ways_out(config, save))
-
-
-_RULE = "only a run's own checkpoints are ever replaced, so a run saves into a folder without those of another"
+        yield Problem(f"{others}; {_describe(config, start)}", ONE_RUN, _ways_out(config, save))
 
 
 def _describe(config: CheckpointConfig, start: Start) -> str:

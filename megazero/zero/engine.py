@@ -23,7 +23,7 @@ from megazero.memory.lease import Scratch
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
 from megazero.optim.inner import InnerOptimizer, StepInputs
 from megazero.parallel.gradient_slot import attach_gradient_slot, detach_gradient_slot
-from megazero.parallel.param_spec import StateFragment, Unit, named_specs
+from megazero.parallel.param_spec import ParamSpec, StateFragment, Unit, named_specs
 from megazero.parallel.topology import ENDS
 from megazero.zero.frames import Frames, on_gradient
 from megazero.zero.gather import ParameterGather
@@ -43,7 +43,7 @@ from megazero.zero.publish import ParameterPublisher
 from megazero.zero.reduce import GradientReducer
 from megazero.zero.shards import FirstValue, Shards, value_of_parameter
 from megazero.zero.sums import GradientSums
-from megazero.zero.update import LocalNorms, Piece, ShardUpdate
+from megazero.zero.update import LocalNorms, OptimizerNumbers, Piece, ShardUpdate
 from megazero.zero.written import WrittenParameters
 
 
@@ -403,6 +403,14 @@ class Engine:
         """The number of optimizer steps taken, float32, no dimensions."""
         return self._shards.optimizer_step
 
+    def optimizer_numbers(self) -> OptimizerNumbers:
+        """Return what the optimizer keeps beside its elements' state, of this rank's runs."""
+        return self._update.numbers()
+
+    def start_optimizer(self, numbers: OptimizerNumbers, *, num_steps: float) -> None:
+        """Make the optimizer's state after `num_steps` steps, whose elements `wanted_state` yields to be filled."""
+        self._update.start(numbers, num_steps=num_steps)
+
     def model_state_bytes(self) -> ModelStateBytes:
         """Return the bytes of model states that this rank has allocated."""
         return self._shards.model_state_bytes(optimizer_bytes=self._update.optimizer_bytes())
@@ -419,6 +427,7 @@ class Engine:
 
     def wanted_state(self) -> Iterator[StateFragment]:
         """Yield the state that a checkpoint must fill on this rank; `state_loaded` must be called afterwards."""
+        self._gather.check_unpinned("loading state")
         self.ensure_parameters()  # what is still being published must not be written to
         yield from chain(self._shards.wanted_state(), self._update.optimizer_state(is_saved=False))
 
@@ -435,6 +444,10 @@ class Engine:
             self._shards.copy_working_to_master()
         self._update.publish_all()
         self.ensure_parameters()
+
+    def trained_specs(self) -> dict[str, ParamSpec]:
+        """Return the specs of the trainable parameters by name."""
+        return {name: slot.spec for name, (section, slot) in self._slots.items() if section.trainable}
 
     def pieces(self, name: str, kind: str) -> Iterator[Piece]:
         """Return this rank's parts of a parameter's "master", "gradient" or optimizer state; none of a frozen one."""

@@ -14,6 +14,8 @@ from megazero.zero.layout import Bucket, Fragment, Range
 from megazero.zero.publish import ParameterPublisher
 from megazero.zero.shards import Shards
 
+STEP = "step"
+
 
 class LocalNorms(NamedTuple):
     """The share of this rank in the global figures, on the device, before any reduction over ranks.
@@ -36,6 +38,17 @@ class OwnedRun(NamedTuple):
     within: Range
     run: Run
     parameter: str = ""
+
+
+class OptimizerNumbers(NamedTuple):
+    """What an optimizer keeps beside its elements' state, such as a count of steps; None for what has no state yet.
+
+    groups: by param group.  parameters: by the names of parameters whose numbers may differ from their group's, as
+    steps have left them alone; for an optimizer whose moments lie in the shards, their own "step".
+    """
+
+    groups: Mapping[int, Mapping[str, float] | None]
+    parameters: Mapping[str, Mapping[str, float] | None]
 
 
 class Piece(NamedTuple):
@@ -165,6 +178,33 @@ class ShardUpdate:
                 for kind, tensor in state.items():
                     piece = tensor[start : start + fragment.numel]
                     yield StateFragment(fragment.spec, kind, fragment.start, fragment.stop, piece)
+
+    def numbers(self) -> OptimizerNumbers:
+        """Return the numbers of the runs on this rank."""
+        groups: dict[int, Mapping[str, float] | None] = {}
+        parameters: dict[str, Mapping[str, float] | None] = {}
+        for index, owned in enumerate(self.runs):
+            if owned.run.group != NOT_UPDATED and not owned.parameter:
+                groups.setdefault(owned.run.group, self._optimizer.numbers(index))
+            elif owned.run.group != NOT_UPDATED and not self._optimizer.moments:
+                parameters[owned.parameter] = self._optimizer.numbers(index)
+        if self._optimizer.moments:
+            step = float(self._shards.optimizer_step.item())
+            parameters |= {name: {STEP: step - float(left.item())} for name, left in self._left_alone.items()}
+        return OptimizerNumbers(groups, parameters)
+
+    def start(self, numbers: OptimizerNumbers, *, num_steps: float) -> None:
+        """Make the state of all runs, whose elements the caller fills; the optimizer has taken `num_steps` steps."""
+        self._shards.optimizer_step.fill_(num_steps)
+        for name in numbers.parameters:
+            self._separate(name)
+        for name, left in self._left_alone.items():
+            own = numbers.parameters.get(name, {STEP: num_steps}) or {STEP: 0.0}
+            left.fill_(num_steps - own.get(STEP, num_steps))
+        for index, owned in enumerate(self.runs):
+            if owned.run.group != NOT_UPDATED:
+                of_group = numbers.groups.get(owned.run.group)
+                self._optimizer.start(index, numbers.parameters.get(owned.parameter, of_group))
 
     def optimizer_bytes(self) -> int:
         """Return the bytes of the state that a torch optimizer allocates itself."""

@@ -87,7 +87,7 @@ def test_the_lock_of_a_living_process_is_refused_with_its_name(tmp_path: Path, s
         take_lock(tmp_path)
     (problem,) = caught.value.problems
     assert re.search(rf"\.lock is held by process {child} on .*, since 20", problem.given)
-    assert "that process is running" in problem.rule and problem.legal == "another --save"
+    assert "that process is running" in problem.rule and problem.legal == "another folder"
     assert (tmp_path / LOCK).exists()
 
 

@@ -145,11 +145,12 @@ def test_what_the_optimizer_was_not_given_stays(stage: int) -> None:
 def test_adamw_of_a_configuration_is_the_fused_one() -> None:
     model = nn.Linear(3, 2)
     chosen = choose(None, OptimizerChoice(type="AdamW", lr=0.1, params={"weight_decay": 0.5}), model)
-    assert isinstance(chosen.inner, FusedAdamW) and chosen.groups == [{"lr": 0.1}]
-    assert chosen.inner._settings.weight_decay == 0.5 and chosen.inner._settings.eps == 1e-8
+    assert isinstance(chosen.inner, FusedAdamW) and chosen.given is None
+    group = chosen.groups[0]
+    assert [group[name] for name in ("lr", "weight_decay", "eps")] == [0.1, 0.5, 1e-8]
     other = choose(None, OptimizerChoice(type="AdamW", lr=0.1, params={"amsgrad": True}), model)
-    assert isinstance(other.inner, Elementwise) and other.template is not None
-    assert other.template.param_groups[0]["amsgrad"] is True
+    assert isinstance(other.inner, Elementwise) and other.given is not None
+    assert other.given.param_groups[0]["amsgrad"] is True
 
 
 def refusals() -> list[tuple[Callable[[nn.Module], Any], str]]:

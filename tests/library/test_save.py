@@ -13,7 +13,8 @@ from support.processes import mesh_in_worker, run_ranks
 from torch import nn
 
 import megazero
-from megazero.errors import CheckpointError, UsageError
+from megazero.errors import CheckpointError
+from megazero.library.access import safe_get_full_fp32_param
 from megazero.library.module_units import choose_units
 from megazero.library.save import contents
 
@@ -44,7 +45,7 @@ def make_mixed() -> Mixed:
 
 
 def config(stage: int, precision: str, **zero: bool) -> dict[str, object]:
-    zero = {"zero_stage": stage, "reduce_bucket_size": 30, "gather_16bit_weights_on_model_save": stage == 3, **zero}
+    zero = {"zero_stage": stage, "reduce_bucket_size": 30, **zero}
     return {"zero": zero, "precision": {"precision": precision}, "optimizer": {"type": "SGD"}}
 
 
@@ -109,25 +110,21 @@ def test_the_header_alone_says_where_everything_is(tmp_path: Path) -> None:
     assert all(one[1] == other[0] for one, other in pairwise(places))
 
 
-def refused(rank: int, folder: str) -> tuple[str, str]:
+def refused(rank: int, folder: str) -> str:
     blocked = Path(folder) / "blocked"
     mesh = mesh_in_worker(rank, dp=2)
     engine = megazero.initialize(make_mixed(), config(3, "fp32"), mesh=mesh)
     with pytest.raises(CheckpointError) as disk:
         engine.save_16bit_model(blocked)
     engine.close()
-    engine = megazero.initialize(make_mixed(), config(3, "fp32", gather_16bit_weights_on_model_save=False), mesh=mesh)
-    with pytest.raises(UsageError) as key:
-        engine.save_16bit_model(folder)
-    return str(disk.value), str(key.value)
+    return str(disk.value)
 
 
 @pytest.mark.gloo
 def test_refusals_reach_every_rank(tmp_path: Path) -> None:
     (tmp_path / "blocked").write_text("a file where a folder should be")
-    for disk, key in run_ranks(2, refused, str(tmp_path)):
+    for disk in run_ranks(2, refused, str(tmp_path)):
         assert "blocked/model.safetensors" in disk and "must be writable" in disk
-        assert "gather_16bit_weights_on_model_save" in key and "stage3_gather_16bit_weights_on_model_save" in key
     assert [path.name for path in tmp_path.iterdir()] == ["blocked"]
 
 
@@ -144,3 +141,50 @@ def test_a_failed_save_leaves_the_older_file(tmp_path: Path, monkeypatch: pytest
         engine.save_16bit_model(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
     assert (tmp_path / "model.safetensors").read_bytes() == before
+
+
+class FrozenMixed(Mixed):
+    """The model with a frozen floating-point parameter beside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.anchor = nn.Parameter(torch.full((3,), 1 / 3), requires_grad=False)
+
+
+def save_masters(rank: int, folder: str, stage: int, precision: str) -> dict[str, torch.Tensor]:
+    torch.manual_seed(4)
+    settings = config(stage, precision) | {"optimizer": {"type": "SGD", "lr": 1e-4}}
+    engine = megazero.initialize(FrozenMixed(), settings, mesh=mesh_in_worker(rank, dp=2))
+    x = torch.linspace(-1, 1, 20).view(4, 5).to(engine.module.scalar.dtype)
+    for _ in range(2):  # too little for bfloat16 to show
+        engine.backward(engine(x).float().square().mean())
+        engine.step()
+    engine.save_fp32_model(folder)
+    found = {n: v for n, p in engine.module.named_parameters() if (v := safe_get_full_fp32_param(p)) is not None}
+    assert engine.zero_engine.gathered_numel[0] == 0
+    engine.close()
+    return found
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("stage", "precision"), [(0, "bf16"), (2, "fp32"), (3, "bf16"), (3, "fp64")])
+def test_the_master_weights_are_written_one_by_one(stage: int, precision: str, tmp_path: Path) -> None:
+    masters, _ = run_ranks(2, save_masters, str(tmp_path), stage, precision)
+    dtype = torch.float64 if precision == "fp64" else torch.float32
+    found = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    torch.manual_seed(4)
+    start = FrozenMixed().state_dict()
+    assert found.keys() == start.keys() - {"head.weight", "alias.weight", "alias.bias"}
+    for name, value in found.items():
+        assert value.dtype == (dtype if start[name].is_floating_point() else start[name].dtype)
+        assert name not in masters or torch.equal(value, masters[name]), name
+    assert masters.keys() == {
+        "embed.weight",
+        "scalar",
+        *(f"layers.{n}.{kind}" for n in "01" for kind in ("weight", "bias")),
+    }
+    working = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}[precision]
+    assert torch.equal(found["anchor"], start["anchor"].to(working).to(dtype))
+    if precision == "bf16":
+        weight = found["layers.0.weight"]
+        assert not torch.equal(weight, weight.bfloat16().float()), "they have digits that working parameters lack"

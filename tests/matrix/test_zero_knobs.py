@@ -361,7 +361,6 @@ OTHERS: list[tuple[dict[str, Any], tuple[int, ...]]] = [
 ELSEWHERE = {
     "zero_stage",
     "load_from_fp32_weights",
-    "gather_16bit_weights_on_model_save",
     "override_module_apply",
     "ignore_unused_parameters",
     "zero3_reshard_after",

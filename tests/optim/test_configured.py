@@ -8,7 +8,7 @@ from torch import nn
 from megazero.config.choices import OptimizerChoice
 from megazero.config.optimizers import OPTIMIZERS
 from megazero.optim.configured import make_optimizer, saved_kinds
-from megazero.optim.inner import Elementwise, FusedAdamW
+from megazero.optim.inner import DECAYED, Elementwise, FusedAdamW
 
 
 def choice(kind: str, **params: Any) -> OptimizerChoice:
@@ -24,8 +24,8 @@ def groups(chosen: OptimizerChoice, model: nn.Module) -> list[dict[str, Any]]:
 
 def test_plain_adamw_is_the_fused_kernel() -> None:
     optimizer = make_optimizer(choice("AdamW", betas=(0.5, 0.75), weight_decay=0.25), nn.Linear(2, 2))
-    assert isinstance(optimizer, FusedAdamW) and optimizer._settings.beta2 == 0.75
-    assert optimizer._settings.weight_decay == 0.25
+    assert isinstance(optimizer, FusedAdamW) and optimizer.groups[DECAYED]["betas"][1] == 0.75
+    assert optimizer.groups[DECAYED]["weight_decay"] == 0.25
     assert isinstance(make_optimizer(choice("AdamW", amsgrad=True), nn.Linear(2, 2)), Elementwise)
 
 

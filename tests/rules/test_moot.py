@@ -207,7 +207,6 @@ REFUSED_ELSEWHERE = frozenset(_REFUSED_ELSEWHERE.split())
 
 UNREAD: Mapping[str, object] = MappingProxyType(
     {
-        "gather_16bit_weights_on_model_save": True,
         "override_module_apply": False,
         "leaf_module_classes": ["Experts"],
         "leaf_module_names": ["layers.0"],
@@ -388,7 +387,7 @@ DEEPSPEED = {
     "zero_optimization": {
         "stage": 2,
         "stage3_prefetch_bucket_size": 100,
-        "stage3_gather_16bit_weights_on_model_save": True,
+        "stage3_max_reuse_distance": 7,
         "stage3_max_live_parameters": "auto",
     },
     "fp16": {"enabled": True, "loss_scale": 64, "hysteresis": 4},
@@ -398,7 +397,7 @@ DEEPSPEED = {
 def test_deepspeeds_keys_earn_notices_at_both_doors(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(DEEPSPEED))
-    told = ("stage3_prefetch_bucket_size: 100", "stage3_gather_16bit_weights_on_model_save: true", "hysteresis: 4")
+    told = ("stage3_prefetch_bucket_size: 100", "stage3_max_reuse_distance: 7", "hysteresis: 4")
     for notices in (run({}, "--deepspeed-config", str(file)).notices, load_engine_config(DEEPSPEED).notices):
         moot = [notice for notice in notices if ": moot here, because " in notice]
         assert len(moot) == len(told) and all(any(f"{name}: moot" in notice for notice in moot) for name in told)
@@ -428,7 +427,6 @@ def mapping(settings: Settings) -> dict[str, dict[str, Any]]:
 
 LIBRARY_CASES = (
     *SHARED_CASES,
-    Case("gather_16bit_weights_on_model_save", True, ERROR, {}, STAGE_3),
     Case("number_checkpoints", 3, ERROR, {}, {"contiguous_checkpointing": True}),
     Case(
         "number_checkpoints",
@@ -466,7 +464,6 @@ def test_what_a_model_decides_for_itself() -> None:
         ("logits_chunk_bytes", 9),
         ("zero3_reshard_after", "window"),
         ("fp8_format", "hybrid"),
-        ("load_from_fp32_weights", False),
     ):
         with pytest.raises(ConfigError) as caught:
             load_engine_config(mapping({"zero_stage": 3, "precision": "bf16", setting: value}))

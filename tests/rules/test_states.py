@@ -24,7 +24,7 @@ def found(zero: dict[str, Any], precision: dict[str, Any]) -> list[Problem]:
         ({"communication_data_type": "fp16"}, {"precision": "fp64"}),
         ({"communication_data_type": "fp64"}, {"precision": "fp16", "loss_scale": 8.0}),
         ({"communication_data_type": "bf16"}, {"precision": "bf16", "accumulate_allreduce_grads_in_fp32": True}),
-        ({"zero_stage": 0, "gather_16bit_weights_on_model_save": True, "reduce_bucket_size": 0}, {}),
+        ({"zero_stage": 0, "reduce_bucket_size": 0}, {}),
     ],
 )
 def test_legal(zero: dict[str, Any], precision: dict[str, Any]) -> None:

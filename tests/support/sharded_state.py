@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megazero.checkpoint.state import TrainState
 from megazero.checkpoint.writer import Draft, prepare, publish, write_part
 from megazero.optim.loss_scaler import LossScale
 from megazero.parallel.param_spec import ParamSpec, StateFragment, StateKind
-from megazero.train.state import TrainState
 
 State = dict[tuple[str, StateKind], Tensor]
 

@@ -13,10 +13,10 @@ from support.launch import load_program
 from support.models import small_config
 
 from megazero.checkpoint.reader import open_checkpoint
+from megazero.checkpoint.state import TrainState
 from megazero.command_line.parse import from_yaml
 from megazero.config.run import DataConfig
 from megazero.errors import CheckpointError
-from megazero.train.state import TrainState
 
 TOOL = Path(__file__).parents[2] / "tools" / "convert_hf.py"
 Main = Callable[[list[str]], None]

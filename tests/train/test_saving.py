@@ -11,8 +11,10 @@ from support.small_runs import DrawnSamples, core_on_rank, owned_boxes, tiny_run
 from support.training import Saved, assemble
 from torch import Tensor
 
+from megazero.checkpoint.engine_state import restore_engine
 from megazero.checkpoint.reader import Checkpoint, open_checkpoint
 from megazero.checkpoint.runs import read_run
+from megazero.checkpoint.state import TrainState
 from megazero.config.run import CheckpointConfig, RunConfig
 from megazero.config.yaml_file import to_yaml
 from megazero.data.loader import build_step_batch
@@ -20,8 +22,7 @@ from megazero.errors import CheckpointError
 from megazero.model.gpt import GPT
 from megazero.optim.loss_scaler import LossScale
 from megazero.train.build import RunComponents, batch_layout, step_context
-from megazero.train.saving import Saver, check_compatible, check_shapes, choose_run, find_checkpoint, restore_engine
-from megazero.train.state import TrainState
+from megazero.train.saving import Saver, check_compatible, check_shapes, choose_run, find_checkpoint
 from megazero.train.step import StepControls, training_step
 from megazero.zero.gathered import GatheredParameters
 
@@ -83,7 +84,7 @@ def load_on_rank(rank: int, root: Path, layout: tuple[int, int, int], with_optim
     config = config_of(*layout, seed=77)  # other first values, so that loading changes them
     core = core_on_rank(rank, config, tp=tp, dp=dp)
     before = owned_boxes(core)
-    restore_engine(open_checkpoint(root), core.engine, core.mesh, with_optimizer=with_optimizer)
+    restore_engine(open_checkpoint(root), core.engine, core.mesh.control, with_optimizer=with_optimizer)
     with GatheredParameters(core.model):
         working = pieces(core.model)
     core.engine.close()

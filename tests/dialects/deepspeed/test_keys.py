@@ -36,7 +36,6 @@ ZERO = {
     "model_persistence_threshold": 2**63 - 1,
     "max_live_parameters": 1e9,
     "max_reuse_distance": 1e9,
-    "gather_16bit_weights_on_model_save": False,
     "ignore_unused_parameters": True,
     "memory_efficient_linear": True,
     "override_module_apply": True,

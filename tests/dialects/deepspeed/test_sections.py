@@ -96,7 +96,7 @@ def test_a_zero_2_configuration_with_a_schedule() -> None:
 
 def test_auto_is_megazeros_default_and_absence_deepspeeds() -> None:
     made, own = parts(AUTO_ZERO_3)[0], ZeroConfig()
-    assert made.zero.zero_stage == 3 and made.zero.gather_16bit_weights_on_model_save
+    assert made.zero.zero_stage == 3
     assert made.zero.reduce_bucket_size == own.reduce_bucket_size
     assert made.zero.prefetch_bucket_size is own.prefetch_bucket_size is None
     assert made.zero.param_persistence_threshold == own.param_persistence_threshold == 0

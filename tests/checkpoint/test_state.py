@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from megazero.checkpoint.state import TrainState
 from megazero.errors import DamageError
 from megazero.optim.loss_scaler import LossScale
-from megazero.train.state import TrainState
 
 
 def state() -> TrainState:
