@@ -174,6 +174,7 @@ class DataParallelEngine:
             self.zero_engine.written.check()
         if not self._passes.check_complete():
             return
+        self.zero_engine.take_written_gradients()
         flight = self.mesh.meter.flight
         flight.activity = "update"
         with self._passes.discarding():

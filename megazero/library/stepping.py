@@ -195,7 +195,6 @@ class Stepper:
         flag = torch.full((), float(stop), dtype=torch.float64, device=self._device)
         if fault := self._read_fault(flag):
             return fault
-        engine.take_written_gradients()
         reduced = reduce_gradients(engine, self._timers, flag, *engine.written.figures(self._device))
         stops = reduced.figures[0]
         engine.written.agree(reduced.figures[1:])

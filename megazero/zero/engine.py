@@ -232,7 +232,7 @@ class Engine:
         """Turn the sums into averages where every rank has whole gradients; raise UsageError elsewhere."""
         if self._are_averages:
             return
-        if self._are_whole and self.has_gradients:
+        if self.has_whole_gradients:
             self._average_gradients()
             return
         given = f"{call} of the .grad of parameter {name}"
@@ -269,6 +269,11 @@ class Engine:
         if self._are_averages:
             absent = self._guards.whole.keys() - self._reducer.present - set(removed)
             self._reducer.present.update(name for name in absent if bool(self._guards.whole[name].any()))
+
+    @property
+    def has_whole_gradients(self) -> bool:
+        """True if every rank has the gradients of a whole step: the averages, once user code reads them."""
+        return self._are_whole and self.has_gradients
 
     @property
     def accumulates_in_grad(self) -> bool:

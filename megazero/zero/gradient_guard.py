@@ -25,15 +25,24 @@ _HARMLESS = frozenset(
         *("shape", "dtype", "device", "layout", "ndim", "is_sparse", "is_sparse_csr", "is_leaf", "requires_grad"),
         *("is_cuda", "is_cpu", "is_meta", "is_mkldnn", "is_quantized", "is_nested", "grad_fn", "grad", "itemsize"),
         *("size", "dim", "numel", "nelement", "element_size", "get_device", "is_floating_point", "is_complex"),
-        *("requires_grad_", "detach_", "__hash__"),
+        *("requires_grad_", "detach_", "__hash__", "_has_compatible_shallow_copy_type"),
     }
 )
+# The conversions by which `module.to(...)` and the like give gradients another form, after the parameters.
+_CONVERSIONS = frozenset(
+    {"to", "type", "float", "double", "half", "bfloat16", "cpu", "cuda", "to_empty", "empty_like", "share_memory_"}
+)
+_SET_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
 # The functions of zero_grad(set_to_none=False).
 _ZEROING = frozenset({"zero_", "_foreach_zero_"})
 
 
 class GradientOwner(Protocol):
     """The owner of guarded gradients: an engine."""
+
+    @property
+    def has_whole_gradients(self) -> bool:
+        """True if user code may read and write the gradients now."""
 
     def gradient_touched(self, name: str, call: str) -> None:
         """Turn the gradients into averages, for `call`; or raise UsageError."""
@@ -57,6 +66,10 @@ class GuardedGradient(Tensor):
             for gradient in _guarded_in(args):
                 gradient.owner.zero_gradient(gradient.parameter_name)
             return args[0]
+        if call in _CONVERSIONS and isinstance(args[0], GuardedGradient) and not args[0].owner.has_whole_gradients:
+            return args[0]  # nothing else may be done with it, and the engine needs it in the form that it gave it
+        if func == _SET_DATA and args[0] is args[1]:
+            return None
         if call == "__repr__":
             return f"GuardedGradient({args[0].parameter_name}, shape={tuple(args[0].shape)}, dtype={args[0].dtype})"
         # torch.compile looks at the layout of whatever a compiled forward refers to.
@@ -106,7 +119,7 @@ class GradientGuards:
             for name, guard in (self._at_end if at_end else self.between).items():
                 parameter = self._parameters[name]
                 gradient = parameter.grad
-                if gradient is guard:
+                if gradient is guard or not may_have(parameter, guard):
                     continue
                 if gradient is not None and not isinstance(gradient, GuardedGradient):
                     self._kept[name] = gradient
@@ -115,6 +128,7 @@ class GradientGuards:
     def forget(self) -> None:
         """Take the guards away, with all that has accumulated, before a step."""
         self._kept.clear()
+        self._move_back()
         if not self.is_in_place:
             with torch._C.DisableTorchFunctionSubclass():
                 for parameter in self._parameters.values():
@@ -137,7 +151,10 @@ class GradientGuards:
                     parameter.grad = kept if gradient is None else kept.add_(gradient)
 
     def changes(self) -> tuple[list[str], dict[str, Tensor]]:
-        """Return the parameters whose `.grad` user code has set to None since the step's end, and what it has set."""
+        """Return the parameters whose `.grad` user code has set to None since the step's end, and what it has set.
+
+        What `module.to(...)` has moved counts as set.
+        """
         removed, written = [], {}
         with torch._C.DisableTorchFunctionSubclass():
             for name, guard in self._at_end.items():
@@ -146,13 +163,37 @@ class GradientGuards:
                     removed.append(name)
                 elif gradient is not guard:
                     written[name] = gradient
+            written |= self._move_back()
         return removed, written
+
+    def _move_back(self) -> dict[str, Tensor]:
+        """Let guards that `module.to(...)` has moved lie where they belong; return the values that they had.
+
+        That happens to gradients that are whole, from the end of a step's last pass.
+        """
+        moved = {}
+        with torch._C.DisableTorchFunctionSubclass():
+            for name, memory in self.whole.items():
+                guard = self._at_end[name]
+                if guard.data_ptr() != memory.data_ptr():
+                    moved[name] = guard.detach()
+                    guard.data = memory
+        return moved
 
     def _placeholder(self, parameter: nn.Parameter) -> Tensor:
         dtype = parameter.grad_dtype or parameter.dtype
         indices = torch.empty((parameter.dim(), 0), dtype=torch.int64, device=parameter.device)
         values = torch.empty(0, dtype=dtype, device=parameter.device)
         return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
+
+
+def may_have(parameter: nn.Parameter, gradient: Tensor) -> bool:
+    """Return True if torch lets the parameter have this gradient.
+
+    It doesn't if the user has given the parameter another form, which is refused before the next step.
+    """
+    has_place = parameter.shape == gradient.shape and parameter.device == gradient.device
+    return has_place and parameter.grad_dtype in (None, gradient.dtype)
 
 
 def _guarded_in(value: Any) -> Iterator[GuardedGradient]:

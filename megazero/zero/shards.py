@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from megazero.memory.arena import Arena
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
 from megazero.parallel.param_spec import ParamSpec, StateFragment
+from megazero.zero.gradient_guard import may_have
 from megazero.zero.layout import Bucket, FlatLayout, Fragment, Range, Section, Slot
 from megazero.zero.plan import Lifetime, ModelStateBytes, Placement, ZeroPlan
 
@@ -178,22 +179,6 @@ class Shards:
         """True if gradients lie in flat tensors that `.grad` points into."""
         return bool(self._resident_views)
 
-    def restore_gradient(self, section: Section, slot: Slot, *, copies: bool) -> bool:
-        """Make a resident gradient a view of its flat tensor again; return True if it was none.
-
-        `module.to(...)` gives the same tensor other memory.  copies: whether the flat tensor gets its values.
-        """
-        view = self._resident_views.get(slot.spec.name)
-        if view is None or not view.numel():
-            return False
-        place = self._resident_gradients[section.index][slot.start : slot.stop].view(view.shape)
-        if view.data_ptr() == place.data_ptr():
-            return False
-        if copies:
-            place.copy_(view)
-        view.data = place
-        return True
-
     def copy_working_to_master(self) -> None:
         """Copy working parameters to master weights, where they are two tensors."""
         if self._master is not None:
@@ -320,7 +305,7 @@ class Shards:
         for slot in section.slots:
             parameter, preset = self._parameters[slot.spec.name], self._presets[slot.spec.name]
             wanted = preset if slot.spec.accumulates_in_place else None
-            if parameter.grad is not wanted and (wanted is None or _may_have(parameter, wanted)):
+            if parameter.grad is not wanted and (wanted is None or may_have(parameter, wanted)):
                 parameter.grad = wanted
 
     def _set_gradient_dtype(self, section: Section, dtype: torch.dtype) -> None:
@@ -376,11 +361,6 @@ def _not_written(section: Section) -> Iterator[Range]:
             start = slot.stop
     if start < section.numel:
         yield Range(start, section.numel)
-
-
-def _may_have(parameter: nn.Parameter, gradient: Tensor) -> bool:
-    """Return True unless the user has given the parameter another form, which is refused before the next step."""
-    return parameter.shape == gradient.shape and parameter.device == gradient.device
 
 
 def _nbytes(tensor: Tensor) -> int:

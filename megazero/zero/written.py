@@ -114,7 +114,6 @@ class WrittenParameters:
         self._seen = self._read()
         self._unusable: frozenset[str] = frozenset()  # of another form than the engine's
         self._pending: set[str] = set()  # written since the last step
-        self._converted: set[str] = set()  # written since a forward began: `module.to` converts gradients too
         self._figures: HostCopy | None = None  # the last step's, not read yet
 
     def check(self) -> None:
@@ -127,28 +126,15 @@ class WrittenParameters:
         if requires_grad != self._requires_grad:
             problems.extend(self._frozen_or_thawed(requires_grad))
         problems.extend(self._find())
-        # Their reductions may be under way, so values are not copied: the step is refused.
-        moved = [name for name in self._converted if self._shards.restore_gradient(*self._places[name], copies=False)]
-        self._converted.clear()
         raise_problems(UsageError, problems)
-        if moved:
-            given = f"gradients of {', '.join(moved)}, which model.to(...) or the like has moved after backward"
-            rule = "gradients stay where they are until the step"
-            raise UsageError(Problem(given, rule, "model.to(...) before the step's first backward, or after the step"))
 
     def before_forward(self) -> None:
-        """Let gradients that `module.to(...)` has moved lie where they belong, with what has been accumulated in them.
+        """Let parameters that the user has moved lie in the engine's memory again, with what was written to them.
 
-        Parameters that have another form now are left to `check`.
+        Gradients have a parameter's strides.  Parameters that have another form now are left to `check`.
         """
-        if not self._shards.has_resident_gradients:
-            return
-        if not self._converted and list(map(Tensor.data_ptr, self._whole)) == self._seen.addresses:
-            return
-        self._find()
-        for name in self._converted:
-            self._shards.restore_gradient(*self._places[name], copies=True)
-        self._converted.clear()
+        if self._shards.has_resident_gradients and list(map(Tensor.data_ptr, self._whole)) != self._seen.addresses:
+            self._find()
 
     def find(self) -> None:
         """Copy what this rank's user has written to the owned master weights.
@@ -177,7 +163,6 @@ class WrittenParameters:
                 self._shards.store_value(self._places[name][0], name)
         self._seen, self._unusable = self._read(), frozenset(problems)
         self._pending.update(written)
-        self._converted.update(written)
         return problems.values()
 
     def accept(self, name: str) -> None:
