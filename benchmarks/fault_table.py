@@ -213,8 +213,8 @@ PACKAGE_FAULTS: tuple[Fault, ...] = (
     Fault(
         "library/stepping.py",
         "accumulated gradients are summed, not averaged",
-        "(self._engine.data_parallel.size * self._accumulation * self.loss_scale)",
-        "(self._engine.data_parallel.size * self.loss_scale)",
+        "accumulation * (engine.data_parallel.size if averages else 1)",
+        "engine.data_parallel.size if averages else 1",
         ("tests/library/test_stepping.py",),
     ),
     Fault(
@@ -375,10 +375,10 @@ PACKAGE_FAULTS: tuple[Fault, ...] = (
         ("tests/train/test_evaluate.py",),
     ),
     Fault(
-        "train/saving.py",
+        "checkpoint/engine_state.py",
         "optimizer states are asked of a checkpoint without them",
-        'engine.wanted_state() if with_optimizer or piece.kind == "weight")',
-        "engine.wanted_state())",
+        "wanted: list[StateFragment] = weights",
+        "wanted: list[StateFragment] = list(engine.wanted_state())",
         ("tests/train/test_saving.py",),
     ),
     Fault(

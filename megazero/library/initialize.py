@@ -83,9 +83,8 @@ def initialize(
         chosen.inner,
         first_value,
         checks_finite=settings.precision.check_for_nan_in_loss_and_grad,
-        guards_gradients=True,
         leaves_unused=settings.zero.ignore_unused_parameters and not settings.update_unused_parameters,
-        watches_writes=True,
+        serves_user_code=True,
     )
     try:
         core = Engine(model, units, plan, mesh=mesh, buffers=buffers, settings=core_settings)

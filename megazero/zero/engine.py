@@ -53,10 +53,10 @@ class EngineSettings:
 
     parameter_names: of the whole model, where ranks have different parts of it, so that an index is the same on all.
     checks_finite: True if a gradient that is not finite prevents the update in every number format, not in fp16 alone.
-    guards_gradients: True if user code may read and write `.grad`, which holds no whole gradient in stages 1 to 3.
     leaves_unused: True if a step leaves the parameters alone of which no rank has a gradient; False: their gradient
     counts as zero, by which moments and weights decay.
-    watches_writes: True if a user's program may write to the parameters, as the library's does and a run doesn't.
+    serves_user_code: True if a program of the user's trains the model.  It may read and write `.grad`, which holds no
+    whole gradient in stages 1 to 3, write to the parameters, and run other modules on one rank than on another.
     """
 
     zero: ZeroConfig
@@ -65,9 +65,8 @@ class EngineSettings:
     ledger: AnyLedger = field(default_factory=NullLedger)
     parameter_names: tuple[str, ...] = ()
     checks_finite: bool = False
-    guards_gradients: bool = False
     leaves_unused: bool = False
-    watches_writes: bool = False
+    serves_user_code: bool = False
 
 
 class GradientSoFar(NamedTuple):
@@ -158,9 +157,11 @@ class Engine:
             if section.trainable and slot.spec.writes_gradient:
                 attach_gradient_slot(self._parameters[name], partial(self._reducer.gradient_slot, name))
         self._hooks = on_gradient(self._parameters, self._gradient_ready)
-        self._guards = self._guard_gradients() if settings.guards_gradients else None
+        self._guards = self._guard_gradients() if settings.serves_user_code else None
         self._publisher = ParameterPublisher(self._shards, mesh.gathering, by_gather=zero.allgather_partitions)
-        self._gather = ParameterGather(self._shards, mesh.gathering, self._parameters, zero)
+        self._gather = ParameterGather(
+            self._shards, mesh.gathering, self._parameters, zero, ranks_may_differ=settings.serves_user_code
+        )
         leaves = [module for unit in units if unit.is_leaf for module in unit.consumers]
         self._frames = Frames(model, consumers, leaves, self._gather, self._publisher, self._flight)
         self._update = ShardUpdate(
@@ -174,7 +175,8 @@ class Engine:
         self._presence = GradientPresence(
             self._update.parameter_names, self._trainable_names(), self._reducer.present, mesh.device
         )
-        self.written = WrittenParameters(model, self._parameters if settings.watches_writes else {}, self._shards, mesh)
+        writable = self._parameters if settings.serves_user_code else {}
+        self.written = WrittenParameters(model, writable, self._shards, mesh)
         """What the user has done to the parameters since the last step."""
         self.stopped = torch.zeros((), dtype=torch.float64, device=mesh.device)
         """1 from the first step whose figures were not finite, where that ends the training: later ones change nothing,

@@ -26,13 +26,21 @@ class ParameterGather:
     """The units of one model on one rank: gathers, prefetches, retains and releases them."""
 
     def __init__(
-        self, shards: Shards, communicator: Communicator, parameters: Mapping[str, nn.Parameter], zero: ZeroConfig
+        self,
+        shards: Shards,
+        communicator: Communicator,
+        parameters: Mapping[str, nn.Parameter],
+        zero: ZeroConfig,
+        *,
+        ranks_may_differ: bool = True,
     ) -> None:
+        """ranks_may_differ: False if all ranks surely gather the same units in the same order."""
         self._zero = zero
         self.memory = UnitMemory(
             shards,
             communicator,
             autograd_retains_memory=not zero.memory_efficient_linear,
+            labels_gathers=ranks_may_differ or zero.enable_sanity_checks,
             compares_labels=zero.enable_sanity_checks,
         )
         self._units = {unit.name: unit for unit in partitioned_units(shards, parameters)}

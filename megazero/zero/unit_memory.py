@@ -76,6 +76,7 @@ class UnitMemory:
     """The memory of units, which moves them between their states and counts what is gathered.
 
     autograd_retains_memory: whether tensors that autograd has saved retain a unit's memory beyond its release.
+    labels_gathers: whether a gather carries its unit's number, which costs a message where it is compared.
     compares_labels: whether ranks compare what they gather, and wait for that, where their communicator does not.
     """
 
@@ -85,12 +86,13 @@ class UnitMemory:
         communicator: Communicator,
         *,
         autograd_retains_memory: bool,
+        labels_gathers: bool = True,
         compares_labels: bool = False,
     ) -> None:
         self._shards = shards
         self._communicator = communicator
         self._autograd_retains_memory = autograd_retains_memory
-        self._compares_labels = compares_labels
+        self._labels_gathers, self._compares_labels = labels_gathers, compares_labels
         self._units: list[GatheredUnit] = []
         self._mismatch: Problem | None = None  # after it messages may be on their way that nothing receives
         self._by_storage: dict[int, GatheredUnit] = {}
@@ -124,7 +126,7 @@ class UnitMemory:
         Raises CollectiveError once ranks have gathered different units, where that is compared.
         """
         if bucket.index not in unit.works:
-            label = None if unit.works else unit.index
+            label = None if unit.works or not self._labels_gathers else unit.index
             if self._mismatch is not None:
                 raise CollectiveError(self._mismatch)
             if self._compares_labels and label is not None:

@@ -102,7 +102,7 @@ class WrittenParameters:
             if not section.partitioned and slot.spec.name in parameters
         }
         self._whole = [parameters[name] for name in self._places]
-        if any(isinstance(parameter, FakeTensor) for parameter in self._whole):
+        if any(isinstance(parameter, FakeTensor) or parameter.is_meta for parameter in self._whole):
             self._places, self._whole = {}, []  # they have no addresses
         self._shapes = {name: parameters[name].shape for name in self._places}
         for name, parameter in zip(self._places, self._whole, strict=True):
@@ -183,7 +183,7 @@ class WrittenParameters:
         sums: those of `figures`.  A collective call where something is written.
         """
         earlier, self._figures = self._figures, HostCopy(sums)
-        if not sums[0].is_cuda:
+        if sums[0].is_cpu:
             self._check_same(self._figures)
             self._figures = None
         elif earlier is not None:

@@ -136,7 +136,7 @@ def main(folder: Path) -> None:
         mesh = make_mesh(Topology(dp=2), launch.rank, CPU, buffers, timeout_minutes=TIMEOUT_SECONDS / 60)
         widths = ROUTES.get(case.__name__)
         model: Any = Route(launch.rank, widths).double() if widths else make_model()
-        engine = engine_around(model, mesh)
+        engine = engine_around(model, mesh, serves_user_code=True)
         engine.begin_step()
         dist.barrier()
         outcome = {"case": case.__name__, "rank": launch.rank, "error": "", "text": ""}

@@ -185,12 +185,14 @@ def alone() -> Mesh:
     return late_mesh(make_mesh(Topology(), 0, device, FusedBuffers(0, device)))
 
 
-def engine_around(model: nn.Module, mesh: Mesh, *, precision: str = "fp64", **zero: Any) -> Engine:
+def engine_around(
+    model: nn.Module, mesh: Mesh, *, precision: str = "fp64", serves_user_code: bool = False, **zero: Any
+) -> Engine:
     """Return an engine around any module, with units chosen as for a user's; ZeRO stage 3 by default."""
     config = ZeroConfig(**{"zero_stage": 3, "reduce_bucket_size": 100, **zero})
     plan = resolve(config, PrecisionConfig(precision=precision))
     buffers = FusedBuffers(0, mesh.device)
-    settings = EngineSettings(config, FusedAdamW(SETTINGS))
+    settings = EngineSettings(config, FusedAdamW(SETTINGS), serves_user_code=serves_user_code)
     engine = Engine(model, choose_units(model), plan, mesh=mesh, buffers=buffers, settings=settings)
     buffers.resize(engine.largest_buffer_bytes)
     return engine

@@ -44,6 +44,7 @@ from megazero.train import build, loop
 from megazero.train.build import batch_layout, step_context
 from megazero.train.check import check
 from megazero.train.step import StepControls, training_step
+from megazero.zero import written
 
 OURS = str(Path(megazero.__file__).parent)
 STEPS = 3
@@ -389,7 +390,7 @@ def test_what_waits_is_known_by_name(reason: str, tmp_path: Path) -> None:
 def test_the_librarys_step_reads_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that asks after every step whether to stop is answered with the step before."""
     launched = _Launched(0.0, 0.0, 1.0)  # not skipped, no parameter, and the norm
-    for module in (library, stepping):
+    for module in (library, stepping, written):
         monkeypatch.setattr(module, "HostCopy", launched.read_back)
     monkeypatch.setattr(prepare, "_problems", lambda model: ())  # parameters on the meta device are one
     one = {key: LocalCommunicator() for key in ("pp", "dp", "tp", "ends", "world", "dp_gather")}
