@@ -276,6 +276,7 @@ class DataParallelEngine:
         `save_16bit_model` does.
         """
         self._check_whole("save_fp32_model")
+        self.zero_engine.written.settle()
         save_model(self.module, self._units, Path(folder) / filename, self.mesh, masters=self.zero_engine)
         return True
 
@@ -302,13 +303,15 @@ class DataParallelEngine:
         tag: a name for `load_checkpoint`; a checkpoint replaces the one of the same tag.
         client_state: the user's own state of JSON values, rank 0's.
         keep_last, keep_every: remove older checkpoints without a tag but for so many, and multiples of this step.
-        Raises CheckpointError on all ranks if it fails on any: older checkpoints are then unchanged.
+        Raises CheckpointError on all ranks if it fails on any: older checkpoints are then unchanged.  Raises UsageError
+        if not all ranks have written the same parameters since the last step.
         """
         self._check_between_steps("save_checkpoint")
         kept = {"keep_last": keep_last, "keep_every": keep_every}
         wrong = [f"{name}={count}" for name, count in kept.items() if count is not None and count < 1]
         raise_problems(UsageError, (Problem(each, "a number of checkpoints or steps", "1 and above") for each in wrong))
         self._stepper.finish()
+        self.zero_engine.written.settle()
         steps = int(self.zero_engine.optimizer_step.item())
         state = TrainState(self._stepper.scale_state, self.global_steps, self.global_samples, steps)
         return self._checkpoints.save(

@@ -177,18 +177,30 @@ class WrittenParameters:
         mark = float(crc32(names.encode()) % _HASHES + 1) if names else 0.0
         return tuple(torch.full((), value, dtype=torch.float64, device=device) for value in (mark, mark * mark))
 
+    def settle(self) -> None:
+        """Find what is written, and agree on it at once, before master weights are saved; a collective call.
+
+        Raises UsageError as `check` and `agree` do.
+        """
+        self.check()
+        sums = torch.stack(self.figures(torch.device("cpu")))
+        self._mesh.control.all_reduce_scalars(sums).wait()
+        self.agree(sums.unbind())
+
     def agree(self, sums: Sequence[Tensor]) -> None:
         """Take data-parallel rank 0's values of what every rank has written; raise UsageError if ranks differ in that.
 
         sums: those of `figures`.  A collective call where something is written.
         """
-        earlier, self._figures = self._figures, HostCopy(sums)
-        if sums[0].is_cpu:
-            self._check_same(self._figures)
-            self._figures = None
-        elif earlier is not None:
+        figures = HostCopy(sums)
+        earlier, self._figures = self._figures, None
+        if earlier is not None:
             self._check_same(earlier)
-        if self._pending and (self._figures is None or self._is_same(self._figures)):
+        if sums[0].is_cpu:
+            self._check_same(figures)
+        else:
+            self._figures = figures
+        if self._pending and self._is_same(figures):
             self._take_first_values()
 
     def close(self) -> None:

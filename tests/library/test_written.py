@@ -2,6 +2,8 @@
 
 import copy
 import io
+import os
+import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import product
@@ -352,10 +354,21 @@ def written_on_one_rank(rank: int) -> None:
                 nn.init.zeros_(engine.module.get_parameter(name))
             with pytest.raises(UsageError, match=f"rank {rank}: {name if rank else 'none'}\n.*every rank writes"):
                 step(engine)
+            with tempfile.TemporaryDirectory() as folder:
+                for save in (engine.save_checkpoint, engine.save_fp32_model):
+                    with pytest.raises(
+                        UsageError, match=f"rank {rank}: {name if rank else 'none'}\n.*every rank writes"
+                    ):
+                        save(folder)
+                assert os.listdir(folder) == [], "nothing is saved of what the ranks differ in"
             if rank == 0:
                 nn.init.ones_(engine.module.get_parameter(name))
             step(engine)
             assert bool((engine.module.get_parameter(name) > 0.5).all())
+        nn.init.constant_(engine.module.get_parameter("0.weight"), 2.0 + rank)
+        with tempfile.TemporaryDirectory() as folder:
+            engine.save_fp32_model(folder)
+        assert bool((masters(engine)["0.weight"] == 2).all()), "the first rank's values"
         engine.close()
 
 
