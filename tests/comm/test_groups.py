@@ -62,6 +62,7 @@ def shared_devices(rank: int) -> tuple[int, int, int]:
     backends: list[Any] = [group._get_backend(CPU) for group in groups]
     devices = {id(device) for backend in backends for device in backend.options._devices}
     listed = [group for group in groups if group in dist.distributed_c10d._world.pg_map]
+    dist.barrier()  # another rank may still be connecting to the groups that end with this call
     return len(groups), len(devices), len(listed)
 
 
