@@ -23,6 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 from report import HelpFormat, tell
 
@@ -171,7 +172,7 @@ def run_rank(kind: Kind) -> int:
         return read(loader)
 
     if kind.in_data:
-        BatchLoader.__next__ = failing_read  # type: ignore[method-assign]  # the fault is planted into the class
+        patch.object(BatchLoader, "__next__", failing_read).start()
     else:
         training.training_step = failing_step
     return run_program(pretrain_gpt.main)

@@ -87,7 +87,7 @@ def _fill(engine: Engine, values: Mapping[str, Tensor]) -> None:
         value = values.get(fragment.spec.name)
         if value is not None and fragment.kind == "weight":
             fragment.tensor.copy_(value.reshape(-1)[fragment.start : fragment.stop])
-    engine.state_loaded()
+    engine.state_loaded(names=values)
 
 
 def _name_of(parameter: Tensor) -> str:

@@ -436,11 +436,13 @@ class Engine:
         """Yield the state that a checkpoint must fill on this rank; `state_loaded` must be called afterwards."""
         self._gather.check_unpinned("loading state")
         self.ensure_parameters()  # what is still being published must not be written to
+        self.written.find()  # found later, what a user has written would count instead of what is loaded
         yield from chain(self._shards.wanted_state(), self._update.optimizer_state(is_saved=False))
 
-    def state_loaded(self, *, weights_only: bool = False) -> None:
+    def state_loaded(self, *, weights_only: bool = False, names: Iterable[str] | None = None) -> None:
         """Copy what has been written into `wanted_state` to the working parameters of all ranks.
 
+        names: the parameters whose values were loaded, the same on every rank; without it, all.
         With weights_only (no moments), master weights are then rounded to the working dtype, unless the configuration
         loads float32 weights.
         """
@@ -451,6 +453,7 @@ class Engine:
             self._shards.copy_working_to_master()
         self._update.publish_all()
         self.ensure_parameters()
+        self.written.forget(names)
 
     def trained_specs(self) -> dict[str, ParamSpec]:
         """Return the specs of the trainable parameters by name."""

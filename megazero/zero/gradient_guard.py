@@ -10,14 +10,14 @@ Where gradients have no memory of their own, the guard is a sparse tensor withou
 place, so what it leaves in `.grad` is the new gradient.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch._guards import TracingContext
 
-from megazero.zero.guard import name_of
+from megazero.zero.guard import instances_in, name_of
 
 # Functions and attributes that neither read nor write values.
 _HARMLESS = frozenset(
@@ -63,7 +63,7 @@ class GuardedGradient(Tensor):
     ) -> Any:
         call, arguments = name_of(func), dict(kwargs or {})
         if call in _ZEROING:
-            for gradient in _guarded_in(args):
+            for gradient in instances_in(args, GuardedGradient):
                 gradient.owner.zero_gradient(gradient.parameter_name)
             return args[0]
         if call in _CONVERSIONS and isinstance(args[0], GuardedGradient) and not args[0].owner.has_whole_gradients:
@@ -74,7 +74,7 @@ class GuardedGradient(Tensor):
             return f"GuardedGradient({args[0].parameter_name}, shape={tuple(args[0].shape)}, dtype={args[0].dtype})"
         # torch.compile looks at the layout of whatever a compiled forward refers to.
         if call not in _HARMLESS and TracingContext.try_get() is None:
-            for gradient in _guarded_in((args, arguments)):
+            for gradient in instances_in((args, arguments), GuardedGradient):
                 gradient.owner.gradient_touched(gradient.parameter_name, call)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **arguments)
@@ -194,15 +194,3 @@ def may_have(parameter: nn.Parameter, gradient: Tensor) -> bool:
     """
     has_place = parameter.shape == gradient.shape and parameter.device == gradient.device
     return has_place and parameter.grad_dtype in (None, gradient.dtype)
-
-
-def _guarded_in(value: Any) -> Iterator[GuardedGradient]:
-    """Yield the guarded gradients among a call's arguments, however nested in lists and mappings."""
-    if isinstance(value, GuardedGradient):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _guarded_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _guarded_in(item)

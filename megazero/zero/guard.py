@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from types import MethodWrapperType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 _ATTRIBUTE = "zero_handle"
+_T = TypeVar("_T", bound=Tensor)
 
 # Attributes that return the values under another name.
 _ALIASES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
@@ -91,7 +92,7 @@ class PartitionedParameter(nn.Parameter):
         if not _reads_values(func, call):
             call_torch: Callable[..., Any] = super().__torch_function__
             return call_torch(func, types, args, arguments)
-        for parameter in _guarded_in((args, arguments)):
+        for parameter in instances_in((args, arguments), PartitionedParameter):
             handle = handle_of(parameter)
             assert handle is not None, "a guarded parameter has a handle"
             handle.owner.touched(handle.name, call)
@@ -105,7 +106,7 @@ class PartitionedParameter(nn.Parameter):
         assert type(self) is not PartitionedParameter, "a touched parameter is whole"
         return deepcopy(self, memo)
 
-    def __repr__(self) -> str:  # type: ignore[override]  # as nn.Parameter's
+    def __repr__(self) -> str:  # type: ignore[override]  # nn.Parameter's own has no further argument either
         handle = handle_of(self)
         name = "" if handle is None else handle.name
         return f"PartitionedParameter({name}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
@@ -156,13 +157,13 @@ def _reads_values(func: Callable[..., Any], call: str) -> bool:
     return call not in _HARMLESS
 
 
-def _guarded_in(value: Any) -> Iterator[PartitionedParameter]:
-    """Yield the guarded parameters among a call's arguments, however nested in lists and mappings."""
-    if isinstance(value, PartitionedParameter):
+def instances_in(value: Any, of_class: type[_T]) -> Iterator[_T]:
+    """Yield the instances of a class of tensors among a call's arguments, however nested in lists and mappings."""
+    if isinstance(value, of_class):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _guarded_in(item)
+            yield from instances_in(item, of_class)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _guarded_in(item)
+            yield from instances_in(item, of_class)

