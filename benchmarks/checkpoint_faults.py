@@ -60,6 +60,7 @@ _MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 100 --micro-batch-size 2"
     " --global-batch-size 4 --lr 1e-3 --lr-decay-style constant --eval-iters 0 --mock-data --num-workers 0"
     f" --train-iters {STEPS} --save-interval 1 --log-interval 1 --device cpu --distributed-timeout-minutes 0.5"
+    " --distributed-join-timeout-minutes 0.5"
 )
 KILLS = ("job", "rank", "operation")
 _PATIENCE_SECONDS = 60.0

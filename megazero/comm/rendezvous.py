@@ -1,11 +1,13 @@
 """The job's store: made by rank 0 or torchrun, and shared by all processes that MASTER_ADDR and MASTER_PORT connect.
 
-Every way in which processes fail to meet ends in a message, on all ranks, within the time limit.
+Every way in which processes fail to meet ends in a message, on all ranks, within the time limit.  Long before it, a
+line on stderr says what a node's first rank, or the job's, is waiting for.
 """
 
 import errno
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,6 +20,7 @@ from megazero.errors import Problem, TopologyError
 from megazero.parallel.launch import Launch
 
 _LONGEST_PAUSE_SECONDS = 0.5
+_SILENCE_SECONDS = 20.0  # or a quarter of the limit, if that is less
 _LEGAL_WAIT = "start all processes, or wait longer by --distributed-join-timeout-minutes"
 
 
@@ -35,7 +38,7 @@ def open_store(launch: Launch, limit_seconds: float) -> Store:
         listening = _listen(host, port, launch)
         tcp = TCPStore(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listening.detach())
     else:
-        _await_server(host, port, deadline, limit_seconds)
+        _await_server(host, port, launch, deadline, limit_seconds)
         tcp = TCPStore(host, port, None, False, timeout, wait_for_workers=False)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = PrefixStore(f"attempt_{attempt}", tcp)
@@ -96,8 +99,9 @@ def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, str]:
         raise TopologyError(Problem(f"MASTER_ADDR {host}", rule, "the name or the address of rank 0's host")) from None
 
 
-def _await_server(host: str, port: int, deadline: float, limit_seconds: float) -> None:
+def _await_server(host: str, port: int, launch: Launch, deadline: float, limit_seconds: float) -> None:
     _resolve(host, port)
+    given = f"MASTER_ADDR {host}, MASTER_PORT {port}: nothing listens there"
 
     def is_there() -> bool:
         try:
@@ -106,10 +110,12 @@ def _await_server(host: str, port: int, deadline: float, limit_seconds: float) -
             return False
         return True
 
-    if not _wait_for(is_there, deadline):
-        given = f"MASTER_ADDR {host}, MASTER_PORT {port}: nothing listens there, {limit_seconds:g} s long"
+    def line() -> str:
+        return f"rank {launch.rank} on {socket.gethostname()} waits for rank 0: {given}"
+
+    if not _wait_for(is_there, deadline, limit_seconds, line if launch.local_rank == 0 else None):
         rule = "the other processes meet where rank 0, or torchrun's first node, listens"
-        raise TopologyError(Problem(given, rule, _LEGAL_WAIT))
+        raise TopologyError(Problem(f"{given}, {limit_seconds:g} s long", rule, _LEGAL_WAIT))
 
 
 def _await_all(store: Store, launch: Launch, deadline: float, limit_seconds: float) -> None:
@@ -117,19 +123,35 @@ def _await_all(store: Store, launch: Launch, deadline: float, limit_seconds: flo
     store.set(f"joined/{launch.rank}", socket.gethostname())
     if store.add("joined", 1) == launch.world_size:
         store.set("all_joined", "yes")
-    if _wait_for(lambda: store.check(["all_joined"]), deadline):
+
+    def absent() -> str:
+        missing = [rank for rank in range(launch.world_size) if not store.check([f"joined/{rank}"])]
+        return f"{ranks_text(missing)} of {launch.world_size}"
+
+    def line() -> str:
+        return f"waiting for {absent()} to join"
+
+    if _wait_for(lambda: store.check(["all_joined"]), deadline, limit_seconds, line if launch.rank == 0 else None):
         return
-    absent = [rank for rank in range(launch.world_size) if not store.check([f"joined/{rank}"])]
-    given = f"{ranks_text(absent)} of {launch.world_size} did not join within {limit_seconds:g} s"
+    given = f"{absent()} did not join within {limit_seconds:g} s"
     raise TopologyError(Problem(given, "a job begins when all its processes have joined", _LEGAL_WAIT))
 
 
-def _wait_for(condition: Callable[[], bool], deadline: float) -> bool:
-    """Return True as soon as the condition holds, False if it doesn't before the deadline."""
-    pause = 0.01
+def _wait_for(
+    condition: Callable[[], bool], deadline: float, limit_seconds: float, line: Callable[[], str] | None
+) -> bool:
+    """Return True as soon as the condition holds, False if it doesn't before the deadline.
+
+    line: makes the line that is printed once the wait is no short one; None prints nothing.
+    """
+    pause, silent_until = 0.01, time.monotonic() + min(_SILENCE_SECONDS, limit_seconds / 4)
     while not condition():
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        if now > deadline:
             return False
+        if line is not None and now > silent_until:
+            print(f"{line()}; the limit is {limit_seconds:g} s", file=sys.stderr, flush=True)
+            line = None
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
     return True

@@ -54,12 +54,18 @@ def test_a_port_that_is_taken(port: int) -> None:
     assert f"MASTER_PORT {port}" in text and "Address already in use" in text
 
 
-def test_a_rank_that_never_comes_is_named(port: int) -> None:
+def test_a_rank_that_never_comes_is_named(port: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert "ranks 1-3 of 4 did not join within 0.3 s" in problem_of(Launch(0, 4, 0))
+    assert capsys.readouterr().err == "waiting for ranks 1-3 of 4 to join; the limit is 0.3 s\n"
 
 
-def test_nobody_listens(port: int) -> None:
-    assert f"MASTER_PORT {port}: nothing listens there, 0.3 s long" in problem_of(Launch(1, 2, 1))
+def test_nobody_listens(port: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """One rank of every node says so before the limit."""
+    nothing = f"MASTER_ADDR 127.0.0.1, MASTER_PORT {port}: nothing listens there"
+    for rank, lines in ((1, 0), (2, 1)):
+        assert f"{nothing}, 0.3 s long" in problem_of(Launch(rank, 4, rank % 2))
+        line = f"rank 2 on {socket.gethostname()} waits for rank 0: {nothing}; the limit is 0.3 s\n"
+        assert capsys.readouterr().err == lines * line
 
 
 def test_the_store_listens_at_the_job_s_address_alone(port: int) -> None:
