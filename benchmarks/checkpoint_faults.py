@@ -49,9 +49,9 @@ import megazero.train.program  # noqa: F401, E402 (imported before ranks are for
 from megazero.checkpoint.folder_lock import LOCK  # noqa: E402
 from megazero.checkpoint.folders import list_steps, newest  # noqa: E402
 from megazero.checkpoint.reader import open_checkpoint  # noqa: E402
+from megazero.commands.pretrain import main as pretrain_main  # noqa: E402
 from megazero.console import run_program  # noqa: E402
 from megazero.errors import UserError  # noqa: E402
-from pretrain_gpt import main as pretrain_main  # noqa: E402
 
 Record = dict[str, Any]
 
@@ -128,10 +128,9 @@ class Job:
             launcher = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
             os.environ.update({name: str(value) for name, value in launcher.items()})
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-        sys.argv = ["pretrain_gpt.py", *words]
         if rank == 0:
             operations = _count_operations(root, kill_at)
-        status = run_program(pretrain_main)
+        status = run_program(lambda: pretrain_main(words))
         if rank == 0:
             print(f"operations {operations[0]}", flush=True)
         return status

@@ -147,9 +147,8 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
 def run_rank(kind: Kind) -> int:
     """Train as pretrain_gpt.py does, and fail at a step."""
     sys.path.insert(0, str(ROOT))
-    sys.argv = ["pretrain_gpt.py", *_FLAGS.split()]
     import megazero.train.loop as training
-    import pretrain_gpt
+    from megazero.commands.pretrain import main
     from megazero.console import run_program
     from megazero.data.loader import BatchLoader
 
@@ -175,7 +174,7 @@ def run_rank(kind: Kind) -> int:
         patch.object(BatchLoader, "__next__", failing_read).start()
     else:
         training.training_step = failing_step
-    return run_program(pretrain_gpt.main)
+    return run_program(lambda: main(_FLAGS.split()))
 
 
 # The faults that jobs of more than two ranks meet: a kind each of what is missing, late, mismatched, and an error.

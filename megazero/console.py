@@ -31,9 +31,13 @@ T = TypeVar("T")
 _SILENCE_SECONDS = 5.0
 
 
+# The variables of torchrun, Open MPI's mpirun (which may itself run under Slurm), srun, and the mpirun of MPICH.
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "PMI_RANK")
+
+
 def launcher_rank() -> int:
-    """Return this process's rank from torchrun or srun; 0 when started by hand, or when that is no number."""
-    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+    """Return this process's rank from its launcher; 0 when started by hand, or when that is no number."""
+    rank = next((os.environ[name] for name in _RANKS if name in os.environ), "0")
     return int(rank) if rank.isdecimal() else 0
 
 

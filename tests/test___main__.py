@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,8 +20,7 @@ Capture = pytest.CaptureFixture[str]
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     """Run the program in this process, in the environment as it is; return its exit code."""
-    monkeypatch.setattr(sys, "argv", ["megazero", *words])
-    return run_program(program.main)
+    return run_program(lambda: program.main(words))
 
 
 @pytest.fixture(autouse=True)

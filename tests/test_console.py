@@ -15,7 +15,7 @@ from megazero.errors import ConfigError, TrainingError
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """Remove the launcher's variables, as if the tests had been started by hand."""
-    for name in ("RANK", "SLURM_PROCID"):
+    for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -40,6 +40,8 @@ def on_a_terminal(action: Callable[[], object], monkeypatch: pytest.MonkeyPatch)
         ({"RANK": "3"}, 3),
         ({"SLURM_PROCID": "5"}, 5),
         ({"RANK": "0", "SLURM_PROCID": "5"}, 0),
+        ({"OMPI_COMM_WORLD_RANK": "3", "SLURM_PROCID": "1"}, 3),
+        ({"PMI_RANK": "2"}, 2),
         # Other code reports a rank that makes no sense; here it must only not raise an error.
         ({"RANK": "abc"}, 0),
         ({"RANK": ""}, 0),

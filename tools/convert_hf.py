@@ -1,113 +1,14 @@
-"""Convert checkpoints to Hugging Face GPT-2 models, and back.
-
-python tools/convert_hf.py export --load runs/demo --output runs/demo_hf
-python tools/convert_hf.py import --input gpt2/ --save runs/gpt2    (to train on: --load runs/gpt2 --finetune)
-"""
+"""Convert checkpoints to Hugging Face GPT-2 models, and back."""
 
 if __name__ == "__main__":  # before the other imports
     from megazero.interrupts import end_without_traceback
 
     end_without_traceback()
 
-import argparse
-import math
 import sys
-from pathlib import Path
 
-from megazero.checkpoint.folders import list_steps
-from megazero.checkpoint.state import TrainState
-from megazero.command_line.parse import from_yaml
-from megazero.command_line.tools import Flags, Number
-from megazero.config.engine_sections import OptimizerConfig
-from megazero.config.run import DataConfig, RunConfig, TrainingConfig
-from megazero.config.yaml_file import to_yaml
-from megazero.console import Console, run_program
-from megazero.data.tokenizers import load_tokenizer
-from megazero.errors import CheckpointError, DataError, Problem
-from megazero.optim.loss_scaler import LossScale
-from megazero.train.inputs import tokenizer_spec
-from megazero.units import format_count
-
-DTYPES = ("float64", "float32", "bfloat16", "float16")
-
-
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = Flags(description="Convert checkpoints to and from Hugging Face GPT-2 models.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    export = commands.add_parser("export", allow_abbrev=False, help="write a model that transformers loads")
-    export.add_argument("--load", type=Path, required=True, metavar="DIR", help="a run's checkpoints, or one of them")
-    export.add_argument(
-        "--step", action=Number, kind="int", metavar="N", help="step of the run; without it, the newest"
-    )
-    export.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to make")
-    export.add_argument("--dtype", choices=DTYPES, help="number format; without it, the checkpoint's")
-    imports = commands.add_parser("import", allow_abbrev=False, help="make a checkpoint of a model from transformers")
-    imports.add_argument("--input", type=Path, required=True, metavar="DIR", help="folder of the model")
-    imports.add_argument("--save", type=Path, required=True, metavar="DIR", help="folder of the run's checkpoints")
-    return parser.parse_args(arguments)
-
-
-def end_of_document(data: DataConfig) -> int | None:
-    """Return the end-of-document id; None when the run's tokenizer is unknown or missing, which is no error here."""
-    spec = tokenizer_spec(data)
-    try:
-        return None if spec is None else load_tokenizer(spec).eod
-    except DataError:
-        return None
-
-
-def export_command(options: argparse.Namespace, console: Console) -> None:
-    """Convert a checkpoint to a Hugging Face model."""
-    import torch
-
-    from megazero.checkpoint.huggingface import export_model
-    from megazero.checkpoint.reader import open_checkpoint
-
-    checkpoint = open_checkpoint(options.load, step=options.step)
-    config = from_yaml(checkpoint.config_yaml, origin=f"the configuration in {checkpoint.folder}")
-    eod = end_of_document(config.data)
-    dtype = None if options.dtype is None else getattr(torch, options.dtype)
-    export_model(checkpoint, config.model, options.output, dtype=dtype, eod=eod)
-    console.line(f"{options.output}: step {checkpoint.step}, for transformers' GPT2LMHeadModel.from_pretrained")
-
-
-def import_command(options: argparse.Namespace, console: Console) -> None:
-    """Convert a Hugging Face model to a checkpoint of step 0: weights, and placeholders of training settings.
-
-    It belongs to no run: it names none, and a run begins from it by --finetune.
-    """
-
-    from megazero.checkpoint.huggingface import read_model
-    from megazero.checkpoint.writer import Draft, save
-    from megazero.comm.local import LocalCommunicator
-    from megazero.parallel.param_spec import ParamSpec, StateFragment
-
-    if steps := list_steps(options.save):
-        given = f"--save {options.save}, which has {steps[-1].path.name}"
-        raise CheckpointError(Problem(given, "an imported model is step 0 of a new run", "another folder"))
-    imported = read_model(options.input)
-    config = RunConfig(
-        model=imported.config,
-        training=TrainingConfig(micro_batch_size=1, train_iters=1),
-        optimizer=OptimizerConfig(lr=1e-5),
-    )
-    fragments = []
-    for name, weight in imported.weights.items():
-        shape = tuple(weight.shape)
-        spec = ParamSpec(name, shape, shape, (0,) * len(shape))
-        fragments.append(StateFragment(spec, "weight", 0, spec.numel, weight.float().view(-1)))
-    draft = Draft(options.save, 0, TrainState(LossScale(1.0)).to_json(), to_yaml(config))
-    folder = save(draft, fragments, control=LocalCommunicator())
-    total = sum(math.prod(fragment.spec.full_shape) for fragment in fragments)
-    console.line(f"{folder}: {format_count(total)} parameters, vocabulary {imported.vocab_size}")
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Run one command."""
-    options = parse_arguments(arguments)
-    {"export": export_command, "import": import_command}[options.command](options, Console())
-
+from megazero.commands.convert import main
+from megazero.console import run_program
 
 if __name__ == "__main__":
-    sys.exit(run_program(main))
+    sys.exit(run_program(lambda: main(sys.argv[1:])))

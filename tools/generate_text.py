@@ -1,138 +1,14 @@
-"""Continue a text with a trained model: a checkpoint of any layout, on one process or over several.
-
-python tools/generate_text.py --load runs/demo --prompt "def main("
-torchrun --nproc-per-node 2 tools/generate_text.py --tensor-model-parallel-size 2 --load runs/demo --prompt "def main("
-"""
+"""Continue a text with a trained model: a checkpoint of any layout, on one process or over several."""
 
 if __name__ == "__main__":  # before the other imports
     from megazero.interrupts import end_without_traceback
 
     end_without_traceback()
 
-import argparse
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
 
-from megazero.command_line.parse import from_yaml
-from megazero.command_line.tools import Flags, HelpFormatter, Number
-from megazero.config import derived
-from megazero.config.run import DataConfig
-from megazero.console import Console, run_program
-from megazero.data.tokenizers import FILES, Tokenizer, load_tokenizer
-from megazero.errors import CheckpointError, ConfigError, Problem, raise_problems
-from megazero.generate.model_layout import ACROSS, choose_layout
-from megazero.parallel.launch import Launch
-from megazero.train.inputs import tokenizer_spec
-
-
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = Flags(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False, formatter_class=HelpFormatter)
-    parser.add_argument("--load", type=Path, required=True, metavar="DIR", help="a run's checkpoints, or one of them")
-    parser.add_argument(
-        "--step", action=Number, kind="int", metavar="N", help="step of the run; without it, the newest"
-    )
-    parser.add_argument("--prompt", default="", metavar="TEXT", help="text to continue; empty starts a new document")
-    parser.add_argument(
-        "--max-new-tokens", action=Number, kind="int", ge=1, default=100, metavar="N", help="length of a continuation"
-    )
-    parser.add_argument("--num-samples", action=Number, kind="int", ge=1, default=1, metavar="N", help="continuations")
-    parser.add_argument(
-        "--seed", action=Number, kind="int", ge=0, lt=2**63, default=0, metavar="N", help="seed of the random choices"
-    )
-    choice = parser.add_argument_group("choice of the next token")
-    choice.add_argument("--greedy", action="store_true", help="always the best one")
-    choice.add_argument(
-        "--temperature", action=Number, kind="float", default=1.0, metavar="T", help="divides the logits; 0 is greedy"
-    )
-    choice.add_argument("--top-k", action=Number, kind="int", default=0, metavar="K", help="among the K best; 0 is all")
-    choice.add_argument(
-        "--top-p", action=Number, kind="float", default=1.0, metavar="P", help="among the best that make up P together"
-    )
-    tokenizer = parser.add_argument_group("tokenizer", "needed only where the run's configuration names none")
-    tokenizer.add_argument("--tokenizer-type", choices=tuple(FILES), help="type of tokenizer")
-    for flag in ("--tokenizer-model", "--vocab-file", "--merge-file"):
-        tokenizer.add_argument(flag, type=Path, metavar="FILE", help="file of the tokenizer")
-    layout = parser.add_argument_group("layout", "of the processes that torchrun starts: the product is their number")
-    layout.add_argument(
-        "--tensor-model-parallel-size",
-        action=Number,
-        kind="int",
-        default=1,
-        metavar="N",
-        help="processes that share every layer",
-    )
-    layout.add_argument(
-        "--pipeline-model-parallel-size", action=Number, kind="int", default=1, metavar="N", help="pipeline stages"
-    )
-    layout.add_argument(ACROSS, dest="across_nodes", action="store_true", help="share layers with other nodes too")
-    layout.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute")
-    return parser.parse_args(arguments)
-
-
-def wrong_flags(options: argparse.Namespace) -> Iterator[Problem]:
-    """Yield the problems of the flags by themselves."""
-    # Bytes that are not UTF-8 come from the command line as lone surrogates.
-    if any("\ud800" <= character <= "\udfff" for character in options.prompt):
-        yield Problem(f"--prompt {options.prompt!a}", "must be UTF-8 text")
-
-
-def choose_tokenizer(data: DataConfig, options: argparse.Namespace, *, vocab_size: int) -> Tokenizer:
-    """Return the run's tokenizer, or the one of the flags.
-
-    Raises ConfigError if neither is set, CheckpointError if its vocabulary is larger than the model's.
-    """
-    names = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
-    given_flags = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    spec = tokenizer_spec(replace(data, **given_flags))
-    if spec is None:
-        given = "the run's configuration names no tokenizer"
-        raise ConfigError(Problem(given, "a prompt needs one", "--tokenizer-type " + ", ".join(FILES)))
-    tokenizer = load_tokenizer(spec)
-    if tokenizer.vocab_size > vocab_size:
-        given = f"a tokenizer of {tokenizer.vocab_size} ids for a model of {vocab_size}"
-        raise CheckpointError(Problem(given, "the tokenizer is the one that the run was trained with"))
-    return tokenizer
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Load the model, continue the prompt, print the continuations."""
-    options, launch = parse_arguments(arguments), Launch.from_environment()
-    raise_problems(ConfigError, wrong_flags(options))
-    # These import torch; the flags are parsed without it.
-    from megazero.checkpoint.reader import open_checkpoint
-    from megazero.comm.startup import choose_device
-    from megazero.generate.job import joined
-    from megazero.generate.sampling import Sampling
-    from megazero.generate.session import load_session, saved_vocab_size
-    from megazero.parallel.threads import use_cpu_threads
-
-    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.greedy)
-    checkpoint = open_checkpoint(options.load, step=options.step)
-    config = from_yaml(checkpoint.config_yaml, origin=f"the configuration in {checkpoint.folder}")
-    tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
-    layout = choose_layout(config.model, tp=tp, pp=pp, nodes=launch.nodes, across_nodes=options.across_nodes)
-    tokenizer = choose_tokenizer(config.data, options, vocab_size=saved_vocab_size(checkpoint))
-    device, minutes = choose_device(options.device, launch), derived.collective_limit_minutes(config.limits)
-    use_cpu_threads(None, launch, device)
-    with joined(launch, layout, device, timeout_minutes=minutes) as mesh:
-        continuations = load_session(config, checkpoint, mesh).generate(
-            tokenizer.encode(options.prompt) or [tokenizer.eod],
-            sampling=sampling,
-            max_new_tokens=options.max_new_tokens,
-            num_samples=options.num_samples,
-            seed=options.seed,
-            stop=tokenizer.eod,
-        )
-    console = Console(launch.rank)
-    for number, tokens in enumerate(continuations, start=1):
-        if options.num_samples > 1:
-            console.line(f"--- sample {number} of {options.num_samples}")
-        # A vocabulary may be larger than its tokenizer; ids past the end have no text.
-        console.line(options.prompt + tokenizer.decode([token for token in tokens if token < tokenizer.vocab_size]))
-
+from megazero.commands.generate import main
+from megazero.console import run_program
 
 if __name__ == "__main__":
-    sys.exit(run_program(main))
+    sys.exit(run_program(lambda: main(sys.argv[1:])))

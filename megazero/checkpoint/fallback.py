@@ -158,7 +158,7 @@ def report(taken: Taken) -> Iterable[str]:
 def refusal(taken: Taken, path: Path, *, is_read: bool) -> CheckpointError:
     """Return the error of a run that takes the newest checkpoint only; is_read: the data of `taken` has been read."""
     rule = "with --strict-load only the newest checkpoint is taken, which is damaged"
-    state = "sound" if is_read else "complete; tools/checkpoint.py verify reads its data"
+    state = "sound" if is_read else "complete; megazero checkpoint verify reads its data"
     legal = f"no --strict-load, or --load {taken.checkpoint.folder}, which is {state}"
     problem = Problem(f"--strict-load with --load {path}", rule, legal)
     return CheckpointError(*_problems(taken.damaged, taken.latest), problem)

@@ -29,7 +29,8 @@ def open_store(launch: Launch, limit_seconds: float) -> Store:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
         rule = f"{launch.world_size} processes find each other by MASTER_ADDR and MASTER_PORT"
-        raise TopologyError(Problem(f"no {' and no '.join(missing)} in the environment", rule, "start with torchrun"))
+        legal = "start with torchrun, which sets both; or mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500"
+        raise TopologyError(Problem(f"no {' and no '.join(missing)} in the environment", rule, legal))
     host, port = os.environ["MASTER_ADDR"], _port(os.environ["MASTER_PORT"])
     by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     deadline = time.monotonic() + limit_seconds

@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from megazero.command_line.processes import FLAG, HELP
 from megazero.config.fields import FieldInfo
 from megazero.config.origin import Origin
 from megazero.config.presets import PRESETS, ZERO_CONFIGS
@@ -49,10 +50,11 @@ class _Help(argparse.HelpFormatter):
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser with every flag: settings in groups, and flags of other projects, which the help hides."""
     parser = argparse.ArgumentParser(
-        usage="%(prog)s [--config RUN.yaml] [--preset NAME] [--zero-config NAME] [--deepspeed-config FILE.json]"
-        " [flags]",
+        prog="megazero pretrain",
+        usage=f"%(prog)s [{FLAG} N] [--config RUN.yaml] [--preset NAME] [--zero-config NAME]"
+        " [--deepspeed-config FILE.json] [flags]",
         description="Flags have Megatron-LM's names.  A flag wins over the file, the file over --zero-config, that over"
-        " the preset.",
+        f" the preset.  {HELP}.",
         epilog="Further flags of Megatron-LM's and Megatron-DeepSpeed's launch scripts are accepted with a notice when "
         "they change nothing here, and refused with the reason when they would.",
         formatter_class=_Help,

@@ -290,7 +290,7 @@ def _prefixes_nearby(prefix: str) -> str:
     folder = Path(prefix).parent
     indexes = folder.glob("*.idx") if folder.is_dir() else ()
     found = sorted(str(path.with_suffix("")) for path in indexes if path.with_suffix(".bin").is_file())[:5]
-    return ", ".join(found) or "a prefix that tools/preprocess_data.py wrote"
+    return ", ".join(found) or "a prefix that megazero preprocess wrote"
 
 
 def _read_header(path: str, index: mmap.mmap | bytes) -> _Header:

@@ -171,7 +171,7 @@ class SentencePieceTokenizer:
             self._model.LoadFromSerializedProto(self.content)
         except (RuntimeError, OSError) as error:
             reason = error.strerror if isinstance(error, OSError) else "its content is something else"
-            given, legal = f"--tokenizer-model {model_file}: {reason}", "a model that tools/train_tokenizer.py makes"
+            given, legal = f"--tokenizer-model {model_file}: {reason}", "a model that megazero train-tokenizer makes"
             raise DataError(Problem(given, "the file is a SentencePiece model", legal)) from error
         pieces = self._model.get_piece_size()
         self.eod = _sentence_piece_eod(self._model)

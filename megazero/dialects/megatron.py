@@ -320,7 +320,7 @@ INSTEAD: Mapping[str, str] = _rows(
     )
 )
 
-# The same tables for the flags of the field's preprocessing tools (tools/preprocess_data.py).
+# The same tables for the flags of the field's preprocessing tools (megazero preprocess).
 PREPROCESSING_ACCEPTED: Mapping[str, str] = _rows(
     (
         ("documents always come in the input's order", "keep-sequential-samples"),

@@ -382,6 +382,11 @@ class DataParallelEngine:
             raise UsageError(Problem(f"{call} between a backward pass and the end of its step", rule, "after the step"))
 
     @property
+    def device(self) -> torch.device:
+        """The device of this process, on which the model is."""
+        return self.mesh.device
+
+    @property
     def optimizer(self) -> Optimizer:
         """The torch optimizer whose param groups set the options; it never steps, and its state is the engine's.
 

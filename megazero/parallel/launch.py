@@ -21,7 +21,7 @@ def job_name() -> str:
 
 @dataclass(frozen=True)
 class Launch:
-    """The figures that the launcher (torchrun or srun) gave this process.
+    """The figures that the launcher (torchrun, srun or mpirun) gave this process.
 
     ranks_per_node: processes of every node, ranks being counted node by node; () where the launcher gives none.
     launcher: the process id of the torchrun that started this process; None if another program did.
@@ -45,14 +45,20 @@ class Launch:
 
     @staticmethod
     def from_environment() -> "Launch":
-        """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, or Slurm's names in a job step without a RANK.
+        """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, or without a RANK mpirun's or Slurm's names.
 
         A process that is started by hand, or by a batch script without srun, is alone.  Raises TopologyError.
         """
         names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
-        by_slurm = not os.environ.get("RANK") and os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
-        if by_slurm:
-            names = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"]
+        by_slurm = False
+        if not os.environ.get("RANK"):
+            if "OMPI_COMM_WORLD_RANK" in os.environ:  # by Open MPI; its mpirun may be a step of Slurm's
+                names = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+            elif os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
+                names = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"]
+                by_slurm = True
+            elif "PMI_RANK" in os.environ:  # by MPICH, and what comes from it
+                names = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]
         read = {name: os.environ.get(name) or default for name, default in zip(names, "010", strict=False)}
         try:
             rank, world, local = map(int, read.values())

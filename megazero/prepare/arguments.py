@@ -94,7 +94,7 @@ def add_shard_arguments(group: argparse._ArgumentGroup) -> None:
         kind="int",
         ge=1,
         metavar="N",
-        help="number of shards; tools/merge_datasets.py joins them",
+        help="number of shards; megazero merge joins them",
     )
     group.add_argument("--shard-index", action=Number, kind="int", metavar="I", help="number of this shard, from 0")
     group.add_argument(

@@ -179,7 +179,7 @@ def tokenizer_has_its_files(config: RunConfig, world_size: int) -> Iterator[Prob
     for name, path in files.items():
         if path is not None and not path.is_file():
             flag = "--" + name.replace("_", "-")
-            yield Problem(f"{flag} {path}", "the file exists", f"{flag} FILE; tools/train_tokenizer.py makes one")
+            yield Problem(f"{flag} {path}", "the file exists", f"{flag} FILE; megazero train-tokenizer makes one")
 
 
 CORPUS_RULES = (

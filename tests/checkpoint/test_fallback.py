@@ -200,7 +200,7 @@ def test_a_strict_run_names_the_sound_one(tmp_path: Path) -> None:
     flip_last_byte(root / "step_0000006" / "manifest.json")
     found = first_complete(root, lambda _: None)
     assert found is not None and found.checkpoint.step == 4
-    for is_read, word in ((True, "which is sound"), (False, "which is complete; tools/checkpoint.py verify")):
+    for is_read, word in ((True, "which is sound"), (False, "which is complete; megazero checkpoint verify")):
         text = str(refusal(found, root, is_read=is_read))
         assert "step_0000006/manifest.json" in text and "only the newest checkpoint is taken" in text
         assert f"or --load {root / 'step_0000004'}, {word}" in text

@@ -1,19 +1,19 @@
 """Number flags of the tools are read by the grammar of all settings, and refused with the problems of a run."""
 
 import re
-import runpy
-import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from megazero.command_line.tools import Flags, Number
+from megazero.console import run_program
 from megazero.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-TOOLS = sorted((ROOT / "tools").glob("*.py"))
-COMMANDS = {"checkpoint": ["inspect"], "convert_hf": ["export"]}
-SHARED = {"preprocess_data": ["--num-shards", "--shard-index"]}
+COMMANDS = sorted((ROOT / "megazero/commands").glob("*.py"))
+ACTIONS = {"checkpoint": ["inspect"], "convert": ["export"]}
+SHARED = {"preprocess": ["--num-shards", "--shard-index"]}
 
 
 def number_flags(path: Path) -> list[tuple[str, str]]:
@@ -23,7 +23,7 @@ def number_flags(path: Path) -> list[tuple[str, str]]:
 
 NUMBERS = {
     path: [*number_flags(path), *((flag, "int") for flag in SHARED.get(path.stem, ()))]
-    for path in TOOLS
+    for path in COMMANDS
     if number_flags(path)
 }
 
@@ -32,23 +32,20 @@ def test_every_tool_reads_its_numbers_so() -> None:
     shared = {flag for flag, _ in number_flags(ROOT / "megazero/prepare/arguments.py")}
     assert shared == {flag for flags in SHARED.values() for flag in flags}
     assert len(NUMBERS) == 8 and sum(map(len, NUMBERS.values())) > 30
-    for path in (*TOOLS, ROOT / "megazero/prepare/arguments.py"):
+    for path in (*COMMANDS, ROOT / "megazero/prepare/arguments.py"):
         assert not re.search(r"type=(int|float)\b|ArgumentParser\(", path.read_text()), path
 
 
 @pytest.mark.parametrize("path", NUMBERS, ids=lambda path: path.stem)
-def test_the_same_values_for_every_number(
-    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_same_values_for_every_number(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One command line gives each number every value; an unknown flag keeps the tool from starting its work."""
     legal = {"int": ["1e1", "1_0", "10.0"], "float": ["1e1", "1_0", "0.5"]}
     wrong = {"int": ["x", "nan", "1e400", "2.5"], "float": ["x", "nan", "1e400"]}
     flags = [f"{flag}={value}" for flag, kind in NUMBERS[path] for value in (*wrong[kind], *legal[kind], "")]
-    monkeypatch.setattr(sys, "argv", [str(path), *COMMANDS.get(path.stem, []), *flags, "--nonsense"])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(path), run_name="__main__")
+    main = import_module(f"megazero.commands.{path.stem}").main
+    status = run_program(lambda: main([*ACTIONS.get(path.stem, []), *flags, "--nonsense"]))
     text = capsys.readouterr().err
-    assert ended.value.code == 2 and "usage" not in text and "invalid" not in text
+    assert status == 2 and "usage" not in text and "invalid" not in text
     for flag, kind in NUMBERS[path]:
         noun = "a whole number" if kind == "int" else "a number"
         assert text.count(f"{flag} has an empty value") == 1

@@ -10,7 +10,9 @@ from megazero.parallel.launch import Launch
 
 def set_environment(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
     for name in os.environ:
-        if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") or name.startswith("SLURM_"):
+        if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") or name.startswith(
+            ("SLURM_", "OMPI_", "PMI_", "MPI_")
+        ):
             monkeypatch.delenv(name)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -24,6 +26,12 @@ def slurm(rank: int, size: int, local: int, per_node: str) -> dict[str, str]:
         "SLURM_LOCALID": str(local),
         "SLURM_STEP_TASKS_PER_NODE": per_node,
     }
+
+
+def open_mpi(rank: int, size: int, local: int, per_node: int) -> dict[str, str]:
+    """Return the environment variables of a process of Open MPI's mpirun."""
+    figures = {"RANK": rank, "SIZE": size, "LOCAL_RANK": local, "LOCAL_SIZE": per_node}
+    return {f"OMPI_COMM_WORLD_{name}": str(figure) for name, figure in figures.items()}
 
 
 @pytest.mark.parametrize(
@@ -45,6 +53,12 @@ def slurm(rank: int, size: int, local: int, per_node: str) -> dict[str, str]:
         (slurm(3, 4, 1, ""), Launch(3, 4, 1)),
         (slurm(3, 4, 1, "2(x3)"), Launch(3, 4, 1)),
         (slurm(0, 1, 0, "1"), Launch(0, 1, 0)),
+        (open_mpi(3, 4, 1, 2), Launch(3, 4, 1, (2, 2))),
+        (open_mpi(2, 4, 1, 2), Launch(2, 4, 1)),  # dealt out to nodes in turns
+        ({**slurm(0, 2, 0, "1(x2)"), **open_mpi(3, 4, 1, 2)}, Launch(3, 4, 1, (2, 2))),
+        ({**open_mpi(3, 4, 1, 2), "RANK": "0", "WORLD_SIZE": "2"}, Launch(0, 2, 0)),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, Launch(1, 2, 0)),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}, Launch(1, 2, 1, (2,))),
         # A batch script itself, which may start four tasks; and torchrun, started once on each of two nodes.
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "2(x2)"}, Launch(0, 1, 0)),
         (

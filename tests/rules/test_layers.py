@@ -24,7 +24,9 @@ LAYERS = (
     {"checkpoint", "generate", "report"},
     {"train", "library"},
     {"verify"},
+    {"commands"},
     {"__main__"},
+    {"command"},
 )
 DEPTH = {package: depth for depth, layer in enumerate(LAYERS) for package in layer}
 
@@ -37,7 +39,7 @@ OPTIONAL = ("torch.utils.tensorboard", "transformers", "gigatoken", "pyarrow", "
 
 # The files that users start.  torch takes most of a second to load, so programs read their command line without it:
 # no import at the top of these files loads torch; the functions that need such modules import them.
-STARTED = sources("megazero/__main__.py", *PROGRAMS)
+STARTED = sources("megazero/__main__.py", "megazero/commands", *PROGRAMS)
 
 MODULES = {source.module: source for source in sources()}
 
@@ -156,6 +158,7 @@ def test_imports_stand_at_the_top() -> None:
         for source in sources("megazero", *PROGRAMS)
         for where, module in late(source)
         if not (module.startswith((*OPTIONAL, *SELDOM)) or (source in STARTED and loads_torch(module)))
+        and source.name != "megazero/command.py"  # which prepares for an interrupt while the others are imported
     ]
     assert wrong == []
 

@@ -6,7 +6,7 @@ from support.source_tree import ROOT, sources
 
 PACKAGES = {source.path.parent.relative_to(ROOT / "megazero") for source in sources() if source.path.stem == "__init__"}
 # Folders in tests/ that belong to no single package.
-BESIDE = {Path(name) for name in ("benchmarks", "end_to_end", "matrix", "rules", "scripts", "support", "tools")}
+BESIDE = {Path(name) for name in ("benchmarks", "end_to_end", "examples", "matrix", "rules", "scripts", "support")}
 
 
 def test_every_package_has_its_tests_and_all_tests_are_found_there() -> None:

@@ -9,7 +9,7 @@ import re
 from support.source_tree import ROOT
 
 # Folders whose files are programs, each with a line of its own.
-PROGRAM_FOLDERS = ("tools", "scripts")
+PROGRAM_FOLDERS = ("scripts",)
 
 
 def map_lines(readme: str) -> list[str]:
@@ -23,7 +23,7 @@ def parse_map(lines: list[str]) -> dict[str, str]:
     folders: list[tuple[int, str]] = []
     for line in lines:
         words = line.split(maxsplit=1)
-        if not words or not re.fullmatch(r"[\w.-]+/?", words[0]) or ("." not in words[0] and "/" not in words[0]):
+        if not words or not re.fullmatch(r"[\w-]*[./][\w.-]*/?|LICENSE", words[0]):
             continue
         indent = len(line) - len(line.lstrip())
         folders = [folder for folder in folders if folder[0] < indent]
@@ -51,7 +51,7 @@ def test_the_map_is_the_tree() -> None:
     mapped = parse_map(map_lines(readme.read_text(encoding="utf-8")))
     assert sorted(must_be_named() - set(mapped)) == []
     assert [path for path in mapped if not (ROOT / path).exists()] == []
-    folders_of_files = {"megazero/", "scripts/", "scripts/slurm/", "tools/"}
+    folders_of_files = {"megazero/", "scripts/", "scripts/slurm/"}
     assert [path for path, what in mapped.items() if not what and path not in folders_of_files] == []
 
 

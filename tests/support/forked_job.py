@@ -137,7 +137,7 @@ def _become_rank(arguments: list[str], stream: str, *, controls: bool) -> None:
         for descriptor in range(3):
             os.dup2(opened, descriptor)
         sys.argv = [str(PROGRAM), *arguments]
-        status = run_program(load_program(PROGRAM).main)
+        status = run_program(lambda: load_program(PROGRAM).main(sys.argv[1:]))
         sys.stdout.flush()
     finally:
         os._exit(status)

@@ -80,7 +80,7 @@ def load_program(path: Path) -> ModuleType:
 def run_here(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> int:
     """Run the program in the calling process, under the environment as it is, and return its exit code."""
     monkeypatch.setattr(sys, "argv", [str(PROGRAM), *arguments])
-    return run_program(load_program(PROGRAM).main)
+    return run_program(lambda: load_program(PROGRAM).main(sys.argv[1:]))
 
 
 class Program:

@@ -218,6 +218,7 @@ def _enter(request: _Request, files: list[int], client: socket.socket, owner: in
     for number in request.ignored:
         signal.signal(number, signal.SIG_IGN)
     sys.executable = executable
+    sys.orig_argv[:] = [executable, *request.words]
     if request.is_unbuffered:
         for stream in (sys.stdout, sys.stderr):
             assert hasattr(stream, "reconfigure")

@@ -1,0 +1,64 @@
+"""Starts the processes of a job on this machine: `megazero pretrain --processes 4 ...` instead of torchrun.
+
+torch's elastic agent starts them and passes SIGTERM, SIGINT and SIGHUP on to them.  What torchrun adds to an error, its
+own traceback and log, is left out: the last thing on the terminal is the message of the rank that has failed.
+"""
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from megazero.command_line.processes import FLAG, split_processes
+from megazero.errors import ConfigError, Problem
+from megazero.parallel.launch import Launch
+
+# A rank that was requested to stop saves a checkpoint first; what still runs after that is killed.
+_SAVING_SECONDS = 600
+
+
+def start_processes(count: int, launch: Launch) -> int:
+    """Run this process's own command line, without `--processes`, as the ranks of a job; return the exit status.
+
+    That is the status of the rank that failed first, or 128 and the number of the signal that has ended the job.
+    launch: this process's own.  Raises ConfigError if a launcher has started it.
+    """
+    if launch.world_size > 1:
+        rule = "processes are started by this program, or by a launcher such as torchrun or srun"
+        given = f"{FLAG} {count} in one of {launch.world_size} processes of a launcher"
+        raise ConfigError(Problem(given, rule, "one of the two"))
+    logging.disable(logging.CRITICAL)  # the agent's, in this process
+    # Rank 0 makes the job's store then, at the job's own address.  The agent's would listen at all addresses.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    words = split_processes(sys.orig_argv[1:]).rest
+    with tempfile.TemporaryDirectory(prefix="megazero-") as folder:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=count,
+            run_id=Path(folder).name,
+            rdzv_backend="c10d",
+            rdzv_endpoint=str(Path(folder) / "rendezvous"),
+            rdzv_configs={"store_type": "file"},
+            local_addr="127.0.0.1",
+            max_restarts=0,
+            shutdown_timeout=_SAVING_SECONDS,
+        )
+        try:
+            elastic_launch(config, sys.executable)(*words)
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            if failure.exitcode < 0:
+                number = signal.Signals(-failure.exitcode)
+                print(f"rank {rank} was ended by {number.name}", file=sys.stderr, flush=True)
+                return 128 + number
+            return failure.exitcode
+        except SignalException as error:
+            return 128 + error.sigval
+    return 0

@@ -1,0 +1,1 @@
+"""The commands that users run, one module each: `megazero pretrain`, `megazero preprocess`, ..."""

@@ -1,0 +1,27 @@
+"""Pretrain a GPT: `megazero pretrain --processes 4 --tensor-model-parallel-size 2 --zero-stage 2 ...`."""
+
+from collections.abc import Sequence
+
+from megazero.command_line.parse import parse
+from megazero.command_line.processes import split_processes
+from megazero.console import Console
+from megazero.parallel.launch import Launch
+from megazero.train.check import check
+
+
+def main(words: Sequence[str]) -> int:
+    """Read the command line and check it; then join the other ranks, build the run and train; return the status."""
+    own = split_processes(words)
+    launch = Launch.from_environment()
+    parsed = parse(own.rest, world_size=own.number or launch.world_size)
+    if own.number is not None:
+        from megazero.cluster.local_processes import start_processes
+
+        return start_processes(own.number, launch)
+    for notice in parsed.notices:
+        Console().line(notice)
+    inputs = check(parsed.config, launch)
+    # This imports torch, which takes a second, so a mistyped flag is reported before it.
+    from megazero.train.program import pretrain
+
+    return pretrain(parsed.config, launch, inputs)

@@ -1,0 +1,97 @@
+"""Tests of jobs that start their processes themselves."""
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from support.launch import PATIENCE_SECONDS, SMALL_RUN, command_line
+from support.warm_python import warm_python
+
+# A program that starts itself as two ranks, which do as `act` says.
+PROGRAM = """
+import os, signal, sys, time
+from pathlib import Path
+
+act = sys.argv[1]
+if "RANK" not in os.environ:
+    from megazero.cluster.local_processes import start_processes
+    from megazero.parallel.launch import Launch
+    sys.exit(start_processes(2, Launch.from_environment()))
+rank = int(os.environ["RANK"])
+assert "--processes" not in sys.argv and os.environ["MASTER_ADDR"] == "127.0.0.1"
+assert os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"] == "2"
+stopped = []
+signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(number))
+print(f"rank {rank} runs", flush=True)
+if act == "fail" and rank == 1:
+    print("the reason", file=sys.stderr, flush=True)
+    sys.exit(7)
+if act == "die" and rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+while act != "end" and not stopped:
+    time.sleep(0.02)
+Path(f"rank {rank} has ended").touch()
+"""
+
+
+def start(folder: Path, act: str) -> subprocess.Popen[str]:
+    (folder / "program.py").write_text(PROGRAM)
+    return begin(folder, str(folder / "program.py"), act, "--processes", "2")
+
+
+def begin(folder: Path, *words: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [warm_python(), *words],
+        cwd=folder,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def end(program: subprocess.Popen[str]) -> tuple[int, str, str]:
+    try:
+        told, complaints = program.communicate(timeout=PATIENCE_SECONDS)
+    finally:
+        if program.poll() is None:
+            os.killpg(program.pid, signal.SIGKILL)
+    return program.returncode, told, complaints
+
+
+@pytest.mark.parametrize(
+    ("act", "status", "complaints"),
+    [
+        ("end", 0, ""),
+        ("fail", 7, "the reason\n"),
+        ("die", 128 + signal.SIGKILL, "rank 1 was ended by SIGKILL\n"),
+    ],
+)
+def test_the_first_failure_is_the_job_s(act: str, status: int, complaints: str, tmp_path: Path) -> None:
+    """The launcher adds nothing to what a rank has printed, but for one that could print nothing."""
+    found, told, printed = end(start(tmp_path, act))
+    assert (found, printed) == (status, complaints)
+    assert sorted(told.splitlines()) == ["rank 0 runs", "rank 1 runs"]
+    assert (tmp_path / "rank 0 has ended").exists(), "the others are stopped by a signal that they can handle"
+
+
+def test_a_signal_is_passed_on_and_waited_for(tmp_path: Path) -> None:
+    program = start(tmp_path, "wait")
+    assert program.stdout is not None
+    assert all(" runs" in program.stdout.readline() for _ in range(2))
+    program.terminate()
+    assert end(program) == (128 + signal.SIGTERM, "", "")
+    assert all((tmp_path / f"rank {rank} has ended").exists() for rank in range(2))
+
+
+def test_what_is_refused_before_a_process_starts(tmp_path: Path) -> None:
+    words = ["-m", "megazero", "pretrain", "--processes", "2", *command_line(SMALL_RUN)]
+    for more, environment, complaint in (
+        (["--lr", "much"], {}, "configuration error: --lr much"),
+        ([], {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "configuration error: --processes 2 in one of 2"),
+    ):
+        status, told, complaints = end(begin(tmp_path, *words, *more, **environment))
+        assert (status, told) == (2, "") and complaints.startswith(complaint)
