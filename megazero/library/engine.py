@@ -159,6 +159,22 @@ class DataParallelEngine:
         """Return True if the current micro-batch is the last of its step."""
         return self._passes.is_boundary
 
+    @property
+    def passes(self) -> BackwardPasses:
+        """The counter of the step's backward passes."""
+        return self._passes
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Set whether the next backward passes end their step; None: gradient_accumulation_steps decides that.
+
+        Gradients are still divided by gradient_accumulation_steps, however many passes a step has.
+        """
+        self._passes.boundary = is_boundary
+
+    def allreduce_gradients(self) -> None:
+        """End the step with the passes that it has had: reduce what they have accumulated; a collective call."""
+        self._passes.complete()
+
     def step(self, *, stop: bool = False) -> None:
         """Update the parameters if all of the step's backward passes are done; do nothing before that.
 
