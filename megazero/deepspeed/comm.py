@@ -5,6 +5,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed import (
     ReduceOp,
     all_gather,
@@ -118,7 +119,7 @@ def init_distributed(
     if init_method is not None:
         dist.init_process_group(backend, init_method, timeout, world_size=world_size, rank=rank)
     elif launch.world_size == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         os.environ.setdefault("MASTER_PORT", str(distributed_port))
         limits = LimitConfig()

@@ -42,7 +42,7 @@ class DeepSpeedEngine:
         self.collate_fn = inputs.collate_fn
         self._inputs = inputs
         self._advances = lr_scheduler is not None
-        self.lr_scheduler = core.lr_scheduler
+        self.lr_scheduler: Any = core.lr_scheduler
         """The scheduler that `step` advances: the program's, or the configuration's, or None."""
         if lr_scheduler is not None:
             is_function = callable(lr_scheduler) and not hasattr(lr_scheduler, "step")

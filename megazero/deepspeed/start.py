@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from megazero.deepspeed.comm import DEFAULT_PORT, init_distributed
+from megazero.deepspeed.comm import DEFAULT_PORT, get_rank, init_distributed
 from megazero.deepspeed.data import InputSettings
 from megazero.deepspeed.engine import DeepSpeedEngine
 from megazero.deepspeed.missing import refuse
@@ -62,7 +62,7 @@ def initialize(
         content = _on_the_device(content)
     parameters = None if model_parameters is None else _listed(model_parameters)
     for name, given in (("optimizer", optimizer), ("scheduler", lr_scheduler)):
-        if given is not None and content.pop(name, None) is not None:
+        if given is not None and content.pop(name, None) is not None and get_rank() == 0:
             warnings.warn(f"{name}: the one that the program passes to initialize takes its place", stacklevel=2)
     core = initialize_core(model, content, mpu, _optimizer(optimizer, parameters, content, model))
     engine = DeepSpeedEngine(core, InputSettings(training_data, collate_fn, drop_last), lr_scheduler)
@@ -101,7 +101,7 @@ def _on_the_device(content: dict[str, Any]) -> dict[str, Any]:
         for name in ("offload_optimizer", "offload_param")
         if isinstance(zero.get(name), Mapping) and zero[name].get("device") == "cpu"
     ]
-    for name in off:
+    for name in off if get_rank() == 0 else ():
         warnings.warn(f"zero_optimization.{name}: without effect: this process's device is the CPU", stacklevel=3)
     return {**content, "zero_optimization": {name: value for name, value in zero.items() if name not in off}}
 

@@ -27,6 +27,21 @@ def FusedAdam(
     return kind(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
 
 
-def DeepSpeedCPUAdam(*_arguments: Any, **_options: Any) -> Optimizer:
-    """Raise UsageError: nothing is offloaded."""
-    raise refuse("DeepSpeedCPUAdam", "model states stay on the device", "FusedAdam, or torch.optim.AdamW")
+def DeepSpeedCPUAdam(
+    model_params: Iterable[Any],
+    lr: float = 1e-3,
+    bias_correction: bool = True,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    amsgrad: bool = False,
+    adamw_mode: bool = True,
+    fp32_optimizer_states: bool = True,
+) -> Optimizer:
+    """Return `FusedAdam` of these options where models train on the CPU; raise UsageError on a machine with a GPU."""
+    if torch.cuda.is_available():
+        raise refuse("DeepSpeedCPUAdam", "model states stay on the device", "FusedAdam, or torch.optim.AdamW")
+    if not fp32_optimizer_states:
+        rule = "optimizer states have the format of master weights"
+        raise refuse("DeepSpeedCPUAdam(fp32_optimizer_states=False)", rule, "fp32_optimizer_states=True")
+    return FusedAdam(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)

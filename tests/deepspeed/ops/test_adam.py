@@ -22,5 +22,14 @@ def test_fused_adam_is_torchs() -> None:
     assert type(FusedAdam([weight], adam_w_mode=False)) is torch.optim.Adam
     with pytest.raises(UsageError, match="bias_correction"):
         FusedAdam([weight], bias_correction=False)
+
+
+def test_adam_on_the_cpu_is_for_machines_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = nn.Parameter(torch.ones(3))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert type(DeepSpeedCPUAdam([weight], lr=0.1)) is torch.optim.AdamW
+    with pytest.raises(UsageError, match="fp32_optimizer_states"):
+        DeepSpeedCPUAdam([weight], fp32_optimizer_states=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(UsageError, match="DeepSpeedCPUAdam"):
         DeepSpeedCPUAdam([weight], lr=0.1)
