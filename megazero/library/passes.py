@@ -9,7 +9,8 @@
 Arming comes first because a checkpoint that recomputes with `use_reentrant=True` runs passes inside the pass, which end
 early.  `torch.autograd.grad` writes no gradients to parameters, so it is not a pass.
 
-A step has `accumulation` passes; those in `no_sync` are not counted and never end it.
+A step has `accumulation` passes, unless the user says for every pass whether it is the last one; those in `no_sync`
+are not counted and never end it.
 
 `engine.backward(loss)` is a pass of this engine only: of other engines that it walks through (a generator's loss goes
 through the discriminator) it leaves the gradients as they were.  A plain `loss.backward()` is a pass of all of them.
@@ -43,6 +44,11 @@ class BackwardPasses:
         """needs_scale: True if a plain backward must start from a loss given to `expect_scaled` (fp16)."""
         self.accumulation = accumulation
         self.count = 0
+        self.boundary: bool | None = None
+        """Whether the next pass is the step's last, as the user has set it; None: `accumulation` decides."""
+        self.num_since_step = 0
+        """The counted passes since `step` was last called, whether or not it updated the parameters."""
+        self._is_complete = self._is_last = False  # the step's last pass has ended; the running pass is the last one
         self._needs_scale = needs_scale
         self._synchronises = True
         self._holds_gradients = False
@@ -79,14 +85,21 @@ class BackwardPasses:
         self._engine.begin_step()
         self._engine.gradient_scale = self._gradient_scale()
         self.count, self._holds_gradients, self._awaits_pass = 0, False, True
+        self.num_since_step, self._is_complete = 0, False
         self._was_walked_through = self._step_was_early = False
         self._accumulated = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
 
     @property
     def is_boundary(self) -> bool:
         """True if the current pass ends the step: the last one, or the next one once a forward has begun."""
-        next_ends = self._awaits_pass and self._synchronises and self.count + 1 == self.accumulation
-        return next_ends or self.count >= self.accumulation
+        if self.boundary is not None:
+            return self.boundary and self._synchronises
+        return self._is_complete or (self._awaits_pass and self._next_ends)
+
+    @property
+    def _next_ends(self) -> bool:
+        reaches_end = self.count + 1 >= self.accumulation if self.boundary is None else self.boundary
+        return self._synchronises and reaches_end
 
     @property
     def is_between_steps(self) -> bool:
@@ -119,6 +132,17 @@ class BackwardPasses:
             torch._C._stash_obj_in_tls(_OWNER, around)
         self._end()
 
+    def complete(self) -> None:
+        """End the step with the passes that it has had, by reducing what they have accumulated; a collective call.
+
+        Does nothing where no gradients are, or they are reduced already.
+        """
+        if self._holds_gradients and not self._is_complete:
+            self._engine.begin_backward(is_last=True)
+            self._engine.end_backward()
+            self.count, self.num_since_step = max(self.count, 1), max(self.num_since_step, 1)
+            self._is_complete = True
+
     def expect_scaled(self, loss: Tensor) -> None:
         """Mark `loss` as multiplied by the loss scale; a plain backward may start from it."""
         call_on_gradient(loss, self._on_scaled_loss)
@@ -138,11 +162,15 @@ class BackwardPasses:
                 given = "engine.step() after other engines' backward(loss) only"
                 legal += "; for a loss that trains several engines loss.backward(), a pass of each of them"
             raise UsageError(Problem(f"{given} without a backward pass", _STEP, legal))
-        is_complete = self.count >= self.accumulation
-        self._step_was_early = not is_complete
-        if is_complete:
+        if self.boundary and not self._is_complete:
+            given = "engine.step() at a boundary that was set after the last backward pass"
+            legal = "set_gradient_accumulation_boundary(True) before that pass, or allreduce_gradients() after it"
+            raise UsageError(Problem(given, _STEP, legal))
+        self.num_since_step = 0
+        self._step_was_early = not self._is_complete
+        if self._is_complete:
             self._num_futile = 0
-        return is_complete
+        return self._is_complete
 
     def zero_grad(self) -> bool:
         """Discard what has been accumulated since the last step, and return True if there was anything.
@@ -306,20 +334,22 @@ class BackwardPasses:
             raise UsageError(Problem(f"{call} of a frozen model", rule, legal))
 
     def _check_room(self) -> None:
-        if self.count >= self.accumulation:
-            given = f"backward pass {self.count + 1} of a step of {self.accumulation}"
+        if self._is_complete:
+            given = f"backward pass {self.count + 1} of a step of {self.count}"
             legal = "engine.step() or engine.zero_grad() first; passes that don't count: with engine.no_sync()"
             raise UsageError(Problem(given, _STEP, legal))
 
     def _begin(self) -> None:
         self._step_was_early = False
-        self._engine.begin_backward(is_last=self._synchronises and self.count + 1 == self.accumulation)
+        self._is_last = self._next_ends
+        self._engine.begin_backward(is_last=self._is_last)
 
     def _end(self) -> None:
         self._engine.end_backward()
-        self._holds_gradients = True
+        self._holds_gradients, self._is_complete = True, self._is_last
         self._awaits_pass = False
         self.count += self._synchronises
+        self.num_since_step += self._synchronises
 
     def _on_backward_end(self) -> None:
         begun, self._is_armed, self._is_begun, self._is_scaled = self._is_begun, False, False, False

@@ -1,6 +1,6 @@
 """Makes the inner optimizer of a configuration for the parameters of a model, in runs and in the library."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from inspect import signature
 from typing import Any
 
@@ -31,9 +31,14 @@ def make_optimizer(choice: OptimizerChoice, model: nn.Module) -> FusedAdamW | El
     undecayed = [parameter for spec, parameter in trained if not spec.decay]
     if undecayed:
         groups.append({"params": undecayed} | ({"weight_decay": 0.0} if "weight_decay" in choice.params else {}))
+    return Elementwise(TorchOptimizer(make_torch_optimizer(choice, [group for group in groups if group["params"]])))
+
+
+def make_torch_optimizer(choice: OptimizerChoice, params: Iterable[Any]) -> Optimizer:
+    """Make the torch optimizer of a configuration over parameters or param groups."""
     kind: Callable[..., Optimizer] = getattr(torch.optim, choice.type)
     with torch._C.DisableTorchFunctionSubclass():  # Adagrad makes its state at once, from the shapes alone
-        return Elementwise(TorchOptimizer(kind([g for g in groups if g["params"]], lr=choice.lr, **choice.params)))
+        return kind(params, lr=choice.lr, **choice.params)
 
 
 def saved_kinds(choice: OptimizerChoice) -> tuple[str, ...]:
