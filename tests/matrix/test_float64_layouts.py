@@ -8,8 +8,8 @@ from support.reference import History
 from support.training import SCHEDULE, Cell, deviation, reference_history, train_cell
 
 BOUND = 1e-9
-# Every layout occurs, and every stage twice. All pairs of degrees, stages and accumulations are in the cover of
-# test_3d_layouts.py, and benchmarks/layout_matrix.py trains their whole product.
+# Every layout occurs, and every stage twice. All pairs of small degrees, stages and accumulations are in the cover of
+# test_3d_layouts.py, and benchmarks/layout_matrix.py trains samples of all layouts.
 CELLS = [
     Cell(tp=1, dp=1, stage=0, accumulation=4),
     Cell(tp=1, dp=1, stage=3),
