@@ -13,7 +13,7 @@ LAYOUTS = (
     Layout(tp=2, pp=2, accumulation=3, stage=1, schedule="1f1b", sequence_parallel=True),
     Layout(pp=2, dp=2, accumulation=3, stage=3, schedule="1f1b"),
 )
-DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+CHANGES = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "global_batch_size": 12}
 FULL = {"recompute_granularity": "full"}
 GPIPE, ZERO_BUBBLE = {"pipeline_schedule": "gpipe"}, {"pipeline_schedule": "zero-bubble"}
 SELECTIVE = {"recompute_granularity": "selective"}
@@ -29,7 +29,7 @@ CASES: tuple[tuple[Layout, str, tuple[dict[str, Any], ...]], ...] = (
 def outcomes(layout: Layout, precision: str, corpus: str, **settings: Any) -> list[Outcome]:
     """Train two steps and return every rank's outcome."""
     cell = layout.cell(steps=2, precision=precision)
-    return train_cell(replace(cell, settings={**cell.settings, **DROPOUT, **settings}), corpus)
+    return train_cell(replace(cell, settings={**cell.settings, **CHANGES, **settings}), corpus)
 
 
 @pytest.mark.gloo
