@@ -3,13 +3,13 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from checkpoint_faults import damage, litter
 from support.sharded_state import Layout, make_state
 from support.source_tree import ROOT
+from support.warm_python import warm_python
 
 from megazero.checkpoint.writer import Draft, save
 from megazero.comm.local import LocalCommunicator
@@ -48,7 +48,7 @@ def test_litter_is_what_a_finished_run_does_not_leave(saved: Path) -> None:
 @pytest.mark.gloo
 def test_disturbed_runs_lose_nothing_and_a_trial_is_not_run_again(tmp_path: Path) -> None:
     records, page = tmp_path / "r.jsonl", tmp_path / "page.md"
-    program = [sys.executable, str(ROOT / "benchmarks" / "checkpoint_faults.py"), "--records", str(records)]
+    program = [warm_python(), str(ROOT / "benchmarks" / "checkpoint_faults.py"), "--records", str(records)]
     words = ["--output", str(page), "--kills", "3", "--pairs", "1", "--seed", "7"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     for _ in range(2):

@@ -207,7 +207,7 @@ def test_who_is_no_part_of_torch(package: str, precision: str, tmp_path: Path) -
     """An installed system trains the same and holds the bytes of its stage; in bf16 with fp32 master weights."""
     pytest.importorskip(package)
     states = {
-        "megatron": {"megatron-core": (16, 18), "megatron-core-1": (12, 12)},
+        "megatron": {"megatron-core-1": (12, 12)},
         "deepspeed": {
             "deepspeed-0": (16, 20),
             "deepspeed-1": (14, 11),

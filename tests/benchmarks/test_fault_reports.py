@@ -1,10 +1,12 @@
 """Tests of the benchmark of faults: it has twenty, records each job once, and keeps torchrun's words out."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 from fault_reports import IN_LARGER_JOBS, KINDS, LAUNCHES, main, own_lines, table
+from support.warm_python import warm_python
 
 
 def test_twenty_faults_under_three_launches_and_some_in_larger_jobs() -> None:
@@ -29,7 +31,8 @@ Traceback (most recent call last):
 
 
 @pytest.mark.gloo
-def test_a_job_is_recorded_and_not_run_again(tmp_path: Path) -> None:
+def test_a_job_is_recorded_and_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", warm_python())
     records = tmp_path / "records.jsonl"
     for _ in range(2):
         assert main(["--records", str(records), "--only", "ranks: killed, rank 1"]) == 0

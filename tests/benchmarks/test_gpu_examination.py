@@ -89,6 +89,7 @@ def test_phases_of_programs_on_a_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.gloo
+@pytest.mark.usefixtures("_warm")
 def test_a_failing_phase_is_recorded_and_later_ones_run(tmp_path: Path) -> None:
     examination = Examination("cpu", 200.0, tmp_path / "toy.json")
     wrong = Phase("speed", 40, {"preset": "gpt2-124m", "micro_batch": 64, "stage": 7})

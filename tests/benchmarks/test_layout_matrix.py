@@ -26,8 +26,8 @@ def rewrite(folder: Path, **changes: Any) -> str:
 
 
 def test_the_draw_follows_from_its_seed() -> None:
-    drawn = sample(40, 1, 8)
-    assert drawn == sample(40, 1, 8) != sample(40, 2, 8)
+    drawn = sample(40, 1, 3)
+    assert drawn == sample(40, 1, 3) != sample(40, 2, 3)
     assert len(set(drawn)) == 40 and all(is_legal(layout) for layout in drawn)
     assert {layout.world_size for layout in sample(10**6, 1, 2)} == {1, 2}
 

@@ -2,10 +2,10 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import wrong_invocations
+from support.warm_python import warm_python
 from wrong_invocations import faults, page, read_records
 from wrong_table import rows
 
@@ -34,7 +34,7 @@ def test_some_rows(tmp_path: Path) -> None:
     """Rows of a tool and of the library are refused well, are in the page, and are not tried again."""
     records = tmp_path / "records.jsonl"
     program = Path(wrong_invocations.__file__)
-    command = [sys.executable, str(program), "--records", str(records), "--only", "checkpoint verify"]
+    command = [warm_python(), str(program), "--records", str(records), "--only", "checkpoint verify"]
     for number in (3, 3):
         subprocess.run(command, check=True, capture_output=True, timeout=120)
         assert len(records.read_text().splitlines()) == number

@@ -23,6 +23,7 @@ from support.processes import mesh_in_worker, run_ranks
 from support.saved_runs import ONE, OTHER
 from support.sharded_state import Layout, State, make_state, write_checkpoint
 from support.thread_world import run_threads
+from support.warm_python import warm_python
 
 import megazero.checkpoint
 from megazero.checkpoint.folder_lock import FolderLock, take_lock
@@ -348,7 +349,7 @@ def _kill_at_every_file_operation(root: Path, step: int) -> None:
 def test_a_save_killed_at_any_point_leaves_a_sound_checkpoint(tmp_path: Path) -> None:
     paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, str(tmp_path)]
+    command = [warm_python(), __file__, str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 

@@ -1,7 +1,6 @@
 """Tests of the checkpoint tool as a user runs it: given arguments, it prints lines and returns an exit code."""
 
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 from support.launch import load_program
 from support.saved_runs import ONE, OTHER, save_for
 from support.sharded_state import Layout, make_state, write_checkpoint
+from support.warm_python import warm_python
 
 from megazero.checkpoint.journal import Journal
 from megazero.errors import CheckpointError
@@ -78,7 +78,7 @@ def test_two_runs_that_are_equal_are_equal(tmp_path: Path, main: Callable[[list[
 
 
 def test_an_error_is_printed_without_a_traceback(tmp_path: Path) -> None:
-    command = [sys.executable, str(TOOL), "inspect", str(tmp_path / "absent")]
+    command = [warm_python(), str(TOOL), "inspect", str(tmp_path / "absent")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=TOOL.parents[1])
     assert done.returncode == 2
     assert done.stderr == f"checkpoint error: {tmp_path / 'absent'}\n    rule:  there is no such folder\n"

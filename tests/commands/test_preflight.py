@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -44,7 +43,7 @@ def test_nodes_that_fall_short_are_told_once() -> None:
 def by_hand(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     return subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "preflight.py"), "--device", "cpu", *arguments],
+        [warm_python(), str(ROOT / "tools" / "preflight.py"), "--device", "cpu", *arguments],
         env={**environment, "PYTHONPATH": str(ROOT), **variables},
         capture_output=True,
         text=True,

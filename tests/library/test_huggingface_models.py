@@ -80,10 +80,10 @@ def train_plain(name: str) -> tuple[list[float], dict[str, Tensor]]:
     return losses, {key: p.detach() for key, p in model.named_parameters()}
 
 
-def generate(rank: int, stage: int) -> tuple[Tensor, float, int]:
+def generate(rank: int) -> tuple[Tensor, float, int]:
     """Generate from a frozen model; return the tokens, the loss of an evaluation, and the elements still gathered."""
     model: Any = make_model("bart").requires_grad_(False).eval()
-    config = {"zero": {"zero_stage": stage}, "precision": {"precision": "fp64"}}
+    config = {"zero": {"zero_stage": 3}, "precision": {"precision": "fp64"}}
     engine: Any = megazero.initialize(model, config, mesh=mesh_in_worker(rank, dp=DP))
     part = {key: value.chunk(DP)[rank] for key, value in batch(0).items()}
     tokens = engine.generate(part["input_ids"], max_new_tokens=6, min_new_tokens=6, num_beams=2, do_sample=False)
@@ -93,11 +93,10 @@ def generate(rank: int, stage: int) -> tuple[Tensor, float, int]:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_frozen_model_generates(stage: int) -> None:
+def test_a_frozen_model_generates() -> None:
     pytest.importorskip("transformers")
     model: Any = make_model("bart").eval()
-    for rank, (tokens, loss, gathered) in enumerate(run_ranks(DP, generate, stage)):
+    for rank, (tokens, loss, gathered) in enumerate(run_ranks(DP, generate)):
         part = {key: value.chunk(DP)[rank] for key, value in batch(0).items()}
         ids = part["input_ids"]
         expected = model.generate(ids, max_new_tokens=6, min_new_tokens=6, num_beams=2, do_sample=False)

@@ -53,8 +53,7 @@ def made_under_init(rank: int, name: str, stage: int, dtype: torch.dtype | None)
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("dtype", [None, torch.float64])
+@pytest.mark.parametrize(("stage", "dtype"), [(1, torch.float64), (3, None)])
 def test_models_made_under_init(stage: int, dtype: torch.dtype | None) -> None:
     """The parameters' number format is the configuration's, whatever format they were made in."""
     for name in ("translator", "convolutions"):

@@ -1,5 +1,7 @@
 """Tests `megazero.recompute` in a user's model, under configurations that set how its checkpoints are kept."""
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -84,6 +86,12 @@ def own(stage: int, **activations: Any) -> dict[str, Any]:
     return {"zero": {"zero_stage": stage}, "optimizer": {"type": "AdamW", "lr": 1e-2}, "activations": activations}
 
 
+@pytest.fixture(scope="module")
+def trained_without() -> Callable[[int], list[Trained]]:
+    """Return a function that trains without recomputation, once for every stage."""
+    return functools.cache(lambda stage: run_ranks(4, train, (2, 2), own(stage), False))
+
+
 @pytest.mark.gloo
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(
@@ -97,8 +105,10 @@ def own(stage: int, **activations: Any) -> dict[str, Any]:
     ],
     ids=lambda settings: "-".join(settings) or "plain",
 )
-def test_the_same_bits_as_without(stage: int, activations: dict[str, Any]) -> None:
-    plain = run_ranks(4, train, (2, 2), own(stage), False)
+def test_the_same_bits_as_without(
+    stage: int, activations: dict[str, Any], trained_without: Callable[[int], list[Trained]]
+) -> None:
+    plain = trained_without(stage)
     found = run_ranks(4, train, (2, 2), own(stage, **activations), True)
     for ours, theirs in zip(found, plain, strict=True):
         assert ours.losses == theirs.losses

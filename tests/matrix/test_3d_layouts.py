@@ -1,4 +1,7 @@
-"""Tests pipeline x tensor x data parallel layouts, a pairwise cover of all legal ones, against one process."""
+"""Tests pipeline x tensor x data parallel layouts, a pairwise cover of the small ones, against one process.
+
+`benchmarks/layout_matrix.py` trains samples of all layouts of up to 8 processes.
+"""
 
 import functools
 import random
@@ -26,9 +29,16 @@ from megazero.config import derived
 
 BOUND = 1e-9
 STEPS = 3  # within the warm-up; test_float64_layouts.py trains through all of the schedule
-GRID = {**DIMENSIONS, "tp": (1, 2, 4), "dp": (1, 2, 4), "accumulation": (1, 3, 4), "chunks": (1, 2)}
-LAYOUTS = tuple(legal_layouts(GRID))
-COVER = pairwise_cover(LAYOUTS)
+GRID = {**DIMENSIONS, "tp": (1, 2), "dp": (1, 2), "pp": (1, 2, 3), "accumulation": (1, 3, 4), "chunks": (1, 2)}
+# Every two of the degrees with one of them at 4.
+LARGE = (
+    Layout(tp=4, pp=2, accumulation=3, schedule="zero-bubble", stage=2, recompute="selective"),
+    Layout(tp=2, dp=4, stage=1, sequence_parallel=True, recompute="full"),
+    Layout(pp=2, dp=4, accumulation=3, schedule="1f1b", stage=0, recompute="full"),
+    Layout(tp=4, dp=2, stage=3, schedule="gpipe", sequence_parallel=True),
+    Layout(tp=2, pp=4, accumulation=3, schedule="1f1b", stage=1, sequence_parallel=True),
+    Layout(pp=4, dp=2, accumulation=3, schedule="gpipe", stage=3, reshard_after="window"),
+)
 FAULTY = {
     "dp": Layout(dp=2, pp=2, accumulation=4, stage=2),
     "tp": Layout(tp=2, pp=2, accumulation=4),
@@ -76,34 +86,54 @@ FURTHER: tuple[tuple[Layout, dict[str, Any]], ...] = (
 )
 
 Reference = Callable[..., History]
+SIZES = (1, 2, 3, 4, 6, 8)
+
+
+@functools.cache
+def all_layouts() -> tuple[Layout, ...]:
+    """Return the legal layouts of the grid, which take seconds to find: too long for every process that collects."""
+    return tuple(legal_layouts(GRID))
+
+
+@functools.cache
+def cover() -> list[Layout]:
+    return pairwise_cover(all_layouts())
+
+
+def steps_of(layout: Layout) -> int:
+    """Return the steps to take: the third is the first in which stage 3 gathers after the order of a whole step."""
+    return STEPS if layout.stage == 3 else STEPS - 1
 
 
 @pytest.fixture(scope="module")
 def trained_alone(corpus: str) -> Reference:
-    """Return a function that trains on one process, by number of layers and further settings of the model."""
+    """Return a function that trains on one process, by number of layers and steps, and further settings."""
     return functools.cache(
-        lambda layers, **settings: reference_history(
-            corpus, STEPS, num_layers=layers, global_batch_size=GLOBAL_BATCH, **settings
+        lambda layers, steps, **settings: reference_history(
+            corpus, steps, num_layers=layers, global_batch_size=GLOBAL_BATCH, **settings
         )
     )
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("layout", COVER, ids=str)
-def test_layout_trains_like_one_process(layout: Layout, corpus: str, trained_alone: Reference) -> None:
-    reference = trained_alone(layout.num_layers)
-    assert max(reference.grad_norms) > 0.5, "clipping is meant to be active"
-    found = deviation(train_cell(layout.cell(steps=STEPS), corpus), reference)
-    assert found.worst < BOUND, found
+@pytest.mark.parametrize("size", SIZES)
+def test_layouts_train_like_one_process(size: int, corpus: str, trained_alone: Reference) -> None:
+    for layout in (*cover(), *LARGE):
+        if layout.world_size != size:
+            continue
+        reference = trained_alone(layout.num_layers, steps_of(layout))
+        assert max(reference.grad_norms) > 0.5, "clipping is meant to be active"
+        found = deviation(train_cell(layout.cell(steps=steps_of(layout)), corpus), reference)
+        assert found.worst < BOUND, (str(layout), found)
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(("layout", "settings"), FURTHER, ids=str)
 def test_further_settings(layout: Layout, settings: dict[str, Any], corpus: str, trained_alone: Reference) -> None:
-    cell = layout.cell(steps=STEPS)
+    cell = layout.cell(steps=steps_of(layout))
     outcomes = train_cell(replace(cell, settings={**cell.settings, **settings}), corpus)
     model = {name: settings[name] for name in UNTIED if name in settings}
-    found = deviation(outcomes, trained_alone(layout.num_layers, **model))
+    found = deviation(outcomes, trained_alone(layout.num_layers, cell.steps, **model))
     assert found.worst < BOUND, found
 
 
@@ -111,7 +141,8 @@ def test_further_settings(layout: Layout, settings: dict[str, Any], corpus: str,
 @pytest.mark.parametrize("fault", FAULTY)
 def test_one_wrong_element_is_noticed(fault: str, corpus: str, trained_alone: Reference) -> None:
     layout = FAULTY[fault]
-    found = deviation(train_cell(layout.cell(steps=STEPS, fault=fault), corpus), trained_alone(layout.num_layers))
+    reference = trained_alone(layout.num_layers, STEPS)
+    found = deviation(train_cell(layout.cell(steps=STEPS, fault=fault), corpus), reference)
     assert found.worst > 1e3 * BOUND, found
 
 
@@ -123,24 +154,29 @@ def test_every_fault_is_tried() -> None:
 
 
 def test_every_pair_of_choices_is_in_the_cover() -> None:
-    wanted = frozenset().union(*map(pairs, LAYOUTS))
-    assert frozenset().union(*map(pairs, COVER)) == wanted
-    assert all(frozenset().union(*(pairs(other) for other in COVER if other != one)) != wanted for one in COVER)
+    wanted, chosen = frozenset().union(*map(pairs, all_layouts())), cover()
+    assert frozenset().union(*map(pairs, chosen)) == wanted
+    assert all(frozenset().union(*(pairs(other) for other in chosen if other != one)) != wanted for one in chosen)
     for name, values in GRID.items():
-        assert {getattr(layout, name) for layout in COVER} == set(values)
+        assert {getattr(layout, name) for layout in chosen} == set(values)
+    assert {layout.world_size for layout in (*chosen, *LARGE)} == set(SIZES)
 
 
 def test_nothing_legal_is_left_out() -> None:
-    """The list of legal layouts, which is built by a shorter way, holds every legal layout of the whole grid."""
-    known, generator = frozenset(legal_layouts()), random.Random(5)
-    drawn = {any_layout(generator) for _ in range(6000)}
+    """The list of legal layouts, which is built by a shorter way, holds every legal layout of the grid."""
+    known, generator = frozenset(all_layouts()), random.Random(5)
+    drawn = {any_layout(generator, GRID) for _ in range(2000)}
     legal = {layout for layout in drawn if layout.world_size <= MOST_PROCESSES and is_legal(layout)}
     assert len(legal) > 30
     assert legal <= known
 
 
+def test_large_layouts_are_legal() -> None:
+    assert all(map(is_legal, LARGE))
+
+
 def test_the_rules_are_asked_about_the_run_that_is_made() -> None:
-    for layout in COVER:
+    for layout in cover():
         made, asked = layout.cell().config("text"), run_config(layout)
         for section in ("model", "parallel", "zero", "activations", "training", "optimizer"):
             assert getattr(made, section) == getattr(asked, section)

@@ -12,7 +12,7 @@ LAYOUTS = ((1, 1), (1, 2), (2, 2), (1, 4))
 
 # In these cells every pair of layout, stage and accumulation occurs, and every pair of stage and precision.
 CELLS = [
-    Cell(tp=tp, dp=dp, stage=stage, accumulation=(1, 4)[(number + stage) % 2], precision=precision, steps=2)
+    Cell(tp=tp, dp=dp, stage=stage, accumulation=(1, 2)[(number + stage) % 2], precision=precision, steps=2)
     for number, (tp, dp) in enumerate(LAYOUTS)
     for stage in (0, 1, 2, 3)
     for place, precision in enumerate(SIZES)

@@ -3,18 +3,18 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.warm_python import warm_python
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
 
 DP, TP = 64, 16
 RANKS = [(0, 2), (517, 1), (1023, 0), (300, 3)]  # (rank, stage)
-PP, DP_OF_A_STAGE, MICRO_BATCHES = 4, 16, 8
+PP, DP_OF_A_STAGE, MICRO_BATCHES = 4, 16, 4
 PIPELINES = [(0, "1f1b"), (1, "zero-bubble"), (3, "interleaved")]  # (pipeline rank, schedule)
 
 
@@ -38,7 +38,7 @@ def figures() -> dict[tuple[int, Any], dict[str, Any]]:
     """Return the figures that `support/dry_run.py` prints for all cases, which one process takes in turn."""
     cases = [[rank, DP, TP, stage] for rank, stage in RANKS] + [case_of(*pipeline) for pipeline in PIPELINES]
     environment = {**os.environ, "PYTHONPATH": str(SUPPORT.parent)}
-    command = [sys.executable, str(SUPPORT / "dry_run.py"), json.dumps(cases)]
+    command = [warm_python(), str(SUPPORT / "dry_run.py"), json.dumps(cases)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(zip([*RANKS, *PIPELINES], json.loads(done.stdout.splitlines()[-1]), strict=True))

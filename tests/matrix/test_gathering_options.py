@@ -42,8 +42,8 @@ def cell_of(number: int, row: tuple[object, ...]) -> Cell:
         "prefetch_bucket_size": look_ahead,
         "param_persistence_threshold": persistent,
     }
-    tp, dp = ((1, 2), (2, 2), (1, 4))[number % 3]
-    accumulation = 1 if bucket == 1 else (1, 4)[number % 2]
+    tp, dp = ((1, 2), (2, 2), (1, 2), (1, 4))[number % 4]
+    accumulation = 1 if bucket == 1 else (1, 2)[number % 2]
     return Cell(tp=tp, dp=dp, stage=3, accumulation=accumulation, steps=STEPS, settings=settings)
 
 

@@ -126,17 +126,20 @@ def test_every_gradient_and_every_bucket_lies_in_an_arena(stage: int, settings: 
             assert capacity % seen.largest_bucket == 0 and capacity <= 5 * seen.largest_bucket
 
 
+SMALL_BUCKETS = {"reduce_bucket_size": 2000, "precision": "bf16", "communication_data_type": "fp32"}
+NO_OVERLAP = {"overlap_comm": False, "precision": "bf16"}
+
+
 @pytest.mark.gloo
-@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
-    ("tp", "dp", "settings"),
+    ("stage", "tp", "dp", "settings"),
     [
-        (1, 2, {}),
-        (1, 2, {"reduce_bucket_size": 2000, "precision": "bf16", "communication_data_type": "fp32"}),
-        (1, 1, {"overlap_comm": False, "precision": "bf16"}),  # without gloo's own leases
-        (2, 2, {}),
+        *((stage, 1, 2, {}) for stage in STAGES),
+        *((stage, 1, 2, SMALL_BUCKETS) for stage in (1, 3)),
+        *((stage, 1, 1, NO_OVERLAP) for stage in (0, 2)),  # without gloo's own leases
+        (3, 2, 2, {}),
     ],
-    ids=["dp2", "dp2-small-buckets", "dp1-no-overlap", "tp2-dp2"],
+    ids=str,
 )
 def test_arenas_and_pool_are_no_larger_than_the_pool_alone(
     stage: int, tp: int, dp: int, settings: dict[str, Any]

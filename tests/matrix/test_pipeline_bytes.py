@@ -4,11 +4,12 @@ n = b s tokens of h elements make N bytes; p pipeline stages with v chunks each,
 runs are in float64, so every element has 8 bytes. A bucket is larger than any unit here.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.training import GLOBAL_BATCH, SETTINGS, Cell, train_cell
+from support.training import GLOBAL_BATCH, SETTINGS, Cell, Outcome, train_cell
 
 from megazero.zero.plan import data_parallel_bytes, resolve
 
@@ -23,6 +24,22 @@ def cell(**choices: Any) -> Cell:
     """Return a cell of two steps; layers are split as evenly as they can be, whatever the head costs."""
     settings = {**ONE_BUCKET, **choices.pop("settings", {})}
     return Cell(**{"steps": 2, **choices}, settings=settings)
+
+
+Train = Callable[[Cell], list[Outcome]]
+
+
+@pytest.fixture(scope="module")
+def train(corpus: str) -> Train:
+    """Return a function that trains a cell, once however many tests read its traffic."""
+    found: dict[str, list[Outcome]] = {}
+
+    def outcomes(cell: Cell) -> list[Outcome]:
+        if str(cell) not in found:
+            found[str(cell)] = train_cell(cell, corpus)
+        return found[str(cell)]
+
+    return outcomes
 
 
 def tokens(cell: Cell) -> int:
@@ -55,9 +72,9 @@ PIPELINES = [
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("cell", PIPELINES, ids=str)
-def test_a_message_for_every_cut_micro_batch_and_direction(cell: Cell, corpus: str) -> None:
+def test_a_message_for_every_cut_micro_batch_and_direction(cell: Cell, train: Train) -> None:
     """Each way m (v p - 1) messages are sent; the model's first chunk sends no gradient, its last no activation."""
-    outcomes = train_cell(cell, corpus)
+    outcomes = train(cell)
     p, v, m = cell.pp, chunks(cell), cell.accumulation
     message = tokens(cell) * H * BYTES // (cell.tp if "sequence_parallel" in cell.settings else 1)
     for rank, outcome in enumerate(outcomes):
@@ -76,17 +93,17 @@ def test_a_message_for_every_cut_micro_batch_and_direction(cell: Cell, corpus: s
         cell(pp=3, accumulation=4, stage=1),
         cell(pp=2, dp=2, accumulation=4, stage=0),
         cell(pp=2, dp=2, accumulation=4, stage=1),
-        cell(pp=2, dp=2, accumulation=2, stage=2),
+        cell(pp=2, dp=2, accumulation=2, stage=2, settings={"pipeline_schedule": "zero-bubble"}),
         cell(pp=2, dp=2, accumulation=2, stage=3),
         cell(pp=2, tp=2, dp=2, accumulation=1, stage=2, settings=SPLIT),
         cell(pp=2, dp=2, accumulation=4, stage=2, settings=TURNS),
     ],
     ids=str,
 )
-def test_the_ends_sum_the_word_embedding_once(cell: Cell, corpus: str) -> None:
+def test_the_ends_sum_the_word_embedding_once(cell: Cell, train: Train) -> None:
     """The two ends all-reduce the part of the matrix that a rank owns: twice half of its bytes, whatever m is."""
     rows = -(-VOCABULARY // cell.tp)
-    for rank, outcome in enumerate(train_cell(cell, corpus)):
+    for rank, outcome in enumerate(train(cell)):
         copies = 1 if cell.stage == 0 else cell.dp
         part = outcome.unit_numel.get("embedding.word", 0) // copies
         here = part * (rank // cell.tp % cell.dp if copies > 1 else 0)
@@ -109,11 +126,11 @@ def test_the_ends_sum_the_word_embedding_once(cell: Cell, corpus: str) -> None:
     ],
     ids=str,
 )
-def test_data_parallel_traffic_is_of_a_stages_own_parameters(layout: Cell, stage: int, corpus: str) -> None:
+def test_data_parallel_traffic_is_of_a_stages_own_parameters(layout: Cell, stage: int, train: Train) -> None:
     """The traffic is (2 or m + 1) Psi (d - 1) / d, where Psi counts the pipeline stage's own parameters."""
     cell = replace(layout, stage=stage)
     config = cell.config("unused")
-    outcomes = train_cell(cell, corpus)
+    outcomes = train(cell)
     for outcome in outcomes:
         padded, _ = outcome.layout
         times = 2 if stage < 2 else cell.accumulation + 1
@@ -136,11 +153,11 @@ WINDOWS = {(0, 0): (4, 2), (0, 1): (1, 1), (1, 0): (3, 2), (1, 1): (2, 2)}
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("takes_turns", [False, True])
-def test_stage_3_gathers_once_a_window(takes_turns: bool, corpus: str) -> None:
+def test_stage_3_gathers_once_a_window(takes_turns: bool, train: Train) -> None:
     """A unit is gathered once a window, for forward and backward; embedding and head for forward alone."""
     m, settings = 4, {"zero3_reshard_after": "window", **(TURNS if takes_turns else {"num_layers": 4})}
     cell_ = cell(pp=2, dp=2, accumulation=m, stage=3, settings=settings)
-    for rank, outcome in enumerate(train_cell(cell_, corpus)):
+    for rank, outcome in enumerate(train(cell_)):
         stage, numel = stage_of(cell_, rank), 0
         for unit, padded in outcome.unit_numel.items():
             windows, with_forward = WINDOWS[stage, chunk_of(unit, stage)] if takes_turns else (1, 1)
@@ -150,15 +167,15 @@ def test_stage_3_gathers_once_a_window(takes_turns: bool, corpus: str) -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("settings", [{"num_layers": 4}, TURNS, {**TURNS, "num_layers": 8}], ids=str)
-def test_stage_3_without_windows_holds_two_units(settings: dict[str, Any], corpus: str) -> None:
+@pytest.mark.parametrize("settings", [{"num_layers": 4}, TURNS, {**TURNS, "num_layers": 6}], ids=str)
+def test_stage_3_without_windows_holds_two_units(settings: dict[str, Any], train: Train) -> None:
     """A unit is gathered for every forward and backward, but not again if it is the one used next: never more often.
 
     The last stage alternates forwards and backwards as an uncut model does, so the count is exact there.
     """
     m = 4
     cell_ = cell(pp=2, dp=2, accumulation=m, stage=3, settings=settings)
-    for rank, outcome in enumerate(train_cell(cell_, corpus)):
+    for rank, outcome in enumerate(train(cell_)):
         units = outcome.unit_numel
         most = sum(padded * m * (1 if unit.startswith("embedding") else 2) for unit, padded in units.items())
         gathered = outcome.comm_bytes["dp"]["all_gather"]
@@ -189,13 +206,13 @@ SCATTERED = 2 * 1 + 2 * 1
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("tp", "pp", "schedule"),
-    [(2, 1, "1f1b"), (2, 2, "1f1b"), (4, 2, "1f1b"), (2, 2, "zero-bubble"), (4, 2, "zero-bubble")],
+    [(2, 1, "1f1b"), (4, 1, "1f1b"), (2, 2, "1f1b"), (2, 2, "zero-bubble")],
 )
-def test_a_split_sequence_is_gathered_and_scattered(tp: int, pp: int, schedule: str, corpus: str) -> None:
+def test_a_split_sequence_is_gathered_and_scattered(tp: int, pp: int, schedule: str, train: Train) -> None:
     """Each sends (t - 1) / t of N; the embedding scatters in forward and gathers in backward, the head the reverse."""
     settings = {**SPLIT, "num_layers": 4, "pipeline_split": "3,1" if pp == 2 else None, "pipeline_schedule": schedule}
     cell_ = cell(tp=tp, pp=pp, accumulation=2, settings=settings)
-    outcomes = train_cell(cell_, corpus)
+    outcomes = train(cell_)
     m, n = cell_.accumulation, tokens(cell_)
     for rank, outcome in enumerate(outcomes):
         stage = stage_of(cell_, rank)
@@ -213,10 +230,10 @@ def test_a_split_sequence_is_gathered_and_scattered(tp: int, pp: int, schedule: 
 
 
 @pytest.mark.gloo
-def test_without_it_a_stage_all_reduces_what_its_own_layers_need(corpus: str) -> None:
+def test_without_it_a_stage_all_reduces_what_its_own_layers_need(train: Train) -> None:
     """A layer and micro-batch takes 4 all-reduces of N, the embedding 1, and the head's input gradient 1."""
     cell_ = cell(tp=2, pp=2, accumulation=2, settings={"num_layers": 4, "pipeline_split": "3,1"})
-    for rank, outcome in enumerate(train_cell(cell_, corpus)):
+    for rank, outcome in enumerate(train(cell_)):
         stage, m, n = stage_of(cell_, rank), cell_.accumulation, tokens(cell_)
         numel = m * n * H * (4 * (3, 1)[stage] + 1) + (m * 3 * n if stage == 1 else 0)
         assert outcome.comm_bytes["tp"] == {"all_reduce": 2 * numel * BYTES // 2}

@@ -100,7 +100,7 @@ def full(outcomes: list[Outcome], kind: str) -> dict[str, Tensor]:
         ({"pp": 2, "tp": 2}, {"sequence_parallel": True}, (2, "layers.3.post_attention_norm.weight")),
         ({"pp": 2, "dp": 2}, {"stage": 2}, (2, WORDS)),  # the head's copy, on the last stage
         ({"pp": 4}, {"pipeline_schedule": "gpipe"}, (2, "layers.2.mlp.down.bias")),
-        ({"pp": 2, "tp": 2, "dp": 2}, {"stage": 3}, (7, "layers.3.mlp.up.weight")),
+        ({"pp": 2, "dp": 2}, {"stage": 3}, (3, "layers.3.mlp.up.weight")),
     ],
     ids=str,
 )
@@ -156,10 +156,9 @@ def test_a_scale_that_is_too_high_skips_everywhere(settings: dict[str, Any]) -> 
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (3, "fp16")])
-def test_every_rank_reports_the_same_to_the_bit(stage: int, precision: str) -> None:
+def test_every_rank_reports_the_same_to_the_bit() -> None:
     degrees = {"pp": 2, "tp": 2, "dp": 2}
-    outcomes = run_ranks(8, overflow_once, degrees, {"stage": stage, "precision": precision}, None, 3)
+    outcomes = run_ranks(8, overflow_once, degrees, {"stage": 3, "precision": "fp16"}, None, 3)
     assert all(outcome.reports == outcomes[0].reports for outcome in outcomes)
     assert len({row[1] for row in outcomes[0].reports}) == 3, "norms do change"
 

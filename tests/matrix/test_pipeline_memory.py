@@ -76,8 +76,8 @@ def activations(held: Held) -> int:
 
 @pytest.mark.gloo
 def test_gradients_of_stage_2_do_not_grow_with_micro_batches() -> None:
-    settings = {"pipeline_model_parallel_size": 2, "num_layers": 8, "pipeline_split": "4,4", "zero_stage": 2}
-    runs = [run_ranks(4, step_on_rank, 2, count, settings) for count in (2, 5)]
+    settings = {"pipeline_model_parallel_size": 2, "num_layers": 4, "pipeline_split": "2,2", "zero_stage": 2}
+    runs = [run_ranks(4, step_on_rank, 2, count, settings) for count in (2, 4)]
     for run in runs:
         for held, first in zip(run, runs[0], strict=True):
             assert held.peaks["gradients"] == first.peaks["gradients"]
@@ -119,7 +119,7 @@ def test_checkpoints_are_those_of_micro_batches_in_flight() -> None:
 def test_zero_bubble_holds_no_more_micro_batches_than_there_are_stages() -> None:
     """Micro-batches are held until their weight gradients, which later stages make at the end: p there, not p - s."""
     alone, plain = (four_stages(schedule, 1) for schedule in ("zero-bubble", "1f1b"))
-    split, longer = (four_stages("zero-bubble", count) for count in (MICRO_BATCHES, 2 * MICRO_BATCHES))
+    split, longer = (four_stages("zero-bubble", count) for count in (MICRO_BATCHES, MICRO_BATCHES + 3))
     for stage in range(STAGES):
         least = STAGES - stage
         one = alone[stage].peaks["activations"] + alone[stage].peaks["temporary"]
@@ -144,6 +144,6 @@ def test_nothing_of_a_step_stays(schedule: str, stage: int) -> None:
 
 @pytest.mark.gloo
 def test_messages_do_not_pile_up() -> None:
-    """Twice the micro-batches have the same peak: a sent message is released once its receipt is proven."""
-    few, many = (four_stages("1f1b", count) for count in (MICRO_BATCHES, 2 * MICRO_BATCHES))
+    """More micro-batches have the same peak: a sent message is released once its receipt is proven."""
+    few, many = (four_stages("1f1b", count) for count in (MICRO_BATCHES, MICRO_BATCHES + 3))
     assert [held.peak_bytes for held in many] == [held.peak_bytes for held in few]

@@ -13,13 +13,13 @@ from support.training import max_relative
 from megazero.checkpoint.reader import open_checkpoint
 
 BOUND = 1e-9
-PART, STEPS = 2, 6
+PART, STEPS = 1, 3
 SETTINGS = {
     "num_layers": 4,
     "global_batch_size": 8,
     "train_iters": STEPS,
     "lr_decay_style": "cosine",
-    "lr_warmup_iters": 2,
+    "lr_warmup_iters": 1,
     "clip_grad": 0.5,
     "weight_decay": 0.1,
 }

@@ -173,9 +173,10 @@ def verified(layout: Layout, fault: Fault | None = None, steps: int = 2) -> Repo
     ids=str,
 )
 def test_sound_layouts_agree(layout: Layout) -> None:
-    report = verified(layout, steps=3)
+    steps = 3 if layout.settings["zero_stage"] == 3 else 2  # the third gathers after the order of a whole step
+    report = verified(layout, steps=steps)
     assert report.agrees, "\n".join(report.lines())
-    assert [step.step for step in report.steps] == [1, 2, 3]
+    assert [step.step for step in report.steps] == list(range(1, steps + 1))
     num_parameters = NUM_PARAMETERS + ("untie_embeddings_and_output_weights" in layout.settings)
     assert {len(step.gradients) for step in report.steps} == {len(report.weights)} == {num_parameters}
     assert len(report.parameters) == num_parameters

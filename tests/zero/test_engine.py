@@ -34,10 +34,11 @@ def runs_of(options: Options) -> list[EngineRun]:
     return run_ranks(options.dp, train_engine, options)
 
 
+# Every stage with every number of ranks, and both with either number of micro-batches.
 CASES = [
     Options(stage=stage, dp=dp, accumulation=accumulation, bucket=bucket, overlap=overlap, units=units)
     for (stage, dp, accumulation), (bucket, overlap, units) in zip(
-        itertools.product((0, 1, 2, 3), (1, 2, 4), (1, 3)),
+        [(stage, dp, (1, 3)[(stage + place) % 2]) for stage in range(4) for place, dp in enumerate((1, 2, 4))],
         itertools.cycle(
             [(100, True, True), (1, False, True), (10_000, True, False), (33, False, False), (33, True, True)]
         ),
@@ -199,7 +200,7 @@ def test_works_may_finish_in_another_order_than_they_began(
     stage: int, plain: tuple[list[float], dict[str, torch.Tensor]]
 ) -> None:
     norms, parameters = plain
-    for seed in range(3):
+    for seed in range(2):
         for run in runs_of(Options(stage=stage, dp=2, accumulation=2, bucket=33, seed=seed)):
             torch.testing.assert_close(run.norms, norms, rtol=1e-11, atol=0)
             for name, value in parameters.items():

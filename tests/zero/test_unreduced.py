@@ -65,19 +65,18 @@ def test_kept_gradients_are_those_of_plain_autograd(
     dp: int, precision: str, in_fp32: bool, tolerance: float, stage: int
 ) -> None:
     settings = {"precision": precision, "accumulate_allreduce_grads_in_fp32": in_fp32, "zero_stage": stage}
-    for accumulation, bucket in ((1, 900), (3, 10_000)):
-        found = gradients_of(dp, accumulation, reduce_bucket_size=bucket, **settings)
-        assert_equal(found, expected(MICRO_BATCH * dp * accumulation, precision=precision), tolerance)
+    accumulation, bucket = (1, 900) if (stage + dp + (precision == "fp32") + in_fp32) % 2 else (3, 10_000)
+    found = gradients_of(dp, accumulation, reduce_bucket_size=bucket, **settings)
+    assert_equal(found, expected(MICRO_BATCH * dp * accumulation, precision=precision), tolerance)
 
 
 @pytest.mark.parametrize("untied", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
 def test_weights_may_span_buckets_and_ends_may_be_untied(stage: int, untied: bool) -> None:
-    for bucket in (100, 10_000):
-        settings = {"untie_embeddings_and_output_weights": untied}
-        found = gradients_of(2, 2, reduce_bucket_size=bucket, zero_stage=stage, **settings)
-        assert ("head.weight" in found) == untied
-        assert_equal(found, expected(MICRO_BATCH * 4, **settings), EXACT)
+    settings = {"untie_embeddings_and_output_weights": untied}
+    found = gradients_of(2, 2, reduce_bucket_size=100, zero_stage=stage, **settings)
+    assert ("head.weight" in found) == untied
+    assert_equal(found, expected(MICRO_BATCH * 4, **settings), EXACT)
 
 
 @pytest.mark.parametrize(
@@ -187,8 +186,8 @@ def test_a_weight_that_is_not_used_has_no_gradient(stage: int, skipped: tuple[in
         for name, gradient in part.items():
             wanted[name] += gradient / 3
     assert (wanted["layers.1.mlp.up.weight"].abs().sum() == 0) == (len(skipped) == 3)
-    for bucket in (100, 10_000):
-        assert_equal(whole_gradients(run_ranks(2, skipping, stage, bucket, skipped)), wanted, EXACT)
+    bucket = 100 if len(skipped) == 3 else 10_000
+    assert_equal(whole_gradients(run_ranks(2, skipping, stage, bucket, skipped)), wanted, EXACT)
 
 
 def asking_for_others(rank: int, stage: int) -> Kept:
