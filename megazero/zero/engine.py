@@ -35,6 +35,7 @@ from megazero.zero.layout import (
     Slot,
     build_layout,
     choose_persistent,
+    join_small_units,
 )
 from megazero.zero.module_apply import gather_around_apply, restore_apply
 from megazero.zero.plan import Lifetime, ModelStateBytes, Placement, ZeroPlan
@@ -45,6 +46,9 @@ from megazero.zero.shards import FirstValue, Shards, value_of_parameter
 from megazero.zero.sums import GradientSums
 from megazero.zero.update import LocalNorms, OptimizerNumbers, Piece, ShardUpdate
 from megazero.zero.written import WrittenParameters
+
+# The most elements of units that are laid out together where a user's modules are the units: 4 MiB in fp32.
+_JOINED_NUMEL = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -96,8 +100,11 @@ def plan_layout(
         Slot(spec, parameter.dtype, spec.name not in persistent, settings.optimizer.group_of(spec, parameter))
         for spec, parameter in named_specs(model)
     ]
-    bucket_numel = min(zero.reduce_bucket_size, zero.allgather_bucket_size)
-    return build_layout(units, slots, LayoutRules(partitions, bucket_numel))
+    return build_layout(units, slots, LayoutRules(partitions, _bucket_numel(zero)))
+
+
+def _bucket_numel(zero: ZeroConfig) -> int:
+    return min(zero.reduce_bucket_size, zero.allgather_bucket_size)
 
 
 class Engine:
@@ -130,8 +137,11 @@ class Engine:
         axis = mesh.axis("dp")
         self._parameters = dict(model.named_parameters())
         self._coordinates = {axis: mesh.coordinate(axis) for axis in ("tp", ENDS)}
-        self.layout = plan_layout(model, units, axis.size, plan, settings)
         self.units = tuple(units)
+        if settings.serves_user_code and plan.parameter.placement is Placement.REPLICATED:
+            numel = {name: parameter.numel() for name, parameter in self._parameters.items()}
+            units = join_small_units(units, numel, min(_JOINED_NUMEL, _bucket_numel(settings.zero)))
+        self.layout = plan_layout(model, units, axis.size, plan, settings)
         self._units_of: dict[int, set[str]] = {}  # by part
         consumers: dict[nn.Module, list[str]] = {}
         for unit in units:
