@@ -25,7 +25,12 @@ JUDGED_BY_FIRST_LOSS = ("floor",)
 BASES = ("ddp", "eager")
 _ONE_OR_TWO = ("zero1-torch", "deepspeed-1", "deepspeed-2", MEGATRON[1])
 PEERS: Mapping[str, tuple[str, ...]] = {
+    "library": ALONE[:2],
     "megazero": ALONE[:2],
+    "library-0": ("ddp", "ddp-view"),
+    "library-1": _ONE_OR_TWO,
+    "library-2": _ONE_OR_TWO,
+    "library-3": ("fsdp2",),
     "megazero-0": ("ddp", MEGATRON[0]),
     "megazero-1": _ONE_OR_TWO,
     "megazero-2": _ONE_OR_TWO,

@@ -1,11 +1,11 @@
 """The systems that `compare.py` compares: megazero and others, each training the same GPT on the same tokens.
 
-A system is made by `make(name, place, work)` on every process of its job.  Systems other than megazero train
+A system is made by `make(name, place, work)` on every process of its job.  Systems other than megazero's run train
 `plain_gpt.py` with torch's fused AdamW, but for Megatron-core, which has a GPT of its own (`megatron_gpt.py`); the
-record has the settings of each.  In bf16 megazero keeps parameters and gradients in bf16 beside fp32 master weights,
-and so do DeepSpeed by its `bf16.enabled` and Megatron-core, but with fp32 gradients, as in Megatron-LM; FSDP2 keeps
-fp32 shards, gathers and reduces in bf16 (`MixedPrecisionPolicy`); plain, compiled and DistributedDataParallel's models
-keep fp32 and compute under autocast.
+record has the settings of each.  `library` is `megazero.initialize` around that model.  In bf16 megazero keeps
+parameters and gradients in bf16 beside fp32 master weights, and so do DeepSpeed by its `bf16.enabled` and
+Megatron-core, but with fp32 gradients, as in Megatron-LM; FSDP2 keeps fp32 shards, gathers and reduces in bf16
+(`MixedPrecisionPolicy`); plain, compiled and DistributedDataParallel's models keep fp32 and compute under autocast.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,13 +31,15 @@ from torch.utils._pytree import tree_leaves
 from megazero.config.model import ModelConfig
 from megazero.data.loader import BatchLayout, MicroBatch, StepBatch, build_step_batch
 from megazero.data.mock import MockSamples
+from megazero.library.initialize import initialize
+from megazero.zero.engine import Engine
 
 SEED = 1
 PLAIN = "plain"
 # Megatron-core without ZeRO, and in stage 1.
 MEGATRON = ("megatron-core", "megatron-core-1")
-# The systems of one process, and of several; megazero-K is ZeRO stage K, and so is deepspeed-K.
-ALONE = ("eager", "compiled", "megazero")
+# The systems of one process, and of several; megazero-K is ZeRO stage K, and so are library-K and deepspeed-K.
+ALONE = ("eager", "compiled", "library", "megazero")
 TOGETHER = (
     "floor",
     "ddp",
@@ -47,6 +49,7 @@ TOGETHER = (
     "fsdp2-keep",
     *(f"deepspeed-{stage}" for stage in range(4)),
     *MEGATRON,
+    *(f"library-{stage}" for stage in range(4)),
     *(f"megazero-{stage}" for stage in range(4)),
 )
 # The package that a system needs beside torch and megazero.
@@ -144,6 +147,8 @@ def make(name: str, place: Place, work: Work) -> System:
     if family == "fsdp2":
         return _fsdp2(place, work, reshards=rest != "keep")
     model = plain_gpt(work.model, SEED, place.device)
+    if family == "library":
+        return _library(int(rest or 0), model, place, work)
     if name == "compiled":
         return _plain(torch.compile(model), adamw(model, LR), place, work, model="torch.compile with its defaults")
     if name in ("eager", "floor", PLAIN):
@@ -165,14 +170,35 @@ def _megazero(stage: str, place: Place, work: Work) -> System:
         **({"zero_stage": stage} if stage else {}),
     }
     steps = Steps(configuration(flags, work.world_size), place)
-    return System(steps.take, _EngineStates(steps), {"flags": flags}, metadata.version("megazero"))
+    return System(steps.take, _EngineStates(steps.core.engine), {"flags": flags}, metadata.version("megazero"))
+
+
+def _library(stage: int, model: nn.Module, place: Place, work: Work) -> System:
+    """Make megazero's engine for a training loop of the user's, with its defaults and torch's optimizer."""
+    config = {
+        "train_micro_batch_size_per_gpu": work.micro_batch_size,
+        "zero": {"zero_stage": stage},
+        "precision": {"precision": work.precision},
+        "gradient_clipping": CLIP,
+    }
+    engine = initialize(model, config, optimizer=adamw(model, LR))
+
+    def step(batch: StepBatch) -> float:
+        [part] = batch.micro_batches
+        loss = engine(*_sent(part, place.device))
+        engine.backward(loss)
+        engine.step()
+        return float(loss.item())
+
+    settings = {"config": config, "optimizer": "torch.optim.AdamW(fused=True)"}
+    return System(step, _EngineStates(engine.zero_engine), settings, metadata.version("megazero"))
 
 
 class _EngineStates:
     """The model states that megazero's engine reports."""
 
-    def __init__(self, steps: Steps) -> None:
-        self._engine = steps.core.engine
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
 
     def begin(self) -> None:
         """Do nothing, since the engine reports them at any time."""

@@ -1,7 +1,8 @@
 """Divides any module into units, whose parameters are gathered and released together, if the model defines none.
 
-A *block* is an element of an `nn.ModuleList` or `nn.Sequential` that is not cut further: it has a forward, and holds no
-list of its own with two or more elements that have parameters.  The parameters of a block are one unit.  Outside of
+A *block* is an element of an `nn.ModuleList` or `nn.Sequential`, or one of an `nn.ModuleDict` that has modules inside,
+that is not cut further: it has a forward, and holds no list of its own with two or more such elements that have
+parameters.  The parameters of a block are one unit.  Outside of
 blocks every module with parameters of its own is a unit; parameters that several modules share are a unit too, since
 they are used in several places.  The *consumers* of a unit are the modules whose forwards read it.
 
@@ -80,8 +81,9 @@ def _owners(model: nn.Module) -> Mapping[nn.Parameter, tuple[nn.Module, ...]]:
 
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the blocks in the model, none of which is part of another one."""
+    elements = set(_elements(model))
     for module in model.children():
-        if isinstance(model, nn.ModuleList | nn.Sequential) and not _is_cut_further(module):
+        if module in elements and not _is_cut_further(module):
             yield module
         else:
             yield from _blocks(module)
@@ -90,8 +92,17 @@ def _blocks(model: nn.Module) -> Iterator[nn.Module]:
 def _is_cut_further(module: nn.Module) -> bool:
     if type(module).forward is nn.Module.forward:  # a list of lists, which has no forward of its own
         return True
-    lists = (part for part in module.modules() if isinstance(part, nn.ModuleList | nn.Sequential))
-    return any(sum(1 for element in part if _has_parameters(element)) > 1 for part in lists)
+    return any(sum(map(_has_parameters, _elements(part))) > 1 for part in module.modules())
+
+
+def _elements(module: nn.Module) -> list[nn.Module]:
+    """Return the elements of a list of blocks; none of another module.
+
+    Dictionaries often hold a block's layers by name, so one without modules inside is no block.
+    """
+    if isinstance(module, nn.ModuleDict):
+        return [element for element in module.values() if next(element.children(), None) is not None]
+    return list(module) if isinstance(module, nn.ModuleList | nn.Sequential) else []
 
 
 def _has_parameters(module: nn.Module) -> bool:

@@ -54,7 +54,6 @@ class BackwardPasses:
         self._holds_gradients = False
         self._awaits_pass = True  # False from the end of a pass to the next forward
         self._is_explicit = self._is_armed = self._is_begun = self._is_scaled = False
-        self._accumulated: dict[str, Tensor] = {}  # gradients of earlier passes, to which autograd adds in place
         self._aside: dict[str, Tensor | None] | None = None  # `.grad`s while another engine's pass walks through
         self._was_walked_through = False  # by another engine's pass, since the last step
         self._step_was_early = False  # since the last pass, a step was called that awaits more of them
@@ -87,7 +86,6 @@ class BackwardPasses:
         self.count, self._holds_gradients, self._awaits_pass = 0, False, True
         self.num_since_step, self._is_complete = 0, False
         self._was_walked_through = self._step_was_early = False
-        self._accumulated = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
 
     @property
     def is_boundary(self) -> bool:
@@ -237,9 +235,6 @@ class BackwardPasses:
             self._arm()
             self._begin_plain()
             self._is_begun = True
-        accumulated, parameter = self._accumulated.get(name), self._parameters[name]
-        if accumulated is not None and parameter.grad is not accumulated:
-            _restore_accumulated(parameter, accumulated)
 
     def _begin_plain(self) -> None:
         """Begin a pass that `loss.backward()` has started.
@@ -266,9 +261,8 @@ class BackwardPasses:
 
     def _clear_gradients(self) -> None:
         self._end_walk_through()
-        for name, parameter in self._parameters.items():
-            if name not in self._accumulated:
-                parameter.grad = None
+        for parameter in self._parameters.values():
+            parameter.grad = None
 
     def _is_walked_through(self) -> bool:
         """Return True if another engine's `backward(loss)` is running."""
@@ -290,7 +284,7 @@ class BackwardPasses:
         if self._aside is None:
             if self._engine.accumulates_in_grad:
                 self._undo(name)
-            self._parameters[name].grad = self._accumulated.get(name)
+            self._parameters[name].grad = None
             self._set_aside()
         self._parameters[name].grad = None
 
@@ -303,9 +297,6 @@ class BackwardPasses:
             legal = "engine.zero_grad() or engine.step() before it, or a call of the whole model"
             self.discard()
             raise UsageError(Problem(given, rule, legal))
-        if name in self._accumulated:
-            with torch._C.DisableTorchFunctionSubclass():
-                self._accumulated[name].zero_()
 
     def _end_walk_through(self) -> None:
         """Put back what was set aside when a pass of another engine began to walk through this model."""
@@ -313,7 +304,7 @@ class BackwardPasses:
         if aside is None:
             return
         for name, gradient in aside.items():
-            self._parameters[name].grad = self._accumulated.get(name, gradient)
+            self._parameters[name].grad = gradient
         self._was_walked_through = True
         self._engine.end_walk(ends_pass=True)
         self._engine.guard_gradients()
@@ -362,19 +353,3 @@ class BackwardPasses:
 def _running_owner() -> object:
     """Return the passes of the engine whose `backward(loss)` is running, also in threads of autograd; else None."""
     return torch._C._get_obj_in_tls(_OWNER) if torch._C._is_key_in_tls(_OWNER) else None
-
-
-def _restore_accumulated(parameter: nn.Parameter, accumulated: Tensor) -> None:
-    """Add a new gradient to the accumulated one, and make that the parameter's gradient again.
-
-    Autograd makes a new tensor if the user's zero_grad() has set the gradient to None.  With create_graph it changes
-    nothing in place, and the new tensor is the sum already.
-    """
-    assert parameter.grad is not None, "autograd has just made it"
-    gradient = parameter.grad.detach()
-    with torch._C.DisableTorchFunctionSubclass():
-        if torch.is_grad_enabled():
-            accumulated.copy_(gradient)
-        else:
-            accumulated.add_(gradient)
-    parameter.grad = accumulated

@@ -60,6 +60,8 @@ class ParamSpec:
     writes_gradient: whether every use of it writes its gradient into the slot that is attached (`gradient_slot.py`).
     trainable:    False for a frozen parameter.
     arrives_with_block: whether autograd gets its gradient at once with those of its whole block, which is compiled.
+    arrives_alone: whether its gradient is copied, or added, from autograd's own tensor to where it is stored.  That
+                  costs less than zeros there to which autograd adds.
     """
 
     name: str
@@ -73,11 +75,12 @@ class ParamSpec:
     trainable: bool = True
     init: Init = Init()
     arrives_with_block: bool = False
+    arrives_alone: bool = False
 
     @property
     def accumulates_in_place(self) -> bool:
         """True if autograd itself adds the gradient to where it is stored."""
-        return not (self.writes_gradient or self.arrives_with_block)
+        return not (self.writes_gradient or self.arrives_with_block or self.arrives_alone)
 
     @cached_property
     def numel(self) -> int:

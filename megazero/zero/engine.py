@@ -6,7 +6,7 @@ nowhere but in the plan.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import NamedTuple
@@ -35,6 +35,7 @@ from megazero.zero.layout import (
     Slot,
     build_layout,
     choose_persistent,
+    join_small_units,
 )
 from megazero.zero.module_apply import gather_around_apply, restore_apply
 from megazero.zero.plan import Lifetime, ModelStateBytes, Placement, ZeroPlan
@@ -45,6 +46,9 @@ from megazero.zero.shards import FirstValue, Shards, value_of_parameter
 from megazero.zero.sums import GradientSums
 from megazero.zero.update import LocalNorms, OptimizerNumbers, Piece, ShardUpdate
 from megazero.zero.written import WrittenParameters
+
+# The most elements of units that are laid out together where a user's modules are the units: 4 MiB in fp32.
+_JOINED_NUMEL = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -93,11 +97,19 @@ def plan_layout(
             specs, smaller_than=zero.param_persistence_threshold, total=zero.model_persistence_threshold
         )
     slots = [
-        Slot(spec, parameter.dtype, spec.name not in persistent, settings.optimizer.group_of(spec, parameter))
+        Slot(
+            replace(spec, arrives_alone=settings.serves_user_code and spec.accumulates_in_place),
+            parameter.dtype,
+            spec.name not in persistent,
+            settings.optimizer.group_of(spec, parameter),
+        )
         for spec, parameter in named_specs(model)
     ]
-    bucket_numel = min(zero.reduce_bucket_size, zero.allgather_bucket_size)
-    return build_layout(units, slots, LayoutRules(partitions, bucket_numel))
+    return build_layout(units, slots, LayoutRules(partitions, _bucket_numel(zero)))
+
+
+def _bucket_numel(zero: ZeroConfig) -> int:
+    return min(zero.reduce_bucket_size, zero.allgather_bucket_size)
 
 
 class Engine:
@@ -130,8 +142,11 @@ class Engine:
         axis = mesh.axis("dp")
         self._parameters = dict(model.named_parameters())
         self._coordinates = {axis: mesh.coordinate(axis) for axis in ("tp", ENDS)}
-        self.layout = plan_layout(model, units, axis.size, plan, settings)
         self.units = tuple(units)
+        if settings.serves_user_code and plan.parameter.placement is Placement.REPLICATED:
+            numel = {name: parameter.numel() for name, parameter in self._parameters.items()}
+            units = join_small_units(units, numel, min(_JOINED_NUMEL, _bucket_numel(settings.zero)))
+        self.layout = plan_layout(model, units, axis.size, plan, settings)
         self._units_of: dict[int, set[str]] = {}  # by part
         consumers: dict[nn.Module, list[str]] = {}
         for unit in units:
@@ -227,7 +242,7 @@ class Engine:
 
     def guard_gradients(self) -> None:
         """Let guards stand in `.grad` between two passes, wherever a pass has put something else."""
-        if self._guards is not None and self._has_accumulated and (self.has_gradients or not self._guards.is_in_place):
+        if self._guards is not None and self._has_accumulated:
             self._guards.put(at_end=self.has_gradients)
 
     def gradient_touched(self, name: str, call: str) -> None:
@@ -279,8 +294,8 @@ class Engine:
 
     @property
     def accumulates_in_grad(self) -> bool:
-        """True if autograd adds the gradients of a step's passes up in `.grad`."""
-        return self.plan.gradient.lifetime is not Lifetime.LEASED
+        """True if autograd would add a new gradient to those of the step, since they stand in `.grad`."""
+        return self.plan.gradient.lifetime is Lifetime.LOOSE or self.has_whole_gradients
 
     @property
     def _are_whole(self) -> bool:
@@ -291,13 +306,8 @@ class Engine:
         slots = (slot for section, slot in self._slots.values() if section.trainable)
         names = [slot.spec.name for slot in slots if not slot.spec.writes_gradient]
         parameters = {name: self._parameters[name] for name in names}
-        is_resident = self.plan.gradient.lifetime is Lifetime.RESIDENT
-        in_place = {name: self._shards.resident_gradient_of(name) for name in names} if is_resident else {}
         whole = {name: self._shards.whole_gradient_of(name) for name in names} if self._are_whole else {}
-        guards = GradientGuards(parameters, self, in_place=in_place, whole=whole)
-        if is_resident:
-            self._shards.guard_gradients(guards.between)
-        return guards
+        return GradientGuards(parameters, self, whole=whole)
 
     def _average_gradients(self) -> None:
         self.finish_reductions()
@@ -474,8 +484,9 @@ class Engine:
         lifetime = self.plan.gradient.lifetime
         if lifetime is Lifetime.LEASED:  # reduced in every pass
             return GradientSoFar(list(self.pieces(name, "gradient")), 1.0, axes)
+        found: Tensor | None
         if lifetime is Lifetime.RESIDENT:
-            found: Tensor | None = self._shards.resident_gradient_of(name)
+            found = self._shards.resident_gradient_of(name) if name in self._reducer.present else None
         else:
             found = self._parameters[name].grad if self._guards is None else self._guards.accumulated(name)
         pieces = [] if found is None else [Piece(0, slot.spec.numel, found.detach().reshape(-1))]
@@ -587,8 +598,9 @@ class Engine:
 
     def _gradient_ready(self, name: str, parameter: Tensor) -> None:
         self._flight.unit = name
-        if parameter.grad is not None:
-            self.settings.ledger.tag(parameter.grad, "gradients")
-        self._reducer.gradient_ready(name)
+        with torch._C.DisableTorchFunctionSubclass():  # a partitioned parameter would take a microsecond each time
+            if (gradient := parameter.grad) is not None:
+                self.settings.ledger.tag(gradient, "gradients")
+            self._reducer.gradient_ready(name)
         if self._gather.is_needed:
             self._gather.gradient_ready(name)

@@ -6,8 +6,8 @@ sums into averages on the first touch and from then on the tensor is an ordinary
 reads `.grad` pays nothing.  Elsewhere a touch is an error that names the remedy, where clip_grad_norm_ would find no
 gradients and return 0.0.
 
-Where gradients have no memory of their own, the guard is a sparse tensor without elements.  Autograd adds to it out of
-place, so what it leaves in `.grad` is the new gradient.
+Between two passes the guard is a sparse tensor without elements.  Autograd adds to it out of place, so what it leaves
+in `.grad` is the new gradient.
 """
 
 from collections.abc import Callable, Mapping
@@ -88,25 +88,21 @@ class GradientGuards:
         parameters: Mapping[str, nn.Parameter],
         owner: GradientOwner,
         *,
-        in_place: Mapping[str, Tensor],
         whole: Mapping[str, Tensor],
     ) -> None:
-        """Make the guards.
+        """Make the guards, which make way in a pass.
 
-        in_place: by parameter, the memory to which autograd adds in every pass; without it guards make way in a pass.
         whole: the memory of gradients that are whole on this rank at the end of a step, empty where none are.
         """
         self._parameters = parameters
         self._owner = owner
         self._kept: dict[str, Tensor] = {}  # gradients that accumulate in tensors of torch's own
         self.whole = whole
-        self.is_in_place = bool(in_place)
-        """True if guards are never removed."""
-        placed = in_place or {name: self._placeholder(parameter) for name, parameter in parameters.items()}
+        placed = {name: self._placeholder(parameter) for name, parameter in parameters.items()}
         self.between: Mapping[str, Tensor] = {name: self._wrap(name, memory) for name, memory in placed.items()}
         """The guards between two passes of a step."""
         at_end = {name: self._wrap(name, memory) for name, memory in whole.items()}
-        self._at_end = self.between if in_place else at_end or self.between
+        self._at_end = at_end or self.between
 
     def _wrap(self, name: str, memory: Tensor) -> GuardedGradient:
         guard = torch.Tensor._make_subclass(GuardedGradient, memory)
@@ -129,10 +125,9 @@ class GradientGuards:
         """Take the guards away, with all that has accumulated, before a step."""
         self._kept.clear()
         self._move_back()
-        if not self.is_in_place:
-            with torch._C.DisableTorchFunctionSubclass():
-                for parameter in self._parameters.values():
-                    parameter.grad = None
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in self._parameters.values():
+                parameter.grad = None
 
     def accumulated(self, name: str) -> Tensor | None:
         """Return what autograd has added up for a parameter between two passes, if it lies in torch's own tensors."""
@@ -140,8 +135,6 @@ class GradientGuards:
 
     def remove(self) -> None:
         """Take the guards away for a pass, whose first gradient may have come already."""
-        if self.is_in_place:
-            return
         with torch._C.DisableTorchFunctionSubclass():
             for name, parameter in self._parameters.items():
                 kept, gradient = self._kept.pop(name, None), parameter.grad

@@ -209,6 +209,27 @@ def build_layout(units: Sequence[Unit], parameters: Iterable[Slot], rules: Layou
     return FlatLayout(rules, tuple(sections))
 
 
+def join_small_units(units: Sequence[Unit], numel: Mapping[str, int], most: int) -> list[Unit]:
+    """Join neighbouring units of a part as long as they have at most `most` elements together.
+
+    Where every rank has whole parameters, a unit decides only what one message moves and one update covers, and each of
+    them costs the same time however few elements it has.  numel: elements by parameter.
+    """
+    joined: list[Unit] = []
+    sizes: list[int] = []
+    for unit in units:
+        size = sum(numel[name] for name in unit.parameters)
+        if joined and joined[-1].part == unit.part and sizes[-1] + size <= most:
+            last = joined[-1]
+            parameters, consumers = (*last.parameters, *unit.parameters), (*last.consumers, *unit.consumers)
+            joined[-1] = last._replace(parameters=parameters, consumers=tuple(dict.fromkeys(consumers)))
+            sizes[-1] += size
+        else:
+            joined.append(unit)
+            sizes.append(size)
+    return joined
+
+
 def choose_persistent(specs: Iterable[ParamSpec], *, smaller_than: int, total: int) -> set[str]:
     """Return the names of the parameters that stay whole on every rank though others are partitioned.
 

@@ -69,7 +69,6 @@ class Shards:
         owned = sum(self.owned(bucket).numel for bucket in layout.trainable_buckets)
         self.gradient_arena = self._make_gradient_arena(owned) if gradients_in_arena else None
         self._resident_views: dict[str, Tensor] = {}
-        self._presets: dict[str, Tensor] = {}  # what stands in `.grad`: those views, or guards over them
         self._resident_gradients = self._make_resident_gradients()
         self._gradient_shard = self._zero_gradients(0 if self._is_resident else owned)
         self._master = self._empty(owned, plan.optimizer.dtype) if plan.has_separate_master else None
@@ -120,12 +119,6 @@ class Shards:
     def resident_gradient_of(self, name: str) -> Tensor:
         """Return a parameter's unreduced gradient, a view in its shape."""
         return self._resident_views[name]
-
-    def guard_gradients(self, guards: Mapping[str, Tensor]) -> None:
-        """Let these tensors, by parameter, stand in `.grad` instead of the views of resident gradients."""
-        self._presets.update(guards)
-        for index in self._resident_gradients:
-            self._preset_gradients(self.layout.sections[index])
 
     def whole_gradient_of(self, name: str) -> Tensor:
         """Return a parameter's gradient after reduction, a view in its shape, where every rank has all of it."""
@@ -293,7 +286,7 @@ class Shards:
                 for slot in section.slots:
                     shape = self._parameters[slot.spec.name].shape
                     view = flat[slot.start : slot.stop].view(shape)
-                    self._resident_views[slot.spec.name] = self._presets[slot.spec.name] = view
+                    self._resident_views[slot.spec.name] = view
                 self._preset_gradients(section)
             elif row.lifetime is Lifetime.LOOSE:
                 self._set_gradient_dtype(section, row.dtype)
@@ -303,7 +296,7 @@ class Shards:
         """Set every `.grad` that autograd fills to its view, since autograd adds in place where a `.grad` exists."""
         self._set_gradient_dtype(section, self.plan.gradient.dtype)
         for slot in section.slots:
-            parameter, preset = self._parameters[slot.spec.name], self._presets[slot.spec.name]
+            parameter, preset = self._parameters[slot.spec.name], self._resident_views[slot.spec.name]
             wanted = preset if slot.spec.accumulates_in_place else None
             if parameter.grad is not wanted and (wanted is None or may_have(parameter, wanted)):
                 parameter.grad = wanted

@@ -1,6 +1,7 @@
 """Storage of gradients until they have been reduced; the plan chooses one of three.
 
-    resident   gradients accumulate in full flat tensors; reduced in place at the accumulation boundary
+    resident   gradients accumulate in full flat tensors, where autograd adds them or to which they are copied; reduced
+               in place at the accumulation boundary
     leased     gradients are copied into a constant-size buffer and dropped, reduced in every micro-batch, and the
                reduced slices accumulate in this rank's shard (ZeRO, section 5.2)
     loose      gradients accumulate where autograd puts them, and are treated as leased ones at the boundary
@@ -48,6 +49,9 @@ class UnreducedGradients(Protocol):
     def close(self, bucket: Bucket, missing: set[str]) -> Tensor:
         """Return the bucket's gradients [numel] in the wire's dtype, zeros for `missing`, ready to be reduced."""
 
+    def destination(self, bucket: Bucket, within: Range, sent: Tensor) -> Tensor:
+        """Return memory [numel of within] for a reduction's sums, which `finish` stores: `sent`, or another."""
+
     def finish(self, bucket: Bucket, within: Range, reduced: Tensor) -> None:
         """Store the sums of the oldest reduction, `reduced` [numel of within]."""
 
@@ -68,10 +72,12 @@ class ResidentGradients:
         self._converts = shards.plan.gradient_wire != shards.plan.gradient.dtype
         self._sent: deque[Lease] = deque()
         self._written: set[str] = set()  # parameters whose slot has been written in this step
+        self._alone: set[str] = set()  # parameters whose gradients are moved here one by one
         self._block_sizes: dict[str, int] = {}  # parameters of a compiled block: how many of them arrive together
         for section in shards.layout.sections:
             together = [slot.spec.name for slot in section.slots if slot.spec.arrives_with_block]
             self._block_sizes |= dict.fromkeys(together, len(together))
+            self._alone.update(slot.spec.name for slot in section.slots if slot.spec.arrives_alone)
         self._arrived: dict[str, None] = {}  # those whose gradient autograd has, in order
 
     def begin_step(self) -> None:
@@ -88,7 +94,9 @@ class ResidentGradients:
         return last_micro_batch
 
     def arrive(self, name: str) -> None:
-        if name in self._block_sizes:
+        if name in self._alone:
+            self._move(name)
+        elif name in self._block_sizes:
             self._arrived[name] = None
             if len(self._arrived) >= self._block_sizes[name]:
                 self._add_arrived()
@@ -124,6 +132,14 @@ class ResidentGradients:
         self._sent.append(self._buffers.lease(bucket.numel, self._shards.plan.gradient_wire))
         return self._sent[-1].tensor.copy_(whole)
 
+    def _move(self, name: str) -> None:
+        """Move the gradient that autograd has just made to the slot."""
+        parameter = self._parameters[name]
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is not None:  # else it was another engine's
+            add_to(self._shards.resident_gradient_of(name), gradient.detach(), is_first=name not in self._written)
+            self._written.add(name)
+
     def _complete(self, name: str) -> None:
         """Add the gradient that autograd computed beside the layer's to the slot; if there is neither, write zeros."""
         gradient, self._parameters[name].grad = self._parameters[name].grad, None
@@ -131,6 +147,9 @@ class ResidentGradients:
         if gradient is not None or not is_written:
             tensor, is_first = self.gradient_slot(name)
             add_to(tensor, tensor.new_zeros(()) if gradient is None else gradient, is_first=is_first)
+
+    def destination(self, bucket: Bucket, within: Range, sent: Tensor) -> Tensor:
+        return sent
 
     def finish(self, bucket: Bucket, within: Range, reduced: Tensor) -> None:
         if self._converts:
@@ -166,6 +185,7 @@ class LeasedGradients:
         self._open: dict[int, Lease] = {}  # being filled, by bucket
         self._sent: deque[Lease] = deque()  # being reduced, oldest first: the next micro-batch may fill a bucket anew
         self._has_sum: set[int] = set()  # buckets whose shard already holds earlier micro-batches
+        self._direct: set[int] = set()  # buckets whose first sums are being written to the shard itself
         self._written: dict[int, set[str]] = {}  # parameters whose gradient is in the buffer already, by bucket
         buckets_of = shards.layout.buckets_of
         self._last_buckets = {name: buckets[0].index for name, buckets in buckets_of.items()}
@@ -217,13 +237,23 @@ class LeasedGradients:
         self._sent.append(self._open.pop(bucket.index))
         return self._sent[-1].tensor
 
+    def destination(self, bucket: Bucket, within: Range, sent: Tensor) -> Tensor:
+        """Return the shard's own memory for a step's first sums, unless a conversion comes between."""
+        target = self._shards.reduced_gradient(bucket, within)
+        is_first = bucket.index not in self._has_sum and bucket.index not in self._direct
+        if not is_first or target.dtype != sent.dtype:
+            return sent
+        self._direct.add(bucket.index)
+        return target
+
     def finish(self, bucket: Bucket, within: Range, reduced: Tensor) -> None:
         target = self._shards.reduced_gradient(bucket, within)
         if bucket.index in self._has_sum:
             target.add_(reduced)
-        else:
+        elif bucket.index not in self._direct:
             target.copy_(reduced)
-            self._has_sum.add(bucket.index)
+        self._direct.discard(bucket.index)
+        self._has_sum.add(bucket.index)
         self._sent.popleft().release()
 
     def reset(self) -> None:

@@ -127,7 +127,8 @@ def test_what_is_missing_or_fails_is_told() -> None:
 
 
 def test_options(capsys: pytest.CaptureFixture[str]) -> None:
-    assert parse_arguments(["--world-size", "1"]).systems == list(systems_of(1)) == ["eager", "compiled", "megazero"]
+    alone = ["eager", "compiled", "library", "megazero"]
+    assert parse_arguments(["--world-size", "1"]).systems == list(systems_of(1)) == alone
     preset = work_of(parse_arguments(["--preset", "gpt2-124m", "--num-layers", "2"])).model
     assert (preset.num_layers, preset.hidden_size, preset.vocab_size, preset.hidden_dropout) == (2, 768, 50304, 0.0)
     assert threads(1) >= threads(2) >= threads(10_000) == 1
@@ -177,7 +178,7 @@ def test_traffic_is_counted_by_formula() -> None:
 @pytest.mark.gloo
 def test_the_program(tmp_path: Path) -> None:
     """All systems have the plain model's losses on real processes, and the record has the figures of every system."""
-    names = ["floor", "ddp", "fsdp2", "megazero-0", "megazero-3"]
+    names = ["floor", "ddp", "fsdp2", "library-0", "library-3", "megazero-0", "megazero-3"]
     words = [*TINY.split(), "--systems", *names, "--output", str(tmp_path / "out.md")]
     assert main(words) == 0
     made: dict[str, Any] = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
@@ -188,7 +189,7 @@ def test_the_program(tmp_path: Path) -> None:
             assert system["losses"] == pytest.approx(made["plain_losses"], rel=1e-5)
         assert system["peak_bytes"] > 0
     states = {name: system["state_bytes_per_parameter"] for name, system in made["systems"].items()}
-    expected = {"floor": 16, "ddp": 16, "fsdp2": 8, "megazero-0": 16, "megazero-3": 8}
+    expected = {"floor": 16, "ddp": 16, "fsdp2": 8, "library-0": 16, "library-3": 8, "megazero-0": 16, "megazero-3": 8}
     assert states == pytest.approx(expected, rel=0.05)
     sent = {name: system["sent_in_4p"] for name, system in made["systems"].items()}
     assert (
@@ -197,7 +198,7 @@ def test_the_program(tmp_path: Path) -> None:
         and sent["megazero-3"] == pytest.approx(1.5, abs=0.1)
     )
     assert set(made["ratios"]["to_base"]) == set(names)
-    assert set(made["ratios"]["to_best_peer"]) == {"megazero-0", "megazero-3"}
+    assert set(made["ratios"]["to_best_peer"]) == {"library-0", "library-3", "megazero-0", "megazero-3"}
     assert "| megazero-3 |" in (tmp_path / "out.md").read_text(encoding="utf-8")
 
 
@@ -227,11 +228,12 @@ def test_who_is_no_part_of_torch(package: str, precision: str, tmp_path: Path) -
 
 @pytest.mark.gloo
 def test_one_process(tmp_path: Path) -> None:
-    words = f"{TINY} --world-size 1 --systems eager megazero --time-limit 0 --rounds 9"
+    words = f"{TINY} --world-size 1 --systems eager library megazero --time-limit 0 --rounds 9"
     assert main([*words.split(), "--output", str(tmp_path / "out.md")]) == 0
     made = json.loads((tmp_path / "out.json").read_text())
     systems = made["systems"]
-    assert systems["megazero"]["losses"] == pytest.approx(systems["eager"]["losses"], rel=1e-5)
+    for name in ("library", "megazero"):
+        assert systems[name]["losses"] == pytest.approx(systems["eager"]["losses"], rel=1e-5)
     assert made["turns"] == 2, "a warm-up and what counts, whatever the limit"
 
 

@@ -97,6 +97,18 @@ def test_lists_of_lists_are_no_blocks() -> None:
     assert {unit: consumers for unit, (_, consumers) in table(grid).items()} == {"0.0": ["0.0"], "1.0.a": ["1.0.a"]}
 
 
+def test_elements_of_a_dictionary_are_blocks_if_modules_are_inside() -> None:
+    """A dictionary of layers in a block does not cut it, one of blocks does."""
+    inner = Block(4)
+    inner.mlp = nn.ModuleDict({"up": nn.Linear(4, 4), "down": nn.Linear(4, 4)})
+    layers = nn.ModuleDict({"0": inner, "1": Block(4), "act": nn.ReLU()})
+    model = nn.ModuleDict({"embed": nn.Embedding(5, 4), "layers": layers, "norm": nn.LayerNorm(4)})
+    assert {unit: consumers for unit, (_, consumers) in table(model).items()} == {
+        name: [name] for name in ("embed", "layers.0", "layers.1", "norm")
+    }
+    assert list(table(nn.ModuleList([nn.Sequential(layers)]))) == ["0.0.0", "0.0.1"]
+
+
 class Sharing(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -346,7 +346,7 @@ def test_a_loss_through_a_part_of_another_engine(stage: int) -> None:
     close(weights(judge), after_sgd((0, 1.0)))
     judge.backward(loss_of(judge, 1))
     loss = judge.module[0](batch(1)[:, :4] * generator(batch(1))).sum()
-    if stage < 2:
+    if stage == 0:
         with pytest.raises(UsageError, match="in the middle of a step"):
             generator.backward(loss)
         return

@@ -24,6 +24,7 @@ from megazero.zero.layout import (
     Slot,
     build_layout,
     choose_persistent,
+    join_small_units,
 )
 
 layout_file = megazero.zero.layout.__file__
@@ -113,6 +114,18 @@ def test_small_parameters_persist_as_long_as_they_fit() -> None:
     assert choose_persistent(specs, smaller_than=11, total=17) == {"a", "b"}, "two elements are left, none fits"
     assert choose_persistent(specs, smaller_than=11, total=9) == {"a", "c"}
     assert choose_persistent(specs, smaller_than=0, total=100) == set()
+
+
+def test_small_neighbours_are_joined() -> None:
+    """Units of one part are joined while they stay small; order, parameters and consumers are kept."""
+    shared, other = nn.ReLU(), nn.ReLU()
+    numel = {"a": 3, "b": 4, "c": 3, "big": 20, "d": 5, "e": 5, "f": 1}
+    consumers = {"a": (shared,), "b": (shared, other), "c": (other,)}
+    units = [Unit(name, (name,), consumers.get(name, ()), part=int(name == "f")) for name in numel]
+    joined = join_small_units(units, numel, 10)
+    assert [unit.parameters for unit in joined] == [("a", "b", "c"), ("big",), ("d", "e"), ("f",)]
+    assert [unit.name for unit in joined] == ["a", "big", "d", "f"] and joined[0].consumers == (shared, other)
+    assert join_small_units(units, numel, 0) == units
 
 
 def test_groups_of_an_optimizer_lie_side_by_side() -> None:
