@@ -53,6 +53,7 @@ def _between_borders(block: TransformerBlock) -> Iterator[tuple[nn.Module, str]]
     if not block.attention.draws:
         yield block.attention, "core"
     if block.adds_without_effects:
+        block.leave_biases()  # as compiled code their addition is no pass of its own
         yield block, "between"
         yield block, "add"
 

@@ -300,15 +300,21 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
         x, normed = self.between(x, self.attention(self.input_norm(x), sequences))
-        return self.add(x, self.mlp(normed))
+        return self.add(x, self.mlp(normed), self.mlp.down.left_bias)
+
+    def leave_biases(self) -> None:
+        """Have `between` and `add` add the biases that come after the collectives of several ranks."""
+        for layer in (self.attention.projection, self.mlp.down):
+            layer.leaves_bias = self._tp.communicator.size > 1
 
     def between(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Add the output of attention; return the sum, and the input of the feed-forward layers."""
-        x = self.add(x, y)
+        x = self.add(x, y, self.attention.projection.left_bias)
         return x, self.post_attention_norm(x)
 
-    def add(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return x + dropout(y)."""
+    def add(self, x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return x + dropout(y + bias)."""
+        y = y if bias is None else y + bias
         return x + self._tp.residual_dropout(y, self._dropout, self.training)
 
 
