@@ -197,9 +197,9 @@ def test_recomputed_dropout_is_the_same_dropout() -> None:
         (Layout({"zero_stage": 3, "reduce_bucket_size": 300}, dp=2), WHOLE, 1),
         (Layout({"zero_stage": 1, "reduce_bucket_size": 300}, dp=2), WHOLE, 1),  # a block's gradients span buckets
         (
-            Layout({"zero_stage": 3, "reduce_bucket_size": 300, "compile_num_layers": 2}, dp=2, evaluates=True),
+            Layout({"zero_stage": 3, "reduce_bucket_size": 300, "compile_num_layers": 2}, dp=2),
             "blocks as a whole, 3 of them in 2 calls",
-            4,  # of two blocks and of the one that is left, for training and for evaluation
+            2,  # of two blocks, and of the one that is left
         ),
         (
             Layout({"recompute_granularity": "full", "recompute_num_layers": 2, "compile_num_layers": 9}),
