@@ -81,6 +81,8 @@ PHASES = (
     _speed(60, "gpt2-124m", 128, needs_gpu=True),
     _speed(60, "gpt2-124m", 64, needs_gpu=True, stage=3),
     _speed(60, "gpt2-1.5b", 8, needs_gpu=True, compile="off"),
+    _speed(60, "gpt2-124m", 64, needs_gpu=True, compile_num_layers=4),
+    _speed(400, "gpt2-124m", 64, needs_gpu=True, compile="max"),
 )
 
 

@@ -156,12 +156,14 @@ def speed(
     attention: str = "auto",
     fp8: str | None = None,
     stage: int = 0,
+    compile_num_layers: int = 1,
     profile: bool = False,
 ) -> dict[str, Any]:
     """Measure a training run: tokens a second, memory, places where the host waits for the device, and a profile."""
     words = [*model_words(bench, preset, micro_batch), "--bf16", "--zero-stage", str(stage)]
     words += ["--compile", compile if bench.has_gpu else "off", "--attention-backend", attention]
     words += ["--fp8-format", fp8] if fp8 else []
+    words += ["--compile-num-layers", str(compile_num_layers)] if compile_num_layers > 1 else []
     config = configuration_of(words, 1)
     began = time.perf_counter()
     with training(bench, words) as steps:

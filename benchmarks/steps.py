@@ -25,6 +25,7 @@ from megazero.model.compiled import check_compiler
 from megazero.optim.loss_scaler import LossScaler
 from megazero.rules import run as rules
 from megazero.tensor_parallel.float32 import use_tf32
+from megazero.train.attention_kernel import check_attention
 from megazero.train.build import batch_layout, build_components, step_context
 from megazero.train.check import topology
 from megazero.train.determinism import use_deterministic_mode
@@ -58,6 +59,7 @@ class Steps:
     """
 
     def __init__(self, config: RunConfig, place: Place, ledger: AnyLedger | None = None) -> None:
+        check_attention(config.training.attention_backend, place.device)
         notices = [*use_deterministic_mode(config, place.device)]
         layout = topology(config, place.launch.world_size)
         buffers = FusedBuffers(0, place.device, ledger=ledger)

@@ -233,8 +233,8 @@ def page(kept: Mapping[str, Any], found: Ceilings, device: str) -> list[str]:
 def main(words: Sequence[str] | None = None) -> int:
     options, flags = parse_arguments(words)
     config = configuration_of(flags, options.world_size)
-    if config.training.compile == "on":  # before steps are timed: memory is measured under a ledger
-        raise ConfigError(compiled_under_ledger("the ledger of this program"))
+    if config.training.compile in ("on", "max"):  # before steps are timed: memory is measured under a ledger
+        raise ConfigError(compiled_under_ledger("the ledger of this program", config.training.compile))
     ranks: list[Timed] = run_job(
         options.world_size, measure, config, options.warm_up, options.steps, options.time_limit, device=options.device
     )

@@ -39,15 +39,18 @@ class TrainingConfig:
     exit_duration_in_mins: float | None = setting(
         None, help="save and exit once the run has taken this long", unit="minutes", gt=0
     )
-    compile: Literal["auto", "on", "off"] = setting(
+    compile: Literal["auto", "on", "max", "off"] = setting(
         "auto",
         help="compile transformer blocks with torch.compile, which takes some seconds before the first step; auto is on"
-        " for GPUs, off on CPUs and where a ledger is kept",
+        " for GPUs, off on CPUs and where a ledger is kept; max times several kernels for every piece on the GPU and"
+        " takes the fastest, which takes minutes more and is unproven: no GPU has shown what it gains",
     )
-    attention_backend: Literal["auto", "flash", "fused", "efficient", "unfused"] = setting(
+    attention_backend: Literal["auto", "flash", "flash3", "fused", "efficient", "unfused"] = setting(
         "auto",
-        help="kernel that computes attention: FlashAttention, cuDNN's (fused), the memory-efficient one, or plain"
-        " products; auto is the fastest on the GPU, measured at the start, and torch's choice on CPUs",
+        help="kernel that computes attention: FlashAttention, its version 3 for Hopper GPUs (flash3, from the package"
+        " flash_attn_interface, and unproven: no GPU has shown what it gains), cuDNN's (fused), the memory-efficient"
+        " one, or plain products; auto is the fastest of torch's own on the GPU, measured at the start, and torch's"
+        " choice on CPUs",
     )
     exit_status_when_stopped: int | None = setting(
         None,
@@ -61,6 +64,13 @@ class TrainingConfig:
         False,
         help="compute the same bits in every run of the same layout on GPUs, so that resuming is bitwise there too;"
         " slower; on CPUs every run does",
+    )
+    compile_num_layers: int = setting(
+        1,
+        help="consecutive transformer blocks that are compiled as one graph, for fewer calls of the host; ZeRO stage 3"
+        " then holds the parameters of as many blocks at a time. Unproven: no GPU has shown what it gains",
+        unit="layers",
+        ge=1,
     )
 
 

@@ -1,12 +1,13 @@
 """Compiles a model with torch.compile, block by block.
 
-A block is compiled as a whole where nothing in it has a side effect: on one tensor-parallel rank.  Its gradients then
-go to autograd, and ZeRO's hooks fire block by block.  Elsewhere a block communicates, counts its traffic, defers
-gradients, or recomputes a part of itself; those are its *borders*, and the code between two of them is compiled:
-attention, the activation, the additions with the norm.  The activation's output is then made again in backward and not
-saved (`tensor_parallel/activation.py`); in a whole block torch's compiler chooses what is saved, and saves it.  Neither
-has a graph break, and all blocks share one compilation, since they differ in their parameters alone.  In the head, the
-code between its products and collectives is compiled (`tensor_parallel/cross_entropy.py`).
+A block, or a group of them, is compiled as a whole where nothing in it has a side effect: on one tensor-parallel rank.
+Its gradients then go to autograd, and ZeRO's hooks fire block by block, or group by group.  Elsewhere a block
+communicates, counts its traffic, defers gradients, or recomputes a part of itself; those are its *borders*, and the
+code between two of them is compiled: attention, the activation, the additions with the norm.  The activation's output
+is then made again in backward and not saved (`tensor_parallel/activation.py`); in a whole block torch's compiler
+chooses what is saved, and saves it.  Neither has a graph break, and all blocks share one compilation, since they differ
+in their parameters alone.  In the head, the code between its products and collectives is compiled
+(`tensor_parallel/cross_entropy.py`).
 """
 
 import os
@@ -26,17 +27,24 @@ from megazero.tensor_parallel.compiler import compiled
 from megazero.tensor_parallel.cross_entropy import FusedSoftmax
 
 
-def compile_blocks(model: GPT, *, as_a_whole: bool) -> str:
-    """Compile every block, and the head's loss, at their first use; return in words what is compiled."""
+def compile_blocks(model: GPT, *, as_a_whole: bool, searches: bool = False) -> str:
+    """Compile every block, and the head's loss, at their first use; return in words what is compiled.
+
+    searches: on a GPU several kernels are timed for every piece of code, and the fastest is taken.
+    """
     blocks = [block for block in model.layers.values() if isinstance(block, TransformerBlock)]
     if hasattr(model, "head"):
-        model.head.softmax = FusedSoftmax()
-    gelu = FusedGelu()
+        model.head.softmax = FusedSoftmax(searches=searches)
+    gelu = FusedGelu(searches=searches)
+    groups = list(model.groups.values())
+    parts = [(module, "forward") for module in groups or blocks] if as_a_whole else []
     for block in blocks:
         block.mlp.fused = None if as_a_whole else gelu
-        parts = [(block, "forward")] if as_a_whole else _between_borders(block)
-        for module, method in parts:
-            setattr(module, method, compiled(getattr(module, method)))
+        parts += [] if as_a_whole else _between_borders(block)
+    for module, method in parts:
+        setattr(module, method, compiled(getattr(module, method), searches=searches))
+    if as_a_whole and groups:
+        return f"blocks as a whole, {len(blocks)} of them in {len(groups)} calls"
     return "every block as a whole" if as_a_whole else "the code between a block's collectives"
 
 
@@ -45,28 +53,33 @@ def _between_borders(block: TransformerBlock) -> Iterator[tuple[nn.Module, str]]
     if not block.attention.draws:
         yield block.attention, "core"
     if block.adds_without_effects:
+        block.leave_biases()  # as compiled code their addition is no pass of its own
         yield block, "between"
         yield block, "add"
 
 
 def is_compiled(choice: str, device: torch.device, *, keeps_ledger: bool = False) -> bool:
-    """Return True if --compile compiles: "auto" does on GPUs, on machines that have a compiler, without a ledger."""
+    """Return True if --compile compiles: "on" and "max" do, "auto" on GPUs with a compiler and without a ledger."""
     can_compile = device.type == "cuda" and not keeps_ledger and not lacking(device)
-    return choice == "on" or (choice == "auto" and can_compile)
+    return choice in ("on", "max") or (choice == "auto" and can_compile)
 
 
 def check_compiler(choice: str, device: torch.device, *, keeps_ledger: bool = False) -> Iterator[str]:
-    """Yield notices for the user before the run begins; raises ConfigError where --compile on is impossible."""
+    """Yield notices for the user before the run begins; raises ConfigError where compilation is impossible."""
     if keeps_ledger:
-        if choice == "on":
-            raise ConfigError(compiled_under_ledger("a kept ledger"))
+        if choice in ("on", "max"):
+            raise ConfigError(compiled_under_ledger("a kept ledger", choice))
         if choice == "auto" and device.type == "cuda":
             yield "blocks are not compiled, which costs time and memory: the ledger watches single operations"
         return
     missing = lacking(device)
-    if choice == "on" and missing:
+    if choice in ("on", "max") and missing:
         rule = f"torch.compile builds its kernels on this machine, which lacks {missing}"
-        raise ConfigError(Problem("--compile on", rule, "--compile off, or install it"))
+        raise ConfigError(Problem(f"--compile {choice}", rule, "--compile off, or install it"))
+    if choice == "max" and device.type == "cuda":
+        yield "--compile max: kernels are timed in the first step, which takes minutes"
+    elif choice == "max":
+        yield "--compile max: kernels are timed on GPUs only, so this is --compile on"
     if choice == "auto" and device.type == "cuda" and missing:
         yield f"blocks are not compiled, which costs time: this machine lacks {missing}"
 

@@ -10,7 +10,7 @@ out, reduces and gathers.  Radford et al. 2019, section 2.3; Shoeybi et al. 2019
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megazero.activations.recompute import Recomputation
-from megazero.activations.recompute_plan import NO_RECOMPUTATION, ActivationPlan
+from megazero.activations.recompute_plan import NO_RECOMPUTATION, ActivationPlan, Segment
 from megazero.config.derived import ffn_hidden_size, max_position_embeddings
 from megazero.config.model import ModelConfig
 from megazero.model.sequences import Sequences
@@ -43,7 +43,8 @@ class GPT(nn.Module):
     """The chunks of the model that one rank holds; every parameter is left uninitialised.
 
     vocab_size counts the real ids, padded_vocab_size the rows that the tensor-parallel ranks hold together.  chunks:
-    all of the model if None; names are the whole model's.  Between chunks activations are [n, h].
+    all of the model if None; names are the whole model's.  Between chunks activations are [n, h].  group_layers: how
+    many layers run as one module, which is compiled as one graph and whose parameters ZeRO gathers together.
 
     A tied head on another pipeline stage than the embedding has its own copy of the matrix, under the same name; the
     gradients of both are summed over the "ends", and only the first is counted and saved.
@@ -58,6 +59,7 @@ class GPT(nn.Module):
         padded_vocab_size: int,
         activations: ActivationPlan = NO_RECOMPUTATION,
         chunks: Sequence[Chunk] | None = None,
+        group_layers: int = 1,
     ) -> None:
         super().__init__()
         self.vocab_size = vocab_size
@@ -68,6 +70,7 @@ class GPT(nn.Module):
         self._logits_chunk_bytes = activations.logits_chunk_bytes
         self._recomputation = activations.recomputation
         self._segments = [activations.segments(len(chunk.layers)) for chunk in self.chunks]
+        self._group_layers = group_layers
         is_first, is_last = (any(getattr(chunk, end) for chunk in self.chunks) for end in ("is_first", "is_last"))
         is_tied = not config.untie_embeddings_and_output_weights
         sizes = _VocabularySizes(vocab_size, padded_vocab_size)
@@ -77,6 +80,7 @@ class GPT(nn.Module):
         self.layers = nn.ModuleDict(
             {str(index): TransformerBlock(config, tp, activations.core_recomputation) for index in held}
         )
+        self.groups = nn.ModuleDict(dict(self._grouped_layers()) if group_layers > 1 else {})
         if is_last:
             self.final_norm = LayerNorm(config, tp)
             self.head = TiedHead(tp) if is_tied else _vocabulary_matrix(VocabParallelHead, config, tp, sizes)
@@ -115,14 +119,27 @@ class GPT(nn.Module):
         """Run the layers of chunk `index` of this rank, [n, h] to [n, h]."""
         if self._recomputation is not None:
             self._recomputation.checkpoints.begin_pass()
-        held = self.chunks[index].layers
+        modules = self.groups or self.layers
         for segment in self._segments[index]:
-            layers = [self.layers[str(held[index])] for index in range(segment.start, segment.stop)]
+            layers = [modules[str(held[0])] for held in self._groups_of(index, segment)]
             if segment.is_recomputed and self._recomputation is not None:
                 x = self._recomputation.run(_through, layers, x, sequences)
             else:
                 x = _through(layers, x, sequences)
         return x
+
+    def _groups_of(self, index: int, segment: Segment) -> Iterator[range]:
+        """Yield the layers of a segment of chunk `index`, cut into groups; the last one may be smaller."""
+        held = self.chunks[index].layers[segment.start : segment.stop]
+        for start in range(0, len(held), self._group_layers):
+            yield held[start : start + self._group_layers]
+
+    def _grouped_layers(self) -> Iterator[tuple[str, "BlockGroup"]]:
+        """Yield every group of layers, under the number of its first layer."""
+        for index, segments in enumerate(self._segments):
+            for segment in segments:
+                for held in self._groups_of(index, segment):
+                    yield str(held[0]), BlockGroup([self.layers[str(layer)] for layer in held])
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Map the normed [..., h] to this rank's logits [..., Vp/t] (of all tokens, if they are split)."""
@@ -169,8 +186,10 @@ class GPT(nn.Module):
     def _unit(self, name: str, part: int) -> Unit:
         module = self.get_submodule(name)
         head = getattr(self, "head", None)
+        parameters = tuple(f"{name}.{key}" for key, _ in module.named_parameters())
+        consumers = tuple(group for group in self.groups.values() if isinstance(group, BlockGroup) and module in group)
         also = (head,) if name == "embedding.word" and isinstance(head, TiedHead) else ()
-        return Unit(name, tuple(f"{name}.{key}" for key, _ in module.named_parameters()), (module, *also), part)
+        return Unit(name, parameters, (*(consumers or (module,)), *also), part)
 
 
 def _through(layers: Iterable[nn.Module], x: Tensor, sequences: Sequences) -> Tensor:
@@ -281,16 +300,36 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
         x, normed = self.between(x, self.attention(self.input_norm(x), sequences))
-        return self.add(x, self.mlp(normed))
+        return self.add(x, self.mlp(normed), self.mlp.down.left_bias)
+
+    def leave_biases(self) -> None:
+        """Have `between` and `add` add the biases that come after the collectives of several ranks."""
+        for layer in (self.attention.projection, self.mlp.down):
+            layer.leaves_bias = self._tp.communicator.size > 1
 
     def between(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Add the output of attention; return the sum, and the input of the feed-forward layers."""
-        x = self.add(x, y)
+        x = self.add(x, y, self.attention.projection.left_bias)
         return x, self.post_attention_norm(x)
 
-    def add(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return x + dropout(y)."""
+    def add(self, x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return x + dropout(y + bias)."""
+        y = y if bias is None else y + bias
         return x + self._tp.residual_dropout(y, self._dropout, self.training)
+
+
+class BlockGroup(nn.Module):
+    """Consecutive blocks that run one after the other as one module, [n, h] to [n, h]; the model owns them."""
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self._blocks = tuple(blocks)  # no submodules, so that every parameter has one name
+
+    def __contains__(self, module: nn.Module) -> bool:
+        return module in self._blocks
+
+    def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
+        return _through(self._blocks, x, sequences)
 
 
 class SelfAttention(nn.Module):

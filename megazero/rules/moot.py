@@ -346,9 +346,27 @@ def _kernel_is_not_there(config: RunConfig) -> str:
     kernel = config.training.attention_backend
     if config.parallel.device != "cpu" or kernel in ("auto", "unfused"):
         return ""
+    if kernel == "flash3":
+        return "FlashAttention 3 is for Hopper GPUs"
     if kernel == "flash":
         return "on the CPU FlashAttention has no dropout" if config.model.attention_dropout else ""
     return "on the CPU there are FlashAttention and plain products only"
+
+
+def _no_graph_has_several_blocks(config: RunConfig) -> str:
+    """Return why every graph has one block or a part of one."""
+    choice, activations = config.training.compile, config.activations
+    if choice == "off" or (choice == "auto" and config.parallel.device == "cpu"):
+        return f"--compile {choice} compiles no blocks{' on CPUs' * (choice == 'auto')}"
+    if choice == "auto" and (config.logging.ledger or config.logging.ledger_limit is not None):
+        return "nothing is compiled under a ledger"
+    if config.parallel.tensor_model_parallel_size > 1:
+        return "with several tensor-parallel ranks parts of blocks are compiled"
+    if config.parallel.pipeline_schedule == "zero-bubble" or activations.recompute_granularity == "selective":
+        return "with the zero-bubble schedule and with selective recomputation parts of blocks are compiled"
+    if activations.recompute_granularity == "full" and activations.recompute_method != "block":
+        return "" if (activations.recompute_num_layers or 1) > 1 else "every recomputed segment is one block"
+    return ""
 
 
 def _words_of_paths(data: DataConfig) -> tuple[str, ...]:
@@ -410,6 +428,12 @@ RUN: tuple[Row[RunConfig], ...] = (
         {"eval_iters": 100},
     ),
     Row(("attention_backend",), _kernel_is_not_there, {"device": "cuda"}),
+    Row(("compile_num_layers",), _no_graph_has_several_blocks),
+    Row(
+        ("compile",),
+        lambda c: "on CPUs no kernels are timed" if c.training.compile == "max" and c.parallel.device == "cpu" else "",
+        {"device": "cuda"},
+    ),
     Row(
         ("tf32",),
         lambda c: "a CPU has no TF32, its fp32 products are exact" if c.parallel.device == "cpu" else "",

@@ -170,11 +170,22 @@ def backend_fits_device(config: RunConfig, world_size: int) -> Iterator[Problem]
 
 
 def flash_takes_no_mask(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    if config.data.reset_attention_mask and config.training.attention_backend == "flash":
+    kernel = config.training.attention_backend
+    if config.data.reset_attention_mask and kernel in ("flash", "flash3"):
         yield Problem(
-            "--reset-attention-mask --attention-backend flash",
+            f"--reset-attention-mask --attention-backend {kernel}",
             "FlashAttention takes no mask: documents are kept apart by other kernels",
             ", ".join(f"--attention-backend {name}" for name in ("auto", "fused", "efficient", "unfused")),
+        )
+
+
+def flash3_drops_nothing(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    dropout = config.model.attention_dropout
+    if config.training.attention_backend == "flash3" and dropout > 0:
+        yield Problem(
+            f"--attention-backend flash3 --attention-dropout {dropout:g}",
+            "FlashAttention 3 has no dropout",
+            "--attention-dropout 0, --attention-backend auto",
         )
 
 
@@ -187,17 +198,38 @@ def deterministic_attention_is_not_cudnns(config: RunConfig, world_size: int) ->
         )
 
 
+def timed_kernels_differ(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Yield problems of runs in which --compile max would take other kernels where the same bits are needed."""
+    if config.training.compile != "max":
+        return
+    if config.training.deterministic_mode:
+        yield Problem(
+            "--compile max --deterministic-mode",
+            "another run may find another kernel fastest, which adds in another order",
+            "--compile on, or leave out --deterministic-mode",
+        )
+    parallel = config.parallel
+    if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
+        yield Problem(
+            f"--compile max --tensor-model-parallel-size {parallel.tensor_model_parallel_size}",
+            "tensor-parallel ranks compute the same norms, of which each would take the kernel that it finds fastest;"
+            " with other kernels their weights drift apart",
+            "--sequence-parallel, by which every rank has tokens of its own, or --compile on",
+        )
+
+
 def ledger_watches_uncompiled_blocks(config: RunConfig, world_size: int) -> Iterator[Problem]:
     limit = config.logging.ledger_limit
-    if config.training.compile == "on" and (config.logging.ledger or limit is not None):
-        yield compiled_under_ledger("--ledger" if config.logging.ledger else f"--ledger-limit {limit:g}")
+    choice = config.training.compile
+    if choice in ("on", "max") and (config.logging.ledger or limit is not None):
+        yield compiled_under_ledger("--ledger" if config.logging.ledger else f"--ledger-limit {limit:g}", choice)
 
 
-def compiled_under_ledger(ledger: str) -> Problem:
+def compiled_under_ledger(ledger: str, choice: str) -> Problem:
     """Return the problem of a run that is compiled under a ledger.  ledger: the flag that keeps it, or other words."""
     otherwise = f", or leave out {ledger}" if ledger.startswith("--") else ""
     return Problem(
-        f"--compile on with {ledger}",
+        f"--compile {choice} with {ledger}",
         "the ledger watches single operations, which compiled blocks don't run",
         f"--compile auto, --compile off{otherwise}",
     )
@@ -319,6 +351,8 @@ RULES: tuple[Rule, ...] = (
     flash_takes_no_mask,
     deterministic_attention_is_not_cudnns,
     ledger_watches_uncompiled_blocks,
+    timed_kernels_differ,
+    flash3_drops_nothing,
     micro_batches_fill_global_batch,
     length_is_given_once,
     length_is_a_step,

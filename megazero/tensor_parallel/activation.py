@@ -32,5 +32,5 @@ def gelu_backward(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 class FusedGelu:
     """GELU and its backward, each compiled to one pass over its tensors."""
 
-    def __init__(self) -> None:
-        self.output, self.backward = compiled(gelu), compiled(gelu_backward)
+    def __init__(self, *, searches: bool = False) -> None:
+        self.output, self.backward = (compiled(piece, searches=searches) for piece in (gelu, gelu_backward))

@@ -10,22 +10,33 @@ of a pipeline have; a lock ends with its process, and a process that fails leave
 import fcntl
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
+# The search of torch's mode "max-autotune-no-cudagraphs": CUDA graphs keep addresses, and ZeRO moves parameters.  Of
+# matrix products torch's library and Triton's kernels are timed; torch's C++ kernels are for CPUs.
+SEARCH: Mapping[str, Any] = MappingProxyType(
+    {"max_autotune": True, "max_autotune_gemm_backends": "ATEN,TRITON", "coordinate_descent_tuning": True}
+)
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile the function as one graph (a graph break is an error) for one shape, since training has no other."""
-    return torch.compile(function, fullgraph=True, dynamic=False, backend=_inductor)
+
+def compiled(function: Callable[..., Any], *, searches: bool = False) -> Callable[..., Any]:
+    """Compile the function as one graph (a graph break is an error) for one shape, since training has no other.
+
+    searches: times several kernels for every piece on the GPU and takes the fastest.
+    """
+    options = dict(SEARCH) if searches else None
+    return torch.compile(function, fullgraph=True, dynamic=False, backend=_inductor, options=options)
 
 
-def _inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+def _inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any] | None = None) -> Any:
     from torch._inductor.compile_fx import compile_fx  # takes a second to import, where nothing is compiled too
 
-    return compile_fx(graph, list(inputs), inner_compile=_compile_in_turn)
+    return compile_fx(graph, list(inputs), inner_compile=_compile_in_turn, config_patches=options)
 
 
 def _compile_in_turn(graph: torch.fx.GraphModule, inputs: Sequence[Any], **settings: Any) -> Any:

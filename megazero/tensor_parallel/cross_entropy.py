@@ -73,9 +73,11 @@ class InPlaceSoftmax:
 class FusedSoftmax:
     """The same loss in three functions, between which ranks communicate; compile=False leaves them to plain torch."""
 
-    def __init__(self, *, compile: bool = True) -> None:
-        pieces: tuple[Callable[..., Any], ...] = (_peak_and_total, _sums, _gradient)
-        self._peak_and_total, self._sums, self._gradient = map(compiled, pieces) if compile else pieces
+    def __init__(self, *, compile: bool = True, searches: bool = False) -> None:
+        pieces: list[Callable[..., Any]] = [_peak_and_total, _sums, _gradient]
+        if compile:
+            pieces = [compiled(piece, searches=searches) for piece in pieces]
+        self._peak_and_total, self._sums, self._gradient = pieces
 
     def losses(self, logits: Tensor, labels: Labels, communicator: Communicator) -> tuple[Tensor, Callable[[], None]]:
         local = _VocabRange.of(logits, labels, communicator.rank)

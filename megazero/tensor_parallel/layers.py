@@ -151,13 +151,21 @@ class RowParallelLinear(nn.Module):
     once, after the partial sums have been added up.
 
     With an activation the layer computes y = activation(x) W^T + b, and saves x alone.
+
+    leaves_bias: leave the addition of b, on several ranks, to the code that reads y; its gradients are not deferred.
     """
 
     def __init__(self, tp: TensorParallel, *, logical_shape: tuple[int, int], init: Init) -> None:
         super().__init__()
         self._tp = tp
+        self.leaves_bias = False
         self.weight = sharded_parameter(tp, logical_shape, 1, init=init)
         self.bias = replicated_parameter(tp, logical_shape[:1], init=Init("zeros"), decay=False)
+
+    @property
+    def left_bias(self) -> Tensor | None:
+        """The bias that is still to be added to the output; None if there is nothing to add."""
+        return self.bias if self.leaves_bias else None
 
     def forward(self, x: Tensor, activation: FusedGelu | None = None) -> Tensor:
         tp, weight, bias = self._tp, self._tp.use(self.weight), self._tp.use(self.bias)
@@ -170,8 +178,10 @@ class RowParallelLinear(nn.Module):
             # Nothing is saved behind the product, so a recomputation ends before the exit's collective.
             alone = linear._replace(border=_ALONE)
             if activation is not None:
-                return exit_region(_activated_linear(x, weight, None, alone, activation), tp.border) + bias
-            return exit_region(_column_linear(x, weight, None, alone), tp.border) + bias
+                y = exit_region(_activated_linear(x, weight, None, alone, activation), tp.border)
+            else:
+                y = exit_region(_column_linear(x, weight, None, alone), tp.border)
+            return y if self.leaves_bias else y + bias
         if activation is not None:
             return _activated_linear(x, weight, None, linear, activation) + bias
         return _deferred_row_linear(x, weight, linear) + bias

@@ -5,6 +5,8 @@ shape and torch's version: *auto* measures them once, forward and backward, on t
 with a mask if the run has one (FlashAttention takes none), and all ranks take the same one.  The chosen kernel goes
 first; a call that it cannot serve goes to the next.  Megatron-LM's names: flash, fused (cuDNN), unfused.
 
+FlashAttention 3 (*flash3*) takes the place of torch's own FlashAttention in the whole process, and is never measured.
+
 At its first choice of a kernel in a process torch sets its own order, on Hopper cuDNN's kernel first, and so overwrites
 an order that was set before.  Hence torch chooses once for the run's call before an order is set; it chooses again
 afterwards, and that kernel is the one that is reported.
@@ -15,16 +17,18 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from importlib.util import find_spec
 from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend, activate_flash_attention_impl, sdpa_kernel
 
 from megazero.comm.interface import Communicator
 from megazero.config.run import RunConfig
+from megazero.errors import ConfigError, Problem
 from megazero.model.sequences import document_mask
 from megazero.zero.plan import DTYPES
 
@@ -36,11 +40,16 @@ KERNELS: Mapping[str, SDPBackend] = MappingProxyType(
         "unfused": SDPBackend.MATH,
     }
 )
+_FLASH3 = "flash3"
+_FLASH3_IMPLEMENTATION = "FA3"  # torch's name for it
+_FLASH3_PACKAGE = "flash_attn_interface"
+_HOPPER = 9  # the major compute capability of GPUs that FlashAttention 3 is written for
 _FUSED = ("flash", "fused", "efficient")
 _CALLS = 5
 _event: Callable[..., torch.cuda.Event] = torch.cuda.Event
 _using: Callable[..., AbstractContextManager[None]] = sdpa_kernel
 _torchs_choice: Callable[..., int] = torch._fused_sdp_choice
+_activate: Callable[[str], None] = activate_flash_attention_impl
 
 
 class AttentionCall(NamedTuple):
@@ -100,15 +109,33 @@ def attention_call(config: RunConfig, device: torch.device) -> AttentionCall:
     return AttentionCall(shape, dtype, device, model.attention_dropout, is_masked, config.training.deterministic_mode)
 
 
+def check_attention(wanted: str, device: torch.device) -> None:
+    """Raise ConfigError where FlashAttention 3 is wanted and this process cannot have it; CPUs have other kernels."""
+    if wanted != _FLASH3 or device.type != "cuda":
+        return
+    missing = ""
+    if find_spec(_FLASH3_PACKAGE) is None:
+        missing = f"the package {_FLASH3_PACKAGE} is not installed"
+    elif torch.cuda.get_device_capability(device)[0] != _HOPPER:
+        missing = f"{torch.cuda.get_device_name(device)} is no Hopper GPU"
+    if missing:
+        rule = f"FlashAttention 3 is that package's, for Hopper GPUs, and {missing}"
+        raise ConfigError(Problem(f"--attention-backend {_FLASH3}", rule, "--attention-backend auto, or flash"))
+
+
 def choose_for_run(config: RunConfig, device: torch.device, world: Communicator) -> KernelChoice:
     """Return the kernel that a run prefers, the same on every rank; a collective call of all ranks."""
     wanted, call = config.training.attention_backend, attention_call(config, device)
     if wanted == "auto" and device.type != "cuda":
         return KernelChoice()
+    is_flash3 = wanted == _FLASH3 and device.type == "cuda"
+    if is_flash3:
+        _activate(_FLASH3_IMPLEMENTATION)
     computing_kernel(call)  # torch sets its own order now, and not after the run's
-    kernel = choose_kernel(wanted, call, partial(largest, world, device))
+    kernel = choose_kernel("flash" if wanted == _FLASH3 else wanted, call, partial(largest, world, device))
     with prefer_kernel(kernel):
-        return KernelChoice(kernel, reported(wanted, computing_kernel(call), call))
+        computing = computing_kernel(call)
+    return KernelChoice(kernel, reported(wanted, _FLASH3 if is_flash3 and computing == "flash" else computing, call))
 
 
 def choose_kernel(wanted: str, call: AttentionCall, slowest: Reduction, seconds: Seconds | None = None) -> str | None:

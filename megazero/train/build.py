@@ -146,7 +146,7 @@ def build_components(
     ledger = ledger or NullLedger()
     compiles = is_compiled(config.training.compile, mesh.device, keeps_ledger=ledger.is_kept)
     if compiles and ledger.is_kept:
-        raise ConfigError(compiled_under_ledger("a kept ledger"))
+        raise ConfigError(compiled_under_ledger("a kept ledger", config.training.compile))
     attention = choose_for_run(config, mesh.device, mesh.world)
     padded, stage = padded_vocab_size(config, vocab_size), mesh.coordinate("pp")
     are_written = config.logging.log_timers_to_tensorboard and config.logging.tensorboard_dir is not None
@@ -165,9 +165,11 @@ def build_components(
         padded_vocab_size=padded,
         activations=activations,
         chunks=stage_chunks(config, stage, padded),
+        group_layers=config.training.compile_num_layers if tp.within_compiled else 1,
     )
     engine = _build_engine(config, model, mesh, buffers, ledger)
-    compiled = compile_blocks(model, as_a_whole=tp.within_compiled) if compiles else None
+    searches = config.training.compile == "max"
+    compiled = compile_blocks(model, as_a_whole=tp.within_compiled, searches=searches) if compiles else None
     tokens = config.training.micro_batch_size * config.model.seq_length
     activation_bytes = tokens * config.model.hidden_size * tp.dtype.itemsize if tp.border.splits_sequence else 0
     buffers.resize(max(engine.largest_buffer_bytes, activation_bytes))  # gloo's reduce-scatter borrows its input's size
@@ -339,6 +341,8 @@ def _assemble_on(
         console.line(components.attention.line)
     if components.compiled is not None:
         console.line(f"torch.compile: {components.compiled}, at the first step")
+    elif config.training.compile_num_layers > 1:
+        console.line(f"--compile-num-layers {config.training.compile_num_layers}: moot here, since nothing is compiled")
     train_iters = derived.train_iters(config, launch.world_size)
     scaler = LossScaler.from_config(config.precision)
     schedule = LearningRate.from_config(config.optimizer, train_iters=train_iters)

@@ -17,6 +17,7 @@ from megazero.parallel.launch import Launch
 from megazero.parallel.threads import use_cpu_threads
 from megazero.tensor_parallel.float8 import check_device
 from megazero.tensor_parallel.float32 import use_tf32
+from megazero.train.attention_kernel import check_attention
 from megazero.train.build import assemble, check_checkpoint, open_journal
 from megazero.train.check import topology
 from megazero.train.determinism import use_deterministic_mode
@@ -29,6 +30,7 @@ def pretrain(config: RunConfig, launch: Launch, inputs: RunInputs) -> int:
     check_checkpoint(config, inputs)
     parallel, logging = config.parallel, config.logging
     device = choose_device(parallel.device, launch)
+    check_attention(config.training.attention_backend, device)
     if threads := use_cpu_threads(parallel.cpu_threads, launch, device):
         Console(launch.rank).line(threads)
     keeps_ledger = logging.ledger or logging.ledger_limit is not None

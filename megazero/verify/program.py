@@ -11,6 +11,7 @@ from megazero.memory.fused_buffers import FusedBuffers
 from megazero.model.compiled import check_compiler
 from megazero.parallel.launch import Launch
 from megazero.parallel.threads import use_cpu_threads
+from megazero.train.attention_kernel import check_attention
 from megazero.train.check import topology
 from megazero.train.determinism import use_deterministic_mode
 from megazero.train.inputs import RunInputs
@@ -22,6 +23,7 @@ def verify_layout(config: RunConfig, launch: Launch, inputs: RunInputs, *, steps
     """Compare `steps` steps of the layout with those of one process."""
     parallel, minutes = config.parallel, derived.collective_limit_minutes(config.limits)
     device = choose_device(parallel.device, launch)
+    check_attention(config.training.attention_backend, device)
     use_cpu_threads(parallel.cpu_threads, launch, device)
     for notice in (*use_deterministic_mode(config, device), *check_compiler(config.training.compile, device)):
         Console(launch.rank).line(notice)

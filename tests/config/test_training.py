@@ -33,8 +33,8 @@ def test_out_of_range_is_refused(name: str, value: int) -> None:
         TrainingConfig(**{"micro_batch_size": 4, name: value})
 
 
-@pytest.mark.parametrize("choice", ["auto", "on", "off"])
-def test_compile_is_a_choice_of_three(choice: str) -> None:
+@pytest.mark.parametrize("choice", ["auto", "on", "max", "off"])
+def test_compile_is_a_choice_of_four(choice: str) -> None:
     assert TrainingConfig(micro_batch_size=4, compile=choice).compile == choice
 
 

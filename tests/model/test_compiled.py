@@ -145,12 +145,17 @@ def check_same(off: Ran, on: Ran) -> None:
     assert on.traffic == off.traffic
 
 
+def off_on_and_max(rank: int, layout: Layout) -> list[Ran]:
+    return [run(rank, layout, choice) for choice in ("off", "on", "max")]
+
+
 @needs_compiler
 def test_inductors_code_computes_the_same() -> None:
     layout = Layout({"zero_stage": 3, "recompute_granularity": "full"}, backend=None)
-    [(off, on)] = run_ranks(1, off_and_on, layout, timeout=INDUCTOR_SECONDS)
-    check_same(off, on)
-    assert (on.compiled, on.graphs) == (WHOLE, 1)
+    [(off, *compiled)] = run_ranks(1, off_on_and_max, layout, timeout=INDUCTOR_SECONDS)
+    for on in compiled:
+        check_same(off, on)
+        assert (on.compiled, on.graphs) == (WHOLE, 1)
 
 
 def test_a_cpu_compiles_nothing_unless_told() -> None:
@@ -191,6 +196,16 @@ def test_recomputed_dropout_is_the_same_dropout() -> None:
     [
         (Layout({"zero_stage": 3, "reduce_bucket_size": 300}, dp=2), WHOLE, 1),
         (Layout({"zero_stage": 1, "reduce_bucket_size": 300}, dp=2), WHOLE, 1),  # a block's gradients span buckets
+        (
+            Layout({"zero_stage": 3, "reduce_bucket_size": 300, "compile_num_layers": 2}, dp=2),
+            "blocks as a whole, 3 of them in 2 calls",
+            2,  # of two blocks, and of the one that is left
+        ),
+        (
+            Layout({"recompute_granularity": "full", "recompute_num_layers": 2, "compile_num_layers": 9}),
+            "blocks as a whole, 3 of them in 2 calls",  # a segment that is recomputed is a group
+            2,
+        ),
         (Layout({}, tp=2), PARTS, 5),  # attention, activation and its backward, between the two, and after them
         (Layout({"sequence_parallel": True, "zero_stage": 2}, tp=2), PARTS, 5),
         (Layout({"recompute_granularity": "selective"}), PARTS, 5),
@@ -201,6 +216,8 @@ def test_recomputed_dropout_is_the_same_dropout() -> None:
     ids=[
         "zero",
         "flat gradients",
+        "groups",
+        "groups, recomputed",
         "tensor parallel",
         "split sequence",
         "selective recomputation",
@@ -274,8 +291,9 @@ def test_a_machine_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path:
     for name in ("CC", "CXX"):
         monkeypatch.delenv(name, raising=False)
     assert lacking(CPU) == "a C++ compiler" and lacking(GPU) == "a C compiler"
-    with pytest.raises(ConfigError, match=r"lacks a C\+\+ compiler"):
-        list(check_compiler("on", CPU))
+    for choice in ("on", "max"):
+        with pytest.raises(ConfigError, match=rf"--compile {choice}\n.*lacks a C\+\+ compiler"):
+            list(check_compiler(choice, CPU))
     assert list(check_compiler("auto", CPU)) == list(check_compiler("off", GPU)) == []
     assert "not compiled" in "".join(check_compiler("auto", GPU)) and not is_compiled("auto", GPU)
 
@@ -294,8 +312,9 @@ def test_a_ledger_keeps_blocks_uncompiled(monkeypatch: pytest.MonkeyPatch) -> No
     assert "blocks are not compiled" in notice and "ledger" in notice
     assert list(check_compiler("off", GPU, keeps_ledger=True)) == []
     assert list(check_compiler("auto", CPU, keeps_ledger=True)) == []
-    with pytest.raises(ConfigError, match="--compile on with a kept ledger"):
-        list(check_compiler("on", GPU, keeps_ledger=True))
+    for choice in ("on", "max"):
+        with pytest.raises(ConfigError, match=f"--compile {choice} with a kept ledger"):
+            list(check_compiler(choice, GPU, keeps_ledger=True))
 
 
 def test_what_is_built_with_a_ledger_is_not_compiled() -> None:
@@ -307,3 +326,11 @@ def test_what_is_built_with_a_ledger_is_not_compiled() -> None:
 @needs_compiler
 def test_a_machine_with_all_of_it() -> None:
     assert list(check_compiler("on", CPU)) == [] and is_compiled("on", CPU) and not is_compiled("auto", CPU)
+
+
+def test_timed_kernels_are_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """--compile max is slow to start on a GPU, and times nothing on a CPU; the user is notified of either."""
+    monkeypatch.setattr("megazero.model.compiled.lacking", lambda _: "")
+    assert is_compiled("max", GPU) and is_compiled("max", CPU)
+    assert ["takes minutes" in line for line in check_compiler("max", GPU)] == [True]
+    assert ["so this is --compile on" in line for line in check_compiler("max", CPU)] == [True]

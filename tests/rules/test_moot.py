@@ -109,6 +109,14 @@ RUN_CASES = (
     Case("profile_backward", True, NOTICE, {"recompute_granularity": "selective"}, FULL),
     Case("eval_interval", 5, NOTICE, {"eval_iters": 0}, {"eval_iters": 1}),
     Case("eval_at_start", True, ERROR, {"eval_iters": 0}, {}),
+    Case("compile_num_layers", 2, ERROR, {"compile": "off"}, {"compile": "on"}),
+    Case("compile_num_layers", 2, ERROR, {"device": "cpu"}, {"device": "cuda"}),
+    Case("compile_num_layers", 2, ERROR, {"ledger": True, "metrics_file": "run.jsonl"}, {}),
+    Case("compile_num_layers", 2, ERROR, PARALLEL, {"compile": "on"}),
+    Case("compile_num_layers", 2, ERROR, {"recompute_granularity": "selective"}, {"compile": "on"}),
+    Case("compile_num_layers", 2, ERROR, FULL, {**FULL, "recompute_num_layers": 2}),
+    Case("attention_backend", "flash3", NOTICE, {"device": "cpu"}, {"device": "cuda"}),
+    Case("compile", "max", ERROR, {"device": "cpu"}, {"device": "cuda"}),
     Case("attention_backend", "efficient", NOTICE, {"device": "cpu"}, {"device": "cuda"}),
     Case("attention_backend", "flash", NOTICE, {"device": "cpu"}, {"device": "cpu", "attention_dropout": 0}),
     Case("tf32", True, ERROR, {"device": "cpu"}, {"device": "cuda"}),
@@ -187,7 +195,7 @@ _EFFECTIVE = """
 num_layers hidden_size num_attention_heads seq_length max_position_embeddings ffn_hidden_size vocab_size
 make_vocab_size_divisible_by hidden_dropout attention_dropout init_method_std norm_epsilon
 untie_embeddings_and_output_weights micro_batch_size global_batch_size train_iters train_samples seed eval_iters
-exit_interval exit_duration_in_mins compile exit_status_when_stopped optimizer optimizer_params lr lr_decay_style
+exit_interval exit_duration_in_mins exit_status_when_stopped optimizer optimizer_params lr lr_decay_style
 lr_warmup_iters lr_warmup_fraction clip_grad precision tensor_model_parallel_size pipeline_model_parallel_size
 distributed_backend distributed_timeout_minutes device zero_stage
 distributed_join_timeout_minutes distributed_timeout_seconds_after_init

@@ -87,6 +87,18 @@ def test_a_valid_run_has_no_problem() -> None:
         ),
         (
             1,
+            {"reset_attention_mask": True, "attention_backend": "flash3", "attention_dropout": 0},
+            "--reset-attention-mask --attention-backend flash3",
+            "--attention-backend auto, --attention-backend fused",
+        ),
+        (
+            1,
+            {"attention_dropout": 0.1, "attention_backend": "flash3"},
+            "--attention-backend flash3 --attention-dropout 0.1",
+            "--attention-dropout 0, --attention-backend auto",
+        ),
+        (
+            1,
             {"deterministic_mode": True, "attention_backend": "fused"},
             "--deterministic-mode --attention-backend fused",
             "--attention-backend auto, --attention-backend flash, --attention-backend efficient",
@@ -96,6 +108,24 @@ def test_a_valid_run_has_no_problem() -> None:
             {"compile": "on", "ledger": True, "metrics_file": "run.jsonl"},
             "--compile on with --ledger",
             "--compile auto, --compile off, or leave out --ledger",
+        ),
+        (
+            1,
+            {"compile": "max", "ledger": True, "metrics_file": "run.jsonl"},
+            "--compile max with --ledger",
+            "--compile auto, --compile off, or leave out --ledger",
+        ),
+        (
+            1,
+            {"compile": "max", "deterministic_mode": True},
+            "--compile max --deterministic-mode",
+            "--compile on, or leave out --deterministic-mode",
+        ),
+        (
+            2,
+            {"compile": "max", "tensor_model_parallel_size": 2},
+            "--compile max --tensor-model-parallel-size 2",
+            "--sequence-parallel",
         ),
         (
             1,

@@ -13,8 +13,9 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 from support.processes import start_fork_server
+from torch._inductor import config
 
-from megazero.tensor_parallel.compiler import compiled, one_at_first
+from megazero.tensor_parallel.compiler import SEARCH, compiled, one_at_first
 
 
 def in_turn(path: str, entered: Any, leave: Any) -> None:
@@ -98,3 +99,22 @@ def test_every_graph_is_compiled_in_a_turn_of_its_own(tmp_path: Path, monkeypatc
     assert len(run(3)) == 2
     assert len(run(3)) == 2
     assert len(run(4)) == 4
+
+
+def test_a_search_reaches_the_compiler_in_forward_and_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler's settings are those of the search while it makes a searched function's graphs, and then no more."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    found: list[list[Any]] = []
+
+    def as_traced(graph: torch.fx.GraphModule, inputs: object, **_: object) -> Any:
+        found.append([getattr(config, name) for name in SEARCH])
+        return make_boxed_func(graph.forward)
+
+    with patch("torch._inductor.compile_fx.compile_fx_inner", as_traced):
+        for searches in (True, False):
+            torch._dynamo.reset()
+            function = compiled(lambda x: (x * 3.0).sin(), searches=searches)
+            function(torch.ones(3, requires_grad=True)).sum().backward()
+    plain = [getattr(config, name) for name in SEARCH]
+    assert found == [list(SEARCH.values())] * 2 + [plain] * 2
+    assert not any(value is True for value in plain)

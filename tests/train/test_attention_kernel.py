@@ -11,17 +11,19 @@ import torch
 import torch.nn.functional as F
 from support.processes import mesh_in_worker, run_ranks
 from support.small_runs import core_on_rank, reference_batch, tiny_run
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, activate_flash_attention_impl, list_flash_attention_impls
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megazero.comm.local import LocalCommunicator
 from megazero.data.loader import MicroBatch, StepBatch
+from megazero.errors import ConfigError
 from megazero.train import attention_kernel
 from megazero.train.attention_kernel import (
     KERNELS,
     AttentionCall,
     KernelChoice,
     attention_call,
+    check_attention,
     choose_for_run,
     choose_kernel,
     computing_kernel,
@@ -187,6 +189,54 @@ def test_torch_sets_its_own_order_before_the_run_does(monkeypatch: pytest.Monkey
     monkeypatch.setattr(attention_kernel, "_using", using)
     found = choose_for_run(tiny_run(attention_backend="flash"), CPU, LocalCommunicator())
     assert found == KernelChoice("flash", "attention: kernel flash") and chosen == ["fused", "flash"]
+
+
+@pytest.mark.parametrize(
+    ("package", "capability", "rule"),
+    [(None, (9, 0), "flash_attn_interface is not installed"), ("x", (8, 0), "is no Hopper GPU"), ("x", (9, 0), "")],
+)
+def test_flash_attention_3_is_refused_where_it_is_not(
+    monkeypatch: pytest.MonkeyPatch, package: str | None, capability: tuple[int, int], rule: str
+) -> None:
+    monkeypatch.setattr(attention_kernel, "find_spec", lambda _: package)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    for wanted, device in (("flash", GPU), ("flash3", CPU)):
+        check_attention(wanted, device)
+    if not rule:
+        return check_attention("flash3", GPU)
+    with pytest.raises(ConfigError, match=rule):
+        check_attention("flash3", GPU)
+
+
+@pytest.mark.parametrize(
+    ("device", "calls", "line"),
+    [
+        (GPU, ["FA3", "choose", "choose"], "attention: kernel flash3"),
+        (CPU, ["choose", "choose"], "attention: kernel flash, since flash3 cannot compute"),
+    ],
+    ids=str,
+)
+def test_flash_attention_3_takes_the_place_of_torchs_own(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, calls: list[str], line: str
+) -> None:
+    """On a GPU it is activated before torch chooses, and reported as what computes; on a CPU it is not there."""
+    found: list[str] = []
+
+    def choice(*_: object) -> int:
+        found.append("choose")
+        return int(KERNELS["flash"])
+
+    monkeypatch.setattr(attention_kernel, "_activate", found.append)
+    monkeypatch.setattr(attention_kernel, "_torchs_choice", choice)
+    monkeypatch.setattr(AttentionCall, "operands", lambda _: (torch.empty(SHAPE),) * 3)
+    chosen = choose_for_run(tiny_run(attention_backend="flash3"), device, LocalCommunicator())
+    assert found == calls and chosen.kernel == "flash" and chosen.line.startswith(line)
+
+
+def test_torch_has_flash_attention_3_under_that_name() -> None:
+    assert attention_kernel._FLASH3_IMPLEMENTATION in list_flash_attention_impls()
+    assert attention_kernel._activate is activate_flash_attention_impl
 
 
 def test_a_report_names_the_call_that_a_kernel_cannot_compute() -> None:
