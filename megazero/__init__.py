@@ -3,6 +3,7 @@
     megazero.initialize(model, config)     an engine around any torch.nn.Module
     megazero.recompute(function, *args)    calls a function whose activations are computed again in backward
     megazero.StopRequest()                 a flag that is raised when the process is asked to end (SIGTERM, Ctrl-C, ...)
+    megazero.verify_module(make, loss, batches, config)   trains a module beside plain PyTorch, and compares the two
     megazero.zero                          Init, GatheredParameters, ... (megazero/zero/__init__.py)
 
 Public names are imported when they are first used.
@@ -12,7 +13,7 @@ from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["StopRequest", "initialize", "recompute", "zero"]
+__all__ = ["StopRequest", "initialize", "recompute", "verify_module", "zero"]
 
 
 def __getattr__(name: str) -> Any:
@@ -22,6 +23,8 @@ def __getattr__(name: str) -> Any:
         return import_module("megazero.library.initialize").initialize
     if name == "recompute":
         return import_module("megazero.activations.context").recompute
+    if name == "verify_module":
+        return import_module("megazero.verify.module").verify_module
     if name == "zero":
         return import_module("megazero.zero")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -28,6 +28,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "checkpoint": "inspect, verify and compare checkpoints",
         "convert": "exchange checkpoints with Hugging Face transformers",
         "verify-layout": "compare what a layout computes with what one process computes",
+        "verify-module": "compare what a module of yours computes in a layout with plain PyTorch on one process",
         "preflight": "test the nodes of a job",
         "summarize": "put a run's figures into a table",
     }

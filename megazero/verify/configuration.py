@@ -90,9 +90,19 @@ def _spelt(info: FieldInfo, value: object) -> str:
     return info.flag if value is True else f"{info.flag} {value}"
 
 
+def in_stage(config: ZeroConfig, stage: int | None) -> ZeroConfig:
+    """Return the configuration in another ZeRO stage; None: its own."""
+    return config if stage is None else replace(config, zero_stage=stage)
+
+
+def describe_stage(config: ZeroConfig) -> str:
+    """Describe the stage: `ZeRO stage 2`."""
+    return f"ZeRO stage {config.zero_stage}"
+
+
 def describe_layout(config: RunConfig) -> str:
     """Describe the layout beyond its degrees: `ZeRO stage 2, sequence parallel, 1f1b schedule, full recomputation`."""
-    words = [f"ZeRO stage {config.zero.zero_stage}"]
+    words = [describe_stage(config.zero)]
     if config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size > 1:
         words.append("sequence parallel")
     if config.parallel.pipeline_model_parallel_size > 1:

@@ -6,16 +6,18 @@ digests of these *copies* are compared to the bit.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import MappingProxyType
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megazero.checkpoint.slices import fragment_pieces, index_within, piece_view
+from megazero.comm.mesh import Mesh
 from megazero.parallel.param_spec import Box, ParamSpec, named_specs
 from megazero.parallel.topology import ENDS
-from megazero.train.build import RunComponents
+from megazero.zero.engine import Engine
 from megazero.zero.plan import Placement
 
 # The digests of a rank's copies: axis -> kind -> parameter's name -> digest.
@@ -25,11 +27,36 @@ Copies = dict[str, dict[str, dict[str, str]]]
 KINDS = MappingProxyType({"gradient": "gradient", "weight": "master"})
 
 
+class Core(Protocol):
+    """A model on this rank, the engine that trains it, and the mesh of the ranks that do so."""
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def engine(self) -> Engine: ...
+
+    @property
+    def mesh(self) -> Mesh: ...
+
+
+class FullTensors(Protocol):
+    """The tensors of one side, put together by name; kind: "gradient" or "weight"."""
+
+    def full(self, name: str, kind: str, shape: tuple[int, ...]) -> Tensor:
+        """Return this rank's share of a tensor in its full shape, 0 elsewhere, in float64."""
+
+    def copies(self, kind: str) -> Copies:
+        """Return digests of what this rank shares with others along an axis."""
+
+
 class OwnedTensors:
     """The elements of its model's gradients and weights that one rank owns."""
 
-    def __init__(self, core: RunComponents) -> None:
+    def __init__(self, core: Core, *, gradient_factor: Callable[[], float] | None = None) -> None:
+        """gradient_factor: returns what gradients, as they are stored, must be multiplied by; None: the predivisor."""
         self._core = core
+        self._factor = gradient_factor or (lambda: core.engine.predivisor)
         self.specs = {spec.name: spec for spec, _ in named_specs(core.model)}
         self._place = {axis: core.mesh.coordinate(axis) for axis in ("tp", ENDS)}
         plan, sections = core.engine.plan, core.engine.layout.sections
@@ -47,7 +74,7 @@ class OwnedTensors:
             for piece in fragment_pieces(spec, owned.start, owned.stop):
                 whole[index_within(everything, piece.box)] = piece_view(owned.tensor, piece).double()
         if kind == "gradient":
-            whole *= self._core.engine.predivisor
+            whole *= self._factor()
         return whole
 
     def copies(self, kind: str) -> Copies:

@@ -1,4 +1,8 @@
-"""Layout verification once its command line has been checked: join the other ranks, compare, leave."""
+"""Verifications once their command line has been checked: join the other ranks, compare, leave."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 from megazero.comm.metered import Meter
 from megazero.comm.monitor import place_in_job
@@ -7,6 +11,7 @@ from megazero.comm.startup import choose_device, destroy_process_groups, join, m
 from megazero.config import derived
 from megazero.config.run import RunConfig
 from megazero.console import Console
+from megazero.library.config import load_engine_config
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.model.compiled import check_compiler
 from megazero.parallel.launch import Launch
@@ -15,7 +20,9 @@ from megazero.train.attention_kernel import check_attention
 from megazero.train.check import topology
 from megazero.train.determinism import use_deterministic_mode
 from megazero.train.inputs import RunInputs
-from megazero.verify.side_by_side import verify
+from megazero.verify.configuration import in_stage
+from megazero.verify.module import verify_module as verify_user_module
+from megazero.verify.side_by_side import PrintLine, verify
 from megazero.verify.verdict import Report
 
 
@@ -44,5 +51,31 @@ def verify_layout(config: RunConfig, launch: Launch, inputs: RunInputs, *, steps
                 layout, launch.rank, device, buffers, timeout_minutes=minutes, join_minutes=joining, meter=meter
             )
             return verify(config, mesh, buffers, inputs, steps=steps, print_line=Console(launch.rank).line)
+    finally:
+        destroy_process_groups()
+
+
+def verify_module(
+    functions: Sequence[Callable[..., Any]],
+    config: str | None,
+    *,
+    stage: int | None,
+    steps: int | None,
+    print_line: PrintLine,
+) -> Report:
+    """Compare a user's module in the library's engine with plain PyTorch on one process.
+
+    functions: those that make the module, compute a loss, make batches, and maybe an optimizer.  config: the path of a
+    configuration; None: an empty one.  stage: the ZeRO stage in place of the configuration's.
+    """
+    settings = load_engine_config({} if config is None else config)
+    settings = replace(settings, zero=in_stage(settings.zero, stage))
+    make_model, loss, batches, *optimizers = functions
+    optimizer = optimizers[0] if optimizers else None
+    try:
+        made = batches()
+        return verify_user_module(
+            make_model, loss, made, settings, optimizer=optimizer, steps=steps, print_line=print_line
+        )
     finally:
         destroy_process_groups()

@@ -12,7 +12,7 @@ reading them waits for their all-gather, and a step without that wait would go u
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,13 +26,14 @@ from megazero.data.loader import BatchLoader
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.optim.grad_norm import clip_coefficient
 from megazero.optim.schedules import LearningRate
+from megazero.parallel.param_spec import named_specs
 from megazero.parallel.topology import ENDS, Topology
 from megazero.train.build import batch_layout, build_components, padded_vocab_size, step_context
 from megazero.train.inputs import RunInputs
 from megazero.train.resolve_activations import resolve_activations
 from megazero.train.step import StepControls, training_step
 from megazero.verify.configuration import DEFAULT_STEPS, describe_layout, in_float64, on_one_process
-from megazero.verify.full_tensors import OwnedTensors
+from megazero.verify.full_tensors import FullTensors, OwnedTensors
 from megazero.verify.verdict import (
     BOUND,
     NORM_SHARE,
@@ -68,67 +69,114 @@ def verify(
     config: the user's, checked; its precision and dropout are overridden.  buffers: those that the mesh's communicators
     borrow from.  print_line: prints a line about progress.
     """
-    comparison = _Comparison(config, mesh, buffers, inputs, print_line)
+    config = in_float64(config)
+    config = replace(config, model=replace(config.model, vocab_size=inputs.vocab_size))
+    padded = padded_vocab_size(config, inputs.vocab_size)
+    resolved, reasons = resolve_activations(config, mesh, vocab_size=inputs.vocab_size, padded_vocab_size=padded)
+    for line in reasons:
+        print_line(line)
+    config = replace(config, activations=resolved)
+    sides = _run_sides(config, mesh, buffers, inputs, print_line)
     try:
-        return comparison.run(steps)
+        return Comparison(mesh, *sides, print_line).run(
+            steps, layout=describe_layout(config), least_weight=lambda norms: _least_weight(config.optimizer, norms)
+        )
     finally:
-        comparison.close()
+        for side in filter(None, sides):
+            side.close()
 
 
-class _Side:
-    """One of the two runs on this rank."""
+class Side(Protocol):
+    """One of the two trainings on this rank: the layout's, or that of one process."""
 
-    def __init__(self, config: RunConfig, mesh: Mesh, buffers: FusedBuffers, inputs: RunInputs) -> None:
+    tensors: FullTensors
+
+    def parameters(self) -> list[tuple[str, tuple[int, ...], bool]]:
+        """Return the name and full shape of each parameter here, and if tensor-parallel ranks hold slices of it."""
+
+    def train(self, number: int) -> float:
+        """Train step `number`, counted from 1, as far as its gradients; return the loss."""
+
+    def finish(self) -> float:
+        """Finish the step; return its gradient norm before clipping.  One process still has the step's gradients."""
+
+    def settle(self) -> None:
+        """Wait until the weights of the last step are in place."""
+
+
+class _RunSide:
+    """A run of pretrain_gpt.py, whose step leaves its gradients where they are."""
+
+    def __init__(
+        self, config: RunConfig, mesh: Mesh, buffers: FusedBuffers, inputs: RunInputs, rate: LearningRate
+    ) -> None:
         core = build_components(config, mesh, buffers, vocab_size=inputs.vocab_size)
         self._parts = step_context(config, core)
         self._loader = BatchLoader(inputs.train, batch_layout(config, mesh, inputs.eod), prefetch=0)
-        self.engine = core.engine
+        self._rate, self._norm = rate, 0.0
+        self._engine = core.engine
+        self._specs = {spec.name: spec for spec, _ in named_specs(core.model)}
         self.attention = core.attention.line
-        self.tensors = OwnedTensors(core)
+        self.tensors: FullTensors = OwnedTensors(core)
 
-    def step(self, lr: float) -> tuple[float, float]:
-        """Train the next step; return its loss and gradient norm."""
-        report = training_step(self._parts, next(self._loader), StepControls(lr, 1.0))
-        return report.loss.item(), report.grad_norm.item()
+    def parameters(self) -> list[tuple[str, tuple[int, ...], bool]]:
+        return [(spec.name, spec.full_shape, "tp" in spec.sharded_axes) for spec in self._specs.values()]
+
+    def train(self, number: int) -> float:
+        report = training_step(self._parts, next(self._loader), StepControls(self._rate.at(number - 1), 1.0))
+        self._norm = report.grad_norm.item()
+        return report.loss.item()
+
+    def finish(self) -> float:
+        return self._norm
+
+    def settle(self) -> None:
+        self._engine.ensure_parameters()
 
     def close(self) -> None:
         self._loader.close()
-        self.engine.close()
+        self._engine.close()
 
 
-class _Comparison:
-    """The comparison of the two runs, parameter by parameter."""
+def _run_sides(
+    config: RunConfig, mesh: Mesh, buffers: FusedBuffers, inputs: RunInputs, print_line: PrintLine
+) -> tuple[_RunSide, _RunSide | None]:
+    """Build the layout, and on rank 0 the plain run too; config: the layout's in float64."""
+    rate = LearningRate.from_config(config.optimizer, train_iters=derived.train_iters(config, mesh.topology.world_size))
+    here = _RunSide(config, mesh, buffers, inputs, rate)
+    if here.attention:
+        print_line(here.attention)
+    if mesh.rank:
+        return here, None
+    alone = FusedBuffers(0, mesh.device)
+    one = on_one_process(config, mesh.topology.world_size)
+    return here, _RunSide(one, make_mesh(Topology(), 0, mesh.device, alone), alone, inputs, rate)
 
-    def __init__(
-        self, config: RunConfig, mesh: Mesh, buffers: FusedBuffers, inputs: RunInputs, print_line: PrintLine
-    ) -> None:
+
+class Comparison:
+    """The comparison of the two sides, parameter by parameter; every rank calls the same methods."""
+
+    def __init__(self, mesh: Mesh, here: Side, one: Side | None, print_line: PrintLine) -> None:
+        """one: the training of one process, on rank 0 alone."""
         self._progress = _Progress(print_line)
-        self._mesh = mesh
-        config = in_float64(config)
-        config = replace(config, model=replace(config.model, vocab_size=inputs.vocab_size))
-        padded = padded_vocab_size(config, inputs.vocab_size)
-        resolved, reasons = resolve_activations(config, mesh, vocab_size=inputs.vocab_size, padded_vocab_size=padded)
-        self._config = replace(config, activations=resolved)
-        self._rate = LearningRate.from_config(
-            config.optimizer, train_iters=derived.train_iters(config, mesh.topology.world_size)
-        )
-        self._here = _Side(self._config, mesh, buffers, inputs)
-        for line in filter(None, (*reasons, self._here.attention)):
-            print_line(line)
-        self._one = self._one_process(inputs) if mesh.rank == 0 else None
+        self._mesh, self._here, self._one = mesh, here, one
         self._parameters = self._gather_parameters()
         self._num_copies = 0
 
-    def run(self, steps: int) -> Report:
-        """Train all steps on both sides, and compare them."""
+    def run(self, steps: int, *, layout: str, least_weight: Callable[[list[float]], float]) -> Report:
+        """Train all steps on both sides, and compare them.
+
+        layout: describes the layout beyond its degrees.  least_weight: returns the scale of small weights for the
+        gradient norms of all steps.
+        """
         compared = [self._step(number, steps) for number in range(1, steps + 1)]
-        self._here.engine.ensure_parameters()
-        least = _least_weight(self._config.optimizer, [step.norm.one for step in compared])
+        self._here.settle()
+        least = least_weight([step.norm.one for step in compared])
         weights = tuple(self._differences("weight", least, f"comparing weights after step {steps}"))
         copies = self._copies("weight")
         return Report(
             topology=self._mesh.topology,
-            layout=describe_layout(self._config),
+            layout=layout,
             parameters=self._parameters,
             steps=tuple(compared),
             weights=weights,
@@ -136,21 +184,12 @@ class _Comparison:
             num_copies=self._num_copies,
         )
 
-    def close(self) -> None:
-        for side in filter(None, (self._here, self._one)):
-            side.close()
-
-    def _one_process(self, inputs: RunInputs) -> _Side:
-        """Build the plain run, on this rank alone."""
-        config, device = on_one_process(self._config, self._mesh.topology.world_size), self._mesh.device
-        buffers = FusedBuffers(0, device)
-        return _Side(config, make_mesh(Topology(), 0, device, buffers), buffers, inputs)
-
     def _gather_parameters(self) -> tuple[Parameter, ...]:
         """Return all parameters of the model, in rank 0's order, with the pipeline stages that hold each."""
-        mine: dict[str, Any] = {"stage": self._mesh.coordinate("pp"), "held": list(self._here.tensors.specs)}
+        held = [name for name, _, _ in self._here.parameters()]
+        mine: dict[str, Any] = {"stage": self._mesh.coordinate("pp"), "held": held}
         if self._one is not None:
-            mine["model"] = [(s.name, s.full_shape, "tp" in s.sharded_axes) for s in self._one.tensors.specs.values()]
+            mine["model"] = self._one.parameters()
         ranks = gather_json(self._mesh.control, mine)
         stages: dict[str, set[int]] = {}
         for rank in ranks:
@@ -162,18 +201,17 @@ class _Comparison:
 
     def _step(self, number: int, steps: int) -> StepComparison:
         """Train a step on both sides and compare it."""
-        lr = self._rate.at(number - 1)
         self._progress.show(f"step {number} of {steps}: training on one process")
-        loss, norm = self._one.step(lr) if self._one is not None else (0.0, 0.0)
+        loss, norm = (self._one.train(number), self._one.finish()) if self._one is not None else (0.0, 0.0)
         self._progress.show(f"step {number} of {steps}: training in the layout")
-        loss_here, norm_here = self._here.step(lr)
+        loss_here = self._here.train(number)
         figures = torch.tensor([loss, norm], dtype=torch.float64)
         self._mesh.control.broadcast(figures, 0).wait()
         loss, norm = figures.tolist()
         doing = f"step {number} of {steps}: comparing gradients"
         gradients = tuple(self._differences("gradient", NORM_SHARE * norm, doing))
         copies = self._copies("gradient")
-        return StepComparison(number, Figure(loss_here, loss), Figure(norm_here, norm), gradients, copies)
+        return StepComparison(number, Figure(loss_here, loss), Figure(self._here.finish(), norm), gradients, copies)
 
     def _differences(self, kind: str, least: float, doing: str) -> Iterator[TensorDifference]:
         """Yield how every parameter's `kind` differs, relative to its largest element or to `least`; a collective."""
@@ -232,9 +270,16 @@ def _factor(found: Tensor, expected: Tensor, highest: float) -> float | None:
 
 
 def _least_weight(config: OptimizerConfig, norms: list[float]) -> float:
-    """Return the scale of small weights: the learning rate, or Adam's update from gradients' rounding errors."""
-    clipped = [norm * float(clip_coefficient(torch.tensor(norm), config.clip_grad)) for norm in norms]
-    return config.lr * max(1.0, max(clipped) * _USUAL_EPSILON / config.adam_eps)
+    return least_weight(norms, lr=config.lr, clip_grad=config.clip_grad, epsilon=config.adam_eps)
+
+
+def least_weight(norms: list[float], *, lr: float, clip_grad: float, epsilon: float) -> float:
+    """Return the scale of small weights: the learning rate, or Adam's update from gradients' rounding errors.
+
+    norms: the gradient norms of all steps before clipping.
+    """
+    clipped = [norm * float(clip_coefficient(torch.tensor(norm), clip_grad)) for norm in norms]
+    return lr * max(1.0, max(clipped) * _USUAL_EPSILON / epsilon)
 
 
 def _num_copies(topology: Topology, copies: Mapping[str, Mapping[str, Mapping[str, str]]]) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megazero.comm.interface import Communicator
 from megazero.comm.mesh import Mesh
 from megazero.config.engine_sections import UNLIMITED, ZeroConfig
-from megazero.errors import Problem, UsageError
+from megazero.errors import Problem, UsageError, raise_problems
 from megazero.memory.address_book import ArenaStatistics
 from megazero.memory.lease import Scratch
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
@@ -551,9 +551,17 @@ class Engine:
         return self._parameters[name].detach().contiguous().view(-1).view(torch.uint8)
 
     def release(self, names: Iterable[str], *, modifier_rank: int | None) -> None:
-        """Unpin gathered parameters; with modifier_rank store their values on that rank first, master weights too."""
+        """Unpin gathered parameters; with modifier_rank store their values on that rank first, master weights too.
+
+        Raises UsageError in the end for parameters that have become tensors of another form, and stay as they were.
+        """
+        problems = []
         for name in names:
             unit = self._gather.unit_of(name)
+            if unit is not None and not self._shards.move_back(self._slots[name][0], name):
+                rule = "gathered parameters keep their shape, number format and device"
+                given = f"parameter {name}, which has become another tensor in GatheredParameters"
+                problems.append(Problem(given, rule, "values of its own form"))
             if modifier_rank is not None:
                 self.written.find()
                 self._broadcast_value(name, modifier_rank)
@@ -561,6 +569,7 @@ class Engine:
             if unit is not None:
                 self._gather.unpin(unit)
             self._as_gathered.pop(name, None)
+        raise_problems(UsageError, problems)
 
     def register_external(self, module: nn.Module, name: str) -> None:
         """Gather parameter `name` for `module`'s forward too."""

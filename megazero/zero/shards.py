@@ -104,6 +104,22 @@ class Shards:
         with torch.inference_mode(False):  # it may be a forward for inference that ends, and the next one is not
             self._flats[section.index] = self._make_hollow_flat(section)
 
+    def move_back(self, section: Section, name: str) -> bool:
+        """Let a gathered parameter that user code has moved (`parameter.data = ...`, `set_`) lie in its section again.
+
+        The section gets its values.  Returns False if it has another form, so that its values are lost.
+        """
+        slot = next(slot for slot in section.slots if slot.spec.name == name)
+        parameter, view = self._parameters[name], self.flat(section)[slot.start : slot.stop].view(slot.spec.local_shape)
+        if parameter.data_ptr() == view.data_ptr() and parameter.stride() == view.stride():
+            return True
+        fits = (parameter.shape, parameter.dtype, parameter.device) == (view.shape, view.dtype, view.device)
+        with torch.no_grad(), torch.inference_mode(False):
+            if fits:
+                view.copy_(parameter.detach().clone())  # it may share memory with what is written
+            parameter.data = view
+        return fits
+
     def working(self, bucket: Bucket, within: Range) -> Tensor:
         """Return a view of working parameters [numel of within]; in a partitioned section, of this rank's part only."""
         shard = self._working_shards.get(bucket.section)

@@ -41,7 +41,15 @@ def watched(*words: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    "program", ["pretrain_gpt.py", "megazero", "megazero verify-layout", *TOOLS, "tools/checkpoint.py inspect"]
+    "program",
+    [
+        "pretrain_gpt.py",
+        "megazero",
+        "megazero verify-layout",
+        "megazero verify-module",
+        *TOOLS,
+        "tools/checkpoint.py inspect",
+    ],
 )
 def test_help_is_there_at_once(program: str) -> None:
     told, _ = watched(*program.split(), "--help")

@@ -4,12 +4,15 @@ import pytest
 from support.configs import make_run
 
 from megazero.config import derived
+from megazero.config.engine_sections import ZeroConfig
 from megazero.config.run import RunConfig
 from megazero.rules import run as rules
 from megazero.verify.configuration import (
     DEFAULT_STEPS,
     describe_layout,
+    describe_stage,
     in_float64,
+    in_stage,
     on_one_process,
     overridden,
     split_verify_steps,
@@ -115,3 +118,10 @@ def test_a_number_that_is_none_is_a_problem(words: list[str]) -> None:
 def test_a_layout_in_words() -> None:
     assert describe_layout(awkward()) == "ZeRO stage 3, sequence parallel, interleaved schedule, full recomputation"
     assert describe_layout(make_run(sequence_parallel=True, zero_stage=0)) == "ZeRO stage 0"
+
+
+def test_a_stage_in_place_of_the_configurations() -> None:
+    zero = ZeroConfig(zero_stage=1, sub_group_size=7)
+    assert in_stage(zero, None) == zero
+    assert in_stage(zero, 3) == ZeroConfig(zero_stage=3, sub_group_size=7)
+    assert describe_stage(in_stage(zero, 0)) == "ZeRO stage 0"

@@ -188,6 +188,49 @@ def test_changes_without_a_modifier_are_an_error_on_every_rank_where_checked(wri
         assert ("modifier_rank=0" in text) == writes and left == 0 and stored
 
 
+def move(model: nn.Module) -> None:
+    """Write by assignments that give parameters other memory; vector_to_parameters makes them views of one vector."""
+    vector = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+    nn.utils.vector_to_parameters(0.5 * vector, model.parameters())
+    model.scale.data = torch.full_like(model.scale, 0.25)
+    with torch.no_grad():
+        model.first.bias.set_(torch.full_like(model.first.bias, 0.75))
+    model.middle.weight.data = model.middle.weight.data.t().contiguous().t()
+
+
+def move_in_block(rank: int, precision: str) -> tuple[Values, Values]:
+    """Move parameters on data-parallel rank 0 for good, and on rank 1 in a block that stores nothing."""
+    model, engine, _ = make_engine(rank, Options(stage=3, dp=2, precision=precision))
+    expected = make_model().to(next(model.parameters()).dtype)
+    move(expected)
+    with GatheredParameters(model, modifier_rank=0):
+        if rank == 0:
+            move(model)
+    with GatheredParameters(model):
+        model.scale.data = torch.zeros_like(model.scale)
+    found = whole_values(model)
+    train(engine, model, rank, range(1))
+    engine.close()
+    return found, values(expected)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+def test_values_that_are_assigned_in_the_block_count(precision: str) -> None:
+    for found, expected in run_ranks(2, move_in_block, precision):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_another_form_in_the_block_is_refused_and_undone() -> None:
+    model = make_model()
+    engine = engine_around(model, alone())
+    before = whole_values(model)
+    with pytest.raises(UsageError, match="scale, which has become another"), GatheredParameters(model, modifier_rank=0):
+        model.scale.data = model.scale.data.half()
+    assert engine.gathered_numel[0] == 0
+    torch.testing.assert_close(whole_values(model), before, rtol=0, atol=0)
+
+
 class Refused(Exception):
     """An error that is raised inside a block."""
 
