@@ -152,7 +152,6 @@ def observe_on_rank(rank: int, folder: Path, layout: Layout, stop: int) -> Obser
         (Layout(tp=2, pp=1), 3, [3], False),
         (Layout(tp=1, pp=2), 3, [1, 2], True),
         (Layout(tp=1, pp=3), 4, [1, 2, 1], False),
-        (Layout(tp=2, pp=2), 3, [1, 2], False),
         (Layout(tp=2, pp=2), 3, [1, 2], True),
         (Layout(tp=1, pp=4), 2, [0, 1, 1, 0], False),
     ],
