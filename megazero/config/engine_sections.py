@@ -274,8 +274,10 @@ class OptimizerConfig:
     )
     lr: float = setting(help="learning rate after warm-up", gt=0)
     min_lr: float = setting(0.0, help="learning rate at the end of the decay", ge=0)
-    lr_decay_style: Literal["constant", "linear", "cosine"] = setting(
-        "linear", help="how the learning rate goes from lr to min_lr"
+    lr_decay_style: Literal["constant", "linear", "cosine", "LRRangeTest", "OneCycle"] = setting(
+        "linear",
+        help="how the learning rate goes from lr to min_lr; LRRangeTest: it rises from lr on, to look for a good one;"
+        " OneCycle: from min_lr to lr and back, and then lower",
     )
     lr_decay_iters: int | None = setting(
         None, help="step at which min_lr is reached; without it, the run's last", unit="steps", ge=1
@@ -308,4 +310,9 @@ class OptimizerConfig:
     )
     use_checkpoint_opt_param_scheduler: bool = setting(
         False, help="on resuming take the learning-rate schedule from the checkpoint, whatever is said here"
+    )
+    lr_decay_params: tuple[str, ...] = setting(
+        (),
+        help="other parameters of the styles LRRangeTest and OneCycle by DeepSpeed's names, such as"
+        " cycle_first_step_size=1000",
     )

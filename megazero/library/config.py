@@ -86,6 +86,7 @@ _FORMS = "zero, precision, ... of megazero, or zero_optimization, fp16, bf16, ..
 class EngineConfig:
     """The settings by which an engine trains one model.
 
+    optimizer: None: without one given to `initialize` either, the engine computes and trains nothing.
     gradient_clipping: largest global gradient norm; 0 clips nothing.
     gradient_allreduce_op: a step's gradients are the mean over the data-parallel processes, or their sum.
     autocast: the format in which torch.autocast lets the forward of a model in fp32 compute; None: without.
@@ -105,7 +106,7 @@ class EngineConfig:
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     activations: ActivationConfig = field(default_factory=ActivationConfig)
-    optimizer: OptimizerChoice = field(default_factory=OptimizerChoice)
+    optimizer: OptimizerChoice | None = None
     scheduler: SchedulerChoice | None = None
     gradient_clipping: Annotated[float, Field(ge=0)] = 0.0
     gradient_allreduce_op: Literal["mean", "sum"] = "mean"
@@ -137,6 +138,21 @@ def load_engine_config(config: EngineConfig | Mapping[str, Any] | str | Path) ->
         rule = "a configuration is a .json or a .yaml file"
         raise ConfigError(Problem(str(config), rule, ", ".join(str(path.with_suffix(suffix)) for suffix in readers)))
     return _from_mapping(readers[path.suffix](path), str(path))
+
+
+def without_schedule(config: EngineConfig) -> EngineConfig:
+    """Return the configuration without its schedule if it names no optimizer; no other one is given to `initialize`.
+
+    Raises ConfigError for a schedule without an optimizer; a DeepSpeed configuration's gets a notice instead.
+    """
+    if config.optimizer is not None or config.scheduler is None:
+        return config
+    given = Location("config").key("scheduler.type").quote(config.scheduler.type)
+    because = "there is no optimizer whose learning rate it would set"
+    if config.origin is Origin.USER:
+        legal = 'optimizer: {"type": "AdamW"}, or initialize(model, config, optimizer=...)'
+        raise ConfigError(Problem(given, f"it has no effect here: {because}", legal))
+    return replace(config, scheduler=None, notices=(*config.notices, f"{given}: moot here, because {because}"))
 
 
 def resolve_batch(config: EngineConfig, data_parallel_size: int) -> BatchSizes:
@@ -223,7 +239,8 @@ def _from_own(content: Mapping[str, Any], location: Location) -> EngineConfig:
     limits = _section(LimitConfig, location.key("limits"), content.get("limits"), diagnostics)
     sections_are_valid = not diagnostics.problems
     optimizer = _optimizer(location.key("optimizer"), content.get("optimizer"), diagnostics)
-    scheduler = _scheduler(location.key("scheduler"), content.get("scheduler"), diagnostics, optimizer.lr)
+    lr = None if optimizer is None else optimizer.lr
+    scheduler = _scheduler(location.key("scheduler"), content.get("scheduler"), diagnostics, lr)
     plain = _values(infos, location, {name: content[name] for name in infos if name in content}, diagnostics)
     parts = EngineParts(zero, precision, activations, optimizer, scheduler)
     diagnostics.problems.extend(_problems(parts, location))
@@ -279,8 +296,10 @@ def _values(
     return values
 
 
-def _optimizer(location: Location, value: Any, diagnostics: Diagnostics) -> OptimizerChoice:
+def _optimizer(location: Location, value: Any, diagnostics: Diagnostics) -> OptimizerChoice | None:
     section = _mapping(location, value, diagnostics)
+    if not section:
+        return None
     names = ("type", "lr", "params")
     diagnostics.problems.extend(unknown(location.key(str(n)), section[n], names) for n in section if n not in names)
     params = dict(_mapping(location.key("params"), section.get("params"), diagnostics))
@@ -292,7 +311,7 @@ def _optimizer(location: Location, value: Any, diagnostics: Diagnostics) -> Opti
     return replace(choice, **given)
 
 
-def _scheduler(location: Location, value: Any, diagnostics: Diagnostics, lr: float) -> SchedulerChoice | None:
+def _scheduler(location: Location, value: Any, diagnostics: Diagnostics, lr: float | None) -> SchedulerChoice | None:
     section = _mapping(location, value, diagnostics)
     if not section:
         return None
@@ -358,14 +377,14 @@ def _undecidable(activations: ActivationConfig, location: Location) -> Iterator[
 def _checked(config: EngineConfig) -> EngineConfig:
     """Return a configuration made in Python, checked: names, and rules between settings; values are checked already."""
     diagnostics, location = Diagnostics(), Location("config")
-    optimizer = choose_optimizer(
-        location.key("optimizer"), config.optimizer.type, config.optimizer.params, diagnostics, defaults={}
-    )
-    optimizer = replace(optimizer, lr=config.optimizer.lr)
-    scheduler = config.scheduler
+    optimizer, scheduler = config.optimizer, config.scheduler
+    if optimizer is not None:
+        where = location.key("optimizer")
+        chosen = choose_optimizer(where, optimizer.type, optimizer.params, diagnostics, defaults={})
+        optimizer = replace(chosen, lr=optimizer.lr)
     if scheduler is not None:
-        where = location.key("scheduler")
-        scheduler = choose_scheduler(where, scheduler.type, scheduler.params, diagnostics, lr=optimizer.lr)
+        where, lr = location.key("scheduler"), None if optimizer is None else optimizer.lr
+        scheduler = choose_scheduler(where, scheduler.type, scheduler.params, diagnostics, lr=lr)
     parts = EngineParts(config.zero, config.precision, config.activations, optimizer, scheduler)
     diagnostics.problems.extend(_problems(parts, location))
     diagnostics.problems.extend(_autocast_problems(config.autocast, config.precision, location.key("autocast")))

@@ -86,9 +86,9 @@ class _Side:
         self.attention = core.attention.line
         self.tensors = OwnedTensors(core)
 
-    def step(self, lr: float) -> tuple[float, float]:
+    def step(self, lr: float, momentum: float | None) -> tuple[float, float]:
         """Train the next step; return its loss and gradient norm."""
-        report = training_step(self._parts, next(self._loader), StepControls(lr, 1.0))
+        report = training_step(self._parts, next(self._loader), StepControls(lr, 1.0, momentum=momentum))
         return report.loss.item(), report.grad_norm.item()
 
     def close(self) -> None:
@@ -162,11 +162,11 @@ class _Comparison:
 
     def _step(self, number: int, steps: int) -> StepComparison:
         """Train a step on both sides and compare it."""
-        lr = self._rate.at(number - 1)
+        lr, momentum = self._rate.at(number - 1), self._rate.momentum(number - 1)
         self._progress.show(f"step {number} of {steps}: training on one process")
-        loss, norm = self._one.step(lr) if self._one is not None else (0.0, 0.0)
+        loss, norm = self._one.step(lr, momentum) if self._one is not None else (0.0, 0.0)
         self._progress.show(f"step {number} of {steps}: training in the layout")
-        loss_here, norm_here = self._here.step(lr)
+        loss_here, norm_here = self._here.step(lr, momentum)
         figures = torch.tensor([loss, norm], dtype=torch.float64)
         self._mesh.control.broadcast(figures, 0).wait()
         loss, norm = figures.tolist()

@@ -97,7 +97,9 @@ def test_defaults_without_a_word() -> None:
     config = load_engine_config({})
     assert config == load_engine_config(EngineConfig())
     assert (config.zero, config.precision, config.scheduler) == (ZeroConfig(), PrecisionConfig(), None)
-    assert (config.optimizer.type, config.optimizer.lr, config.gradient_clipping) == ("AdamW", 1e-3, 0.0)
+    assert (config.optimizer, config.gradient_clipping) == (None, 0.0)
+    adamw = load_engine_config({"optimizer": {"type": "AdamW"}, "zero": {}}).optimizer
+    assert adamw is not None and (adamw.type, adamw.lr) == ("AdamW", 1e-3)
     assert config.notices == ()
 
 
@@ -282,7 +284,7 @@ def test_all_problems_come_at_once() -> None:
         "zero": {"zero_stage": 9, "colour": "red"},
         "precision": {"precision": "fp8"},
         "optimizer": {"type": "Lamb"},
-        "scheduler": {"type": "OneCycle"},
+        "scheduler": {"type": "TwoCycles"},
         "train_batch_size": "many",
     }
     assert len(problems(content)) == 6

@@ -1,5 +1,7 @@
 """Tests one step: number formats, loss scale, norm over tensor-parallel ranks, learning rates."""
 
+import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -311,6 +313,49 @@ def test_a_runs_schedule_by_name() -> None:
         engine.backward(engine(batch(step)).square().mean())
         engine.step()
     assert rates == pytest.approx([0.2, 0.3, 0.4, 0.25, 0.1, 0.1], rel=1e-14)
+
+
+CYCLE = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.5, "cycle_first_step_size": 2}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("kind", ["AdamW", "NAdam"])
+def test_a_cycle_moves_the_rate_and_the_first_beta(kind: str, stage: int, tmp_path: Path) -> None:
+    """Parameters take torch's steps with groups that are set by hand; a resumed training goes on in the cycle."""
+    options: dict[str, Any] = {"betas": (0.8, 0.95), "weight_decay": 0.0}
+    config = {
+        "zero": {"zero_stage": stage},
+        "precision": {"precision": "fp64"},
+        "optimizer": {"type": kind, "params": options},
+        "scheduler": {"type": "OneCycle", "params": CYCLE},
+    }
+    twin = make_model(torch.float64)
+    plain = getattr(torch.optim, kind)(twin.parameters(), lr=1.0, **options)
+    engine = megazero.initialize(make_model(), config)
+    for step, (lr, momentum) in enumerate([(0.1, 0.8), (0.3, 0.85), (0.5, 0.8), (0.3, 0.85), (0.1, 0.9)]):
+        if step == 2:
+            engine.save_checkpoint(tmp_path)
+            engine = megazero.initialize(make_model(), config)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")  # no option has changed but those that the schedule moves
+                engine.load_checkpoint(tmp_path)
+        assert engine.get_lr() == pytest.approx([lr] * len(engine.get_lr()), rel=1e-14)
+        engine.backward(engine(batch(step).double()).square().mean())
+        engine.step()
+        plain.param_groups[0].update(lr=lr, betas=(momentum, 0.95))
+        plain.zero_grad()
+        twin(batch(step).double()).square().mean().backward()
+        plain.step()
+    state = engine.state_dict()
+    for name, value in twin.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-9)
+
+
+def test_a_cycle_leaves_an_optimizer_without_betas_its_momentum() -> None:
+    config = {"optimizer": {"type": "SGD", "params": {"lr": 0.5}}, "scheduler": {"type": "OneCycle", "params": CYCLE}}
+    with pytest.warns(UserWarning, match="the momentum is not cycled, because the optimizer has no betas"):
+        engine = megazero.initialize(make_model(), config)
+    assert engine.get_lr() == [0.1]
 
 
 def test_a_peak_below_the_schedules_ends_is_refused() -> None:

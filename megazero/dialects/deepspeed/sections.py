@@ -222,7 +222,7 @@ class EngineParts:
     zero: ZeroConfig
     precision: PrecisionConfig
     activations: ActivationConfig
-    optimizer: OptimizerChoice
+    optimizer: OptimizerChoice | None
     scheduler: SchedulerChoice | None
 
 
@@ -236,7 +236,7 @@ def engine_parts(file: ParsedFile) -> EngineParts:
     precision = _build(PrecisionConfig, settings)
     activations = _build(ActivationConfig, settings)
     optimizer = optimizer_of(file)
-    scheduler = scheduler_of(file, optimizer.lr)
+    scheduler = scheduler_of(file, None if optimizer is None else optimizer.lr)
     file.diagnostics.problems.extend(
         replace(problem, given=f"{file.origin}: {problem.given}")
         for rule in STATE_RULES
@@ -271,13 +271,13 @@ def _spell(setting: str) -> str:
 def _became(path: str, parts: EngineParts) -> str | None:
     """Return the text of an automatic key in the library; None for the batch's sizes, which depend on the processes."""
     section, _, name = path.rpartition(".")
-    if section == "optimizer.params":
+    if section == "optimizer.params" and parts.optimizer is not None:
         params = {"lr": parts.optimizer.lr, **parts.optimizer.params}
         return shown(params[name]) if name in params else "megazero's own"
     if section == "scheduler.params" and parts.scheduler is not None:
         return shown(parts.scheduler.params[name]) if name in parts.scheduler.params else "megazero's own"
     if path == "optimizer.type":
-        return shown(parts.optimizer.type)
+        return "no optimizer" if parts.optimizer is None else shown(parts.optimizer.type)
     if path == "scheduler.type":
         return "no schedule"
     if path == "gradient_clipping":
@@ -289,13 +289,18 @@ def _became(path: str, parts: EngineParts) -> str | None:
     return text_for_key(path, values)
 
 
-def optimizer_of(file: ParsedFile) -> OptimizerChoice:
-    """Return the optimizer that the file names, by default AdamW; problems are added to the file's diagnostics."""
+def optimizer_of(file: ParsedFile) -> OptimizerChoice | None:
+    """Return the optimizer that the file names, if any, AdamW if the name is automatic.
+
+    Problems are added to the file's diagnostics.
+    """
     location, key = file.location("optimizer"), file.written("optimizer.type")
     params = dict(file.params.get("optimizer.params", {}))
-    if params and "optimizer.type" not in (*file.values, *file.invalid):
-        problem = Problem(f"{location.key('type')} is missing", "an optimizer has a name", 'type: "AdamW"')
-        file.diagnostics.problems.append(problem)
+    if "optimizer.type" not in (*file.values, *file.invalid):
+        if params:
+            problem = Problem(f"{location.key('type')} is missing", "an optimizer has a name", 'type: "AdamW"')
+            file.diagnostics.problems.append(problem)
+        return None
     name = "AdamW" if key is None else key.value
     if name.lower() in ("adam", "adamw"):
         name = _adam(location.key("params"), name, params, file.diagnostics)
@@ -329,10 +334,10 @@ def _refuse_clipping(location: Location, params: dict[str, Any], diagnostics: Di
         )
 
 
-def scheduler_of(file: ParsedFile, lr: float) -> SchedulerChoice | None:
+def scheduler_of(file: ParsedFile, lr: float | None) -> SchedulerChoice | None:
     """Return the schedule that the file names, if any; problems are added to the file's diagnostics.
 
-    lr: the optimizer's learning rate.
+    lr: the optimizer's learning rate; None if the file names no optimizer.
     """
     key = file.written("scheduler.type")
     params = file.params.get("scheduler.params", {})
@@ -342,4 +347,13 @@ def scheduler_of(file: ParsedFile, lr: float) -> SchedulerChoice | None:
             problem = Problem(f"{location.key('type')} is missing", "a schedule has a name", 'type: "WarmupLR"')
             file.diagnostics.problems.append(problem)
         return None
-    return choose_scheduler(location, key.value, params, file.diagnostics, lr=lr)
+    choice = choose_scheduler(location, key.value, params, file.diagnostics, lr=lr)
+    note_second_beta(file, choice)
+    return choice
+
+
+def note_second_beta(file: ParsedFile, choice: SchedulerChoice | None) -> None:
+    """Add a notice if the schedule cycles a momentum, an Adam's first beta: DeepSpeed changes the second one too."""
+    if choice is not None and choice.params.get("cycle_momentum"):
+        text = "cycles the first beta only; DeepSpeed also sets the second one, to 0.99, whatever the optimizer has"
+        file.diagnostics.notices.append(f"{file.location('scheduler.type').quote(choice.type)}: {text}")
