@@ -164,7 +164,8 @@ class PrecisionConfig:
     )
     max_skipped_steps_at_min_loss_scale: int = setting(
         20,
-        help="fp16: after this many skipped steps in a row at the minimum scale the run saves and stops",
+        help="fp16, or with check_grad_overflow: after this many skipped steps in a row at the minimum scale the run"
+        " saves and stops",
         unit="steps",
         ge=1,
     )
@@ -177,6 +178,11 @@ class PrecisionConfig:
         False,
         help="with fp32 on GPUs, round the factors of matrix products to TF32 (10 bits of mantissa instead of 23),"
         " which is about ten times as fast; without it, products are exact",
+    )
+    check_grad_overflow: bool = setting(
+        False,
+        help="skip a step whose gradients are not finite, and train on, as fp16 does anyway; false: such a step is left"
+        " to check_for_nan_in_loss_and_grad",
     )
 
 

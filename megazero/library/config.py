@@ -89,7 +89,8 @@ class EngineConfig:
     optimizer: None: without one given to `initialize` either, the engine computes and trains nothing.
     gradient_clipping: largest global gradient norm; 0 clips nothing.
     gradient_allreduce_op: a step's gradients are the mean over the data-parallel processes, or their sum.
-    autocast: the format in which torch.autocast lets the forward of a model in fp32 compute; None: without.
+    autocast: the format in which torch.autocast lets the forward of a model in fp32 compute; None: without.  fp16 has
+    the loss scale of `precision`.
     gradient_accumulation_steps, train_micro_batch_size_per_gpu, train_batch_size: the batch's sizes as they are given,
     None where they are not; `resolve_batch` returns all of them.
     update_unused_parameters: True if the optimizer also updates parameters of which no rank has a gradient, as
@@ -110,7 +111,7 @@ class EngineConfig:
     scheduler: SchedulerChoice | None = None
     gradient_clipping: Annotated[float, Field(ge=0)] = 0.0
     gradient_allreduce_op: Literal["mean", "sum"] = "mean"
-    autocast: Literal["bf16"] | None = None
+    autocast: Literal["bf16", "fp16"] | None = None
     gradient_accumulation_steps: _Count | None = None
     train_micro_batch_size_per_gpu: _Count | None = None
     train_batch_size: _Count | None = None
@@ -121,6 +122,11 @@ class EngineConfig:
     automatic_sizes: tuple[str, ...] = ()
     origin: Origin = Origin.USER
     limits: LimitConfig = field(default_factory=LimitConfig)
+
+    @property
+    def scales_loss(self) -> bool:
+        """True if gradients are made in fp16, in which small ones would be zero without a loss scale."""
+        return "fp16" in (self.precision.precision, self.autocast)
 
 
 def load_engine_config(config: EngineConfig | Mapping[str, Any] | str | Path) -> EngineConfig:
@@ -200,8 +206,9 @@ def _from_deepspeed(file: ParsedFile) -> EngineConfig:
             f"{file.location('gradient_clipping')}: left out, so DeepSpeed's documented default of"
             f" {plain['gradient_clipping']:g} holds; a configuration of megazero's own clips nothing by default"
         )
-    autocast = file.get("torch_autocast.dtype", AUTOCAST[0]) if file.get("torch_autocast.enabled", False) else None
-    file.diagnostics.problems.extend(_autocast_problems(autocast, parts.precision, file.location("torch_autocast")))
+    file.diagnostics.problems.extend(
+        _autocast_problems(parts.autocast, parts.precision, file.location("torch_autocast"))
+    )
     raise_problems(ConfigError, file.diagnostics.problems)
     return EngineConfig(
         zero=parts.zero,
@@ -211,7 +218,7 @@ def _from_deepspeed(file: ParsedFile) -> EngineConfig:
         scheduler=parts.scheduler,
         notices=tuple(file.diagnostics.notices),
         automatic_sizes=tuple(str(file.location(name)) for name in KEYS.values() if file.is_automatic(name)),
-        autocast=autocast,
+        autocast=parts.autocast,
         origin=Origin.FOREIGN,
         update_unused_parameters=True,
         **plain,
@@ -242,7 +249,7 @@ def _from_own(content: Mapping[str, Any], location: Location) -> EngineConfig:
     lr = None if optimizer is None else optimizer.lr
     scheduler = _scheduler(location.key("scheduler"), content.get("scheduler"), diagnostics, lr)
     plain = _values(infos, location, {name: content[name] for name in infos if name in content}, diagnostics)
-    parts = EngineParts(zero, precision, activations, optimizer, scheduler)
+    parts = EngineParts(zero, precision, activations, optimizer, scheduler, plain.get("autocast"))
     diagnostics.problems.extend(_problems(parts, location))
     diagnostics.problems.extend(_autocast_problems(plain.get("autocast"), precision, location.key("autocast")))
     if sections_are_valid:  # else defaults stand in for invalid values
@@ -385,7 +392,7 @@ def _checked(config: EngineConfig) -> EngineConfig:
     if scheduler is not None:
         where, lr = location.key("scheduler"), None if optimizer is None else optimizer.lr
         scheduler = choose_scheduler(where, scheduler.type, scheduler.params, diagnostics, lr=lr)
-    parts = EngineParts(config.zero, config.precision, config.activations, optimizer, scheduler)
+    parts = EngineParts(config.zero, config.precision, config.activations, optimizer, scheduler, config.autocast)
     diagnostics.problems.extend(_problems(parts, location))
     diagnostics.problems.extend(_autocast_problems(config.autocast, config.precision, location.key("autocast")))
     if config.origin is Origin.USER:  # a DeepSpeed configuration got its notices when it was read

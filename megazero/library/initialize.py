@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,9 @@ def initialize(
     mesh, buffers = mesh_and_buffers(mesh, settings.limits)
     batch = resolve_batch(settings, mesh.axis("dp").size)
     _warn(settings, batch, mesh, [*use_tf32(settings.precision, mesh.device, given="precision.tf32")])
-    plan = resolve(settings.zero, settings.precision)
+    # Gradients that autocast makes in fp16 may overflow, whatever the format of their parameters.
+    skips = settings.scales_loss or settings.precision.check_grad_overflow
+    plan = replace(resolve(settings.zero, settings.precision), skips_not_finite=skips)
     unwrap_dtensors(model, mesh)
     prepare(
         model,
@@ -92,7 +95,7 @@ def initialize(
             warnings.warn(notice, stacklevel=2)
     passes = BackwardPasses(
         batch.accumulation,
-        needs_scale=settings.precision.precision == "fp16",
+        needs_scale=settings.scales_loss,
         has_optimizer=chosen.exists,
         frozen=frozen,
     )
@@ -119,7 +122,7 @@ def initialize(
         timers,
         device=mesh.device,
         rates=rates,
-        scaler=LossScaler.from_config(settings.precision),
+        scaler=LossScaler.from_config(settings.precision, autocast=settings.autocast),
         clip_grad=settings.gradient_clipping,
         averages=settings.gradient_allreduce_op == "mean",
         accumulation=batch.accumulation,

@@ -202,8 +202,9 @@ class Stepper:
         stop: True if this rank requests the end of the training, which travels with the step's figures.
 
         Where gradients pass through fp16, one that is not finite skips the update and lowers the loss scale; too many
-        such steps at the lowest scale are a fault.  In other formats such a gradient is a fault itself, if the engine
-        checks.  The figures are read at once on a CPU; on a GPU before the next update, which changes nothing either.
+        such steps at the lowest scale are a fault.  So it is in other formats with `check_grad_overflow`; without it
+        such a gradient is a fault itself, if the engine checks.  The figures are read at once on a CPU; on a GPU before
+        the next update, which changes nothing either.
         """
         engine = self._engine
         flag = torch.full((), float(stop), dtype=torch.float64, device=self._device)

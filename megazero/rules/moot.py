@@ -48,6 +48,8 @@ class LibrarySections(SharedSections, Protocol):
     def optimizer(self) -> OptimizerChoice | None: ...
     @property
     def scheduler(self) -> SchedulerChoice | None: ...
+    @property
+    def autocast(self) -> str | None: ...
 
 
 _INFO = MappingProxyType({info.name: info for info in FIELDS})
@@ -112,7 +114,31 @@ def _no_wider_accumulation(sections: SharedSections) -> str:
     return "fp32 gradients are added up in fp32 anyway" if precision == "fp32" else ""
 
 
+# Settings of fp16, which have an effect too where autocast, in the library, computes in it.
+FP16_ONLY: tuple[Row[SharedSections], ...] = (
+    Row(
+        ("loss_scale", *_DYNAMIC_SCALE),
+        lambda s: "" if _is_fp16(s) else "only fp16 gradients are so small that the loss is scaled",
+        {"precision": "fp16"},
+    ),
+    Row(
+        ("max_skipped_steps_at_min_loss_scale",),
+        lambda s: (
+            ""
+            if _gradients_may_overflow(s) or s.precision.check_grad_overflow
+            else "only steps whose gradients overflow in fp16 are skipped"
+        ),
+        {"precision": "fp16"},
+    ),
+    Row(
+        ("check_grad_overflow",),
+        lambda s: "steps whose gradients overflow in fp16 are skipped anyway" if _gradients_may_overflow(s) else "",
+        {"precision": "bf16"},
+    ),
+)
+
 SHARED: tuple[Row[SharedSections], ...] = (
+    *FP16_ONLY,
     Row(
         _STAGE_3,
         lambda s: "" if s.zero.zero_stage == 3 else f"ZeRO stage {s.zero.zero_stage} keeps parameters whole",
@@ -157,22 +183,12 @@ SHARED: tuple[Row[SharedSections], ...] = (
         {"precision": "bf16"},
     ),
     Row(
-        ("loss_scale", *_DYNAMIC_SCALE),
-        lambda s: "" if _is_fp16(s) else "only fp16 gradients are so small that the loss is scaled",
-        {"precision": "fp16"},
-    ),
-    Row(
         _DYNAMIC_SCALE,
         lambda s: (
             ""
             if s.precision.loss_scale is None
             else f"the loss scale is constant, loss_scale {s.precision.loss_scale:g}"
         ),
-    ),
-    Row(
-        ("max_skipped_steps_at_min_loss_scale",),
-        lambda s: "" if _gradients_may_overflow(s) else "only steps whose gradients overflow in fp16 are skipped",
-        {"precision": "fp16"},
     ),
     Row(("accumulate_allreduce_grads_in_fp32",), _no_wider_accumulation, {"precision": "bf16"}),
     Row(
@@ -618,7 +634,8 @@ def of_a_run(
 
 def of_the_library(sections: LibrarySections, given: Sequence[ParsedValue]) -> Diagnostics:
     """Return the problems of moot settings in a configuration of the library, on any number of processes."""
-    found = [*_moot(sections, given, (*LIBRARY, *SHARED))]
+    shared = [row for row in SHARED if sections.autocast != "fp16" or row not in FP16_ONLY]
+    found = [*_moot(sections, given, (*LIBRARY, *shared))]
     if sections.optimizer is not None:
         found += _moot(sections.optimizer, given, OPTIMIZER)
     if sections.scheduler is not None:

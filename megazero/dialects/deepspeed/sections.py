@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from megazero.config.choices import (
     AUTO,
@@ -28,7 +28,7 @@ from megazero.config.engine_sections import ActivationConfig, PrecisionConfig, Z
 from megazero.config.fields import FieldInfo, describe
 from megazero.config.origin import Origin
 from megazero.config.values import Diagnostics, Location, ParsedValue, RawValue, as_boolean, shown
-from megazero.dialects.deepspeed.keys import ACTIVATION_KEYS, BATCH_KEYS, HONOURED, PRECISION_KEYS, ZERO_KEYS
+from megazero.dialects.deepspeed.keys import ACTIVATION_KEYS, AUTOCAST, BATCH_KEYS, HONOURED, PRECISION_KEYS, ZERO_KEYS
 from megazero.dialects.deepspeed.reading import ParsedFile
 from megazero.errors import Problem
 from megazero.rules import moot
@@ -44,6 +44,12 @@ _INFO: Mapping[str, FieldInfo] = MappingProxyType(
     {info.name: info for cls in (ZeroConfig, PrecisionConfig, ActivationConfig) for info in describe("", cls)}
 )
 _ACCUMULATION, _ACCUMULATION_KEY = "accumulate_allreduce_grads_in_fp32", "data_types.grad_accum_dtype"
+# Left out, it is megazero's own: reading the outcome of every step would make a GPU's host wait for it.
+_OVERFLOW_KEY = "bf16.check_grad_overflow"
+# The loss scale under autocast in fp16 is torch's, whose constants DeepSpeed leaves as they are.
+_AUTOCAST_SCALE: Mapping[str, Any] = MappingProxyType(
+    {"initial_loss_scale": 65536.0, "loss_scale_window": 2000, "hysteresis": 1}
+)
 # DeepSpeed's defaults of Adam that differ from torch's.
 _ADAM: Mapping[str, Any] = MappingProxyType({"weight_decay": 0.0})
 
@@ -107,6 +113,9 @@ def translate(file: ParsedFile, *, whole: bool = False, fp16_requested: bool = F
     if file.get("fp16.enabled", fp16_requested):
         for setting, path in PRECISION_KEYS.items():
             _translate_key(translation, setting, path)
+    overflow = file.written(_OVERFLOW_KEY)
+    if overflow is not None and file.get("bf16.enabled", False):
+        translation.write("check_grad_overflow", overflow.value, overflow.source)
     wide = file.written(_ACCUMULATION_KEY)
     if wide is not None and wide.value == "fp32":
         translation.write(_ACCUMULATION, True, wide.source)
@@ -200,6 +209,8 @@ def text_for_key(path: str, values: Mapping[str, tuple[FieldInfo, Any]]) -> str 
     for name in ("fp16", "bf16"):
         if path == f"{name}.enabled":
             return shown(values["precision"][1] == name)
+    if path == _OVERFLOW_KEY:
+        return shown(values["check_grad_overflow"][1])
     if path == _ACCUMULATION_KEY:
         precision = values["precision"][1]
         return shown("fp32" if values[_ACCUMULATION][1] else precision)
@@ -224,6 +235,7 @@ class EngineParts:
     activations: ActivationConfig
     optimizer: OptimizerChoice | None
     scheduler: SchedulerChoice | None
+    autocast: Literal["bf16", "fp16"] | None = None
 
 
 def engine_parts(file: ParsedFile) -> EngineParts:
@@ -232,6 +244,10 @@ def engine_parts(file: ParsedFile) -> EngineParts:
     raw = (*translation.defaults, *translation.written)
     settings = {item.name: ParsedValue(item.name, item.value, item.source, item.origin) for item in raw}
     resolve(translation, settings)
+    autocast = file.get("torch_autocast.dtype", AUTOCAST[0]) if file.get("torch_autocast.enabled", False) else None
+    if autocast == "fp16":
+        for name, value in _AUTOCAST_SCALE.items():
+            settings.setdefault(name, ParsedValue(name, value, f"{name} of torch.amp.GradScaler", Origin.DEFAULT))
     zero = _build(ZeroConfig, settings)
     precision = _build(PrecisionConfig, settings)
     activations = _build(ActivationConfig, settings)
@@ -242,7 +258,7 @@ def engine_parts(file: ParsedFile) -> EngineParts:
         for rule in STATE_RULES
         for problem in rule(zero, precision, _spell)
     )
-    parts = EngineParts(zero, precision, activations, optimizer, scheduler)
+    parts = EngineParts(zero, precision, activations, optimizer, scheduler, autocast)
     given = [*settings.values(), *_given_params(file, parts)]
     file.diagnostics.notices.extend(moot.of_the_library(parts, given).notices)
     file.diagnostics.notices.extend(automatic_notices(file, lambda path: _became(path, parts)))
@@ -275,6 +291,8 @@ def _became(path: str, parts: EngineParts) -> str | None:
         params = {"lr": parts.optimizer.lr, **parts.optimizer.params}
         return shown(params[name]) if name in params else "megazero's own"
     if section == "scheduler.params" and parts.scheduler is not None:
+        if name == "warmup_max_lr" and parts.optimizer is None:
+            return "the learning rate of the optimizer that is given"
         return shown(parts.scheduler.params[name]) if name in parts.scheduler.params else "megazero's own"
     if path == "optimizer.type":
         return "no optimizer" if parts.optimizer is None else shown(parts.optimizer.type)
