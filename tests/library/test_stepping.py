@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import megazero
 from megazero.config.choices import SchedulerChoice
-from megazero.errors import ConfigError, TrainingError
+from megazero.errors import ConfigError, TrainingError, UsageError
 from megazero.library.engine import DataParallelEngine
 from megazero.library.stepping import LearningRates
 from megazero.zero.gathered import GatheredParameters
@@ -196,6 +196,12 @@ def test_autocast_computes_as_torchs(name: str, stage: int) -> None:
     with torch.no_grad(), torch.autocast("cpu", dtype=dtype):
         assert torch.equal(engine(batch(20)), model(batch(20)))
     torch.testing.assert_close(working(engine), [p.detach() for p in model.parameters()], rtol=0, atol=1e-7)
+
+
+def test_autocast_in_fp16_starts_from_a_scaled_loss() -> None:
+    engine = megazero.initialize(make_model(), {"optimizer": {"type": "SGD", "lr": LR}, "autocast": "fp16"})
+    with pytest.raises(UsageError, match=r"engine\.scale\(loss\)"):
+        engine(batch(0)).float().square().mean().backward()
 
 
 class Recomputed(nn.Module):
