@@ -14,8 +14,8 @@ from pydantic.dataclasses import dataclass
 
 from megazero.config.fields import STRICT, FieldInfo
 from megazero.config.optimizers import IMPLEMENTATION, LR, OPTIMIZERS, REFUSED_OPTIMIZERS
-from megazero.config.schedules import REFUSED_SCHEDULES, SCHEDULES
-from megazero.config.values import Diagnostics, InvalidValue, Location, coerce, unknown, violation
+from megazero.config.schedules import RATE_SETTINGS, SCHEDULES
+from megazero.config.values import Diagnostics, InvalidValue, Location, as_number, coerce, unknown, violation
 from megazero.errors import Problem
 
 
@@ -93,7 +93,7 @@ def choose_scheduler(
     lr: the optimizer's learning rate, which an automatic peak takes; None if it is not determined yet.
     may_be_auto: parameters without a default that the caller computes itself; where they are "auto" they are left out.
     """
-    entry = known_type(location.key("type"), name, SCHEDULES, REFUSED_SCHEDULES)
+    entry = known_type(location.key("type"), name, SCHEDULES, {})
     if isinstance(entry, Problem):
         diagnostics.problems.append(entry)
         return None
@@ -107,7 +107,11 @@ def choose_scheduler(
     if params.get("warmup_max_lr") == AUTO:
         values["warmup_max_lr"] = lr
     diagnostics.problems.extend(
-        Problem(f"{where.key(key)} is missing", f"{entry} needs a number that nobody else knows", f"{key}: 100000")
+        Problem(
+            f"{where.key(key)} is missing",
+            f"{entry} needs a number that nobody else knows",
+            f"{key}: {100000 if info.kind == 'int' else 0.001}",
+        )
         for key, info in table.items()
         if info.required and (key not in params or (params[key] == AUTO and key not in may_be_auto))
     )
@@ -137,15 +141,76 @@ def _schedule_conflicts(location: Location, values: Mapping[str, Any]) -> Iterat
     if peak is not None and values["warmup_min_lr"] > peak:
         given = f"{location.key('warmup_min_lr').quote(values['warmup_min_lr'])} with warmup_max_lr: {peak:g}"
         yield Problem(given, "a warm-up does not fall", f"warmup_min_lr: 0 to {peak:g}")
+    yield from _cycle_conflicts(location, values)
 
 
-def changed_params(optimizer: OptimizerChoice, scheduler: SchedulerChoice | None) -> dict[str, Any]:
+def _cycle_conflicts(location: Location, values: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield a problem for each pair of ends of OneCycle, two rates or two momenta, of which the lower is above."""
+    for low, high in (("cycle_min_lr", "cycle_max_lr"), ("cycle_min_mom", "cycle_max_mom")):
+        if low in values and high in values and values[low] > values[high]:
+            given = f"{location.key(low).quote(values[low])} with {high}: {values[high]:g}"
+            yield Problem(given, "a cycle's minimum is at most its maximum", f"{low}: 0 to {values[high]:g}")
+
+
+def choose_sweep(
+    style: str, words: Iterable[str], rates: Mapping[str, float], diagnostics: Diagnostics
+) -> dict[str, Any]:
+    """Return all parameters of a run's LRRangeTest or OneCycle by name; problems are added to `diagnostics`.
+
+    style, words: --lr-decay-style and --lr-decay-params.  rates: the settings that hold learning rates, by name.
+    Other styles have settings for all of their parameters: for these the result is empty.
+    """
+    own = RATE_SETTINGS.get(style)
+    if own is None:
+        return {}
+    location, table = Location("--lr-decay-params"), SCHEDULES[style]
+    given = key_values(location, words, "cycle_first_step_size=1000", diagnostics)
+    for name in own.keys() & given.keys():
+        quoted, flag = location.key(name).quote(given.pop(name)), own[name].replace("_", "-")
+        diagnostics.problems.append(Problem(quoted, f"{name} has a setting of its own", f"--{flag}"))
+    others = {name: info for name, info in table.items() if name not in own}
+    values = defaults_of(others) | read_params(location, others, given, diagnostics)
+    values |= {name: rates[setting] for name, setting in own.items()}
+    # --lr and --min-lr have a rule of their own.
+    momenta = {name: value for name, value in values.items() if name not in own}
+    diagnostics.problems.extend(_cycle_conflicts(location, momenta))
+    return values
+
+
+def key_values(location: Location, words: Iterable[str], example: str, diagnostics: Diagnostics) -> dict[str, Any]:
+    """Return the values of a flag's words by name: one value, `nesterov=true`, or a list, `etas=0.5,1.2`.
+
+    location: the flag.  example: what messages show as legal.
+    """
+    values: dict[str, Any] = {}
+    for word in words:
+        name, _, text = word.partition("=")
+        if not name or not text or name in values:
+            rule = "a parameter is given once" if name in values else "a parameter is a name and its value"
+            diagnostics.problems.append(Problem(f"{location} {word}", rule, example))
+            continue
+        items = [_typed(item) for item in text.split(",")]
+        values[name] = items[0] if len(items) == 1 else items
+    return values
+
+
+def _typed(word: str) -> Any:
+    """Return the word in the type that a file would give it, so that messages quote numbers and truth values so."""
+    if word.lower() in ("true", "false"):
+        return word.lower() == "true"
+    number = as_number(word)
+    return word if number is None else number
+
+
+def changed_params(optimizer: OptimizerChoice | None, scheduler: SchedulerChoice | None) -> dict[str, Any]:
     """Return the parameters whose values are not their defaults, by dotted names such as "optimizer.params.betas"."""
-    known = OPTIMIZERS[optimizer.type]
-    tables = {"optimizer.params": (known.params, optimizer.params)}
+    tables, changed = {}, {}
+    if optimizer is not None:
+        known = OPTIMIZERS[optimizer.type]
+        tables["optimizer.params"] = known.params, optimizer.params
+        changed = {"optimizer.lr": optimizer.lr} if optimizer.lr != known.lr else {}
     if scheduler is not None:
         tables["scheduler.params"] = SCHEDULES[scheduler.type], scheduler.params
-    changed = {"optimizer.lr": optimizer.lr} if optimizer.lr != known.lr else {}
     for path, (table, params) in tables.items():
         changed |= {f"{path}.{name}": value for name, value in params.items() if value != table[name].default}
     return changed

@@ -164,7 +164,8 @@ class PrecisionConfig:
     )
     max_skipped_steps_at_min_loss_scale: int = setting(
         20,
-        help="fp16: after this many skipped steps in a row at the minimum scale the run saves and stops",
+        help="fp16, or with check_grad_overflow: after this many skipped steps in a row at the minimum scale the run"
+        " saves and stops",
         unit="steps",
         ge=1,
     )
@@ -177,6 +178,11 @@ class PrecisionConfig:
         False,
         help="with fp32 on GPUs, round the factors of matrix products to TF32 (10 bits of mantissa instead of 23),"
         " which is about ten times as fast; without it, products are exact",
+    )
+    check_grad_overflow: bool = setting(
+        False,
+        help="skip a step whose gradients are not finite, and train on, as fp16 does anyway; false: such a step is left"
+        " to check_for_nan_in_loss_and_grad",
     )
 
 
@@ -274,8 +280,10 @@ class OptimizerConfig:
     )
     lr: float = setting(help="learning rate after warm-up", gt=0)
     min_lr: float = setting(0.0, help="learning rate at the end of the decay", ge=0)
-    lr_decay_style: Literal["constant", "linear", "cosine"] = setting(
-        "linear", help="how the learning rate goes from lr to min_lr"
+    lr_decay_style: Literal["constant", "linear", "cosine", "LRRangeTest", "OneCycle"] = setting(
+        "linear",
+        help="how the learning rate goes from lr to min_lr; LRRangeTest: it rises from lr on, to look for a good one;"
+        " OneCycle: from min_lr to lr and back, and then lower",
     )
     lr_decay_iters: int | None = setting(
         None, help="step at which min_lr is reached; without it, the run's last", unit="steps", ge=1
@@ -308,4 +316,9 @@ class OptimizerConfig:
     )
     use_checkpoint_opt_param_scheduler: bool = setting(
         False, help="on resuming take the learning-rate schedule from the checkpoint, whatever is said here"
+    )
+    lr_decay_params: tuple[str, ...] = setting(
+        (),
+        help="other parameters of the styles LRRangeTest and OneCycle by DeepSpeed's names, such as"
+        " cycle_first_step_size=1000",
     )

@@ -104,9 +104,15 @@ class FieldInfo:
         return self.help.partition("without it, ")[2].partition(";")[0] or "not set"
 
 
-def parameter(name: str, kind: str, default: Any, *, choices: tuple[str, ...] = (), **bounds: float) -> FieldInfo:
-    """Return the description of a parameter that a table lists and no section holds; default None: it is required."""
-    return FieldInfo("", name, kind, choices, default, default is None, "", "", (), "", tuple(bounds.items()))
+def parameter(
+    name: str, kind: str, default: Any, *, choices: tuple[str, ...] = (), optional: bool = False, **bounds: float
+) -> FieldInfo:
+    """Return the description of a parameter that a table lists and no section holds.
+
+    default: None: it is required, unless it is optional, when None is a value.
+    """
+    required = default is None and not optional
+    return FieldInfo("", name, kind, choices, default, required, "", "", (), "", tuple(bounds.items()), optional)
 
 
 def by_name(*parameters: FieldInfo) -> Mapping[str, FieldInfo]:

@@ -1,8 +1,11 @@
 """The tables of learning-rate schedules: the parameters of each, and why others are refused.
 
-`megazero/optim/schedules.py` computes the schedules, with one function for each.  DeepSpeed's three have its documented
+`megazero/optim/schedules.py` computes the schedules, with one function for each.  DeepSpeed's five have its documented
 names and defaults.  The three of Megatron-LM are called after their decay, and their parameters after its flags; their
 peak is the optimizer's learning rate.
+
+A run chooses one of `RUN_STYLES` by --lr-decay-style.  Two of these are DeepSpeed's, whose learning rates are --lr and
+--min-lr (`RATE_SETTINGS`); their other parameters are given by --lr-decay-params.
 """
 
 from collections.abc import Mapping
@@ -35,13 +38,37 @@ SCHEDULES: Mapping[str, Mapping[str, FieldInfo]] = MappingProxyType(
             parameter("cos_min_ratio", "float", 0.0001, ge=0, le=1),
             _WARMUP_TYPE,
         ),
+        "LRRangeTest": by_name(
+            parameter("lr_range_test_min_lr", "float", 0.001, ge=0),
+            parameter("lr_range_test_step_size", "int", 2000, ge=1),
+            parameter("lr_range_test_step_rate", "float", 1.0, ge=0),
+            parameter("lr_range_test_staircase", "bool", False),
+        ),
+        "OneCycle": by_name(
+            parameter("cycle_min_lr", "float", None, ge=0),
+            parameter("cycle_max_lr", "float", None, ge=0),
+            parameter("decay_lr_rate", "float", 0.0, ge=0),
+            parameter("cycle_first_step_size", "int", 2000, ge=1),
+            parameter("cycle_second_step_size", "int", None, optional=True, ge=0),
+            parameter("cycle_first_stair_count", "int", 0, ge=0),
+            parameter("cycle_second_stair_count", "int", None, optional=True, ge=0),
+            parameter("decay_step_size", "int", 0, ge=0),
+            parameter("cycle_momentum", "bool", True),
+            parameter("cycle_min_mom", "float", 0.8, ge=0, lt=1),
+            parameter("cycle_max_mom", "float", 0.9, ge=0, lt=1),
+            parameter("decay_mom_rate", "float", 0.0, ge=0),
+        ),
         "constant": by_name(*_RUN_WARMUP),
         "linear": by_name(*_RUN_WARMUP, *_RUN_DECAY),
         "cosine": by_name(*_RUN_WARMUP, *_RUN_DECAY),
     }
 )
 
-_SWEEP = "it sweeps the learning rate to look for a good one, and is no schedule to train with here"
-REFUSED_SCHEDULES: Mapping[str, str] = MappingProxyType(
-    {"LRRangeTest": _SWEEP, "OneCycle": "cycles of learning rate and momentum are not there"}
+RUN_STYLES = ("constant", "linear", "cosine", "LRRangeTest", "OneCycle")
+# {style of a run: {parameter of the schedule that is a learning rate: the setting that holds it}}
+RATE_SETTINGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "LRRangeTest": MappingProxyType({"lr_range_test_min_lr": "lr"}),
+        "OneCycle": MappingProxyType({"cycle_max_lr": "lr", "cycle_min_lr": "min_lr"}),
+    }
 )

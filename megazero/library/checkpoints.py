@@ -181,8 +181,11 @@ class Checkpoints:
     def load(self, root: Path, tag: str | None, parts: Loading) -> Loaded | None:
         """Restore the newest sound checkpoint under `root`, or the one with this tag; None if there is none at all.
 
+        An engine without an optimizer takes weights and buffers only: it does not go on with a training.
         Raises CheckpointError on all ranks: for a checkpoint that does not fit, before anything is changed.
         """
+        if not self.optimizer.exists:
+            parts = Loading(optimizer=False, schedule=False, counters=False)
         control = self.mesh.control
         path = Path(all_or_none(control, lambda: str(_chosen(root, tag)), doing=f"reading {root}")[0])
         values = [(buffer, _fragment(name, torch.empty_like(buffer))) for name, buffer in _buffers(self.module)]
@@ -238,7 +241,8 @@ class Checkpoints:
             for index, (group, saved) in enumerate(
                 zip(self.optimizer.groups, progress.get(_GROUPS) or (), strict=False)
             ):
-                changed += _restore_options(group, saved, index=index, with_rates=parts.schedule)
+                moved = self.stepper.rates.moved
+                changed += _restore_options(group, saved, moved, index=index, with_rates=parts.schedule)
         if not parts.counters:
             return Loaded(taken, None, 0, client_state, tuple(changed))
         state = TrainState.from_json(progress, step=found.step)
@@ -325,13 +329,16 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _restore_options(group: dict[str, Any], saved: Mapping[str, Any], *, index: int, with_rates: bool) -> Iterator[str]:
+def _restore_options(
+    group: dict[str, Any], saved: Mapping[str, Any], moved: tuple[str, ...], *, index: int, with_rates: bool
+) -> Iterator[str]:
     """Set the options of a param group to saved ones; yield a line for each that was another one.
 
-    A learning rate that a schedule moves is another one at every step, and gets no line.
+    moved: the options that the configuration's schedule writes.  A learning rate or momentum that a schedule moves is
+    another one at every step, and gets no line.
     """
-    rates = ("lr", "initial_lr")
-    moves = "initial_lr" in group or "initial_lr" in saved
+    rates = ("lr", "initial_lr", *moved)
+    moves = bool(moved) or "initial_lr" in group or "initial_lr" in saved
     for name, value in saved.items():
         if name in rates and not with_rates:
             continue

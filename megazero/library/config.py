@@ -86,9 +86,11 @@ _FORMS = "zero, precision, ... of megazero, or zero_optimization, fp16, bf16, ..
 class EngineConfig:
     """The settings by which an engine trains one model.
 
+    optimizer: None: without one given to `initialize` either, the engine computes and trains nothing.
     gradient_clipping: largest global gradient norm; 0 clips nothing.
     gradient_allreduce_op: a step's gradients are the mean over the data-parallel processes, or their sum.
-    autocast: the format in which torch.autocast lets the forward of a model in fp32 compute; None: without.
+    autocast: the format in which torch.autocast lets the forward of a model in fp32 compute; None: without.  fp16 has
+    the loss scale of `precision`.
     gradient_accumulation_steps, train_micro_batch_size_per_gpu, train_batch_size: the batch's sizes as they are given,
     None where they are not; `resolve_batch` returns all of them.
     update_unused_parameters: True if the optimizer also updates parameters of which no rank has a gradient, as
@@ -105,11 +107,11 @@ class EngineConfig:
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     activations: ActivationConfig = field(default_factory=ActivationConfig)
-    optimizer: OptimizerChoice = field(default_factory=OptimizerChoice)
+    optimizer: OptimizerChoice | None = None
     scheduler: SchedulerChoice | None = None
     gradient_clipping: Annotated[float, Field(ge=0)] = 0.0
     gradient_allreduce_op: Literal["mean", "sum"] = "mean"
-    autocast: Literal["bf16"] | None = None
+    autocast: Literal["bf16", "fp16"] | None = None
     gradient_accumulation_steps: _Count | None = None
     train_micro_batch_size_per_gpu: _Count | None = None
     train_batch_size: _Count | None = None
@@ -120,6 +122,11 @@ class EngineConfig:
     automatic_sizes: tuple[str, ...] = ()
     origin: Origin = Origin.USER
     limits: LimitConfig = field(default_factory=LimitConfig)
+
+    @property
+    def scales_loss(self) -> bool:
+        """True if gradients are made in fp16, in which small ones would be zero without a loss scale."""
+        return "fp16" in (self.precision.precision, self.autocast)
 
 
 def load_engine_config(config: EngineConfig | Mapping[str, Any] | str | Path) -> EngineConfig:
@@ -137,6 +144,21 @@ def load_engine_config(config: EngineConfig | Mapping[str, Any] | str | Path) ->
         rule = "a configuration is a .json or a .yaml file"
         raise ConfigError(Problem(str(config), rule, ", ".join(str(path.with_suffix(suffix)) for suffix in readers)))
     return _from_mapping(readers[path.suffix](path), str(path))
+
+
+def without_schedule(config: EngineConfig) -> EngineConfig:
+    """Return the configuration without its schedule if it names no optimizer; no other one is given to `initialize`.
+
+    Raises ConfigError for a schedule without an optimizer; a DeepSpeed configuration's gets a notice instead.
+    """
+    if config.optimizer is not None or config.scheduler is None:
+        return config
+    given = Location("config").key("scheduler.type").quote(config.scheduler.type)
+    because = "there is no optimizer whose learning rate it would set"
+    if config.origin is Origin.USER:
+        legal = 'optimizer: {"type": "AdamW"}, or initialize(model, config, optimizer=...)'
+        raise ConfigError(Problem(given, f"it has no effect here: {because}", legal))
+    return replace(config, scheduler=None, notices=(*config.notices, f"{given}: moot here, because {because}"))
 
 
 def resolve_batch(config: EngineConfig, data_parallel_size: int) -> BatchSizes:
@@ -184,8 +206,9 @@ def _from_deepspeed(file: ParsedFile) -> EngineConfig:
             f"{file.location('gradient_clipping')}: left out, so DeepSpeed's documented default of"
             f" {plain['gradient_clipping']:g} holds; a configuration of megazero's own clips nothing by default"
         )
-    autocast = file.get("torch_autocast.dtype", AUTOCAST[0]) if file.get("torch_autocast.enabled", False) else None
-    file.diagnostics.problems.extend(_autocast_problems(autocast, parts.precision, file.location("torch_autocast")))
+    file.diagnostics.problems.extend(
+        _autocast_problems(parts.autocast, parts.precision, file.location("torch_autocast"))
+    )
     raise_problems(ConfigError, file.diagnostics.problems)
     return EngineConfig(
         zero=parts.zero,
@@ -195,7 +218,7 @@ def _from_deepspeed(file: ParsedFile) -> EngineConfig:
         scheduler=parts.scheduler,
         notices=tuple(file.diagnostics.notices),
         automatic_sizes=tuple(str(file.location(name)) for name in KEYS.values() if file.is_automatic(name)),
-        autocast=autocast,
+        autocast=parts.autocast,
         origin=Origin.FOREIGN,
         update_unused_parameters=True,
         **plain,
@@ -223,9 +246,10 @@ def _from_own(content: Mapping[str, Any], location: Location) -> EngineConfig:
     limits = _section(LimitConfig, location.key("limits"), content.get("limits"), diagnostics)
     sections_are_valid = not diagnostics.problems
     optimizer = _optimizer(location.key("optimizer"), content.get("optimizer"), diagnostics)
-    scheduler = _scheduler(location.key("scheduler"), content.get("scheduler"), diagnostics, optimizer.lr)
+    lr = None if optimizer is None else optimizer.lr
+    scheduler = _scheduler(location.key("scheduler"), content.get("scheduler"), diagnostics, lr)
     plain = _values(infos, location, {name: content[name] for name in infos if name in content}, diagnostics)
-    parts = EngineParts(zero, precision, activations, optimizer, scheduler)
+    parts = EngineParts(zero, precision, activations, optimizer, scheduler, plain.get("autocast"))
     diagnostics.problems.extend(_problems(parts, location))
     diagnostics.problems.extend(_autocast_problems(plain.get("autocast"), precision, location.key("autocast")))
     if sections_are_valid:  # else defaults stand in for invalid values
@@ -279,8 +303,10 @@ def _values(
     return values
 
 
-def _optimizer(location: Location, value: Any, diagnostics: Diagnostics) -> OptimizerChoice:
+def _optimizer(location: Location, value: Any, diagnostics: Diagnostics) -> OptimizerChoice | None:
     section = _mapping(location, value, diagnostics)
+    if not section:
+        return None
     names = ("type", "lr", "params")
     diagnostics.problems.extend(unknown(location.key(str(n)), section[n], names) for n in section if n not in names)
     params = dict(_mapping(location.key("params"), section.get("params"), diagnostics))
@@ -292,7 +318,7 @@ def _optimizer(location: Location, value: Any, diagnostics: Diagnostics) -> Opti
     return replace(choice, **given)
 
 
-def _scheduler(location: Location, value: Any, diagnostics: Diagnostics, lr: float) -> SchedulerChoice | None:
+def _scheduler(location: Location, value: Any, diagnostics: Diagnostics, lr: float | None) -> SchedulerChoice | None:
     section = _mapping(location, value, diagnostics)
     if not section:
         return None
@@ -358,15 +384,15 @@ def _undecidable(activations: ActivationConfig, location: Location) -> Iterator[
 def _checked(config: EngineConfig) -> EngineConfig:
     """Return a configuration made in Python, checked: names, and rules between settings; values are checked already."""
     diagnostics, location = Diagnostics(), Location("config")
-    optimizer = choose_optimizer(
-        location.key("optimizer"), config.optimizer.type, config.optimizer.params, diagnostics, defaults={}
-    )
-    optimizer = replace(optimizer, lr=config.optimizer.lr)
-    scheduler = config.scheduler
+    optimizer, scheduler = config.optimizer, config.scheduler
+    if optimizer is not None:
+        where = location.key("optimizer")
+        chosen = choose_optimizer(where, optimizer.type, optimizer.params, diagnostics, defaults={})
+        optimizer = replace(chosen, lr=optimizer.lr)
     if scheduler is not None:
-        where = location.key("scheduler")
-        scheduler = choose_scheduler(where, scheduler.type, scheduler.params, diagnostics, lr=optimizer.lr)
-    parts = EngineParts(config.zero, config.precision, config.activations, optimizer, scheduler)
+        where, lr = location.key("scheduler"), None if optimizer is None else optimizer.lr
+        scheduler = choose_scheduler(where, scheduler.type, scheduler.params, diagnostics, lr=lr)
+    parts = EngineParts(config.zero, config.precision, config.activations, optimizer, scheduler, config.autocast)
     diagnostics.problems.extend(_problems(parts, location))
     diagnostics.problems.extend(_autocast_problems(config.autocast, config.precision, location.key("autocast")))
     if config.origin is Origin.USER:  # a DeepSpeed configuration got its notices when it was read

@@ -422,10 +422,11 @@ class DataParallelEngine:
         return self.mesh.device
 
     @property
-    def optimizer(self) -> Optimizer:
+    def optimizer(self) -> Optimizer | None:
         """The torch optimizer whose param groups set the options; it never steps, and its state is the engine's.
 
-        Its `state_dict` is a collective call where ranks partition the optimizer's state.
+        None if the engine was initialized without one.  Its `state_dict` is a collective call where ranks partition
+        the optimizer's state.
         """
         return self._optimizer_state.optimizer
 

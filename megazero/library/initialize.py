@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,21 @@ from megazero.comm.mesh import Mesh
 from megazero.errors import Problem, UsageError
 from megazero.generators import DefaultGenerators
 from megazero.library.checkpoints import Checkpoints
-from megazero.library.config import BatchSizes, EngineConfig, automatic_sizes, load_engine_config, resolve_batch
+from megazero.library.config import (
+    BatchSizes,
+    EngineConfig,
+    automatic_sizes,
+    load_engine_config,
+    resolve_batch,
+    without_schedule,
+)
 from megazero.library.dtensors import unwrap_dtensors
 from megazero.library.engine import DataParallelEngine, EngineComponents
 from megazero.library.join import mesh_and_buffers
 from megazero.library.leaf_modules import choose_leaves
 from megazero.library.module_units import choose_units
 from megazero.library.optimizer_state import OptimizerState
-from megazero.library.optimizers import MakeOptimizer, choose
+from megazero.library.optimizers import MakeOptimizer, choose, freeze_untrained
 from megazero.library.passes import BackwardPasses
 from megazero.library.prepare import prepare
 from megazero.library.step_records import StepRecords
@@ -51,7 +59,8 @@ def initialize(
     megazero Mesh, torch's DeviceMesh, or an object like Megatron-LM's mpu (`megazero/library/adopted_mesh.py`).
     Parameters that are DTensors over its tensor-parallel axis become local tensors (`megazero/library/dtensors.py`).
     optimizer: a torch optimizer over parameters of the model, or a function that makes one of them; its param groups
-    and learning-rate schedulers on it take effect.  None: the configuration's optimizer, over all parameters.
+    and learning-rate schedulers on it take effect.  None: the configuration's optimizer, over all parameters.  If there
+    is neither, the parameters are frozen until the engine is closed: it computes, saves and loads, and trains nothing.
 
     Raises ConfigError, TopologyError or UsageError, each with all problems of its kind.
     """
@@ -61,10 +70,14 @@ def initialize(
         )
         raise UsageError(Problem(given, "a model is a torch.nn.Module that has been made", "MyModel(...)"))
     settings = load_engine_config(config)
+    if optimizer is None:
+        settings = without_schedule(settings)
     mesh, buffers = mesh_and_buffers(mesh, settings.limits)
     batch = resolve_batch(settings, mesh.axis("dp").size)
     _warn(settings, batch, mesh, [*use_tf32(settings.precision, mesh.device, given="precision.tf32")])
-    plan = resolve(settings.zero, settings.precision)
+    # Gradients that autocast makes in fp16 may overflow, whatever the format of their parameters.
+    skips = settings.scales_loss or settings.precision.check_grad_overflow
+    plan = replace(resolve(settings.zero, settings.precision), skips_not_finite=skips)
     unwrap_dtensors(model, mesh)
     prepare(
         model,
@@ -73,9 +86,19 @@ def initialize(
         buffer_dtype=None if settings.buffer_dtype is None else DTYPES[settings.buffer_dtype],
         keep_in_fp32=settings.keep_in_fp32,
     )
+    trains = optimizer is not None or settings.optimizer is not None
+    frozen = freeze_untrained(model, trains=trains)
     chosen = choose(optimizer, settings.optimizer, model)
     rates = LearningRates(chosen.groups, settings.scheduler)
-    passes = BackwardPasses(batch.accumulation, needs_scale=settings.precision.precision == "fp16")
+    if mesh.world.rank == 0:
+        for notice in rates.notices():
+            warnings.warn(notice, stacklevel=2)
+    passes = BackwardPasses(
+        batch.accumulation,
+        needs_scale=settings.scales_loss,
+        has_optimizer=chosen.exists,
+        frozen=frozen,
+    )
     passes.watch(model)
     units = choose_units(model, choose_leaves(model, settings.zero, plan))
     core_settings = EngineSettings(
@@ -99,7 +122,7 @@ def initialize(
         timers,
         device=mesh.device,
         rates=rates,
-        scaler=LossScaler.from_config(settings.precision),
+        scaler=LossScaler.from_config(settings.precision, autocast=settings.autocast),
         clip_grad=settings.gradient_clipping,
         averages=settings.gradient_allreduce_op == "mean",
         accumulation=batch.accumulation,

@@ -60,13 +60,15 @@ class OptimizerState:
             self._connect(chosen.given)
 
     @property
-    def optimizer(self) -> Optimizer:
-        """The torch optimizer, which never steps; the configuration's AdamW gets one when it is first asked for."""
-        if self._optimizer is None:
+    def optimizer(self) -> Optimizer | None:
+        """The torch optimizer, which never steps; the configuration's AdamW gets one when it is first asked for.
+
+        None if the engine has no optimizer.
+        """
+        if self._optimizer is None and self._chosen.exists:
             # torch imports its compiler, which takes a second, to make the first optimizer of a process.
             with torch._C.DisableTorchFunctionSubclass():
                 self._connect(torch.optim.AdamW(self._chosen.groups))
-        assert self._optimizer is not None
         return self._optimizer
 
     def count_step(self) -> None:

@@ -20,7 +20,8 @@ class EngineOptimizer(NamedTuple):
     """An engine's optimizer.
 
     inner: the optimizer of flat pieces.  groups: its param groups, whose options every update reads.
-    kind: the name of its class ("AdamW").  given: the torch optimizer from which it was made, None for the fused AdamW.
+    kind: the name of its class ("AdamW"), `NO_OPTIMIZER` without one.  given: the torch optimizer from which it was
+    made, None for the fused AdamW.
     """
 
     inner: InnerOptimizer
@@ -28,21 +29,47 @@ class EngineOptimizer(NamedTuple):
     kind: str
     given: Optimizer | None = None
 
+    @property
+    def exists(self) -> bool:
+        """False if neither the user nor the configuration has named an optimizer."""
+        return self.kind != NO_OPTIMIZER
 
-def choose(given: Optimizer | MakeOptimizer | None, choice: OptimizerChoice, model: nn.Module) -> EngineOptimizer:
+
+NO_OPTIMIZER = "none"
+
+
+def freeze_untrained(model: nn.Module, *, trains: bool) -> list[nn.Parameter]:
+    """Freeze all parameters unless the engine trains; return those that were not frozen before.
+
+    What is frozen has neither gradients nor master weights nor moments, and autograd saves nothing for it.
+    """
+    frozen = [] if trains else _trainable(model)
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    return frozen
+
+
+def choose(
+    given: Optimizer | MakeOptimizer | None, choice: OptimizerChoice | None, model: nn.Module
+) -> EngineOptimizer:
     """Return the optimizer that the user has given, or else the configuration's over all of the model's parameters.
 
-    A frozen model gets one that never steps.  Raises ConfigError if the optimizer does not work on flat pieces, or
-    updates tensors that are not the model's parameters; UsageError if one is given for a frozen model.
+    A frozen model, and an engine without an optimizer, get one that never steps.  Raises ConfigError if the optimizer
+    does not work on flat pieces, or updates tensors that are not the model's parameters; UsageError if one is given for
+    a frozen model.
     """
     if not _trainable(model):
         if given is not None:
             rule = "an optimizer updates parameters that require a gradient, and the model has none"
             raise UsageError(Problem("an optimizer for a frozen model", rule, "initialize(model, config) without one"))
         never_steps = OptimizerChoice()
+        inner = make_optimizer(never_steps, model)
+        if choice is None:
+            return EngineOptimizer(inner, [], NO_OPTIMIZER)
         groups: list[dict[str, Any]] = [{"params": [], "lr": choice.lr}]
-        return EngineOptimizer(make_optimizer(never_steps, model), groups, never_steps.type)
+        return EngineOptimizer(inner, groups, never_steps.type)
     if given is None:
+        assert choice is not None, "parameters are frozen where nothing updates them"
         return _configured(choice, model)
     template = given(_trainable(model)) if callable(given) and not isinstance(given, Optimizer) else given
     _check_is_for(template, model)

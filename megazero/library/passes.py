@@ -16,7 +16,7 @@ are not counted and never end it.
 through the discriminator) it leaves the gradients as they were.  A plain `loss.backward()` is a pass of all of them.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,8 +40,15 @@ class BackwardPasses:
     Call `watch` before the ZeRO engine is made, and `start` after.
     """
 
-    def __init__(self, accumulation: int, *, needs_scale: bool) -> None:
-        """needs_scale: True if a plain backward must start from a loss given to `expect_scaled` (fp16)."""
+    def __init__(
+        self, accumulation: int, *, needs_scale: bool, has_optimizer: bool = True, frozen: Sequence[nn.Parameter] = ()
+    ) -> None:
+        """needs_scale: True if a plain backward must start from a loss given to `expect_scaled` (fp16).
+
+        has_optimizer: False for an engine that computes only.  frozen: the parameters that are frozen for that, until
+        `close`.
+        """
+        self._has_optimizer, self._frozen = has_optimizer, frozen
         self.accumulation = accumulation
         self.count = 0
         self.boundary: bool | None = None
@@ -188,9 +195,11 @@ class BackwardPasses:
         return True
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks, and thaw what was frozen because the engine has no optimizer."""
         for handle in self._handles:
             handle.remove()
+        for parameter in self._frozen:
+            parameter.requires_grad_(True)
 
     @eagerly
     def _forward_begins(self, _model: nn.Module, _inputs: Any) -> None:
@@ -319,6 +328,10 @@ class BackwardPasses:
             raise
 
     def _check_trains(self, call: str) -> None:
+        if not self._has_optimizer:
+            rule = "the engine has no optimizer, so that it trains nothing and its parameters are frozen"
+            legal = 'optimizer: {"type": "AdamW"} in the configuration, or initialize(model, config, optimizer=...)'
+            raise UsageError(Problem(f"{call} without an optimizer", rule, legal))
         if not self._trains:
             rule = "no parameter of it required a gradient when it was initialized, so that there is nothing to update"
             legal = "requires_grad_(True) before megazero.initialize; loss.backward() for gradients of its inputs"

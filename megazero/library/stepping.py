@@ -10,6 +10,7 @@ With `gradient_allreduce_op: sum` the data-parallel ranks are left out of it.
 The learning rate advances after each update that was not skipped.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from megazero.errors import ConfigError, Problem, TrainingError, UsageError, rai
 from megazero.library.step_records import StepRecords
 from megazero.memory.host_copy import HostCopy
 from megazero.optim.loss_scaler import LossScale, LossScaler
-from megazero.optim.schedules import rate_of
+from megazero.optim.schedules import momentum_of, rate_of, unmoved_momentum, write_momentum
 from megazero.timers import Timers
 from megazero.zero.engine import Engine
 from megazero.zero.step import Update, reduce_gradients, update_parameters
@@ -72,6 +73,17 @@ class LearningRates:
         self._num_updates += by
         self._write()
 
+    @property
+    def moved(self) -> tuple[str, ...]:
+        """The options of param groups that the schedule writes at every step."""
+        if self._schedule is None:
+            return ()
+        return ("lr",) if momentum_of(self._schedule, 0) is None else ("lr", "betas")
+
+    def notices(self) -> list[str]:
+        """Return one line if the schedule cycles a momentum that the optimizer does not have."""
+        return [] if self._schedule is None else unmoved_momentum(self._schedule, self._groups)
+
     def step(self) -> None:
         """Raise UsageError: the configuration's schedule advances in engine.step()."""
         rule = "engine.step() advances the configuration's schedule, by one for each update that it makes"
@@ -104,15 +116,17 @@ class LearningRates:
 
     def _problems(self) -> Iterator[Problem]:
         params = {} if self._schedule is None else self._schedule.params
+        lowest = min(self._bases, default=math.inf)
         for name in ("lr_warmup_init", "min_lr"):
-            if params.get(name, 0.0) > min(self._bases):
-                given = f"scheduler.params.{name}: {params[name]:g} with a learning rate of {min(self._bases):g}"
+            if params.get(name, 0.0) > lowest:
+                given = f"scheduler.params.{name}: {params[name]:g} with a learning rate of {lowest:g}"
                 yield Problem(given, "the optimizer's learning rate is the schedule's peak", f"{name}: 0")
 
     def _write(self) -> None:
         if self._schedule is not None:
             for group, base in zip(self._groups, self._bases, strict=True):
                 group["lr"] = rate_of(self._schedule, self._num_updates, base)
+            write_momentum(self._groups, momentum_of(self._schedule, self._num_updates))
 
 
 class Stepper:
@@ -189,8 +203,9 @@ class Stepper:
         stop: True if this rank requests the end of the training, which travels with the step's figures.
 
         Where gradients pass through fp16, one that is not finite skips the update and lowers the loss scale; too many
-        such steps at the lowest scale are a fault.  In other formats such a gradient is a fault itself, if the engine
-        checks.  The figures are read at once on a CPU; on a GPU before the next update, which changes nothing either.
+        such steps at the lowest scale are a fault.  So it is in other formats with `check_grad_overflow`; without it
+        such a gradient is a fault itself, if the engine checks.  The figures are read at once on a CPU; on a GPU before
+        the next update, which changes nothing either.
         """
         engine = self._engine
         flag = torch.full((), float(stop), dtype=torch.float64, device=self._device)

@@ -72,6 +72,10 @@ class InnerOptimizer(Protocol):
     def skips_on_host(self) -> bool:
         """True if the caller must not call `update` for a skipped step; else `found_inf` skips it on the device."""
 
+    @property
+    def options(self) -> Sequence[dict[str, Any]]:
+        """The options of all groups, which every update reads."""
+
     def group_of(self, spec: ParamSpec, parameter: nn.Parameter) -> int:
         """Return the group of a parameter; parameters of one group have the same options and are contiguous."""
 
@@ -126,6 +130,10 @@ class FusedAdamW:
             UNDECAYED: {**common, "weight_decay": 0.0},
             DECAYED: {**common, "weight_decay": settings.weight_decay},
         }
+
+    @property
+    def options(self) -> list[dict[str, Any]]:
+        return [*self.groups.values()]
 
     def group_of(self, spec: ParamSpec, parameter: nn.Parameter) -> int:
         return DECAYED if spec.decay else UNDECAYED
@@ -191,6 +199,10 @@ class Elementwise:
         self.optimizer = optimizer
         self._runs: list[Run] = []
         self._positions: dict[int, int] = {}
+
+    @property
+    def options(self) -> list[dict[str, Any]]:
+        return self.optimizer.template.param_groups
 
     def group_of(self, spec: ParamSpec, parameter: nn.Parameter) -> int:
         group = self.optimizer.group_of(parameter)

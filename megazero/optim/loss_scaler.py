@@ -73,9 +73,12 @@ class LossScaler:
     max_skips_at_minimum: int = 20
 
     @classmethod
-    def from_config(cls, config: PrecisionConfig) -> "LossScaler":
-        """Make the scaler: in fp16 static with --loss-scale and dynamic without it; else the static scale 1."""
-        scales = config.precision == "fp16"
+    def from_config(cls, config: PrecisionConfig, *, autocast: str | None = None) -> "LossScaler":
+        """Make the scaler: in fp16 static with --loss-scale and dynamic without it; else the static scale 1.
+
+        autocast: the format of torch.autocast around a model in fp32, which scales in fp16 too.
+        """
+        scales = "fp16" in (config.precision, autocast)
         dynamic = scales and config.loss_scale is None
         fixed = config.loss_scale if scales and config.loss_scale is not None else 1.0
         return cls(

@@ -15,17 +15,22 @@ falls, or stays where it is:
 are the same.  `WarmupLR`, `WarmupDecayLR` and `WarmupCosineLR` are DeepSpeed's.  DeepSpeed's engine updates first and
 calls its scheduler afterwards, so update k has the rate of call number k - 1: the first two updates have the start's.
 Its warm-up has at least two steps, and its cosine has taken its first step when the warm-up ends.
+
+DeepSpeed's other two count from 1, so that update k has the rate of k steps.  `LRRangeTest` rises without an end, to
+show from which rate on a loss grows.  `OneCycle` rises and falls once, and then decays; the momentum, an Adam's first
+beta, moves against the rate: `MOMENTA[name](k, **params)` is that of update k.
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from megazero.config.choices import SchedulerChoice
+from megazero.config.choices import SchedulerChoice, choose_sweep
 from megazero.config.engine_sections import OptimizerConfig
-from megazero.config.schedules import WARMUP_TYPES
+from megazero.config.schedules import RUN_STYLES, WARMUP_TYPES
+from megazero.config.values import Diagnostics
 from megazero.errors import CheckpointError, ConfigError, Problem, raise_problems
 
 
@@ -87,8 +92,85 @@ def warmup_cosine_lr(
     return base_lr * (cos_min_ratio + _half_cosine(done) * (1.0 - cos_min_ratio))
 
 
+def lr_range_test(
+    updates: int,
+    base_lr: float,
+    *,
+    lr_range_test_min_lr: float,
+    lr_range_test_step_size: int,
+    lr_range_test_step_rate: float,
+    lr_range_test_staircase: bool,
+) -> float:
+    """Return a rate that rises by step_rate times its start in every step_size updates, in stairs or straight."""
+    whole, part = divmod(updates, lr_range_test_step_size)
+    intervals = whole if lr_range_test_staircase else whole + part / lr_range_test_step_size
+    return lr_range_test_min_lr * (1.0 + lr_range_test_step_rate * intervals)
+
+
+def one_cycle(
+    updates: int,
+    base_lr: float,
+    *,
+    cycle_min_lr: float,
+    cycle_max_lr: float,
+    decay_lr_rate: float,
+    decay_step_size: int,
+    **cycle: Any,
+) -> float:
+    """Return a rate that goes from cycle_min_lr to cycle_max_lr and back, and then falls as 1 / (1 + rate * time)."""
+    after = updates - _cycle_length(cycle)
+    if after <= 0:
+        return cycle_min_lr + (cycle_max_lr - cycle_min_lr) * _cycle_height(updates, cycle)
+    return cycle_min_lr / (1.0 + (decay_lr_rate * after / decay_step_size if decay_step_size else 0.0))
+
+
+def one_cycle_momentum(
+    updates: int,
+    *,
+    cycle_momentum: bool,
+    cycle_min_mom: float,
+    cycle_max_mom: float,
+    decay_mom_rate: float,
+    decay_step_size: int,
+    **cycle: Any,
+) -> float | None:
+    """Return a momentum that falls from cycle_max_mom to cycle_min_mom and rises again, then on without an end.
+
+    None: it is not cycled.  The first update comes before DeepSpeed's first call, and has cycle_min_mom.
+    """
+    if not cycle_momentum:
+        return None
+    if updates == 0:
+        return cycle_min_mom
+    after = updates - _cycle_length(cycle)
+    if after <= 0:
+        return cycle_max_mom - (cycle_max_mom - cycle_min_mom) * _cycle_height(updates, cycle)
+    return cycle_max_mom * (1.0 + (decay_mom_rate * after / decay_step_size if decay_step_size else 0.0))
+
+
+def _cycle_length(cycle: Mapping[str, Any]) -> int:
+    """Return the number of updates of a cycle; without a size of its own its second half is as long as the first."""
+    first, second = cycle["cycle_first_step_size"], cycle["cycle_second_step_size"]
+    return int(first + (first if second is None else second))
+
+
+def _cycle_height(updates: int, cycle: Mapping[str, Any]) -> float:
+    """Return the height in the cycle, from 0 to 1 and back: straight, or in stairs where their number is given."""
+    first, length = cycle["cycle_first_step_size"], _cycle_length(cycle)
+    first_stairs, second_stairs = cycle["cycle_first_stair_count"], cycle["cycle_second_stair_count"]
+    position = updates % length
+    if position <= first:
+        done, whole, stairs = position, first, first_stairs
+    else:
+        done, whole = length - position, length - first
+        stairs = first_stairs if second_stairs is None else second_stairs
+    return float(done * stairs // whole / stairs if stairs else done / whole)
+
+
 RATES: Mapping[str, Callable[..., float]] = MappingProxyType(
     {
+        "LRRangeTest": lr_range_test,
+        "OneCycle": one_cycle,
         "WarmupLR": warmup_lr,
         "WarmupDecayLR": warmup_decay_lr,
         "WarmupCosineLR": warmup_cosine_lr,
@@ -102,6 +184,38 @@ RATES: Mapping[str, Callable[..., float]] = MappingProxyType(
 def rate_of(choice: SchedulerChoice, updates: int, base_lr: float) -> float:
     """Return the rate of update number `updates` under a chosen schedule."""
     return RATES[choice.type](updates, base_lr, **choice.params)
+
+
+MOMENTA: Mapping[str, Callable[..., float | None]] = MappingProxyType({"OneCycle": one_cycle_momentum})
+
+
+def momentum_of(choice: SchedulerChoice, updates: int) -> float | None:
+    """Return the momentum of update number `updates`; None if the schedule leaves it alone.
+
+    Raises ConfigError where the schedule has raised it to 1 or above, with which no average converges.
+    """
+    momentum = MOMENTA[choice.type](updates, **choice.params) if choice.type in MOMENTA else None
+    if momentum is not None and momentum >= 1:
+        given = (
+            f"a momentum of {momentum:g} at update {updates} with decay_mom_rate {choice.params['decay_mom_rate']:g}"
+        )
+        rule = "OneCycle raises the momentum after the cycle, which stays below 1"
+        raise ConfigError(Problem(given, rule, "decay_mom_rate 0, a smaller one, a larger decay_step_size"))
+    return momentum
+
+
+def write_momentum(groups: Iterable[dict[str, Any]], momentum: float | None) -> None:
+    """Set the first beta of each param group that has betas; the second stays as it is.  None: change nothing."""
+    for group in groups:
+        if momentum is not None and "betas" in group:
+            group["betas"] = (momentum, group["betas"][1])
+
+
+def unmoved_momentum(choice: SchedulerChoice, groups: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return one line if the schedule cycles a momentum and no param group has betas, as in DeepSpeed."""
+    if momentum_of(choice, 0) is None or any("betas" in group for group in groups):
+        return []
+    return [f"{choice.type}: the momentum is not cycled, because the optimizer has no betas (cycle_momentum: false)"]
 
 
 def _decayed(
@@ -135,7 +249,6 @@ def _half_cosine(done: float) -> float:
 
 # --- the schedule of a run -------------------------------------------------------------------------------------------
 
-STYLES = ("constant", "linear", "cosine")
 _FLAGS: Mapping[str, str] = MappingProxyType(
     {
         "peak": "--lr",
@@ -145,9 +258,17 @@ _FLAGS: Mapping[str, str] = MappingProxyType(
         "decay_steps": "--lr-decay-iters (--train-iters without it)",
         "warmup_init": "--lr-warmup-init",
         "warmup_type": "--lr-warmup-type",
+        "params": "--lr-decay-params",
     }
 )
-_UNUSED_BY_CONSTANT = ("minimum", "decay_steps")
+# {style: fields of a schedule that change none of its rates}
+_UNUSED: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "constant": ("minimum", "decay_steps"),
+        "LRRangeTest": ("minimum", "decay_steps", "warmup_steps", "warmup_init", "warmup_type"),
+        "OneCycle": ("decay_steps", "warmup_steps", "warmup_init", "warmup_type"),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -155,9 +276,10 @@ class LearningRate:
     """The schedule of a run, as its checkpoints store it.
 
     peak, minimum, warmup_init: rates, all per step.
-    style: the decay after the warm-up, one of `STYLES`; constant never falls, not even to the minimum.
+    style: the decay after the warm-up, one of `RUN_STYLES`; constant never falls, not even to the minimum.
     warmup_steps: length of the warm-up; a fraction of the decay gives a number that need not be whole.
     decay_steps: the step at which the minimum is reached, the warm-up included.
+    params: all parameters of LRRangeTest or OneCycle, peak and minimum among them; their shapes need no other field.
     """
 
     peak: float
@@ -167,6 +289,7 @@ class LearningRate:
     decay_steps: int
     warmup_init: float = 0.0
     warmup_type: str = "linear"
+    params: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         raise_problems(ConfigError, self._problems())
@@ -176,6 +299,10 @@ class LearningRate:
         """Make the configured schedule; without --lr-decay-iters the decay lasts the whole run of `train_iters`."""
         decay_steps = train_iters if config.lr_decay_iters is None else config.lr_decay_iters
         fraction = config.lr_warmup_fraction
+        diagnostics = Diagnostics()
+        rates = {"lr": config.lr, "min_lr": config.min_lr}
+        params = choose_sweep(config.lr_decay_style, config.lr_decay_params, rates, diagnostics)
+        raise_problems(ConfigError, diagnostics.problems)
         return cls(
             peak=config.lr,
             minimum=config.min_lr,
@@ -184,10 +311,13 @@ class LearningRate:
             decay_steps=decay_steps,
             warmup_init=config.lr_warmup_init,
             warmup_type=config.lr_warmup_type,
+            params=params,
         )
 
     def at(self, updates: int) -> float:
         """Return the rate of the step that follows `updates` finished ones."""
+        if self.params:
+            return rate_of(SchedulerChoice(type=self.style, params=self.params), updates, self.peak)
         warmup = {
             "lr_warmup_iters": self.warmup_steps,
             "lr_warmup_init": self.warmup_init,
@@ -196,15 +326,28 @@ class LearningRate:
         decay = {} if self.style == "constant" else {"lr_decay_iters": self.decay_steps, "min_lr": self.minimum}
         return RATES[self.style](updates, self.peak, **warmup, **decay)
 
+    def momentum(self, updates: int) -> float | None:
+        """Return the momentum of the step that follows `updates` finished ones; None if it is the optimizer's own."""
+        return momentum_of(SchedulerChoice(type=self.style, params=self.params), updates) if self.params else None
+
+    def check_momentum(self, train_iters: int) -> None:
+        """Raise ConfigError if the momentum would grow to 1 in a run of so many steps; it is highest in the last."""
+        self.momentum(max(train_iters - 1, 0))
+
+    def notices(self, groups: Iterable[Mapping[str, Any]]) -> list[str]:
+        """Return one line if the schedule cycles a momentum that the optimizer, of these groups, does not have."""
+        choice = SchedulerChoice(type=self.style, params=self.params)
+        return unmoved_momentum(choice, groups) if self.params else []
+
     def to_json(self) -> dict[str, Any]:
         """Return the schedule as a checkpoint stores it."""
         return asdict(self)
 
     def _problems(self) -> list[Problem]:
         problems = []
-        if self.style not in STYLES:
+        if self.style not in RUN_STYLES:
             rule = "the decay style is a known one"
-            problems.append(Problem(f"--lr-decay-style {self.style}", rule, ", ".join(STYLES)))
+            problems.append(Problem(f"--lr-decay-style {self.style}", rule, ", ".join(RUN_STYLES)))
         if self.warmup_type not in WARMUP_TYPES:
             rule = "the warm-up has a known shape"
             problems.append(Problem(f"--lr-warmup-type {self.warmup_type}", rule, ", ".join(WARMUP_TYPES)))
@@ -234,7 +377,12 @@ def reconcile(given: LearningRate, saved: Mapping[str, Any], config: OptimizerCo
         return given
     if config.use_checkpoint_opt_param_scheduler:
         return _from_json(saved)
-    saved = {"warmup_init": 0.0, "warmup_type": "linear", **saved}  # fields that older checkpoints do not have
+    saved = {
+        "warmup_init": 0.0,
+        "warmup_type": "linear",
+        "params": {},
+        **saved,
+    }  # fields that older checkpoints do not have
     problems = [
         Problem(
             f"{_FLAGS[name]} {value}; the checkpoint was saved with {saved.get(name)}",
@@ -242,7 +390,7 @@ def reconcile(given: LearningRate, saved: Mapping[str, Any], config: OptimizerCo
             "the same, or --override-opt-param-scheduler, or --use-checkpoint-opt-param-scheduler",
         )
         for name, value in given.to_json().items()
-        if value != saved.get(name) and not (given.style == "constant" and name in _UNUSED_BY_CONSTANT)
+        if value != saved.get(name) and name not in _UNUSED.get(given.style, ())
     ]
     raise_problems(CheckpointError, problems)
     return given

@@ -22,11 +22,12 @@ from megazero.config.engine_sections import ActivationConfig, PrecisionConfig, Z
 from megazero.config.optimizers import DECOUPLED, OPTIMIZERS, RUN_NAMES, run_settings
 from megazero.config.origin import Origin
 from megazero.config.run import FIELDS, DataConfig, RunConfig
+from megazero.config.schedules import RATE_SETTINGS
 from megazero.config.validate import Unknown
 from megazero.config.values import Diagnostics, ParsedValue, shown
 from megazero.errors import Problem
 from megazero.rules.files import weight_of
-from megazero.rules.optimizer import choose_for_run
+from megazero.rules.optimizer import choose_for_run, sweep_for_run
 
 
 class SharedSections(Protocol):
@@ -44,9 +45,11 @@ class LibrarySections(SharedSections, Protocol):
     """The sections of the library's configuration."""
 
     @property
-    def optimizer(self) -> OptimizerChoice: ...
+    def optimizer(self) -> OptimizerChoice | None: ...
     @property
     def scheduler(self) -> SchedulerChoice | None: ...
+    @property
+    def autocast(self) -> str | None: ...
 
 
 _INFO = MappingProxyType({info.name: info for info in FIELDS})
@@ -111,7 +114,31 @@ def _no_wider_accumulation(sections: SharedSections) -> str:
     return "fp32 gradients are added up in fp32 anyway" if precision == "fp32" else ""
 
 
+# Settings of fp16, which have an effect too where autocast, in the library, computes in it.
+FP16_ONLY: tuple[Row[SharedSections], ...] = (
+    Row(
+        ("loss_scale", *_DYNAMIC_SCALE),
+        lambda s: "" if _is_fp16(s) else "only fp16 gradients are so small that the loss is scaled",
+        {"precision": "fp16"},
+    ),
+    Row(
+        ("max_skipped_steps_at_min_loss_scale",),
+        lambda s: (
+            ""
+            if _gradients_may_overflow(s) or s.precision.check_grad_overflow
+            else "only steps whose gradients overflow in fp16 are skipped"
+        ),
+        {"precision": "fp16"},
+    ),
+    Row(
+        ("check_grad_overflow",),
+        lambda s: "steps whose gradients overflow in fp16 are skipped anyway" if _gradients_may_overflow(s) else "",
+        {"precision": "bf16"},
+    ),
+)
+
 SHARED: tuple[Row[SharedSections], ...] = (
+    *FP16_ONLY,
     Row(
         _STAGE_3,
         lambda s: "" if s.zero.zero_stage == 3 else f"ZeRO stage {s.zero.zero_stage} keeps parameters whole",
@@ -156,22 +183,12 @@ SHARED: tuple[Row[SharedSections], ...] = (
         {"precision": "bf16"},
     ),
     Row(
-        ("loss_scale", *_DYNAMIC_SCALE),
-        lambda s: "" if _is_fp16(s) else "only fp16 gradients are so small that the loss is scaled",
-        {"precision": "fp16"},
-    ),
-    Row(
         _DYNAMIC_SCALE,
         lambda s: (
             ""
             if s.precision.loss_scale is None
             else f"the loss scale is constant, loss_scale {s.precision.loss_scale:g}"
         ),
-    ),
-    Row(
-        ("max_skipped_steps_at_min_loss_scale",),
-        lambda s: "" if _gradients_may_overflow(s) else "only steps whose gradients overflow in fp16 are skipped",
-        {"precision": "fp16"},
     ),
     Row(("accumulate_allreduce_grads_in_fp32",), _no_wider_accumulation, {"precision": "bf16"}),
     Row(
@@ -222,16 +239,46 @@ OPTIMIZER: tuple[Row[OptimizerChoice], ...] = (
 )
 
 
+def _cycled(params: Mapping[str, object], *names: str) -> bool:
+    """Return True if OneCycle's parameters of these names are all other than 0 and false."""
+    return all(params.get(name) for name in names)
+
+
+# Parameters of OneCycle; a run gives them by --lr-decay-params.
+CYCLE: tuple[Row[SchedulerChoice], ...] = (
+    Row(
+        ("scheduler.params.decay_lr_rate", "scheduler.params.decay_mom_rate"),
+        lambda choice: "" if _cycled(choice.params, "decay_step_size") else "with decay_step_size 0 nothing decays",
+    ),
+    Row(
+        ("scheduler.params.decay_step_size",),
+        lambda choice: (
+            ""
+            if _cycled(choice.params, "decay_lr_rate") or _cycled(choice.params, "decay_mom_rate", "cycle_momentum")
+            else "neither learning rate nor momentum decays"
+        ),
+    ),
+    Row(
+        ("scheduler.params.cycle_min_mom", "scheduler.params.cycle_max_mom", "scheduler.params.decay_mom_rate"),
+        lambda choice: "" if _cycled(choice.params, "cycle_momentum") else "the momentum is not cycled",
+    ),
+)
+
+
 # --- the library -----------------------------------------------------------------------------------------------------
 
 
-def _peak_of_schedule(sections: LibrarySections) -> str:
-    """Return why the optimizer's learning rate has no effect (the schedule has a peak of its own), "" if it has."""
+def _rate_of_schedule(sections: LibrarySections, *names: str) -> str:
+    """Return why the optimizer's learning rate has no effect, "" if it has one.
+
+    names: parameters of schedules, each of which is the highest rate, or the first one of a rise without an end.
+    """
     choice = sections.scheduler
-    peak = None if choice is None else choice.params.get("warmup_max_lr")
-    if choice is None or peak is None or peak == sections.optimizer.lr:
+    params = {} if choice is None else choice.params
+    name = next((name for name in names if params.get(name) is not None), "")
+    if choice is None or not name or sections.optimizer is None or params[name] == sections.optimizer.lr:
         return ""
-    return f"{choice.type} sets the learning rate, up to warmup_max_lr {peak:g}"
+    return f"{choice.type} sets the learning rate, {'from' if 'min' in name else 'up to'} {name} {params[name]:g}"
 
 
 LIBRARY: tuple[Row[LibrarySections], ...] = (
@@ -249,7 +296,12 @@ LIBRARY: tuple[Row[LibrarySections], ...] = (
         lambda s: "" if s.zero.ignore_unused_parameters else "a parameter without a gradient stops the training",
         {"ignore_unused_parameters": True},
     ),
-    Row(("optimizer.lr",), _peak_of_schedule, {"scheduler.params.warmup_max_lr": "auto"}),
+    Row(
+        ("optimizer.lr",),
+        lambda s: _rate_of_schedule(s, "warmup_max_lr"),
+        {"scheduler.params.warmup_max_lr": "auto"},
+    ),
+    Row(("optimizer.lr",), lambda s: _rate_of_schedule(s, "cycle_max_lr", "lr_range_test_min_lr")),
     Row(
         ("scheduler.params.lr_warmup_init", "scheduler.params.lr_warmup_type"),
         lambda s: "" if s.scheduler is None or s.scheduler.params.get("lr_warmup_iters") else "there is no warm-up",
@@ -421,6 +473,13 @@ def _begins_always_or_never(config: RunConfig) -> str:
     return "a run may always begin where --load is --save" if is_save else ""
 
 
+def _momentum_is_cycled(config: RunConfig) -> str:
+    is_cycled = config.optimizer.lr_decay_style == "OneCycle" and sweep_for_run(config.optimizer, Diagnostics()).get(
+        "cycle_momentum"
+    )
+    return "OneCycle moves it between cycle_min_mom and cycle_max_mom" if is_cycled else ""
+
+
 RUN: tuple[Row[RunConfig], ...] = (
     Row(
         ("eval_interval", "eval_at_start", "log_validation_ppl_to_tensorboard"),
@@ -449,6 +508,30 @@ RUN: tuple[Row[RunConfig], ...] = (
         lambda c: "a constant learning rate does not fall" if c.optimizer.lr_decay_style == "constant" else "",
         {"lr_decay_style": "linear"},
     ),
+    Row(
+        ("min_lr",),
+        lambda c: "LRRangeTest only rises" if c.optimizer.lr_decay_style == "LRRangeTest" else "",
+        {"lr_decay_style": "linear"},
+    ),
+    Row(
+        ("lr_decay_iters", "lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_init", "lr_warmup_type"),
+        lambda c: (
+            f"--lr-decay-params are the shape of {c.optimizer.lr_decay_style}"
+            if c.optimizer.lr_decay_style in RATE_SETTINGS
+            else ""
+        ),
+        {"lr_decay_style": "linear"},
+    ),
+    Row(
+        ("lr_decay_params",),
+        lambda c: (
+            ""
+            if c.optimizer.lr_decay_style in RATE_SETTINGS
+            else f"--lr-decay-style {c.optimizer.lr_decay_style} has settings for all of its parameters"
+        ),
+        {"lr_decay_style": "OneCycle"},
+    ),
+    Row(("adam_beta1",), _momentum_is_cycled),
     Row(
         ("lr_decay_iters",),
         lambda c: (
@@ -575,7 +658,12 @@ def of_a_run(
 
 def of_the_library(sections: LibrarySections, given: Sequence[ParsedValue]) -> Diagnostics:
     """Return the problems of moot settings in a configuration of the library, on any number of processes."""
-    found = [*_moot(sections, given, (*LIBRARY, *SHARED)), *_moot(sections.optimizer, given, OPTIMIZER)]
+    shared = [row for row in SHARED if sections.autocast != "fp16" or row not in FP16_ONLY]
+    found = [*_moot(sections, given, (*LIBRARY, *shared))]
+    if sections.optimizer is not None:
+        found += _moot(sections.optimizer, given, OPTIMIZER)
+    if sections.scheduler is not None:
+        found += _moot(sections.scheduler, given, CYCLE)
     return _diagnostics(found, _as_key, strict=False)
 
 
@@ -610,27 +698,33 @@ def _moot(sections: S, given: Iterable[ParsedValue], rows: Iterable[Row[S]]) -> 
 
 
 def _moot_params(config: RunConfig, given: Iterable[ParsedValue]) -> Iterator[_Moot]:
-    """Yield the words of --optimizer-params that have no effect; none while the optimizer has a problem."""
+    """Yield the words of --optimizer-params and --lr-decay-params that have no effect; none while one has a problem."""
     diagnostics = Diagnostics()
-    for item in (item for item in given if item.name == "optimizer_params"):
-        try:
-            choice = choose_for_run(config.optimizer, diagnostics)
-        except Unknown:
-            return
-        if diagnostics.problems:
-            return
-        changed = changed_params(choice, None)
-        if choice.type == "Adam":  # --optimizer adam is AdamW, so that the word which makes Adam of it is a change
-            changed[f"optimizer.params.{DECOUPLED}"] = False
-        paths = {word: f"optimizer.params.{word.partition('=')[0]}" for word in item.value}
-        words = [
-            ParsedValue(
-                path, changed[path], item.source if len(paths) == 1 else f"{word} in {item.source}", item.origin
-            )
-            for word, path in paths.items()
-            if path in changed
-        ]
-        yield from _moot(choice, words, OPTIMIZER)
+    try:
+        choice, sweep = choose_for_run(config.optimizer, diagnostics), sweep_for_run(config.optimizer, diagnostics)
+    except Unknown:
+        return
+    if diagnostics.problems:
+        return
+    schedule = SchedulerChoice(type=config.optimizer.lr_decay_style, params=sweep) if sweep else None
+    changed = changed_params(choice, schedule)
+    if choice.type == "Adam":  # --optimizer adam is AdamW, so that the word which makes Adam of it is a change
+        changed[f"optimizer.params.{DECOUPLED}"] = False
+    for item in given:
+        if item.name == "optimizer_params":
+            yield from _moot(choice, _words(item, "optimizer.params", changed), OPTIMIZER)
+        elif item.name == "lr_decay_params" and schedule is not None:
+            yield from _moot(schedule, _words(item, "scheduler.params", changed), CYCLE)
+
+
+def _words(item: ParsedValue, section: str, changed: Mapping[str, object]) -> list[ParsedValue]:
+    """Return those words of a flag of parameters, `name=value`, whose values are not their defaults."""
+    paths = {word: f"{section}.{word.partition('=')[0]}" for word in item.value}
+    return [
+        ParsedValue(path, changed[path], item.source if len(paths) == 1 else f"{word} in {item.source}", item.origin)
+        for word, path in paths.items()
+        if path in changed
+    ]
 
 
 def _asks_for_something(sections: object, setting: str) -> bool:

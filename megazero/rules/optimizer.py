@@ -1,12 +1,20 @@
-"""Checks the optimizer of a run, its settings and --optimizer-params, against the table of optimizers."""
+"""Checks the optimizer and the schedule of a run, their settings and parameters, against the tables of both."""
 
 from collections.abc import Iterable
 from typing import Any
 
-from megazero.config.choices import AUTO, OptimizerChoice, defaults_of, optimizer_conflicts, read_params
+from megazero.config.choices import (
+    AUTO,
+    OptimizerChoice,
+    choose_sweep,
+    defaults_of,
+    key_values,
+    optimizer_conflicts,
+    read_params,
+)
 from megazero.config.engine_sections import OptimizerConfig
 from megazero.config.optimizers import DECOUPLED, OPTIMIZERS, RUN_NAMES, run_settings
-from megazero.config.values import Diagnostics, Location, as_number
+from megazero.config.values import Diagnostics, Location
 from megazero.errors import ConfigError, Problem, raise_problems
 
 
@@ -21,7 +29,8 @@ def optimizer_choice(config: OptimizerConfig) -> OptimizerChoice:
 def choose_for_run(config: OptimizerConfig, diagnostics: Diagnostics) -> OptimizerChoice:
     """Return the optimizer of a run as `optimizer_choice` does, but add the problems to `diagnostics`."""
     kind = RUN_NAMES[config.optimizer]
-    location, given = Location("--optimizer-params"), _key_values(config.optimizer_params, diagnostics)
+    location = Location("--optimizer-params")
+    given = key_values(location, config.optimizer_params, "nesterov=true, etas=0.5,1.2", diagnostics)
     if kind == "AdamW":
         switch = {DECOUPLED: given.pop(DECOUPLED, AUTO)}
         if read_params(location, OPTIMIZERS["Adam"].params, switch, diagnostics).get(DECOUPLED) is False:
@@ -50,23 +59,7 @@ def _flags(settings: Iterable[str]) -> str:
     return " ".join(f"--{name.replace('_', '-')}" for name in settings)
 
 
-def _key_values(words: Iterable[str], diagnostics: Diagnostics) -> dict[str, Any]:
-    """Return the values of --optimizer-params by name: one value, `nesterov=true`, or a list, `etas=0.5,1.2`."""
-    values: dict[str, Any] = {}
-    for word in words:
-        name, _, text = word.partition("=")
-        if not name or not text or name in values:
-            rule = "a parameter is given once" if name in values else "a parameter is a name and its value"
-            diagnostics.problems.append(Problem(f"--optimizer-params {word}", rule, "nesterov=true, etas=0.5,1.2"))
-            continue
-        items = [_typed(item) for item in text.split(",")]
-        values[name] = items[0] if len(items) == 1 else items
-    return values
-
-
-def _typed(word: str) -> Any:
-    """Return the word in the type that a file would give it, so that messages quote numbers and truth values so."""
-    if word.lower() in ("true", "false"):
-        return word.lower() == "true"
-    number = as_number(word)
-    return word if number is None else number
+def sweep_for_run(config: OptimizerConfig, diagnostics: Diagnostics) -> dict[str, Any]:
+    """Return the parameters of a run's LRRangeTest or OneCycle, none of other styles; problems go to `diagnostics`."""
+    rates = {"lr": config.lr, "min_lr": config.min_lr}
+    return choose_sweep(config.lr_decay_style, config.lr_decay_params, rates, diagnostics)

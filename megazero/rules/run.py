@@ -19,7 +19,7 @@ from megazero.rules import activations as activation_rules
 from megazero.rules import files as file_rules
 from megazero.rules import float8 as float8_rules
 from megazero.rules import pipeline as pipeline_rules
-from megazero.rules.optimizer import choose_for_run
+from megazero.rules.optimizer import choose_for_run, sweep_for_run
 from megazero.rules.states import STATE_RULES, StateRule
 
 _TENSOR, _PIPELINE = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
@@ -52,6 +52,7 @@ def advice(config: RunConfig, world_size: int) -> tuple[str, ...]:
 def _optimizer_advice(config: RunConfig) -> list[str]:
     diagnostics = Diagnostics()
     choose_for_run(config.optimizer, diagnostics)
+    sweep_for_run(config.optimizer, diagnostics)
     return diagnostics.notices
 
 

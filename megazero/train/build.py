@@ -347,6 +347,9 @@ def _assemble_on(
     scaler = LossScaler.from_config(config.precision)
     schedule = LearningRate.from_config(config.optimizer, train_iters=train_iters)
     resumed = _resume(config, components, schedule, scaler, console)
+    resumed.learning_rate.check_momentum(train_iters)
+    for line in resumed.learning_rate.notices(components.engine.settings.optimizer.options):
+        console.line(line)
     layout = batch_layout(config, components.mesh, inputs.eod)
     saver = _saver(config, components, resumed, lock, console)
     if saver is not None:

@@ -197,7 +197,9 @@ class _Loop:
         self._run.reporting.pipeline.begin_step(
             next_iteration, is_last=next_iteration == self._run.timetable.train_iters
         )
-        report = training_step(self._context, batch, StepControls(lr, scale, self._wants_to_stop()))
+        momentum = self._run.learning_rate.momentum(self._state.optimizer_steps)
+        controls = StepControls(lr, scale, self._wants_to_stop(), momentum)
+        report = training_step(self._context, batch, controls)
         before = replace(self._state)
         skipped = bool(report.skipped.item()) if self._context.checks_overflow else False
         self._state.loss_scale = self._run.scaler.after_step(self._state.loss_scale, overflow=skipped)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megazero.data.loader import StepBatch
+from megazero.optim.schedules import write_momentum
 from megazero.pipeline.runtime import execute
 from megazero.train.attention_kernel import prefer_kernel
 from megazero.train.context import StepContext
@@ -19,11 +20,15 @@ from megazero.zero.step import reduce_gradients, update_parameters
 
 
 class StepControls(NamedTuple):
-    """The host's decisions for one step.  stop: True if this rank requests to end the run after it."""
+    """The host's decisions for one step.
+
+    stop: True if this rank requests to end the run after it.  momentum: the optimizer's first beta; None: its own.
+    """
 
     lr: float
     loss_scale: float
     stop: bool = False
+    momentum: float | None = None
 
 
 class StepReport(NamedTuple):
@@ -57,6 +62,7 @@ def training_step(context: StepContext, batch: StepBatch, controls: StepControls
     loss_sum, num_tokens, stop = reduced.figures
     num_tokens = num_tokens.clamp(min=1.0)
 
+    write_momentum(engine.settings.optimizer.options, controls.momentum)
     scale = engine.predivisor * context.num_positions / num_tokens / controls.loss_scale
     update = update_parameters(
         engine, context.timers, reduced, scale=scale, clip_grad=context.clip_grad, lr=controls.lr

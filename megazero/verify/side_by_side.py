@@ -123,7 +123,10 @@ class _RunSide:
         return [(spec.name, spec.full_shape, "tp" in spec.sharded_axes) for spec in self._specs.values()]
 
     def train(self, number: int) -> float:
-        report = training_step(self._parts, next(self._loader), StepControls(self._rate.at(number - 1), 1.0))
+        lr = self._rate.at(number - 1)
+        report = training_step(
+            self._parts, next(self._loader), StepControls(lr, 1.0, momentum=self._rate.momentum(number - 1))
+        )
         self._norm = report.grad_norm.item()
         return report.loss.item()
 

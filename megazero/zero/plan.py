@@ -62,11 +62,13 @@ class ZeroPlan:
     optimizer: Row
     gradient_wire: torch.dtype
     """Number format in which gradients are reduced."""
+    skips_not_finite: bool = False
+    """True if a step whose gradients are not finite is skipped in every number format, not in fp16 alone."""
 
     @property
     def may_overflow(self) -> bool:
-        """True if gradients pass through fp16, where large ones become infinite."""
-        return torch.float16 in (self.parameter.dtype, self.gradient.dtype, self.gradient_wire)
+        """True if steps are skipped: gradients pass through fp16, where large ones become infinite, or it is set."""
+        return self.skips_not_finite or torch.float16 in (self.parameter.dtype, self.gradient.dtype, self.gradient_wire)
 
     @property
     def has_separate_master(self) -> bool:
@@ -123,6 +125,7 @@ def resolve(zero: ZeroConfig, precision: PrecisionConfig) -> ZeroPlan:
         gradient=Row(stage.gradient, gradient_dtype, lifetime),
         optimizer=Row(stage.optimizer, master_dtype),
         gradient_wire=DTYPES.get(zero.communication_data_type, gradient_dtype),
+        skips_not_finite=precision.check_grad_overflow,
     )
 
 

@@ -101,8 +101,10 @@ def test_parameters_of_a_schedule_are_complete() -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_choice_makes_a_schedule(name: str) -> None:
     length = {key: 2000 for key in ("total_num_steps", "lr_decay_iters") if key in SCHEDULES[name]}
-    warmup = {} if "warmup_num_steps" in SCHEDULES[name] else {"lr_warmup_iters": 1000}
-    choice, findings = scheduler(name, **length, **warmup)
+    warmup = {"lr_warmup_iters": 1000} if "lr_warmup_iters" in SCHEDULES[name] else {}
+    cycle = {"cycle_min_lr": 0.0, "cycle_max_lr": 0.001, "cycle_first_step_size": 1000} if name == "OneCycle" else {}
+    test = {"lr_range_test_min_lr": 0.0005, "lr_range_test_step_size": 1000} if name == "LRRangeTest" else {}
+    choice, findings = scheduler(name, **length, **warmup, **cycle, **test)
     assert findings == Diagnostics() and choice is not None
     assert rate_of(choice, 1000, 0.001) == pytest.approx(0.001)
 
@@ -115,8 +117,26 @@ def test_an_automatic_peak_is_the_optimizers_rate() -> None:
 @pytest.mark.parametrize(
     ("name", "params", "given", "rule"),
     [
-        ("LRRangeTest", {}, 'scheduler.type: "LRRangeTest"', "refused"),
-        ("OneCycle", {}, 'scheduler.type: "OneCycle"', "refused"),
+        ("LRRangeTest", {"lr_range_test_step_size": 0}, "scheduler.params.lr_range_test_step_size: 0", "at least 1"),
+        ("OneCycle", {"cycle_max_lr": 0.1}, "scheduler.params.cycle_min_lr is missing", "nobody else knows"),
+        (
+            "OneCycle",
+            {"cycle_min_lr": 0.2, "cycle_max_lr": 0.1},
+            "scheduler.params.cycle_min_lr: 0.2 with cycle_max_lr: 0.1",
+            "minimum is at most",
+        ),
+        (
+            "OneCycle",
+            {"cycle_min_lr": 0.1, "cycle_max_lr": 0.1, "cycle_min_mom": 0.95},
+            "scheduler.params.cycle_min_mom: 0.95 with cycle_max_mom: 0.9",
+            "minimum is at most",
+        ),
+        (
+            "OneCycle",
+            {"cycle_min_lr": 0.1, "cycle_max_lr": 0.1, "cycle_max_mom": 1},
+            "scheduler.params.cycle_max_mom: 1",
+            "less than 1",
+        ),
         ("CosineAnnealingLR", {}, 'scheduler.type: "CosineAnnealingLR"', "nothing of this name"),
         ("WarmupDecayLR", {}, "scheduler.params.total_num_steps is missing", "nobody else knows"),
         ("WarmupCosineLR", {"total_num_steps": "auto"}, "scheduler.params.total_num_steps is missing", "nobody else"),

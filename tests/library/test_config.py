@@ -97,7 +97,9 @@ def test_defaults_without_a_word() -> None:
     config = load_engine_config({})
     assert config == load_engine_config(EngineConfig())
     assert (config.zero, config.precision, config.scheduler) == (ZeroConfig(), PrecisionConfig(), None)
-    assert (config.optimizer.type, config.optimizer.lr, config.gradient_clipping) == ("AdamW", 1e-3, 0.0)
+    assert (config.optimizer, config.gradient_clipping) == (None, 0.0)
+    adamw = load_engine_config({"optimizer": {"type": "AdamW"}, "zero": {}}).optimizer
+    assert adamw is not None and (adamw.type, adamw.lr) == ("AdamW", 1e-3)
     assert config.notices == ()
 
 
@@ -116,6 +118,13 @@ def test_autocast_and_sums_in_both_forms() -> None:
     assert (own.autocast, own.gradient_allreduce_op) == (file.autocast, file.gradient_allreduce_op) == ("bf16", "sum")
     assert load_engine_config({"torch_autocast": {"enabled": True}}).autocast == "bf16"
     assert load_engine_config({"torch_autocast": {"dtype": "bfloat16"}}).autocast is None
+    scaled = load_engine_config({"torch_autocast": {"enabled": True, "dtype": "float16"}, "gradient_clipping": 0})
+    precision = scaled.precision
+    assert (scaled.autocast, precision.precision, scaled.notices) == ("fp16", "fp32", ())
+    torchs = (precision.initial_loss_scale, precision.loss_scale_window, precision.hysteresis)
+    assert torchs == (65536.0, 2000, 1)  # the defaults of torch.amp.GradScaler, which DeepSpeed takes
+    constant = load_engine_config({"autocast": "fp16", "precision": {"loss_scale": 8.0}})
+    assert (constant.precision.loss_scale, constant.scales_loss) == (8.0, True)
     plain = load_engine_config({"zero": {}})
     assert (plain.autocast, plain.gradient_allreduce_op) == (None, "mean")
 
@@ -254,7 +263,7 @@ def test_it_is_frozen_and_strict() -> None:
         ),
         ({"zero": {}, "scheduler": {"types": 1, "type": "WarmupLR"}}, "config: scheduler.types: 1", "no key", "type"),
         ({"zero": {}, "gradient_clipping": -1}, "config: gradient_clipping: -1", "at least 0", "gradient_clipping: 0"),
-        ({"zero": {}, "autocast": "fp16"}, 'config: autocast: "fp16"', "bf16", "bf16"),
+        ({"zero": {}, "autocast": "fp8"}, 'config: autocast: "fp8"', "bf16, fp16", "bf16"),
         (
             {"precision": {"precision": "fp16"}, "autocast": "bf16"},
             "config: autocast: bf16 with parameters in fp16",
@@ -282,7 +291,7 @@ def test_all_problems_come_at_once() -> None:
         "zero": {"zero_stage": 9, "colour": "red"},
         "precision": {"precision": "fp8"},
         "optimizer": {"type": "Lamb"},
-        "scheduler": {"type": "OneCycle"},
+        "scheduler": {"type": "TwoCycles"},
         "train_batch_size": "many",
     }
     assert len(problems(content)) == 6

@@ -14,7 +14,7 @@ from support.processes import mesh_in_worker, run_ranks
 from torch import Tensor, nn
 
 import megazero
-from megazero.errors import ConfigError, UsageError
+from megazero.errors import CheckpointError, ConfigError, UsageError
 from megazero.library.engine import DataParallelEngine
 from megazero.zero.gathered import GatheredParameters
 
@@ -192,6 +192,74 @@ def test_a_frozen_model_computes_and_is_not_trained(stage: int, kind: str) -> No
         megazero.initialize(plain, config(stage), optimizer=torch.optim.SGD)
     with pytest.raises(UsageError, match="a model without parameters"):
         megazero.initialize(nn.ReLU(), config(stage))
+
+
+# --- engines without an optimizer -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_without_an_optimizer_none_is_made(stage: int, precision: str, tmp_path: Path) -> None:
+    """The engine has working parameters only; what needs an optimizer is an error that says so."""
+    dtype = torch.float64 if precision == "fp64" else torch.bfloat16
+    plain, model = (make("sequential").to(dtype) for _ in range(2))
+    settings = {"zero": {"zero_stage": stage}, "precision": {"precision": precision}}
+    engine = megazero.initialize(model, settings)
+    (x,) = (part.to(dtype) for part in inputs_of("sequential", 0))
+    torch.testing.assert_close(engine(x), plain(x), rtol=1e-12, atol=0)
+    states = engine.zero_engine.model_state_bytes()
+    assert states.gradients == states.master == states.moments == 0
+    assert engine.optimizer is None and engine.lr_scheduler is None and engine.get_lr() == []
+    for call in (lambda: engine.backward(engine(x).sum()), engine.step):
+        with pytest.raises(UsageError, match=r"without an optimizer\n.*trains nothing(?s:.*)optimizer=\.\.\."):
+            call()
+    mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    engine(mine).square().sum().backward()
+    plain(theirs).square().sum().backward()
+    torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=0)
+    state = {name: value.clone() for name, value in engine.state_dict().items()}
+    assert state.keys() == plain.state_dict().keys()
+    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+    assert engine.save_16bit_model(tmp_path / "narrow") and engine.save_fp32_model(tmp_path / "wide")
+    engine.load_state_dict({name: value + 1 for name, value in state.items()})
+    engine.save_checkpoint(tmp_path / "saved")
+    engine.load_state_dict(state)
+    engine.load_checkpoint(tmp_path / "saved")
+    changed = engine.state_dict()
+    assert all(torch.equal(changed[name], value + 1) for name, value in state.items())
+    assert engine.zero_engine.gathered_numel[0] == 0
+    engine.close()
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_an_engine_without_an_optimizer_evaluates_a_training(tmp_path: Path) -> None:
+    """It takes the weights, and cannot put a checkpoint without moments in their place."""
+    training = megazero.initialize(make("sequential"), config(1, type="SGD", lr=0.1, params={"momentum": 0.9}))
+    run(training, "sequential")
+    training.save_checkpoint(tmp_path)
+    reader = megazero.initialize(make("sequential"), {"zero": {"zero_stage": 3}, "precision": {"precision": "fp64"}})
+    assert reader.load_checkpoint(tmp_path)[0] is not None and reader.global_steps == 0
+    expected = training.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in reader.state_dict().items())
+    with pytest.raises(CheckpointError, match="which holds checkpoints of"):
+        reader.save_checkpoint(tmp_path)
+    reader.save_checkpoint(tmp_path / "weights")
+    with pytest.raises(CheckpointError, match=r"optimizer SGD(?s:.*)none(?s:.*)load_optimizer_states=False"):
+        training.load_checkpoint(tmp_path / "weights")
+
+
+def test_a_schedule_without_an_optimizer() -> None:
+    """It is refused, or a notice where DeepSpeed leaves it out; a given optimizer follows it."""
+    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}
+    with pytest.raises(ConfigError, match=r"scheduler.type: .WarmupLR(?s:.*)there is no optimizer"):
+        megazero.initialize(make("sequential"), {"zero": {}, "scheduler": schedule})
+    with pytest.warns(UserWarning, match="there is no optimizer"):
+        engine = megazero.initialize(make("sequential"), {"zero_optimization": {}, "scheduler": schedule})
+    assert engine.lr_scheduler is None
+    model = make("sequential")
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+    engine = megazero.initialize(model, {"zero": {}, "scheduler": schedule}, optimizer=sgd)
+    assert engine.lr_scheduler is not None and engine.optimizer is sgd and engine.get_lr() == [0.0]
 
 
 # --- public names ----------------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Tests one step: number formats, loss scale, norm over tensor-parallel ranks, learning rates."""
 
+import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 
 import megazero
 from megazero.config.choices import SchedulerChoice
-from megazero.errors import ConfigError, TrainingError
+from megazero.errors import ConfigError, TrainingError, UsageError
 from megazero.library.engine import DataParallelEngine
 from megazero.library.stepping import LearningRates
 from megazero.zero.gathered import GatheredParameters
@@ -160,28 +162,46 @@ def test_gradients_may_be_sums_over_ranks(stage: int, zero: dict[str, Any]) -> N
         torch.testing.assert_close(found, [p.detach() for p in model.parameters()], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_autocast_computes_as_torchs(stage: int) -> None:
-    """A model in fp32 computes its products in bf16, in training, recomputation and evaluation, to the bit."""
+@pytest.mark.parametrize(
+    ("name", "stage"), [("bf16", 0), ("bf16", 1), ("bf16", 2), ("bf16", 3), ("fp16", 1), ("fp16", 3)]
+)
+def test_autocast_computes_as_torchs(name: str, stage: int) -> None:
+    """A model in fp32 computes its products in 16 bits, in training, recomputation and evaluation, to the bit.
+
+    In fp16 the loss is scaled as by torch's GradScaler, which skips the first steps until the scale has fallen.
+    """
+    dtype, first = DTYPES[name], 2.0**24
     config = {
         "zero": {"zero_stage": stage, "param_persistence_threshold": 0},
         "optimizer": {"type": "SGD", "lr": LR},
-        "autocast": "bf16",
+        "autocast": name,
+        **({"precision": {"initial_loss_scale": first, "hysteresis": 1}} if name == "fp16" else {}),
     }
     engine, model = megazero.initialize(Recomputed(make_model()), config), make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    for step in range(3):
+    scaler = torch.amp.GradScaler("cpu", init_scale=first, enabled=name == "fp16")
+    for step in range(12):
+        assert engine.loss_scale == scaler.get_scale()
         output = engine(batch(step))
-        assert output.dtype == torch.bfloat16
+        assert output.dtype == dtype
         engine.backward(output.float().square().mean())
         engine.step()
         optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            model(batch(step)).float().square().mean().backward()
-        optimizer.step()
-    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(engine(batch(9)), model(batch(9)))
+        with torch.autocast("cpu", dtype=dtype):
+            loss = model(batch(step)).float().square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert (0 < engine.skipped_steps < 12) == (name == "fp16")
+    with torch.no_grad(), torch.autocast("cpu", dtype=dtype):
+        assert torch.equal(engine(batch(20)), model(batch(20)))
     torch.testing.assert_close(working(engine), [p.detach() for p in model.parameters()], rtol=0, atol=1e-7)
+
+
+def test_autocast_in_fp16_starts_from_a_scaled_loss() -> None:
+    engine = megazero.initialize(make_model(), {"optimizer": {"type": "SGD", "lr": LR}, "autocast": "fp16"})
+    with pytest.raises(UsageError, match=r"engine\.scale\(loss\)"):
+        engine(batch(0)).float().square().mean().backward()
 
 
 class Recomputed(nn.Module):
@@ -215,6 +235,31 @@ def overflowing(rank: int, stage: int) -> list[Any]:
 def test_an_overflow_anywhere_skips_the_step_everywhere(stage: int) -> None:
     expected = [(False, True, 256.0), (False, True, 128.0), (True, False, 128.0)]
     assert run_ranks(2, overflowing, stage) == [[expected, 3, 2]] * 2
+
+
+def infinite(rank: int, stage: int, kind: str) -> list[Any]:
+    """Take steps in bf16, two of them with an infinite loss on rank 1 only; return what each rank reports of them."""
+    config = {
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 64},
+        "bf16": {"enabled": True, "check_grad_overflow": True},
+        "optimizer": {"type": kind, "params": {"lr": LR}},
+        "gradient_clipping": 0,
+    }
+    engine = megazero.initialize(make_model(), config, mesh=mesh_in_worker(rank, dp=2))
+    before, told = working(engine), []
+    for step, factor in enumerate((float("inf"), float("inf"), 1.0)):
+        engine.backward(engine(batch(step).bfloat16()).square().mean() * (factor if rank == 1 else 1.0))
+        engine.step()
+        unchanged = all(torch.equal(*pair) for pair in zip(before, working(engine), strict=True))
+        told.append((engine.was_step_applied(), unchanged))
+    return [told, engine.global_steps, engine.skipped_steps]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("stage", "kind"), [(0, "AdamW"), (2, "SGD"), (3, "AdamW")])
+def test_a_gradient_that_is_not_finite_skips_the_step_everywhere(stage: int, kind: str) -> None:
+    expected = [(False, True), (False, True), (True, False)]
+    assert run_ranks(2, infinite, stage, kind) == [[expected, 3, 2]] * 2
 
 
 def test_training_stops_when_the_scale_can_fall_no_further() -> None:
@@ -311,6 +356,49 @@ def test_a_runs_schedule_by_name() -> None:
         engine.backward(engine(batch(step)).square().mean())
         engine.step()
     assert rates == pytest.approx([0.2, 0.3, 0.4, 0.25, 0.1, 0.1], rel=1e-14)
+
+
+CYCLE = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.5, "cycle_first_step_size": 2}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("kind", ["AdamW", "NAdam"])
+def test_a_cycle_moves_the_rate_and_the_first_beta(kind: str, stage: int, tmp_path: Path) -> None:
+    """Parameters take torch's steps with groups that are set by hand; a resumed training goes on in the cycle."""
+    options: dict[str, Any] = {"betas": (0.8, 0.95), "weight_decay": 0.0}
+    config = {
+        "zero": {"zero_stage": stage},
+        "precision": {"precision": "fp64"},
+        "optimizer": {"type": kind, "params": options},
+        "scheduler": {"type": "OneCycle", "params": CYCLE},
+    }
+    twin = make_model(torch.float64)
+    plain = getattr(torch.optim, kind)(twin.parameters(), lr=1.0, **options)
+    engine = megazero.initialize(make_model(), config)
+    for step, (lr, momentum) in enumerate([(0.1, 0.8), (0.3, 0.85), (0.5, 0.8), (0.3, 0.85), (0.1, 0.9)]):
+        if step == 2:
+            engine.save_checkpoint(tmp_path)
+            engine = megazero.initialize(make_model(), config)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")  # no option has changed but those that the schedule moves
+                engine.load_checkpoint(tmp_path)
+        assert engine.get_lr() == pytest.approx([lr] * len(engine.get_lr()), rel=1e-14)
+        engine.backward(engine(batch(step).double()).square().mean())
+        engine.step()
+        plain.param_groups[0].update(lr=lr, betas=(momentum, 0.95))
+        plain.zero_grad()
+        twin(batch(step).double()).square().mean().backward()
+        plain.step()
+    state = engine.state_dict()
+    for name, value in twin.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-9)
+
+
+def test_a_cycle_leaves_an_optimizer_without_betas_its_momentum() -> None:
+    config = {"optimizer": {"type": "SGD", "params": {"lr": 0.5}}, "scheduler": {"type": "OneCycle", "params": CYCLE}}
+    with pytest.warns(UserWarning, match="the momentum is not cycled, because the optimizer has no betas"):
+        engine = megazero.initialize(make_model(), config)
+    assert engine.get_lr() == [0.1]
 
 
 def test_a_peak_below_the_schedules_ends_is_refused() -> None:

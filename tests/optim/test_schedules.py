@@ -1,6 +1,8 @@
 """Tests schedules: literal tables, formulas of Megatron-LM, DeepSpeed and transformers, limits, and refused resumes."""
 
 import math
+from dataclasses import replace
+from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +16,7 @@ from megazero.config.choices import SchedulerChoice
 from megazero.config.engine_sections import OptimizerConfig
 from megazero.config.schedules import SCHEDULES
 from megazero.errors import CheckpointError, ConfigError
-from megazero.optim.schedules import RATES, LearningRate, rate_of, reconcile
+from megazero.optim.schedules import MOMENTA, RATES, LearningRate, momentum_of, rate_of, reconcile
 
 BASE = 0.5  # the optimizer's own rate
 
@@ -36,10 +38,13 @@ def test_every_schedule_takes_the_parameters_of_its_table() -> None:
     for kind, table in SCHEDULES.items():
         params = {name: 9 if info.required else info.default for name, info in table.items()}
         params |= {"lr_warmup_iters": 5} if "lr_warmup_iters" in table else {}
+        params |= {"cycle_min_lr": 0.1, "cycle_max_lr": 0.5} if "cycle_min_lr" in table else {}
         assert all(RATES[kind](updates, BASE, **params) <= BASE for updates in range(12))
         for name in table:
+            fewer = {other: value for other, value in params.items() if other != name}
             with pytest.raises((TypeError, KeyError), match=name):
-                RATES[kind](1, BASE, **{other: value for other, value in params.items() if other != name})
+                RATES[kind](1, BASE, **fewer)
+                MOMENTA[kind](1, **fewer)
 
 
 # --- DeepSpeed's schedules --------------------------------------------------------------------------------------------
@@ -165,6 +170,95 @@ def test_deepspeeds_rise_then_fall_within_limits(kind: str, warmup: int, total: 
     assert found[-1] == pytest.approx({"WarmupLR": 0.001, "WarmupDecayLR": 0.0, "WarmupCosineLR": 1e-7}[kind])
 
 
+# --- DeepSpeed's sweeps -----------------------------------------------------------------------------------------------
+
+
+def test_a_range_test_rises_without_an_end() -> None:
+    params = {"lr_range_test_min_lr": 0.1, "lr_range_test_step_size": 4, "lr_range_test_step_rate": 2.0}
+    assert rates("LRRangeTest", 6, **params) == pytest.approx([0.1, 0.15, 0.2, 0.25, 0.3, 0.35], rel=1e-14)
+    stairs = rates("LRRangeTest", 9, lr_range_test_staircase=True, **params)
+    assert stairs == pytest.approx([0.1] * 4 + [0.3] * 4 + [0.5], rel=1e-14)
+    assert rates("LRRangeTest", 4001)[::2000] == pytest.approx([0.001, 0.002, 0.003], rel=1e-14)
+
+
+def cycle(**params: Any) -> SchedulerChoice:
+    sizes = {"cycle_first_step_size": 4, "cycle_second_step_size": 2}
+    return choice("OneCycle", **{"cycle_min_lr": 0.2, "cycle_max_lr": 1.0, **sizes, **params})
+
+
+# Rates of updates 0, 1, 2, ...: 4 steps up and 2 down, and then 0.2 / (1 + time).
+CYCLE_TABLES: dict[str, tuple[SchedulerChoice, list[float]]] = {
+    "straight": (cycle(), [0.2, 0.4, 0.6, 0.8, 1.0, 0.6, 0.2, 0.2, 0.2]),
+    "halves of one length": (cycle(cycle_second_step_size=None), [0.2, 0.4, 0.6, 0.8, 1, 0.8, 0.6, 0.4, 0.2, 0.2]),
+    "a rise alone": (cycle(cycle_second_step_size=0), [0.2, 0.4, 0.6, 0.8, 0.2, 0.2]),
+    "in two stairs": (cycle(cycle_first_stair_count=2), [0.2, 0.2, 0.6, 0.6, 1.0, 0.6, 0.2, 0.2]),
+    "in one stair down": (cycle(cycle_second_stair_count=1), [0.2, 0.4, 0.6, 0.8, 1.0, 0.2, 0.2, 0.2]),
+    "decaying": (cycle(decay_lr_rate=3.0, decay_step_size=6), [0.2, 0.4, 0.6, 0.8, 1, 0.6, 0.2, 0.2 / 1.5, 0.1, 0.08]),
+    "decay without a length": (cycle(decay_lr_rate=3.0), [0.2, 0.4, 0.6, 0.8, 1.0, 0.6, 0.2, 0.2]),
+}
+
+
+@pytest.mark.parametrize("name", CYCLE_TABLES)
+def test_tables_of_a_cycle(name: str) -> None:
+    schedule, expected = CYCLE_TABLES[name]
+    found = [rate_of(schedule, updates, BASE) for updates in range(len(expected))]
+    assert found == pytest.approx(expected, rel=1e-14)
+
+
+def test_a_cycles_momentum_moves_against_its_rate() -> None:
+    """The first update has the lowest one, since it comes before DeepSpeed's first call."""
+    moving = cycle(decay_mom_rate=0.1, decay_step_size=2)
+    found = [momentum_of(moving, updates) for updates in range(9)]
+    assert found == pytest.approx([0.8, 0.875, 0.85, 0.825, 0.8, 0.85, 0.9, 0.9 * 1.05, 0.9 * 1.1], rel=1e-14)
+    assert momentum_of(cycle(cycle_momentum=False), 3) is None and momentum_of(choice("WarmupLR"), 3) is None
+    with pytest.raises(ConfigError, match=r"a momentum of 1.035 at update 9 with decay_mom_rate 0.1"):
+        momentum_of(moving, 9)
+
+
+def documented_sweep(kind: str, call: int, own: dict[str, Any]) -> tuple[float, float | None]:
+    """Return the rate and the momentum that call number `call` of DeepSpeed's schedule sets, by its documentation."""
+    if kind == "LRRangeTest":
+        interval = (call + 1) / own["lr_range_test_step_size"]
+        interval = math.floor(interval) if own["lr_range_test_staircase"] else interval
+        return own["lr_range_test_min_lr"] * (1 + own["lr_range_test_step_rate"] * interval), None
+    first, second = own["cycle_first_step_size"], own["cycle_second_step_size"]
+    total, top, low = first + second, own["cycle_max_mom"], own["cycle_min_mom"]
+    if call >= total:
+        interval = (call - total + 1) / own["decay_step_size"]
+        return own["cycle_min_lr"] / (1 + own["decay_lr_rate"] * interval), top * (1 + own["decay_mom_rate"] * interval)
+    at = (call + 1) % total
+    part, stairs = (
+        (Fraction(at, first), own["cycle_first_stair_count"])
+        if at <= first
+        else (Fraction(total - at, second), own["cycle_second_stair_count"])
+    )
+    height = float(Fraction(math.floor(part * stairs), stairs)) if stairs else float(part)
+    spread = own["cycle_max_lr"] - own["cycle_min_lr"]
+    return own["cycle_min_lr"] + spread * height, top - (top - low) * height
+
+
+@given(
+    kind=st.sampled_from(["LRRangeTest", "OneCycle"]),
+    sizes=st.tuples(st.integers(1, 30), st.integers(0, 30), st.integers(1, 30)),
+    stairs=st.tuples(st.integers(0, 6), st.integers(0, 6)),
+    decays=st.floats(0, 0.5),
+    is_staircase=st.booleans(),
+)
+def test_deepspeeds_sweeps(
+    kind: str, sizes: tuple[int, int, int], stairs: tuple[int, int], decays: float, is_staircase: bool
+) -> None:
+    names = ("cycle_first_step_size", "cycle_second_step_size", "decay_step_size")
+    cycles = {**dict(zip(names, sizes, strict=True)), "decay_lr_rate": decays, "decay_mom_rate": decays / 1000}
+    cycles |= {"cycle_first_stair_count": stairs[0], "cycle_second_stair_count": stairs[1], "cycle_min_mom": 0.5}
+    cycles |= {"cycle_min_lr": 0.1, "cycle_max_lr": 0.7}
+    test = {"lr_range_test_step_size": sizes[0], "lr_range_test_step_rate": decays}
+    made = choice(kind, **(cycles if kind == "OneCycle" else {**test, "lr_range_test_staircase": is_staircase}))
+    for call in range(90):
+        rate, momentum = documented_sweep(kind, call, dict(made.params))
+        assert rate_of(made, call + 1, BASE) == pytest.approx(rate, rel=1e-12)
+        assert momentum_of(made, call + 1) == (None if momentum is None else pytest.approx(momentum, rel=1e-12))
+
+
 # --- schedules of a run -----------------------------------------------------------------------------------------------
 
 TABLES: dict[str, tuple[dict[str, Any], list[float]]] = {
@@ -249,6 +343,40 @@ def test_from_config() -> None:
     assert LearningRate.from_config(whole_run, train_iters=100) == LearningRate(3e-4, 3e-5, "cosine", 10, 100)
     own_decay = OptimizerConfig(lr=3e-4, lr_decay_iters=50, lr_warmup_fraction=0.05)
     assert LearningRate.from_config(own_decay, train_iters=100) == LearningRate(3e-4, 0.0, "linear", 2.5, 50)
+
+
+def test_sweeps_of_a_run() -> None:
+    """A sweep's rates are a run's --lr and --min-lr; it is the same however long the run is."""
+    settings = OptimizerConfig(
+        lr=1.0, min_lr=0.2, lr_decay_style="OneCycle", lr_decay_params=("cycle_first_step_size=4",)
+    )
+    run = LearningRate.from_config(settings, train_iters=3)
+    assert [run.at(step) for step in (0, 1, 4, 7, 8, 9)] == pytest.approx([0.2, 0.4, 1.0, 0.4, 0.2, 0.2])
+    assert run.momentum(4) == pytest.approx(0.8) and reconcile(run, run.to_json(), settings) == run
+    longer = LearningRate.from_config(settings, train_iters=7)
+    assert reconcile(longer, run.to_json(), settings) == longer
+    other = LearningRate.from_config(replace(settings, lr_decay_params=("cycle_first_step_size=5",)), train_iters=3)
+    with pytest.raises(CheckpointError, match="--lr-decay-params"):
+        reconcile(other, run.to_json(), settings)
+    rising = OptimizerConfig(lr=0.1, lr_decay_style="LRRangeTest", lr_decay_params=("lr_range_test_step_size=2",))
+    found = LearningRate.from_config(rising, train_iters=9)
+    assert (found.at(0), found.at(4)) == pytest.approx((0.1, 0.3)) and found.momentum(4) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("cycle_max_lr=1",), r"--lr-decay-params: cycle_max_lr: 1(?s:.*)setting of its own(?s:.*)--lr"),
+        (("cycle_momentm=0.3",), r"--lr-decay-params: cycle_momentm: 0.3(?s:.*)cycle_momentum"),
+        (("cycle_min_mom",), r"--lr-decay-params cycle_min_mom(?s:.*)a name and its value"),
+        (("cycle_min_mom=0.95",), r"cycle_min_mom: 0.95 with cycle_max_mom: 0.9"),
+    ],
+)
+def test_wrong_parameters_of_a_sweep(words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LearningRate.from_config(
+            OptimizerConfig(lr=1.0, lr_decay_style="OneCycle", lr_decay_params=words), train_iters=3
+        )
 
 
 def test_all_problems_at_once() -> None:

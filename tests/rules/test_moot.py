@@ -78,6 +78,8 @@ SHARED_CASES = (
     Case("consecutive_hysteresis", True, ERROR, STATIC, FP16),
     Case("max_skipped_steps_at_min_loss_scale", 5, ERROR, {}, STATIC),
     Case("max_skipped_steps_at_min_loss_scale", 5, ERROR, BF16, {"communication_data_type": "fp16"}),
+    Case("max_skipped_steps_at_min_loss_scale", 7, ERROR, BF16, {"check_grad_overflow": True}),
+    Case("check_grad_overflow", True, ERROR, FP16, BF16),
     Case("tf32", True, ERROR, BF16, {}),
     Case("tf32", True, ERROR, {"precision": "fp64"}, {"precision": "fp32"}),
     Case("accumulate_allreduce_grads_in_fp32", True, NOTICE, {}, BF16),
@@ -123,6 +125,12 @@ RUN_CASES = (
     Case("deterministic_mode", True, NOTICE, {"device": "cpu"}, {"device": "cuda"}),
     Case("min_lr", 1e-5, NOTICE, {"lr_decay_style": "constant"}, {"lr_decay_style": "cosine"}),
     Case("lr_decay_iters", 9, NOTICE, {"lr_decay_style": "constant"}, {}),
+    Case("min_lr", 1e-5, NOTICE, {"lr_decay_style": "LRRangeTest"}, {"lr_decay_style": "OneCycle"}),
+    Case("lr_decay_iters", 9, NOTICE, {"lr_decay_style": "OneCycle"}, {}),
+    Case("lr_warmup_iters", 2, ERROR, {"lr_decay_style": "OneCycle"}, {}),
+    Case("lr_warmup_fraction", 0.1, ERROR, {"lr_decay_style": "LRRangeTest"}, {}),
+    Case("lr_decay_params", ["cycle_first_step_size=9"], ERROR, {}, {"lr_decay_style": "OneCycle"}),
+    Case("adam_beta1", 0.8, NOTICE, {"lr_decay_style": "OneCycle"}, {"lr_decay_style": "LRRangeTest"}),
     Case(
         "lr_decay_iters",
         9,
@@ -196,7 +204,7 @@ num_layers hidden_size num_attention_heads seq_length max_position_embeddings ff
 make_vocab_size_divisible_by hidden_dropout attention_dropout init_method_std norm_epsilon
 untie_embeddings_and_output_weights micro_batch_size global_batch_size train_iters train_samples seed eval_iters
 exit_interval exit_duration_in_mins exit_status_when_stopped optimizer optimizer_params lr lr_decay_style
-lr_warmup_iters lr_warmup_fraction clip_grad precision tensor_model_parallel_size pipeline_model_parallel_size
+clip_grad precision tensor_model_parallel_size pipeline_model_parallel_size
 distributed_backend distributed_timeout_minutes device zero_stage
 distributed_join_timeout_minutes distributed_timeout_seconds_after_init
 reduce_bucket_size allgather_bucket_size overlap_comm contiguous_gradients ignore_unused_parameters
@@ -480,6 +488,9 @@ def test_what_a_model_decides_for_itself() -> None:
     assert named <= {*INFO, "update_unused_parameters"}
 
 
+CYCLE: Settings = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}
+
+
 @pytest.mark.parametrize(
     ("optimizer", "scheduler", "given"),
     [
@@ -489,6 +500,23 @@ def test_what_a_model_decides_for_itself() -> None:
             {"type": "Adam", "lr": 0.1, "params": {"decoupled_weight_decay": True}},
             None,
             "config: optimizer.params.decoupled_weight_decay: true",
+        ),
+        ({"lr": 0.5}, {"type": "LRRangeTest"}, "config: optimizer.lr: 0.5"),
+        ({"lr": 0.5}, {"type": "OneCycle", "params": CYCLE}, "config: optimizer.lr: 0.5"),
+        (
+            {},
+            {"type": "OneCycle", "params": {**CYCLE, "decay_lr_rate": 0.5}},
+            "config: scheduler.params.decay_lr_rate: 0.5",
+        ),
+        (
+            {},
+            {"type": "OneCycle", "params": {**CYCLE, "decay_step_size": 5}},
+            "config: scheduler.params.decay_step_size: 5",
+        ),
+        (
+            {},
+            {"type": "OneCycle", "params": {**CYCLE, "cycle_momentum": False, "cycle_max_mom": 0.95}},
+            "config: scheduler.params.cycle_max_mom: 0.95",
         ),
         (
             {"lr": 0.5},
@@ -508,6 +536,7 @@ def test_optimizers_that_do_not_read_a_parameter(optimizer: Settings, scheduler:
     [
         ({"lr": 0.5}, {"type": "WarmupLR", "params": {"warmup_max_lr": 0.5}}),
         ({"lr": 0.5}, {"type": "WarmupCosineLR", "params": {"total_num_steps": 2000}}),
+        ({}, {"type": "OneCycle", "params": {**CYCLE, "decay_step_size": 5, "decay_lr_rate": 0.5}}),
         ({"lr": 0.5}, {"type": "constant", "params": {"lr_warmup_type": "log", "lr_warmup_iters": 9}}),
         ({"type": "SGD", "lr": 0.1, "params": {"dampening": 0.5, "momentum": 0.5}}, None),
         ({"type": "Adam", "lr": 0.1, "params": {"decoupled_weight_decay": True, "weight_decay": 0.1}}, None),
@@ -537,6 +566,17 @@ def test_a_run_reads_the_same_parameters(settings: Settings, words: list[str], r
     effective = {name: value for name, value in settings.items() if value != 0}
     assert run(effective, "--strict").notices == ()
     assert run({**settings, "optimizer_params": [word.partition("=")[0] + "=auto" for word in words]}).notices == ()
+
+
+def test_a_run_reads_the_same_parameters_of_a_cycle() -> None:
+    settings = {"lr_decay_style": "OneCycle", "lr_decay_params": ["decay_lr_rate=0.5", "cycle_first_step_size=9"]}
+    with pytest.raises(ConfigError) as caught:
+        run(settings)
+    (problem,) = problems(caught)
+    assert problem.given.startswith("decay_lr_rate=0.5 in --lr-decay-params")
+    assert problem.rule == "it has no effect here: with decay_step_size 0 nothing decays"
+    words = [*settings["lr_decay_params"], "decay_step_size=3"]
+    assert run({**settings, "lr_decay_params": words}, "--strict").notices == ()
 
 
 def test_deepspeeds_parameters_earn_the_same_notice_at_both_doors(tmp_path: Path) -> None:

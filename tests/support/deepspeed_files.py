@@ -142,6 +142,14 @@ FILES: Mapping[str, DeepSpeedFile] = MappingProxyType(
             {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
             {"precision.precision": "bf16", "precision.accumulate_allreduce_grads_in_fp32": True},
         ),
+        "skipped steps in bf16": DeepSpeedFile(
+            {"bf16": {"enabled": True, "check_grad_overflow": True}},
+            {"precision.precision": "bf16", "precision.check_grad_overflow": True},
+        ),
+        "no skipped steps in bf16": DeepSpeedFile(
+            {"bf16": {"enabled": True, "check_grad_overflow": False}},
+            {"precision.precision": "bf16", "precision.check_grad_overflow": False},
+        ),
         "sums of bf16 gradients in bf16": DeepSpeedFile(
             {"bf16": {"enabled": True}, "fp16": {"enabled": False}, "data_types": {"grad_accum_dtype": "bf16"}},
             {"precision.precision": "bf16", "precision.accumulate_allreduce_grads_in_fp32": False},

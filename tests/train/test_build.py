@@ -146,9 +146,11 @@ def test_batches_are_pinned_for_gpus_only() -> None:
 
 
 @pytest.mark.parametrize(("precision", "checks"), [("fp16", True), ("bf16", False), ("fp32", False), ("fp64", False)])
-def test_only_fp16_looks_for_overflow(precision: str, checks: bool) -> None:
+def test_only_fp16_looks_for_overflow_unless_it_is_told_to(precision: str, checks: bool) -> None:
     config = tiny_run(precision=precision)
     assert step_context(config, core_on_rank(0, config)).checks_overflow is checks
+    config = tiny_run(precision=precision, check_grad_overflow=True)
+    assert step_context(config, core_on_rank(0, config)).checks_overflow
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------

@@ -286,6 +286,15 @@ def test_an_exhausted_loss_scale_saves_says_why_and_stops(tmp_path: Path) -> Non
     assert len(steps(tmp_path)) == 3
 
 
+def test_steps_that_are_not_finite_are_skipped_and_counted(tmp_path: Path) -> None:
+    """The first update makes weights so large that all further gradients are infinite; these leave them alone."""
+    settings = {"precision": "fp32", "lr": 1e30, "check_grad_overflow": True, "train_iters": 9}
+    with pytest.raises(TrainingError, match="2 steps in a row overflowed"):
+        run(tmp_path, **settings, max_skipped_steps_at_min_loss_scale=2)
+    assert [line["skipped"] for line in steps(tmp_path)] == [False, True, True] and saved(tmp_path) == [3]
+    assert open_checkpoint(tmp_path / "save").progress["optimizer_steps"] == 1
+
+
 def test_a_loss_scale_that_can_fall_goes_on(tmp_path: Path) -> None:
     """After overflows from 2^40 down training goes on; skipped steps do not advance the learning rate."""
     told = run(

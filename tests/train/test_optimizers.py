@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.processes import run_ranks
 from support.reference import decayed, gradients, mean_loss
-from support.small_runs import DrawnSamples, core_on_rank, owned_boxes, reference_batch, tiny_run, train_run
+from support.small_runs import VOCAB, DrawnSamples, core_on_rank, owned_boxes, reference_batch, tiny_run, train_run
 from support.training import Saved, assemble, first_weights
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from megazero.data.loader import BatchLoader
 from megazero.errors import CheckpointError, ConfigError
 from megazero.optim.schedules import LearningRate
 from megazero.train.build import batch_layout, step_context
+from megazero.train.inputs import RunInputs
 from megazero.train.step import StepControls, training_step
 
 GLOBAL_BATCH = 4
@@ -135,6 +136,51 @@ def test_steps_are_torchs(case: str, stage: int) -> None:
 @pytest.mark.parametrize(("case", "stage", "dp", "tp"), [("sgd", 2, 2, 1), ("nadam", 3, 2, 1), ("adamax", 1, 1, 2)])
 def test_steps_are_torchs_on_several_ranks(case: str, stage: int, dp: int, tp: int) -> None:
     close(weights(run_ranks(dp * tp, train_on_rank, case, stage, dp, tp)), plain_weights(case))
+
+
+# --- a cycle of rate and momentum -------------------------------------------------------------------------------------
+
+CYCLE: dict[str, Any] = {
+    "lr_decay_style": "OneCycle",
+    "min_lr": LR / 4,
+    "lr_decay_params": ("cycle_first_step_size=2", "cycle_second_step_size=1", "cycle_max_mom=0.95"),
+}
+# Of updates 0 to 3: two steps up and one down.
+CYCLED = [(LR / 4, 0.8), (LR * 5 / 8, 0.875), (LR, 0.8), (LR / 4, 0.95)]
+
+
+@pytest.mark.parametrize("case", ["adam", "adamax"])
+def test_a_cycle_moves_the_rate_and_the_first_beta(case: str, tmp_path: Path) -> None:
+    """A run takes the steps of torch's optimizer whose groups are set by hand, also when it is resumed in the cycle."""
+    settings = {**run_settings(case, tmp_path), **CYCLE, "clip_grad": 0.0, "lr_decay_iters": None}
+    settings = {name: value for name, value in settings.items() if name not in (*SCHEDULE, "adam_beta1")}
+    inputs = RunInputs(DrawnSamples(), None, None, VOCAB, None, {})
+    train_run(0, 1, {**settings, "exit_interval": 2}, inputs)
+    train_run(0, 1, {**settings, "load": str(tmp_path)}, inputs)
+    _, kind, options = CASES[case]
+    live = {name: value.clone().requires_grad_(True) for name, value in first_weights(tiny_run()).items()}
+    groups = [{"params": [value for name, value in live.items() if decayed(name) == yes]} for yes in (True, False)]
+    groups[1]["weight_decay"] = 0.0
+    optimizer = getattr(torch.optim, kind)(groups, lr=LR, **options)
+    for step, (lr, momentum) in enumerate(CYCLED):
+        grads = gradients(mean_loss(live, reference_batch(step * GLOBAL_BATCH, GLOBAL_BATCH, masked=False)), live)
+        for name, value in live.items():
+            value.grad = grads[name]
+        for group in optimizer.param_groups:
+            group.update(lr=lr, betas=(momentum, group["betas"][1]))
+        optimizer.step()
+    close({name: values for (name, kind), values in full(tmp_path).items() if kind == "weight"}, live)
+
+
+def test_a_momentum_that_would_reach_one_is_refused_before_training(tmp_path: Path) -> None:
+    rising = {**CYCLE, "lr_decay_params": ("cycle_first_step_size=1", "decay_step_size=1", "decay_mom_rate=0.2")}
+    with pytest.raises(ConfigError, match=r"a momentum of 1.08 at update 3"):
+        train_run(0, 1, settings_of("nadam", mock_data=True, **rising, train_iters=4, micro_batch_size=1))
+
+
+def test_an_optimizer_without_betas_keeps_its_momentum() -> None:
+    told = train_run(0, 1, settings_of("sgd", mock_data=True, **CYCLE, train_iters=1, micro_batch_size=1))
+    assert "the momentum is not cycled, because the optimizer has no betas" in told.text
 
 
 # --- overflow --------------------------------------------------------------------------------------------------------

@@ -54,8 +54,8 @@ _LEAVES = MappingProxyType(
 _FORMATS = ("fp64", "fp32", "bf16", "fp16")
 # The ways in which the gradients of the data-parallel processes become one.
 REDUCTIONS = ("mean", "sum")
-# The formats of torch.autocast; fp16 would need a loss scale, which precision fp16 has.
-AUTOCAST = ("bf16",)
+# The formats of torch.autocast; fp16 has a loss scale.
+AUTOCAST = ("bf16", "fp16")
 
 # {field of ZeroConfig: the key it comes from}
 ZERO_KEYS: Mapping[str, str] = MappingProxyType(
@@ -140,6 +140,7 @@ HONOURED: Mapping[str, FieldInfo] = MappingProxyType(
             key("data_types.buffer_dtype", "str", None, choices=("fp32", "bf16", "fp16")),
             key("keep_in_fp32", "list", ()),  # megazero's own
             key("bf16.enabled", "bool", False),
+            key("bf16.check_grad_overflow", "bool", None),
             key("torch_autocast.enabled", "bool", False),
             key("torch_autocast.dtype", "str", "bf16", choices=AUTOCAST),
             key("fp16.enabled", "bool", False),
@@ -250,6 +251,7 @@ class Refused:
 
 _OFFLOAD = "model states stay on the device"
 _QUANTIZED = "collectives move whole numbers of the working precision; communication_data_type narrows gradients only"
+_MASTERS = "master weights are fp32: a weight of 16 bits would lose updates below 1/256 of it (bf16) or 1/2048 (fp16)"
 _HIERARCHY = "parameters are partitioned over all data-parallel processes alike"
 _RECOMPUTE = (
     "what is recomputed is the model's choice: pretrain_gpt.py has --recompute-granularity, a model of one's own calls"
@@ -276,12 +278,9 @@ REFUSED: Mapping[str, Refused] = MappingProxyType(
             "a parameter is made whole before it is partitioned", (0, None), "partition_stream_chunk_size: 0"
         ),
         "fp16.auto_cast": Refused("the model's inputs keep their number format", legal="cast them in the program"),
-        "fp16.fp16_master_weights_and_grads": Refused("master weights are fp32"),
-        "bf16.bf16_master_weights_and_grads": Refused("master weights are fp32"),
-        "bf16.bf16_optimizer_states": Refused("optimizer states have the master weights' format, fp32"),
-        "bf16.check_grad_overflow": Refused(
-            "only fp16 steps are skipped; in other formats a gradient that is not finite stops the training", (False,)
-        ),
+        "fp16.fp16_master_weights_and_grads": Refused(_MASTERS),
+        "bf16.bf16_master_weights_and_grads": Refused(_MASTERS),
+        "bf16.bf16_optimizer_states": Refused(f"optimizer states have the master weights' format; {_MASTERS}"),
         "data_types.param_dtype": Refused("parameters have the format of fp16.enabled and bf16.enabled", (None,)),
         "checkpoint.use_node_local_storage": Refused("a checkpoint is one folder that all processes see"),
         "pipeline.stages": Refused(

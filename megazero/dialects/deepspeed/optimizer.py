@@ -10,7 +10,10 @@ others.  Schedules become those of a run:
                     total_num_steps, --min-lr cos_min_ratio x lr
 
 In megazero a step has the schedule's rate at that step.  DeepSpeed calls its schedule after a step, so there each rate
-comes one step later; a notice reports this.
+comes one step later; a notice reports this.  Its two others, which count from 1, are the same in a run:
+
+    LRRangeTest     --lr-decay-style LRRangeTest, --lr lr_range_test_min_lr, --lr-decay-params for the others
+    OneCycle        --lr-decay-style OneCycle, --lr cycle_max_lr, --min-lr cycle_min_lr, --lr-decay-params
 """
 
 from collections.abc import Mapping
@@ -19,8 +22,8 @@ from typing import Any
 
 from megazero.config.choices import AUTO, SchedulerChoice, choose_scheduler
 from megazero.config.optimizers import DECOUPLED, OPTIMIZERS, RUN_NAMES, run_settings
-from megazero.config.schedules import SCHEDULES
-from megazero.dialects.deepspeed.sections import Ratio, Translation, optimizer_of
+from megazero.config.schedules import RATE_SETTINGS, SCHEDULES
+from megazero.dialects.deepspeed.sections import Ratio, Translation, note_second_beta, optimizer_of
 
 _RUN_NAMES: Mapping[str, str] = MappingProxyType({"Adam": "adam", **{kind: name for name, kind in RUN_NAMES.items()}})
 _STYLES: Mapping[str, str] = MappingProxyType(
@@ -35,7 +38,7 @@ def translate_optimizer(translation: Translation) -> None:
     file = translation.file
     before = len(file.diagnostics.problems)
     choice = optimizer_of(file)
-    if len(file.diagnostics.problems) > before:
+    if choice is None or len(file.diagnostics.problems) > before:
         return
     # Without weight decay it makes no difference whether that is decoupled, as the fused kernel's is.
     is_adamw = choice.type == "Adam" and not choice.params["weight_decay"]
@@ -96,6 +99,9 @@ def translate_scheduler(translation: Translation) -> None:
     )
     if choice is None or len(file.diagnostics.problems) > before:
         return
+    if choice.type in RATE_SETTINGS:
+        _translate_sweep(translation, choice, key.source)
+        return
     if choice.type not in _STYLES:  # one of a run's own
         translation.write("lr_decay_style", choice.type, key.source)
         for name, value in choice.params.items():
@@ -112,7 +118,24 @@ def translate_scheduler(translation: Translation) -> None:
                 location = file.location(f"scheduler.params.{name}")
                 translation.ratios[setting] = Ratio(choice.params[name], location, name in params)
     elif params.get("warmup_max_lr") != AUTO:
-        _translate_peak(translation, choice.params["warmup_max_lr"], written="warmup_max_lr" in params)
+        _translate_peak(translation, "warmup_max_lr", choice.params["warmup_max_lr"])
+
+
+def _translate_sweep(translation: Translation, choice: SchedulerChoice, source: str) -> None:
+    """Add LRRangeTest or OneCycle: its learning rates as settings of their own, the other parameters together."""
+    file, table = translation.file, SCHEDULES[choice.type]
+    own = RATE_SETTINGS[choice.type]
+    note_second_beta(file, choice)
+    translation.write("lr_decay_style", choice.type, source)
+    for name, setting in own.items():
+        if setting == "lr":
+            _translate_peak(translation, name, choice.params[name])
+        else:
+            _translate_scheduler_param(translation, name, setting, choice.params[name])
+    others = {name: value for name, value in choice.params.items() if name not in own and value != table[name].default}
+    words = tuple(f"{name}={_word(value)}" for name, value in others.items())
+    if words:
+        translation.write("lr_decay_params", words, f"{file.location('scheduler')}: {' '.join(words)}")
 
 
 def _translate_warmup(translation: Translation, choice: SchedulerChoice) -> None:
@@ -140,15 +163,15 @@ def _translate_scheduler_param(translation: Translation, name: str, setting: str
         translation.write(setting, value, translation.file.location(path).quote(value))
 
 
-def _translate_peak(translation: Translation, peak: float, *, written: bool) -> None:
-    """Make the peak of the schedule the learning rate, in place of the optimizer's."""
-    path = "scheduler.params.warmup_max_lr"
-    if not written:
+def _translate_peak(translation: Translation, name: str, peak: float) -> None:
+    """Make a rate of the schedule, its parameter `name`, the learning rate, in place of the optimizer's."""
+    path = f"scheduler.params.{name}"
+    if translation.file.params.get("scheduler.params", {}).get(name, AUTO) == AUTO:
         translation.default("lr", peak, path)
         return
     source = translation.file.location(path).quote(peak)
     for item in [item for item in translation.written if item.name == "lr"]:
         translation.written.remove(item)
         if item.value != peak:
-            translation.file.diagnostics.notices.append(f"{item.source}: gives way to {source}, the schedule's peak")
+            translation.file.diagnostics.notices.append(f"{item.source}: gives way to {source}, the schedule's own")
     translation.write("lr", peak, source)

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from megazero.config.choices import (
     AUTO,
@@ -28,7 +28,7 @@ from megazero.config.engine_sections import ActivationConfig, PrecisionConfig, Z
 from megazero.config.fields import FieldInfo, describe
 from megazero.config.origin import Origin
 from megazero.config.values import Diagnostics, Location, ParsedValue, RawValue, as_boolean, shown
-from megazero.dialects.deepspeed.keys import ACTIVATION_KEYS, BATCH_KEYS, HONOURED, PRECISION_KEYS, ZERO_KEYS
+from megazero.dialects.deepspeed.keys import ACTIVATION_KEYS, AUTOCAST, BATCH_KEYS, HONOURED, PRECISION_KEYS, ZERO_KEYS
 from megazero.dialects.deepspeed.reading import ParsedFile
 from megazero.errors import Problem
 from megazero.rules import moot
@@ -44,6 +44,12 @@ _INFO: Mapping[str, FieldInfo] = MappingProxyType(
     {info.name: info for cls in (ZeroConfig, PrecisionConfig, ActivationConfig) for info in describe("", cls)}
 )
 _ACCUMULATION, _ACCUMULATION_KEY = "accumulate_allreduce_grads_in_fp32", "data_types.grad_accum_dtype"
+# Left out, it is megazero's own: reading the outcome of every step would make a GPU's host wait for it.
+_OVERFLOW_KEY = "bf16.check_grad_overflow"
+# The loss scale under autocast in fp16 is torch's, whose constants DeepSpeed leaves as they are.
+_AUTOCAST_SCALE: Mapping[str, Any] = MappingProxyType(
+    {"initial_loss_scale": 65536.0, "loss_scale_window": 2000, "hysteresis": 1}
+)
 # DeepSpeed's defaults of Adam that differ from torch's.
 _ADAM: Mapping[str, Any] = MappingProxyType({"weight_decay": 0.0})
 
@@ -107,6 +113,9 @@ def translate(file: ParsedFile, *, whole: bool = False, fp16_requested: bool = F
     if file.get("fp16.enabled", fp16_requested):
         for setting, path in PRECISION_KEYS.items():
             _translate_key(translation, setting, path)
+    overflow = file.written(_OVERFLOW_KEY)
+    if overflow is not None and file.get("bf16.enabled", False):
+        translation.write("check_grad_overflow", overflow.value, overflow.source)
     wide = file.written(_ACCUMULATION_KEY)
     if wide is not None and wide.value == "fp32":
         translation.write(_ACCUMULATION, True, wide.source)
@@ -200,6 +209,8 @@ def text_for_key(path: str, values: Mapping[str, tuple[FieldInfo, Any]]) -> str 
     for name in ("fp16", "bf16"):
         if path == f"{name}.enabled":
             return shown(values["precision"][1] == name)
+    if path == _OVERFLOW_KEY:
+        return shown(values["check_grad_overflow"][1])
     if path == _ACCUMULATION_KEY:
         precision = values["precision"][1]
         return shown("fp32" if values[_ACCUMULATION][1] else precision)
@@ -222,8 +233,9 @@ class EngineParts:
     zero: ZeroConfig
     precision: PrecisionConfig
     activations: ActivationConfig
-    optimizer: OptimizerChoice
+    optimizer: OptimizerChoice | None
     scheduler: SchedulerChoice | None
+    autocast: Literal["bf16", "fp16"] | None = None
 
 
 def engine_parts(file: ParsedFile) -> EngineParts:
@@ -232,17 +244,21 @@ def engine_parts(file: ParsedFile) -> EngineParts:
     raw = (*translation.defaults, *translation.written)
     settings = {item.name: ParsedValue(item.name, item.value, item.source, item.origin) for item in raw}
     resolve(translation, settings)
+    autocast = file.get("torch_autocast.dtype", AUTOCAST[0]) if file.get("torch_autocast.enabled", False) else None
+    if autocast == "fp16":
+        for name, value in _AUTOCAST_SCALE.items():
+            settings.setdefault(name, ParsedValue(name, value, f"{name} of torch.amp.GradScaler", Origin.DEFAULT))
     zero = _build(ZeroConfig, settings)
     precision = _build(PrecisionConfig, settings)
     activations = _build(ActivationConfig, settings)
     optimizer = optimizer_of(file)
-    scheduler = scheduler_of(file, optimizer.lr)
+    scheduler = scheduler_of(file, None if optimizer is None else optimizer.lr)
     file.diagnostics.problems.extend(
         replace(problem, given=f"{file.origin}: {problem.given}")
         for rule in STATE_RULES
         for problem in rule(zero, precision, _spell)
     )
-    parts = EngineParts(zero, precision, activations, optimizer, scheduler)
+    parts = EngineParts(zero, precision, activations, optimizer, scheduler, autocast)
     given = [*settings.values(), *_given_params(file, parts)]
     file.diagnostics.notices.extend(moot.of_the_library(parts, given).notices)
     file.diagnostics.notices.extend(automatic_notices(file, lambda path: _became(path, parts)))
@@ -271,13 +287,15 @@ def _spell(setting: str) -> str:
 def _became(path: str, parts: EngineParts) -> str | None:
     """Return the text of an automatic key in the library; None for the batch's sizes, which depend on the processes."""
     section, _, name = path.rpartition(".")
-    if section == "optimizer.params":
+    if section == "optimizer.params" and parts.optimizer is not None:
         params = {"lr": parts.optimizer.lr, **parts.optimizer.params}
         return shown(params[name]) if name in params else "megazero's own"
     if section == "scheduler.params" and parts.scheduler is not None:
+        if name == "warmup_max_lr" and parts.optimizer is None:
+            return "the learning rate of the optimizer that is given"
         return shown(parts.scheduler.params[name]) if name in parts.scheduler.params else "megazero's own"
     if path == "optimizer.type":
-        return shown(parts.optimizer.type)
+        return "no optimizer" if parts.optimizer is None else shown(parts.optimizer.type)
     if path == "scheduler.type":
         return "no schedule"
     if path == "gradient_clipping":
@@ -289,13 +307,18 @@ def _became(path: str, parts: EngineParts) -> str | None:
     return text_for_key(path, values)
 
 
-def optimizer_of(file: ParsedFile) -> OptimizerChoice:
-    """Return the optimizer that the file names, by default AdamW; problems are added to the file's diagnostics."""
+def optimizer_of(file: ParsedFile) -> OptimizerChoice | None:
+    """Return the optimizer that the file names, if any, AdamW if the name is automatic.
+
+    Problems are added to the file's diagnostics.
+    """
     location, key = file.location("optimizer"), file.written("optimizer.type")
     params = dict(file.params.get("optimizer.params", {}))
-    if params and "optimizer.type" not in (*file.values, *file.invalid):
-        problem = Problem(f"{location.key('type')} is missing", "an optimizer has a name", 'type: "AdamW"')
-        file.diagnostics.problems.append(problem)
+    if "optimizer.type" not in (*file.values, *file.invalid):
+        if params:
+            problem = Problem(f"{location.key('type')} is missing", "an optimizer has a name", 'type: "AdamW"')
+            file.diagnostics.problems.append(problem)
+        return None
     name = "AdamW" if key is None else key.value
     if name.lower() in ("adam", "adamw"):
         name = _adam(location.key("params"), name, params, file.diagnostics)
@@ -329,10 +352,10 @@ def _refuse_clipping(location: Location, params: dict[str, Any], diagnostics: Di
         )
 
 
-def scheduler_of(file: ParsedFile, lr: float) -> SchedulerChoice | None:
+def scheduler_of(file: ParsedFile, lr: float | None) -> SchedulerChoice | None:
     """Return the schedule that the file names, if any; problems are added to the file's diagnostics.
 
-    lr: the optimizer's learning rate.
+    lr: the optimizer's learning rate; None if the file names no optimizer.
     """
     key = file.written("scheduler.type")
     params = file.params.get("scheduler.params", {})
@@ -342,4 +365,13 @@ def scheduler_of(file: ParsedFile, lr: float) -> SchedulerChoice | None:
             problem = Problem(f"{location.key('type')} is missing", "a schedule has a name", 'type: "WarmupLR"')
             file.diagnostics.problems.append(problem)
         return None
-    return choose_scheduler(location, key.value, params, file.diagnostics, lr=lr)
+    choice = choose_scheduler(location, key.value, params, file.diagnostics, lr=lr)
+    note_second_beta(file, choice)
+    return choice
+
+
+def note_second_beta(file: ParsedFile, choice: SchedulerChoice | None) -> None:
+    """Add a notice if the schedule cycles a momentum, an Adam's first beta: DeepSpeed changes the second one too."""
+    if choice is not None and choice.params.get("cycle_momentum"):
+        text = "cycles the first beta only; DeepSpeed also sets the second one, to 0.99, whatever the optimizer has"
+        file.diagnostics.notices.append(f"{file.location('scheduler.type').quote(choice.type)}: {text}")

@@ -138,6 +138,30 @@ def test_a_cosine_leaves_its_ends_open_until_the_rate_is_known() -> None:
     }
 
 
+CYCLE = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.5, "cycle_first_step_size": 7, "decay_mom_rate": 0.0}
+
+
+def test_a_cycle_sets_both_rates_of_a_run() -> None:
+    adam = {"type": "Adam", "params": {"lr": 0.2}}
+    made = translated(adam, {"type": "OneCycle", "params": {**CYCLE, "cycle_momentum": False}})
+    written = {name: value for name, value in said(made).items() if name != "optimizer"}
+    shape = ("cycle_first_step_size=7", "cycle_momentum=false")
+    assert written == {"lr_decay_style": "OneCycle", "lr": 0.5, "min_lr": 0.1, "lr_decay_params": shape}
+    assert [notice.partition(": gives way")[1] for notice in made.file.diagnostics.notices] == [": gives way"]
+    made = translated(scheduler={"type": "OneCycle", "params": CYCLE})
+    assert said(made)["lr_decay_params"] == ("cycle_first_step_size=7",)
+    assert ["to 0.99" in notice for notice in made.file.diagnostics.notices] == [True]
+
+
+def test_a_range_test_begins_at_the_learning_rate() -> None:
+    params = {"lr_range_test_min_lr": 0.25, "lr_range_test_staircase": True}
+    made = translated(scheduler={"type": "LRRangeTest", "params": params})
+    shape = ("lr_range_test_staircase=true",)
+    assert said(made) == {"lr_decay_style": "LRRangeTest", "lr": 0.25, "lr_decay_params": shape}
+    documented = translated(scheduler={"type": "LRRangeTest"})
+    assert said(documented) == {"lr_decay_style": "LRRangeTest"} and defaults(documented) == {"lr": 0.001}
+
+
 def documented(kind: str, step: int, *, shape: str, start: float, floor: float) -> float:
     """Return the rate in DeepSpeed's documentation: up to 0.5 in 10 steps, then constant or down until step 37."""
     lr, warmup, total = 0.5, 10, 37
@@ -204,7 +228,7 @@ def test_a_peak_that_is_not_said_is_a_default_beside_the_optimizers_rate() -> No
 @pytest.mark.parametrize(
     ("scheduler", "given", "legal"),
     [
-        ({"type": "OneCycle"}, 'ds.json: scheduler.type: "OneCycle"', "WarmupLR"),
+        ({"type": "TwoCycles"}, 'ds.json: scheduler.type: "TwoCycles"', "OneCycle"),
         ({"type": "WarmupDecayLR", "params": WARMUP}, "ds.json: scheduler.params.total_num_steps is missing", "100000"),
     ],
 )

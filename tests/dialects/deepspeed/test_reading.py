@@ -192,7 +192,7 @@ def test_nothing_is_nothing(path: str, value: Any) -> None:
         ("pipeline.activation_checkpoint_interval", 1, "pipeline.activation_checkpoint_interval: 1", "interval: 0"),
         ("pipeline.stages", 4, "pipeline.stages: 4", "stages: 1"),
         ("gradient_allreduce_op", "max", 'gradient_allreduce_op: "max"', "mean"),
-        ("torch_autocast.dtype", "float16", 'torch_autocast.dtype: "fp16"', "bf16"),
+        ("torch_autocast.dtype", "float8", 'torch_autocast.dtype: "float8"', "bf16"),
     ],
 )
 def test_messages(path: str, value: Any, given: str, legal: str) -> None:
