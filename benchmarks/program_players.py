@@ -11,6 +11,7 @@ What the plain program would do otherwise, and megazero states that it does, is 
     no_sync       a pass in it adds its gradients, and is not one of the step's
     buffers       are rank 0's (compared on rank 0 alone, since other ranks' drift until a synchronised forward)
     zero_grad     twice after a step() that awaits more passes is refused, since no step would ever be complete
+    no elements   a parameter without any counts as updated in every step (its state's step), whatever its gradient
     a refusal     discards what has accumulated; the program ends there
     state_dict    the module's is in working precision; engine.load_state_dict sets master weights to its values
 """
@@ -315,7 +316,7 @@ class PlainPlayer:
                 one.grads[name] = value.to(one.masters[name].dtype)
             elif act["how"] == "mask" and name in one.grads:
                 one.grads[name] = one.grads[name] * 0.5
-            elif act["how"] == "None":
+            elif act["how"] == "None" and value.numel():
                 one.grads.pop(name, None)
 
     def rate(self, act: Act, one: PlainModule) -> None:
@@ -594,7 +595,7 @@ class EnginePlayer:
             elif act["how"] == "mask":
                 if parameter.grad is not None:
                     parameter.grad.mul_(0.5)
-            else:
+            elif value.numel():
                 parameter.grad = None
 
     def rate(self, act: Act, one: EngineModule) -> None:
