@@ -71,12 +71,17 @@ def verify_module(
         raise UsageError(Problem(f"batches of type {type(batches).__name__}", "batches are a list or another iterable"))
     engine = initialize(model, settings, mesh, optimizer)
     try:
+        own = engine.optimizer
+        if own is None:
+            rule = "steps are compared, and an optimizer makes them"
+            given = "a configuration without an optimizer, or a module without parameters that are trained"
+            raise UsageError(Problem(given, rule, '"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}'))
         sides = _sides(engine, plain, values, loss_fn, list(batches), settings, optimizer)
         accumulation = engine.gradient_accumulation_steps()
         report = Comparison(engine.mesh, *sides, print_line).run(
             sides[0].num_steps if steps is None else min(steps, sides[0].num_steps),
             layout=f"{describe_stage(settings.zero)}, micro-batches a step: {accumulation}",
-            least_weight=lambda norms: _least_weight(engine, norms, settings),
+            least_weight=lambda norms: _least_weight(own, norms, settings),
         )
     finally:
         engine.close()
@@ -224,6 +229,7 @@ def _of_the_same_kind(engine: DataParallelEngine, trained: Mapping[str, nn.Param
     """Return a torch optimizer over these parameters of the class and options of the engine's own."""
     name_of = {id(parameter): name for name, parameter in engine.module.named_parameters()}
     template = engine.optimizer
+    assert template is not None, "which has been checked before"
     groups = [
         {**group, "params": [trained[name_of[id(parameter)]] for parameter in group["params"]]}
         for group in copy.copy(template.param_groups)
@@ -232,8 +238,8 @@ def _of_the_same_kind(engine: DataParallelEngine, trained: Mapping[str, nn.Param
     return kind(groups)
 
 
-def _least_weight(engine: DataParallelEngine, norms: list[float], settings: EngineConfig) -> float:
-    groups = engine.optimizer.param_groups
+def _least_weight(optimizer: Optimizer, norms: list[float], settings: EngineConfig) -> float:
+    groups = optimizer.param_groups
     lr, epsilon = max(group["lr"] for group in groups), min(group.get("eps", 1.0) for group in groups)
     return least_weight(norms, lr=lr, clip_grad=settings.gradient_clipping, epsilon=epsilon or 1e-8)
 
