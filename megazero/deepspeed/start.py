@@ -56,7 +56,8 @@ def initialize(
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     _set_local_rank(args)
     source = _source(args, config, config_params)
-    content = dict(source if isinstance(source, Mapping) else read_file(Path(source)))
+    given_content = source if isinstance(source, Mapping) else read_file(Path(source))
+    content = dict(given_content)
     drop_last = bool(content.pop(_DROP_LAST, False))
     if joined_device().type == "cpu":
         content = _on_the_device(content)
@@ -65,7 +66,8 @@ def initialize(
         if given is not None and content.pop(name, None) is not None and get_rank() == 0:
             warnings.warn(f"{name}: the one that the program passes to initialize takes its place", stacklevel=2)
     core = initialize_core(model, content, mpu, _optimizer(optimizer, parameters, content, model))
-    engine = DeepSpeedEngine(core, InputSettings(training_data, collate_fn, drop_last), lr_scheduler)
+    inputs = InputSettings(training_data, collate_fn, drop_last)
+    engine = DeepSpeedEngine(core, inputs, lr_scheduler, config=given_content)
     return engine, core.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
