@@ -11,15 +11,17 @@ _WORKERS = 2
 
 
 class InputSettings(NamedTuple):
-    """The training data of an engine, None without any, and how its samples become micro-batches.
+    """The training data of an engine, None without any, and how its samples become micro-batches and steps.
 
     collate_fn: makes a micro-batch of a list of samples; None for torch's.
     drop_last: leaves out the last micro-batch where it is smaller.
+    managed: the engine counts micro-batches; False lets every call of its `step` update the parameters.
     """
 
     data: Dataset[Any] | None = None
     collate_fn: Callable[[list[Any]], Any] | None = None
     drop_last: bool = False
+    managed: bool = True
 
 
 class RepeatingLoader:

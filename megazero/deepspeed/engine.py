@@ -4,8 +4,8 @@ What the two have in common is megazero's: this class passes it on.  Its own are
 another way, the data loader, and a learning-rate scheduler of the program's, which `step` advances.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Sampler
 
 from megazero.checkpoint.folders import hidden_path
@@ -57,8 +58,10 @@ class DeepSpeedEngine:
         """The scheduler that `step` advances: the program's, or the configuration's, or None."""
         if lr_scheduler is not None:
             is_function = callable(lr_scheduler) and not hasattr(lr_scheduler, "step")
-            self.lr_scheduler = lr_scheduler(core.optimizer) if is_function else lr_scheduler
+            self.lr_scheduler = lr_scheduler(self.optimizer) if is_function else lr_scheduler
         self.training_dataloader = None if inputs.data is None else self.deepspeed_io(inputs.data)
+        if not inputs.managed:
+            core.set_gradient_accumulation_boundary(False)
         self._show_scale()
 
     # --- training -----------------------------------------------------------------------------------------------------
@@ -85,17 +88,29 @@ class DeepSpeedEngine:
         passes = self.core.passes.num_since_step
         if passes > 1 and self.core.passes.boundary is None:
             given = f"engine.step() after {passes} backward passes"
-            legal = "set_gradient_accumulation_boundary before each pass, or one backward of the sum of the losses"
+            legal = "engine.coalesce_grad_reduction() around them, or managed_gradient_accumulation: false"
             raise refuse(given, "a micro-batch is one backward pass and one engine.step()", legal)
         if lr_kwargs and not self._advances:
             rule = "the configuration's schedule counts updates, and takes nothing else"
             raise refuse(f"engine.step(lr_kwargs={dict(lr_kwargs)})", rule, "initialize(lr_scheduler=...)")
         skipped = self.core.skipped_steps
+        if not self._inputs.managed:
+            self.core.allreduce_gradients()
         self.core.step(stop=stop)
         self.micro_steps += 1
         if self._advances and self.core.was_step_applied():
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self._show_scale(overflow=self.core.skipped_steps > skipped)
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Return a context whose backward passes, however many, are one step's: their gradients are reduced at its end.
+
+        Partitioned gradients are reduced in every pass nevertheless.  `step` follows after the block.
+        """
+        with self.core.no_sync():
+            yield
+        self.core.allreduce_gradients()
 
     def train(self, mode: bool = True) -> None:
         """Set the model's training mode."""
@@ -111,8 +126,9 @@ class DeepSpeedEngine:
 
     def _show_scale(self, *, overflow: bool = False) -> None:
         """Write the loss scale, and whether a step was skipped, into the optimizer, where DeepSpeed's have them."""
-        scale = self.core.loss_scale
-        vars(self.core.optimizer).update(cur_scale=scale, loss_scale=scale, overflow=overflow)
+        scale, optimizer = self.core.loss_scale, self.optimizer
+        if optimizer is not None:
+            vars(optimizer).update(cur_scale=scale, loss_scale=scale, overflow=overflow)
 
     # --- settings -----------------------------------------------------------------------------------------------------
 
@@ -152,13 +168,17 @@ class DeepSpeedEngine:
         """Return True if the loss scale moves (fp16)."""
         return self.fp16_enabled() and self.core.config.precision.loss_scale is None
 
-    def optimizer_name(self) -> str:
-        """Return the class of the optimizer."""
-        return type(self.core.optimizer).__name__
+    def optimizer_name(self) -> str | None:
+        """Return the class of the optimizer, None without one."""
+        return None if self.optimizer is None else type(self.optimizer).__name__
 
     def scheduler_name(self) -> str | None:
         """Return the type of the configuration's schedule, None without one."""
         return None if self.core.config.scheduler is None else self.core.config.scheduler.type
+
+    def managed_gradient_accumulation(self) -> bool:
+        """Return True if calls of `step` are counted; False if each of them updates the parameters."""
+        return self._inputs.managed
 
     def get_batch_info(self) -> tuple[int | None, int | None, int]:
         """Return the samples of a step over all ranks and of a backward pass on one rank, and the passes of a step."""
@@ -167,7 +187,8 @@ class DeepSpeedEngine:
 
     def get_mom(self) -> list[Any]:
         """Return the betas of each param group, or its momentum; 0 where it has neither."""
-        return [group.get("betas", group.get("momentum", 0.0)) for group in self.core.optimizer.param_groups]
+        groups = () if self.optimizer is None else self.optimizer.param_groups
+        return [group.get("betas", group.get("momentum", 0.0)) for group in groups]
 
     def get_data_parallel_rank(self) -> int:
         """Return this process's rank on the data-parallel axis."""
@@ -314,6 +335,11 @@ class DeepSpeedEngine:
     def module(self) -> nn.Module:
         """The model."""
         return self.core.module
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The torch optimizer whose param groups set the options, None without one; it never steps itself."""
+        return self.core.optimizer
 
     def __getattr__(self, name: str) -> Any:
         if name == "core":  # __init__ has not set it yet

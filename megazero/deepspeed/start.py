@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
+from megazero.config.choices import OptimizerChoice
 from megazero.deepspeed.comm import DEFAULT_PORT, get_rank, init_distributed
 from megazero.deepspeed.data import InputSettings
 from megazero.deepspeed.engine import DeepSpeedEngine
@@ -20,7 +22,8 @@ from megazero.library.initialize import initialize as initialize_core
 from megazero.optim.configured import make_torch_optimizer
 from megazero.parallel.launch import Launch
 
-_DROP_LAST = "dataloader_drop_last"
+# Keys that the engine of a DeepSpeed program serves, beside those of the library.
+_DROP_LAST, _MANAGED = "dataloader_drop_last", "managed_gradient_accumulation"
 
 
 def initialize(
@@ -37,7 +40,7 @@ def initialize(
     config: str | Path | Mapping[str, Any] | None = None,
     mesh_param: Any = None,
     config_params: str | Path | Mapping[str, Any] | None = None,
-) -> tuple[DeepSpeedEngine, Optimizer, DataLoader[Any] | None, Any]:
+) -> tuple[DeepSpeedEngine, Optimizer | None, DataLoader[Any] | None, Any]:
     """Return the engine of a model, its optimizer, the loader of `training_data`, and the learning-rate scheduler.
 
     args: the program's arguments, whose deepspeed_config is the configuration, unless `config` (or `config_params`,
@@ -58,7 +61,10 @@ def initialize(
     source = _source(args, config, config_params)
     given_content = source if isinstance(source, Mapping) else read_file(Path(source))
     content = dict(given_content)
-    drop_last = bool(content.pop(_DROP_LAST, False))
+    drop_last, managed = content.pop(_DROP_LAST, False), content.pop(_MANAGED, True)
+    for name, given in ((_DROP_LAST, drop_last), (_MANAGED, managed)):
+        if not isinstance(given, bool):
+            raise refuse(f"{name}: {given!r}", "it is a switch", "true, false")
     if joined_device().type == "cpu":
         content = _on_the_device(content)
     parameters = None if model_parameters is None else _listed(model_parameters)
@@ -66,9 +72,9 @@ def initialize(
         if given is not None and content.pop(name, None) is not None and get_rank() == 0:
             warnings.warn(f"{name}: the one that the program passes to initialize takes its place", stacklevel=2)
     core = initialize_core(model, content, mpu, _optimizer(optimizer, parameters, content, model))
-    inputs = InputSettings(training_data, collate_fn, drop_last)
+    inputs = InputSettings(training_data, collate_fn, drop_last, managed)
     engine = DeepSpeedEngine(core, inputs, lr_scheduler, config=given_content)
-    return engine, core.optimizer, engine.training_dataloader, engine.lr_scheduler
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
 def _set_local_rank(args: Any) -> None:
@@ -147,5 +153,10 @@ def _optimizer(
     }
     if is_all:
         return None
-    choice = load_engine_config(content).optimizer
-    return lambda _: make_torch_optimizer(choice, parameters)
+    choice: OptimizerChoice | None = load_engine_config(content).optimizer
+    return None if choice is None else partial(_make, choice, parameters)
+
+
+def _make(choice: OptimizerChoice, parameters: list[Any], _all: object) -> Optimizer:
+    """Make the configuration's optimizer over the parameters that the program names, instead of all."""
+    return make_torch_optimizer(choice, parameters)

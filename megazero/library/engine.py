@@ -14,7 +14,7 @@ import warnings
 from collections import deque
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -253,6 +253,25 @@ class DataParallelEngine:
     def train_batch_size(self) -> int | None:
         """Return the samples of a step over all ranks; None if the configuration leaves the number out."""
         return self._batch.train
+
+    def set_train_batch_size(self, samples: int) -> None:
+        """Set the samples of a step over all ranks, by which the number of its backward passes changes.
+
+        Raises UsageError between a backward pass and the end of its step, and for a size that is no number of
+        whole micro-batches.
+        """
+        micro, ranks = self._batch.micro, self.mesh.axis("dp").size
+        if not self._passes.is_between_steps:
+            given = "set_train_batch_size between a backward pass and the end of its step"
+            raise UsageError(Problem(given, "a step has one number of passes", "after the step"))
+        if micro is None or samples < 1 or samples % (micro * ranks):
+            given = f"set_train_batch_size({samples}) with micro-batches of {micro} on {ranks} data-parallel processes"
+            legal = "train_micro_batch_size_per_gpu" if micro is None else f"multiples of {micro * ranks}"
+            raise UsageError(Problem(given, "a step consists of whole micro-batches of every process", legal))
+        accumulation = samples // (micro * ranks)
+        self._batch = replace(self._batch, train=samples, accumulation=accumulation)
+        self._passes.accumulation = self._stepper.accumulation = accumulation
+        self._passes.reset()
 
     def train(self, mode: bool = True) -> Self:
         """Set the model's training mode."""

@@ -136,7 +136,8 @@ class Stepper:
         averages: True if gradients are means over the data-parallel processes, False if they are sums.
         """
         self._engine = engine
-        self._divisor = accumulation * (engine.data_parallel.size if averages else 1)
+        self._num_summed = engine.data_parallel.size if averages else 1
+        self.accumulation = accumulation
         self._timers = timers
         self._device = device
         self._clip_grad = clip_grad
@@ -180,7 +181,7 @@ class Stepper:
 
     def gradient_scale(self) -> float:
         """Return the factor that turns summed gradients into averages."""
-        return self._engine.predivisor / (self._divisor * self.loss_scale)
+        return self._engine.predivisor / (self.accumulation * self._num_summed * self.loss_scale)
 
     def step(self, *, stop: bool) -> StepOutcome:
         """Update the parameters; they are up to date on every rank when this returns.

@@ -4,6 +4,7 @@ import re
 import shlex
 from pathlib import Path
 
+import pytest
 from support.launch import torchrun
 from support.source_tree import ROOT
 from support.warm_python import warm_python
@@ -18,6 +19,7 @@ SET = set(re.findall(r"self\.(\w+)(?:, self\.(?:\w+))* = ", (ROOT / "megazero/de
 SET |= {"global_steps", "global_samples", "skipped_steps", "world_size", "mp_world_size"}
 
 
+@pytest.mark.gloo
 def test_the_program_of_the_page_trains(tmp_path: Path) -> None:
     found = re.search(r"^```bash\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     assert found is not None

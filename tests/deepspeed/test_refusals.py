@@ -110,6 +110,7 @@ def refused(rank: int, folder: str) -> None:
             "Stream": lambda: engine.deepspeed_io(Stream()),
             "engine.offload_states": lambda: engine.offload_states(),
             "engine.no_such_thing": lambda: engine.no_such_thing,
+            r"set_train_batch_size\(6\) with micro-batches of 2": lambda: engine.set_train_batch_size(6),
             "lr_kwargs": lambda: engine.step(lr_kwargs={"metrics": 1}),
         }.items():
             with pytest.raises(UsageError, match=match):
@@ -118,6 +119,8 @@ def refused(rank: int, folder: str) -> None:
             engine.backward(engine(*micro_batch(0, 0, rank)))
         with pytest.raises(UsageError, match="after 2 backward passes"):
             engine.step()
+        with pytest.raises(UsageError, match="set_train_batch_size between"):
+            engine.set_train_batch_size(8)
         engine.zero_grad()
         engine.set_gradient_accumulation_boundary(False)
         engine.backward(engine(*micro_batch(0, 0, rank)))

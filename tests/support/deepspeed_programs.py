@@ -7,7 +7,7 @@ whole batches, in float64.
 import argparse
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -286,9 +286,82 @@ def plain_boundaries(ranks: int) -> Trained:
     return Trained({n: p.detach() for n, p in model.named_parameters()}, figures)
 
 
+# --- several losses, each with a backward pass of its own ------------------------------------------------------------
+
+
+def several_losses(place: Place) -> Trained:
+    """Train in steps of two passes, which the first engine counts itself and the second leaves to the program."""
+    trained = []
+    for managed in (True, False):
+        content = configuration(place.stage, managed_gradient_accumulation=managed)
+        engine, _, _, _ = deepspeed.initialize(model=net(), config=content)
+        assert engine.managed_gradient_accumulation() is managed
+        for step in range(3):
+            with engine.coalesce_grad_reduction() if managed else nullcontext():
+                for micro in range(2):
+                    engine.backward(engine(*micro_batch(step, micro, place.rank)))
+            engine.step()
+            assert engine.was_step_applied()
+        trained.append(Trained(whole_weights(engine), {"norm": engine.get_global_grad_norm()}))
+        engine.destroy()
+    for name, value in trained[0].weights.items():
+        torch.testing.assert_close(trained[1].weights[name], value, rtol=1e-12, atol=1e-12)
+    return trained[0]
+
+
+def plain_several_losses(ranks: int) -> Trained:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.1)
+    norm = 0.0
+    for step in range(3):
+        for micro in range(2):
+            for rank in range(ranks):
+                (model(*micro_batch(step, micro, rank)) / ranks).backward()
+        norm = float(nn.utils.clip_grad_norm_(model.parameters(), CLIP))
+        optimizer.step()
+        optimizer.zero_grad()
+    return Trained({n: p.detach() for n, p in model.named_parameters()}, {"norm": norm})
+
+
+# --- a batch that grows ---------------------------------------------------------------------------------------------
+
+
+def growing_batch(place: Place) -> Trained:
+    engine, _, _, _ = deepspeed.initialize(model=net(), config=configuration(place.stage))
+    assert engine.train_batch_size() == 2 * place.ranks
+    for step in range(4):
+        if step == 2:
+            engine.set_train_batch_size(6 * place.ranks)
+            assert engine.gradient_accumulation_steps() == 3
+        for micro in range(engine.gradient_accumulation_steps()):
+            engine.backward(engine(*micro_batch(step, micro, place.rank)))
+            engine.step()
+    assert (engine.global_steps, engine.global_samples) == (4, 16 * place.ranks)
+    trained = Trained(whole_weights(engine), {"norm": engine.get_global_grad_norm()})
+    engine.destroy()
+    return trained
+
+
+def plain_growing_batch(ranks: int) -> Trained:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.1)
+    norm = 0.0
+    for step in range(4):
+        passes = 1 if step < 2 else 3
+        for micro in range(passes):
+            for rank in range(ranks):
+                (model(*micro_batch(step, micro, rank)) / passes / ranks).backward()
+        norm = float(nn.utils.clip_grad_norm_(model.parameters(), CLIP))
+        optimizer.step()
+        optimizer.zero_grad()
+    return Trained({n: p.detach() for n, p in model.named_parameters()}, {"norm": norm})
+
+
 Program = Callable[[Place], Trained]
 PROGRAMS: Mapping[str, tuple[Program, Callable[[int], Trained]]] = {
     "arguments and data": (arguments_and_data, plain_arguments_and_data),
     "own optimizer": (own_optimizer, plain_own_optimizer),
     "boundaries": (boundaries, plain_boundaries),
+    "several losses": (several_losses, plain_several_losses),
+    "growing batch": (growing_batch, plain_growing_batch),
 }
