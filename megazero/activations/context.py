@@ -7,6 +7,7 @@ which is set only inside an engine's forward and in the thread that runs it, lik
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from megazero.activations.recompute import Recomputation
 from megazero.generators import DefaultGenerators
 
 _CURRENT: ContextVar[Recomputation | None] = ContextVar("recomputation", default=None)
+_CONFIGURED: ContextVar[Recomputation | None] = ContextVar("configured_recomputation", default=None)
 
 
 def recompute(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -27,13 +29,25 @@ def recompute(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any
     function must do the same in both runs and must not write to its inputs: backward raises UsageError where it detects
     a difference.  With partition_activations, floating-point inputs must be the same on every tensor-parallel rank.
     """
-    settings = _CURRENT.get() or Recomputation(random=DefaultGenerators(_device((args, kwargs))))
+    settings = _CURRENT.get() or _CONFIGURED.get() or Recomputation(random=DefaultGenerators(_device((args, kwargs))))
     return settings.run(function, *args, **kwargs)
+
+
+def configure_recomputation(settings: Recomputation | None) -> None:
+    """Make this thread's `recompute` use `settings`, also in engines' forwards; None: the engine's, or plain ones."""
+    _CONFIGURED.set(settings)
+
+
+def configured_recomputation() -> Recomputation | None:
+    """Return what this thread has been configured with."""
+    return _CONFIGURED.get()
 
 
 @contextmanager
 def recomputing(settings: Recomputation) -> Iterator[None]:
-    """Run a forward in which `recompute` uses `settings`."""
+    """Run a forward in which `recompute` uses `settings`, or those that this thread has been configured with."""
+    if (configured := _CONFIGURED.get()) is not None:
+        settings = replace(configured, stopwatch=settings.stopwatch)
     settings.checkpoints.begin_pass()
     token = _CURRENT.set(settings)
     try:

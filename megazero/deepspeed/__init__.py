@@ -10,6 +10,9 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
+__version__ = "0.19.6"
+"""The version of DeepSpeed whose names and meanings are followed, by which programs choose between its calls."""
+
 _MODULES = MappingProxyType(
     {
         "DeepSpeedEngine": "megazero.deepspeed.engine",
@@ -17,6 +20,9 @@ _MODULES = MappingProxyType(
         "get_accelerator": "megazero.deepspeed.accelerator",
         "init_distributed": "megazero.deepspeed.comm",
         "initialize": "megazero.deepspeed.start",
+        "install_as_deepspeed": "megazero.deepspeed.install",
+        "log_dist": "megazero.deepspeed.utils",
+        "logger": "megazero.deepspeed.utils",
     }
 )
 # {module or package: a module of it, whose import makes all of its names available}

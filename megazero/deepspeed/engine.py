@@ -5,8 +5,9 @@ another way, the data loader, and a learning-rate scheduler of the program's, wh
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,10 +16,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Sampler
 
+from megazero.checkpoint.folders import hidden_path
 from megazero.deepspeed import scheduler_state
 from megazero.deepspeed.data import InputSettings, make_loader
 from megazero.deepspeed.missing import missing_name, refuse
-from megazero.library.config import EngineConfig
 from megazero.library.engine import DataParallelEngine
 from megazero.parallel.launch import Launch
 
@@ -32,9 +33,18 @@ class DeepSpeedEngine:
     `core` is megazero's engine.  Attributes that neither engine has are the module's.
     """
 
-    def __init__(self, core: DataParallelEngine, inputs: InputSettings, lr_scheduler: Any = None) -> None:
+    def __init__(
+        self,
+        core: DataParallelEngine,
+        inputs: InputSettings,
+        lr_scheduler: Any = None,
+        *,
+        config: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         """lr_scheduler: the program's, or a function that makes one for the optimizer; None: the configuration's."""
         self.core = core
+        self.config = dict(config)
+        """The configuration's keys as they were given; `core.config` is what megazero reads in them."""
         self.micro_steps = 0
         """The number of calls of `step`, also of those before a gradient accumulation boundary."""
         self.local_rank = Launch.from_environment().local_rank
@@ -122,14 +132,9 @@ class DeepSpeedEngine:
 
     # --- settings -----------------------------------------------------------------------------------------------------
 
-    @property
-    def config(self) -> EngineConfig:
-        """The configuration as megazero reads it."""
-        return self.core.config
-
     def zero_optimization_stage(self) -> int:
         """Return the ZeRO stage."""
-        return self.config.zero.zero_stage
+        return self.core.config.zero.zero_stage
 
     def zero_optimization(self) -> bool:
         """Return True above ZeRO stage 0."""
@@ -145,23 +150,23 @@ class DeepSpeedEngine:
 
     def fp16_enabled(self) -> bool:
         """Return True if the model is in fp16."""
-        return self.config.precision.precision == "fp16"
+        return self.core.config.precision.precision == "fp16"
 
     def bfloat16_enabled(self) -> bool:
         """Return True if the model is in bf16."""
-        return self.config.precision.precision == "bf16"
+        return self.core.config.precision.precision == "bf16"
 
     def torch_autocast_enabled(self) -> bool:
         """Return True if forwards run under torch.autocast."""
-        return self.config.autocast is not None
+        return self.core.config.autocast is not None
 
     def gradient_clipping(self) -> float:
         """Return the largest norm of gradients, 0 for no limit."""
-        return self.config.gradient_clipping
+        return self.core.config.gradient_clipping
 
     def dynamic_loss_scale(self) -> bool:
         """Return True if the loss scale moves (fp16)."""
-        return self.fp16_enabled() and self.config.precision.loss_scale is None
+        return self.fp16_enabled() and self.core.config.precision.loss_scale is None
 
     def optimizer_name(self) -> str | None:
         """Return the class of the optimizer, None without one."""
@@ -169,7 +174,7 @@ class DeepSpeedEngine:
 
     def scheduler_name(self) -> str | None:
         """Return the type of the configuration's schedule, None without one."""
-        return None if self.config.scheduler is None else self.config.scheduler.type
+        return None if self.core.config.scheduler is None else self.core.config.scheduler.type
 
     def managed_gradient_accumulation(self) -> bool:
         """Return True if calls of `step` are counted; False if each of them updates the parameters."""
@@ -233,7 +238,7 @@ class DeepSpeedEngine:
         """Save the training under `save_dir`, in megazero's format; a collective call.
 
         tag: "global_step" and the number of steps, if it is left out.  client_state: JSON values, rank 0's.
-        The state of the program's learning-rate scheduler is saved too.
+        The state of the program's learning-rate scheduler is saved too.  `save_dir`/`tag` is a link to the checkpoint.
         """
         if exclude_frozen_parameters:
             rule = "a checkpoint holds all parameters and buffers"
@@ -247,7 +252,10 @@ class DeepSpeedEngine:
         saved = dict(client_state or {})
         if self._advances:
             saved[_SCHEDULER] = scheduler_state.to_json(self.lr_scheduler.state_dict())
-        self.core.save_checkpoint(save_dir, f"{_STEPS}{self.core.global_steps}" if tag is None else tag, saved)
+        tag = f"{_STEPS}{self.core.global_steps}" if tag is None else str(tag)
+        folder = self.core.save_checkpoint(save_dir, tag, saved)
+        if self.global_rank == 0:
+            _link(Path(save_dir) / tag, folder)
         return True
 
     def load_checkpoint(
@@ -308,6 +316,19 @@ class DeepSpeedEngine:
 
     save_fp16_model = save_16bit_model
 
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Return True: whole parameters are gathered wherever they are saved."""
+        return True
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """Return the module's state_dict with whole parameters, on every rank; a collective call."""
+        if exclude_frozen_parameters:
+            rule = "the state holds all parameters and buffers"
+            raise refuse("exclude_frozen_parameters=True", rule, "exclude_frozen_parameters=False")
+        return self.core.state_dict()
+
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
+
     # --- the rest -----------------------------------------------------------------------------------------------------
 
     @property
@@ -327,3 +348,17 @@ class DeepSpeedEngine:
             return getattr(self.core, name)
         except AttributeError:
             raise missing_name(name, "engine") from None
+
+
+def _link(path: Path, folder: Path) -> None:
+    """Make `path` a link to the step folder beside it, as programs look for a checkpoint under its tag.
+
+    What has this name and is no link stays.
+    """
+    if path.parent.resolve() != folder.parent.resolve() or (path.exists() and not path.is_symlink()):
+        return
+    aside = hidden_path(path.parent, path.name)
+    with suppress(FileNotFoundError):
+        aside.unlink()
+    aside.symlink_to(folder.name, target_is_directory=True)
+    aside.replace(path)

@@ -23,6 +23,10 @@ REASONS: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("offload_states", "reload_states"), _OFFLOAD),
         **dict.fromkeys(("compression", "init_compression"), _COMPRESSION),
         **dict.fromkeys(("set_autotp_mode", "tp_model_init"), _TENSORS),
+        "MiCS_Init": "parameters are partitioned over all data-parallel ranks",
+        "OnDevice": "zero.Init makes a model that no rank could hold; torch.device(...) is a context too",
+        "TiledLinearReturnBias": "TiledLinear adds the bias itself",
+        "groups": "process groups are the engine's, engine.mesh, or the program's own",
         "tput_timer": "nothing is timed beside the program's own timers",
     }
 )

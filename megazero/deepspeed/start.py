@@ -59,7 +59,8 @@ def initialize(
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     _set_local_rank(args)
     source = _source(args, config, config_params)
-    content = dict(source if isinstance(source, Mapping) else read_file(Path(source)))
+    given_content = source if isinstance(source, Mapping) else read_file(Path(source))
+    content = dict(given_content)
     drop_last, managed = content.pop(_DROP_LAST, False), content.pop(_MANAGED, True)
     for name, given in ((_DROP_LAST, drop_last), (_MANAGED, managed)):
         if not isinstance(given, bool):
@@ -71,7 +72,8 @@ def initialize(
         if given is not None and content.pop(name, None) is not None and get_rank() == 0:
             warnings.warn(f"{name}: the one that the program passes to initialize takes its place", stacklevel=2)
     core = initialize_core(model, content, mpu, _optimizer(optimizer, parameters, content, model))
-    engine = DeepSpeedEngine(core, InputSettings(training_data, collate_fn, drop_last, managed), lr_scheduler)
+    inputs = InputSettings(training_data, collate_fn, drop_last, managed)
+    engine = DeepSpeedEngine(core, inputs, lr_scheduler, config=given_content)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

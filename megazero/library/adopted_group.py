@@ -43,6 +43,11 @@ def adopt_group(group: Any = None, limits: LimitConfig | None = None) -> Communi
     )
 
 
+def group_or_all(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return the group, by default that of all processes; None for a process that has joined no job."""
+    return group if group is not None or not is_joined() else dist.group.WORLD
+
+
 def own_device() -> torch.device:
     """Return the device of this process: that of its default group or, without one, its GPU if any, else the CPU."""
     return joined_device() if is_joined() else choose_device("auto", Launch.from_environment())

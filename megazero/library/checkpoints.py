@@ -187,7 +187,7 @@ class Checkpoints:
         if not self.optimizer.exists:
             parts = Loading(optimizer=False, schedule=False, counters=False)
         control = self.mesh.control
-        path = Path(all_or_none(control, lambda: str(_chosen(root, tag)), doing=f"reading {root}")[0])
+        path = Path(all_or_none(control, lambda: str(choose_folder(root, tag)), doing=f"reading {root}")[0])
         values = [(buffer, _fragment(name, torch.empty_like(buffer))) for name, buffer in _buffers(self.module)]
 
         def take(found: Checkpoint) -> None:
@@ -273,7 +273,7 @@ def _begin(root: Path, run: RunIdentity) -> None:
         write_run(root, run)
 
 
-def _chosen(root: Path, tag: str | None) -> Path:
+def choose_folder(root: Path, tag: str | None) -> Path:
     """Return the root, or the step folder with this tag or of this name; raise CheckpointError if there is none."""
     if tag is None:
         return root

@@ -31,6 +31,7 @@ class SlicedParameter:
         self.name = name
         self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.pins = 0  # the number of blocks that need it whole
+        self.as_gathered: Tensor | None = None  # its bytes when the innermost of these blocks began, where checked
         self._communicator, self._device = communicator, device
         self._parameter = weakref.ref(parameter)
         self._slice: Tensor | None = None
@@ -104,6 +105,10 @@ class SlicedParameter:
         values = self.values()
         unguard(self.parameter)
         self.parameter.data = values.view(self._shape)
+
+    def content(self) -> Tensor:
+        """Return the bytes of the whole parameter."""
+        return self.parameter.detach().contiguous().view(-1).view(torch.uint8)
 
     def convert(self, dtype: torch.dtype) -> None:
         """Convert a released floating-point parameter to another number format."""

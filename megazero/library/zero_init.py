@@ -19,7 +19,7 @@ ends of calls and allocations of memory.  An engine gets the values by `first_va
 """
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,15 +40,18 @@ from megazero.comm.interface import Communicator
 from megazero.comm.mesh import Mesh
 from megazero.config.engine_sections import LimitConfig
 from megazero.errors import ConfigError, Problem, UsageError, raise_problems
-from megazero.library.adopted_group import adopt_group, own_device
+from megazero.library.adopted_group import adopt_group, group_or_all, own_device
 from megazero.library.adopted_mesh import find_groups
 from megazero.library.config import EngineConfig, load_engine_config
 from megazero.library.constructors import ConstructorCalls, innermost, is_running, under_construction
 from megazero.library.init_parameters import GATHERED, SlicedParameter, WholeParameters
 from megazero.parallel.param_spec import ParamSpec
+from megazero.zero.gathered import raise_changes
 from megazero.zero.guard import attach_handle, detach_handle, handle_of
 from megazero.zero.module_apply import gather_around_apply, restore_apply
 from megazero.zero.plan import resolve
+
+OVERRIDES = ("dtype", "device")
 
 
 def first_value(spec: ParamSpec, parameter: nn.Parameter) -> Tensor:
@@ -73,8 +76,11 @@ class Init:
     DeepSpeed's arguments: sequence_data_parallel_group, data_parallel_group, mpu.  By default all processes of the job.
     dtype: the type of all floating-point parameters and buffers after the block; by default that of the configuration,
     or else the one they were made in.  Values are drawn in the latter, so they are those of `model.to(dtype)`.
-    config_dict_or_path (config is an older name): the configuration that the engine will be given.
+    config_dict_or_path (config is an older name): the configuration that the engine will be given.  Its
+    enable_sanity_checks makes changes in `GatheredParameters` without a modifier_rank an error here too.
     enabled: False makes the block do nothing.
+    tensor_overrides: the words, or DeepSpeed's enum members, "dtype" and "device"; both are the default.  Without
+    "dtype" parameters and buffers keep the format they were made in, without "device" buffers stay where they are.
     mem_efficient_linear: accepted without effect; the engine gathers weights for backward in any case.
     remote_device, pin_memory, param_swapper, zero_param_parallel_group, zero_quantized_*: refused, not implemented.
     """
@@ -94,11 +100,14 @@ class Init:
     zero_quantized_nontrainable_weights: bool = False
     sequence_data_parallel_group: Any = None
     param_swapper: Any = None
+    tensor_overrides: Collection[Any] = OVERRIDES
     mesh: Any = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         self._gathers_for_apply = True
         self._limits: LimitConfig | None = None
+        self._checks_changes = False
+        self._overrides = [_word_of(each) for each in self.tensor_overrides]
         self._sliced: dict[str, SlicedParameter] = {}
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._inner: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the modules that are children of others
@@ -145,6 +154,24 @@ class Init:
             if (outer := _innermost_init()) is not None:
                 outer._merge(self)
 
+    # --- the processes over which parameters are partitioned ----------------------------------------------------------
+
+    def get_partition_rank(self) -> int:
+        """Return this process's rank among those over which parameters are partitioned."""
+        return self._communicator.rank
+
+    @property
+    def num_partitions(self) -> int:
+        """The number of processes over which parameters are partitioned."""
+        return self._communicator.size
+
+    def get_dp_process_group(self) -> Any:
+        """Return torch's group of the processes over which parameters are partitioned; None for a lone process."""
+        if isinstance(self.mesh, Mesh):
+            given = "get_dp_process_group() of an Init with a megazero Mesh"
+            raise UsageError(Problem(given, "a mesh's axes need no groups of torch", "mesh.axis('dp')"))
+        return group_or_all(_given_group(self))
+
     # --- the interface of guard.py's Owner ----------------------------------------------------------------------------
 
     def touched(self, name: str, call: str) -> None:
@@ -158,6 +185,10 @@ class Init:
         with torch._C.DisableTorchFunction():
             self._whole.gather_for_call(self._sliced[name], call)
 
+    def lists_partitioned(self) -> bool:
+        """Return True outside the block: a program reads names and shapes in the model's state_dict, but no values."""
+        return not self._hooks
+
     def gather(self, names: Iterable[str], why: str) -> None:
         """Gather parameters, and pin them on every rank until `release`; a collective call."""
         with torch._C.DisableTorchFunction():
@@ -165,6 +196,8 @@ class Init:
                 if not sliced.pins and sliced not in self._whole:
                     sliced.gather()
                 sliced.pins += 1
+                if self._checks_changes and sliced not in self._whole:
+                    sliced.as_gathered = sliced.content().clone()
 
     def release(self, names: Iterable[str], *, modifier_rank: int | None) -> None:
         """Unpin parameters, and release those without pins.
@@ -175,12 +208,25 @@ class Init:
             for sliced in (self._sliced[name] for name in names):
                 if modifier_rank is not None:
                     sliced.partition(modifier_rank)
+                sliced.as_gathered = None
                 sliced.pins = max(sliced.pins - 1, 0)  # 0 if the block began before this Init had the parameter
                 if not sliced.pins and sliced not in self._whole:
                     sliced.release(just_partitioned=modifier_rank is not None)
 
     def check_unchanged(self, names: Iterable[str]) -> None:
-        """Do nothing: an engine checks."""
+        """Raise UsageError on every rank if one has changed gathered parameters, where the configuration checks that.
+
+        A parameter that is under construction is not lost, so that it may be changed.
+        """
+        if not self._checks_changes:
+            return
+        with torch._C.DisableTorchFunction():
+            before = {name: self._sliced[name].as_gathered for name in names}
+            changed = {
+                name: copy is not None and not torch.equal(copy, self._sliced[name].content())
+                for name, copy in before.items()
+            }
+            raise_changes(changed, self._communicator, self._device)
 
     def register_external(self, module: nn.Module, name: str) -> None:
         """Do nothing: the engine finds such parameters at their first use in a forward."""
@@ -284,7 +330,7 @@ class Init:
         self._whole.release_all()
         self._sliced = {name: sliced for name, sliced in self._sliced.items() if sliced.is_alive}
         for sliced in self._sliced.values():
-            if self.dtype is not None:
+            if self.dtype is not None and "dtype" in self._overrides:
                 sliced.convert(self.dtype)
         outer = _innermost_init()
         for module in self._modules:
@@ -295,8 +341,9 @@ class Init:
     def _convert_buffers(self, module: nn.Module) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:
-                dtype = self.dtype if buffer.is_floating_point() else None
-                module._buffers[name] = buffer.to(device=self._device, dtype=dtype)
+                dtype = self.dtype if buffer.is_floating_point() and "dtype" in self._overrides else None
+                device = self._device if "device" in self._overrides else None
+                module._buffers[name] = buffer.to(device=device, dtype=dtype)
 
     def _use_full_names(self) -> None:
         """Rename parameters to their full names in the model, which has been made."""
@@ -318,6 +365,7 @@ class Init:
             config = load_engine_config(given)
             self._gathers_for_apply = config.zero.override_module_apply
             self._limits = config.limits
+            self._checks_changes = config.zero.enable_sanity_checks
             self.dtype = self.dtype or resolve(config.zero, config.precision).parameter.dtype
 
 
@@ -345,6 +393,12 @@ def _problems(init: Init) -> Iterator[Problem]:
     if len(groups) > 1:
         given = f"Init({', '.join(f'{name}=...' for name in groups)})"
         yield Problem(given, "parameters are partitioned over one group of processes", "one of them")
+    overrides = [_word_of(each) for each in init.tensor_overrides]
+    if unknown := [each for each in overrides if each not in OVERRIDES]:
+        yield Problem(f"Init(tensor_overrides={unknown})", "no other attributes are overridden", ", ".join(OVERRIDES))
+    if init.dtype is not None and "dtype" not in overrides:
+        given = f"Init(dtype={init.dtype}, tensor_overrides={overrides})"
+        yield Problem(given, "number formats are kept without the override", 'tensor_overrides=["dtype", ...]')
     if init.dtype is not None and not init.dtype.is_floating_point:
         yield Problem(f"Init(dtype={init.dtype})", "parameters are floating-point numbers", "torch.float32, ...")
 
@@ -353,9 +407,19 @@ def _communicator_of(init: Init, limits: LimitConfig | None) -> tuple[Communicat
     """Return the communicator over which parameters are partitioned, and the device of this process."""
     if isinstance(init.mesh, Mesh):
         return init.mesh.gathering, init.mesh.device
+    return adopt_group(_given_group(init), limits), own_device()
+
+
+def _given_group(init: Init) -> Any:
+    """Return the process group that an argument names, None if none does."""
     foreign = init.mpu if init.mesh is None else init.mesh
     group = init.data_parallel_group if init.sequence_data_parallel_group is None else init.sequence_data_parallel_group
-    return adopt_group(group if foreign is None else find_groups(foreign).data, limits), own_device()
+    return group if foreign is None else find_groups(foreign).data
+
+
+def _word_of(override: Any) -> str:
+    """Return the name of a member of DeepSpeed's DeepSpeedTensorOverride, and a word as it is."""
+    return str(getattr(override, "name", override))
 
 
 def _has_values(parameter: nn.Parameter) -> bool:

@@ -27,6 +27,7 @@ from megazero.parallel.param_spec import ParamSpec, StateFragment, Unit, named_s
 from megazero.parallel.topology import ENDS
 from megazero.zero.frames import Frames, on_gradient
 from megazero.zero.gather import ParameterGather
+from megazero.zero.gathered import raise_changes
 from megazero.zero.gradient_guard import GradientGuards
 from megazero.zero.guard import attach_handle, detach_handle
 from megazero.zero.layout import (
@@ -515,6 +516,10 @@ class Engine:
         """Gather a partitioned parameter that is about to be read, or raise UsageError outside forward and backward."""
         self._frames.touched(name, call)
 
+    def lists_partitioned(self) -> bool:
+        """Return False: a parameter that is detached is gathered, or an error."""
+        return False
+
     def gather(self, names: Iterable[str], why: str) -> None:
         """Gather parameters on every rank, and pin them until `release`; a collective call."""
         for name in names:
@@ -533,19 +538,11 @@ class Engine:
         """
         if not self.settings.zero.enable_sanity_checks:
             return
-        watched = list(names)
-        before = [self._as_gathered.get(name) for name in watched]
-        flags = [
-            float(copy is not None and not torch.equal(copy, self._bytes_of(name)))
-            for name, copy in zip(watched, before, strict=True)
-        ]
-        changed = torch.tensor(flags, dtype=torch.float64, device=self.mesh.device)
-        self.data_parallel.all_reduce_scalars(changed, "max").wait()
-        found = [name for name, flag in zip(watched, changed.tolist(), strict=True) if flag]
-        if found:
-            rule = "what is written into gathered parameters is lost, unless one rank is named whose values are stored"
-            legal = "GatheredParameters(params, modifier_rank=0)"
-            raise UsageError(Problem(f"{', '.join(found)} changed in GatheredParameters on some rank", rule, legal))
+        before = {name: self._as_gathered.get(name) for name in names}
+        changed = {
+            name: copy is not None and not torch.equal(copy, self._bytes_of(name)) for name, copy in before.items()
+        }
+        raise_changes(changed, self.data_parallel, self.mesh.device)
 
     def _bytes_of(self, name: str) -> Tensor:
         return self._parameters[name].detach().contiguous().view(-1).view(torch.uint8)

@@ -4,10 +4,13 @@ It serves to read weights, or to change them, outside a forward.  Entering and l
 data-parallel axis must do both, with the same parameters.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+import torch
 from torch import nn
 
+from megazero.comm.interface import Communicator
+from megazero.errors import Problem, UsageError
 from megazero.zero.guard import Owner, handle_of
 
 
@@ -71,6 +74,20 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     handle = handle_of(parameter)
     if handle is not None:
         handle.owner.register_external(module, handle.name)
+
+
+def raise_changes(changed: Mapping[str, bool], data_parallel: Communicator, device: torch.device) -> None:
+    """Raise UsageError on every rank for parameters that one has changed in a block that only reads; collective.
+
+    changed: the names of the block's parameters, the same on every rank; True for those that this rank has changed.
+    """
+    flags = torch.tensor([float(flag) for flag in changed.values()], dtype=torch.float64, device=device)
+    data_parallel.all_reduce_scalars(flags, "max").wait()
+    found = [name for name, flag in zip(changed, flags.tolist(), strict=True) if flag]
+    if found:
+        rule = "what is written into gathered parameters is lost, unless one rank is named whose values are stored"
+        legal = "GatheredParameters(params, modifier_rank=0)"
+        raise UsageError(Problem(f"{', '.join(found)} changed in GatheredParameters on some rank", rule, legal))
 
 
 def _parameters_of(params: nn.Parameter | nn.Module | Iterable[nn.Parameter]) -> Iterable[nn.Parameter]:

@@ -13,9 +13,11 @@ an error with the remedy.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from enum import Enum
 from types import MethodWrapperType
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -51,6 +53,9 @@ class Owner(Protocol):
     def touched(self, name: str, call: str) -> None:
         """Make parameter `name` whole and unguarded, for `call`; or raise."""
 
+    def lists_partitioned(self) -> bool:
+        """Return True if `detach`, of which a state_dict consists, returns another guarded parameter."""
+
     def gather(self, names: Iterable[str], why: str) -> None:
         """Gather the parameters, and pin them until `release`; a collective call."""
 
@@ -81,8 +86,39 @@ class ParameterHandle:
         return type(None), ()
 
 
+class ParamStatus(Enum):
+    """DeepSpeed's words for what a parameter holds; here a parameter that holds its values has no status."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
 class PartitionedParameter(nn.Parameter):
-    """A parameter whose values must not be read now."""
+    """A parameter whose values must not be read now.
+
+    Its `ds_...` attributes are DeepSpeed's, by which programs find the parameters that they have to gather.
+    """
+
+    @property
+    def ds_id(self) -> int:
+        """A number that no other parameter of this process has."""
+        return id(self)
+
+    @property
+    def ds_status(self) -> ParamStatus:
+        """The status of a parameter whose values are partitioned."""
+        return ParamStatus.NOT_AVAILABLE
+
+    @property
+    def ds_shape(self) -> tuple[int, ...]:
+        """The shape of the whole parameter."""
+        return tuple(self.shape)
+
+    @property
+    def ds_numel(self) -> int:
+        """The number of elements of the whole parameter."""
+        return self.numel()
 
     @classmethod
     def __torch_function__(
@@ -95,6 +131,8 @@ class PartitionedParameter(nn.Parameter):
         for parameter in instances_in((args, arguments), PartitionedParameter):
             handle = handle_of(parameter)
             assert handle is not None, "a guarded parameter has a handle"
+            if call == "detach" and handle.owner.lists_partitioned():
+                return _listed(parameter, handle)
             handle.owner.touched(handle.name, call)
         return func(*args, **arguments)
 
@@ -142,6 +180,14 @@ def unguard(parameter: nn.Parameter) -> None:
     handle, is_guarded = handle_of(parameter), type(parameter) is PartitionedParameter
     if handle is not None and is_guarded:
         parameter.__class__ = handle.whole_class
+
+
+def _listed(parameter: nn.Parameter, handle: ParameterHandle) -> Tensor:
+    """Return a guarded parameter that stands for another one in a state_dict: it has its shape and no values."""
+    with torch._C.DisableTorchFunctionSubclass():
+        listed = parameter.detach().as_subclass(PartitionedParameter)
+    setattr(listed, _ATTRIBUTE, handle)
+    return listed
 
 
 def name_of(func: Callable[..., Any]) -> str:

@@ -199,6 +199,9 @@ class Keeper:
     def check_unchanged(self, names: Iterable[str]) -> None:
         """Do nothing, as an engine whose configuration does not check that."""
 
+    def lists_partitioned(self) -> bool:
+        return False
+
     def touched(self, name: str, call: str) -> None:
         raise AssertionError(f"{name} was touched by {call}")
 

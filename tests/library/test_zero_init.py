@@ -1,9 +1,11 @@
 """Tests zero.Init: its models equal models made whole, ranks hold only slices of them, and they can be trained."""
 
 import importlib.util
+import io
 import math
 import weakref
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 from unittest.mock import patch
 
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megazero.config.engine_sections import PrecisionConfig, ZeroConfig
+from megazero.errors import ConfigError, UsageError
 from megazero.library import init_parameters as kept
 from megazero.library.zero_init import Init, first_value
 from megazero.memory.fused_buffers import FusedBuffers
@@ -316,3 +319,84 @@ def test_an_engine_takes_over(stage: int) -> None:
         torch.testing.assert_close(weights[name], value, rtol=1e-10, atol=1e-12)
         for run in runs:
             torch.testing.assert_close(run.working[name], value, rtol=1e-10, atol=1e-12)
+
+
+# --- arguments, and what user code may ask of the context ---------------------------------------------------------
+
+
+def write_without_a_modifier(rank: int, checks: bool) -> tuple[str, bool, bool]:
+    """Write on rank 1 in a block that only reads; return the error, and whether only the next block's write is kept."""
+    zero = {"zero_stage": 3, "enable_sanity_checks": checks}
+    with Init(mesh=mesh_in_worker(rank, dp=2), config_dict_or_path={"zero": zero}) as init:
+        model = nn.Linear(3, 3)
+        with GatheredParameters(model.weight):
+            nn.init.ones_(model.weight)  # it is under construction, so that rank 0's values are kept
+    text = ""
+    try:
+        with GatheredParameters(model), torch.no_grad():
+            if rank == 1:
+                model.weight.data.add_(1.0)
+    except UsageError as error:
+        text = str(error)
+    unchanged = bool((values(model)["weight"] == 1).all())
+    with GatheredParameters(model, modifier_rank=1), torch.no_grad():
+        model.weight.fill_(rank)
+    assert (init.get_partition_rank(), init.num_partitions) == (rank, 2)
+    return text, unchanged, bool((values(model)["weight"] == 1).all())
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("checks", [True, False])
+def test_changes_without_a_modifier_are_an_error_on_every_rank_where_checked(checks: bool) -> None:
+    for text, unchanged, stored in run_ranks(2, write_without_a_modifier, checks):
+        assert ("weight changed in GatheredParameters on some rank" in text) == checks
+        assert unchanged and stored
+
+
+def test_a_state_dict_lists_names_and_shapes_without_values() -> None:
+    """A program finds what a checkpoint lacks; whoever reads a value of what is partitioned gets an error."""
+    with Init():
+        model = nn.BatchNorm1d(2)
+        assert torch.equal(model.state_dict()["weight"], torch.ones(2))
+    state = model.state_dict()
+    assert {name: tuple(value.shape) for name, value in state.items()} == {
+        name: tuple(value.shape) for name, value in nn.BatchNorm1d(2).state_dict().items()
+    }
+    assert torch.equal(state["running_var"], torch.ones(2))
+    for use in (lambda: state["weight"].sum(), lambda: torch.save(state, io.BytesIO()), lambda: state["bias"].clone()):
+        with pytest.raises(UsageError, match=r"after zero\.Init"):
+            use()
+    with GatheredParameters(model):
+        assert torch.equal(model.state_dict()["weight"], torch.ones(2))
+
+
+def test_overrides_of_tensors() -> None:
+    """Number formats are converted where "dtype" is among the overrides, named by a word or by an enum's member."""
+    member = Enum("DeepSpeedTensorOverride", ["dtype", "device"])
+    for overrides, expected in [(("dtype",), torch.bfloat16), ([member.device], torch.float32), ([], torch.float32)]:
+        with Init(tensor_overrides=overrides, config_dict_or_path={"precision": {"precision": "bf16"}}) as init:
+            model = nn.BatchNorm1d(2)
+        assert model.weight.dtype == model.running_mean.dtype == expected
+        assert init.get_dp_process_group() is None and init.num_partitions == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"remote_device": "cpu"}, "remote_device"),
+        ({"pin_memory": True}, "pin_memory"),
+        ({"zero_quantized_weights": True}, "zero_quantized_weights"),
+        ({"zero_quantized_nontrainable_weights": True}, "zero_quantized_nontrainable_weights"),
+        ({"zero_param_parallel_group": object()}, "zero_param_parallel_group"),
+        ({"param_swapper": object()}, "param_swapper"),
+        ({"tensor_overrides": ["layout"]}, "layout"),
+        ({"tensor_overrides": [], "dtype": torch.bfloat16}, "tensor_overrides"),
+        ({"data_parallel_group": object(), "mpu": object()}, "data_parallel_group"),
+        ({"config": {}, "config_dict_or_path": {}}, "config_dict_or_path"),
+        ({"dtype": torch.int32}, "dtype"),
+    ],
+)
+def test_arguments_without_an_effect_are_refused_by_name(arguments: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        Init(**arguments)
+    Init(**arguments, enabled=False)

@@ -31,7 +31,11 @@ LAYERS = (
 DEPTH = {package: depth for depth, layer in enumerate(LAYERS) for package in layer}
 
 # Packages that users import from; their __init__ loads a name only when it is accessed.
-PUBLIC_FACES = ("megazero/zero/__init__.py", "megazero/deepspeed/__init__.py")
+PUBLIC_FACES = (
+    "megazero/zero/__init__.py",
+    "megazero/deepspeed/__init__.py",
+    "megazero/deepspeed/utils/__init__.py",
+)
 
 # Packages that few runs need and all would wait for, and optional ones: only these may be imported within a function.
 SELDOM = ("fsspec", "sentencepiece", "torch._inductor")

@@ -11,6 +11,7 @@ STAGE_NUMBER = "zero_stage"
 MAY_KNOW_THE_STAGE = (
     *(f"megazero/{package}/" for package in ("config", "rules", "dialects", "command_line")),
     "megazero/deepspeed/engine.py",
+    "megazero/deepspeed/zero.py",
     "megazero/verify/configuration.py",
     "megazero/zero/plan.py",
 )

@@ -28,6 +28,9 @@ class Keeper:
         guard(parameter)
         return parameter
 
+    def lists_partitioned(self) -> bool:
+        return False
+
     def touched(self, name: str, call: str) -> None:
         self.touches.append((name, call))
         unguard(self.parameters[name])
