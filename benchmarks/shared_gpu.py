@@ -74,9 +74,8 @@ def main() -> int:
         choose_device = startup.choose_device
         program.choose_device = lambda name, launch: choose_device("cuda", replace(launch, local_rank=0))
         startup._choose_backend = lambda name, device: "gloo"
-    sys.argv = ["megazero", *sys.argv[2:]]
     with patch.object(startup, "ProcessGroupCommunicator", OverHost):
-        return run()
+        return run(sys.argv[2:])
 
 
 if __name__ == "__main__":

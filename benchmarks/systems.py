@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module, metadata
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
 
 import torch
@@ -132,7 +132,12 @@ class System:
 def missing(name: str) -> str | None:
     """Return the package that a system needs if it isn't installed, otherwise None."""
     package = PACKAGES.get(name)
-    return package if package is not None and find_spec(package.partition(".")[0]) is None else None
+    if package is not None:
+        try:
+            version(package.replace(".", "-"))
+        except PackageNotFoundError:
+            return package
+    return None
 
 
 def make(name: str, place: Place, work: Work) -> System:

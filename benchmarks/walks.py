@@ -75,7 +75,7 @@ WALKS: Mapping[str, str] = {
         checkpoint/folders:list_steps
     """,
     "the ZeRO stage": """
-        pretrain_gpt:main
+        commands/pretrain:main  was pretrain_gpt:main
         command_line/parse:parse  was config/cli:parse
         command_line/flags:build_parser  was config/flags:build_parser
         config/fields:FieldInfo

@@ -39,7 +39,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     add("--loss", metavar="NAME", default="loss", help="the function that returns a batch's loss (default: loss)")
     add("--batches", metavar="NAME", default="batches", help="the function that returns batches (default: batches)")
     add("--optimizer", metavar="NAME", help="a function that makes a torch optimizer of the module's parameters")
-    add("--config", metavar="FILE", help="the configuration of megazero.initialize, .json or .yaml (default: none)")
+    add("--config", metavar="FILE", help="the configuration of megazero.initialize, .json or .yaml (default: AdamW)")
     stage = "the ZeRO stage, in place of the configuration's"
     add("--zero-stage", dest="stage", metavar="N", action=Number, kind="int", ge=0, le=3, help=stage)
     steps = "at most so many steps (default: all batches')"

@@ -66,12 +66,14 @@ def verify_module(
     """Compare a user's module in the library's engine with plain PyTorch on one process.
 
     functions: those that make the module, compute a loss, make batches, and maybe an optimizer.  config: the path of a
-    configuration; None: an empty one.  stage: the ZeRO stage in place of the configuration's.
+    configuration; None: AdamW, where no function makes an optimizer.  stage: the ZeRO stage in place of that of the
+    configuration.
     """
-    settings = load_engine_config({} if config is None else config)
-    settings = replace(settings, zero=in_stage(settings.zero, stage))
     make_model, loss, batches, *optimizers = functions
     optimizer = optimizers[0] if optimizers else None
+    default = {} if optimizers else {"optimizer": {"type": "AdamW", "lr": 1e-3}}
+    settings = load_engine_config(default if config is None else config)
+    settings = replace(settings, zero=in_stage(settings.zero, stage))
     try:
         made = batches()
         return verify_user_module(

@@ -178,7 +178,6 @@ class GradientReducer:
         partition = self._shards.partition(bucket)
         mine = whole[partition.start - bucket.start : partition.stop - bucket.start]
         if self._zero.reduce_scatter:
-            mine = self._store.destination(bucket, partition, mine)
             flight = _InFlight(bucket, self._communicator.reduce_scatter_into(mine, whole), partition, mine)
         elif self._is_replicated:
             flight = _InFlight(bucket, self._communicator.all_reduce(whole), bucket.range, whole)

@@ -49,9 +49,6 @@ class UnreducedGradients(Protocol):
     def close(self, bucket: Bucket, missing: set[str]) -> Tensor:
         """Return the bucket's gradients [numel] in the wire's dtype, zeros for `missing`, ready to be reduced."""
 
-    def destination(self, bucket: Bucket, within: Range, sent: Tensor) -> Tensor:
-        """Return memory [numel of within] for a reduction's sums, which `finish` stores: `sent`, or another."""
-
     def finish(self, bucket: Bucket, within: Range, reduced: Tensor) -> None:
         """Store the sums of the oldest reduction, `reduced` [numel of within]."""
 
@@ -148,9 +145,6 @@ class ResidentGradients:
             tensor, is_first = self.gradient_slot(name)
             add_to(tensor, tensor.new_zeros(()) if gradient is None else gradient, is_first=is_first)
 
-    def destination(self, bucket: Bucket, within: Range, sent: Tensor) -> Tensor:
-        return sent
-
     def finish(self, bucket: Bucket, within: Range, reduced: Tensor) -> None:
         if self._converts:
             self._shards.resident_gradient(bucket, within).copy_(reduced)
@@ -185,7 +179,6 @@ class LeasedGradients:
         self._open: dict[int, Lease] = {}  # being filled, by bucket
         self._sent: deque[Lease] = deque()  # being reduced, oldest first: the next micro-batch may fill a bucket anew
         self._has_sum: set[int] = set()  # buckets whose shard already holds earlier micro-batches
-        self._direct: set[int] = set()  # buckets whose first sums are being written to the shard itself
         self._written: dict[int, set[str]] = {}  # parameters whose gradient is in the buffer already, by bucket
         buckets_of = shards.layout.buckets_of
         self._last_buckets = {name: buckets[0].index for name, buckets in buckets_of.items()}
@@ -237,23 +230,13 @@ class LeasedGradients:
         self._sent.append(self._open.pop(bucket.index))
         return self._sent[-1].tensor
 
-    def destination(self, bucket: Bucket, within: Range, sent: Tensor) -> Tensor:
-        """Return the shard's own memory for a step's first sums, unless a conversion comes between."""
-        target = self._shards.reduced_gradient(bucket, within)
-        is_first = bucket.index not in self._has_sum and bucket.index not in self._direct
-        if not is_first or target.dtype != sent.dtype:
-            return sent
-        self._direct.add(bucket.index)
-        return target
-
     def finish(self, bucket: Bucket, within: Range, reduced: Tensor) -> None:
         target = self._shards.reduced_gradient(bucket, within)
         if bucket.index in self._has_sum:
             target.add_(reduced)
-        elif bucket.index not in self._direct:
+        else:
             target.copy_(reduced)
-        self._direct.discard(bucket.index)
-        self._has_sum.add(bucket.index)
+            self._has_sum.add(bucket.index)
         self._sent.popleft().release()
 
     def reset(self) -> None:

@@ -55,7 +55,7 @@ def outside_an_engine() -> dict[str, Tensor]:
 
 def inside_an_engine() -> dict[str, Tensor]:
     tower = Tower()
-    engine = megazero.initialize(tower, {"zero": {"zero_stage": 0}})
+    engine = megazero.initialize(tower, {"zero": {"zero_stage": 0}, "optimizer": {"type": "SGD", "lr": 0.1}})
     for _ in range(2):  # the second forward fills the same memory again
         torch.manual_seed(4)
         engine.zero_grad()

@@ -115,7 +115,7 @@ def test_a_single_process_is_compared_too() -> None:
 )
 def test_bad_input_is_refused(make: Any, loss: Any, given: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        megazero.verify_module(make, loss, given, {}, mesh=mesh_in_worker(0))
+        megazero.verify_module(make, loss, given, {"optimizer": ADAMW}, mesh=mesh_in_worker(0))
 
 
 def test_another_module_at_the_second_call_is_refused() -> None:
