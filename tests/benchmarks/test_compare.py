@@ -210,7 +210,6 @@ def test_the_program(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("package", "precision"), [("megatron", "bf16"), ("deepspeed", "fp32"), ("deepspeed", "bf16")])
 def test_who_is_no_part_of_torch(package: str, precision: str, tmp_path: Path) -> None:
     """An installed system trains the same and holds the bytes of its stage; in bf16 with fp32 master weights."""
-    pytest.importorskip(package)
     states = {
         "megatron": {"megatron-core-1": (12, 12)},
         "deepspeed": {
@@ -220,6 +219,8 @@ def test_who_is_no_part_of_torch(package: str, precision: str, tmp_path: Path) -
             "deepspeed-3": (12, 10),
         },
     }[package]
+    if missing(next(iter(states))) is not None:
+        pytest.skip(f"{package} is not installed")
     words = f"{TINY} --steps 8 --precision {precision} --output {tmp_path / 'out.md'} --systems".split()
     assert main([*words, *states]) == 0
     trained = json.loads((tmp_path / "out.json").read_text())["systems"]

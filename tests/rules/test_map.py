@@ -1,4 +1,4 @@
-"""The README's map of the tree names every folder of the package and every program, and nothing that is not there.
+"""docs/map.md names every folder of the package and every program, and nothing that is not there.
 
 The map is the first fenced block that has a line `megazero/`.  Below a folder's line its files are indented: the first
 word of a line is the name (a folder's ends in "/"), the rest describes it.
@@ -12,8 +12,8 @@ from support.source_tree import ROOT
 PROGRAM_FOLDERS = ("scripts",)
 
 
-def map_lines(readme: str) -> list[str]:
-    blocks = re.findall(r"^```[a-z]*\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+def map_lines(page: str) -> list[str]:
+    blocks = re.findall(r"^```[a-z]*\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     return next((block.splitlines() for block in blocks if re.search(r"^\s*megazero/", block, re.MULTILINE)), [])
 
 
@@ -46,12 +46,10 @@ def must_be_named() -> set[str]:
 
 
 def test_the_map_is_the_tree() -> None:
-    readme = ROOT / "README.md"
-    assert readme.is_file(), "README.md is missing"
-    mapped = parse_map(map_lines(readme.read_text(encoding="utf-8")))
+    mapped = parse_map(map_lines((ROOT / "docs" / "map.md").read_text(encoding="utf-8")))
     assert sorted(must_be_named() - set(mapped)) == []
     assert [path for path in mapped if not (ROOT / path).exists()] == []
-    folders_of_files = {"docs/", "megazero/", "scripts/", "scripts/slurm/"}
+    folders_of_files = {"megazero/", "scripts/", "scripts/slurm/"}
     assert [path for path, what in mapped.items() if not what and path not in folders_of_files] == []
 
 
