@@ -33,7 +33,7 @@ def test_the_program_of_the_page_trains(tmp_path: Path) -> None:
     assert done.code == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+),", done.stdout)]
     assert len(losses) == 8 and losses[-1] < losses[0] / 2
-    assert sorted(re.findall(r"^rank (\d): step 64 of epoch 8$", done.stdout, re.MULTILINE)) == ["0", "1"]
+    assert sorted(re.findall(r"rank (\d): step 64 of epoch 8", done.stdout)) == ["0", "1"]
 
 
 def test_the_page_lists_what_is_there() -> None:
