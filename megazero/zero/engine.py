@@ -555,7 +555,7 @@ class Engine:
         problems = []
         for name in names:
             unit = self._gather.unit_of(name)
-            if unit is not None and not self._shards.move_back(self._slots[name][0], name):
+            if unit is not None and not self._shards.move_back(*self._slots[name]):
                 rule = "gathered parameters keep their shape, number format and device"
                 given = f"parameter {name}, which has become another tensor in GatheredParameters"
                 problems.append(Problem(given, rule, "values of its own form"))

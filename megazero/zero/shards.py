@@ -57,6 +57,7 @@ class Shards:
         self.rank = rank
         self.ledger = ledger or NullLedger()
         self._parameters = parameters
+        self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self.device = next(iter(parameters.values())).device
         buckets = [bucket for section in layout.sections for bucket in section.buckets]
         self._partitions = [bucket.partition(rank) for bucket in buckets]
@@ -104,13 +105,13 @@ class Shards:
         with torch.inference_mode(False):  # it may be a forward for inference that ends, and the next one is not
             self._flats[section.index] = self._make_hollow_flat(section)
 
-    def move_back(self, section: Section, name: str) -> bool:
+    def move_back(self, section: Section, slot: Slot) -> bool:
         """Let a gathered parameter that user code has moved (`parameter.data = ...`, `set_`) lie in its section again.
 
         The section gets its values.  Returns False if it has another form, so that its values are lost.
         """
-        slot = next(slot for slot in section.slots if slot.spec.name == name)
-        parameter, view = self._parameters[name], self.flat(section)[slot.start : slot.stop].view(slot.spec.local_shape)
+        parameter = self._parameters[slot.spec.name]
+        view = self.flat(section)[slot.start : slot.stop].view(self._shapes[slot.spec.name])
         if parameter.data_ptr() == view.data_ptr() and parameter.stride() == view.stride():
             return True
         fits = (parameter.shape, parameter.dtype, parameter.device) == (view.shape, view.dtype, view.device)

@@ -234,7 +234,7 @@ ROWS: dict[str, Row] = {
         broken_files.corpus,
     ),
     "an index without tokens": Row(
-        CORPUS, ("{folder}/text.bin", "must be a file", "preprocess_data.py"), broken_files.index_alone
+        CORPUS, ("{folder}/text.bin", "must be a file", "megazero preprocess"), broken_files.index_alone
     ),
     "a truncated .bin": Row(
         CORPUS,

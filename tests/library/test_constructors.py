@@ -53,6 +53,9 @@ class Diary:
         self.entries.append(f"{call} of {name}")
         self.parameters[name].__class__ = nn.Parameter
 
+    def lists_partitioned(self) -> bool:
+        return False
+
     def guarded(self, name: str) -> nn.Parameter:
         self.parameters[name] = parameter = nn.Parameter(torch.ones(2))
         attach_handle(parameter, name, self)

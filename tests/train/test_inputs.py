@@ -150,7 +150,7 @@ def test_a_file_that_is_no_tokenizers_is_reported_before_the_corpus(described: s
         )
     (problem,) = caught.value.problems
     assert problem.given.startswith(f"--tokenizer-model {tmp_path}/text.model: ")
-    assert problem.rule == "the file is a SentencePiece model" and "train_tokenizer" in problem.legal
+    assert problem.rule == "the file is a SentencePiece model" and "train-tokenizer" in problem.legal
 
 
 def test_splits_hold_their_own_documents(described: str) -> None:
