@@ -24,14 +24,14 @@ engine = megazero.initialize(GPT2LMHeadModel(shape), config)
 model, rank = engine.module, engine.mesh.rank
 ids = torch.tensor(list(TEXT))
 generator = torch.Generator().manual_seed(rank)
-for step in range(1, 61):
+for step in range(1, 41):
     model.train()
     starts = torch.randint(len(ids) - 48, (16,), generator=generator)
     samples = torch.stack([ids[start : start + 48] for start in starts.tolist()]).to(engine.device)
     loss = engine(input_ids=samples, labels=samples).loss
     engine.backward(loss)
     engine.step()
-    if step % 30 == 0:
+    if step % 20 == 0:
         model.eval()
         prompt = torch.tensor([list(b"7 little ")], device=engine.device)
         mask = torch.ones_like(prompt)

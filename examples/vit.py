@@ -43,7 +43,7 @@ config = {"train_micro_batch_size_per_gpu": 32, "zero_optimization": {"stage": 2
 config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3}}
 engine = megazero.initialize(ViT(), config)
 generator = torch.Generator().manual_seed(engine.mesh.rank)
-for step in range(1, 61):
+for step in range(1, 41):
     pictures, classes = batch(32, generator)
     scores = engine(pictures.to(engine.device))
     loss = nn.functional.cross_entropy(scores, classes.to(engine.device))

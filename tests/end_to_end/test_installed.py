@@ -57,6 +57,5 @@ def test_a_wheel_preprocesses_trains_resumes_generates_and_exports(tmp_path: Pat
     assert "data 2 x tensor 1 = 2 ranks" in run("pretrain", "--processes", "2", *flags)
     assert "saved checkpoint of iteration 6 " in run("pretrain", *flags, "--train-iters", "6")
     assert run("generate", "--load", "run", "--prompt", "a plain", "--max-new-tokens", "3").startswith("a plain")
-    assert "sound" in run("checkpoint", "verify", "run")
     run("convert", "export", "--load", "run", "--output", "exported")
     assert (folder / "exported" / "config.json").is_file()

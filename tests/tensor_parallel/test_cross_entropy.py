@@ -70,7 +70,7 @@ def found(
         ),
         *(
             pytest.param(*FUSED.values, dtype, weighted, marks=FUSED.marks)
-            for dtype, weighted in zip(BOUND, (True, False, True), strict=True)
+            for dtype, weighted in ((torch.float32, False), (torch.bfloat16, True))  # float64 is with two ranks
         ),
     ],
     ids=str,
