@@ -56,10 +56,8 @@ types="$(mktemp)"
 nice -n 19 "$python" -m mypy --num-workers 2 >"$types" 2>&1 &
 checker=$!
 trap 'kill "$checker" 2>/dev/null || true; rm -f "$types"' EXIT
-# Files are dealt out to a few processes of pytest: each has ranks of its own, so more of them take much memory.  One more
-# than there are cores, since a test that waits (for a time limit, a launcher, its ranks' messages) leaves its core idle.
-cores="$("$python" -c 'import os; print(os.cpu_count())')"
-phase "pytest" "$python" -m pytest --numprocesses "$((cores < 4 ? cores + 1 : 4))" --dist loadfile --no-loadscope-reorder \
+# Files are dealt out to a few processes of pytest: each has ranks of its own, so more of them take much memory.
+phase "pytest" "$python" -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder \
     --durations 20 "${selected[@]}" "$@"
 
 verdict_on_types() {
