@@ -174,7 +174,8 @@ def run_page(folder: Path, name: str, edits: dict[str, str] | None = None) -> st
         assert old in block
         block = block.replace(old, new)
     (folder / "runs").mkdir(exist_ok=True)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    search_path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": search_path, "OMP_NUM_THREADS": "1"}
     command = ["bash", "-ec", block]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-4000:]
