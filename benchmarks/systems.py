@@ -178,6 +178,19 @@ def _megazero(stage: str, place: Place, work: Work) -> System:
     return System(steps.take, _EngineStates(steps.core.engine), {"flags": flags}, metadata.version("megazero"))
 
 
+def _loop_of(engine: Any, place: Place) -> Callable[[StepBatch], float]:
+    """Return the training loop of a user of an engine, megazero's or DeepSpeed's: a step of one micro-batch."""
+
+    def step(batch: StepBatch) -> float:
+        [part] = batch.micro_batches
+        loss = engine(*_sent(part, place.device))
+        engine.backward(loss)
+        engine.step()
+        return float(loss.item())
+
+    return step
+
+
 def _library(stage: int, model: nn.Module, place: Place, work: Work) -> System:
     """Make megazero's engine for a training loop of the user's, with its defaults and torch's optimizer."""
     config = {
@@ -188,15 +201,8 @@ def _library(stage: int, model: nn.Module, place: Place, work: Work) -> System:
     }
     engine = initialize(model, config, optimizer=adamw(model, LR))
 
-    def step(batch: StepBatch) -> float:
-        [part] = batch.micro_batches
-        loss = engine(*_sent(part, place.device))
-        engine.backward(loss)
-        engine.step()
-        return float(loss.item())
-
     settings = {"config": config, "optimizer": "torch.optim.AdamW(fused=True)"}
-    return System(step, _EngineStates(engine.zero_engine), settings, metadata.version("megazero"))
+    return System(_loop_of(engine, place), _EngineStates(engine.zero_engine), settings, metadata.version("megazero"))
 
 
 class _EngineStates:
@@ -291,18 +297,11 @@ def _deepspeed(stage: int, place: Place, work: Work) -> System:
     for count in counts:
         count.zero_()
 
-    def step(batch: StepBatch) -> float:
-        [part] = batch.micro_batches
-        loss = engine(*_sent(part, place.device))
-        engine.backward(loss)
-        engine.step()
-        return float(loss.item())
-
     settings = {"config": config, "optimizer": "torch.optim.AdamW(fused=True)"}
     if counts:
         settings["set_up"] = "one update with gradients of zero, its own; AdamW's count of updates begins anew"
     states = _StateCount(optimizer, model.parameters(), partial(_deepspeed_states, engine))
-    return System(step, states, settings, deepspeed.__version__)
+    return System(_loop_of(engine, place), states, settings, deepspeed.__version__)
 
 
 def _deepspeed_states(engine: Any) -> Iterator[Tensor]:

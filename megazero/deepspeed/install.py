@@ -91,7 +91,7 @@ def _put(name: str, module: ModuleType) -> None:
 
 
 class _Installed(Distribution):
-    """What `importlib.metadata` finds under DeepSpeed's name."""
+    """The distribution that `importlib.metadata` finds under DeepSpeed's name: a version, and no files."""
 
     def read_text(self, filename: str) -> str | None:
         """Return the text of a metadata file, None for those that are not there."""

@@ -125,6 +125,11 @@ class PartitionedParameter(nn.Parameter):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         call, arguments = name_of(func), dict(kwargs or {})
+        if call == "__repr__":
+            self = args[0]
+            handle = handle_of(self)
+            name = "" if handle is None else handle.name
+            return f"PartitionedParameter({name}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
         if not _reads_values(func, call):
             call_torch: Callable[..., Any] = super().__torch_function__
             return call_torch(func, types, args, arguments)
@@ -143,11 +148,6 @@ class PartitionedParameter(nn.Parameter):
             handle.owner.touched(handle.name, "deepcopy")
         assert type(self) is not PartitionedParameter, "a touched parameter is whole"
         return deepcopy(self, memo)
-
-    def __repr__(self) -> str:  # type: ignore[override]  # nn.Parameter's own has no further argument either
-        handle = handle_of(self)
-        name = "" if handle is None else handle.name
-        return f"PartitionedParameter({name}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
 
 def attach_handle(parameter: nn.Parameter, name: str, owner: Owner) -> None:

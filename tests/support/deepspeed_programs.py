@@ -193,7 +193,7 @@ def own_optimizer(place: Place) -> Trained:
     weights = whole_weights(engine)
     assert all(torch.equal(weights[name], value) for name, value in after.items())
     assert engine.save_16bit_model(place.folder / f"half_{place.stage}")
-    read = torch.load(place.folder / f"half_{place.stage}" / "pytorch_model.bin")
+    read = torch.load(place.folder / f"half_{place.stage}" / "pytorch_model.bin", weights_only=True)
     assert all(torch.equal(weights[name], value) for name, value in read.items())
     trained = Trained(weights, {"rate": engine.get_lr()[0], "momentum": engine.get_mom()[0]})
     engine.destroy()

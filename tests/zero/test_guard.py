@@ -188,7 +188,8 @@ def test_gradients_flow_to_the_parameter_itself() -> None:
 def test_repr_names_the_parameter_and_reads_nothing() -> None:
     keeper = Keeper()
     parameter = keeper.keep("layers.3.weight", nn.Parameter(torch.ones(4, 5)))
-    assert repr(parameter) == "PartitionedParameter(layers.3.weight, shape=(4, 5), dtype=torch.float32, device=cpu)"
+    told = "PartitionedParameter(layers.3.weight, shape=(4, 5), dtype=torch.float32, device=cpu)"
+    assert repr(parameter) == f"Parameter containing:\n{told}"
     assert "layers.3.weight" in str([parameter])
     assert keeper.touches == []
 
