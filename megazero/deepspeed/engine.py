@@ -22,6 +22,7 @@ from megazero.deepspeed.data import InputSettings, make_loader
 from megazero.deepspeed.missing import missing_name, refuse
 from megazero.library.engine import DataParallelEngine
 from megazero.parallel.launch import Launch
+from megazero.zero.plan import Lifetime, Placement
 
 _SCHEDULER = "lr_scheduler"  # the program's, in the client_state of a checkpoint
 _STEPS = "global_step"
@@ -137,16 +138,16 @@ class DeepSpeedEngine:
         return self.core.config.zero.zero_stage
 
     def zero_optimization(self) -> bool:
-        """Return True above ZeRO stage 0."""
-        return self.zero_optimization_stage() > 0
+        """Return True if optimizer states are partitioned: above ZeRO stage 0."""
+        return self.core.zero_engine.plan.optimizer.placement is Placement.PARTITIONED
 
     def zero_optimization_partition_gradients(self) -> bool:
-        """Return True from ZeRO stage 2 on."""
-        return self.zero_optimization_stage() >= 2
+        """Return True if no rank keeps whole gradients beyond their reduction: from ZeRO stage 2 on."""
+        return self.core.zero_engine.plan.gradient.lifetime is Lifetime.LEASED
 
     def zero_optimization_partition_weights(self) -> bool:
-        """Return True in ZeRO stage 3."""
-        return self.zero_optimization_stage() >= 3
+        """Return True if parameters are partitioned: in ZeRO stage 3."""
+        return self.core.zero_engine.plan.parameter.placement is Placement.PARTITIONED
 
     def fp16_enabled(self) -> bool:
         """Return True if the model is in fp16."""

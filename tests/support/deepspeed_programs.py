@@ -84,6 +84,20 @@ def configuration(stage: int, **others: Any) -> dict[str, Any]:
     }
 
 
+# Whether the optimizer's states, the gradients and the parameters are partitioned, by stage (ZeRO, section 5).
+PARTITIONED = {0: (False, False, False), 1: (True, False, False), 2: (True, True, False), 3: (True, True, True)}
+
+
+def check_stage(engine: Any, stage: int) -> None:
+    """Check what an engine answers about its stage."""
+    found = (
+        engine.zero_optimization(),
+        engine.zero_optimization_partition_gradients(),
+        engine.zero_optimization_partition_weights(),
+    )
+    assert (engine.zero_optimization_stage(), found) == (stage, PARTITIONED[stage])
+
+
 def whole_weights(engine: Any) -> dict[str, Tensor]:
     state: Mapping[str, Tensor] = engine.state_dict()
     return {name: value.detach().cpu().clone() for name, value in state.items()}
@@ -328,6 +342,7 @@ def plain_several_losses(ranks: int) -> Trained:
 
 def growing_batch(place: Place) -> Trained:
     engine, _, _, _ = deepspeed.initialize(model=net(), config=configuration(place.stage))
+    check_stage(engine, place.stage)
     assert engine.train_batch_size() == 2 * place.ranks
     for step in range(4):
         if step == 2:
