@@ -18,7 +18,7 @@ What the plain program would do otherwise, and megazero states that it does, is 
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -674,26 +674,25 @@ class EnginePlayer:
 
     def odd(self, act: Act, one: EngineModule) -> None:
         how, named = act["how"], one.named()
-        with ExitStack():
-            if how == "freeze":
-                next(iter(named.values())).requires_grad_(False)
-            elif how == "replace":
-                name = next(iter(named))
-                parent, _, leaf = name.rpartition(".")
-                old = named[name]
-                setattr(one.module.get_submodule(parent), leaf, nn.Parameter(torch.zeros(old.shape, dtype=old.dtype)))
-                one.engine.step()
-                raise AssertionError("a replaced parameter is refused")
-            elif how == "bare":
-                values = values_of(one.module, act)
-                WRITES["copy_"](one.module, {name: value.to(one.dtype) for name, value in values.items()})
-            elif how == "early":
-                one.engine.save_checkpoint(self.folder / "early")
-            elif how == "convert":
-                one.module.to(one.dtype)
-            elif how == "grad between":
-                for parameter in named.values():
-                    if parameter.grad is not None:
-                        parameter.grad.mul_(0.5)
-            elif how == "optimizer.step":
-                one.engine.optimizer.step()
+        if how == "freeze":
+            next(iter(named.values())).requires_grad_(False)
+        elif how == "replace":
+            name = next(iter(named))
+            parent, _, leaf = name.rpartition(".")
+            old = named[name]
+            setattr(one.module.get_submodule(parent), leaf, nn.Parameter(torch.zeros(old.shape, dtype=old.dtype)))
+            one.engine.step()
+            raise AssertionError("a replaced parameter is refused")
+        elif how == "bare":
+            values = values_of(one.module, act)
+            WRITES["copy_"](one.module, {name: value.to(one.dtype) for name, value in values.items()})
+        elif how == "early":
+            one.engine.save_checkpoint(self.folder / "early")
+        elif how == "convert":
+            one.module.to(one.dtype)
+        elif how == "grad between":
+            for parameter in named.values():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.5)
+        elif how == "optimizer.step":
+            one.engine.optimizer.step()
