@@ -256,6 +256,8 @@ def boundaries(place: Place) -> Trained:
                     engine.backward(loss)
             if step != 2:
                 assert engine.is_gradient_accumulation_boundary() is is_last
+        if step != 1:
+            engine.allreduce_gradients()  # after the first step's last pass they are reduced already
         if step == 2:
             engine.allreduce_gradients()
         engine.step()
