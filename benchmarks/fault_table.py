@@ -232,11 +232,11 @@ PACKAGE_FAULTS: tuple[Fault, ...] = (
         ("tests/generate/test_session.py",),
     ),
     Fault(
-        "library/stepping.py",
+        "library/step/stepping.py",
         "accumulated gradients are summed, not averaged",
         "(self.accumulation * self._num_summed * self.loss_scale)",
         "(self._num_summed * self.loss_scale)",
-        ("tests/library/test_stepping.py",),
+        ("tests/library/step/test_stepping.py",),
     ),
     Fault(
         "deepspeed/engine.py",
@@ -246,11 +246,11 @@ PACKAGE_FAULTS: tuple[Fault, ...] = (
         ("tests/deepspeed/test_engine.py",),
     ),
     Fault(
-        "library/tiled_linear.py",
+        "library/module/tiled_linear.py",
         "every tile of a row adds the bias",
         "bias=bias and index == last",
         "bias=bias",
-        ("tests/library/test_tiled_linear.py",),
+        ("tests/library/module/test_tiled_linear.py",),
     ),
     Fault(
         "memory/fused_buffers.py",
@@ -524,7 +524,7 @@ SHARED_FAULTS: tuple[Fault, ...] = (
         "grad_norm = reduced.square.sqrt() * scale",
         "grad_norm = reduced.square.sqrt()",
         run="tests/train/test_step.py",
-        library="tests/library/test_stepping.py",
+        library="tests/library/step/test_stepping.py",
     ),
     *at_both_doors(
         "config/optimizers.py",
@@ -548,7 +548,7 @@ SHARED_FAULTS: tuple[Fault, ...] = (
         "remaining((updates - start) / (end - start))",
         "remaining(updates / (end - start))",
         run="tests/train/test_loop.py",
-        library="tests/library/test_stepping.py",
+        library="tests/library/step/test_stepping.py",
     ),
     *at_both_doors(
         "config/values.py",

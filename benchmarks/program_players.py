@@ -42,7 +42,7 @@ from user_programs import (
 
 import megazero
 from megazero.comm.mesh import Mesh
-from megazero.library.access import (
+from megazero.library.state.access import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_set_full_fp32_param,

@@ -95,7 +95,7 @@ WALKS: Mapping[str, str] = {
         zero/unreduced:make_store
         zero/publish:ParameterPublisher
         zero/engine:plan_layout
-        library/access:_State  was zero/access:_State
+        library/state/access:_State  was zero/access:_State
         library/engine:DataParallelEngine.save_16bit_model
         verify/full_tensors:OwnedTensors  was train/full_tensors:OwnedTensors
     """,

@@ -16,8 +16,8 @@ from megazero.comm.local import LocalCommunicator
 from megazero.dialects.deepspeed.reading import read_file
 from megazero.errors import Problem, UsageError
 from megazero.generators import DefaultGenerators
-from megazero.library.adopted_group import adopt_group, own_device
-from megazero.library.adopted_mesh import find_groups
+from megazero.library.adopted.group import adopt_group, own_device
+from megazero.library.adopted.mesh import find_groups
 from megazero.library.config import load_engine_config
 from megazero.memory.ledger_interface import NullLedger
 from megazero.timers import Timers

@@ -16,7 +16,7 @@ from megazero.deepspeed.data import InputSettings
 from megazero.deepspeed.engine import DeepSpeedEngine
 from megazero.deepspeed.missing import refuse
 from megazero.dialects.deepspeed.reading import read_file
-from megazero.library.adopted_mesh import joined_device
+from megazero.library.adopted.mesh import joined_device
 from megazero.library.config import load_engine_config
 from megazero.library.initialize import initialize as initialize_core
 from megazero.optim.configured import make_torch_optimizer

@@ -15,9 +15,9 @@ from torch import nn
 from megazero.config.engine_sections import PrecisionConfig, ZeroConfig
 from megazero.deepspeed.missing import missing_name
 from megazero.errors import Problem, UsageError
-from megazero.library.module_units import choose_units
-from megazero.library.tiled_linear import TiledLinear
-from megazero.library.zero_init import Init
+from megazero.library.module.tiled_linear import TiledLinear
+from megazero.library.module.units import choose_units
+from megazero.library.partitioned_init.init import Init
 from megazero.parallel.param_spec import named_specs
 from megazero.units import format_bytes
 from megazero.zero.gathered import GatheredParameters, register_external_parameter
@@ -111,7 +111,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
 
 
 def _print_estimate(stage: int, total: int, largest: int, gpus: int, nodes: int) -> None:
-    """Print a line for each number format.  largest: the parameters of the unit (`module_units.py`) with the most."""
+    """Print a line for each number format.  largest: most parameters of a unit (`library/module/units.py`)."""
     model = f"{total} parameters" + (f", at most {largest} of them gathered for use" if stage == 3 else "")
     print(f"ZeRO stage {stage} with AdamW: model states on each of {nodes} x {gpus} GPUs for {model}")
     for precision in ("bf16", "fp16", "fp32"):

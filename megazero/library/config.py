@@ -97,7 +97,7 @@ class EngineConfig:
     DeepSpeed does: their gradient counts as zero, by which moments and weights decay.  False leaves them alone, as
     torch does.
     buffer_dtype: number format of floating-point buffers; None: each keeps its own.
-    keep_in_fp32: parameters, buffers and modules that bf16 and fp16 leave in fp32, by name (`library/formats.py`).
+    keep_in_fp32: parameters, buffers and modules that bf16 and fp16 leave in fp32, by name (`module/formats.py`).
     notices: one-line texts about keys without effect and keys that are "auto".
     automatic_sizes: sizes of the batch that are "auto" in a DeepSpeed configuration, as messages name them.
     origin: USER, or FOREIGN where a DeepSpeed configuration has set the settings.

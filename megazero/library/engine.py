@@ -29,16 +29,16 @@ from megazero.checkpoint.state import TrainState
 from megazero.comm.mesh import Mesh
 from megazero.config.batch import BatchSizes
 from megazero.errors import Problem, TrainingError, UsageError, raise_problems
-from megazero.library.checkpoints import Checkpoints, Loading, raise_missing
 from megazero.library.config import EngineConfig
-from megazero.library.model_state import load_module, whole_state_dict
-from megazero.library.module_buffers import ModuleBuffers
-from megazero.library.optimizer_state import OptimizerState
-from megazero.library.passes import BackwardPasses
-from megazero.library.save import save_model
-from megazero.library.step_records import StepRecords
-from megazero.library.step_times import StepTimes
-from megazero.library.stepping import LearningRates, StepOutcome, Stepper
+from megazero.library.module.buffers import ModuleBuffers
+from megazero.library.state.checkpoints import Checkpoints, Loading, raise_missing
+from megazero.library.state.model import load_module, whole_state_dict
+from megazero.library.state.optimizer import OptimizerState
+from megazero.library.state.save import save_model
+from megazero.library.step.passes import BackwardPasses
+from megazero.library.step.records import StepRecords
+from megazero.library.step.stepping import LearningRates, StepOutcome, Stepper
+from megazero.library.step.times import StepTimes
 from megazero.memory.host_copy import HostCopy
 from megazero.parallel.param_spec import Unit
 from megazero.timers import Timers
@@ -70,7 +70,7 @@ class DataParallelEngine:
     """An engine that trains `module` on this rank's share of the data; `megazero.initialize` makes it.
 
     Every rank makes the same calls in the same order, and in ZeRO stage 3 runs the same modules, except inside a leaf
-    module (`leaf_modules.py`).  Attributes that the engine does not have are the module's.
+    module (`module/leaf_modules.py`).  Attributes that the engine does not have are the module's.
     """
 
     def __init__(self, module: nn.Module, components: EngineComponents) -> None:

@@ -13,7 +13,8 @@ from megazero.activations.assemble import RankParts, recomputation
 from megazero.comm.mesh import Mesh
 from megazero.errors import Problem, UsageError
 from megazero.generators import DefaultGenerators
-from megazero.library.checkpoints import Checkpoints
+from megazero.library.adopted.dtensors import unwrap_dtensors
+from megazero.library.adopted.join import mesh_and_buffers
 from megazero.library.config import (
     BatchSizes,
     EngineConfig,
@@ -22,18 +23,17 @@ from megazero.library.config import (
     resolve_batch,
     without_schedule,
 )
-from megazero.library.dtensors import unwrap_dtensors
 from megazero.library.engine import DataParallelEngine, EngineComponents
-from megazero.library.join import mesh_and_buffers
-from megazero.library.leaf_modules import choose_leaves
-from megazero.library.module_units import choose_units
-from megazero.library.optimizer_state import OptimizerState
+from megazero.library.module.leaf_modules import choose_leaves
+from megazero.library.module.prepare import prepare
+from megazero.library.module.units import choose_units
 from megazero.library.optimizers import MakeOptimizer, choose, freeze_untrained
-from megazero.library.passes import BackwardPasses
-from megazero.library.prepare import prepare
-from megazero.library.step_records import StepRecords
-from megazero.library.stepping import LearningRates, Stepper
-from megazero.library.zero_init import first_value
+from megazero.library.partitioned_init.init import first_value
+from megazero.library.state.checkpoints import Checkpoints
+from megazero.library.state.optimizer import OptimizerState
+from megazero.library.step.passes import BackwardPasses
+from megazero.library.step.records import StepRecords
+from megazero.library.step.stepping import LearningRates, Stepper
 from megazero.memory.ledger_interface import NullLedger
 from megazero.optim.loss_scaler import LossScaler
 from megazero.rules import moot
@@ -51,13 +51,13 @@ def initialize(
 ) -> DataParallelEngine:
     """Return an engine that trains `model` in data parallel with ZeRO; every process calls this with the same model.
 
-    model: moved to this process's device and into the configuration's precision (`megazero/library/formats.py`), with
+    model: moved to this process's device and into the configuration's precision (`module/formats.py`), with
     rank 0's values everywhere; from then on it belongs to the engine.  Parameters that require a gradient now are
     trained, the others are frozen.
     config: megazero's own configuration or DeepSpeed's, as a mapping or a file (`megazero/library/config.py`).
     mesh: the processes that train together: None for all (of torch's default group, or of the launcher's job), a
-    megazero Mesh, torch's DeviceMesh, or an object like Megatron-LM's mpu (`megazero/library/adopted_mesh.py`).
-    Parameters that are DTensors over its tensor-parallel axis become local tensors (`megazero/library/dtensors.py`).
+    megazero Mesh, torch's DeviceMesh, or an object like Megatron-LM's mpu (`adopted/mesh.py`).
+    Parameters that are DTensors over its tensor-parallel axis become local tensors (`adopted/dtensors.py`).
     optimizer: a torch optimizer over parameters of the model, or a function that makes one of them; its param groups
     and learning-rate schedulers on it take effect.  None: the configuration's optimizer, over all parameters.  If there
     is neither, the parameters are frozen until the engine is closed: it computes, saves and loads, and trains nothing.

@@ -267,7 +267,7 @@ def test_a_schedule_without_an_optimizer() -> None:
 
 def test_public_names() -> None:
     assert {"initialize", "zero"} <= set(dir(megazero))
-    access = importlib.import_module("megazero.library.access")
+    access = importlib.import_module("megazero.library.state.access")
     assert {name for name in vars(access) if name.startswith("safe_")} <= set(dir(megazero.zero))
     for name in dir(megazero.zero):
         assert callable(getattr(megazero.zero, name)), name

@@ -357,8 +357,8 @@ OTHERS: list[tuple[dict[str, Any], tuple[int, ...]]] = [
     ({"gradient_predivide_factor": 3.0}, ODD),
 ]
 # Settings that other tests cover: the stage is in every row; two are about checkpoints, one about construction, one
-# about parameters that this model leaves unused, three about units (library/test_leaf_modules.py); and windows belong
-# to schedules (test_3d_layouts.py).
+# about parameters that this model leaves unused, three about units (library/module/test_leaf_modules.py); and windows
+# belong to schedules (test_3d_layouts.py).
 ELSEWHERE = {
     "zero_stage",
     "load_from_fp32_weights",

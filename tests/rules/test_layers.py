@@ -184,7 +184,7 @@ def test_only_few_talk_to_torch_distributed() -> None:
 
     Those are for a user's groups, meshes and DTensors.
     """
-    adapters = [f"megazero/library/{name}.py" for name in ("adopted_group", "adopted_mesh", "dtensors")]
+    adapters = [f"megazero/library/adopted/{name}.py" for name in ("group", "mesh", "dtensors")]
     wrong = [
         s.name
         for s in sources("megazero", *PROGRAMS)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megazero.comm.mesh import Mesh
 from megazero.comm.startup import make_mesh
 from megazero.config.engine_sections import PrecisionConfig, ZeroConfig
-from megazero.library.module_units import choose_units
+from megazero.library.module.units import choose_units
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.optim.inner import AdamWSettings, FusedAdamW, StepInputs
 from megazero.parallel.param_spec import Unit

@@ -37,7 +37,8 @@ from megazero.comm.mesh import CONTROL, Mesh
 from megazero.comm.metered import Meter, MeteredCommunicator
 from megazero.data.loader import BatchLoader
 from megazero.library import engine as library
-from megazero.library import prepare, stepping
+from megazero.library.module import prepare
+from megazero.library.step import stepping
 from megazero.parallel.launch import Launch
 from megazero.parallel.topology import Topology
 from megazero.train import build, loop

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from megazero.errors import ConfigError, UsageError
-from megazero.library.zero_init import Init, first_value
+from megazero.library.partitioned_init.init import Init, first_value
 from megazero.parallel.param_spec import spec_of
 from megazero.zero.gathered import GatheredParameters, register_external_parameter
 from megazero.zero.guard import PartitionedParameter, handle_of

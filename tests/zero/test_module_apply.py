@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megazero.comm.mesh import Mesh
 from megazero.errors import UsageError
-from megazero.library.zero_init import Init
+from megazero.library.partitioned_init.init import Init
 from megazero.zero.gathered import GatheredParameters
 from megazero.zero.module_apply import gather_around_apply, restore_apply
 

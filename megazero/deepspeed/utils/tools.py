@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from megazero.library.access import safe_get_full_grad, safe_set_full_grad
+from megazero.library.state.access import safe_get_full_grad, safe_set_full_grad
 
 logger = logging.getLogger("megazero.deepspeed")
 

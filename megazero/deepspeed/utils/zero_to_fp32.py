@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megazero.checkpoint.reader import open_checkpoint
 from megazero.errors import Problem, UsageError
-from megazero.library.checkpoints import choose_folder
+from megazero.library.state.checkpoints import choose_folder
 
 __all__ = ["get_fp32_state_dict_from_zero_checkpoint", "load_state_dict_from_zero_checkpoint"]
 

@@ -9,7 +9,7 @@ from megazero.comm.startup import choose_device, join, make_mesh
 from megazero.config import derived
 from megazero.config.engine_sections import LimitConfig
 from megazero.errors import Problem, UsageError
-from megazero.library.adopted_mesh import (
+from megazero.library.adopted.mesh import (
     DefaultGroup,
     adopt,
     adopt_default,
@@ -26,7 +26,7 @@ def mesh_and_buffers(given: Any, limits: LimitConfig) -> tuple[Mesh, FusedBuffer
     """Return the mesh, and the buffers of its collectives, which are empty until the engine gives them a size.
 
     limits: for the processes that join here; UsageError if they have joined already, with another limit.
-    given: a Mesh, whose collectives have buffers of their own; the user's groups (`library/adopted_mesh.py`); or
+    given: a Mesh, whose collectives have buffers of their own; the user's groups (`library/adopted/mesh.py`); or
     None: all processes of torch's default group or, if there is none, all that the launcher has started.
     """
     if given is None and not is_joined():

@@ -40,11 +40,11 @@ from megazero.comm.interface import Communicator
 from megazero.comm.mesh import Mesh
 from megazero.config.engine_sections import LimitConfig
 from megazero.errors import ConfigError, Problem, UsageError, raise_problems
-from megazero.library.adopted_group import adopt_group, group_or_all, own_device
-from megazero.library.adopted_mesh import find_groups
+from megazero.library.adopted.group import adopt_group, group_or_all, own_device
+from megazero.library.adopted.mesh import find_groups
 from megazero.library.config import EngineConfig, load_engine_config
-from megazero.library.constructors import ConstructorCalls, innermost, is_running, under_construction
-from megazero.library.init_parameters import GATHERED, SlicedParameter, WholeParameters
+from megazero.library.partitioned_init.constructors import ConstructorCalls, innermost, is_running, under_construction
+from megazero.library.partitioned_init.parameters import GATHERED, SlicedParameter, WholeParameters
 from megazero.parallel.param_spec import ParamSpec
 from megazero.zero.gathered import raise_changes
 from megazero.zero.guard import attach_handle, detach_handle, handle_of

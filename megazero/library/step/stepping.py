@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megazero.config.choices import SchedulerChoice
 from megazero.errors import ConfigError, Problem, TrainingError, UsageError, raise_problems
-from megazero.library.step_records import StepRecords
+from megazero.library.step.records import StepRecords
 from megazero.memory.host_copy import HostCopy
 from megazero.optim.loss_scaler import LossScale, LossScaler
 from megazero.optim.schedules import momentum_of, rate_of, unmoved_momentum, write_momentum

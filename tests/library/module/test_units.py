@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from megazero.library.module_units import choose_units
+from megazero.library.module.units import choose_units
 
 
 def table(model: nn.Module) -> dict[str, tuple[list[str], list[str]]]:
@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 class Tree(nn.Module):
-    """The module tree that the docstring of megazero.library.module_units draws."""
+    """The module tree that the docstring of megazero.library.module.units draws."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import megazero
 from megazero.comm.local import LocalCommunicator
-from megazero.library.module_buffers import ModuleBuffers
+from megazero.library.module.buffers import ModuleBuffers
 from megazero.zero.gathered import GatheredParameters
 
 ACCUMULATION = 2

@@ -15,11 +15,11 @@ from torch.optim.lr_scheduler import LambdaLR
 import megazero
 from megazero.checkpoint.reader import open_checkpoint
 from megazero.errors import CheckpointError, UsageError
-from megazero.library.access import safe_get_full_fp32_param
 from megazero.library.engine import DataParallelEngine
+from megazero.library.state.access import safe_get_full_fp32_param
 from megazero.zero.gathered import GatheredParameters
 
-VERIFY = Path(__file__).parents[2] / "tools" / "checkpoint.py"
+VERIFY = Path(__file__).parents[3] / "tools" / "checkpoint.py"
 SAMPLES, BEFORE, AFTER = 8, 3, 3
 Named = dict[str, Tensor]
 

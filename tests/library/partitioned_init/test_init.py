@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megazero.config.engine_sections import PrecisionConfig, ZeroConfig
 from megazero.errors import ConfigError, UsageError
-from megazero.library import init_parameters as kept
-from megazero.library.zero_init import Init, first_value
+from megazero.library.partitioned_init import parameters as kept
+from megazero.library.partitioned_init.init import Init, first_value
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.optim.inner import FusedAdamW, StepInputs
 from megazero.parallel.param_spec import spec_of

@@ -11,7 +11,7 @@ from support.processes import run_ranks
 from megazero.comm.interface import Communicator
 from megazero.comm.local import LocalCommunicator
 from megazero.errors import TopologyError
-from megazero.library.adopted_group import adopt_group, own_device
+from megazero.library.adopted.group import adopt_group, own_device
 
 
 def test_one_process_needs_no_group() -> None:
@@ -65,8 +65,8 @@ PROGRAM = """
 import os
 import torch
 import megazero
-from megazero.library.adopted_group import adopt_group
-from megazero.library.adopted_mesh import default_group
+from megazero.library.adopted.group import adopt_group
+from megazero.library.adopted.mesh import default_group
 megazero.zero.Init(config={"limits": {"distributed_timeout_seconds_after_init": 77}})
 limit = default_group(torch.device("cpu")).limit_seconds
 communicator = adopt_group()

@@ -56,10 +56,10 @@ from megazero.comm.mesh import Mesh
 from megazero.errors import CheckpointError, DamageError, Problem, UsageError, raise_problems
 from megazero.files import parse_json
 from megazero.library.config import EngineConfig
-from megazero.library.optimizer_state import OptimizerState
 from megazero.library.optimizers import EngineOptimizer
-from megazero.library.save import contents
-from megazero.library.stepping import Stepper
+from megazero.library.state.optimizer import OptimizerState
+from megazero.library.state.save import contents
+from megazero.library.step.stepping import Stepper
 from megazero.parallel.param_spec import ParamSpec, StateFragment
 from megazero.zero.engine import Engine
 

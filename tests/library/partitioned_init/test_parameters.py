@@ -8,8 +8,8 @@ from support.processes import mesh_in_worker, run_ranks
 from torch import nn
 
 from megazero.comm.local import LocalCommunicator
-from megazero.library import init_parameters as init_parameters
-from megazero.library.init_parameters import SlicedParameter, address, has_alias
+from megazero.library.partitioned_init import parameters as init_parameters
+from megazero.library.partitioned_init.parameters import SlicedParameter, address, has_alias
 from megazero.zero.guard import Owner, PartitionedParameter, attach_handle
 
 CPU = torch.device("cpu")

@@ -12,8 +12,8 @@ from support.processes import mesh_in_worker, run_ranks
 
 from megazero.config.engine_sections import LimitConfig
 from megazero.errors import UsageError
-from megazero.library.adopted_mesh import default_group
-from megazero.library.join import mesh_and_buffers
+from megazero.library.adopted.join import mesh_and_buffers
+from megazero.library.adopted.mesh import default_group
 
 PROGRAM = """
 import torch

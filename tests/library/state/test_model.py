@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import megazero
 from megazero.errors import UsageError
-from megazero.library.access import safe_get_full_fp32_param
 from megazero.library.engine import DataParallelEngine
+from megazero.library.state.access import safe_get_full_fp32_param
 
 
 class Kept(nn.Module):

@@ -1,6 +1,6 @@
 """Observes the constructors of modules: which are running, and which torch functions they call.
 
-`ConstructorCalls` is a mode of one thread, which calls the methods of a `ConstructionHooks` (`zero_init.py` has one).
+`ConstructorCalls` is a mode of one thread, which calls the methods of a `ConstructionHooks` (`init.py` has one).
 """
 
 import sys

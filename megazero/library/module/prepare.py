@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from megazero.comm.interface import Communicator
 from megazero.comm.mesh import Mesh
 from megazero.errors import Problem, UsageError, raise_problems
-from megazero.library.formats import choose_formats
+from megazero.library.module.formats import choose_formats
 from megazero.parallel.param_spec import ParamSpec, attach_spec
 from megazero.zero.engine import Engine
 from megazero.zero.guard import guard, handle_of, unguard

@@ -15,7 +15,7 @@ import megazero
 from megazero.config.choices import SchedulerChoice
 from megazero.errors import ConfigError, TrainingError, UsageError
 from megazero.library.engine import DataParallelEngine
-from megazero.library.stepping import LearningRates
+from megazero.library.step.stepping import LearningRates
 from megazero.zero.gathered import GatheredParameters
 
 LR = 0.1

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import megazero
 from megazero.errors import UsageError
-from megazero.library.module_units import choose_units
+from megazero.library.module.units import choose_units
 
 D, STEPS, DP = 6, 3, 2
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")

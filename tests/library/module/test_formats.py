@@ -11,8 +11,8 @@ import megazero
 from megazero.comm.mesh import Mesh
 from megazero.comm.startup import make_mesh
 from megazero.errors import UsageError
-from megazero.library.access import safe_get_full_fp32_param
-from megazero.library.formats import choose_formats
+from megazero.library.module.formats import choose_formats
+from megazero.library.state.access import safe_get_full_fp32_param
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.topology import Topology
 from megazero.zero.gathered import GatheredParameters

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megazero.library.constructors import ConstructorCalls, innermost, is_running, under_construction
+from megazero.library.partitioned_init.constructors import ConstructorCalls, innermost, is_running, under_construction
 from megazero.zero.guard import attach_handle, detach_handle, guard
 
 

@@ -16,7 +16,7 @@ from megazero.comm.startup import choose_device, join
 from megazero.config import derived
 from megazero.config.engine_sections import LimitConfig
 from megazero.errors import Problem, TopologyError
-from megazero.library.adopted_mesh import is_joined, joined_device
+from megazero.library.adopted.mesh import is_joined, joined_device
 from megazero.parallel.launch import Launch
 
 

@@ -20,7 +20,7 @@ from megazero.checkpoint.manifest import dtype_name
 from megazero.comm.mesh import Mesh
 from megazero.errors import CheckpointError, UserError
 from megazero.files import AsideFile
-from megazero.library.optimizer_state import gathered_state
+from megazero.library.state.optimizer import gathered_state
 from megazero.parallel.param_spec import Unit
 from megazero.zero.engine import Engine
 from megazero.zero.gathered import GatheredParameters

@@ -9,7 +9,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from megazero.comm.mesh import Mesh
 from megazero.comm.startup import make_mesh
 from megazero.errors import UsageError
-from megazero.library.prepare import describe, prepare
+from megazero.library.module.prepare import describe, prepare
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.parallel.param_spec import ParamSpec, attach_spec, spec_of
 from megazero.parallel.topology import Topology

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from megazero.config.engine_sections import PrecisionConfig, ZeroConfig
 from megazero.errors import UsageError
-from megazero.library.access import (
+from megazero.library.module.units import choose_units
+from megazero.library.partitioned_init.init import Init
+from megazero.library.state.access import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
@@ -24,8 +26,6 @@ from megazero.library.access import (
     safe_set_local_grad,
     safe_set_local_optimizer_state,
 )
-from megazero.library.module_units import choose_units
-from megazero.library.zero_init import Init
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.optim.inner import Elementwise
 from megazero.optim.torch_optimizer import TorchOptimizer

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megazero.comm.mesh import Mesh, gather_json
 from megazero.errors import TopologyError
-from megazero.library import adopted_mesh
-from megazero.library.adopted_mesh import TwoAxes, adopt, adopt_default, find_groups, is_joined, joined_device
+from megazero.library.adopted import mesh as adopted_mesh
+from megazero.library.adopted.mesh import TwoAxes, adopt, adopt_default, find_groups, is_joined, joined_device
 from megazero.memory.fused_buffers import FusedBuffers
 
 CPU = torch.device("cpu")

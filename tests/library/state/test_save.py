@@ -14,9 +14,9 @@ from torch import nn
 
 import megazero
 from megazero.errors import CheckpointError
-from megazero.library.access import safe_get_full_fp32_param
-from megazero.library.module_units import choose_units
-from megazero.library.save import contents
+from megazero.library.module.units import choose_units
+from megazero.library.state.access import safe_get_full_fp32_param
+from megazero.library.state.save import contents
 
 
 class Mixed(nn.Module):

@@ -1,0 +1,1 @@
+"""Adopts what a program has made already: process groups, a DeviceMesh, DTensors."""

@@ -1,0 +1,1 @@
+"""Partitions the parameters of a module while it is constructed: `zero.Init`."""

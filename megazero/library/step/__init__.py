@@ -1,0 +1,1 @@
+"""A step of the library: backward passes, the update, and what is recorded of both."""
