@@ -72,7 +72,6 @@ def is_near(found: list[float], expected: list[float], bound: float) -> bool:
     "chosen",
     [
         cell("e4m3"),
-        cell(tp=2),
         cell(tp=2, dp=2, sequence_parallel=True, zero_stage=2),
         cell(pp=2, pipeline_schedule="zero-bubble"),
     ],
@@ -84,9 +83,7 @@ def test_losses_are_near_those_of_bf16(chosen: Cell, prefix: str, in_bf16: list[
     assert max_relative(found, in_bf16) > 1e-4, "products were those of bf16"
 
 
-@pytest.mark.parametrize(
-    "chosen", [cell(dp=2, zero_stage=2), cell(dp=2, zero_stage=3), cell(recompute_granularity="full")], ids=str
-)
+@pytest.mark.parametrize("chosen", [cell(dp=2, zero_stage=3), cell(recompute_granularity="full")], ids=str)
 def test_layouts_of_the_same_micro_batches_agree(
     chosen: Cell, prefix: str, in_fp8: list[float], in_bf16: list[float]
 ) -> None:
