@@ -15,6 +15,7 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Self
@@ -85,15 +86,26 @@ class ForkedJob:
 
     def output(self) -> str:
         """Return what the ranks have printed so far."""
-        return self._output.read_text()
+        if self.screen < 0:
+            return self._output.read_text()
+        while self._read(seconds=0):
+            pass
+        return self._told
 
     def read_screen(self, text: str) -> str:
         """Read what the terminal shows until `text` is there; return it all."""
         while text not in self._told:
-            ready, _, _ = select.select([self.screen], [], [], PATIENCE_SECONDS)
-            assert ready, self._told
-            self._told += os.read(self.screen, 4096).decode()
+            assert self._read(PATIENCE_SECONDS), self._told
         return self._told
+
+    def _read(self, seconds: float) -> bool:
+        """Read some of what the terminal shows; return False if nothing comes for so long, or all ranks have ended."""
+        ready, _, _ = select.select([self.screen], [], [], seconds)
+        read = ""
+        with suppress(OSError):  # nobody has the terminal open any more
+            read = os.read(self.screen, 4096).decode() if ready else ""
+        self._told += read
+        return bool(read)
 
     def hang_up(self) -> None:
         """Close the terminal, if there is one."""
