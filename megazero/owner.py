@@ -9,6 +9,7 @@ import hashlib
 import os
 import re
 import socket
+import uuid
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -41,8 +42,8 @@ class Owner:
     def of_this_process() -> "Owner":
         """Return the owner of the files that this process writes."""
         pid = os.getpid()
-        boot = _read(_PROCESSES / "sys/kernel/random/boot_id")
-        return Owner(pid, process_start(pid) or 0, _machine(), _digest(boot), _namespace())
+        boot = _digest(_read(_PROCESSES / "sys/kernel/random/boot_id"))
+        return Owner(pid, process_start(pid) or 0, _machine(has_boot=bool(boot)), boot, _namespace())
 
     @property
     def tag(self) -> str:
@@ -63,9 +64,11 @@ class Owner:
         """Return True if this process is known to have ended, as seen by the process `here`, which is the caller's.
 
         It has if its id is free, or belongs to a process that started at another time, or if the machine has been
-        restarted since.  A process on another machine, or in another namespace of the same boot, may live.
+        restarted since.  A process on another machine, or in another namespace of the same boot, may live.  On a system
+        that does not tell boots apart (macOS), one of the same machine has ended if its id is free.
         """
-        if self.is_comparable(here):
+        without_boots = not (self.boot or here.boot) and self.namespace == here.namespace
+        if self.is_comparable(here) or (without_boots and here.machine and self.machine == here.machine):
             return process_state(self.pid, self.started) is ProcessState.GONE
         return (
             bool(here.machine and here.boot and self.boot) and self.machine == here.machine and self.boot != here.boot
@@ -98,10 +101,14 @@ def process_state(pid: int, started: int) -> ProcessState:
     return ProcessState.STOPPED if any(thread[0] in "Tt" for thread in threads) else ProcessState.RUNNING
 
 
-def _machine() -> str:
-    """Return a digest of the machine's name and id; empty for a name that many machines have."""
+def _machine(*, has_boot: bool) -> str:
+    """Return a digest of the machine's name and id; empty for a name that many machines have.
+
+    has_boot: False on a system that does not tell boots apart: there the number of the network card stands for the id.
+    """
     name = socket.gethostname()
-    return "" if name.split(".")[0] in ("", "localhost") else _digest(name + _read(Path("/etc/machine-id")))
+    number = _read(Path("/etc/machine-id")) if has_boot else str(uuid.getnode())
+    return "" if name.split(".")[0] in ("", "localhost") else _digest(name + number)
 
 
 def _namespace() -> int:

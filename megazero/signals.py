@@ -11,6 +11,7 @@ flag is also raised when torchrun has ended.
 
 import os
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -19,6 +20,10 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from megazero.console import launcher_rank
+from megazero.interrupts import NOT_ON_WINDOWS
+
+if sys.platform == "win32":  # for programs that use megazero as a library; megazero's own have ended by now
+    raise ImportError(NOT_ON_WINDOWS)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 _REPEATABLE = (signal.SIGUSR1,)  # a scheduler may send it several times; a second one of the others ends the process

@@ -166,7 +166,7 @@ worker_count() {
 }
 
 core_count() {
-    "$python" -c 'import os; print(len(os.sched_getaffinity(0)))'
+    "$python" -c 'from megazero.operating_system import usable_cores; print(usable_cores())'
 }
 
 # Sets processes and layout: the largest power of two of the GPUs, in pairs of tensor parallelism; without GPUs 2 x 2.

@@ -58,7 +58,7 @@ checker=$!
 trap 'kill "$checker" 2>/dev/null || true; rm -f "$types"' EXIT
 # Files are dealt out to a few processes of pytest: each has ranks of its own, so more of them take much memory.
 phase "pytest" "$python" -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder \
-    --durations 20 "${selected[@]}" "$@"
+    --durations 20 ${selected[@]+"${selected[@]}"} "$@"
 
 verdict_on_types() {
     local status=0

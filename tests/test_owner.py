@@ -2,13 +2,16 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import uuid
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from megazero import owner as owner_module
 from megazero.owner import Owner, ProcessState, process_start, process_state
 
 HERE = Owner.of_this_process()
@@ -102,3 +105,23 @@ def test_only_tags_are_read_as_tags() -> None:
         found = Owner.from_tag(text)
         assert found is None or found.tag == text
         assert Owner.from_tag(HERE.tag) == HERE
+
+
+def test_a_system_without_proc_finds_a_process_gone_when_its_id_is_free(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(owner_module, "_PROCESSES", tmp_path)
+    monkeypatch.setattr(socket, "gethostname", lambda: "a-laptop")
+    child, owner = owner_of_a_child()
+    here = Owner.of_this_process()
+    assert here.boot == "" and here.machine == owner.machine != ""
+    assert not here.is_gone(here) and not owner.is_gone(here)
+    assert not owner.is_comparable(here), "a process that has its id may be another one"
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert owner.is_gone(here)
+    for other in (replace(owner, machine="1a2b3c4d"), replace(owner, machine=""), replace(owner, namespace=7)):
+        assert not other.is_gone(here)
+    monkeypatch.setattr(uuid, "getnode", lambda: 1)
+    assert not owner.is_gone(Owner.of_this_process()), "another machine of the same name"
+    assert not owner.is_gone(HERE) and not HERE.is_gone(here)

@@ -10,7 +10,6 @@ copy, so an index is never used with other tokens.  The folder may be removed wh
 reads, it checks at intervals that the .bin has not been replaced.
 """
 
-import fcntl
 import hashlib
 import json
 import mmap
@@ -32,6 +31,7 @@ from numpy.typing import NDArray
 
 from megazero.errors import DataError, Problem, raise_problems
 from megazero.files import cannot_read, cannot_write, open_regular, written_aside
+from megazero.operating_system import lock_file
 
 # A scheme has at least two characters: a single one would be a drive.
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
@@ -383,7 +383,7 @@ def _locked(local: Path) -> Iterator[None]:
         raise cannot_write(lock, error) from error
     with stream:
         with suppress(OSError):
-            fcntl.flock(stream, fcntl.LOCK_EX)
+            lock_file(stream.fileno(), wait=True)
         yield
 
 

@@ -6,14 +6,11 @@ Several processes with all cores each would get in each other's way, which is wh
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 
+from megazero.operating_system import usable_cores
 from megazero.parallel.launch import Launch
-
-# A container's share of time: "QUOTA PERIOD" in microseconds of all cores together; "max" where there is no limit.
-_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def use_cpu_threads(given: int | None, launch: Launch, device: torch.device) -> str:
@@ -23,8 +20,8 @@ def use_cpu_threads(given: int | None, launch: Launch, device: torch.device) -> 
     count = cpu_threads(given, launch, os.environ)
     if count is not None:
         torch.set_num_threads(count)
-    here = _processes_here(launch)
-    return f"CPU threads a process: {torch.get_num_threads()} | cores: {_cores()} | processes on this node: {here}"
+    here, cores = _processes_here(launch), usable_cores()
+    return f"CPU threads a process: {torch.get_num_threads()} | cores: {cores} | processes on this node: {here}"
 
 
 def cpu_threads(given: int | None, launch: Launch, environment: Mapping[str, str]) -> int | None:
@@ -48,18 +45,8 @@ def share_of_cores(launch: Launch, environment: Mapping[str, str]) -> int:
     own = environment.get("SLURM_CPUS_PER_TASK", "")
     if "TORCHELASTIC_RUN_ID" not in environment and own.isdecimal() and int(own):
         return int(own)
-    return max(1, _cores() // _processes_here(launch))
+    return max(1, usable_cores() // _processes_here(launch))
 
 
 def _processes_here(launch: Launch) -> int:
     return len(launch.nodes.ranks(launch.node))
-
-
-def _cores() -> int:
-    """Return the number of cores that this process may run on, at most its container's share of time."""
-    cores = len(os.sched_getaffinity(0))
-    try:
-        quota, period = map(int, _QUOTA.read_text().split())
-    except (OSError, ValueError):
-        return cores
-    return max(1, min(cores, quota // period))

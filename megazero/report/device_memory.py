@@ -8,16 +8,16 @@ On a GPU more is in use than the ledger sees:
     beyond the allocator  what the device uses besides: communicators, loaded kernels, CUDA's context, and whatever
                           other processes of the same device hold
 
-On a CPU the operating system's figure, the most that was resident, is all there is.  Reading any of them waits for
-nothing that the device computes.
+On a CPU the operating system's figure, the most that was resident, is all there is (0 where it has none).  Reading any
+of them waits for nothing that the device computes.
 """
 
-import resource
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 
+from megazero.operating_system import peak_resident_bytes
 from megazero.units import format_bytes
 
 
@@ -110,7 +110,7 @@ class MemoryReport:
 
     def _now(self) -> StepMemory:
         if self._allocator is None:
-            return StepMemory(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, {})
+            return StepMemory(peak_resident_bytes(), {})
         return step_memory(self._allocator.figures())
 
 

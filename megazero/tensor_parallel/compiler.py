@@ -7,7 +7,6 @@ GPU alone).  A process that compiles a graph waits for no other one, so this can
 of a pipeline have; a lock ends with its process, and a process that fails leaves the graph to the next.
 """
 
-import fcntl
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +15,8 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+
+from megazero.operating_system import lock_file, unlock_file
 
 # The search of torch's mode "max-autotune-no-cudagraphs": CUDA graphs keep addresses, and ZeRO moves parameters.  Of
 # matrix products torch's library and Triton's kernels are timed; torch's C++ kernels are for CPUs.
@@ -64,13 +65,12 @@ def one_at_first(path: str) -> Iterator[None]:
         return
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            if not lock_file(descriptor, wait=False):
+                lock_file(descriptor, wait=True, shared=True)
         except OSError:
             pass  # of a file system without locks
         yield
     finally:
         with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # processes that the compiler has forked have the descriptor too
+            unlock_file(descriptor)  # processes that the compiler has forked have the descriptor too
         os.close(descriptor)

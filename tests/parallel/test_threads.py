@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megazero.parallel import threads
+from megazero import operating_system
 from megazero.parallel.launch import Launch
 from megazero.parallel.threads import cpu_threads, use_cpu_threads
 
@@ -20,7 +20,7 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "1"}
 def sixteen_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Make the machine have 16 cores, and return the file that limits them."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
-    monkeypatch.setattr(threads, "_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(operating_system, "_QUOTA", tmp_path / "cpu.max")
     return tmp_path / "cpu.max"
 
 

@@ -9,7 +9,7 @@ from support.source_tree import PROGRAMS, Source, imports, sources
 
 # Top to bottom; a module imports from lines above its own, and from its own package.
 LAYERS = (
-    {"errors", "units", "console", "timers", "generators", "owner", "files", "interrupts"},
+    {"errors", "units", "console", "timers", "generators", "operating_system", "owner", "files", "interrupts"},
     {"signals"},
     {"config"},
     {"rules"},
@@ -38,7 +38,7 @@ PUBLIC_FACES = (
 )
 
 # Packages that few runs need and all would wait for, and optional ones: only these may be imported within a function.
-SELDOM = ("fsspec", "sentencepiece", "torch._inductor")
+SELDOM = ("fsspec", "sentencepiece", "torch._inductor", "fcntl", "resource")
 OPTIONAL = ("torch.utils.tensorboard", "transformers", "gigatoken", "pyarrow", "ftfy", "datasketch", "py3langid")
 
 # The files that users start.  torch takes most of a second to load, so programs read their command line without it:

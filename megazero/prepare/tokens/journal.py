@@ -6,7 +6,6 @@ work continues after the last one.
 """
 
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -19,6 +18,7 @@ from typing import Any, Self
 
 from megazero.errors import DataError, Problem
 from megazero.files import cannot_write, sync_path
+from megazero.operating_system import lock_file
 
 JOURNAL = "journal.jsonl"
 # Errors of a disk, a quota or a limit on file sizes that is used up.
@@ -67,13 +67,14 @@ class Journal:
 
     def _lock(self) -> None:
         try:
-            fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            rule = "one process at a time makes a corpus; another one is running"
-            raise DataError(Problem(str(self.folder), rule, "another --output-prefix, or wait")) from error
+            is_ours = lock_file(self._stream.fileno(), wait=False)
         except OSError as error:
             if error.errno not in LOCKLESS:
                 raise
+            return
+        if not is_ours:
+            rule = "one process at a time makes a corpus; another one is running"
+            raise DataError(Problem(str(self.folder), rule, "another --output-prefix, or wait"))
 
     def _read(self, work: dict[str, Any]) -> None:
         self._stream.seek(0)

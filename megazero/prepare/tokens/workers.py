@@ -27,6 +27,7 @@ from multiprocessing.context import SpawnContext
 from typing import Any, NamedTuple, TypeVar
 
 from megazero.errors import DataError, Problem, UserError
+from megazero.operating_system import nameless_file
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -62,9 +63,7 @@ class _Slots:
 
     @classmethod
     def new(cls) -> "_Slots":
-        file = os.memfd_create("results")
-        os.ftruncate(file, AHEAD * SLOT_BYTES)
-        return cls(file)
+        return cls(nameless_file(AHEAD * SLOT_BYTES))
 
     def __reduce__(self) -> tuple[Callable[[Any], "_Slots"], tuple[Any]]:
         return _received, (reduction.DupFd(self._file),)

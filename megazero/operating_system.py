@@ -1,0 +1,87 @@
+"""The one place for what not every operating system has, with what is used instead.
+
+    cores of a process      its affinity (Linux), or all cores
+    memory to share         a file in memory (Linux), or a temporary file without a name
+    locks of files          flock, or os.lockf where python has no fcntl
+    most memory resident    getrusage, in KiB or in bytes (macOS); 0 where python has no resource
+
+Windows is refused (`megazero.interrupts`).
+"""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+# A container's share of time: "QUOTA PERIOD" in microseconds of all cores together; "max" where there is no limit.
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may run on, at most its container's share of time."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = map(int, _QUOTA.read_text().split())
+    except (OSError, ValueError):
+        return cores
+    return max(1, min(cores, quota // period))
+
+
+def nameless_file(size: int) -> int:
+    """Return the descriptor of a new file of `size` zeros that no other program can open: in memory where it can be."""
+    if hasattr(os, "memfd_create"):
+        file: int = os.memfd_create("megazero")
+    else:
+        file, path = tempfile.mkstemp(prefix="megazero-")
+        os.unlink(path)
+    os.ftruncate(file, size)
+    return file
+
+
+def lock_file(file: int, *, wait: bool, shared: bool = False) -> bool:
+    """Lock an open file until it is closed; return False if another process holds the lock and `wait` is False.
+
+    file: a descriptor that may be written to.  shared: other shared locks may be held too.  Raises OSError on a file
+    system without locks.
+    """
+    try:
+        from fcntl import LOCK_EX, LOCK_NB, LOCK_SH, flock
+    except ImportError:
+        return _posix_lock(file, os.F_LOCK if wait else os.F_TLOCK)
+    try:
+        flock(file, (LOCK_SH if shared else LOCK_EX) | (0 if wait else LOCK_NB))
+    except BlockingIOError:
+        return False
+    return True
+
+
+def unlock_file(file: int) -> None:
+    """Release the lock at once, even if a process that was forked has the descriptor too."""
+    try:
+        from fcntl import LOCK_UN, flock
+    except ImportError:
+        _posix_lock(file, os.F_ULOCK)
+        return
+    flock(file, LOCK_UN)
+
+
+def peak_resident_bytes() -> int:
+    """Return the most memory that this process has had resident; 0 where the system does not count it."""
+    try:
+        from resource import RUSAGE_SELF, getrusage
+    except ImportError:
+        return 0
+    return getrusage(RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _posix_lock(file: int, command: int) -> bool:
+    """Lock or unlock the whole file: `lockf` begins at the position, which is restored."""
+    position = os.lseek(file, 0, os.SEEK_CUR)
+    os.lseek(file, 0, os.SEEK_SET)
+    try:
+        os.lockf(file, command, 0)
+    except (BlockingIOError, PermissionError):  # POSIX allows either
+        return False
+    finally:
+        os.lseek(file, position, os.SEEK_SET)
+    return True
