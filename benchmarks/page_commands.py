@@ -34,6 +34,7 @@ LIMIT_SECONDS = 560.0
 _BLOCK = re.compile(
     r"(?:^<!-- (?P<kind>run small|not run):(?P<mark>.*?)-->\n+)?^```bash\n(?P<text>.*?)^```", re.MULTILINE | re.DOTALL
 )
+_FILE = re.compile(r"^cat >(\S+) <<'(\w+)'\n(.*?)^\2\n", re.MULTILINE | re.DOTALL)
 _ARROW = " => "
 Record = dict[str, Any]
 
@@ -75,6 +76,14 @@ echo "$SLURM_JOB_ID" 2>/dev/null >&3 || true""",
     }
 )
 
+_OWN_FILES = """\
+cat megazero/*/*.py megazero/*.py docs/*.md >runs/book.txt
+python tools/train_tokenizer.py --input runs/book.txt --model-type byte-level-bpe --vocab-size 1000 --output runs/gpt2
+mv runs/gpt2/vocab.json runs/gpt2-vocab.json
+mv runs/gpt2/merges.txt runs/gpt2-merges.txt
+"""
+_LAST_OWN_FILE = Path("runs", "gpt2-merges.txt")
+
 
 class Block(NamedTuple):
     """A block of commands of a page, the `number`-th from 1.
@@ -101,20 +110,24 @@ class Block(NamedTuple):
             text = text.replace(old, new)
         return text
 
+    def files(self) -> dict[str, str]:
+        """Return the files that it writes with `cat`, text by name."""
+        return {name: text for name, _, text in _FILE.findall(self.text)}
+
     def lines(self) -> list[str]:
-        """Return its lines, those that go on with a backslash joined, without what it writes into files."""
-        text = re.sub(r"(<<'(\w+)')\n.*?^\2$", r"\1", self.text, flags=re.MULTILINE | re.DOTALL)
-        return text.replace("\\\n", " ").splitlines()
+        """Return its commands, a line each, without what it writes into files."""
+        lines = _FILE.sub("", self.text).replace("\\\n", " ").splitlines()
+        return [" ".join(line.split()) for line in lines if line.strip() and not line.startswith("#")]
 
 
-def blocks(root: Path = ROOT) -> list[Block]:
+def blocks(tree: Path = ROOT) -> list[Block]:
     """Return the blocks of README.md and of the pages in docs/, in the order in which README.md lists these."""
-    readme = (root / "README.md").read_text(encoding="utf-8")
+    readme = (tree / "README.md").read_text(encoding="utf-8")
     listed = re.findall(r"\]\((docs/[\w-]+\.md)\)", readme)
-    rest = (path.relative_to(root).as_posix() for path in sorted((root / "docs").glob("*.md")))
+    rest = (path.relative_to(tree).as_posix() for path in sorted((tree / "docs").glob("*.md")))
     found = []
     for page in dict.fromkeys(("README.md", *listed, *rest)):
-        for number, match in enumerate(_BLOCK.finditer((root / page).read_text(encoding="utf-8")), 1):
+        for number, match in enumerate(_BLOCK.finditer((tree / page).read_text(encoding="utf-8")), 1):
             mark = (match["mark"] or "").strip()
             if match["kind"] == "not run":
                 found.append(Block(page, number, match["text"], reason=" ".join(mark.split())))
@@ -131,32 +144,29 @@ def _changes(mark: str) -> Iterator[tuple[str, str]]:
         yield old.strip(), new.strip()
 
 
-def make_place(folder: Path) -> None:
-    """Copy the working tree to a folder, unless it is there, with the commands of an activated environment."""
-    if not (folder / "pretrain_gpt.py").exists():
-        listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-        names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
-        for name in filter(None, names):
-            if (ROOT / name).exists() and not name.startswith("benchmarks/results/"):
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / name, folder / name)
+def make_place(tree: Path, folder: Path) -> None:
+    """Make the folder in which blocks run: a copy of a working tree with the reader's own files, unless it is there."""
     make_commands(folder)
+    if (folder / _LAST_OWN_FILE).exists():
+        return
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=tree, check=True, capture_output=True, text=True).stdout.split("\0")
+    for name in filter(None, names):
+        if (tree / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(tree / name, folder / name)
+    status, output, _ = run(_OWN_FILES, folder)
+    if status:
+        raise SystemExit(output)
 
 
 def make_commands(folder: Path) -> None:
+    """Put the commands of an activated environment, and stand-ins for Slurm's, into a folder's .venv/bin."""
     commands = folder / ".venv" / "bin"
     commands.mkdir(parents=True, exist_ok=True)
     for name, text in COMMANDS.items():
         (commands / name).write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
         (commands / name).chmod(0o755)
-
-
-OWN_FILES = """
-cat megazero/*/*.py megazero/*.py docs/*.md >runs/book.txt
-python tools/train_tokenizer.py --input runs/book.txt --model-type byte-level-bpe --vocab-size 1000 --output runs/gpt2
-mv runs/gpt2/vocab.json runs/gpt2-vocab.json
-mv runs/gpt2/merges.txt runs/gpt2-merges.txt
-"""
 
 
 def run(commands: str, folder: Path, python: str = sys.executable) -> tuple[int, str, float]:
@@ -188,9 +198,10 @@ def run(commands: str, folder: Path, python: str = sys.executable) -> tuple[int,
             status = 124
         finally:
             for number, seconds in ((signal.SIGTERM, 40.0), (signal.SIGKILL, 5.0)):  # torchrun ends its ranks itself
-                with suppress(subprocess.TimeoutExpired, ProcessLookupError):
+                if shell.poll() is None:
                     os.killpg(shell.pid, number)
-                    shell.wait(seconds)
+                    with suppress(subprocess.TimeoutExpired):
+                        shell.wait(seconds)
         output.seek(0)
         return status, output.read(), time.monotonic() - begun
 
@@ -201,15 +212,16 @@ def try_out(block: Block, folder: Path, python: str = sys.executable) -> Record:
     if block.reason:
         return {**row, "reason": block.reason}
     status, output, seconds = run(block.small(), folder, python)
-    end = {"output": output[-4000:].replace(str(folder), "FOLDER")} if status else {}
+    told = output.replace(str(folder), "FOLDER")
+    end = {"output": told if len(told) < 6000 else f"{told[:3000]}\n...\n{told[-3000:]}"} if status else {}
     return {**row, "status": status, "seconds": round(seconds, 1), **end}
 
 
-def read_records(path: Path) -> dict[str, Record]:
+def read_records(path: Path, tree: Path = ROOT) -> dict[str, Record]:
     """Return the newest record of every block that stands so on its page, in the pages' order."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     known = {(row["page"], row["text"], json.dumps(row["changes"])): row for row in map(json.loads, lines)}
-    keys = ((block, (block.page, block.text, json.dumps(block.changes))) for block in blocks())
+    keys = ((block, (block.page, block.text, json.dumps(block.changes))) for block in blocks(tree))
     return {block.name: {**known[key], "block": block.number} for block, key in keys if key in known}
 
 
@@ -219,8 +231,7 @@ def page(records: Mapping[str, Record]) -> list[str]:
     good = sum(row["status"] == 0 for row in ran)
     rows = []
     for name, row in records.items():
-        command = next(line for line in row["text"].replace("\\\n", " ").splitlines() if not line.startswith("#"))
-        command = " ".join(command.split())
+        command = Block(row["page"], row["block"], row["text"]).lines()[0]
         cut = command if len(command) <= 70 else command[:67] + "..."
         small = "; ".join(f"`{old}` => `{new}`" for old, new in row["changes"]) or "as it stands"
         outcome = f"status {row['status']}" if "status" in row else "not run"
@@ -239,6 +250,7 @@ def page(records: Mapping[str, Record]) -> list[str]:
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormat)
     parser.add_argument("--records", type=Path, required=True, help="JSON lines of what has been run; appended to")
+    parser.add_argument("--tree", type=Path, default=ROOT, help="the checkout whose pages are run")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "pages", help="where the blocks run")
     parser.add_argument("--only", default="", help='blocks whose name ("docs/data.md, block 2") or text has this word')
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no block after so long")
@@ -248,14 +260,10 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(words: Sequence[str] | None = None) -> int:
     options, begun = parse_arguments(words), time.monotonic()
-    folder = options.folder.resolve()
-    make_place(folder)
-    if not (folder / "runs" / "gpt2-merges.txt").exists():
-        status, output, _ = run(OWN_FILES, folder)
-        if status:
-            raise SystemExit(output)
-    done = {name for name, row in read_records(options.records).items() if row.get("status", 0) == 0}
-    for block in blocks():
+    folder, tree = options.folder.resolve(), options.tree.resolve()
+    make_place(tree, folder)
+    done = {name for name, row in read_records(options.records, tree).items() if row.get("status", 0) == 0}
+    for block in blocks(tree):
         if block.name in done or (options.only not in block.name and options.only not in block.text):
             continue
         if time.monotonic() - begun > 60 * options.minutes:
@@ -264,7 +272,7 @@ def main(words: Sequence[str] | None = None) -> int:
         with options.records.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(row) + "\n")
         tell(f"{block.name}: status {row.get('status', 'not run')}, {row.get('seconds', 0)} s")
-    records = read_records(options.records)
+    records = read_records(options.records, tree)
     publish(page(records), options.output)
     return int(any(row.get("status", 0) for row in records.values()))
 
