@@ -61,7 +61,7 @@ indices="" wrapped=""
 while case "$1" in --*) true ;; *) false ;; esac; do
     case "$1" in
         --job-name=*) SLURM_JOB_NAME="${1#*=}" ;;
-        --array=*) indices="$(seq "$(echo "${1#*=}" | cut -d- -f1)" "$(echo "${1#*=}" | cut -d- -f2)")" ;;
+        --array=*) indices="$(seq "$(echo "${1#*=}" | cut -d- -f1)" "${1##*-}")" SLURM_ARRAY_TASK_MAX="${1##*-}" ;;
         --wrap) wrapped="$2"; shift ;;
         --parsable) exec 3>&1 1>&2 ;;
     esac
@@ -70,6 +70,7 @@ done
 export SLURM_JOB_NAME="${SLURM_JOB_NAME:-$(basename "$1" .sbatch)}"
 for SLURM_ARRAY_TASK_ID in ${indices:-0}; do
     export SLURM_ARRAY_TASK_ID SLURM_ARRAY_TASK_COUNT="$(echo "$indices" | wc -w)" SLURM_ARRAY_TASK_MIN=0
+    export SLURM_ARRAY_TASK_MAX="${SLURM_ARRAY_TASK_MAX:-0}"
     if [ -n "$wrapped" ]; then sh -c "$wrapped"; else bash "$@"; fi || exit $?
 done
 echo "$SLURM_JOB_ID" 2>/dev/null >&3 || true""",
@@ -155,6 +156,8 @@ def make_place(tree: Path, folder: Path) -> None:
         if (tree / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(tree / name, folder / name)
+    # Only in a checkout do linters pass over what .gitignore names.
+    subprocess.run(["git", "init", "--quiet"], cwd=folder, check=True)
     status, output, _ = run(_OWN_FILES, folder)
     if status:
         raise SystemExit(output)
@@ -238,7 +241,8 @@ def page(records: Mapping[str, Record]) -> list[str]:
         rows.append([name, f"`{cut}`".replace("|", "\\|"), row.get("reason", small), outcome, row.get("seconds", "-")])
     words = (
         f"{len(records)} blocks, {len(ran)} run, {good} of them to their end without an error."
-        " Each ran after those above it, in one folder, on the text of this project in place of a book."
+        " Each ran after those above it, in one folder, on the text of this project in place of a book; seconds include"
+        " what else the machine was doing."
     )
     return [
         heading("Every command of the pages, run small", "cpu"),
