@@ -24,6 +24,13 @@ def format_duration(seconds: float) -> str:
     return f"{hours}h{minutes:02d}m{rest:02d}s" if hours else f"{minutes}m{rest:02d}s"
 
 
+def counted(number: int, thing: str) -> str:
+    """Return the number with its noun: "1 process", "2 processes", "3 chunks"."""
+    if number == 1:
+        return f"1 {thing}"
+    return f"{number} {thing}{'es' if thing.endswith(('s', 'ch')) else 's'}"
+
+
 def _scaled(value: float, base: float, names: tuple[str, ...], gap: str) -> str:
     index = 0
     while round(abs(value), 1) >= base and index < len(names) - 1:  # as it will be printed

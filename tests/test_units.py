@@ -2,7 +2,7 @@
 
 import pytest
 
-from megazero.units import format_bytes, format_count, format_duration
+from megazero.units import counted, format_bytes, format_count, format_duration
 
 
 @pytest.mark.parametrize(
@@ -60,3 +60,9 @@ def test_counts(count: float, text: str) -> None:
 )
 def test_durations(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
+
+
+def test_counts_in_words() -> None:
+    words = (counted(1, "process"), counted(2, "process"), counted(1, "micro-batch"), counted(0, "micro-batch"))
+    assert words == ("1 process", "2 processes", "1 micro-batch", "0 micro-batches")
+    assert (counted(1, "chunk"), counted(3, "layer")) == ("1 chunk", "3 layers")

@@ -259,6 +259,8 @@ def _publish(output: Path, described: str, tensors: Mapping[str, Tensor]) -> Non
         temporary.mkdir(parents=True)
         (temporary / CONFIG_FILE).write_text(described, encoding="utf-8")
         save_file(dict(tensors), temporary / WEIGHTS_FILE, metadata={"format": "pt"})
+        # safetensors makes a file that only its owner may read, whatever the umask allows.
+        (temporary / WEIGHTS_FILE).chmod((temporary / CONFIG_FILE).stat().st_mode)
         for path in (temporary / CONFIG_FILE, temporary / WEIGHTS_FILE, temporary):
             sync_path(path)
         os.replace(temporary, output)

@@ -5,7 +5,9 @@
 """
 
 import argparse
-from collections.abc import Sequence
+import difflib
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from megazero.config.fields import parameter
@@ -41,7 +43,48 @@ class Flags(argparse.ArgumentParser):
         return parsed, rest
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(*self.problems, Problem(message, "flags and their values are those that --help lists"))
+        raise ConfigError(*self.problems, *self._problems_of(message))
+
+    def _problems_of(self, message: str) -> Iterator[Problem]:
+        """Yield the problems that a message of argparse is about, one for each flag; else one with its text."""
+        kind, _, rest = message.partition(": ")
+        choice = re.fullmatch(r"argument (.+?): invalid choice: '?(.*?)'? \(choose from .*\)", message)
+        if kind == "the following arguments are required":
+            yield from (self._missing(name) for name in rest.split(", "))
+        elif kind == "unrecognized arguments":
+            near = difflib.get_close_matches(rest.split()[0].partition("=")[0], self._spellings())
+            yield Problem(rest, "there is no flag of this name; --help lists those that there are", ", ".join(near))
+        elif choice is not None:
+            legal = list(map(str, self._find(choice[1]).choices or ()))
+            near = difflib.get_close_matches(choice[2], legal, n=1) or legal
+            word = choice[1] if choice[1].startswith("-") else ""
+            shown = ", ".join(f"{word} {each}".strip() for each in near)
+            yield Problem(f"{word} {choice[2]}".strip(), f"{choice[1]} is one of {', '.join(legal)}", shown)
+        else:
+            yield Problem(message, "flags and their values are those that --help lists")
+
+    def _find(self, name: str) -> argparse.Action:
+        """Return the argument that argparse's messages name so: by its spellings, its metavar or its destination."""
+        names = {"/".join(each.option_strings) or str(each.metavar or each.dest): each for each in self._actions}
+        return names[name]
+
+    def _missing(self, name: str) -> Problem:
+        action = self._find(name)
+        metavar = action.metavar[0] if isinstance(action.metavar, tuple) else action.metavar
+        values = tuple(map(str, action.choices or ())) or (str(metavar or action.dest.upper()),)
+        flag = action.option_strings[0] if action.option_strings else ""
+        legal = ", ".join(f"{flag} {value}".strip() for value in values)
+        return Problem(
+            f"{name} is missing", f"{self.prog} needs it" + (f": {action.help}" if action.help else ""), legal
+        )
+
+    def _spellings(self) -> list[str]:
+        """Return every flag, those of subcommands too."""
+        found = [spelling for action in self._actions for spelling in action.option_strings]
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                found += [spelling for each in action.choices.values() for spelling in each._option_string_actions]
+        return found
 
     def print_help(self, file: Any = None) -> None:
         Console().line(self.format_help())

@@ -8,9 +8,9 @@ from megazero.command_line.tools import Flags, HelpFormatter, Number
 from megazero.console import Console
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.samples import SPLIT_NAMES
-from megazero.data.sidecar import read_sidecar
+from megazero.data.sidecar import Sidecar, read_sidecar
 from megazero.data.storage import Access
-from megazero.data.tokenizers import Tokenizer, load_tokenizer
+from megazero.data.tokenizers import FILES, Tokenizer, TokenizerSpec, load_tokenizer
 from megazero.errors import ConfigError, Problem
 from megazero.prepare.arguments import add_tokenizer_arguments, local_path, tokenizer_spec
 from megazero.prepare.inspect.compare import difference_lines, find_difference
@@ -82,15 +82,27 @@ def compare(dataset: IndexedDataset, other: IndexedDataset, tokenizer: Tokenizer
     return 0 if difference is None else DIFFERENT
 
 
+def _tokenizer_flags(sidecar: Sidecar | None) -> str:
+    """Return the flags that name the tokenizer of a corpus, as far as they are known."""
+    if sidecar is None or sidecar.tokenizer_type not in FILES:
+        return "--tokenizer-type and its files"
+    files = (f" --{name.replace('_', '-')} FILE" for name in FILES[sidecar.tokenizer_type])
+    return f"--tokenizer-type {sidecar.tokenizer_type}{''.join(files)}"
+
+
 def main(words: Sequence[str]) -> int:
     """Open the corpus (which checks the index, or parts of a large one), then print the parts that the flags select."""
     arguments, console = parse_arguments(words), Console()
     tokenizer = load_tokenizer(tokenizer_spec(arguments)) if arguments.tokenizer_type else None
     dataset = IndexedDataset(arguments.prefix, BY_READING)
     sidecar = read_sidecar(dataset)
+    if tokenizer is None and sidecar is not None and not FILES.get(sidecar.tokenizer_type, ("unknown",)):
+        tokenizer = load_tokenizer(TokenizerSpec(sidecar.tokenizer_type))  # a tokenizer without files
     console.line("\n".join(header_lines(dataset, sidecar)))
     selected = (arguments.document, arguments.sample, arguments.compare)
     beginnings = arguments.documents if arguments.documents is not None else 3 * (selected == (None, None, None))
+    if beginnings and tokenizer is None:
+        console.line(f"shown          as ids; as text with {_tokenizer_flags(sidecar)}")
     for number in range(min(beginnings, dataset.num_documents)):
         console.line(f"document {number}     {shown_document(dataset, number, arguments.tokens, tokenizer)}")
     if arguments.lengths or arguments.picture is not None:

@@ -10,7 +10,7 @@ from megazero.console import Console
 from megazero.errors import ConfigError, Problem
 from megazero.prepare.tokens.array_shards import find_prefixes
 from megazero.prepare.tokens.merge import merge, open_inputs
-from megazero.units import format_bytes, format_duration
+from megazero.units import counted, format_bytes, format_duration
 
 
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -39,11 +39,11 @@ def main(words: Sequence[str]) -> None:
     size = format_bytes(total * parts[0].dtype.itemsize)
     console.line(f"{len(parts)} corpora with {total} tokens, {size}, in this order:")
     for part in parts:
-        console.line(f"  {part.prefix}: {part.documents} documents, {part.tokens} tokens")
+        console.line(f"  {part.prefix}: {counted(part.documents, 'document')}, {part.tokens} tokens")
     with console.progress() as progress:
         task = progress.add_task("tokens", total=total)
         merged = merge(parts, arguments.output_prefix, lambda tokens: progress.advance(task, tokens))
-    done = f"{merged.documents} documents, {merged.tokens} tokens in {format_duration(time.monotonic() - started)}"
-    console.line(f"{arguments.output_prefix}: {done}")
+    counts = f"{counted(merged.documents, 'document')}, {merged.tokens} tokens"
+    console.line(f"{arguments.output_prefix}: {counts} in {format_duration(time.monotonic() - started)}")
     if merged.without:
         console.line(f"no .json is written, since {merged.without[0]} has none ({len(merged.without)} without in all)")

@@ -18,7 +18,7 @@ from megazero.prepare.arguments import (
     tokenizer_spec,
 )
 from megazero.prepare.tokens.preprocess import PreprocessRequest, preprocess
-from megazero.units import format_bytes, format_count, format_duration
+from megazero.units import counted, format_bytes, format_count, format_duration
 
 
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -108,8 +108,8 @@ def main(words: Sequence[str]) -> None:
     for prefix, sidecar in done.corpora:
         ratio = f"{sidecar.text_bytes / sidecar.tokens:.2f} bytes a token" if sidecar.tokens else "no token"
         console.line(
-            f"{prefix}: {sidecar.documents} documents, {sidecar.tokens} tokens, vocabulary {sidecar.vocab_size}, "
-            f"{format_bytes(sidecar.text_bytes)} of text, {ratio}"
+            f"{prefix}: {counted(sidecar.documents, 'document')}, {sidecar.tokens} tokens, "
+            f"vocabulary {sidecar.vocab_size}, {format_bytes(sidecar.text_bytes)} of text, {ratio}"
         )
     if done.bad_lines:
         console.line(f"{format_count(done.bad_lines)} lines skipped, listed in {done.bad_lines_file}")

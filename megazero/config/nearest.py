@@ -1,4 +1,4 @@
-"""Finds the legal values nearest to a given one, and writes them as flags and as counts in words."""
+"""Finds the legal values nearest to a given one, and writes them as flags."""
 
 import math
 from collections.abc import Iterable
@@ -32,10 +32,3 @@ def _nearest_first(numbers: Iterable[int], value: int) -> tuple[int, ...]:
 def flags(flag: str, values: Iterable[int]) -> str:
     """Return the flag with each of the values: "--seq-length 8, --seq-length 16"."""
     return ", ".join(f"{flag} {value}" for value in values)
-
-
-def counted(number: int, thing: str) -> str:
-    """Return the number with its noun: "1 process", "2 processes", "3 chunks"."""
-    if number == 1:
-        return f"1 {thing}"
-    return f"{number} {thing}{'es' if thing.endswith(('s', 'ch')) else 's'}"

@@ -14,14 +14,16 @@ import numpy as np
 
 from megazero.data.blend import BlendedSamples, WeightedPrefix, parse_data_path
 from megazero.data.indexed_dataset import CHECK_BLOCK, IndexedDataset
-from megazero.data.samples import SPLIT_NAMES, Samples, SampleSource, Split, SplitRanges, parse_split, split_sequences
+from megazero.data.samples import SPLIT_NAMES, Samples, SampleSource, Split, parse_split, split_sequences
 from megazero.data.sidecar import Sidecar, read_sidecar
 from megazero.data.storage import PLAIN_ACCESS, Access
 from megazero.data.tokenizers import TokenizerSpec
 from megazero.errors import DataError, Problem, raise_problems
 from megazero.rules.files import DATA_PATH, DEFAULT_SPLIT
+from megazero.units import counted
 
 MEASURED_TOKENS = 1 << 24
+_WHOLE_SEQUENCES = "--split deals out whole documents, or sequences of --split-documents, one at least to what is read"
 
 
 class _Corpus(NamedTuple):
@@ -152,7 +154,7 @@ class Corpora:
     def describe(self) -> list[str]:
         """Return a line for every corpus: counts, and sequences by split."""
         return [
-            f"{dataset.name}: {dataset.num_documents} documents, {dataset.num_tokens} tokens; sequences "
+            f"{dataset.name}: {counted(dataset.num_documents, 'document')}, {dataset.num_tokens} tokens; sequences "
             + ", ".join(
                 f"{split} {len(self._sequences(dataset, split))}"
                 for split, mixture in self._mixtures.items()
@@ -190,8 +192,11 @@ class Corpora:
         ranges = split_sequences(dataset.num_sequences, shares)
         counts = ", ".join(f"{name} {len(part)}" for name, part in ranges._asdict().items())
         origin = " (the default)" if text == DEFAULT_SPLIT else ""
-        given = f"--split {text}{origin}: {split} has no sample; of {dataset.num_sequences} sequences: {counts}"
-        return Problem(f"{given}; {problem.given}", problem.rule, _legal_split(ranges, split) or problem.legal)
+        whole = counted(dataset.num_sequences, "sequence")
+        given = f"--split {text}{origin}: {split} has no sample; of {whole}: {counts}"
+        if len(ranges[SPLIT_NAMES.index(split)]) > 0:
+            return Problem(f"{given}; {problem.given}", problem.rule, problem.legal)
+        return Problem(f"{given}; {dataset.name}", _WHOLE_SEQUENCES, _legal_split(dataset.num_sequences))
 
 
 def own_flag(split: str) -> str:
@@ -207,13 +212,13 @@ def _mixed(mixture: Sequence[WeightedPrefix], sources: Sequence[SampleSource]) -
     return BlendedSamples(sources, [weighted.weight or source.samples_per_epoch for weighted, source in pairs])
 
 
-def _legal_split(ranges: SplitRanges, split: str) -> str:
-    """Return a split with at least one sequence in every part, if the corpus has enough of them."""
-    count = ranges[-1].stop
-    if count < len(SPLIT_NAMES) or len(ranges[SPLIT_NAMES.index(split)]) > 0:
-        return ""
-    share = max(1, count // 20)
-    return f"more documents, or --split {count - 2 * share},{share},{share}"
+def _legal_split(num_sequences: int) -> str:
+    """Return what gives every part of a split a sequence at least."""
+    if num_sequences < len(SPLIT_NAMES):
+        flags = ", ".join(map(own_flag, SPLIT_NAMES))
+        return f"--text-rule blocks or --split-documents N in preprocessing, or a corpus for each part ({flags})"
+    share = max(1, num_sequences // 20)
+    return f"more documents, or --split {num_sequences - 2 * share},{share},{share}"
 
 
 def _bytes_per_token(dataset: IndexedDataset, sidecar: Sidecar, tokens: range) -> float:

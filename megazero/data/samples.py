@@ -31,6 +31,7 @@ from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.permutation import Epochs
 from megazero.errors import DataError, Problem
 from megazero.rules.files import split_shares
+from megazero.units import counted
 
 SPLIT_NAMES = ("train", "valid", "test")
 
@@ -162,9 +163,10 @@ class RemainingSamples:
 
 
 def _no_sample(source: SampleSource, prefix: str, num_sequences: int) -> DataError:
+    counts = f"{counted(num_sequences, 'sequence')} with {source.num_tokens} tokens"
     return DataError(
         Problem(
-            f"{prefix}: {num_sequences} sequences with {source.num_tokens} tokens in this part of the corpus",
+            f"{prefix}: {counts} in this part of the corpus",
             f"a sample takes {source.seq_length + 1} tokens (--seq-length {source.seq_length} and one label)",
             f"a --seq-length below {source.num_tokens}" if source.num_tokens > 1 else "a larger share, or more text",
         )

@@ -14,6 +14,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megazero.units import counted
+
 AXES = ("pp", "dp", "tp")  # outermost first
 WORLD = "world"  # the pseudo-axis that holds every rank
 ENDS = "ends"  # the pseudo-axis of the first and the last pipeline stage, which share a tied embedding
@@ -80,7 +82,7 @@ class Topology:
 
     def describe(self) -> str:
         """Return the degrees as text: `pipeline 1 x data 2 x tensor 2 = 4 ranks`."""
-        return f"pipeline {self.pp} x data {self.dp} x tensor {self.tp} = {self.world_size} ranks"
+        return f"pipeline {self.pp} x data {self.dp} x tensor {self.tp} = {counted(self.world_size, 'rank')}"
 
     def _line(self, axis: str, place: Mapping[str, int]) -> tuple[int, ...]:
         return tuple(self.rank_of(**{**place, axis: index}) for index in range(self.size(axis)))

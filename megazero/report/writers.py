@@ -28,7 +28,7 @@ class MetricsWriter(Protocol):
         """Write one evaluation."""
 
     def close(self) -> None:
-        """Write everything that is still buffered, and close."""
+        """Write everything that is still buffered, and close; a second call does nothing."""
 
 
 # The timers of --profile-backward, which a line shows for the last step.

@@ -8,10 +8,11 @@ import math
 from collections.abc import Callable, Iterator
 
 from megazero.config import derived
-from megazero.config.nearest import counted, flags, near_divisors, neighbours
+from megazero.config.nearest import flags, near_divisors, neighbours
 from megazero.config.run import RunConfig
 from megazero.config.validate import Unknown
 from megazero.errors import Problem
+from megazero.units import counted
 
 _STAGES = "--pipeline-model-parallel-size"
 _VIRTUAL = "--num-layers-per-virtual-pipeline-stage"

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 
 from megazero.config import derived
-from megazero.config.nearest import counted, flags, near_divisors, neighbours
+from megazero.config.nearest import flags, near_divisors, neighbours
 from megazero.config.run import RunConfig
 from megazero.config.validate import Unknown
 from megazero.config.values import Diagnostics
@@ -21,6 +21,7 @@ from megazero.rules import float8 as float8_rules
 from megazero.rules import pipeline as pipeline_rules
 from megazero.rules.optimizer import choose_for_run, sweep_for_run
 from megazero.rules.states import STATE_RULES, StateRule
+from megazero.units import counted
 
 _TENSOR, _PIPELINE = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 

@@ -512,7 +512,8 @@ def _saver(
     steps = steps_to_save(resumed.state.iteration, last, config.checkpoint.save_interval)
     if notice := saver.check_space(steps, saved_kinds(optimizer_choice(config.optimizer))):
         console.line(notice)
-    saver.begin()
+    if last > resumed.state.iteration or not goes_on_in_root:  # what only evaluates leaves the training's file there
+        saver.begin()
     return saver
 
 

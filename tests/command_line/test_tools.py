@@ -79,11 +79,44 @@ def test_all_problems_at_once() -> None:
         parser().parse_args(["--count", "0"])
     assert [p.given for p in caught.value.problems] == [
         "--count 0",
-        "the following arguments are required: --name",
+        "--name is missing",
     ]
     with pytest.raises(ConfigError) as caught:
         parser().parse_args(["--count", "0", "--name", "a", "--counts"])
-    assert [p.given for p in caught.value.problems] == ["--count 0", "unrecognized arguments: --counts"]
+    assert [p.given for p in caught.value.problems] == ["--count 0", "--counts"]
+
+
+def test_problems_of_argparse_have_the_form_of_all_others() -> None:
+    tool = Flags(prog="megazero tool", allow_abbrev=False)
+    tool.add_argument("prefix", metavar="PREFIX", help="the corpus")
+    tool.add_argument("--kind", choices=("bpe", "unigram"), required=True, help="the kind of tokenizer")
+    rows = {
+        "": [
+            ("PREFIX is missing", "megazero tool needs it: the corpus", "PREFIX"),
+            ("--kind is missing", "megazero tool needs it: the kind of tokenizer", "--kind bpe, --kind unigram"),
+        ],
+        "p --kind unigramm": [("--kind unigramm", "--kind is one of bpe, unigram", "--kind unigram")],
+        "p --kind bpe --knd 3": [
+            ("--knd 3", "there is no flag of this name; --help lists those that there are", "--kind")
+        ],
+        "p --kind": [
+            ("argument --kind: expected one argument", "flags and their values are those that --help lists", "")
+        ],
+    }
+    for line, problems in rows.items():
+        with pytest.raises(ConfigError) as caught:
+            tool.parse_args(line.split())
+        assert [(p.given, p.rule, p.legal) for p in caught.value.problems] == problems
+    commands = Flags(prog="megazero tools")
+    one = commands.add_subparsers(dest="command", required=True).add_parser("one")
+    one.add_argument("--length")
+    for line, (given, legal) in {
+        "": ("command is missing", "one"),
+        "one --lengths 3": ("--lengths 3", "--length"),
+    }.items():
+        with pytest.raises(ConfigError) as caught:
+            commands.parse_args(line.split())
+        assert [(problem.given, problem.legal) for problem in caught.value.problems] == [(given, legal)]
 
 
 def test_flags_of_several_processes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,8 @@ def test_there_and_back(tmp_path: Path, main: Main, capsys: pytest.CaptureFixtur
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == 256
     main(["import", "--input", str(tmp_path / "hf"), "--save", str(tmp_path / "back")])
     assert "step 7" in capsys.readouterr().out
+    modes = {path.name: path.stat().st_mode for path in (tmp_path / "hf").iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"]
     back = open_checkpoint(tmp_path / "back")
     assert back.parameters.keys() == weights.keys()
     for name, value in weights.items():

@@ -5,8 +5,11 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+import pytest
+from support.sidecars import byte_sidecar, write_sidecar
 from support.token_files import write_corpus
 
+from megazero.commands.inspect import main
 from megazero.config.run import TrainingConfig
 from megazero.data.corpora import Corpora
 
@@ -34,9 +37,24 @@ def test_by_itself_it_shows_counts_and_beginnings(tmp_path: Path) -> None:
     done = run(texts(tmp_path / "c", "a", "b", "c", "d"), "--tokens", 1)
     assert done.returncode == 0, done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()] == [
-        "corpus", "documents", "sequences", "tokens", "tokenizer", "document", "document", "document",
+        "corpus", "documents", "sequences", "tokens", "tokenizer", "shown", "document", "document", "document",
     ]  # fmt: skip
+    assert "shown          as ids; as text with --tokenizer-type and its files\n" in done.stdout
     assert done.stdout.endswith("document 2     [99] ... (2 tokens)\n")
+
+
+def test_text_is_shown_where_the_corpus_names_a_tokenizer_without_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefix = texts(tmp_path / "c", "a text")
+    counts = {"documents": 1, "tokens": 7, "text_bytes": 6}
+    write_sidecar(prefix, byte_sidecar(**counts))
+    assert main([prefix]) == 0
+    assert "document 0     'a text<|endoftext|>' (7 tokens)" in capsys.readouterr().out
+    write_sidecar(prefix, byte_sidecar(**counts, tokenizer_type="GPT2BPETokenizer"))
+    assert main([prefix]) == 0
+    told = "shown          as ids; as text with --tokenizer-type GPT2BPETokenizer --vocab-file FILE --merge-file FILE\n"
+    assert told in capsys.readouterr().out
 
 
 def test_everything_at_once(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megazero.config.nearest import counted, flags, near_divisors, neighbours
+from megazero.config.nearest import flags, near_divisors, neighbours
 
 
 def test_the_nearer_comes_first() -> None:
@@ -19,12 +19,6 @@ def test_flags_with_values() -> None:
 def test_divisors_that_are_multiples() -> None:
     assert near_divisors(36, 7, multiple_of=4) == (4, 12)
     assert near_divisors(9, 3, multiple_of=2) == ()
-
-
-def test_counts_in_words() -> None:
-    words = (counted(1, "process"), counted(2, "process"), counted(1, "micro-batch"), counted(0, "micro-batch"))
-    assert words == ("1 process", "2 processes", "1 micro-batch", "0 micro-batches")
-    assert (counted(1, "chunk"), counted(3, "layer")) == ("1 chunk", "3 layers")
 
 
 @given(st.integers(1, 10_000), st.integers(1, 300))

@@ -143,8 +143,8 @@ def test_own_corpora_are_used_whole(own: dict[str, list[str]]) -> None:
     assert inputs(corpora, "valid", 25) == [*range(1000, 1100)]
     assert corpora.describe() == [
         f"{own['train'][0]}: 3 documents, 401 tokens; sequences train 3",
-        f"{own['train'][1]}: 1 documents, 201 tokens; sequences train 1",
-        f"{own['valid'][0]}: 1 documents, 101 tokens; sequences valid 1",
+        f"{own['train'][1]}: 1 document, 201 tokens; sequences train 1",
+        f"{own['valid'][0]}: 1 document, 101 tokens; sequences valid 1",
     ]
 
 
@@ -181,7 +181,7 @@ def test_the_problems_of_all_own_corpora_come_together(own: dict[str, list[str]]
 
 
 def test_an_own_corpus_too_short_for_a_sample_is_refused_with_its_flag(own: dict[str, list[str]]) -> None:
-    with pytest.raises(DataError, match=r"--valid-data-path: .*held_out: 1 sequences with 101 tokens"):
+    with pytest.raises(DataError, match=r"--valid-data-path: .*held_out: 1 sequence with 101 tokens"):
         Corpora(own_paths=own).samples("valid", seq_length=200, seed=1, vocab_size=5000)
 
 

@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from support.pages import block_with
 from support.processes import run_ranks
 from support.source_tree import ROOT
 from torch import Tensor, nn
@@ -167,8 +168,7 @@ needs_accelerate = pytest.mark.skipif(
 
 def run_page(folder: Path, name: str, edits: dict[str, str] | None = None) -> str:
     """Run the commands of the page that write and start runs/NAME.py, and return what they print."""
-    page = (ROOT / "docs" / "accelerate.md").read_text()
-    (block,) = [each for each in re.findall(r"```bash\n(.*?)```", page, re.S) if f"cat >runs/{name}.py" in each]
+    block = block_with("docs/accelerate.md", f"cat >runs/{name}.py").text
     launcher = f"{sys.executable} -m torch.distributed.run"
     for old, new in {"torchrun": launcher, **(edits or {})}.items():
         assert old in block

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.launch import torchrun
+from support.pages import block_with
 from support.source_tree import ROOT
 from support.warm_python import warm_python
 
@@ -21,11 +22,11 @@ SET |= {"global_steps", "global_samples", "skipped_steps", "world_size", "mp_wor
 
 @pytest.mark.gloo
 def test_the_program_of_the_page_trains(tmp_path: Path) -> None:
-    found = re.search(r"^```bash\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    assert found is not None
-    for name, text in re.findall(r"^cat >(\S+) <<'\w+'\n(.*?)^[A-Z]+$", found[1], re.MULTILINE | re.DOTALL):
+    block = block_with("docs/deepspeed.md", "cat >runs/ds_program.py")
+    (tmp_path / "runs").mkdir()
+    for name, text in block.files().items():
         (tmp_path / name).write_text(text)
-    words = shlex.split(found[1].splitlines()[-1])
+    words = shlex.split(block.lines()[-1])
     assert words[:4] == ["torchrun", "--standalone", "--nproc-per-node", "2"]
     path, arguments = tmp_path / words[4], words[5:]
     with torchrun(arguments, ranks=2, folder=tmp_path, path=path, python=warm_python()) as program:

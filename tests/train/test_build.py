@@ -204,6 +204,14 @@ def test_the_configuration_that_is_saved_names_the_vocabulary(tmp_path: Path) ->
     assert "vocab_size: 257" in (tmp_path / "config.yaml").read_text()
 
 
+def test_a_finished_run_that_only_evaluates_leaves_the_saved_configuration(saved: Path) -> None:
+    for train_iters in (3, 5):
+        run = built(train_iters=train_iters, log_interval=7, load=str(saved), save=str(saved), **GO_ON)
+        assert run.saver is not None
+        run.saver.close()
+        assert ("log_interval: 7" in (saved / "config.yaml").read_text()) == (train_iters > 3)
+
+
 # --- resuming ---------------------------------------------------------------------------------------------------------
 
 GO_ON: dict[str, Any] = {"lr_decay_style": "linear", "lr_decay_iters": 10}

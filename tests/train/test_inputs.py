@@ -140,6 +140,17 @@ def test_the_default_split_is_called_the_default(tmp_path: Path) -> None:
         opened(data_path=(prefix,), vocab_size=257, evaluates=True)
 
 
+def test_a_corpus_of_one_document_is_refused_with_what_helps(tmp_path: Path) -> None:
+    """No share of a split helps there."""
+    prefix = write_corpus(tmp_path / "c", [[[1] * 1000]])
+    with pytest.raises(DataError, match="of 1 sequence: train 1, valid 0, test 0") as caught:
+        opened(data_path=(prefix,), vocab_size=257, evaluates=True, split="949,50,1")
+    (problem,) = caught.value.problems
+    assert "deals out whole documents" in problem.rule
+    for way in ("--text-rule blocks", "--split-documents", "--valid-data-path"):
+        assert way in problem.legal
+
+
 def test_a_file_that_is_no_tokenizers_is_reported_before_the_corpus(described: str, tmp_path: Path) -> None:
     (tmp_path / "text.model").write_text("no model")
     with pytest.raises(DataError) as caught:

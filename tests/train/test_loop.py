@@ -102,7 +102,7 @@ def test_timetable(settings: dict[str, Any], written: str, checkpoints: list[int
     assert told.reason == reason
     assert places(tmp_path) == written
     assert saved(tmp_path) == checkpoints
-    assert reason in told.text.splitlines()
+    assert told.text.splitlines()[-1] == reason
     assert told.text.count("saved checkpoint of iteration") == len(checkpoints)
 
 
@@ -111,7 +111,7 @@ def test_what_a_run_prints(tmp_path: Path) -> None:
     whose, first, *rest = told.text.splitlines()
     assert whose == f"{read_run(tmp_path / 'save')} begins: checkpoints in {tmp_path / 'save'}"
     assert first.startswith(
-        "pipeline 1 x data 1 x tensor 1 = 1 ranks on cpu | parameters on this rank: 7.2K | model states"
+        "pipeline 1 x data 1 x tensor 1 = 1 rank on cpu | parameters on this rank: 7.2K | model states"
     )
     assert [line.split("iteration")[1].split("|")[0].strip() for line in rest if " | lm loss" in line] == [
         "1/4",
@@ -197,7 +197,7 @@ def test_a_run_keeps_its_id_and_a_journal(tmp_path: Path) -> None:
     assert [(entry["run"], entry["iteration"]) for entry in starts] == [(first.id, 0), (first.id, 2), (first.id, 4)]
     assert [entry["checkpoint"] for entry in starts[:2]] == [None, str(tmp_path / "save" / "step_0000002")]
     facts = {"host": first.host, "world_size": 1, "torch": torch.__version__, "finetune": False}
-    assert facts.items() <= starts[0].items() and "tensor 1 = 1 ranks on cpu" in starts[0]["layout"]
+    assert facts.items() <= starts[0].items() and "tensor 1 = 1 rank on cpu" in starts[0]["layout"]
     changes = {entry["setting"]: (entry["from"], entry["to"]) for entry in entries if entry["event"] == "change"}
     assert changes == {"lr": (1e-2, 5e-3), "override_opt_param_scheduler": (False, True)}
     stops = [entry["reason"] for entry in entries if entry["event"] == "stop"]

@@ -12,6 +12,7 @@ import numpy as np
 from megazero.data.indexed_dataset import CHECK_BLOCK, IndexedDataset, Tokens
 from megazero.data.tokenizers import Tokenizer
 from megazero.prepare.inspect.lengths import document_lengths
+from megazero.units import counted
 
 # The number of tokens shown on either side of the first one that differs.
 _AROUND = 8
@@ -138,7 +139,8 @@ def difference_lines(
     place += "" if difference.position is None else f", position {difference.position}"
     lines = [f"different      {place + ': ' if place else ''}{difference.what}"]
     for name, dataset, token in zip(("here", "there"), (one, other), difference.tokens, strict=True):
-        counts = f"{dataset.num_documents} documents, {dataset.num_sequences} sequences, {dataset.num_tokens} tokens"
+        documents = counted(dataset.num_documents, "document")
+        counts = f"{documents}, {counted(dataset.num_sequences, 'sequence')}, {dataset.num_tokens} tokens"
         lines.append(f"{name:<15}{dataset.name}: {counts}")
         if difference.position is not None:
             lines.append(" " * 15 + _shown(dataset, difference, token, tokenizer))

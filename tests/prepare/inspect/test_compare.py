@@ -115,7 +115,7 @@ def test_a_difference_is_told_with_what_is_around_it(tmp_path: Path) -> None:
     found = find_difference(one, other, lambda tokens: None)
     lines = difference_lines(one, other, found, None)
     assert lines[0] == "different      document 0, position 11: one document ends here"
-    assert lines[1].endswith("a: 1 documents, 1 sequences, 16 tokens")
+    assert lines[1].endswith("a: 1 document, 1 sequence, 16 tokens")
     assert "then 32, [100, 111, 119, 110]" in lines[2] and "then the end, []" in lines[4]
     lines = difference_lines(one, other, found, ByteTokenizer())
     assert lines[2].strip() == "' cat sat' then 32 ' ', 'down'" and lines[4].strip() == "' cat sat' then the end, ''"
