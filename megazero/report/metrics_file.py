@@ -41,6 +41,9 @@ class MetricsFile:
     def evaluation(self, evaluation: Evaluation) -> None:
         self._write({"evaluation": _evaluation_record(evaluation)})
 
+    def flush(self) -> None:
+        """Nothing is held back: every line is flushed as it is written."""
+
     def close(self) -> None:
         if not self._file.closed:
             self._file.flush()

@@ -6,6 +6,7 @@
 
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -53,7 +54,7 @@ from megazero.report.memory_report import closing_lines, opening_line
 from megazero.report.metrics import Rates, flops_per_token, peak_tflops
 from megazero.report.pipeline_report import PipelineReport
 from megazero.report.stragglers import StragglerReport
-from megazero.report.writers import open_writers
+from megazero.report.writers import as_markdown, open_writers
 from megazero.rules.optimizer import optimizer_choice
 from megazero.rules.run import compiled_under_ledger
 from megazero.tensor_parallel.deferred import DeferredGradients
@@ -149,7 +150,7 @@ def build_components(
         raise ConfigError(compiled_under_ledger("a kept ledger", config.training.compile))
     attention = choose_for_run(config, mesh.device, mesh.world)
     padded, stage = padded_vocab_size(config, vocab_size), mesh.coordinate("pp")
-    are_written = config.logging.log_timers_to_tensorboard and config.logging.tensorboard_dir is not None
+    are_written = config.logging.log_timers_to_tensorboard and derived.tensorboard_dir(config) is not None
     timers = Timers(mesh.device, waits=are_written or config.activations.profile_backward)
     random = RandomRegions(config.training.seed, mesh.coordinate("tp"), mesh.device)
     rank = RankParts(mesh.axis("tp"), mesh.device, random, ledger, timers)
@@ -327,10 +328,11 @@ def _assemble_on(
     """Build a run on its mesh; lock: that of --save, on rank 0."""
     console = Console(launch.rank)
     padded = padded_vocab_size(config, inputs.vocab_size)
-    drawing = draw_layout(mesh.topology, launch.nodes) if launch.world_size > 1 else []
-    if drawing and not launch.ranks_per_node:
+    drawing = draw_layout(mesh.topology, launch.nodes)
+    if launch.world_size > 1 and not launch.ranks_per_node:
         console.line("the launcher doesn't say which rank is on which node (LOCAL_WORLD_SIZE): all are taken for one")
-    for line in (*drawing, *describe_stages(config, padded)):
+    stages = describe_stages(config, padded)
+    for line in (*(drawing if launch.world_size > 1 else ()), *stages):
         console.line(line)
     activations, reasons = resolve_activations(config, mesh, vocab_size=inputs.vocab_size, padded_vocab_size=padded)
     for reason in reasons:
@@ -365,7 +367,7 @@ def _assemble_on(
         held_out=_held_out(config, inputs, layout),
         timetable=_timetable(config, _last_iteration(config, resumed.state, launch.world_size)),
         saver=saver,
-        reporting=_reporting(config, console, components, inputs, resumed.state),
+        reporting=_reporting(config, console, components, inputs, resumed.state, layout=[*drawing, *stages]),
         journal=journal,
         launcher=launch.launcher,
     )
@@ -564,19 +566,28 @@ def _mask_bytes(config: RunConfig) -> int:
 
 
 def _reporting(
-    config: RunConfig, console: Console, components: RunComponents, inputs: RunInputs, state: TrainState
+    config: RunConfig,
+    console: Console,
+    components: RunComponents,
+    inputs: RunInputs,
+    state: TrainState,
+    *,
+    layout: Sequence[str],
 ) -> Reporting:
+    """Return the writers and reports of a run; layout: its drawing, for TensorBoard."""
     device, world_size = components.mesh.device, components.mesh.topology.world_size
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     flops = flops_per_token(config.model, vocab_size=inputs.vocab_size)
+    logging = replace(config.logging, tensorboard_dir=derived.tensorboard_dir(config))
+    texts = {"configuration": to_yaml(config).splitlines(), "layout": layout}
     writers = open_writers(
-        config.logging,
+        logging,
         console=console,
         train_iters=_last_iteration(config, state, world_size),
         world_size=world_size,
         resumed_iteration=state.iteration,
+        texts={title: as_markdown(lines) for title, lines in texts.items()},
     )
-    logging = config.logging
     in_tensorboard = logging.tensorboard_dir is not None and (logging.ledger or logging.log_memory_to_tensorboard)
     ledger = LedgerReport(
         components.engine.settings.ledger,

@@ -367,6 +367,8 @@ class _Loop:
 
     def _end(self, reason: str) -> str:
         self._report_steps(max_pending=0)
+        for writer in self._run.reporting.writers:
+            writer.flush()  # the last steps' line comes before those that end the run
         self._save()
         for line in (*self._run.reporting.closing(), reason):
             self._run.reporting.console.line(line)

@@ -103,7 +103,7 @@ def test_one_stage_is_traced_too_and_the_board_gets_the_share(tmp_path: Path) ->
     assert all(record["predicted_idle_share"] == 0 <= record["idle_share"] < 1 for record in found.values())
     board = EventAccumulator(str(tmp_path / "board"))
     board.Reload()
-    shares = board.Scalars("pipeline-idle-share")
+    shares = board.Scalars("speed/pipeline-idle-share")
     assert [event.step for event in shares] == [2, 3, 6, 7]
     assert [event.value for event in shares] == pytest.approx([record["idle_share"] for record in found.values()])
 
