@@ -9,7 +9,7 @@ from support.source_tree import PROGRAMS, Source, imports, sources
 
 # Top to bottom; a module imports from lines above its own, and from its own package.
 LAYERS = (
-    {"errors", "units", "console", "timers", "generators", "owner", "files", "interrupts"},
+    {"errors", "units", "console", "timers", "generators", "owner", "files", "interrupts", "svg"},
     {"signals"},
     {"config"},
     {"rules"},
