@@ -46,6 +46,7 @@ from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.schedules import LearningRate, reconcile
 from megazero.parallel.drawing import draw_layout
 from megazero.parallel.launch import Launch, job_name
+from megazero.parallel.nodes import Nodes
 from megazero.pipeline.stage_plan import StagePlan
 from megazero.pipeline.trace import NO_TRACE, AnyTrace, Trace
 from megazero.report.device_memory import MemoryReport
@@ -355,7 +356,7 @@ def _assemble_on(
     layout = batch_layout(config, components.mesh, inputs.eod)
     saver = _saver(config, components, resumed, lock, console)
     if saver is not None:
-        _announce_start(journal, config, saver, resumed, console)
+        _announce_start(journal, config, saver, resumed, launch.nodes, console)
     return Run(
         context=step_context(config, components),
         state=resumed.state,
@@ -518,7 +519,9 @@ def _saver(
     return saver
 
 
-def _announce_start(journal: Journal, config: RunConfig, saver: Saver, resumed: _Resumed, console: Console) -> None:
+def _announce_start(
+    journal: Journal, config: RunConfig, saver: Saver, resumed: _Resumed, nodes: Nodes, console: Console
+) -> None:
     """Write this start, and the settings that it has changed, to the journal; print whose checkpoints it saves."""
     source, mesh = resumed.checkpoint, saver.mesh
     begins = source is None or config.checkpoint.finetune
@@ -539,6 +542,7 @@ def _announce_start(journal: Journal, config: RunConfig, saver: Saver, resumed: 
         job=job_name(),
         world_size=mesh.topology.world_size,
         layout=f"{mesh.topology.describe()} on {mesh.device.type}",
+        ranks_per_node=nodes.sizes(),
         iteration=resumed.state.iteration,
         checkpoint=None if source is None else str(source.folder),
         finetune=config.checkpoint.finetune,

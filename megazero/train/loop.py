@@ -31,6 +31,7 @@ from megazero.report.writers import MetricsWriter
 from megazero.signals import StopRequest
 from megazero.train.context import StepContext
 from megazero.train.evaluate import EvaluationSet, evaluate
+from megazero.train.leaving import leave_page
 from megazero.train.replay import BadStep, Cause, find_cause
 from megazero.train.saving import Saver
 from megazero.train.step import StepControls, training_step
@@ -119,9 +120,12 @@ def train(run: Run) -> str:
         try:
             reason = loop.run_to_end()
             run.journal.write("stop", iteration=run.state.iteration, reason=reason)
+            _leave_page(run)
+            run.reporting.console.line(reason)
             return reason
         except BaseException as error:
             run.journal.write("stop", iteration=run.state.iteration, reason=first_line(error))
+            _leave_page(run)
             raise
         finally:
             if run.saver is not None:
@@ -130,6 +134,12 @@ def train(run: Run) -> str:
             for writer in run.reporting.writers:
                 writer.close()
             run.context.engine.close()
+
+
+def _leave_page(run: Run) -> None:
+    """Write the run's page, on rank 0 of a run that saves."""
+    if run.saver is not None and run.context.mesh.rank == 0:
+        run.reporting.console.line(leave_page(run.saver.root))
 
 
 def _stop_request(run: Run) -> StopRequest:
@@ -370,7 +380,7 @@ class _Loop:
         for writer in self._run.reporting.writers:
             writer.flush()  # the last steps' line comes before those that end the run
         self._save()
-        for line in (*self._run.reporting.closing(), reason):
+        for line in self._run.reporting.closing():
             self._run.reporting.console.line(line)
         return reason
 

@@ -130,6 +130,24 @@ def test_the_reason_to_end_is_the_last_line(tmp_path: Path) -> None:
     assert reason == told.text.splitlines()[-1] == "exit interval 3 reached at iteration 3"
 
 
+def test_a_run_leaves_a_page(tmp_path: Path) -> None:
+    """It shows the steps of all starts, the layout, the settings, and the end of the last start."""
+    told = run(tmp_path, exit_interval=3)
+    assert f"the run as a page: {tmp_path / 'save' / 'run.html'}" in told.text.splitlines()[-2]
+    run(tmp_path, exit_interval=4, load=str(tmp_path / "save"), eval_iters=1)
+    page = (tmp_path / "save" / "run.html").read_text()
+    assert "exit interval 4 reached at iteration 4." in page and ", 2 times" in page
+    assert "1 rank, which has the whole model and every sample" in page
+    assert "eval_iters: 1" in page and "setting eval_iters | from 0 | to 1" in page
+    assert page.count("<svg") == 7 and "<script" not in page and "http://" not in page.replace("http://www.w3.org", "")
+
+
+def test_a_run_that_fails_leaves_a_page_too(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError):
+        run(tmp_path, lr=1e30, check_for_nan_in_loss_and_grad=True)
+    assert "loss and gradient norm are finite" in (tmp_path / "save" / "run.html").read_text()
+
+
 def test_tensorboard_below_save(tmp_path: Path) -> None:
     run(tmp_path, tensorboard=True, train_iters=1)
     board = EventAccumulator(str(tmp_path / "save" / "tensorboard")).Reload()
