@@ -28,6 +28,7 @@ svg .edge { stroke: var(--line); }
 svg .faint { stroke: var(--faint); fill: none; }
 svg .title { font-size: 15px; font-weight: 600; fill: var(--ink); }
 svg .strong { font-weight: 600; fill: var(--ink); }
+svg .on-colour { font-weight: 600; fill: #fff; }
 svg .middle { text-anchor: middle; }
 svg .end { text-anchor: end; }
 """

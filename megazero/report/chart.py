@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from megazero.svg import legend, part_of_page, round_numbers, text
 from megazero.units import format_count
 
-_WIDTH, _HEIGHT = 540, 270
+CURVES_SIZE = _WIDTH, _HEIGHT = 540, 270
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 52, 36
 _COLUMNS = 400  # more points than this are drawn as a mean with the band from least to most
 _ROW, _GAP = 16, 6
@@ -38,10 +38,16 @@ class _Binned(NamedTuple):
 
 def curves(title: str, lines: Sequence[Curve], *, shown: Callable[[float], str] = "{:.4g}".format) -> str:
     """Return an SVG element with the lines over iterations; empty if no line has a point.  shown: formats a value."""
+    parts = curve_parts(title, lines, shown=shown)
+    return part_of_page(*CURVES_SIZE, parts, label=title) if parts else ""
+
+
+def curve_parts(title: str, lines: Sequence[Curve], *, shown: Callable[[float], str] = "{:.4g}".format) -> list[str]:
+    """Return the parts of a picture of `CURVES_SIZE` as `curves` draws it."""
     colours = dict(zip((line.name for line in lines), PALETTE, strict=False))
     drawn = {line.name: (line, _binned(line)) for line in lines if np.isfinite(line.y).any()}
     if not drawn:
-        return ""
+        return []
     means = np.concatenate([binned.mean for _, binned in drawn.values()])
     places = np.concatenate([binned.x for _, binned in drawn.values()])
     left, right = float(places.min()), float(places.max())
@@ -66,7 +72,7 @@ def curves(title: str, lines: Sequence[Curve], *, shown: Callable[[float], str] 
     parts.append(text(_WIDTH - _RIGHT, _HEIGHT - 3, "iteration", "end"))
     for name, (line, binned) in drawn.items():
         parts += _line(line, binned, colours[name], x, y)
-    return part_of_page(_WIDTH, _HEIGHT, parts, label=title)
+    return parts
 
 
 _Axis = Callable[[NDArray[np.float64]], NDArray[np.float64]]

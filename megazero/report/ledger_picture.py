@@ -19,10 +19,9 @@ from numpy.typing import NDArray
 
 from megazero.files import written_aside
 from megazero.memory.ledger_figures import CATEGORIES, PhaseMark, StepMemory, Timeline, UnitMark
-from megazero.svg import CLASSES, COLOURS, LETTER_WIDTH, part_of_page, round_up, text
+from megazero.svg import CLASSES, COLOURS, LETTER_WIDTH, legend, part_of_page, round_up, text
 from megazero.units import format_bytes
 
-_COLUMNS = 1000
 _STRIP = 17  # the height of the units' names
 
 # Model states have cold colours, activations warm ones; neighbours in the stack differ in lightness.
@@ -169,19 +168,21 @@ def drawing(step: StepMemory) -> str:
     below = frame.foot + (_STRIP + 4 if units else 0)
     parts = [
         *_phase_bands(timeline, frame),
-        *_grid(frame),
+        *bytes_grid(frame),
         *areas(step, frame),
         *_unit_strip(units, frame),
         *_peak_mark(step, frame),
         *_operations(frame, below + 18),
         text(frame.right, below + 38, "operations run", "end"),
     ]
-    return part_of_page(frame.right + 20, below + 48, parts, label="live memory by category over one step")
+    entries = [(_words(name), CATEGORY_COLOURS[name]) for name in CATEGORIES if step.peaks[name]]
+    parts += [*legend(frame.left, below + 38, entries[:5]), *legend(frame.left, below + 58, entries[5:])]
+    return part_of_page(frame.right + 20, below + 68, parts, label="live memory by category over one step")
 
 
-def columns(timeline: Timeline) -> NDArray[np.int64]:
+def columns(timeline: Timeline, most: int = 1000) -> NDArray[np.int64]:
     """Return live bytes [num columns, len(CATEGORIES)]: each column's highest moment, or the last one before it."""
-    num_columns = min(_COLUMNS, timeline.num_operations + 1)
+    num_columns = min(most, timeline.num_operations + 1)
     column = timeline.operations * num_columns // (timeline.num_operations + 1)
     before = np.searchsorted(column, np.arange(num_columns))
     # The candidates of a column: its own moments, and the last one before it, with less than any height.
@@ -196,7 +197,7 @@ def columns(timeline: Timeline) -> NDArray[np.int64]:
 
 def areas(step: StepMemory, frame: Frame) -> list[str]:
     """Draw one closed path per category, from the bottom of the stack to its top."""
-    table = columns(step.timeline)
+    table = columns(step.timeline, round(frame.width))
     tops = table.cumsum(axis=1)
     paths = []
     for index, category in enumerate(CATEGORIES):
@@ -253,13 +254,13 @@ def _unit_strip(units: Sequence[Section], frame: Frame) -> list[str]:
     return parts
 
 
-def _grid(frame: Frame) -> list[str]:
-    """Draw lines at round numbers of bytes."""
+def bytes_grid(frame: Frame, *, named: bool = True) -> list[str]:
+    """Draw lines at round numbers of bytes, with the numbers in front if `named`."""
     lines = []
     for nbytes in range(0, int(frame.top_bytes) + 1, 2 ** max(math.ceil(math.log2(frame.top_bytes / 6)), 0)):
         y = frame.y(nbytes)
         lines.append(f'<path class="line" d="M{frame.left:g} {y:.1f}h{frame.width:g}" stroke-width="0.7"/>')
-        lines.append(text(frame.left - 8, y + 4, format_bytes(nbytes), "end"))
+        lines += [text(frame.left - 8, y + 4, format_bytes(nbytes), "end")] if named else []
     return lines
 
 

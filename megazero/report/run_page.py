@@ -10,13 +10,17 @@ from typing import Any
 
 import numpy as np
 
+from megazero.parallel.nodes import Nodes
+from megazero.parallel.topology import Topology
 from megazero.report.chart import Curve, bars, curves
 from megazero.report.history import PEAK, History
+from megazero.report.layout_picture import MOST_RANKS, layout_parts
 from megazero.report.ledger_picture import CATEGORY_COLOURS
 from megazero.report.summary import RunSummary
-from megazero.svg import CLASSES, COLOURS
+from megazero.svg import CLASSES, COLOURS, part_of_page
 from megazero.units import format_bytes, format_count, format_duration
 
+LOSS_TITLE = "Loss, nats per token"
 _MOST_RANKS = 24  # bars
 _STYLE = """
 body { font: 14px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 1100px;
@@ -44,7 +48,7 @@ class RunStory:
     """What the page shows of a run; what is missing is left out.
 
     history: None for a run without a metrics file.  events: the journal's, each with `time` and `event`.  layout: the
-    drawing's lines.  configuration: the YAML file.
+    drawing's lines.  places: the topology and the nodes, for a picture.  configuration: the YAML file.
     """
 
     name: str
@@ -52,6 +56,7 @@ class RunStory:
     events: Sequence[Mapping[str, Any]]
     layout: Sequence[str]
     configuration: str
+    places: tuple[Topology, Nodes] | None = None
 
 
 def run_page(story: RunStory) -> str:
@@ -59,7 +64,7 @@ def run_page(story: RunStory) -> str:
     history, title = story.history, escape(story.name)
     sections = [("Curves", _curves(history))] if history else []
     sections += [("Memory and traffic of the last step", _memory(history.ranks))] if history and history.ranks else []
-    sections += [("Layout", f"<pre>{escape(chr(10).join(story.layout))}</pre>" if story.layout else "")]
+    sections += [("Layout", _layout(story))]
     sections += [("Events", _events(story.events)), ("Configuration", _configuration(story.configuration))]
     body = "\n".join(f"<h2>{heading}</h2>\n{content}" for heading, content in sections if content)
     missing = "<p>Curves are made of the file of --metrics-file, and none was read.</p>"
@@ -99,15 +104,19 @@ def _tiles(summary: RunSummary) -> str:
     )
 
 
-def _curves(history: History) -> str:
-    evaluated = {
-        split: Curve(split, np.array([at for at, _ in found], np.float64), np.array([loss for _, loss in found]), True)
+def loss_lines(history: History) -> list[Curve]:
+    """Return the loss of training, and that of every split that was evaluated."""
+    evaluated = (
+        Curve(split, np.array([at for at, _ in found], np.float64), np.array([loss for _, loss in found]), True)
         for split, found in history.evaluations.items()
-    }
-    loss = [_of(history, "loss", "training"), *evaluated.values()]
+    )
+    return [_of(history, "loss", "training"), *evaluated]
+
+
+def _curves(history: History) -> str:
     seconds = [_of(history, "step_seconds", "step"), _of(history, "data_wait_seconds", "wait for data")]
     charts = (
-        curves("Loss, nats per token", loss),
+        curves(LOSS_TITLE, loss_lines(history)),
         curves("Gradient norm, before clipping", [_of(history, "grad_norm")]),
         curves("Learning rate", [_of(history, "lr")]),
         curves("Tokens per second, of the whole run", [_of(history, "tokens_per_second")], shown=format_count),
@@ -148,6 +157,16 @@ def _traffic(ranks: Sequence[Mapping[str, Any]]) -> str:
                 most[axis, collective] = max(most.get((axis, collective), 0), nbytes)
     rows = [(axis, name.replace("_", " "), format_bytes(sent)) for (axis, name), sent in most.items() if sent]
     return _table(("axis", "collective", "sent by a rank in a step, at most"), rows) if rows else ""
+
+
+def _layout(story: RunStory) -> str:
+    """Draw the layout, as a picture where its ranks have room, and as text."""
+    lines = f"<pre>{escape(chr(10).join(story.layout))}</pre>" if story.layout else ""
+    if story.places is None or story.places[0].world_size > MOST_RANKS:
+        return lines
+    width, height, parts = layout_parts(*story.places)
+    drawn = part_of_page(width, height, parts, label="the layout")
+    return f'<div style="max-width: {width:g}px">{drawn}</div>{lines}'
 
 
 def _events(events: Sequence[Mapping[str, Any]]) -> str:

@@ -11,6 +11,7 @@ from megazero.errors import UserError
 from megazero.files import written_aside
 from megazero.parallel.drawing import draw_layout
 from megazero.parallel.nodes import Nodes, parse_tasks_per_node
+from megazero.parallel.topology import Topology
 from megazero.report.history import read_history
 from megazero.report.run_page import RunStory, run_page
 from megazero.train.check import topology
@@ -41,12 +42,14 @@ def write_page(path: Path, root: Path | None, metrics_file: Path | None) -> None
     """
     text, config = ("", None) if root is None else _configuration(root)
     events = [] if root is None else list(read_journal(root))
+    places = _places(config, events)
     story = RunStory(
         name=str(root or metrics_file),
         history=None if metrics_file is None else read_history(metrics_file),
         events=events,
-        layout=_layout(config, events),
+        layout=[] if places is None else draw_layout(*places),
         configuration=text,
+        places=places,
     )
     with written_aside(path) as stream:
         stream.write(run_page(story).encode("utf-8", errors="replace"))
@@ -64,15 +67,15 @@ def _configuration(root: Path) -> tuple[str, RunConfig | None]:
         return text, None
 
 
-def _layout(config: RunConfig | None, events: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Draw the layout of the last start."""
+def _places(config: RunConfig | None, events: Sequence[Mapping[str, Any]]) -> tuple[Topology, Nodes] | None:
+    """Return the layout and the nodes of the last start; None where they are not known."""
     start = next((event for event in reversed(events) if event["event"] == "start"), None)
     if config is None or start is None:
-        return []
+        return None
     try:
         world_size = int(start["world_size"])
         nodes = Nodes(parse_tasks_per_node(start["ranks_per_node"]))
         layout = topology(config, world_size)
-        return draw_layout(layout, nodes) if layout.world_size == world_size == sum(nodes.ranks_per_node) else []
+        return (layout, nodes) if layout.world_size == world_size == sum(nodes.ranks_per_node) else None
     except (KeyError, TypeError, ValueError, ZeroDivisionError):  # the journal of another version
-        return []
+        return None

@@ -8,6 +8,9 @@ from xml.etree import ElementTree
 import pytest
 from support.step_metrics import make_step
 
+from megazero.parallel.drawing import draw_layout
+from megazero.parallel.nodes import Nodes
+from megazero.parallel.topology import Topology
 from megazero.report.history import History, read_history
 from megazero.report.metrics import Evaluation, RankMetrics
 from megazero.report.metrics_file import MetricsFile
@@ -110,3 +113,19 @@ def test_curves_are_well_formed_and_bounded(tmp_path: Path, steps: int) -> None:
     assert [min(line.count("L") + 1, 400) == line.count("L") + 1 for line in lines] == [True] * len(lines)
     assert lines[0].count("L") + 1 == {1: 1, 3: 2, 1000: 400}[steps]
     assert all("nan" not in picture for picture in pictures)
+
+
+def test_a_layout_is_drawn_where_it_has_room() -> None:
+    """Every rank is a box, in the frame of those that share its layers."""
+    places = Topology(tp=2, dp=2, pp=2), Nodes((4, 4))
+    page = run_page(RunStory("a", None, [], draw_layout(*places), "", places))
+    drawn = ElementTree.fromstring("<svg" + page.partition("<svg")[2].partition("</svg>")[0] + "</svg>")
+    hints = [title.text for title in drawn.iter() if title.tag.endswith("title")]
+    assert hints[:3] == [
+        "rank 0: stage 0, replica 0, part 0, node 0",
+        "rank 1: stage 0, replica 0, part 1, node 0",
+        "rank 2: stage 0, replica 1, part 0, node 0",
+    ]
+    assert len(hints) == 8 and "who talks to whom" in page
+    many = Topology(dp=128), Nodes((128,))
+    assert "<svg" not in run_page(RunStory("a", None, [], draw_layout(*many), "", many))

@@ -139,7 +139,7 @@ def test_a_run_leaves_a_page(tmp_path: Path) -> None:
     assert "exit interval 4 reached at iteration 4." in page and ", 2 times" in page
     assert "1 rank, which has the whole model and every sample" in page
     assert "eval_iters: 1" in page and "setting eval_iters | from 0 | to 1" in page
-    assert page.count("<svg") == 7 and "<script" not in page and "http://" not in page.replace("http://www.w3.org", "")
+    assert page.count("<svg") == 8 and "<script" not in page and "http://" not in page.replace("http://www.w3.org", "")
 
 
 def test_a_run_that_fails_leaves_a_page_too(tmp_path: Path) -> None:
