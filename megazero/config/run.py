@@ -256,6 +256,13 @@ class LoggingConfig:
         " (.json): of the second step, every log_interval-th and the last",
     )
     log_memory_to_tensorboard: bool = setting(False, help="TensorBoard: bytes of each kind of model state, and peak")
+    eval_sample_tokens: int = setting(
+        0,
+        help="tokens of a text to generate at every evaluation of validation, by the tokenizer, for console and"
+        " TensorBoard; each takes a forward pass",
+        unit="tokens",
+        ge=0,
+    )
     tensorboard: bool = setting(
         False, help="write for TensorBoard into tensorboard/ below --save; --tensorboard-dir names another folder"
     )

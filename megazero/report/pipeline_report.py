@@ -20,6 +20,7 @@ from megazero.pipeline.schedule import Shape
 from megazero.pipeline.stage_plan import StagePlan
 from megazero.pipeline.timeline import EQUAL_PARTS, Timeline, predicted_idle_share, without_waits
 from megazero.pipeline.trace import AnyTrace, SpanRow, mean_durations, rows, timeline
+from megazero.report.metrics import StepPicture
 
 _FIRST_TRACED = 2
 
@@ -41,6 +42,7 @@ class PipelineReport:
         self._num_steps = 0
         self._together = 0.0
         self._closing: list[str] = []
+        self._picture: StepPicture | None = None
 
     def begin_step(self, iteration: int, *, is_last: bool) -> None:
         """Begin to trace the coming step, if it is to be traced."""
@@ -69,6 +71,11 @@ class PipelineReport:
             self._write(self._folder, iteration, measured)
         return measured.idle_share
 
+    def take_picture(self) -> StepPicture | None:
+        """Return the picture that rank 0 has drawn since the last call; None without one."""
+        picture, self._picture = self._picture, None
+        return picture
+
     def closing_lines(self) -> list[str]:
         """Return a line about the last traced step, for the end of a run."""
         return self._closing
@@ -78,8 +85,10 @@ class PipelineReport:
         predicted = record["predicted_idle_share"]
         drawing = folder / f"step_{iteration}.svg"
         title = f"Step {iteration}: {self._plan.schedule}, {record['num_micro_batches']} micro-batches"
+        svg = picture(measured, title=title, predicted=predicted, ideal=ideal)
+        self._picture = StepPicture("pipeline", iteration, svg)
         with written_aside(drawing) as stream:
-            stream.write(picture(measured, title=title, predicted=predicted, ideal=ideal).encode())
+            stream.write(svg.encode())
         with written_aside(drawing.with_suffix(".json")) as stream:
             stream.write((json.dumps({"iteration": iteration, **record}) + "\n").encode())
         self._closing = [f"pipeline, step {iteration}: {caption(measured, predicted)}; {drawing}"]

@@ -14,8 +14,16 @@ from megazero.console import Console
 from megazero.errors import ConfigError, Problem
 from megazero.report.device_memory import StepMemory, device_memory_scalars
 from megazero.report.ledger_report import ledger_scalars
-from megazero.report.metrics import Evaluation, IntervalMetrics, RankMetrics, StepMetrics, interval_metrics
+from megazero.report.metrics import (
+    Evaluation,
+    IntervalMetrics,
+    RankMetrics,
+    StepMetrics,
+    StepPicture,
+    interval_metrics,
+)
 from megazero.report.metrics_file import MetricsFile
+from megazero.report.raster import to_pixels
 from megazero.units import format_duration
 
 
@@ -27,6 +35,12 @@ class MetricsWriter(Protocol):
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """Write one evaluation."""
+
+    def sample(self, iteration: int, prompt: str, continuation: str) -> None:
+        """Write a text that the model has continued after `iteration` steps."""
+
+    def picture(self, picture: StepPicture) -> None:
+        """Write the picture of a step."""
 
     def flush(self) -> None:
         """Write the steps that are still held back, because the run ends here."""
@@ -67,6 +81,12 @@ class ConsoleWriter:
 
     def evaluation(self, evaluation: Evaluation) -> None:
         self._console.line(f"{evaluation.split} loss at iteration {evaluation.iteration} | " + _evaluation(evaluation))
+
+    def sample(self, iteration: int, prompt: str, continuation: str) -> None:
+        self._console.line(f"sample at iteration {iteration} | {prompt!r} goes on {continuation!r}")
+
+    def picture(self, picture: StepPicture) -> None:
+        """Pictures are files of their own."""
 
     def close(self) -> None:
         self.flush()
@@ -165,6 +185,15 @@ class TensorBoardWriter:
             self._add(f"loss/{evaluation.split}-perplexity", evaluation.perplexity, evaluation)
         if evaluation.bits_per_byte is not None:
             self._add(f"loss/{evaluation.split}-bits-per-byte", evaluation.bits_per_byte, evaluation)
+
+    def sample(self, iteration: int, prompt: str, continuation: str) -> None:
+        shown = as_markdown(f"{prompt}|{continuation}".splitlines())
+        self._events.add_text("samples/validation", shown, iteration)
+
+    def picture(self, picture: StepPicture) -> None:
+        self._events.add_image(
+            f"pictures/{picture.title}", to_pixels(picture.svg), picture.iteration, dataformats="HWC"
+        )
 
     def flush(self) -> None:
         self._events.flush()

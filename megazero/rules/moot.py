@@ -482,7 +482,7 @@ def _momentum_is_cycled(config: RunConfig) -> str:
 
 RUN: tuple[Row[RunConfig], ...] = (
     Row(
-        ("eval_interval", "eval_at_start", "log_validation_ppl_to_tensorboard"),
+        ("eval_interval", "eval_at_start", "log_validation_ppl_to_tensorboard", "eval_sample_tokens"),
         lambda c: "" if c.training.eval_iters else "--eval-iters 0 evaluates nothing",
         {"eval_iters": 100},
     ),
@@ -618,6 +618,11 @@ RUN: tuple[Row[RunConfig], ...] = (
         _TENSORBOARD,
         lambda c: "TensorBoard is written into a folder" if derived.tensorboard_dir(c) is None else "",
         {"tensorboard_dir": "DIR"},
+    ),
+    Row(
+        ("eval_sample_tokens",),
+        lambda c: "" if c.data.tokenizer_type else "text is made of tokens by --tokenizer-type, and none is named",
+        {"tokenizer_type": "ByteTokenizer"},
     ),
     Row(
         ("tensorboard",),

@@ -34,6 +34,7 @@ from megazero.config.run import RunConfig
 from megazero.config.yaml_file import to_yaml
 from megazero.console import Console
 from megazero.data.loader import BatchLayout, BatchLoader
+from megazero.data.tokenizers import load_tokenizer
 from megazero.errors import ConfigError
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.memory.host import return_freed_memory
@@ -68,10 +69,11 @@ from megazero.train.attention_kernel import KernelChoice, choose_for_run
 from megazero.train.check import topology
 from megazero.train.context import StepContext
 from megazero.train.evaluate import EvaluationSet
-from megazero.train.inputs import RunInputs
+from megazero.train.inputs import RunInputs, tokenizer_spec
 from megazero.train.loop import Reporting, Run, Timetable
 from megazero.train.pipeline_stages import activation_config, describe_stages, num_checkpoints, stage_chunks, stage_plan
 from megazero.train.resolve_activations import resolve_activations
+from megazero.train.samples import PROMPT_TOKENS, SampledText
 from megazero.train.saving import (
     Saver,
     changed_settings,
@@ -370,7 +372,23 @@ def _assemble_on(
         saver=saver,
         reporting=_reporting(config, console, components, inputs, resumed.state, layout=[*drawing, *stages]),
         journal=journal,
+        sampled=_sampled(config, inputs, prints=console.prints),
         launcher=launch.launcher,
+    )
+
+
+def _sampled(config: RunConfig, inputs: RunInputs, *, prints: bool) -> SampledText | None:
+    """Return the text to generate at evaluations, which begins as the held-out text does; None where none is asked."""
+    spec = tokenizer_spec(config.data)
+    if not (config.logging.eval_sample_tokens and config.training.eval_iters and spec and inputs.valid):
+        return None
+    return SampledText(
+        prompt=inputs.valid.sample(0)[: min(PROMPT_TOKENS, config.model.seq_length)].tolist(),
+        num_tokens=config.logging.eval_sample_tokens,
+        shape=(config.training.micro_batch_size, config.model.seq_length),
+        vocab_size=inputs.vocab_size,
+        seed=config.training.seed,
+        decode=load_tokenizer(spec).decode if prints else None,
     )
 
 

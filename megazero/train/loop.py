@@ -33,6 +33,7 @@ from megazero.train.context import StepContext
 from megazero.train.evaluate import EvaluationSet, evaluate
 from megazero.train.leaving import leave_page
 from megazero.train.replay import BadStep, Cause, find_cause
+from megazero.train.samples import SampledText, continue_text
 from megazero.train.saving import Saver
 from megazero.train.step import StepControls, training_step
 from megazero.units import format_bytes, format_count, format_duration
@@ -75,7 +76,7 @@ class Reporting:
 
 @dataclass(frozen=True)
 class Run:
-    """A run that is built, and continues from `state`.  launcher: see `Launch`."""
+    """A run that is built, and continues from `state`.  sampled: what evaluations generate.  launcher: see `Launch`."""
 
     context: StepContext
     state: TrainState
@@ -87,6 +88,7 @@ class Run:
     saver: Saver | None
     reporting: Reporting
     journal: Journal
+    sampled: SampledText | None = None
     launcher: int | None = None
 
 
@@ -253,6 +255,10 @@ class _Loop:
             ranks = self._rank_metrics(pending) if self._run.reporting.gathers_ranks else []
             for writer in self._run.reporting.writers:
                 writer.step(metrics, ranks)
+            for report in (self._run.reporting.pipeline, self._run.reporting.ledger):
+                if (picture := report.take_picture()) is not None:
+                    for writer in self._run.reporting.writers:
+                        writer.picture(picture)
             own = OwnTime(pending.data_wait_seconds, pending.own_seconds - pending.data_wait_seconds)
             for line in self._run.reporting.stragglers.step(pending.iteration, own):
                 self._run.reporting.console.line(line)
@@ -340,7 +346,18 @@ class _Loop:
             writer.evaluation(result)
         if split == "validation":
             self._evaluated_iteration = self._state.iteration
+            self._sample()
         self._restart_clock()
+
+    def _sample(self) -> None:
+        """Generate and report a text, if the run does; a collective call."""
+        text = self._run.sampled
+        if text is None:
+            return
+        tokens = continue_text(self._context, text)
+        if text.decode is not None:
+            for writer in self._run.reporting.writers:
+                writer.sample(self._state.iteration, text.decode(text.prompt), text.decode(tokens))
 
     def _save(self) -> None:
         """Save a checkpoint of this iteration, at most once."""

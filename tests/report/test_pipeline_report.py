@@ -103,6 +103,8 @@ def test_one_stage_is_traced_too_and_the_board_gets_the_share(tmp_path: Path) ->
     assert all(record["predicted_idle_share"] == 0 <= record["idle_share"] < 1 for record in found.values())
     board = EventAccumulator(str(tmp_path / "board"))
     board.Reload()
+    images = board.Images("pictures/pipeline")
+    assert [image.step for image in images] == list(found) and images[0].width > images[0].height > 100
     shares = board.Scalars("speed/pipeline-idle-share")
     assert [event.step for event in shares] == [2, 3, 6, 7]
     assert [event.value for event in shares] == pytest.approx([record["idle_share"] for record in found.values()])
