@@ -408,7 +408,8 @@ def write_pictures(page_file: Path, found: Mapping[Case, Times]) -> None:
     for case, times in found.items():
         if case.micro_batches == few:
             title = f"{case.name}, {STAGES} pipeline stages, {few} micro-batches"
-            svg = picture(times.typical, title=title, predicted=formula(case, times.durations))
+            ideal = simulated(case, times.durations, STAGES)
+            svg = picture(times.typical, title=title, predicted=formula(case, times.durations), ideal=ideal)
             page_file.with_name(f"{page_file.stem}-{case.name}.svg").write_text(svg, encoding="utf-8")
 
 

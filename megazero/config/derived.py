@@ -3,6 +3,7 @@
 The functions require that `rules.check` found no problem.  `world_size` is the number of processes of the job.
 """
 
+from pathlib import Path
 from typing import Literal
 
 from megazero.config.engine_sections import LimitConfig
@@ -61,6 +62,12 @@ def data_parallel_size(config: RunConfig, world_size: int) -> int:
 def samples_per_micro_step(config: RunConfig, world_size: int) -> int:
     """Return the number of samples in one micro-batch of every data-parallel process, all processes together."""
     return config.training.micro_batch_size * data_parallel_size(config, world_size)
+
+
+def tensorboard_dir(config: RunConfig) -> Path | None:
+    """Return the folder for TensorBoard, the one that is given or the one of --tensorboard; None without either."""
+    given, save = config.logging.tensorboard_dir, config.checkpoint.save
+    return save / "tensorboard" if given is None and save is not None and config.logging.tensorboard else given
 
 
 def global_batch_size(config: RunConfig, world_size: int) -> int:

@@ -228,7 +228,9 @@ class LoggingConfig:
     metrics_file: Path | None = setting(
         None, help="file that gets one JSON object a step, and one an evaluation, at full precision"
     )
-    tensorboard_dir: Path | None = setting(None, help="folder for TensorBoard; without it, none is written")
+    tensorboard_dir: Path | None = setting(
+        None, help="folder for TensorBoard; without it and --tensorboard, none is written"
+    )
     tensorboard_queue_size: int = setting(
         1000, help="TensorBoard: points kept before they are written", unit="points", ge=1
     )
@@ -254,6 +256,16 @@ class LoggingConfig:
         " (.json): of the second step, every log_interval-th and the last",
     )
     log_memory_to_tensorboard: bool = setting(False, help="TensorBoard: bytes of each kind of model state, and peak")
+    eval_sample_tokens: int = setting(
+        0,
+        help="tokens of a text to generate at every evaluation of validation, by the tokenizer, for console and"
+        " TensorBoard; each takes a forward pass",
+        unit="tokens",
+        ge=0,
+    )
+    tensorboard: bool = setting(
+        False, help="write for TensorBoard into tensorboard/ below --save; --tensorboard-dir names another folder"
+    )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -38,6 +38,7 @@ from megazero.memory.ledger_figures import (
     PhaseMark,
     StepMemory,
     Timeline,
+    UnitMark,
 )
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
 from megazero.memory.ledger_limit import MIB, MemoryLimit, limit_error
@@ -101,12 +102,18 @@ class Ledger:
     allocator: returns the bytes that the device's allocator has allocated, and is called at every phase; by default
     PyTorch's on CUDA, none elsewhere.  On CUDA a storage counts as the multiple of 512 bytes that it occupies.
     limit_bytes: the most that may be alive; beyond it operations and calls raise MemoryLimitError, once a step.
+    unit: returns the module or the parameter that forward or backward has come to, for pictures.
     """
 
     is_kept = True
 
     def __init__(
-        self, device: torch.device, *, limit_bytes: int | None = None, allocator: Callable[[], int] | None = None
+        self,
+        device: torch.device,
+        *,
+        limit_bytes: int | None = None,
+        allocator: Callable[[], int] | None = None,
+        unit: Callable[[], str] = str,
     ) -> None:
         on_cuda = device.type == "cuda"
         self._device = device
@@ -121,6 +128,8 @@ class Ledger:
         self._start = np.zeros(len(CATEGORIES), np.int64)
         self._changes: list[_Change] = []
         self._phases: list[PhaseMark] = []
+        self._unit_now = unit
+        self._units: list[UnitMark] = []
         self._samples: list[tuple[int, int]] = []  # (changes so far, bytes by the allocator)
         self._num_operations = 0
 
@@ -182,10 +191,11 @@ class Ledger:
         # Swapped at once: a storage may die at any moment, and its change belongs to this step or to the next.
         changes, self._changes = self._changes, []
         rows = ((change.nbytes, change.label.category, change.operation) for change in changes)
-        timeline = Timeline.of_changes(self._start, rows, self._phases, self._num_operations)
+        timeline = Timeline.of_changes(self._start, rows, self._phases, self._num_operations, self._units)
         totals = timeline.totals
         samples = tuple(AllocatorSample(int(totals[point]), nbytes) for point, nbytes in self._samples)
         self._start, self._phases, self._samples, self._num_operations = timeline.live[-1].copy(), [], [], 0
+        self._units = []
         if self._limit is not None:
             self._limit.start(int(self._start.sum()))
         return StepMemory(timeline, samples)
@@ -204,6 +214,9 @@ class Ledger:
         return sum(storage.nbytes() for storage in storages if storage is not None)
 
     def _operation_done(self, result: Any) -> None:
+        name = self._unit_now()
+        if not self._units or name is not self._units[-1].name:
+            self._units.append(UnitMark(self._num_operations, name))
         self._num_operations += 1
         self._look_through(result)
         self._check_limit()
@@ -277,8 +290,10 @@ class Ledger:
         return -(-storage.nbytes() // self._unit) * self._unit
 
 
-def open_ledger(device: torch.device, *, kept: bool, limit_mib: float | None = None) -> AnyLedger:
+def open_ledger(
+    device: torch.device, *, kept: bool, limit_mib: float | None = None, unit: Callable[[], str] = str
+) -> AnyLedger:
     """Return the ledger of a run on `device`, or a null ledger; one with a limit (MiB) is always kept."""
     if limit_mib is not None:
-        return Ledger(device, limit_bytes=round(limit_mib * MIB))
-    return Ledger(device) if kept else NullLedger()
+        return Ledger(device, limit_bytes=round(limit_mib * MIB), unit=unit)
+    return Ledger(device, unit=unit) if kept else NullLedger()

@@ -31,6 +31,13 @@ class PhaseMark(NamedTuple):
     phase: Phase
 
 
+class UnitMark(NamedTuple):
+    """The module or the parameter that forward or backward had come to when `operation` operations had run."""
+
+    operation: int
+    name: str
+
+
 class AllocatorSample(NamedTuple):
     """The live bytes by the ledger and by the device's allocator at the same moment."""
 
@@ -43,13 +50,14 @@ class Timeline:
     """The live bytes at the start of a step and after every change.
 
     operations: int64 [n], operations run before each point.  live: int64 [n, len(CATEGORIES)], bytes.
-    num_operations: the operations of the whole step.
+    num_operations: the operations of the whole step.  units: empty where they are not known.
     """
 
     operations: NDArray[np.int64]
     live: NDArray[np.int64]
     phases: tuple[PhaseMark, ...]
     num_operations: int
+    units: tuple[UnitMark, ...] = ()
 
     @property
     def totals(self) -> NDArray[np.int64]:
@@ -63,6 +71,7 @@ class Timeline:
         changes: Iterable[tuple[int, Category, int]],
         phases: Sequence[PhaseMark],
         num_operations: int,
+        units: Sequence[UnitMark] = (),
     ) -> "Timeline":
         """Build a timeline from the bytes [len(CATEGORIES)] alive at first and changes (bytes, category, operation)."""
         column = {category: index for index, category in enumerate(CATEGORIES)}
@@ -70,7 +79,7 @@ class Timeline:
         live = np.zeros((len(table), len(CATEGORIES)), np.int64)
         live[np.arange(len(table)), table[:, 1]] = table[:, 0]
         live[0] = start
-        return Timeline(table[:, 2], live.cumsum(axis=0), tuple(phases), num_operations)
+        return Timeline(table[:, 2], live.cumsum(axis=0), tuple(phases), num_operations, tuple(units))
 
 
 @dataclass(frozen=True, eq=False)

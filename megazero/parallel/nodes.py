@@ -49,10 +49,14 @@ class Nodes:
 
     def describe(self) -> str:
         """Return the nodes as text: `2 nodes of 8 ranks`, `3 nodes of 8(x2),4 ranks`."""
-        runs = [(size, len(list(run))) for size, run in itertools.groupby(self.ranks_per_node)]
-        sizes = [str(size) if times == 1 or len(runs) == 1 else f"{size}(x{times})" for size, times in runs]
+        sizes = str(self.ranks_per_node[0]) if len(set(self.ranks_per_node)) == 1 else self.sizes()
         noun = "rank" if self.ranks_per_node == (1,) * self.count else "ranks"
-        return f"{self.count} node{'s' * (self.count > 1)} of {','.join(sizes)} {noun}"
+        return f"{self.count} node{'s' * (self.count > 1)} of {sizes} {noun}"
+
+    def sizes(self) -> str:
+        """Return the ranks of every node in the form that `parse_tasks_per_node` reads: `8(x2),4`."""
+        runs = [(size, len(list(run))) for size, run in itertools.groupby(self.ranks_per_node)]
+        return ",".join(str(size) if times == 1 else f"{size}(x{times})" for size, times in runs)
 
 
 def parse_tasks_per_node(text: str) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ Durations are those of one chunk, in any unit; the idle share is 1 - (all stages
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -112,6 +112,33 @@ def predicted_idle_share(name: str, shape: Shape, durations: Mapping[Kind, float
         makespan = (m + p - 1) * (forward + inputs) + max(m - p + 1, 1) * weights
         return (makespan - m * (forward + inputs + weights)) / makespan
     return (p - 1) / ({"gpipe": 1, "1f1b": 1, "interleaved": v}[name] * m + p - 1)
+
+
+class Message(NamedTuple):
+    """A tensor between two stages: when the computation that made it ended, and when the one that needs it began."""
+
+    sender: int
+    sent: float
+    receiver: int
+    used: float
+
+
+def messages(timeline: Timeline) -> Iterator[Message]:
+    """Yield the messages between the computations of a timeline."""
+    spans = [(stage, span) for stage, of_stage in enumerate(timeline.stages) for span in of_stage]
+    actions = [span.action for _, span in spans]
+    num_micro_batches = 1 + max(action.micro_batch for action in actions)
+    shape = Shape(len(timeline.stages), num_micro_batches, 1 + max(action.chunk for action in actions))
+    made = {_step(span.action, shape, stage): (stage, span.end) for stage, span in spans}
+    for stage, span in spans:
+        for step, crosses in _inputs(span.action, shape, stage).items():
+            if crosses and step in made:
+                yield Message(*made[step], stage, span.start)
+
+
+def without_waits(timeline: Timeline, shape: Shape, durations: Mapping[Kind, float]) -> Timeline:
+    """Return the timeline of the same computations in the same order if messages took no time."""
+    return simulate([[span.action for span in spans] for spans in timeline.stages], shape, durations)
 
 
 _Step = tuple[str, int, int]  # the way ("F", "B", "W") through a micro-batch and a global chunk

@@ -1,32 +1,33 @@
 """Draws one step's ledger: live bytes by category over the step's operations, as one HTML file.
 
-Time is counted in operations, which, unlike seconds, are the same in every run.  A picture has a fixed number of
-columns; where several moments fall into one, the highest is drawn, so the peak is never lost.
+Along the foot stand the units, the modules that forward and backward went through.  Time is counted in operations,
+which, unlike seconds, are the same in every run.  A picture has a fixed number of columns; where several moments fall
+into one, the highest is drawn, so the peak is never lost.
 """
 
+import bisect
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megazero.files import written_aside
-from megazero.memory.ledger_figures import CATEGORIES, Category, PhaseMark, StepMemory, Timeline
+from megazero.memory.ledger_figures import CATEGORIES, PhaseMark, StepMemory, Timeline, UnitMark
+from megazero.svg import CLASSES, COLOURS, LETTER_WIDTH, legend, part_of_page, round_up, text
 from megazero.units import format_bytes
 
-_COLUMNS = 1000
-_HEIGHT = 420
-_LEFT, _RIGHT, _TOP, _BOTTOM = 80, 20, 34, 48
-_LETTER_WIDTH = 8
+_STRIP = 17  # the height of the units' names
 
 # Model states have cold colours, activations warm ones; neighbours in the stack differ in lightness.
-_COLOURS: Mapping[Category, str] = MappingProxyType(
+CATEGORY_COLOURS: Mapping[str, str] = MappingProxyType(
     {
-        "parameters": "#1d4e89",
+        "parameters": "#2f6cb3",
         "master": "#7b6db0",
         "moments": "#b9addb",
         "gradients": "#1b998b",
@@ -39,32 +40,52 @@ _COLOURS: Mapping[Category, str] = MappingProxyType(
 )
 
 _STYLE = """
-body { font: 14px/1.45 system-ui, sans-serif; color: #1c2530; background: #fff; max-width: 1120px; margin: 24px auto;
-       padding: 0 16px; }
+body { font: 14px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 1120px;
+       margin: 24px auto; padding: 0 16px; }
 h1 { font-size: 19px; margin: 0; }
-p { margin: 4px 0 14px; color: #4b5866; }
+p { margin: 4px 0 14px; color: var(--soft); }
 svg { width: 100%; height: auto; display: block; }
-svg text { font: 12px system-ui, sans-serif; fill: #4b5866; }
 .tables { display: flex; flex-wrap: wrap; gap: 12px 56px; align-items: flex-start; }
 table { border-collapse: collapse; margin-top: 14px; }
-th { font-weight: 600; text-align: left; border-bottom: 1px solid #c6cdd5; }
+th { font-weight: 600; text-align: left; border-bottom: 1px solid var(--line); }
 th, td { padding: 3px 20px 3px 0; }
 .figure { text-align: right; font-variant-numeric: tabular-nums; }
 .swatch { display: inline-block; width: 11px; height: 11px; border-radius: 2px; margin-right: 8px; }
 """
 
 
-class _Scale(NamedTuple):
-    """The scale of the drawing, which converts operations and bytes to coordinates."""
+class Frame(NamedTuple):
+    """The place of a drawing in its picture, in pixels, and its scale: operations and bytes to coordinates."""
 
     operations: int
     top_bytes: float
+    left: float = 80
+    top: float = 34
+    width: float = 1000
+    height: float = 420
+
+    @property
+    def right(self) -> float:
+        return self.left + self.width
+
+    @property
+    def foot(self) -> float:
+        return self.top + self.height
 
     def x(self, operation: float) -> float:
-        return _LEFT + _COLUMNS * min(operation / self.operations, 1.0)
+        return self.left + self.width * min(operation / self.operations, 1.0)
 
     def y(self, nbytes: float) -> float:
-        return _TOP + _HEIGHT * (1 - nbytes / self.top_bytes)
+        return self.top + self.height * (1 - nbytes / self.top_bytes)
+
+
+class Section(NamedTuple):
+    """A stretch of operations in which forward or backward was in one unit."""
+
+    begin: int
+    end: int
+    phase: str
+    unit: str
 
 
 def write_picture(path: Path, step: StepMemory, traffic: Mapping[str, Mapping[str, Any]], *, title: str) -> None:
@@ -76,13 +97,16 @@ def write_picture(path: Path, step: StepMemory, traffic: Mapping[str, Mapping[st
 def page(step: StepMemory, traffic: Mapping[str, Mapping[str, Any]], *, title: str) -> str:
     """Return the HTML page; traffic: {axis: {collective: {"messages": ..., "bytes": ...}}}."""
     where = step.peak_operation
-    phase = phase_of(step.timeline.phases, where)
+    place = ", in ".join(part for part in (phase_of(step.timeline.phases, where), peak_unit(step)) if part)
     peak = f"{format_bytes(step.peak_bytes)} ({step.peak_bytes} bytes)"
-    subtitle = f"Peak {peak} after {where} of {step.timeline.num_operations} operations" + (phase and f", in {phase}")
+    subtitle = f"Peak {peak} after {where} of {step.timeline.num_operations} operations" + (place and f", in {place}")
+    note = "Time is counted in operations. Axis world: all ranks; scalars: losses, norms and flags." if traffic else ""
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f"<style>{_STYLE}</style></head>\n<body><h1>Memory over one step: {escape(title)}</h1>\n<p>{subtitle}</p>\n"
-        f'{drawing(step)}\n<div class="tables">{_memory_table(step)}{_traffic_table(traffic)}</div>\n</body></html>\n'
+        f"<style>{COLOURS}{CLASSES}{_STYLE}</style></head>\n"
+        f"<body><h1>Memory over one step: {escape(title)}</h1>\n<p>{escape(subtitle)}</p>\n"
+        f'{drawing(step)}\n<div class="tables">{_memory_table(step)}{_traffic_table(traffic)}</div>\n'
+        f"<p>{note}</p></body></html>\n"
     )
 
 
@@ -91,26 +115,74 @@ def phase_of(phases: Sequence[PhaseMark], operation: int) -> str:
     return next((mark.phase for mark in reversed(phases) if mark.operation < operation), "")
 
 
+def sections(timeline: Timeline) -> list[Section]:
+    """Return the stretches of forward and backward by unit, in order; none where the units are not known.
+
+    In backward an operation belongs to the parameter whose gradient comes next, and that to its module.
+    """
+    names = sorted({mark.name for mark in timeline.units if mark.name}, key=len)
+    module_of = {name: next(each for each in names if f"{name}.".startswith(f"{each}.")) for name in names}
+    phases, units = list(timeline.phases), list(timeline.units)
+    starts = sorted({mark.operation for mark in phases} | {mark.operation for mark in units})
+    found: list[Section] = []
+    for begin, end in pairwise([*starts, timeline.num_operations]):
+        phase, unit = _last(phases, begin), _last(units, begin)
+        place = bisect.bisect_right(units, begin, key=_operation)
+        coming = units[place] if place < len(units) else None
+        if phase is not None and phase.phase == "backward" and coming and _last(phases, coming.operation) is phase:
+            unit = coming
+        if phase is None or phase.phase not in ("forward", "backward") or unit is None or not unit.name or begin == end:
+            continue
+        module = module_of[unit.name]
+        if found and (found[-1].end, *found[-1][2:]) == (begin, phase.phase, module):
+            found[-1] = found[-1]._replace(end=end)
+        else:
+            found.append(Section(begin, end, phase.phase, module))
+    return found
+
+
+_Mark = TypeVar("_Mark", PhaseMark, UnitMark)
+
+
+def _last(marks: Sequence[_Mark], operation: int) -> _Mark | None:
+    """Return the last of the marks that stands at `operation` or before it."""
+    place = bisect.bisect_right(marks, operation, key=_operation)
+    return marks[place - 1] if place else None
+
+
+def _operation(mark: PhaseMark | UnitMark) -> int:
+    return mark.operation
+
+
+def peak_unit(step: StepMemory) -> str:
+    """Return the unit that was computed at the peak; empty where it is not known."""
+    where = step.peak_operation
+    return next((each.unit for each in sections(step.timeline) if each.begin < where <= each.end), "")
+
+
 def drawing(step: StepMemory) -> str:
     """Return the SVG element."""
     timeline = step.timeline
-    scale = _Scale(timeline.num_operations + 1, 1.06 * max(step.peak_bytes, 1))
-    width, height = _LEFT + _COLUMNS + _RIGHT, _TOP + _HEIGHT + _BOTTOM
+    frame = Frame(timeline.num_operations + 1, 1.06 * max(step.peak_bytes, 1))
+    units = sections(timeline)
+    below = frame.foot + (_STRIP + 4 if units else 0)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">',
-        *_phase_bands(timeline, scale),
-        *_grid(scale),
-        *_areas(step, scale),
-        *_peak_mark(step, scale),
-        f'<text x="{_LEFT + _COLUMNS}" y="{height - 10}" text-anchor="end">operations run</text>',
-        "</svg>",
+        *_phase_bands(timeline, frame),
+        *bytes_grid(frame),
+        *areas(step, frame),
+        *_unit_strip(units, frame),
+        *_peak_mark(step, frame),
+        *_operations(frame, below + 18),
+        text(frame.right, below + 38, "operations run", "end"),
     ]
-    return "\n".join(parts)
+    entries = [(_words(name), CATEGORY_COLOURS[name]) for name in CATEGORIES if step.peaks[name]]
+    parts += [*legend(frame.left, below + 38, entries[:5]), *legend(frame.left, below + 58, entries[5:])]
+    return part_of_page(frame.right + 20, below + 68, parts, label="live memory by category over one step")
 
 
-def columns(timeline: Timeline) -> NDArray[np.int64]:
+def columns(timeline: Timeline, most: int = 1000) -> NDArray[np.int64]:
     """Return live bytes [num columns, len(CATEGORIES)]: each column's highest moment, or the last one before it."""
-    num_columns = min(_COLUMNS, timeline.num_operations + 1)
+    num_columns = min(most, timeline.num_operations + 1)
     column = timeline.operations * num_columns // (timeline.num_operations + 1)
     before = np.searchsorted(column, np.arange(num_columns))
     # The candidates of a column: its own moments, and the last one before it, with less than any height.
@@ -123,9 +195,9 @@ def columns(timeline: Timeline) -> NDArray[np.int64]:
     return table
 
 
-def _areas(step: StepMemory, scale: _Scale) -> list[str]:
+def areas(step: StepMemory, frame: Frame) -> list[str]:
     """Draw one closed path per category, from the bottom of the stack to its top."""
-    table = columns(step.timeline)
+    table = columns(step.timeline, round(frame.width))
     tops = table.cumsum(axis=1)
     paths = []
     for index, category in enumerate(CATEGORIES):
@@ -133,17 +205,17 @@ def _areas(step: StepMemory, scale: _Scale) -> list[str]:
             continue
         upper, lower = tops[:, index], tops[:, index] - table[:, index]
         hint = f"{_words(category)}: {format_bytes(step.at_peak[category])} at the peak"
-        path = f"M{_LEFT} {_steps(upper, scale)}V{_steps(lower, scale, backwards=True)}Z"
-        paths.append(f'<path fill="{_COLOURS[category]}" d="{path}"><title>{hint}</title></path>')
+        path = f"M{frame.left:g} {_steps(upper, frame)}V{_steps(lower, frame, backwards=True)}Z"
+        paths.append(f'<path fill="{CATEGORY_COLOURS[category]}" d="{path}"><title>{hint}</title></path>')
     return paths
 
 
-def _steps(heights: NDArray[np.int64], scale: _Scale, *, backwards: bool = False) -> str:
+def _steps(heights: NDArray[np.int64], frame: Frame, *, backwards: bool = False) -> str:
     """Return the outline of columns of these heights, from the first one's to the last one's or back."""
     changes = np.flatnonzero(np.diff(heights)) + 1  # columns higher or lower than the one before
     runs = [0, *changes.tolist()]
-    places = [_LEFT + _COLUMNS * run / len(heights) for run in runs] + [_LEFT + _COLUMNS]
-    levels = [scale.y(int(heights[run])) for run in runs]
+    places = [frame.left + frame.width * run / len(heights) for run in runs] + [frame.right]
+    levels = [frame.y(int(heights[run])) for run in runs]
     if backwards:
         levels.reverse()
         places = places[::-1][1:]
@@ -153,55 +225,66 @@ def _steps(heights: NDArray[np.int64], scale: _Scale, *, backwards: bool = False
     return "V".join(moves)
 
 
-def _phase_bands(timeline: Timeline, scale: _Scale) -> list[str]:
+def _phase_bands(timeline: Timeline, frame: Frame) -> list[str]:
     """Draw a strip for every phase, every other one shaded, with its name where there is room."""
-    starts = [scale.x(mark.operation + 1) for mark in timeline.phases]
-    ends = [*starts, _LEFT + _COLUMNS][1:]
+    starts = [frame.x(mark.operation + 1) for mark in timeline.phases]
+    ends = [*starts, frame.right][1:]
     bands = []
     for number, (mark, start, end) in enumerate(zip(timeline.phases, starts, ends, strict=True)):
-        shade = "#f3f5f8" if number % 2 else "#e6eaef"
-        place = f'x="{start:.1f}" y="{_TOP - 22}" width="{end - start:.1f}" height="{_HEIGHT + 22}"'
-        bands.append(f'<rect {place} fill="{shade}"><title>{mark.phase}</title></rect>')
-        if end - start > _LETTER_WIDTH * len(mark.phase):
-            middle = f'x="{(start + end) / 2:.1f}" y="{_TOP - 7}" text-anchor="middle"'
-            bands.append(f"<text {middle}>{mark.phase}</text>")
+        shade = "band" if number % 2 else "faint-band"
+        place = f'x="{start:.1f}" y="{frame.top - 22}" width="{end - start:.1f}" height="{frame.height + 22}"'
+        bands.append(f'<rect {place} class="{shade}"><title>{mark.phase}</title></rect>')
+        if end - start > LETTER_WIDTH * len(mark.phase):
+            bands.append(text((start + end) / 2, frame.top - 7, mark.phase, "middle"))
     return bands
 
 
-def _grid(scale: _Scale) -> list[str]:
-    """Draw lines at round numbers of bytes, and of operations along the bottom."""
+def _unit_strip(units: Sequence[Section], frame: Frame) -> list[str]:
+    """Draw the units along the foot, with their names, or the numbers they end in, where there is room."""
+    parts = []
+    wide = [each for each in units if frame.x(each.end) - frame.x(each.begin) > 0.5]
+    for number, each in enumerate(wide):
+        start, end = frame.x(each.begin), frame.x(each.end)
+        place = f'x="{start:.1f}" y="{frame.foot + 3:.1f}" width="{end - start:.1f}" height="{_STRIP}"'
+        hint = f"<title>{escape(each.unit)}, {each.phase}, operations {each.begin} to {each.end}</title>"
+        parts.append(f'<rect class="{"faint-band" if number % 2 else "line-band"}" {place}>{hint}</rect>')
+        names = (each.unit, each.unit.rpartition(".")[2])
+        name = next((name for name in names if end - start > LETTER_WIDTH * len(name) + 4), "")
+        parts += [text((start + end) / 2, frame.foot + _STRIP - 1, name, "middle")] if name else []
+    return parts
+
+
+def bytes_grid(frame: Frame, *, named: bool = True) -> list[str]:
+    """Draw lines at round numbers of bytes, with the numbers in front if `named`."""
     lines = []
-    for nbytes in range(0, int(scale.top_bytes) + 1, 2 ** max(math.ceil(math.log2(scale.top_bytes / 6)), 0)):
-        y = scale.y(nbytes)
-        lines.append(f'<path d="M{_LEFT} {y:.1f}h{_COLUMNS}" stroke="#c9d1d9" stroke-width="0.7"/>')
-        lines.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{format_bytes(nbytes)}</text>')
-    for operation in range(0, scale.operations, _round_up(scale.operations / 12)):
-        place = f'x="{scale.x(operation):.1f}" y="{_TOP + _HEIGHT + 18}"'
-        lines.append(f'<text {place} text-anchor="middle">{operation}</text>')
+    for nbytes in range(0, int(frame.top_bytes) + 1, 2 ** max(math.ceil(math.log2(frame.top_bytes / 6)), 0)):
+        y = frame.y(nbytes)
+        lines.append(f'<path class="line" d="M{frame.left:g} {y:.1f}h{frame.width:g}" stroke-width="0.7"/>')
+        lines += [text(frame.left - 8, y + 4, format_bytes(nbytes), "end")] if named else []
     return lines
 
 
-def _round_up(count: float) -> int:
-    """Return the least of 1, 2, 5, 10, 20, 50, ... that is not below count."""
-    power: int = 10 ** max(math.floor(math.log10(count)), 0)
-    return next(digit * power for digit in (1, 2, 5, 10) if digit * power >= count)
+def _operations(frame: Frame, y: float) -> list[str]:
+    """Write round numbers of operations along the bottom."""
+    step = max(round(round_up(frame.operations / 12)), 1)
+    return [text(frame.x(number), y, str(number), "middle") for number in range(0, frame.operations, step)]
 
 
-def _peak_mark(step: StepMemory, scale: _Scale) -> list[str]:
-    x, y = scale.x(step.peak_operation + 0.5), scale.y(step.peak_bytes)
-    side = "end" if x > _LEFT + _COLUMNS / 2 else "start"
-    shift = -7 if side == "end" else 7
+def _peak_mark(step: StepMemory, frame: Frame) -> list[str]:
+    x, y = frame.x(step.peak_operation + 0.5), frame.y(step.peak_bytes)
+    is_right = x > frame.left + frame.width / 2
+    unit = peak_unit(step)
+    label = f"peak {format_bytes(step.peak_bytes)}" + (unit and f", in {unit}")
     return [
-        f'<path d="M{x:.1f} {_TOP}V{_TOP + _HEIGHT}" stroke="#1c2530" stroke-dasharray="3 3"/>',
-        f'<text x="{x + shift:.1f}" y="{y - 6:.1f}" text-anchor="{side}" style="fill:#1c2530;font-weight:600">'
-        f"peak {format_bytes(step.peak_bytes)}</text>",
+        f'<path class="ink" d="M{x:.1f} {frame.top}V{frame.foot}" stroke-dasharray="3 3"/>',
+        text(x + (-7 if is_right else 7), y - 6, label, "strong end" if is_right else "strong"),
     ]
 
 
 def _memory_table(step: StepMemory) -> str:
     """Format the key to the colours, in the order of the stack from its top."""
     rows = [
-        f'<tr><td><span class="swatch" style="background:{_COLOURS[category]}"></span>{_words(category)}</td>'
+        f'<tr><td><span class="swatch" style="background:{CATEGORY_COLOURS[category]}"></span>{_words(category)}</td>'
         + _figures(format_bytes(step.at_peak[category]), format_bytes(step.peaks[category]))
         for category in reversed(CATEGORIES)
         if step.peaks[category]

@@ -12,7 +12,8 @@ from megazero.comm.interface import Collective
 from megazero.comm.metered import Meter
 from megazero.memory.ledger_figures import CATEGORIES, StepMemory
 from megazero.memory.ledger_interface import AnyLedger
-from megazero.report.ledger_picture import write_picture
+from megazero.report.ledger_picture import drawing, write_picture
+from megazero.report.metrics import StepPicture
 
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 
@@ -72,6 +73,7 @@ class LedgerReport:
         self._folder = folder
         self._interval = interval
         self._num_steps = 0
+        self._picture: StepPicture | None = None
 
     def begin_step(self) -> None:
         """Exclude the time between steps from the ledger."""
@@ -88,7 +90,13 @@ class LedgerReport:
         if self._folder is not None and (self._num_steps == _FIRST_DRAWN or iteration % self._interval == 0):
             path = self._folder / f"ledger_rank{self._rank:04d}.html"
             write_picture(path, memory, record["traffic"], title=f"Rank {self._rank}, iteration {iteration}")
+            self._picture = StepPicture("ledger", iteration, drawing(memory)) if self._rank == 0 else None
         return record
+
+    def take_picture(self) -> StepPicture | None:
+        """Return the picture that rank 0 has drawn since the last call; None without one."""
+        picture, self._picture = self._picture, None
+        return picture
 
 
 def ledger_scalars(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:

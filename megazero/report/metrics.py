@@ -11,7 +11,7 @@ the head and counts once; looking a row up costs nothing, nor do positions, bias
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from megazero.config.model import ModelConfig
 
@@ -106,6 +106,14 @@ class Evaluation:
     def bits_per_byte(self) -> float | None:
         """The bits the model needs for one byte of text, comparable across tokenizers."""
         return self.loss / math.log(2) / self.bytes_per_token if self.bytes_per_token else None
+
+
+class StepPicture(NamedTuple):
+    """The picture of a step as SVG; title: "ledger" or "pipeline"."""
+
+    title: str
+    iteration: int
+    svg: str
 
 
 def matmul_parameters(config: ModelConfig, *, vocab_size: int) -> int:

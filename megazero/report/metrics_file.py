@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megazero.errors import ConfigError, Problem
-from megazero.report.metrics import Evaluation, RankMetrics, StepMetrics
+from megazero.report.metrics import Evaluation, RankMetrics, StepMetrics, StepPicture
 
 
 class MetricsFile:
@@ -40,6 +40,15 @@ class MetricsFile:
 
     def evaluation(self, evaluation: Evaluation) -> None:
         self._write({"evaluation": _evaluation_record(evaluation)})
+
+    def sample(self, iteration: int, prompt: str, continuation: str) -> None:
+        """Texts are no metrics."""
+
+    def picture(self, picture: StepPicture) -> None:
+        """Pictures are no metrics."""
+
+    def flush(self) -> None:
+        """Nothing is held back: every line is flushed as it is written."""
 
     def close(self) -> None:
         if not self._file.closed:

@@ -18,8 +18,9 @@ from megazero.files import written_aside
 from megazero.pipeline.picture import caption, picture
 from megazero.pipeline.schedule import Shape
 from megazero.pipeline.stage_plan import StagePlan
-from megazero.pipeline.timeline import EQUAL_PARTS, Timeline, predicted_idle_share
+from megazero.pipeline.timeline import EQUAL_PARTS, Timeline, predicted_idle_share, without_waits
 from megazero.pipeline.trace import AnyTrace, SpanRow, mean_durations, rows, timeline
+from megazero.report.metrics import StepPicture
 
 _FIRST_TRACED = 2
 
@@ -41,6 +42,7 @@ class PipelineReport:
         self._num_steps = 0
         self._together = 0.0
         self._closing: list[str] = []
+        self._picture: StepPicture | None = None
 
     def begin_step(self, iteration: int, *, is_last: bool) -> None:
         """Begin to trace the coming step, if it is to be traced."""
@@ -69,17 +71,24 @@ class PipelineReport:
             self._write(self._folder, iteration, measured)
         return measured.idle_share
 
+    def take_picture(self) -> StepPicture | None:
+        """Return the picture that rank 0 has drawn since the last call; None without one."""
+        picture, self._picture = self._picture, None
+        return picture
+
     def closing_lines(self) -> list[str]:
         """Return a line about the last traced step, for the end of a run."""
         return self._closing
 
     def _write(self, folder: Path, iteration: int, measured: Timeline) -> None:
-        record = summary(measured, self._plan)
+        record, ideal = summary(measured, self._plan), ideal_of(measured, self._plan)
         predicted = record["predicted_idle_share"]
         drawing = folder / f"step_{iteration}.svg"
         title = f"Step {iteration}: {self._plan.schedule}, {record['num_micro_batches']} micro-batches"
+        svg = picture(measured, title=title, predicted=predicted, ideal=ideal)
+        self._picture = StepPicture("pipeline", iteration, svg)
         with written_aside(drawing) as stream:
-            stream.write(picture(measured, title=title, predicted=predicted).encode())
+            stream.write(svg.encode())
         with written_aside(drawing.with_suffix(".json")) as stream:
             stream.write((json.dumps({"iteration": iteration, **record}) + "\n").encode())
         self._closing = [f"pipeline, step {iteration}: {caption(measured, predicted)}; {drawing}"]
@@ -102,14 +111,23 @@ def on_one_clock(ranks: Sequence[Mapping[str, Any]]) -> list[list[SpanRow]]:
     ]
 
 
+def _shape(measured: Timeline, plan: StagePlan) -> Shape:
+    last = max(span.action.micro_batch for spans in measured.stages for span in spans)
+    return Shape(plan.num_stages, last + 1, plan.num_chunks)
+
+
+def ideal_of(measured: Timeline, plan: StagePlan) -> Timeline:
+    """Return the timeline of the step if messages took no time, and every computation the mean time of its kind."""
+    return without_waits(measured, _shape(measured, plan), mean_durations(measured))
+
+
 def summary(measured: Timeline, plan: StagePlan) -> dict[str, Any]:
     """Return the content of the .json file.
 
     `stages` has every stage's spans: kind, micro-batch, chunk, start, end in seconds.  The formula of the predicted
     idle share takes the measured mean durations, if it depends on durations.
     """
-    last = max(span.action.micro_batch for spans in measured.stages for span in spans)
-    shape = Shape(plan.num_stages, last + 1, plan.num_chunks)
+    shape = _shape(measured, plan)
     means = mean_durations(measured)
     return {
         "schedule": plan.schedule,

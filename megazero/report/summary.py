@@ -4,7 +4,7 @@ The figures of interest are the first and the last *evaluation* of the validatio
 and the *pace*, tokens a second over all steps but the first, which includes warming up.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,11 +50,11 @@ class RunSummary:
         return [*table, steps]
 
 
-def summarize(metrics_file: Path) -> RunSummary:
-    """Read a metrics file; raises `DataError` if it is missing or not a metrics file."""
+def summarize(records: Iterable[Mapping[str, Any]]) -> RunSummary:
+    """Return the summary of a metrics file's records."""
     evaluations: list[Mapping[str, Any]] = []
     num_steps, num_skipped, seconds, timed_seconds, timed_tokens = 0, 0, 0.0, 0.0, 0.0
-    for record in _records(metrics_file):
+    for record in records:
         if "evaluation" in record:
             evaluations += [record["evaluation"]] if record["evaluation"]["split"] == "validation" else []
             continue
@@ -74,8 +74,11 @@ def summarize(metrics_file: Path) -> RunSummary:
     )
 
 
-def _records(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield the file's records; a last line without its end was cut off and is left out."""
+def read_records(path: Path) -> Iterator[Mapping[str, Any]]:
+    """Yield a metrics file's records; a last line without its end was cut off and is left out.
+
+    Raises `DataError` if the file is missing or not a metrics file.
+    """
     for number, line in enumerate(_lines(path), start=1):
         if len(line) < _MAX_LINE_BYTES and not line.endswith(b"\n"):
             return

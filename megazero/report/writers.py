@@ -4,8 +4,9 @@ A *writer* is called with every step and every evaluation.  Writers exist on ran
 another rank or the device: their arguments are host figures.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
+from types import MappingProxyType
 from typing import Protocol
 
 from megazero.config.run import LoggingConfig
@@ -13,8 +14,16 @@ from megazero.console import Console
 from megazero.errors import ConfigError, Problem
 from megazero.report.device_memory import StepMemory, device_memory_scalars
 from megazero.report.ledger_report import ledger_scalars
-from megazero.report.metrics import Evaluation, IntervalMetrics, RankMetrics, StepMetrics, interval_metrics
+from megazero.report.metrics import (
+    Evaluation,
+    IntervalMetrics,
+    RankMetrics,
+    StepMetrics,
+    StepPicture,
+    interval_metrics,
+)
 from megazero.report.metrics_file import MetricsFile
+from megazero.report.raster import to_pixels
 from megazero.units import format_duration
 
 
@@ -26,6 +35,15 @@ class MetricsWriter(Protocol):
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """Write one evaluation."""
+
+    def sample(self, iteration: int, prompt: str, continuation: str) -> None:
+        """Write a text that the model has continued after `iteration` steps."""
+
+    def picture(self, picture: StepPicture) -> None:
+        """Write the picture of a step."""
+
+    def flush(self) -> None:
+        """Write the steps that are still held back, because the run ends here."""
 
     def close(self) -> None:
         """Write everything that is still buffered, and close; a second call does nothing."""
@@ -59,16 +77,23 @@ class ConsoleWriter:
             self._console.line(f"iteration {metrics.iteration} skipped: {metrics.overflow_parameter} overflowed first")
         due = metrics.iteration % self._log_interval == 0 or metrics.iteration == self._train_iters
         if due or self._first:
-            self._flush()
+            self.flush()
 
     def evaluation(self, evaluation: Evaluation) -> None:
         self._console.line(f"{evaluation.split} loss at iteration {evaluation.iteration} | " + _evaluation(evaluation))
 
-    def close(self) -> None:
-        if self._steps:
-            self._flush()
+    def sample(self, iteration: int, prompt: str, continuation: str) -> None:
+        self._console.line(f"sample at iteration {iteration} | {prompt!r} goes on {continuation!r}")
 
-    def _flush(self) -> None:
+    def picture(self, picture: StepPicture) -> None:
+        """Pictures are files of their own."""
+
+    def close(self) -> None:
+        self.flush()
+
+    def flush(self) -> None:
+        if not self._steps:
+            return
         interval = interval_metrics(self._steps)
         fields = _interval_fields(interval, self._train_iters)
         self._console.line(f"[{self._now():%Y-%m-%d %H:%M:%S}] " + " | ".join(fields))
@@ -107,15 +132,26 @@ def _evaluation(evaluation: Evaluation) -> str:
 
 
 class TensorBoardWriter:
-    """A writer of scalars under Megatron-LM's names, by iteration and, as "NAME vs samples", by consumed samples.
+    """A writer of scalars in groups, by iteration and, under "vs-samples/", by consumed samples, and of texts.
 
-    data-wait-seconds is the sum since the previous point, so that the wait of every step is shown.
+    The groups are loss, memory, optimizer, speed, time, traffic and vs-samples: TensorBoard shows them in the order of
+    their names, so a run opens on its loss.  docs/watching.md has every name, beside Megatron-LM's.
+    speed/data-wait-seconds is the sum since the previous point, so that the wait of every step is shown.
 
     A run resumed from before its last point draws the steps in between twice: TensorBoard can only drop them for both
     kinds of axis at once.
+
+    texts: Markdown by title, as of `resumed_iteration`.
     """
 
-    def __init__(self, config: LoggingConfig, *, world_size: int) -> None:
+    def __init__(
+        self,
+        config: LoggingConfig,
+        *,
+        world_size: int,
+        texts: Mapping[str, str] = MappingProxyType({}),
+        resumed_iteration: int = 0,
+    ) -> None:
         try:
             from torch.utils.tensorboard.writer import SummaryWriter
         except ImportError as error:
@@ -130,41 +166,59 @@ class TensorBoardWriter:
             given = f"--tensorboard-dir {config.tensorboard_dir}: {error.strerror or error}"
             raise ConfigError(Problem(given, "TensorBoard's files can be written", "another path")) from error
         self._waited = 0.0
+        for title, text in texts.items():
+            self._events.add_text(f"run/{title}", text, resumed_iteration)
 
     def step(self, metrics: StepMetrics, ranks: Sequence[RankMetrics]) -> None:
         self._waited += metrics.data_wait_seconds
         if metrics.iteration % self._config.tensorboard_log_interval:
             return
-        for name, value in _training_scalars(metrics, self._world_size).items():
-            self._add(name, value, metrics)
-        for name, value in self._step_only_scalars(metrics, ranks).items():
-            self._events.add_scalar(name, value, metrics.iteration)
+        for tag, value in _training_scalars(metrics, self._world_size).items():
+            self._add(tag, value, metrics)
+        for tag, value in self._step_only_scalars(metrics, ranks).items():
+            self._events.add_scalar(tag, value, metrics.iteration)
         self._waited = 0.0
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        self._add(f"lm loss {evaluation.split}", evaluation.loss, evaluation)
+        self._add(f"loss/{evaluation.split}", evaluation.loss, evaluation)
         if self._config.log_validation_ppl_to_tensorboard:
-            self._add(f"lm loss {evaluation.split} ppl", evaluation.perplexity, evaluation)
+            self._add(f"loss/{evaluation.split}-perplexity", evaluation.perplexity, evaluation)
         if evaluation.bits_per_byte is not None:
-            self._add(f"bits per byte {evaluation.split}", evaluation.bits_per_byte, evaluation)
+            self._add(f"loss/{evaluation.split}-bits-per-byte", evaluation.bits_per_byte, evaluation)
+
+    def sample(self, iteration: int, prompt: str, continuation: str) -> None:
+        shown = as_markdown(f"{prompt}|{continuation}".splitlines())
+        self._events.add_text("samples/validation", shown, iteration)
+
+    def picture(self, picture: StepPicture) -> None:
+        self._events.add_image(
+            f"pictures/{picture.title}", to_pixels(picture.svg), picture.iteration, dataformats="HWC"
+        )
+
+    def flush(self) -> None:
+        self._events.flush()
 
     def close(self) -> None:
         self._events.close()
 
-    def _add(self, name: str, value: float, at: StepMetrics | Evaluation) -> None:
-        self._events.add_scalar(name, value, at.iteration)
-        self._events.add_scalar(f"{name} vs samples", value, at.consumed_samples)
+    def _add(self, tag: str, value: float, at: StepMetrics | Evaluation) -> None:
+        self._events.add_scalar(tag, value, at.iteration)
+        self._events.add_scalar(f"vs-samples/{tag}", value, at.consumed_samples)
 
     def _step_only_scalars(self, metrics: StepMetrics, ranks: Sequence[RankMetrics]) -> dict[str, float]:
         """Return the scalars about the machine, which have no axis of samples."""
-        scalars = {"iteration-time": metrics.step_seconds, "throughput": metrics.tflops_per_device}
-        scalars |= {"tokens-per-second": metrics.tokens_per_second, "data-wait-seconds": self._waited}
+        scalars = {
+            "speed/seconds-per-step": metrics.step_seconds,
+            "speed/tflops-per-device": metrics.tflops_per_device,
+            "speed/tokens-per-second": metrics.tokens_per_second,
+            "speed/data-wait-seconds": self._waited,
+        }
         if metrics.mfu is not None:
-            scalars["mfu"] = metrics.mfu
+            scalars["speed/mfu"] = metrics.mfu
         if metrics.pipeline_idle_share is not None:
-            scalars["pipeline-idle-share"] = metrics.pipeline_idle_share
+            scalars["speed/pipeline-idle-share"] = metrics.pipeline_idle_share
         if self._config.log_timers_to_tensorboard:
-            scalars.update({f"{name}-time": seconds for name, seconds in metrics.timers.items()})
+            scalars.update({f"time/{name}": seconds for name, seconds in metrics.timers.items()})
         if self._config.log_memory_to_tensorboard and ranks:
             scalars.update(_memory_scalars(ranks))
         scalars.update(ledger_scalars([figures.ledger for figures in ranks]))
@@ -175,33 +229,46 @@ class TensorBoardWriter:
 
 def _training_scalars(metrics: StepMetrics, world_size: int) -> dict[str, float]:
     scalars = {
-        "learning-rate": metrics.lr,
-        "batch-size": metrics.global_batch_size,
-        "loss-scale": metrics.loss_scale,
-        "world-size": world_size,
-        "grad-norm": metrics.grad_norm,
+        "optimizer/learning-rate": metrics.lr,
+        "optimizer/batch-size": metrics.global_batch_size,
+        "optimizer/loss-scale": metrics.loss_scale,
+        "optimizer/grad-norm": metrics.grad_norm,
+        "speed/world-size": world_size,
     }
-    return scalars if metrics.skipped else scalars | {"lm loss": metrics.loss}
+    return scalars if metrics.skipped else scalars | {"loss/train": metrics.loss}
 
 
 def _memory_scalars(ranks: Sequence[RankMetrics]) -> dict[str, float]:
     """Return the bytes of each category on the rank that has most of it, which runs out of memory first."""
     categories = sorted({name for rank in ranks for name in rank.model_state_bytes})
     scalars: dict[str, float] = {
-        f"mem-{name}-bytes": max(rank.model_state_bytes.get(name, 0) for rank in ranks) for name in categories
+        f"memory/states-{name}": max(rank.model_state_bytes.get(name, 0) for rank in ranks) for name in categories
     }
-    return scalars | {"mem-max-allocated-bytes": max(rank.peak_memory_bytes for rank in ranks)}
+    return scalars | {"memory/process-peak": max(rank.peak_memory_bytes for rank in ranks)}
+
+
+def as_markdown(lines: Iterable[str]) -> str:
+    """Return lines as Markdown that is shown as it stands."""
+    return "\n".join(f"    {line}" for line in lines)
 
 
 def open_writers(
-    config: LoggingConfig, *, console: Console, train_iters: int, world_size: int, resumed_iteration: int = 0
+    config: LoggingConfig,
+    *,
+    console: Console,
+    train_iters: int,
+    world_size: int,
+    resumed_iteration: int = 0,
+    texts: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[MetricsWriter, ...]:
-    """Return the writers of the configuration; none on a rank that does not print."""
+    """Return the writers of the configuration; none on a rank that does not print.  texts: see `TensorBoardWriter`."""
     if not console.prints:
         return ()
     writers: list[MetricsWriter] = [ConsoleWriter(console, log_interval=config.log_interval, train_iters=train_iters)]
     if config.metrics_file is not None:
         writers.append(MetricsFile(config.metrics_file, resumed_iteration=resumed_iteration))
     if config.tensorboard_dir is not None:
-        writers.append(TensorBoardWriter(config, world_size=world_size))
+        writers.append(
+            TensorBoardWriter(config, world_size=world_size, texts=texts, resumed_iteration=resumed_iteration)
+        )
     return tuple(writers)

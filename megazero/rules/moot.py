@@ -461,7 +461,7 @@ def _tokenizer_reads_no(setting: str) -> Row[RunConfig]:
 
 def _no_ledger_is_read(config: RunConfig) -> str:
     logging = config.logging
-    read = logging.metrics_file or logging.tensorboard_dir or logging.ledger_dir
+    read = logging.metrics_file or derived.tensorboard_dir(config) or logging.ledger_dir
     return "" if read else "its figures go to --metrics-file, --tensorboard-dir and --ledger-dir, and none is there"
 
 
@@ -482,7 +482,7 @@ def _momentum_is_cycled(config: RunConfig) -> str:
 
 RUN: tuple[Row[RunConfig], ...] = (
     Row(
-        ("eval_interval", "eval_at_start", "log_validation_ppl_to_tensorboard"),
+        ("eval_interval", "eval_at_start", "log_validation_ppl_to_tensorboard", "eval_sample_tokens"),
         lambda c: "" if c.training.eval_iters else "--eval-iters 0 evaluates nothing",
         {"eval_iters": 100},
     ),
@@ -616,8 +616,22 @@ RUN: tuple[Row[RunConfig], ...] = (
     *map(_tokenizer_reads_no, _TOKENIZER_OF),
     Row(
         _TENSORBOARD,
-        lambda c: "TensorBoard is written into a folder" if c.logging.tensorboard_dir is None else "",
+        lambda c: "TensorBoard is written into a folder" if derived.tensorboard_dir(c) is None else "",
         {"tensorboard_dir": "DIR"},
+    ),
+    Row(
+        ("eval_sample_tokens",),
+        lambda c: "" if c.data.tokenizer_type else "text is made of tokens by --tokenizer-type, and none is named",
+        {"tokenizer_type": "ByteTokenizer"},
+    ),
+    Row(
+        ("tensorboard",),
+        lambda c: "--tensorboard-dir names the folder" if c.logging.tensorboard_dir is not None else "",
+    ),
+    Row(
+        ("tensorboard",),
+        lambda c: "its folder lies below --save" if derived.tensorboard_dir(c) is None else "",
+        {"save": "DIR", "tensorboard_dir": "DIR"},
     ),
     Row(("ledger",), _no_ledger_is_read, {"metrics_file": "FILE", "ledger_dir": "DIR"}),
     Row(

@@ -6,6 +6,7 @@
 
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -33,6 +34,7 @@ from megazero.config.run import RunConfig
 from megazero.config.yaml_file import to_yaml
 from megazero.console import Console
 from megazero.data.loader import BatchLayout, BatchLoader
+from megazero.data.tokenizers import load_tokenizer
 from megazero.errors import ConfigError
 from megazero.memory.fused_buffers import FusedBuffers
 from megazero.memory.host import return_freed_memory
@@ -45,6 +47,7 @@ from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.schedules import LearningRate, reconcile
 from megazero.parallel.drawing import draw_layout
 from megazero.parallel.launch import Launch, job_name
+from megazero.parallel.nodes import Nodes
 from megazero.pipeline.stage_plan import StagePlan
 from megazero.pipeline.trace import NO_TRACE, AnyTrace, Trace
 from megazero.report.device_memory import MemoryReport
@@ -53,7 +56,7 @@ from megazero.report.memory_report import closing_lines, opening_line
 from megazero.report.metrics import Rates, flops_per_token, peak_tflops
 from megazero.report.pipeline_report import PipelineReport
 from megazero.report.stragglers import StragglerReport
-from megazero.report.writers import open_writers
+from megazero.report.writers import as_markdown, open_writers
 from megazero.rules.optimizer import optimizer_choice
 from megazero.rules.run import compiled_under_ledger
 from megazero.tensor_parallel.deferred import DeferredGradients
@@ -66,10 +69,11 @@ from megazero.train.attention_kernel import KernelChoice, choose_for_run
 from megazero.train.check import topology
 from megazero.train.context import StepContext
 from megazero.train.evaluate import EvaluationSet
-from megazero.train.inputs import RunInputs
+from megazero.train.inputs import RunInputs, tokenizer_spec
 from megazero.train.loop import Reporting, Run, Timetable
 from megazero.train.pipeline_stages import activation_config, describe_stages, num_checkpoints, stage_chunks, stage_plan
 from megazero.train.resolve_activations import resolve_activations
+from megazero.train.samples import PROMPT_TOKENS, SampledText
 from megazero.train.saving import (
     Saver,
     changed_settings,
@@ -149,7 +153,7 @@ def build_components(
         raise ConfigError(compiled_under_ledger("a kept ledger", config.training.compile))
     attention = choose_for_run(config, mesh.device, mesh.world)
     padded, stage = padded_vocab_size(config, vocab_size), mesh.coordinate("pp")
-    are_written = config.logging.log_timers_to_tensorboard and config.logging.tensorboard_dir is not None
+    are_written = config.logging.log_timers_to_tensorboard and derived.tensorboard_dir(config) is not None
     timers = Timers(mesh.device, waits=are_written or config.activations.profile_backward)
     random = RandomRegions(config.training.seed, mesh.coordinate("tp"), mesh.device)
     rank = RankParts(mesh.axis("tp"), mesh.device, random, ledger, timers)
@@ -327,10 +331,11 @@ def _assemble_on(
     """Build a run on its mesh; lock: that of --save, on rank 0."""
     console = Console(launch.rank)
     padded = padded_vocab_size(config, inputs.vocab_size)
-    drawing = draw_layout(mesh.topology, launch.nodes) if launch.world_size > 1 else []
-    if drawing and not launch.ranks_per_node:
+    drawing = draw_layout(mesh.topology, launch.nodes)
+    if launch.world_size > 1 and not launch.ranks_per_node:
         console.line("the launcher doesn't say which rank is on which node (LOCAL_WORLD_SIZE): all are taken for one")
-    for line in (*drawing, *describe_stages(config, padded)):
+    stages = describe_stages(config, padded)
+    for line in (*(drawing if launch.world_size > 1 else ()), *stages):
         console.line(line)
     activations, reasons = resolve_activations(config, mesh, vocab_size=inputs.vocab_size, padded_vocab_size=padded)
     for reason in reasons:
@@ -353,7 +358,7 @@ def _assemble_on(
     layout = batch_layout(config, components.mesh, inputs.eod)
     saver = _saver(config, components, resumed, lock, console)
     if saver is not None:
-        _announce_start(journal, config, saver, resumed, console)
+        _announce_start(journal, config, saver, resumed, launch.nodes, console)
     return Run(
         context=step_context(config, components),
         state=resumed.state,
@@ -365,9 +370,25 @@ def _assemble_on(
         held_out=_held_out(config, inputs, layout),
         timetable=_timetable(config, _last_iteration(config, resumed.state, launch.world_size)),
         saver=saver,
-        reporting=_reporting(config, console, components, inputs, resumed.state),
+        reporting=_reporting(config, console, components, inputs, resumed.state, layout=[*drawing, *stages]),
         journal=journal,
+        sampled=_sampled(config, inputs, prints=console.prints),
         launcher=launch.launcher,
+    )
+
+
+def _sampled(config: RunConfig, inputs: RunInputs, *, prints: bool) -> SampledText | None:
+    """Return the text to generate at evaluations, which begins as the held-out text does; None where none is asked."""
+    spec = tokenizer_spec(config.data)
+    if not (config.logging.eval_sample_tokens and config.training.eval_iters and spec and inputs.valid):
+        return None
+    return SampledText(
+        prompt=inputs.valid.sample(0)[: min(PROMPT_TOKENS, config.model.seq_length)].tolist(),
+        num_tokens=config.logging.eval_sample_tokens,
+        shape=(config.training.micro_batch_size, config.model.seq_length),
+        vocab_size=inputs.vocab_size,
+        seed=config.training.seed,
+        decode=load_tokenizer(spec).decode if prints else None,
     )
 
 
@@ -517,7 +538,9 @@ def _saver(
     return saver
 
 
-def _announce_start(journal: Journal, config: RunConfig, saver: Saver, resumed: _Resumed, console: Console) -> None:
+def _announce_start(
+    journal: Journal, config: RunConfig, saver: Saver, resumed: _Resumed, nodes: Nodes, console: Console
+) -> None:
     """Write this start, and the settings that it has changed, to the journal; print whose checkpoints it saves."""
     source, mesh = resumed.checkpoint, saver.mesh
     begins = source is None or config.checkpoint.finetune
@@ -538,6 +561,7 @@ def _announce_start(journal: Journal, config: RunConfig, saver: Saver, resumed: 
         job=job_name(),
         world_size=mesh.topology.world_size,
         layout=f"{mesh.topology.describe()} on {mesh.device.type}",
+        ranks_per_node=nodes.sizes(),
         iteration=resumed.state.iteration,
         checkpoint=None if source is None else str(source.folder),
         finetune=config.checkpoint.finetune,
@@ -565,19 +589,28 @@ def _mask_bytes(config: RunConfig) -> int:
 
 
 def _reporting(
-    config: RunConfig, console: Console, components: RunComponents, inputs: RunInputs, state: TrainState
+    config: RunConfig,
+    console: Console,
+    components: RunComponents,
+    inputs: RunInputs,
+    state: TrainState,
+    *,
+    layout: Sequence[str],
 ) -> Reporting:
+    """Return the writers and reports of a run; layout: its drawing, for TensorBoard."""
     device, world_size = components.mesh.device, components.mesh.topology.world_size
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     flops = flops_per_token(config.model, vocab_size=inputs.vocab_size)
+    logging = replace(config.logging, tensorboard_dir=derived.tensorboard_dir(config))
+    texts = {"configuration": to_yaml(config).splitlines(), "layout": layout}
     writers = open_writers(
-        config.logging,
+        logging,
         console=console,
         train_iters=_last_iteration(config, state, world_size),
         world_size=world_size,
         resumed_iteration=state.iteration,
+        texts={title: as_markdown(lines) for title, lines in texts.items()},
     )
-    logging = config.logging
     in_tensorboard = logging.tensorboard_dir is not None and (logging.ledger or logging.log_memory_to_tensorboard)
     ledger = LedgerReport(
         components.engine.settings.ledger,

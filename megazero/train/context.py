@@ -43,6 +43,9 @@ class LanguageModel(Protocol):
         x: activations of the model's last chunk.  labels int64 [b, s], loss_mask float [b, s].
         """
 
+    def logits_of(self, x: Tensor, token: int) -> Tensor:
+        """Return this rank's logits [Vp/t] of one of a micro-batch's tokens, by activations of the last chunk."""
+
     def train(self, mode: bool = True) -> nn.Module:
         """Set the training mode, in which dropout is active."""
 

@@ -31,7 +31,9 @@ from megazero.report.writers import MetricsWriter
 from megazero.signals import StopRequest
 from megazero.train.context import StepContext
 from megazero.train.evaluate import EvaluationSet, evaluate
+from megazero.train.leaving import leave_page
 from megazero.train.replay import BadStep, Cause, find_cause
+from megazero.train.samples import SampledText, continue_text
 from megazero.train.saving import Saver
 from megazero.train.step import StepControls, training_step
 from megazero.units import format_bytes, format_count, format_duration
@@ -74,7 +76,7 @@ class Reporting:
 
 @dataclass(frozen=True)
 class Run:
-    """A run that is built, and continues from `state`.  launcher: see `Launch`."""
+    """A run that is built, and continues from `state`.  sampled: what evaluations generate.  launcher: see `Launch`."""
 
     context: StepContext
     state: TrainState
@@ -86,6 +88,7 @@ class Run:
     saver: Saver | None
     reporting: Reporting
     journal: Journal
+    sampled: SampledText | None = None
     launcher: int | None = None
 
 
@@ -119,9 +122,12 @@ def train(run: Run) -> str:
         try:
             reason = loop.run_to_end()
             run.journal.write("stop", iteration=run.state.iteration, reason=reason)
+            _leave_page(run)
+            run.reporting.console.line(reason)
             return reason
         except BaseException as error:
             run.journal.write("stop", iteration=run.state.iteration, reason=first_line(error))
+            _leave_page(run)
             raise
         finally:
             if run.saver is not None:
@@ -130,6 +136,12 @@ def train(run: Run) -> str:
             for writer in run.reporting.writers:
                 writer.close()
             run.context.engine.close()
+
+
+def _leave_page(run: Run) -> None:
+    """Write the run's page, on rank 0 of a run that saves."""
+    if run.saver is not None and run.context.mesh.rank == 0:
+        run.reporting.console.line(leave_page(run.saver.root))
 
 
 def _stop_request(run: Run) -> StopRequest:
@@ -243,6 +255,10 @@ class _Loop:
             ranks = self._rank_metrics(pending) if self._run.reporting.gathers_ranks else []
             for writer in self._run.reporting.writers:
                 writer.step(metrics, ranks)
+            for report in (self._run.reporting.pipeline, self._run.reporting.ledger):
+                if (picture := report.take_picture()) is not None:
+                    for writer in self._run.reporting.writers:
+                        writer.picture(picture)
             own = OwnTime(pending.data_wait_seconds, pending.own_seconds - pending.data_wait_seconds)
             for line in self._run.reporting.stragglers.step(pending.iteration, own):
                 self._run.reporting.console.line(line)
@@ -330,7 +346,18 @@ class _Loop:
             writer.evaluation(result)
         if split == "validation":
             self._evaluated_iteration = self._state.iteration
+            self._sample()
         self._restart_clock()
+
+    def _sample(self) -> None:
+        """Generate and report a text, if the run does; a collective call."""
+        text = self._run.sampled
+        if text is None:
+            return
+        tokens = continue_text(self._context, text)
+        if text.decode is not None:
+            for writer in self._run.reporting.writers:
+                writer.sample(self._state.iteration, text.decode(text.prompt), text.decode(tokens))
 
     def _save(self) -> None:
         """Save a checkpoint of this iteration, at most once."""
@@ -368,9 +395,9 @@ class _Loop:
     def _end(self, reason: str) -> str:
         self._report_steps(max_pending=0)
         for writer in self._run.reporting.writers:
-            writer.close()  # the line of the last steps comes before the lines of the end
+            writer.flush()  # the last steps' line comes before those that end the run
         self._save()
-        for line in (*self._run.reporting.closing(), reason):
+        for line in self._run.reporting.closing():
             self._run.reporting.console.line(line)
         return reason
 

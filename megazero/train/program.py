@@ -60,7 +60,9 @@ def pretrain(config: RunConfig, launch: Launch, inputs: RunInputs) -> int:
     )
     journal = open_journal(config, launch)
     try:
-        ledger = open_ledger(device, kept=logging.ledger, limit_mib=logging.ledger_limit)
+        ledger = open_ledger(
+            device, kept=logging.ledger, limit_mib=logging.ledger_limit, unit=lambda: meter.flight.unit
+        )
         with reported_faults(store, meter.flight, job), ledger:
             run = assemble(config, launch, device, inputs, ledger, journal, meter)
             train(run)

@@ -143,5 +143,5 @@ def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     for name in CHUNKS:
         drawing = ElementTree.parse(tmp_path / f"page-{name}.svg")
         boxes = [rect for rect in drawing.iter() if rect.get("class") == "box"]
-        assert len(boxes) == STAGES * CHUNKS[name] * 4 * (3 if name == "zero-bubble" else 2)
+        assert len(boxes) == 2 * STAGES * CHUNKS[name] * 4 * (3 if name == "zero-bubble" else 2)
     assert sum(figures["balance"]["balanced"]["split"]) == 4

@@ -30,8 +30,22 @@ def test_it_tells_figures_and_places(tmp_path: Path) -> None:
     assert ["validation", "loss", "7.5000", "7.5000"] in lines
     assert ["bits", "per", "byte", "-", "-"] in lines
     assert ["checkpoint", "none"] in lines
+    assert not (tmp_path / "run.html").exists()
     # The command that is shown can be pasted into a shell.
     assert shlex.split(done.stdout.splitlines()[-1])[-2:] == ["--logdir", str(tmp_path / "t b")]
+
+
+def test_it_writes_a_page(tmp_path: Path) -> None:
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "config.yaml").write_text("num_layers: 2\n")
+    file = MetricsFile(tmp_path / "m.jsonl")
+    file.evaluation(Evaluation(0, 0, "validation", loss=7.5))
+    file.close()
+    page = tmp_path / "pages" / "run.html"
+    done = run("--metrics-file", tmp_path / "m.jsonl", "--load", tmp_path / "saved", "--html", page)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].split() == ["page", str(page)]
+    assert "num_layers: 2" in page.read_text() and "validation loss" in page.read_text()
 
 
 def test_a_missing_file_is_told_without_a_traceback(tmp_path: Path) -> None:

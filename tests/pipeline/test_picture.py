@@ -8,9 +8,9 @@ from xml.etree import ElementTree
 import pytest
 from support.schedule_drawings import computations
 
-from megazero.pipeline.picture import caption, picture, round_up
+from megazero.pipeline.picture import caption, picture
 from megazero.pipeline.schedule import Action, Kind, Shape
-from megazero.pipeline.timeline import Span, Timeline, predicted_idle_share, simulate
+from megazero.pipeline.timeline import Span, Timeline, messages, predicted_idle_share, simulate, without_waits
 
 SVG = "{http://www.w3.org/2000/svg}"
 UNIT = 0.004  # seconds of a simulation's unit of time
@@ -123,6 +123,27 @@ def test_a_long_step_is_drawn_wider_up_to_a_limit() -> None:
     assert widths[0] < widths[1] < widths[2] < 5000
 
 
-@pytest.mark.parametrize(("amount", "expected"), [(1, 1), (1.1, 2), (0.021, 0.05), (6, 10), (0.1, 0.1), (20, 20)])
-def test_round_numbers(amount: float, expected: float) -> None:
-    assert round_up(amount) == pytest.approx(expected)
+def test_the_ideal_stands_beneath_with_its_own_share() -> None:
+    """A step in which messages take time is longer than its ideal, which has the formula's idle share."""
+    shape = Shape(3, 4)
+    actions = computations("1f1b", shape)
+    durations = {Kind.FORWARD: 0.01, Kind.BACKWARD: 0.02}
+    slow = simulate(actions, shape, durations, exchange=0.005)
+    ideal = without_waits(slow, shape, durations)
+    svg = picture(slow, title="", ideal=ideal)
+    assert ideal == simulate(actions, shape, durations) and slow.makespan > ideal.makespan
+    assert texts(svg, "row") == [f"stage {stage}" for stage in (0, 1, 2)] * 2
+    assert any(text.endswith(f"idle {100 * predicted_idle_share('1f1b', shape):.1f} %") for text in texts(svg))
+    assert len(list(boxes(svg))) == 2 * len(list(boxes(picture(slow, title=""))))
+
+
+def test_messages_are_lines_between_stages() -> None:
+    shape = Shape(2, 4, 2)
+    timeline = simulate(computations("interleaved", shape), shape, exchange=0.5)
+    found = list(messages(timeline))
+    # Each of four micro-batches crosses three borders of chunks, forward and back.
+    assert len(found) == 4 * 3 * 2 and {message.used - message.sent >= 0.5 for message in found} == {True}
+    svg = picture(timeline, title="")
+    assert svg.count('class="message"') == len(found)
+    assert any("chunk 1 of layers" in text for text in texts(svg))
+    assert not list(messages(simulate(computations("1f1b", Shape(1, 2)), Shape(1, 2))))

@@ -1,6 +1,7 @@
 """The picture of a step's memory is a well-formed page whose areas have the heights that the ledger recorded."""
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ import numpy as np
 import pytest
 
 from megazero.errors import DataError
-from megazero.memory.ledger_figures import CATEGORIES, Category, PhaseMark, StepMemory, Timeline
-from megazero.report.ledger_picture import columns, drawing, page, phase_of, write_picture
+from megazero.memory.ledger_figures import CATEGORIES, Category, PhaseMark, StepMemory, Timeline, UnitMark
+from megazero.report.ledger_picture import columns, drawing, page, phase_of, sections, write_picture
 
 MIB = 1 << 20
 PHASES = (PhaseMark(1, "forward"), PhaseMark(6, "backward"), PhaseMark(11, "update"))
@@ -125,6 +126,24 @@ def test_the_phase_of_an_operation() -> None:
     ]
 
 
+def test_units_are_named_along_the_foot_and_at_the_peak() -> None:
+    """In backward an operation belongs to the parameter whose gradient comes next; other phases have no units."""
+    units = [(0, "x"), (1, "embedding"), (3, "layers.0"), (7, "layers.0.up.weight"), (9, "embedding.weight")]
+    marks = tuple(UnitMark(operation, name) for operation, name in units)
+    timeline = replace(PLAIN.timeline, units=marks)
+    assert sections(timeline) == [
+        (1, 3, "forward", "embedding"),
+        (3, 6, "forward", "layers.0"),
+        (6, 7, "backward", "layers.0"),
+        (7, 11, "backward", "embedding"),
+    ]
+    svg = drawing(StepMemory(timeline))
+    names = [element.text for element in ElementTree.fromstring(svg).iter() if element.tag.endswith("text")]
+    assert "peak 7.0 MiB, in embedding" in names and "layers.0" in names
+    assert "after 3 of 12 operations, in forward, in embedding" in page(StepMemory(timeline), {}, title="x")
+    assert set(areas(svg)) >= {"parameters", "activations", "temporary"}
+
+
 class Tags(HTMLParser):
     """A parser that checks that tags close in order, and collects the text."""
 
@@ -162,7 +181,7 @@ def test_the_page_is_whole_and_needs_nothing_else() -> None:
         *("activations", "2.0 MiB", "2.0 MiB"),
         *("parameters", "4.0 MiB", "4.0 MiB"),
     ]
-    assert cells[-8:] == ["dp", "reduce scatter", "3", "2.0 MiB", "tp", "all reduce", "8", "5 B"]
+    assert cells[-9:-1] == ["dp", "reduce scatter", "3", "2.0 MiB", "tp", "all reduce", "8", "5 B"]
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "") and "src=" not in text
 
 

@@ -37,7 +37,7 @@ def traces(folder: Path) -> dict[int, dict[str, Any]]:
     for record in read:
         drawing = (folder / "traces" / f"step_{record['iteration']}.svg").read_text()
         boxes = sum(rect.get("class") == "box" for rect in ElementTree.fromstring(drawing).iter())
-        assert boxes == sum(map(len, record["stages"]))
+        assert boxes == 2 * sum(map(len, record["stages"]))  # measured, and ideal
     assert len(list((folder / "traces").iterdir())) == 2 * len(read)
     return {record["iteration"]: record for record in sorted(read, key=lambda record: int(record["iteration"]))}
 
@@ -103,7 +103,9 @@ def test_one_stage_is_traced_too_and_the_board_gets_the_share(tmp_path: Path) ->
     assert all(record["predicted_idle_share"] == 0 <= record["idle_share"] < 1 for record in found.values())
     board = EventAccumulator(str(tmp_path / "board"))
     board.Reload()
-    shares = board.Scalars("pipeline-idle-share")
+    images = board.Images("pictures/pipeline")
+    assert [image.step for image in images] == list(found) and images[0].width > images[0].height > 100
+    shares = board.Scalars("speed/pipeline-idle-share")
     assert [event.step for event in shares] == [2, 3, 6, 7]
     assert [event.value for event in shares] == pytest.approx([record["idle_share"] for record in found.values()])
 

@@ -8,7 +8,7 @@ from support.step_metrics import make_step
 from megazero.errors import DataError
 from megazero.report.metrics import Evaluation, StepMetrics
 from megazero.report.metrics_file import MetricsFile
-from megazero.report.summary import summarize
+from megazero.report.summary import read_records, summarize
 
 
 def evaluation(iteration: int, loss: float, *, split: str = "validation") -> Evaluation:
@@ -37,7 +37,7 @@ def test_before_and_after(tmp_path: Path) -> None:
         evaluation(3, 3.0),
         evaluation(3, 9.0, split="test"),
     )
-    summary = summarize(path)
+    summary = summarize(read_records(path))
     assert summary.before is not None and summary.after is not None
     assert (summary.before["iteration"], summary.before["loss"]) == (0, 7.5)
     assert (summary.after["iteration"], summary.after["loss"]) == (3, 3.0)
@@ -54,13 +54,13 @@ def test_before_and_after(tmp_path: Path) -> None:
 
 
 def test_a_run_without_evaluation(tmp_path: Path) -> None:
-    assert summarize(write(tmp_path / "m.jsonl", make_step(1))).lines()[-1] == "no evaluation"
+    assert summarize(read_records(write(tmp_path / "m.jsonl", make_step(1)))).lines()[-1] == "no evaluation"
 
 
 def test_an_unfinished_last_line_is_left_out(tmp_path: Path) -> None:
     path = write(tmp_path / "m.jsonl", make_step(1), make_step(2))
     path.write_text(path.read_text()[:-5])
-    assert summarize(path).num_steps == 1
+    assert summarize(read_records(path)).num_steps == 1
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,9 @@ def test_an_unfinished_last_line_is_left_out(tmp_path: Path) -> None:
 def test_another_file_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "m.jsonl").write_text(content)
     with pytest.raises(DataError, match="line 1"):
-        summarize(tmp_path / "m.jsonl")
+        summarize(read_records(tmp_path / "m.jsonl"))
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="No such file"):
-        summarize(tmp_path / "m.jsonl")
+        summarize(read_records(tmp_path / "m.jsonl"))

@@ -1,6 +1,8 @@
 """Tests of console lines, field by field, and of TensorBoard's event files, read back by TensorBoard."""
 
 import math
+import re
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megazero.config.run import LoggingConfig
 from megazero.console import Console
+from megazero.memory.ledger_figures import CATEGORIES
 from megazero.report.metrics import Evaluation, RankMetrics, StepMetrics
 from megazero.report.metrics_file import MetricsFile
-from megazero.report.writers import ConsoleWriter, TensorBoardWriter, open_writers
+from megazero.report.writers import ConsoleWriter, TensorBoardWriter, as_markdown, open_writers
 
 RANKS = [
     RankMetrics(1000, {"parameters": 4, "moments": 16}, {}),
@@ -118,18 +121,64 @@ def write_tensorboard(folder: Path, **settings: Any) -> dict[str, list[tuple[int
     return events(folder)
 
 
-def test_tensorboard_has_megatrons_names(tmp_path: Path) -> None:
+def test_tensorboard_has_groups_the_first_of_which_is_the_loss(tmp_path: Path) -> None:
     scalars = write_tensorboard(tmp_path)
-    both = ["learning-rate", "batch-size", "lm loss", "loss-scale", "world-size", "grad-norm"]
-    for name in both:
-        assert [at for at, _ in scalars[name]] == [1, 2]
-        assert [at for at, _ in scalars[f"{name} vs samples"]] == [8, 16]
-    assert scalars["iteration-time"] == [(1, 0.5), (2, 0.5)]
-    assert scalars["throughput"] == [(1, 12.5), (2, 12.5)]
-    assert scalars["lm loss validation"] == [(2, pytest.approx(math.log(8)))]
-    assert scalars["lm loss validation vs samples"] == [(16, pytest.approx(math.log(8)))]
-    assert scalars["bits per byte validation"] == [(2, pytest.approx(1.0))]
-    assert not [name for name in scalars if name.startswith("mem-") or name.endswith(("ppl", "backward-time"))]
+    both = ["learning-rate", "batch-size", "loss-scale", "grad-norm"]
+    for tag in (*(f"optimizer/{name}" for name in both), "loss/train", "speed/world-size"):
+        assert [at for at, _ in scalars[tag]] == [1, 2]
+        assert [at for at, _ in scalars[f"vs-samples/{tag}"]] == [8, 16]
+    assert scalars["speed/seconds-per-step"] == [(1, 0.5), (2, 0.5)]
+    assert scalars["speed/tflops-per-device"] == [(1, 12.5), (2, 12.5)]
+    assert scalars["loss/validation"] == [(2, pytest.approx(math.log(8)))]
+    assert scalars["vs-samples/loss/validation"] == [(16, pytest.approx(math.log(8)))]
+    assert scalars["loss/validation-bits-per-byte"] == [(2, pytest.approx(1.0))]
+    assert sorted({tag.split("/")[0] for tag in scalars}) == ["loss", "optimizer", "speed", "vs-samples"]
+    assert "loss/validation-perplexity" not in scalars
+
+
+def names_in_the_docs() -> Iterator[str]:
+    """Yield the names in the first column of the table of TensorBoard's tags; flags are no names."""
+    page = (Path(__file__).parents[2] / "docs" / "watching.md").read_text(encoding="utf-8")
+    table = page.partition("| TensorBoard |")[2].partition("\n\n")[0]
+    for row in table.splitlines()[2:]:
+        yield from (name for name in re.findall(r"`([^`]+)`", row.split("|")[1]) if not name.startswith("--"))
+
+
+def test_the_docs_name_every_tag(tmp_path: Path) -> None:
+    """Every tag that is written is one of the table, and every row of the table is written."""
+    flags = ("log_memory_to_tensorboard", "log_timers_to_tensorboard", "log_validation_ppl_to_tensorboard")
+    config = LoggingConfig(tensorboard_dir=tmp_path, **dict.fromkeys(flags, True))
+    at_peak = {**dict.fromkeys(CATEGORIES, 1), "temporary": 2}
+    traffic = {"dp": {"all_gather": {"messages": 1, "bytes": 2}}}
+    ledger = {"peak_bytes": 10, "at_peak": at_peak, "traffic": traffic}
+    device = {"reserved_peak": 3000, "beyond_allocator": 500}
+    rank = RankMetrics(1000, {"parameters": 4}, {}, ledger=ledger, device_memory_bytes=device)
+    writer = TensorBoardWriter(config, world_size=2)
+    writer.step(step(1, timers={"forward-backward": 0.25}, mfu=0.4, pipeline_idle_share=0.1), [rank])
+    for split in ("validation", "test"):
+        writer.evaluation(Evaluation(1, 8, split, loss=2.0, bytes_per_token=3.0))
+    writer.close()
+    patterns = [re.escape(name) for name in names_in_the_docs()]
+    patterns = [
+        re.sub(r"[A-Z]+", "[a-z_-]+", pattern.replace("vs\\-samples/NAME", "vs-samples/.+")) for pattern in patterns
+    ]
+    written = events(tmp_path)
+    assert [tag for tag in written if not any(re.fullmatch(pattern, tag) for pattern in patterns)] == []
+    assert [each for each in patterns if not any(re.fullmatch(each, tag) for tag in written)] == []
+
+
+def test_tensorboard_has_texts(tmp_path: Path) -> None:
+    texts = {"configuration": as_markdown(["lr: 0.1", "# *", ""]), "layout": as_markdown(["rank 0"])}
+    config = LoggingConfig(tensorboard_dir=tmp_path)
+    TensorBoardWriter(config, world_size=1, texts=texts, resumed_iteration=7).close()
+    accumulator = EventAccumulator(str(tmp_path)).Reload()
+    shown = {tag: accumulator.Tensors(tag)[0] for tag in accumulator.Tags()["tensors"]}
+    assert {tag: event.step for tag, event in shown.items()} == {
+        "run/configuration/text_summary": 7,
+        "run/layout/text_summary": 7,
+    }
+    content = shown["run/configuration/text_summary"].tensor_proto.string_val
+    assert content == [b"    lr: 0.1\n    # *\n    "]
 
 
 def test_tensorboard_options(tmp_path: Path) -> None:
@@ -140,13 +189,13 @@ def test_tensorboard_options(tmp_path: Path) -> None:
         log_validation_ppl_to_tensorboard=True,
         tensorboard_log_interval=2,
     )
-    assert scalars["lm loss"] == [(2, 2.0)]
-    assert scalars["forward-backward-time"] == [(2, 0.25)]
+    assert scalars["loss/train"] == [(2, 2.0)]
+    assert scalars["time/forward-backward"] == [(2, 0.25)]
     # Each kind of memory is that of the rank with the most of it.
-    assert scalars["mem-parameters-bytes"] == [(2, 5.0)]
-    assert scalars["mem-moments-bytes"] == [(2, 16.0)]
-    assert scalars["mem-max-allocated-bytes"] == [(2, 1000.0)]
-    assert scalars["lm loss validation ppl"] == [(2, pytest.approx(8.0))]
+    assert scalars["memory/states-parameters"] == [(2, 5.0)]
+    assert scalars["memory/states-moments"] == [(2, 16.0)]
+    assert scalars["memory/process-peak"] == [(2, 1000.0)]
+    assert scalars["loss/validation-perplexity"] == [(2, pytest.approx(8.0))]
 
 
 def test_tensorboard_has_a_gpus_memory(tmp_path: Path) -> None:
@@ -167,14 +216,14 @@ def test_tensorboard_adds_up_what_was_waited_between_points(tmp_path: Path) -> N
     for iteration in range(1, 5):
         writer.step(step(iteration, data_wait_seconds=float(iteration)), RANKS)
     writer.close()
-    assert events(tmp_path)["data-wait-seconds"] == [(2, 3.0), (4, 7.0)]
+    assert events(tmp_path)["speed/data-wait-seconds"] == [(2, 3.0), (4, 7.0)]
 
 
 def test_a_skipped_step_draws_no_loss(tmp_path: Path) -> None:
     writer = TensorBoardWriter(LoggingConfig(tensorboard_dir=tmp_path), world_size=1)
     writer.step(step(1, skipped=True), RANKS)
     writer.close()
-    assert "lm loss" not in events(tmp_path) and "loss-scale" in events(tmp_path)
+    assert "loss/train" not in events(tmp_path) and "optimizer/loss-scale" in events(tmp_path)
 
 
 def test_only_the_speaking_rank_writes(tmp_path: Path) -> None:

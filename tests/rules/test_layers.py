@@ -9,7 +9,7 @@ from support.source_tree import PROGRAMS, Source, imports, sources
 
 # Top to bottom; a module imports from lines above its own, and from its own package.
 LAYERS = (
-    {"errors", "units", "console", "timers", "generators", "operating_system", "owner", "files", "interrupts"},
+    {"errors", "units", "console", "timers", "generators", "operating_system", "owner", "files", "interrupts", "svg"},
     {"signals"},
     {"config"},
     {"rules"},
@@ -39,7 +39,7 @@ PUBLIC_FACES = (
 
 # Packages that few runs need and all would wait for, and optional ones: only these may be imported within a function.
 SELDOM = ("fsspec", "sentencepiece", "torch._inductor", "fcntl", "resource")
-OPTIONAL = ("torch.utils.tensorboard", "transformers", "gigatoken", "pyarrow", "ftfy", "datasketch", "py3langid")
+OPTIONAL = ("torch.utils.tensorboard", "PIL", "transformers", "gigatoken", "pyarrow", "ftfy", "datasketch", "py3langid")
 
 # The files that users start.  torch takes most of a second to load, so programs read their command line without it:
 # no import at the top of these files loads torch; the functions that need such modules import them.

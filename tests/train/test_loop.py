@@ -18,6 +18,7 @@ from support.reference import Batch, History, Recipe, mean_loss, scheduled_rate
 from support.reference import train as train_plainly
 from support.small_runs import CPU, LENGTH, VOCAB, Told, tiny_run, train_run
 from support.training import first_weights, max_relative
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megazero.checkpoint.folders import list_steps
 from megazero.checkpoint.journal import read_journal
@@ -118,6 +119,45 @@ def test_what_a_run_prints(tmp_path: Path) -> None:
         "2/4",
         "4/4",
     ]
+
+
+def test_the_reason_to_end_is_the_last_line(tmp_path: Path) -> None:
+    """The line of the last steps, which is held back until the log interval, comes before the checkpoint's."""
+    told = run(tmp_path, exit_interval=3)
+    first, last, saved_line, reason = [line for line in told.text.splitlines() if "iteration" in line]
+    assert "iteration 1/5 |" in first and "iteration 3/5 |" in last
+    assert saved_line.startswith("saved checkpoint of iteration 3 to ")
+    assert reason == told.text.splitlines()[-1] == "exit interval 3 reached at iteration 3"
+
+
+def test_a_run_leaves_a_page(tmp_path: Path) -> None:
+    """It shows the steps of all starts, the layout, the settings, and the end of the last start."""
+    told = run(tmp_path, exit_interval=3)
+    assert f"the run as a page: {tmp_path / 'save' / 'run.html'}" in told.text.splitlines()[-2]
+    run(tmp_path, exit_interval=4, load=str(tmp_path / "save"), eval_iters=1)
+    page = (tmp_path / "save" / "run.html").read_text()
+    assert "exit interval 4 reached at iteration 4." in page and ", 2 times" in page
+    assert "1 rank, which has the whole model and every sample" in page
+    assert "eval_iters: 1" in page and "setting eval_iters | from 0 | to 1" in page
+    assert page.count("<svg") == 8 and "<script" not in page and "http://" not in page.replace("http://www.w3.org", "")
+
+
+def test_a_run_that_fails_leaves_a_page_too(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError):
+        run(tmp_path, lr=1e30, check_for_nan_in_loss_and_grad=True)
+    assert "loss and gradient norm are finite" in (tmp_path / "save" / "run.html").read_text()
+
+
+def test_tensorboard_below_save(tmp_path: Path) -> None:
+    run(tmp_path, tensorboard=True, train_iters=1)
+    board = EventAccumulator(str(tmp_path / "save" / "tensorboard")).Reload()
+    assert [event.step for event in board.Scalars("loss/train")] == [1]
+    layout, configuration = (
+        board.Tensors(f"run/{name}/text_summary")[0].tensor_proto.string_val[0].decode()
+        for name in ("layout", "configuration")
+    )
+    assert layout == "    1 rank, which has the whole model and every sample"
+    assert "\n    train_iters: 1\n" in configuration and "\n    tensorboard: true" in configuration
 
 
 def test_evaluating_changes_nothing_of_the_training(tmp_path: Path) -> None:

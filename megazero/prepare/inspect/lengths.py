@@ -6,8 +6,7 @@ percentile is the shortest length that q percent of the documents do not exceed,
 
 import io
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from html import escape
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +19,7 @@ from rich.table import Table
 from megazero.data.indexed_dataset import CHECK_BLOCK, IndexedDataset
 from megazero.errors import DataError, Problem
 from megazero.files import written_aside
+from megazero.svg import LETTER_WIDTH, legend, picture, text
 from megazero.units import format_count
 
 # Lengths below this are counted one by one in a table; a longer document, at most one in a million tokens, is listed.
@@ -27,11 +27,12 @@ TABLE_SIZE = 1 << 20
 
 
 class LengthRange(NamedTuple):
-    """A range of lengths, `shortest` to `longest` tokens, with its number of documents."""
+    """A range of lengths, `shortest` to `longest` tokens, with its number of documents and the tokens in them."""
 
     shortest: int
     longest: int
     documents: int
+    tokens: int
 
     @property
     def name(self) -> str:
@@ -112,17 +113,20 @@ def count_lengths(blocks: Iterable[NDArray[np.int64]]) -> Lengths:
 def _ranges(values: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[LengthRange, ...]:
     """Return the ranges from the shortest document to the longest, without gap."""
     first, last = int(values[0]).bit_length(), int(values[-1]).bit_length()
+    tokens = values * counts
     found = []
     for bits in range(first, last + 1):
         shortest, longest = (1 << bits) >> 1, (1 << bits) - 1
         low, high = np.searchsorted(values, [shortest, longest + 1]).tolist()
-        found.append(LengthRange(shortest, longest, int(counts[low:high].sum())))
+        found.append(LengthRange(shortest, longest, int(counts[low:high].sum()), int(tokens[low:high].sum())))
     return tuple(found)
 
 
 _BAR_WIDTH = 40
-_LEFT, _RIGHT, _TOP, _BOTTOM = 24, 24, 64, 64
-_COLUMN, _GAP, _HEIGHT = 52, 8, 260
+_SIZE = (1000, 420)
+_LEFT, _TOP, _HEIGHT = 24, 88, 270
+_WIDEST = 160  # pixels of a column where there are few
+_DOCUMENTS, _TOKENS = "#3d8bd4", "#e0702f"
 
 
 def length_lines(lengths: Lengths) -> list[str]:
@@ -133,17 +137,19 @@ def length_lines(lengths: Lengths) -> list[str]:
         f"empty          {lengths.empty} of {lengths.documents} documents",
     ]
     table = Table.grid(padding=(0, 2))
-    heads = ("tokens", "documents", "share")
+    heads = ("tokens", "documents", "share", "of tokens")
     for _ in heads:
         table.add_column(justify="right", no_wrap=True)
     table.add_row(*heads)
     most = max((found.documents for found in lengths.ranges), default=0)
     for found in lengths.ranges:
         share = f"{100 * found.documents / lengths.documents:.1f} %"
-        table.add_row(found.name, str(found.documents), share, Bar(most, 0, found.documents, width=_BAR_WIDTH))
-    text = io.StringIO()
-    Console(file=text, width=10_000, color_system=None).print(table)
-    return [*lines, *(line.rstrip() for line in text.getvalue().splitlines())]
+        of_tokens = f"{100 * found.tokens / max(lengths.tokens, 1):.1f} %"
+        bar = Bar(most, 0, found.documents, width=_BAR_WIDTH)
+        table.add_row(found.name, str(found.documents), share, of_tokens, bar)
+    printed = io.StringIO()
+    Console(file=printed, width=10_000, color_system=None).print(table)
+    return [*lines, *(line.rstrip() for line in printed.getvalue().splitlines())]
 
 
 def write_length_picture(path: Path, lengths: Lengths, *, title: str) -> None:
@@ -153,41 +159,46 @@ def write_length_picture(path: Path, lengths: Lengths, *, title: str) -> None:
 
 
 def length_picture(lengths: Lengths, *, title: str) -> str:
-    """Return the SVG file: a column for every range, on a linear scale, with its count above."""
-    width = max(_LEFT + len(lengths.ranges) * (_COLUMN + _GAP) + _RIGHT, 640)
-    height = _TOP + _HEIGHT + _BOTTOM
+    """Return the SVG file: for every range a column of documents and one of tokens, each as a share of all."""
     figures = (
         f"{format_count(lengths.documents)} documents, {format_count(lengths.tokens)} tokens; "
         f"median {lengths.median}, mean {lengths.mean:.1f}, 95th percentile {lengths.percentile_95}, "
         f"longest {lengths.longest}"
     )
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-        ' role="img">',
-        "<style>text { font: 12px system-ui, sans-serif; fill: #4b5866; } .middle { text-anchor: middle; }"
-        " .title { font-size: 15px; font-weight: 600; fill: #1c2530; }</style>",
-        f'<rect width="{width}" height="{height}" fill="#fff"/>',
-        f'<text class="title" x="{_LEFT}" y="24">Documents by length: {escape(title)}</text>',
-        f'<text x="{_LEFT}" y="42">{figures}</text>',
-        *_columns(lengths.ranges),
-        f'<text x="{_LEFT}" y="{height - 14}">tokens in a document, from each figure up to the next</text>',
-        "</svg>",
+        text(_LEFT, 24, f"Documents by length: {title}", "title"),
+        text(_LEFT, 44, figures),
+        *legend(_LEFT, 68, [("share of the documents, %", _DOCUMENTS), ("share of the tokens, %", _TOKENS)]),
+        *_columns(lengths),
+        text(_LEFT, _SIZE[1] - 14, "tokens in a document, from each figure up to the next"),
     ]
-    return "\n".join(parts) + "\n"
+    return picture(*_SIZE, parts, label=f"documents of {title} by length")
 
 
-def _columns(ranges: Sequence[LengthRange]) -> Iterator[str]:
-    most = max((found.documents for found in ranges), default=0)
-    foot = _TOP + _HEIGHT
-    for number, found in enumerate(ranges):
-        x = _LEFT + number * (_COLUMN + _GAP)
-        tall = (_HEIGHT - 20) * found.documents / most
-        top, middle = foot - tall, x + _COLUMN / 2
-        hint = f"<title>{found.name} tokens: {found.documents} documents</title>"
-        place = f'x="{x}" y="{top:.1f}" width="{_COLUMN}" height="{tall:.1f}"'
-        yield f'<rect class="bar" {place} fill="#1b998b">{hint}</rect>'
-        yield f'<text class="middle" x="{middle:g}" y="{top - 5:.1f}">{format_count(found.documents)}</text>'
-        yield f'<text class="middle" x="{middle:g}" y="{foot + 16}">{_binary(found.shortest)}</text>'
+def _columns(lengths: Lengths) -> Iterator[str]:
+    """Draw the columns of every range side by side over the whole width, to one scale."""
+    shares = [(found.documents / lengths.documents, found.tokens / max(lengths.tokens, 1)) for found in lengths.ranges]
+    most = max((share for pair in shares for share in pair), default=1.0)
+    foot, room = _TOP + _HEIGHT, (_SIZE[0] - 2 * _LEFT) / max(len(shares), 1)
+    width = min(room * 0.42, _WIDEST)
+    for number, (found, pair) in enumerate(zip(lengths.ranges, shares, strict=True)):
+        middle = _LEFT + room * (number + 0.5)
+        for share, count, noun, colour, x in (
+            (pair[0], found.documents, "documents", _DOCUMENTS, middle - width),
+            (pair[1], found.tokens, "tokens", _TOKENS, middle),
+        ):
+            tall = (_HEIGHT - 20) * share / most
+            hint = f"<title>{found.name} tokens: {count} {noun}</title>"
+            place = f'x="{x:.1f}" y="{foot - tall:.2f}" width="{width:.1f}" height="{tall:.2f}"'
+            yield f'<rect class="bar {noun}" {place} fill="{colour}">{hint}</rect>'
+            if share and width > LETTER_WIDTH * 3:
+                yield text(x + width / 2, foot - tall - 5, _percent(share), "middle")
+        yield text(middle, foot + 16, _binary(found.shortest), "middle")
+    yield f'<path class="line" d="M{_LEFT} {foot}H{_SIZE[0] - _LEFT}"/>'
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f}" if share >= 0.095 else f"{100 * share:.1f}"
 
 
 def _binary(length: int) -> str:

@@ -20,22 +20,31 @@ def test_lines_have_figures_and_bars() -> None:
     assert [row.split()[0] for row in rows] == [
         "0", "1", "2-3", "4-7", "8-15", "16-31", "32-63", "64-127", "128-255", "256-511", "512-1023", "1024-2047",
     ]  # fmt: skip
-    assert rows[-1].split()[1:4] == ["6", "54.5", "%"]
+    assert rows[-1].split()[1:6] == ["6", "54.5", "%", "99.9", "%"]
     full = rows[-1].count("█")
     assert full == 40 and rows[2].count("█") == full / 2 and "█" not in rows[3]
 
 
 def test_a_corpus_without_documents_has_no_bars() -> None:
     assert len(length_lines(EMPTY)) == 3
-    assert 'class="bar"' not in length_picture(EMPTY, title="x")
+    assert 'class="bar' not in length_picture(EMPTY, title="x")
 
 
 def test_columns_are_to_scale() -> None:
     tree = ElementTree.fromstring(length_picture(LENGTHS, title="a < b"))
-    bars = [element for element in tree.iter() if element.get("class") == "bar"]
-    heights = [float(bar.get("height", "")) for bar in bars]
-    assert len(bars) == 12 and heights[-1] == 2 * heights[2] == max(heights) and heights[3] == 0
+    documents, tokens = (
+        [element for element in tree.iter() if element.get("class") == f"bar {noun}"]
+        for noun in ("documents", "tokens")
+    )
+    heights = [float(bar.get("height", "")) for bar in documents]
+    assert len(documents) == len(tokens) == 12 and max(heights) == heights[-1] and heights[3] == 0
+    assert heights[-1] == pytest.approx(2 * heights[2], abs=0.02)
+    # Shares of documents and of tokens have one scale: 6 of 11 documents have 9000 of 9007 tokens.
+    assert float(tokens[-1].get("height", "")) == pytest.approx(heights[-1] * (9000 / 9007) / (6 / 11), abs=0.1)
+    bars = [*documents, *tokens]
     feet = {round(float(bar.get("y", "")) + float(bar.get("height", "")), 1) for bar in bars}
+    edges = [float(bar.get("x", "")) + float(bar.get("width", "")) for bar in bars]
+    assert min(edges) < 100 and max(edges) > 900
     assert len(feet) == 1
     text = [element.text for element in tree.iter() if element.text]
     assert "Documents by length: a < b" in text and "1024-2047 tokens: 6 documents" in text and "1Ki" in text

@@ -54,7 +54,8 @@ def test_figures_are_those_of_numpy(monkeypatch: pytest.MonkeyPatch, table_size:
 def test_ranges_double_without_gap() -> None:
     found = count_lengths([np.array([0, 0, 1, 2, 3, 8, 15, 15])])
     assert found.ranges == (
-        LengthRange(0, 0, 2), LengthRange(1, 1, 1), LengthRange(2, 3, 2), LengthRange(4, 7, 0), LengthRange(8, 15, 3)
+        LengthRange(0, 0, 2, 0), LengthRange(1, 1, 1, 1), LengthRange(2, 3, 2, 5), LengthRange(4, 7, 0, 0),
+        LengthRange(8, 15, 3, 38),
     )  # fmt: skip
     assert [each.name for each in found.ranges] == ["0", "1", "2-3", "4-7", "8-15"]
 
@@ -63,4 +64,4 @@ def test_documents_longer_than_the_table_count_exactly() -> None:
     long = (1 << 40) + 5
     found = count_lengths([np.array([3, long, long])])
     assert (found.median, found.longest, found.tokens) == (long, long, 2 * long + 3)
-    assert found.ranges[-1] == LengthRange(1 << 40, (1 << 41) - 1, 2)
+    assert found.ranges[-1] == LengthRange(1 << 40, (1 << 41) - 1, 2, 2 * long)

@@ -1,0 +1,128 @@
+"""Draws the pictures of README.md: a loss curve, memory through a step by ZeRO stage, and a layout.
+
+    python benchmarks/pictures.py --metrics-file runs/quickstart/metrics.jsonl --output docs/pictures
+
+The loss is that of a run that has been made; the quickstart makes one.  Memory is the ledger's, from a dry run: a real
+training step of one rank on tensors without values, over torch's fake process group, which takes a run's code but no
+memory.
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from report import HelpFormat, tell
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megazero.comm.startup import make_mesh
+from megazero.config.validate import validate
+from megazero.config.values import RawValue
+from megazero.data.loader import MicroBatch, StepBatch
+from megazero.memory.fused_buffers import FusedBuffers
+from megazero.memory.ledger import Ledger
+from megazero.memory.ledger_figures import CATEGORIES, StepMemory
+from megazero.parallel.nodes import Nodes
+from megazero.parallel.topology import Topology
+from megazero.report.chart import CURVES_SIZE, curve_parts
+from megazero.report.history import read_history
+from megazero.report.layout_picture import layout_parts
+from megazero.report.ledger_picture import CATEGORY_COLOURS, Frame, areas, bytes_grid
+from megazero.report.run_page import LOSS_TITLE, loss_lines
+from megazero.svg import legend, picture, text
+from megazero.train.build import build_components, step_context
+from megazero.train.step import StepControls, training_step
+from megazero.units import format_bytes
+
+VOCABULARY = 50257
+# GPT-2 of 1.5 billion parameters, whose blocks are recomputed.
+SHAPE: Mapping[str, Any] = {
+    "num_layers": 48,
+    "hidden_size": 1600,
+    "num_attention_heads": 25,
+    "seq_length": 1024,
+    "micro_batch_size": 4,
+}
+REPLICAS = 64
+
+
+def step_of_stage(stage: int, shape: Mapping[str, Any], replicas: int) -> StepMemory:
+    """Return the memory of rank 0's second step; no process group may exist beforehand."""
+    settings = {
+        **shape,
+        "zero_stage": stage,
+        "vocab_size": VOCABULARY,
+        "global_batch_size": shape["micro_batch_size"] * replicas,
+        "precision": "bf16",
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+        "train_iters": 1,
+        "lr": 1e-4,
+        "mock_data": True,
+    }
+    outcome = validate({name: RawValue(name, value, name) for name, value in settings.items()})
+    assert outcome.config is not None, outcome.problems
+    dist.init_process_group("fake", rank=0, world_size=replicas, store=FakeStore())
+    device = torch.device("cpu")
+    with FakeTensorMode(), Ledger(device) as ledger:
+        buffers = FusedBuffers(0, device, ledger=ledger)
+        mesh = make_mesh(Topology(dp=replicas), 0, device, buffers)
+        parts = build_components(outcome.config, mesh, buffers, vocab_size=VOCABULARY, ledger=ledger)
+        tokens = torch.zeros(shape["micro_batch_size"], shape["seq_length"], dtype=torch.int64)
+        batch = StepBatch(0, [MicroBatch(0, tokens, tokens, None)])
+        for _ in range(2):
+            ledger.reset()
+            training_step(step_context(outcome.config, parts), batch, StepControls(lr=1e-4, loss_scale=1.0))
+        memory = ledger.take()
+        parts.engine.close()
+    dist.destroy_process_group()
+    return memory
+
+
+def memory_picture(steps: Sequence[StepMemory], title: str) -> str:
+    """Return the SVG file: a drawing for every stage, side by side, to one scale of bytes."""
+    top = 1.06 * max(step.peak_bytes for step in steps)
+    width, gap = 220, 12
+    shown = [name for name in CATEGORIES if any(step.peaks[name] for step in steps)]
+    entries = [(name.replace("_", " "), CATEGORY_COLOURS[name]) for name in shown]
+    parts = [text(16, 24, title, "title"), *legend(16, 48, entries[:6]), *legend(16, 68, entries[6:])]
+    for stage, step in enumerate(steps):
+        operations = step.timeline.num_operations + 1
+        frame = Frame(operations, top, 80 + stage * (width + gap), 110, width, 260)
+        parts += bytes_grid(frame, named=stage == 0)
+        parts += areas(step, frame)
+        heading = f"stage {stage}: peak {format_bytes(step.peak_bytes)}"
+        parts.append(text(frame.left + width / 2, 98, heading, "strong middle"))
+        parts.append(text(frame.left + width / 2, frame.foot + 18, "forward, backward, update", "middle"))
+    return picture(80 + len(steps) * (width + gap) + 12, 402, parts, label=title)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormat)
+    parser.add_argument("--metrics-file", type=Path, metavar="FILE.jsonl", help="metrics of a run, for the loss curve")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for the pictures")
+    parser.add_argument("--small", action="store_true", help="a tiny model, to try the program")
+    arguments = parser.parse_args(words)
+    shape = {**SHAPE, "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4} if arguments.small else SHAPE
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    drawn: dict[str, str] = {}
+    if arguments.metrics_file is not None:
+        loss = curve_parts(LOSS_TITLE, loss_lines(read_history(arguments.metrics_file)))
+        drawn["loss"] = picture(*CURVES_SIZE, loss, label="loss of the quickstart")
+    model = "a tiny GPT" if arguments.small else "GPT-2 1.5B"
+    title = f"Memory of one of {REPLICAS} ranks through a step by ZeRO stage: {model}, bf16, blocks recomputed"
+    drawn["memory-by-stage"] = memory_picture([step_of_stage(stage, shape, REPLICAS) for stage in range(4)], title)
+    width, height, parts = layout_parts(Topology(tp=2, dp=4, pp=2), Nodes((8, 8)))
+    drawn["layout"] = picture(width, height, parts, label="a layout of 16 ranks on 2 nodes")
+    for name, svg in drawn.items():
+        (arguments.output / f"{name}.svg").write_text(svg, encoding="utf-8")
+        tell(f"{arguments.output / name}.svg")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,81 @@
+"""The page that a run leaves under --save, made of the files that lie there: `run.html`."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megazero.checkpoint.journal import read_journal
+from megazero.command_line.parse import from_yaml
+from megazero.config.run import RunConfig
+from megazero.errors import UserError
+from megazero.files import written_aside
+from megazero.parallel.drawing import draw_layout
+from megazero.parallel.nodes import Nodes, parse_tasks_per_node
+from megazero.parallel.topology import Topology
+from megazero.report.history import read_history
+from megazero.report.run_page import RunStory, run_page
+from megazero.train.check import topology
+
+PAGE = "run.html"
+# A longer metrics file takes more than some seconds to read, which the end of a run does not wait for.
+_MOST_BYTES = 64 << 20
+
+
+def leave_page(root: Path) -> str:
+    """Write the page of the run under `root`; return a line on it, or on why there is none, and raise no error."""
+    try:
+        _, config = _configuration(root)
+        given = None if config is None else config.logging.metrics_file
+        metrics_file = given if given is not None and given.is_file() else None
+        if metrics_file is not None and metrics_file.stat().st_size > _MOST_BYTES:
+            return f"no {root / PAGE}, for {metrics_file} is long; megazero summarize --html makes it"
+        write_page(root / PAGE, root, metrics_file)
+        return f"the run as a page: {root / PAGE}"
+    except (OSError, UserError) as error:
+        return f"no {root / PAGE}: {error}"
+
+
+def write_page(path: Path, root: Path | None, metrics_file: Path | None) -> None:
+    """Write the page of the run under `root` as `path`, with the figures of `metrics_file`, where there is one.
+
+    Raises DataError if the page cannot be written, or the metrics file not be read.
+    """
+    text, config = ("", None) if root is None else _configuration(root)
+    events = [] if root is None else list(read_journal(root))
+    places = _places(config, events)
+    story = RunStory(
+        name=str(root or metrics_file),
+        history=None if metrics_file is None else read_history(metrics_file),
+        events=events,
+        layout=[] if places is None else draw_layout(*places),
+        configuration=text,
+        places=places,
+    )
+    with written_aside(path) as stream:
+        stream.write(run_page(story).encode("utf-8", errors="replace"))
+
+
+def _configuration(root: Path) -> tuple[str, RunConfig | None]:
+    """Return the configuration that the run has saved, as text and read; None if another version wrote it."""
+    file = root / "config.yaml"
+    if not file.is_file():
+        return "", None
+    text = file.read_text(encoding="utf-8", errors="replace")
+    try:
+        return text, from_yaml(text, origin=str(file))
+    except UserError:
+        return text, None
+
+
+def _places(config: RunConfig | None, events: Sequence[Mapping[str, Any]]) -> tuple[Topology, Nodes] | None:
+    """Return the layout and the nodes of the last start; None where they are not known."""
+    start = next((event for event in reversed(events) if event["event"] == "start"), None)
+    if config is None or start is None:
+        return None
+    try:
+        world_size = int(start["world_size"])
+        nodes = Nodes(parse_tasks_per_node(start["ranks_per_node"]))
+        layout = topology(config, world_size)
+        return (layout, nodes) if layout.world_size == world_size == sum(nodes.ranks_per_node) else None
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):  # the journal of another version
+        return None
