@@ -69,17 +69,46 @@ class Owner(Protocol):
         """Gather parameter `name` for `module`'s forward too."""
 
 
+class WatchedValues:
+    """The tensor of which a parameter's `.data` returns views, and the number of writes to those that it has returned.
+
+    The first tensor may be swapped for others and come back, as in an evaluation with averaged weights: what is written
+    to it meanwhile counts when it is back, and what is written to the others while they are in its place.
+    """
+
+    def __init__(self, first: Tensor) -> None:
+        self._first = self.tensor = first
+        self._begun = self._left = first._version
+        self._earlier = 0
+
+    @property
+    def writes(self) -> int:
+        return self._earlier + self.tensor._version - self._begun
+
+    def assign(self, tensor: Tensor) -> None:
+        """Let `.data` return views of another tensor, which has the version counter of what was assigned."""
+        self._earlier = self.writes
+        if self._is_first():
+            self._left = self._first._version
+        self.tensor, self._begun = tensor, tensor._version
+        if self._is_first():
+            self._earlier += self._first._version - self._left
+
+    def _is_first(self) -> bool:
+        return self.tensor.data_ptr() == self._first.data_ptr()
+
+
 @dataclass
 class ParameterHandle:
     """The link from a parameter to the owner of its state, an attribute of the parameter; copies have None for it.
 
-    alias: the tensor of which `.data` returns views (`written.py`); None before `.data` is read.
+    values: what `.data` has returned, and how often that was written to (`written.py`); None before `.data` is read.
     """
 
     name: str
     owner: Owner
     whole_class: type[nn.Parameter]
-    alias: Tensor | None = None
+    values: WatchedValues | None = None
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """Return None in pickles and copies: another parameter has no owner, and process groups can't be copied."""

@@ -7,8 +7,8 @@ format, frozen or thawed.  A partitioned parameter's values are guarded (`guard.
 every rank are compared:
 
     torch's version counter   rises with every write in place, and with `set_`
-    the version of `.data`    torch gives each `.data` a counter of its own, which would be lost: in mixed precision a
-                              parameter returns views of one `.data`, whose counter is read (`WatchedParameter`); in
+    writes to `.data`         torch gives each `.data` a counter of its own, which would be lost: in mixed precision a
+                              parameter returns views of one tensor, whose counter is read (`WatchedParameter`); in
                               full precision the parameter is its own master weight, where such a write arrives anyway
     the address               changes with `parameter.data = ...`, and where memory is moved, as by `share_memory_`
 
@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from megazero.comm.mesh import Mesh
 from megazero.errors import Problem, UsageError, raise_problems
 from megazero.memory.host_copy import HostCopy
-from megazero.zero.guard import handle_of
+from megazero.zero.guard import WatchedValues, handle_of
 from megazero.zero.layout import Section, Slot
 from megazero.zero.shards import Shards
 
@@ -41,25 +41,27 @@ _AGAIN = "engine.close(), then megazero.initialize of the changed model"
 
 
 class WatchedParameter(nn.Parameter):
-    """A parameter with an owner whose `.data` has one version counter, however often it is read."""
+    """A parameter with an owner of whose `.data` all writes are counted, however often it is read and assigned."""
 
     @property
     def data(self) -> Tensor:
-        """The values without autograd, a view that shares the handle's version counter."""
+        """The values without autograd, a view that shares a version counter with the others that are returned."""
         handle = handle_of(self)
         if handle is None:
             return super().data
-        if handle.alias is None:
+        if handle.values is None:
             with torch.inference_mode(False):  # a tensor made for inference has no version counter
-                handle.alias = super().data
-        return handle.alias.detach()
+                handle.values = WatchedValues(super().data)
+        found: Tensor = handle.values.tensor.detach()
+        return found
 
     @data.setter
     def data(self, value: Tensor) -> None:
         _DATA.__set__(self, value)
         handle = handle_of(self)
-        if handle is not None:
-            handle.alias = None
+        if handle is not None and handle.values is not None:
+            with torch.inference_mode(False):
+                handle.values.assign(_DATA.__get__(self) if value.is_inference() else value.detach())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return an ordinary parameter, which has no owner."""
@@ -71,12 +73,12 @@ class WatchedParameter(nn.Parameter):
 
 
 class _Marks(NamedTuple):
-    """What changes when parameters are written: by parameter in order, and the versions of written `.data` by name."""
+    """What changes when parameters are written: by parameter in order, and the writes to `.data` by name."""
 
     versions: list[int]
     addresses: list[int]
     are_contiguous: list[bool]
-    data_versions: dict[str, int]
+    data_writes: dict[str, int]
 
 
 class WrittenParameters:
@@ -153,7 +155,7 @@ class WrittenParameters:
             if now.versions[index] != seen.versions[index]
             or now.addresses[index] != seen.addresses[index]
             or now.are_contiguous[index] != seen.are_contiguous[index]
-            or now.data_versions.get(name) != seen.data_versions.get(name)
+            or now.data_writes.get(name) != seen.data_writes.get(name)
             or name in self._unusable
         ]
         problems = {name: problem for name in written for problem in self._problems(name)}
@@ -215,12 +217,12 @@ class WrittenParameters:
                 parameter.__class__ = nn.Parameter
 
     def _read(self) -> _Marks:
-        aliases = ((handle.name, handle.alias) for handle in self._handles)
+        values = ((handle.name, handle.values) for handle in self._handles)
         return _Marks(
             list(map(_VERSION, self._whole)),
             list(map(Tensor.data_ptr, self._whole)),
             list(map(Tensor.is_contiguous, self._whole)),
-            {name: alias._version for name, alias in aliases if alias is not None and alias._version},
+            {name: one.writes for name, one in values if one is not None and one.writes},
         )
 
     def _view(self, name: str) -> Tensor:
@@ -234,6 +236,9 @@ class WrittenParameters:
         storage = view.untyped_storage()[start : start + view.nbytes]
         empty = torch.empty(0, dtype=view.dtype, device=view.device)
         self._parameters[name].data = empty.set_(storage, 0, view.shape, view.stride())
+        handle = handle_of(self._parameters[name])
+        if handle is not None:
+            handle.values = None  # those of other memory
 
     def _move_back(self, name: str) -> None:
         """Copy a parameter that lies elsewhere to the engine's memory, and let it lie there."""

@@ -95,6 +95,17 @@ def through_data(model: nn.Sequential, by: float) -> None:
     before.view(-1).sub_(by)
 
 
+def swap_there_and_back(model: nn.Sequential, by: float) -> None:
+    """Write through `.data` before other values are swapped in, to what is swapped out, and when it is back."""
+    model[0].weight.data.add_(by)
+    own = [parameter.data for parameter in model.parameters()]
+    swap(model, by)
+    own[4].sub_(by)
+    for parameter, values in zip(model.parameters(), own, strict=True):
+        parameter.data = values
+    own[5].add_(by)
+
+
 def set_memory(model: nn.Sequential, by: float) -> None:
     with torch.no_grad():
         model[0].bias.set_(torch.full_like(model[0].bias, by))
@@ -134,8 +145,20 @@ def set_masters(model: nn.Sequential, by: float) -> None:
 WAYS: dict[str, Callable[[nn.Sequential, float], None]] = {
     way.__name__: way
     for way in (
-        *(load, swap, fill, initialise, through_data, set_memory, convert, through_state, on_inference, in_block),
-        set_masters,
+        *(
+            load,
+            swap,
+            fill,
+            initialise,
+            through_data,
+            swap_there_and_back,
+            set_memory,
+            convert,
+            through_state,
+            on_inference,
+            in_block,
+        ),
+        *(on_inference, in_block, set_masters),
     )
 }
 
@@ -157,6 +180,24 @@ def test_what_is_written_counts(way: str) -> None:
             assert torch.equal(found, wanted), (stage, precision)
         engine.close()
         assert type(engine.module[0].weight) is nn.Parameter
+
+
+def test_values_that_are_swapped_there_and_back_are_not_written() -> None:
+    """Master weights keep the bits that the parameters do not have."""
+    mesh = make_mesh(Topology(), 0, CPU, FusedBuffers(0, CPU))
+    engine = make(mesh, 2, "bf16")
+    through_data(engine.module, 0.25)
+    step(engine)
+    before = masters(engine)
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in before.values())
+    for _ in range(2):
+        own = [parameter.data for parameter in engine.module.parameters()]
+        swap(engine.module, 0.25)
+        for parameter, values in zip(engine.module.parameters(), own, strict=True):
+            parameter.data = values
+        engine.zero_engine.written.check()  # as the next step does
+    assert all(torch.equal(value, before[name]) for name, value in masters(engine).items())
+    engine.close()
 
 
 @pytest.mark.parametrize(("stage", "precision"), [(0, "bf16"), (1, "bf16"), (2, "fp32")])
@@ -185,7 +226,7 @@ def write_on_ranks(rank: int) -> None:
     mesh = mesh_in_worker(rank, dp=DP)
     nothing = {"type": "SGD", "lr": 1e-30}
     for (stage, precision), way in product(((1, "bf16"), (2, "fp32")), WAYS.values()):
-        if precision == "fp32" and way in (through_data, on_inference):
+        if precision == "fp32" and way in (through_data, swap_there_and_back, on_inference):
             continue  # through `.data`, which has a version in mixed precision only
         engine = make(mesh, stage, precision, optimizer=nothing)
         way(engine.module, 0.25 * (rank + 1))
