@@ -202,12 +202,17 @@ class PlainPlayer:
         module = make_module(settings["kind"], settings["seed"], DTYPES[self.precision])
         return PlainModule(settings, module, self.precision, self.world)
 
-    def play(self) -> Observed:
-        for at, act in enumerate(self.program["acts"]):
+    def play(self, num_acts: int | None = None) -> Observed:
+        """Return what is observed in the program; num_acts: in its first acts only.
+
+        After what an engine refuses, the rest of a program may be nonsense in plain PyTorch too.
+        """
+        for at, act in enumerate(self.program["acts"][:num_acts]):
             self.at = at
             getattr(self, act["act"].replace(" ", "_"))(act, self.modules[act["module"]])
-        self.at = len(self.program["acts"])
-        self.finish()
+        if num_acts is None:
+            self.at = len(self.program["acts"])
+            self.finish()
         return self.observed
 
     def see(self, label: str, value: Any) -> None:

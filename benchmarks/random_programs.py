@@ -105,17 +105,22 @@ def play_engines(program: Program, folder: Path) -> Played:
 
 def differences(played: Played, expected: Observed, bound: float) -> Iterator[str]:
     """Yield how what was observed differs from the plain program's, in the order of acts."""
-    stop = min((at for at, _ in played.errors.values()), default=len(expected) + 1_000_000)
+    stop = _first_error(played)
     for rank, observed in enumerate(played.observed):
         for (at, label), found in observed.items():
             wanted = expected.get((at, label))
             if isinstance(wanted, list):
                 wanted = wanted[rank]
-            if at < stop and (text := _difference(found, wanted, bound)):
+            if (stop is None or at < stop) and (text := _difference(found, wanted, bound)):
                 yield f"act {at}, rank {rank}, {label}: {text}"
     for at, label in expected:
-        if at < stop and (at, label) not in played.observed[0]:
+        if (at, label) not in played.observed[0]:
             yield f"act {at}, {label}: not there"
+
+
+def _first_error(played: Played) -> int | None:
+    """Return the first act that failed on a rank, beyond which nothing is compared; None if none did."""
+    return min((at for at, _ in played.errors.values()), default=None)
 
 
 def _difference(found: Tensor, expected: Tensor | None, bound: float) -> str:
@@ -141,7 +146,7 @@ def judge(program: Program) -> Record:
     begin = time.process_time()
     with tempfile.TemporaryDirectory() as folder:
         played = play_engines(program, Path(folder))
-    expected = PlainPlayer(program).play()
+    expected = PlainPlayer(program).play(_first_error(played))
     found = min(differences(played, expected, bound_of(program)), key=_act_of, default="")
     outcome, text = ("! other numbers", found) if found else _outcome(program, played)
     return {
