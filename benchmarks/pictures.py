@@ -37,7 +37,6 @@ from megazero.train.build import build_components, step_context
 from megazero.train.step import StepControls, training_step
 from megazero.units import format_bytes
 
-VOCABULARY = 50257
 # GPT-2 of 1.5 billion parameters, whose blocks are recomputed.
 SHAPE: Mapping[str, Any] = {
     "num_layers": 48,
@@ -45,6 +44,15 @@ SHAPE: Mapping[str, Any] = {
     "num_attention_heads": 25,
     "seq_length": 1024,
     "micro_batch_size": 4,
+    "vocab_size": 50257,
+}
+TINY: Mapping[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "seq_length": 32,
+    "micro_batch_size": 1,
+    "vocab_size": 500,
 }
 REPLICAS = 64
 
@@ -54,7 +62,6 @@ def step_of_stage(stage: int, shape: Mapping[str, Any], replicas: int) -> StepMe
     settings = {
         **shape,
         "zero_stage": stage,
-        "vocab_size": VOCABULARY,
         "global_batch_size": shape["micro_batch_size"] * replicas,
         "precision": "bf16",
         "recompute_granularity": "full",
@@ -71,7 +78,7 @@ def step_of_stage(stage: int, shape: Mapping[str, Any], replicas: int) -> StepMe
     with FakeTensorMode(), Ledger(device) as ledger:
         buffers = FusedBuffers(0, device, ledger=ledger)
         mesh = make_mesh(Topology(dp=replicas), 0, device, buffers)
-        parts = build_components(outcome.config, mesh, buffers, vocab_size=VOCABULARY, ledger=ledger)
+        parts = build_components(outcome.config, mesh, buffers, vocab_size=shape["vocab_size"], ledger=ledger)
         tokens = torch.zeros(shape["micro_batch_size"], shape["seq_length"], dtype=torch.int64)
         batch = StepBatch(0, [MicroBatch(0, tokens, tokens, None)])
         for _ in range(2):
@@ -107,7 +114,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for the pictures")
     parser.add_argument("--small", action="store_true", help="a tiny model, to try the program")
     arguments = parser.parse_args(words)
-    shape = {**SHAPE, "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4} if arguments.small else SHAPE
+    shape = TINY if arguments.small else SHAPE
     arguments.output.mkdir(parents=True, exist_ok=True)
     drawn: dict[str, str] = {}
     if arguments.metrics_file is not None:

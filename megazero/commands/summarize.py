@@ -10,7 +10,7 @@ from megazero.checkpoint.folders import newest
 from megazero.command_line.tools import Flags
 from megazero.console import Console
 from megazero.report.summary import read_records, summarize
-from megazero.train.leaving import write_page
+from megazero.train.leaving import PAGE, write_page
 
 
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -40,6 +40,9 @@ def main(words: Sequence[str]) -> None:
     if arguments.tensorboard_dir is not None:
         command = shlex.join([sys.executable, "-m", "tensorboard.main", "--logdir", str(arguments.tensorboard_dir)])
         console.line(f"{'TensorBoard':<16} {command}")
+    page = None if arguments.load is None else arguments.load / PAGE
     if arguments.html is not None:
         write_page(arguments.html, arguments.load, arguments.metrics_file)
-        console.line(f"{'page':<16} {arguments.html}")
+        page = arguments.html
+    if page is not None and page.is_file():
+        console.line(f"{'page':<16} {page}")

@@ -63,15 +63,19 @@ class LedgerReport:
     """Reports of a rank's ledger: figures of every step, a picture of the second and of every `interval`-th.
 
     ledger: `NullLedger()` for a run without a ledger.  folder: the folder for pictures; None for no pictures.
+    run: what the pictures' titles say of the run.
     Raises DataError when a picture can't be written.
     """
 
-    def __init__(self, ledger: AnyLedger, meter: Meter, *, rank: int, folder: Path | None, interval: int) -> None:
+    def __init__(
+        self, ledger: AnyLedger, meter: Meter, *, rank: int, folder: Path | None, interval: int, run: str = ""
+    ) -> None:
         self._ledger = ledger
         self._meter = meter
         self._rank = rank
         self._folder = folder
         self._interval = interval
+        self._run = run
         self._num_steps = 0
         self._picture: StepPicture | None = None
 
@@ -89,7 +93,8 @@ class LedgerReport:
         record = step.to_json()
         if self._folder is not None and (self._num_steps == _FIRST_DRAWN or iteration % self._interval == 0):
             path = self._folder / f"ledger_rank{self._rank:04d}.html"
-            write_picture(path, memory, record["traffic"], title=f"Rank {self._rank}, iteration {iteration}")
+            title = f"Rank {self._rank}, iteration {iteration}" + (self._run and f": {self._run}")
+            write_picture(path, memory, record["traffic"], title=title)
             self._picture = StepPicture("ledger", iteration, drawing(memory)) if self._rank == 0 else None
         return record
 

@@ -626,10 +626,6 @@ RUN: tuple[Row[RunConfig], ...] = (
     ),
     Row(
         ("tensorboard",),
-        lambda c: "--tensorboard-dir names the folder" if c.logging.tensorboard_dir is not None else "",
-    ),
-    Row(
-        ("tensorboard",),
         lambda c: "its folder lies below --save" if derived.tensorboard_dir(c) is None else "",
         {"save": "DIR", "tensorboard_dir": "DIR"},
     ),

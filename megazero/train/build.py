@@ -618,6 +618,8 @@ def _reporting(
         rank=components.mesh.rank,
         folder=logging.ledger_dir,
         interval=logging.log_interval,
+        run=f"{config.model.num_layers} layers of {config.model.hidden_size}, ZeRO stage {config.zero.zero_stage},"
+        f" {config.precision.precision}, {components.mesh.topology.describe()}",
     )
     pipeline = PipelineReport(
         components.mesh,

@@ -200,8 +200,8 @@ RUN_CASES = (
         {"tokenizer_type": "ByteTokenizer", "eval_iters": 0},
         {"tokenizer_type": "ByteTokenizer"},
     ),
-    Case("tensorboard", True, ERROR, {}, {"save": "ckpt"}),
-    Case("tensorboard", True, ERROR, {"save": "ckpt", "tensorboard_dir": "tb"}, {"save": "ckpt"}),
+    Case("tensorboard", True, ERROR, {"ledger_limit": 64}, {"save": "ckpt"}),
+    Case("tensorboard", True, ERROR, {}, {"tensorboard_dir": "tb"}),  # a file's, and a flag's that names the folder
     Case("log_timers_to_tensorboard", True, NOTICE, {"save": "ckpt"}, {"save": "ckpt", "tensorboard": True}),
     Case("ledger", True, ERROR, {}, {"metrics_file": "run.jsonl"}),
     Case("ledger_dir", "pictures", ERROR, {}, {"ledger": True}),

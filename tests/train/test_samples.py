@@ -42,7 +42,8 @@ def sample_on_rank(rank: int, layouts: Sequence[dict[str, Any]]) -> list[tuple[l
         degrees = {axis: layout.get(axis, 1) for axis in ("tp", "dp", "pp")}
         core = core_on_rank(rank, config, **degrees)
         core.model.train()
-        text = SampledText(PROMPT, NUM_TOKENS, (2, LENGTH), VOCAB, seed=5, decode=None)
+        # With one row its tokens are on both tensor-parallel ranks, where the sequence is split.
+        text = SampledText(PROMPT, NUM_TOKENS, (1, LENGTH), VOCAB, seed=5, decode=None)
         found.append((continue_text(step_context(config, core), text), core.model.training))
         core.engine.close()
     return found
