@@ -37,6 +37,7 @@ setup(
     classifiers=[
         "Development Status :: 3 - Alpha",
         "Intended Audience :: Science/Research",
+        "Operating System :: MacOS",
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3 :: Only",
         "Programming Language :: Python :: 3.11",
@@ -66,6 +67,7 @@ setup(
     ],
     extras_require={
         "corpora": CORPORA,
+        "ray": ["ray[train]>=2.60"],  # for megazero/train/on_ray.py
         "test": [
             *CORPORA,
             *COMPARED,

@@ -75,13 +75,9 @@ def peak_resident_bytes() -> int:
 
 
 def _posix_lock(file: int, command: int) -> bool:
-    """Lock or unlock the whole file: `lockf` begins at the position, which is restored."""
-    position = os.lseek(file, 0, os.SEEK_CUR)
-    os.lseek(file, 0, os.SEEK_SET)
+    """Lock or unlock the file from its position to infinity, so that any two locks overlap."""
     try:
         os.lockf(file, command, 0)
     except (BlockingIOError, PermissionError):  # POSIX allows either
         return False
-    finally:
-        os.lseek(file, position, os.SEEK_SET)
     return True

@@ -1,5 +1,7 @@
 """Starts the processes of a job on this machine: `megazero pretrain --processes 4 ...` instead of torchrun.
 
+Where Kubernetes or SkyPilot has started one such program on each of several nodes, they are the job's on this node.
+
 torch's elastic agent starts them and passes SIGTERM, SIGINT and SIGHUP on to them.  What torchrun adds to an error, its
 own traceback and log, is left out: the last thing on the terminal is the message of the rank that has failed.
 """
@@ -9,33 +11,38 @@ import os
 import signal
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from megazero.command_line.processes import FLAG, split_processes
-from megazero.errors import ConfigError, Problem
-from megazero.parallel.launch import Launch
+from megazero.errors import ConfigError, Problem, TopologyError
+from megazero.parallel.launch import Launch, NodeShare
 
 # A rank that was requested to stop saves a checkpoint first; what still runs after that is killed.
 _SAVING_SECONDS = 600
+_JOINING_SECONDS = 900  # that nodes wait for each other
 
 
-def start_processes(count: int, launch: Launch) -> int:
+def start_processes(count: int, launch: Launch, share: NodeShare | None = None) -> int:
     """Run this process's own command line, without `--processes`, as the ranks of a job; return the exit status.
 
     That is the status of the rank that failed first, or 128 and the number of the signal that has ended the job.
-    launch: this process's own.  Raises ConfigError if a launcher has started it.
+    launch: this process's own.  share: this node's, of several.  Raises ConfigError if a launcher has started the
+    ranks, TopologyError if the nodes do not meet.
     """
-    if launch.world_size > 1:
+    if launch.world_size > 1 and share is None:
         rule = "processes are started by this program, or by a launcher such as torchrun or srun"
         given = f"{FLAG} {count} in one of {launch.world_size} processes of a launcher"
         raise ConfigError(Problem(given, rule, "one of the two"))
     logging.disable(logging.CRITICAL)  # the agent's, in this process
-    # Rank 0 makes the job's store then, at the job's own address.  The agent's would listen at all addresses.
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    if share is None:
+        # Rank 0 makes the job's store then, at the job's own address.  The agent's would listen at all addresses.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     words = split_processes(sys.orig_argv[1:]).rest
     with tempfile.TemporaryDirectory(prefix="megazero-") as folder:
         config = LaunchConfig(
@@ -50,6 +57,17 @@ def start_processes(count: int, launch: Launch) -> int:
             max_restarts=0,
             shutdown_timeout=_SAVING_SECONDS,
         )
+        if share is not None:
+            config = replace(
+                config,
+                min_nodes=share.nodes,
+                max_nodes=share.nodes,
+                run_id="none",  # the same on all nodes
+                rdzv_backend="static",
+                rdzv_endpoint=f"{share.host}:{share.port}",
+                rdzv_configs={"rank": share.node, "timeout": _JOINING_SECONDS},
+                local_addr=None,
+            )
         try:
             elastic_launch(config, sys.executable)(*words)
         except ChildFailedError as error:
@@ -61,4 +79,10 @@ def start_processes(count: int, launch: Launch) -> int:
             return failure.exitcode
         except SignalException as error:
             return 128 + error.sigval
+        except DistError as error:
+            if share is None:
+                raise
+            given = f"node {share.node} of {share.nodes} at {share.host}:{share.port}: {str(error).splitlines()[0]}"
+            rule = f"the nodes that the launcher names ({share.source}) meet within {_JOINING_SECONDS} s"
+            raise TopologyError(Problem(given, rule, "start all nodes; a port that they can reach")) from error
     return 0

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from megazero.command_line.parse import parse
 from megazero.command_line.processes import split_processes
 from megazero.console import Console
-from megazero.parallel.launch import Launch
+from megazero.parallel.launch import Launch, NodeShare
 from megazero.train.check import check
 
 
@@ -13,11 +13,13 @@ def main(words: Sequence[str]) -> int:
     """Read the command line and check it; then join the other ranks, build the run and train; return the status."""
     own = split_processes(words)
     launch = Launch.from_environment()
-    parsed = parse(own.rest, world_size=own.number or launch.world_size)
+    share = None if own.number is None else NodeShare.from_environment(own.number)
+    nodes = 1 if share is None else share.nodes
+    parsed = parse(own.rest, world_size=launch.world_size if own.number is None else own.number * nodes)
     if own.number is not None:
         from megazero.cluster.local_processes import start_processes
 
-        return start_processes(own.number, launch)
+        return start_processes(own.number, launch, share)
     for notice in parsed.notices:
         Console().line(notice)
     inputs = check(parsed.config, launch)

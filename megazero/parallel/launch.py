@@ -20,6 +20,54 @@ def job_name() -> str:
 
 
 @dataclass(frozen=True)
+class NodeShare:
+    """The place of this node in a job whose launcher starts one process on each node, and leaves the ranks to it.
+
+    nodes: of the job, at least 2.  node: this one, counted from 0.  host, port: where the nodes meet, on node 0.
+    source: the names of the variables, for messages.
+    """
+
+    nodes: int
+    node: int
+    host: str
+    port: int
+    source: str
+
+    @staticmethod
+    def from_environment(processes: int) -> "NodeShare | None":
+        """Read Kubeflow's variables, which are torchrun's PET_*, or SkyPilot's; None for a job on one node.
+
+        processes: those of each node.  Raises TopologyError for values that contradict each other.
+        """
+        environment = os.environ
+        if "TORCHELASTIC_RUN_ID" in environment:  # this is a rank already
+            return None
+        if environment.get("PET_NNODES"):
+            names = ("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_PORT")
+            host, per_node = environment.get("PET_MASTER_ADDR", ""), environment.get("PET_NPROC_PER_NODE", "")
+            if per_node.isdecimal() and int(per_node) != processes:
+                rule = "the manifest and the command line give the same number of processes on each node"
+                given = f"PET_NPROC_PER_NODE {per_node} with --processes {processes}"
+                raise TopologyError(Problem(given, rule, f"--processes {per_node}"))
+        elif environment.get("SKYPILOT_NUM_NODES"):
+            names = ("SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", "MASTER_PORT")
+            host = environment.get("SKYPILOT_NODE_IPS", "").partition("\n")[0].strip()
+        else:
+            return None
+        defaults = zip(names, ("1", "0", "29500"), strict=True)
+        read = {name: environment.get(name) or default for name, default in defaults}
+        if not all(text.isascii() and text.isdecimal() for text in read.values()):
+            raise TopologyError(Problem(str(read), f"{', '.join(names)} must be whole numbers"))
+        nodes, node, port = map(int, read.values())
+        if nodes == 1:
+            return None
+        if not node < nodes or not host or not 0 < port < 1 << 16:
+            rule = "nodes count from 0 to their number - 1, and meet at a host and a port of node 0"
+            raise TopologyError(Problem(f"{read}, host {host!r}", rule, "leave these variables to the launcher"))
+        return NodeShare(nodes, node, host, port, ", ".join(names))
+
+
+@dataclass(frozen=True)
 class Launch:
     """The figures that the launcher (torchrun, srun or mpirun) gave this process.
 

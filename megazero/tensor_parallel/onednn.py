@@ -67,7 +67,8 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _vendor() -> str:
     """Return the processor's vendor; empty where the system doesn't name it."""
-    if not _PROCESSOR.exists():
+    try:
+        lines = _PROCESSOR.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
         return ""
-    lines = _PROCESSOR.read_text(encoding="utf-8", errors="replace").splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), "")

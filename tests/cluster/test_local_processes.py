@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 from pathlib import Path
 
@@ -95,3 +96,27 @@ def test_what_is_refused_before_a_process_starts(tmp_path: Path) -> None:
     ):
         status, told, complaints = end(begin(tmp_path, *words, *more, **environment))
         assert (status, told) == (2, "") and complaints.startswith(complaint)
+
+
+@pytest.mark.gloo
+def test_each_node_starts_its_share_of_a_job_on_several(tmp_path: Path) -> None:
+    """Two programs, as SkyPilot starts one on each node, and a later job of two as Kubeflow does, which resumes it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    sky = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.2\n", "MASTER_PORT": port}
+    pods = {"PET_NNODES": "2", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port, "PET_NPROC_PER_NODE": "auto"}
+    rank = {"RANK": "1", "WORLD_SIZE": "2"}  # which PyTorchJobs have too; they count pods
+    saved = {"--save": "run", "--load": "run", "--zero-stage": "2"}
+    for iterations, launcher, number, more in (
+        ("2", sky, "SKYPILOT_NODE_RANK", {}),
+        ("4", pods, "PET_NODE_RANK", rank),
+    ):
+        flags = command_line({**SMALL_RUN, **saved, "--train-iters": iterations, "--override-opt_param-scheduler": ""})
+        words = ["-m", "megazero", "pretrain", "--processes", "1", *flags]
+        common = {**launcher, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        other = begin(tmp_path, *words, **common, **{number: "1"}, **more)
+        status, told, complaints = end(begin(tmp_path, *words, **common, **{number: "0"}))
+        assert (status, end(other)[0]) == (0, 0), complaints
+        assert "data 2 x tensor 1 = 2 ranks" in told and f"saved checkpoint of iteration {iterations} " in told
+        assert ("resumed at iteration 2" in told) == (iterations == "4")

@@ -5,13 +5,13 @@ import os
 import pytest
 
 from megazero.errors import TopologyError
-from megazero.parallel.launch import Launch
+from megazero.parallel.launch import Launch, NodeShare
 
 
 def set_environment(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
     for name in os.environ:
         if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") or name.startswith(
-            ("SLURM_", "OMPI_", "PMI_", "MPI_")
+            ("SLURM_", "OMPI_", "PMI_", "MPI_", "PET_", "SKYPILOT_")
         ):
             monkeypatch.delenv(name)
     for name, value in environment.items():
@@ -101,3 +101,46 @@ def test_nodes_of_a_launch() -> None:
     known, unknown = Launch(5, 6, 1, (2, 2, 2)), Launch(5, 6, 1)
     assert (known.node, known.nodes.ranks_per_node) == (2, (2, 2, 2))
     assert (unknown.node, unknown.nodes.ranks_per_node) == (0, (6,))
+
+
+PODS = {"PET_NNODES": "3", "PET_NODE_RANK": "2", "PET_MASTER_ADDR": "job-0.job", "PET_MASTER_PORT": "29400"}
+SKY = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, None),
+        (PODS, (3, 2, "job-0.job", 29400)),
+        (PODS | {"PET_NPROC_PER_NODE": "8"}, (3, 2, "job-0.job", 29400)),
+        (PODS | {"PET_NPROC_PER_NODE": "auto"}, (3, 2, "job-0.job", 29400)),
+        (PODS | {"PET_NNODES": "1", "PET_NODE_RANK": "0"}, None),
+        (PODS | {"TORCHELASTIC_RUN_ID": "none"}, None),
+        (SKY, (2, 1, "10.0.0.4", 29500)),
+        (SKY | {"MASTER_PORT": "29999"}, (2, 1, "10.0.0.4", 29999)),
+    ],
+)
+def test_the_share_of_a_node(
+    variables: dict[str, str], expected: tuple[int, int, str, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", variables)
+    share = NodeShare.from_environment(8)
+    assert (share and (share.nodes, share.node, share.host, share.port)) == expected
+
+
+@pytest.mark.parametrize(
+    ("variables", "complaint"),
+    [
+        (PODS | {"PET_NPROC_PER_NODE": "4"}, "PET_NPROC_PER_NODE 4 with --processes 8"),
+        (PODS | {"PET_NNODES": "2:4"}, "must be whole numbers"),
+        (PODS | {"PET_NODE_RANK": "3"}, "nodes count from 0"),
+        (PODS | {"PET_MASTER_ADDR": ""}, "host ''"),
+        (SKY | {"MASTER_PORT": "0"}, "nodes count from 0"),
+    ],
+)
+def test_a_share_that_contradicts_itself(
+    variables: dict[str, str], complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", variables)
+    with pytest.raises(TopologyError, match=complaint):
+        NodeShare.from_environment(8)

@@ -10,7 +10,8 @@ from support.source_tree import imports, sources
 
 # GPU machines that have torch for CUDA often lack these.
 OPTIONAL = {
-    "datasketch", "ftfy", "gigatoken", "megatron", "py3langid", "pyarrow", "sentencepiece", "tiktoken", "transformers"
+    "datasketch", "ftfy", "gigatoken", "megatron", "py3langid", "pyarrow", "ray", "sentencepiece", "tiktoken",
+    "transformers",
 }  # fmt: skip
 # Programs that other programs start where the package is there.
 STARTED = ("benchmarks/megatron_gpt.py",)
