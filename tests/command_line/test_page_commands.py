@@ -13,7 +13,21 @@ from support.warm_python import warm_python
 from megazero.command_line.parse import parse
 from megazero.command_line.processes import split_processes
 
-PROGRAMS = ["bash", "cd", "done", "for", "kill", "mkdir", "python", "sbatch", "torchrun", "megazero", "sleep", "wait"]
+PROGRAMS = [
+    "bash",
+    "cd",
+    "done",
+    "for",
+    "kill",
+    "mkdir",
+    "python",
+    "rm",
+    "sbatch",
+    "torchrun",
+    "megazero",
+    "sleep",
+    "wait",
+]
 SETTINGS = re.compile(r"[A-Z_]+=\S*")
 
 
