@@ -39,8 +39,10 @@ PUBLIC_FACES = (
 
 # Packages that few runs need and all would wait for, and optional ones: only these may be imported within a function.
 SELDOM = ("fsspec", "sentencepiece", "torch._inductor", "fcntl", "resource")
-OPTIONAL = ("torch.utils.tensorboard", "PIL", "transformers", "gigatoken", "pyarrow", "ftfy", "datasketch", "py3langid")
-OPTIONAL += ("ray",)
+OPTIONAL = (
+    *("torch.utils.tensorboard", "PIL", "transformers", "gigatoken", "pyarrow", "ftfy", "datasketch", "py3langid"),
+    "ray",
+)
 
 # The files that users start.  torch takes most of a second to load, so programs read their command line without it:
 # no import at the top of these files loads torch; the functions that need such modules import them.
