@@ -108,10 +108,12 @@ def export_model(
     *,
     dtype: torch.dtype | None = None,
     eod: int | None = None,
+    files: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Write the checkpoint's weights as a Hugging Face model; `output` appears whole or not at all.
 
-    dtype: that of the file, the checkpoint's own when None.  eod: the end-of-document id, if known.
+    dtype: that of the file, the checkpoint's own when None.  eod: the end-of-document id, if known.  files: further
+    files of the model, text by name.
     Raises CheckpointError when the checkpoint is damaged or not of this model, or when output exists already.
     """
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
@@ -122,7 +124,7 @@ def export_model(
         tensors[row.theirs] = value.to(dtype or value.dtype).contiguous()
     described = their_config(config, vocab_size=tensors["transformer.wte.weight"].shape[0], eod=eod)
     described["dtype"] = str(tensors["transformer.wte.weight"].dtype).removeprefix("torch.")
-    _publish(output, json.dumps(described, indent=2) + "\n", tensors)
+    _publish(output, {CONFIG_FILE: json.dumps(described, indent=2) + "\n", **files}, tensors)
 
 
 def read_model(folder: Path) -> ImportedModel:
@@ -252,16 +254,17 @@ def _read_config(path: Path) -> dict[str, Any]:
     return described
 
 
-def _publish(output: Path, described: str, tensors: Mapping[str, Tensor]) -> None:
-    """Write both files to a temporary folder, sync them to disk, rename the folder."""
+def _publish(output: Path, texts: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
+    """Write all files to a temporary folder, sync them to disk, rename the folder."""
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
         temporary.mkdir(parents=True)
-        (temporary / CONFIG_FILE).write_text(described, encoding="utf-8")
+        for name, text in texts.items():
+            (temporary / name).write_text(text, encoding="utf-8")
         save_file(dict(tensors), temporary / WEIGHTS_FILE, metadata={"format": "pt"})
         # safetensors makes a file that only its owner may read, whatever the umask allows.
         (temporary / WEIGHTS_FILE).chmod((temporary / CONFIG_FILE).stat().st_mode)
-        for path in (temporary / CONFIG_FILE, temporary / WEIGHTS_FILE, temporary):
+        for path in (*temporary.iterdir(), temporary):
             sync_path(path)
         os.replace(temporary, output)
         sync_path(output.parent)

@@ -8,18 +8,22 @@ import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from megazero.checkpoint.folders import list_steps
 from megazero.checkpoint.state import TrainState
 from megazero.command_line.parse import from_yaml
 from megazero.command_line.tools import Flags, Number
+from megazero.config.derived import max_position_embeddings
 from megazero.config.engine_sections import OptimizerConfig
-from megazero.config.run import DataConfig, RunConfig, TrainingConfig
+from megazero.config.run import RunConfig, TrainingConfig
 from megazero.config.yaml_file import to_yaml
 from megazero.console import Console
 from megazero.data.tokenizers import load_tokenizer
+from megazero.data.transformers_tokenizer import files_for_transformers
 from megazero.errors import CheckpointError, DataError, Problem
 from megazero.optim.loss_scaler import LossScale
+from megazero.prepare.arguments import add_tokenizer_arguments, with_tokenizer_flags
 from megazero.train.inputs import tokenizer_spec
 from megazero.units import format_count
 
@@ -37,19 +41,37 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     )
     export.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to make")
     export.add_argument("--dtype", choices=DTYPES, help="number format; without it, the checkpoint's")
+    tokenizer = export.add_argument_group("tokenizer", "where the run names none, or its files are gone")
+    add_tokenizer_arguments(tokenizer, required=False)
     imports = commands.add_parser("import", allow_abbrev=False, help="make a checkpoint of a model from transformers")
     imports.add_argument("--input", type=Path, required=True, metavar="DIR", help="folder of the model")
     imports.add_argument("--save", type=Path, required=True, metavar="DIR", help="folder of the run's checkpoints")
     return parser.parse_args(words)
 
 
-def end_of_document(data: DataConfig) -> int | None:
-    """Return the end-of-document id; None when the run's tokenizer is unknown or missing, which is no error here."""
-    spec = tokenizer_spec(data)
+class Exported(NamedTuple):
+    """What an exported model gets of its tokenizer: the end-of-document id, files by name, a line about them."""
+
+    eod: int | None
+    files: dict[str, str]
+    line: str
+
+
+def export_tokenizer(config: RunConfig, options: argparse.Namespace) -> Exported:
+    """Convert the run's tokenizer, or that of the flags, which has to be there; that of a run need not."""
+    spec = tokenizer_spec(with_tokenizer_flags(config.data, options))
+    if spec is None:
+        return Exported(None, {}, "no tokenizer: the run names none, and --tokenizer-type is not given")
+    eod = None
     try:
-        return None if spec is None else load_tokenizer(spec).eod
-    except DataError:
-        return None
+        tokenizer = load_tokenizer(spec)
+        eod = tokenizer.eod
+        files = files_for_transformers(tokenizer, longest=max_position_embeddings(config.model))
+    except DataError as error:
+        if eod is None and options.tokenizer_type is not None:
+            raise
+        return Exported(eod, {}, f"no tokenizer: {'; '.join(f'{each.given}: {each.rule}' for each in error.problems)}")
+    return Exported(eod, files, f"{spec.type}, for transformers' AutoTokenizer.from_pretrained")
 
 
 def export_command(options: argparse.Namespace, console: Console) -> None:
@@ -61,10 +83,11 @@ def export_command(options: argparse.Namespace, console: Console) -> None:
 
     checkpoint = open_checkpoint(options.load, step=options.step)
     config = from_yaml(checkpoint.config_yaml, origin=f"the configuration in {checkpoint.folder}")
-    eod = end_of_document(config.data)
+    tokenizer = export_tokenizer(config, options)
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
-    export_model(checkpoint, config.model, options.output, dtype=dtype, eod=eod)
+    export_model(checkpoint, config.model, options.output, dtype=dtype, eod=tokenizer.eod, files=tokenizer.files)
     console.line(f"{options.output}: step {checkpoint.step}, for transformers' GPT2LMHeadModel.from_pretrained")
+    console.line(tokenizer.line)
 
 
 def import_command(options: argparse.Namespace, console: Console) -> None:

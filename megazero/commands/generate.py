@@ -6,7 +6,6 @@ megazero generate --processes 2 --tensor-model-parallel-size 2 --load runs/demo 
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from megazero.command_line.parse import from_yaml
@@ -19,6 +18,7 @@ from megazero.data.tokenizers import FILES, Tokenizer, load_tokenizer
 from megazero.errors import CheckpointError, ConfigError, Problem, raise_problems
 from megazero.generate.model_layout import ACROSS, choose_layout
 from megazero.parallel.launch import Launch
+from megazero.prepare.arguments import add_tokenizer_arguments, with_tokenizer_flags
 from megazero.train.inputs import tokenizer_spec
 
 
@@ -53,9 +53,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         "--top-p", action=Number, kind="float", default=1.0, metavar="P", help="among the best that make up P together"
     )
     tokenizer = parser.add_argument_group("tokenizer", "needed only where the run's configuration names none")
-    tokenizer.add_argument("--tokenizer-type", choices=tuple(FILES), help="type of tokenizer")
-    for flag in ("--tokenizer-model", "--vocab-file", "--merge-file"):
-        tokenizer.add_argument(flag, type=Path, metavar="FILE", help="file of the tokenizer")
+    add_tokenizer_arguments(tokenizer, required=False)
     layout = parser.add_argument_group("layout", "of the processes: the product is their number")
     layout.add_argument(
         "--tensor-model-parallel-size",
@@ -85,9 +83,7 @@ def choose_tokenizer(data: DataConfig, options: argparse.Namespace, *, vocab_siz
 
     Raises ConfigError if neither is set, CheckpointError if its vocabulary is larger than the model's.
     """
-    names = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
-    given_flags = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    spec = tokenizer_spec(replace(data, **given_flags))
+    spec = tokenizer_spec(with_tokenizer_flags(data, options))
     if spec is None:
         given = "the run's configuration names no tokenizer"
         raise ConfigError(Problem(given, "a prompt needs one", "--tokenizer-type " + ", ".join(FILES)))

@@ -3,9 +3,12 @@
 import argparse
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megazero.command_line.tools import Number
+from megazero.config.run import DataConfig
 from megazero.data.storage import is_remote
 from megazero.data.tokenizers import FILES, TokenizerSpec
 from megazero.errors import ConfigError, Problem
@@ -84,6 +87,16 @@ def tokenizer_spec(arguments: argparse.Namespace) -> TokenizerSpec:
     return TokenizerSpec(
         arguments.tokenizer_type, arguments.vocab_file, arguments.merge_file, arguments.tokenizer_model
     )
+
+
+def with_tokenizer_flags(data: DataConfig, arguments: argparse.Namespace) -> DataConfig:
+    """Return a run's data settings with what the flags for a tokenizer set."""
+    given: dict[str, Any] = {}
+    for name in ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model"):
+        word = getattr(arguments, name)
+        if word is not None:
+            given[name] = word if name == "tokenizer_type" else Path(word)
+    return replace(data, **given)
 
 
 def add_shard_arguments(group: argparse._ArgumentGroup) -> None:

@@ -16,7 +16,7 @@ from megazero.checkpoint.reader import open_checkpoint
 from megazero.checkpoint.state import TrainState
 from megazero.command_line.parse import from_yaml
 from megazero.config.run import DataConfig
-from megazero.errors import CheckpointError
+from megazero.errors import CheckpointError, DataError
 
 TOOL = Path(__file__).parents[2] / "tools" / "convert_hf.py"
 Main = Callable[[list[str]], None]
@@ -33,6 +33,8 @@ def test_there_and_back(tmp_path: Path, main: Main, capsys: pytest.CaptureFixtur
     weights = save_checkpoint(tmp_path / "run", config, vocab_size=257, tp=4)
     main(["export", "--load", str(tmp_path / "run"), "--output", str(tmp_path / "hf"), "--dtype", "float32"])
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == 256
+    written = sorted(path.name for path in (tmp_path / "hf").iterdir())
+    assert written == ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
     main(["import", "--input", str(tmp_path / "hf"), "--save", str(tmp_path / "back")])
     assert "step 7" in capsys.readouterr().out
     modes = {path.name: path.stat().st_mode for path in (tmp_path / "hf").iterdir()}
@@ -46,11 +48,18 @@ def test_there_and_back(tmp_path: Path, main: Main, capsys: pytest.CaptureFixtur
     assert TrainState.from_json(back.progress, step=0).iteration == 0
 
 
-def test_a_lost_tokenizer_stops_no_export(tmp_path: Path, main: Main) -> None:
+def test_a_lost_tokenizer_stops_no_export(tmp_path: Path, main: Main, capsys: pytest.CaptureFixture[str]) -> None:
     data = DataConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=tmp_path / "gone.model")
     save_checkpoint(tmp_path / "run", run_config(small_config(), data=data), vocab_size=257, tp=1)
-    main(["export", "--load", str(tmp_path / "run"), "--output", str(tmp_path / "hf")])
+    command = ["export", "--load", str(tmp_path / "run"), "--output"]
+    main([*command, str(tmp_path / "hf")])
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] is None
+    assert "no tokenizer: --tokenizer-model" in capsys.readouterr().out
+    main([*command, str(tmp_path / "other"), "--tokenizer-type", "ByteTokenizer"])
+    assert (tmp_path / "other" / "tokenizer.json").is_file()
+    with pytest.raises(DataError, match="must be a file"):
+        main([*command, str(tmp_path / "none"), "--tokenizer-type", "SentencePieceTokenizer"])
+    assert not (tmp_path / "none").exists()
 
 
 def test_nothing_to_export(tmp_path: Path, main: Main) -> None:

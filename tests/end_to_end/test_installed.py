@@ -58,4 +58,4 @@ def test_a_wheel_preprocesses_trains_resumes_generates_and_exports(tmp_path: Pat
     assert "saved checkpoint of iteration 6 " in run("pretrain", *flags, "--train-iters", "6")
     assert run("generate", "--load", "run", "--prompt", "a plain", "--max-new-tokens", "3").startswith("a plain")
     run("convert", "export", "--load", "run", "--output", "exported")
-    assert (folder / "exported" / "config.json").is_file()
+    assert all((folder / "exported" / name).is_file() for name in ("config.json", "tokenizer.json"))
