@@ -19,9 +19,11 @@ from hypothesis import settings
 settings.register_profile("megazero", deadline=None)
 settings.load_profile("megazero")
 
-# Processes that a shell starts in the background ignore Ctrl-C, and so would every program that a test interrupts.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# What a shell starts in the background ignores Ctrl-C, and what nohup starts a closed terminal; so would every program
+# that a test sends these signals.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 
 # This runs before pytest's own hook, which deselects by -m, so that -m can select `pure` tests.
