@@ -277,7 +277,7 @@ def damage(root: Path, announced: Sequence[int], keep_last: int) -> Iterator[str
 
 def litter(root: Path) -> list[str]:
     """Return the names under `root` that a finished run does not leave; the reports of an earlier fault stay."""
-    usual = re.compile(r"step_\d{7}(_\d+)?|latest|config\.yaml|.*\.jsonl?|faults")
+    usual = re.compile(r"step_\d{7}(_\d+)?|latest|config\.yaml|run\.html|.*\.jsonl?|faults")
     return [path.name for path in sorted(root.iterdir()) if not usual.fullmatch(path.name)]
 
 

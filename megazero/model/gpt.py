@@ -148,13 +148,7 @@ class GPT(nn.Module):
 
     def logits_of(self, x: Tensor, token: int) -> Tensor:
         """Return this rank's logits [Vp/t] of one of a micro-batch's tokens.  x [n, h]: of the last layer."""
-        is_split = self._tp.border.splits_sequence
-        held = self._tp.local_rows(x.shape[0] * (self._tp.communicator.size if is_split else 1))
-        is_here = held.start <= token < held.stop
-        row = x[token - held.start].clone() if is_here else x.new_zeros(x.shape[1])
-        if is_split:
-            self._tp.communicator.all_reduce(row).wait()  # the token is on one of the ranks: a sum with zeros
-        return self.logits(self.final_norm(row.unsqueeze(0)))[0]
+        return self.logits(self.final_norm(self._tp.row(x, token).unsqueeze(0)))[0]
 
     def loss(self, x: Tensor, labels: Tensor, loss_mask: Tensor | None = None) -> Tensor:
         """Return the sum of all positions' cross-entropies, each times its mask, a scalar in float32 or float64.

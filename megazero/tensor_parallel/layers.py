@@ -99,6 +99,15 @@ class TensorParallel:
         assert rest == 0, f"{num_tokens} tokens over {self.communicator.size} ranks"
         return slice(self.communicator.rank * length, (self.communicator.rank + 1) * length)
 
+    def row(self, x: Tensor, index: int) -> Tensor:
+        """Return row `index` [h] of a micro-batch's tokens on every rank; x [n, h]: the rows that this rank holds."""
+        if not self.border.splits_sequence:
+            return x[index]
+        held = self.local_rows(x.shape[0] * self.communicator.size)
+        row = x[index - held.start].clone() if held.start <= index < held.stop else x.new_zeros(x.shape[1])
+        self.communicator.all_reduce(row).wait()  # one of the ranks holds it: a sum with zeros
+        return row
+
     def residual_dropout(self, x: Tensor, p: float, training: bool) -> Tensor:
         """Apply dropout outside of sharded regions: the same on every rank, unless each has other tokens."""
         if p == 0 or not training:

@@ -279,7 +279,7 @@ ROWS: dict[str, Row] = {
     ),
     "an empty split": Row(
         {**CORPUS, "--split": "969,30,1", "--eval-iters": "1"},
-        ("--split 969,30,1", "train 2, valid 0, test 0", "a sample takes 17 tokens", "more text"),
+        ("--split 969,30,1", "train 2, valid 0, test 0", "deals out whole documents", "--split-documents N"),
         broken_files.two_documents,
     ),
     "no split to evaluate": Row(

@@ -117,7 +117,7 @@ def memory(array: object) -> object:
 
 def test_memory_is_gone_with_its_pool() -> None:
     def shared() -> int:
-        return Path("/proc/self/maps").read_text().count("memfd:results")
+        return Path("/proc/self/maps").read_text().count("memfd:megazero")
 
     before = shared()
     with worker_pool(start_arrays, 2) as run:
@@ -127,7 +127,7 @@ def test_memory_is_gone_with_its_pool() -> None:
     gc.collect()
     assert shared() == before
     files = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
-    assert not [file for file in files if os.path.lexists(file) and "memfd:results" in os.readlink(file)]
+    assert not [file for file in files if os.path.lexists(file) and "memfd:megazero" in os.readlink(file)]
 
 
 def test_few_tasks_are_taken_ahead() -> None:
