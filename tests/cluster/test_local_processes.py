@@ -25,7 +25,7 @@ assert "--processes" not in sys.argv and os.environ["MASTER_ADDR"] == "127.0.0.1
 assert os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"] == "2"
 stopped = []
 signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(number))
-print(f"rank {rank} runs", flush=True)
+os.write(1, f"rank {rank} runs\\n".encode())  # in one piece, whatever the other rank prints
 if act == "fail" and rank == 1:
     print("the reason", file=sys.stderr, flush=True)
     sys.exit(7)
