@@ -122,9 +122,9 @@ class Block(NamedTuple):
 
 
 def blocks(tree: Path = ROOT) -> list[Block]:
-    """Return the blocks of README.md and of the pages in docs/, in the order in which README.md lists these."""
+    """Return the blocks of README.md and of the pages in docs/, in the order of README.md's list of pages."""
     readme = (tree / "README.md").read_text(encoding="utf-8")
-    listed = re.findall(r"\]\((docs/[\w-]+\.md)\)", readme)
+    listed = re.findall(r"\]\((docs/[\w-]+\.md)\)", readme.partition("\n## Pages\n")[2])
     rest = (path.relative_to(tree).as_posix() for path in sorted((tree / "docs").glob("*.md")))
     found = []
     for page in dict.fromkeys(("README.md", *listed, *rest)):

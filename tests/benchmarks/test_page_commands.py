@@ -8,6 +8,10 @@ from page_commands import blocks, main, read_records
 
 README = """# A project
 
+Its [first page](docs/first.md) has a picture.
+
+## Pages
+
 | [docs/second.md](docs/second.md) |
 | [docs/first.md](docs/first.md) |
 
