@@ -94,6 +94,8 @@ def process_state(pid: int, started: int) -> ProcessState:
         return ProcessState.UNSEEN
     stats = [_read(task / "stat").rpartition(")")[2] for task in (_PROCESSES / str(pid) / "task").glob("[0-9]*")]
     threads = [stat.split() for stat in stats if stat]
+    if not threads and process_start(pid) is None:  # its parent has read its status between the two looks
+        return ProcessState.GONE
     # A process whose threads have all ended, or are ending, writes no more: its files and connections are closed before
     # its threads count as ended, and its id is taken until its parent reads its status.
     if found != started or (threads and all(thread[0] in "ZX" or int(thread[6]) & _ENDING for thread in threads)):

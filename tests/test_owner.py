@@ -54,6 +54,23 @@ def test_a_process_is_gone_once_it_is_killed_even_before_its_parent_has_asked_fo
     assert owner.is_gone(HERE)
 
 
+def test_a_process_is_gone_whose_parent_waits_for_it_while_it_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    child, owner = owner_of_a_child()
+    os.kill(child, signal.SIGKILL)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    start = owner_module.process_start
+    looks = iter([True, False])
+
+    def start_before_the_parent_waits(pid: int) -> int | None:
+        found = start(pid)
+        if next(looks):
+            os.waitpid(child, 0)
+        return found
+
+    monkeypatch.setattr(owner_module, "process_start", start_before_the_parent_waits)
+    assert process_state(child, owner.started) is ProcessState.GONE
+
+
 def test_a_process_is_gone_once_its_connections_are_closed() -> None:
     """A peer that finds a connection closed asks at once, while the killed process's threads still stand as running."""
     for _ in range(15):

@@ -86,6 +86,8 @@ class Fault:
         """Return the state of a rank's process, as the ranks on its host saw it."""
         seen = [beat.peers[rank] for beat in self.beats.values() if beat.peers and rank in beat.peers]
         known = [state for state in seen if state is not ProcessState.UNSEEN]
+        if ProcessState.GONE in known:  # other ranks may have looked before it ended
+            return ProcessState.GONE
         return known[-1] if known else ProcessState.UNSEEN
 
 

@@ -39,6 +39,15 @@ SUM = "dp all_reduce 7"
         (fault(beat(0, SUM, peers={1: ProcessState.GONE}), silent=[beat(1)]), (1,), "dead"),
         (fault(beat(0, SUM, peers={1: ProcessState.STOPPED}), silent=[beat(1)]), (1,), "stopped"),
         (fault(beat(0, SUM, peers={1: ProcessState.RUNNING}), silent=[beat(1)]), (1,), "native code"),
+        (
+            fault(
+                beat(0, SUM, peers={1: ProcessState.GONE}),
+                beat(2, SUM, peers={1: ProcessState.RUNNING}),
+                silent=[beat(1)],
+            ),
+            (1,),
+            "dead",
+        ),
         (fault(beat(0, SUM), silent=[beat(1)]), (1,), "cut off"),
         (fault(beat(0, SUM), world=2), (1,), "never come"),
         (fault(beat(0, SUM), beat(1)), (1,), "late: in forward, at user.py:7 in f"),
