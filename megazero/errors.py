@@ -5,6 +5,7 @@ problems found in one pass, so that a command line need not be fixed one message
 traceback and exit with `UserError.exit_code`; a bug in megazero stays an ordinary exception with a traceback.
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -119,3 +120,16 @@ def raise_problems(kind: type[UserError], problems: Iterable[Problem]) -> None:
     found = tuple(problems)
     if found:
         raise kind(*found)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the type of an error and its first line: of a user's error what was given and the rule.
+
+    Of any other it is the beginning, without the place in torch's sources.
+    """
+    if isinstance(error, UserError):
+        told = (error.problems[0].given, error.problems[0].rule)
+        return ": ".join((type(error).__name__, *filter(None, told))).splitlines()[0]
+    line = next(iter(str(error).strip().splitlines()), "")
+    message = re.sub(r"^\[[^]]*\] ", "", line).partition(". This is typically")[0]
+    return f"{type(error).__name__}: {message[:160]}" if message else type(error).__name__

@@ -5,16 +5,29 @@ from both backgrounds.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from html import escape
+from types import MappingProxyType
 
-# The colours that depend on the scheme, by what they are for.
-COLOURS = """
-:root { color-scheme: light dark; --paper: #ffffff; --ink: #1c2530; --soft: #4b5866; --line: #c9d1d9; --faint: #e9edf1;
-  --band: #f3f5f8; }
-@media (prefers-color-scheme: dark) {
-  :root { --paper: #12171c; --ink: #e6ebf0; --soft: #a7b3bf; --line: #46525e; --faint: #29323b; --band: #1c232a; }
-}
+_NAMES = ("paper", "ink", "soft", "line", "faint", "band")
+
+
+def _scheme(colours: str) -> Mapping[str, str]:
+    return MappingProxyType(dict(zip(_NAMES, colours.split(), strict=True)))
+
+
+# The colours that depend on the reader's scheme, by what they are for.
+LIGHT = _scheme("#ffffff #1c2530 #4b5866 #c9d1d9 #e9edf1 #f3f5f8")
+DARK = _scheme("#12171c #e6ebf0 #a7b3bf #46525e #29323b #1c232a")
+
+
+def _variables(scheme: Mapping[str, str]) -> str:
+    return " ".join(f"--{name}: {colour};" for name, colour in scheme.items())
+
+
+COLOURS = f"""
+:root {{ color-scheme: light dark; {_variables(LIGHT)} }}
+@media (prefers-color-scheme: dark) {{ :root {{ {_variables(DARK)} }} }}
 """
 CLASSES = """
 svg text { font: 12px system-ui, sans-serif; fill: var(--soft); }
@@ -37,7 +50,10 @@ LETTER_WIDTH = 6.5
 
 
 def picture(width: float, height: float, parts: Iterable[str], *, label: str, style: str = "") -> str:
-    """Return an SVG file with a background; label: what a reader hears who does not see it; style: more CSS."""
+    """Return an SVG file with a background.
+
+    label: the description that a screen reader reads out.  style: more CSS.
+    """
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}"'
     return "\n".join(
         [

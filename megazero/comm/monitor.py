@@ -12,7 +12,6 @@ import faulthandler
 import json
 import os
 import queue
-import re
 import select
 import signal
 import socket
@@ -36,7 +35,7 @@ from megazero.comm.abort import abort_groups, uses_nccl
 from megazero.comm.fault_report import Fault, Heartbeat, Waiting, report
 from megazero.comm.flight_record import FlightRecord
 from megazero.comm.mesh import CONTROL
-from megazero.errors import UserError
+from megazero.errors import first_line
 from megazero.owner import ProcessState, process_start, process_state
 from megazero.parallel.topology import Topology
 
@@ -481,19 +480,6 @@ def _outlast_the_launcher() -> None:
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda *_: None)
-
-
-def first_line(error: BaseException) -> str:
-    """Return the type of an error and its first line: of a user's error what was given and the rule.
-
-    Of any other it is the beginning, without the place in torch's sources.
-    """
-    if isinstance(error, UserError):
-        told = (error.problems[0].given, error.problems[0].rule)
-        return ": ".join((type(error).__name__, *filter(None, told))).splitlines()[0]
-    line = next(iter(str(error).strip().splitlines()), "")
-    message = re.sub(r"^\[[^]]*\] ", "", line).partition(". This is typically")[0]
-    return f"{type(error).__name__}: {message[:160]}" if message else type(error).__name__
 
 
 def _read_all(store: Any, key: str, ranks: Iterable[int]) -> dict[int, bytes]:

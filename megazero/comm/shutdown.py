@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from megazero.comm.flight_record import FlightRecord
-from megazero.comm.monitor import Job, Monitor, first_line
+from megazero.comm.monitor import Job, Monitor
 from megazero.console import print_error
-from megazero.errors import CollectiveError, UserError
+from megazero.errors import CollectiveError, UserError, first_line
 
 _LOST = (
     "gloo",

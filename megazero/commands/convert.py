@@ -14,17 +14,16 @@ from megazero.checkpoint.folders import list_steps
 from megazero.checkpoint.state import TrainState
 from megazero.command_line.parse import from_yaml
 from megazero.command_line.tools import Flags, Number
+from megazero.commands.generate import choose_tokenizer
 from megazero.config.derived import max_position_embeddings
 from megazero.config.engine_sections import OptimizerConfig
 from megazero.config.run import RunConfig, TrainingConfig
 from megazero.config.yaml_file import to_yaml
 from megazero.console import Console
-from megazero.data.tokenizers import load_tokenizer
 from megazero.data.transformers_tokenizer import files_for_transformers
-from megazero.errors import CheckpointError, DataError, Problem
+from megazero.errors import CheckpointError, Problem, UserError
 from megazero.optim.loss_scaler import LossScale
-from megazero.prepare.arguments import add_tokenizer_arguments, with_tokenizer_flags
-from megazero.train.inputs import tokenizer_spec
+from megazero.prepare.arguments import TOKENIZER_FLAGS, add_tokenizer_arguments
 from megazero.units import format_count
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -57,21 +56,18 @@ class Exported(NamedTuple):
     line: str
 
 
-def export_tokenizer(config: RunConfig, options: argparse.Namespace) -> Exported:
+def export_tokenizer(config: RunConfig, options: argparse.Namespace, *, vocab_size: int) -> Exported:
     """Convert the run's tokenizer, or that of the flags, which has to be there; that of a run need not."""
-    spec = tokenizer_spec(with_tokenizer_flags(config.data, options))
-    if spec is None:
-        return Exported(None, {}, "no tokenizer: the run names none, and --tokenizer-type is not given")
     eod = None
     try:
-        tokenizer = load_tokenizer(spec)
+        tokenizer = choose_tokenizer(config.data, options, vocab_size=vocab_size)
         eod = tokenizer.eod
         files = files_for_transformers(tokenizer, longest=max_position_embeddings(config.model))
-    except DataError as error:
-        if eod is None and options.tokenizer_type is not None:
+    except UserError as error:
+        if eod is None and any(getattr(options, name) is not None for name in TOKENIZER_FLAGS):
             raise
         return Exported(eod, {}, f"no tokenizer: {'; '.join(f'{each.given}: {each.rule}' for each in error.problems)}")
-    return Exported(eod, files, f"{spec.type}, for transformers' AutoTokenizer.from_pretrained")
+    return Exported(eod, files, f"{type(tokenizer).__name__}, for transformers' AutoTokenizer.from_pretrained")
 
 
 def export_command(options: argparse.Namespace, console: Console) -> None:
@@ -80,10 +76,11 @@ def export_command(options: argparse.Namespace, console: Console) -> None:
 
     from megazero.checkpoint.huggingface import export_model
     from megazero.checkpoint.reader import open_checkpoint
+    from megazero.generate.session import saved_vocab_size
 
     checkpoint = open_checkpoint(options.load, step=options.step)
     config = from_yaml(checkpoint.config_yaml, origin=f"the configuration in {checkpoint.folder}")
-    tokenizer = export_tokenizer(config, options)
+    tokenizer = export_tokenizer(config, options, vocab_size=saved_vocab_size(checkpoint))
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     export_model(checkpoint, config.model, options.output, dtype=dtype, eod=tokenizer.eod, files=tokenizer.files)
     console.line(f"{options.output}: step {checkpoint.step}, for transformers' GPT2LMHeadModel.from_pretrained")

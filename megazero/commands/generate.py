@@ -86,7 +86,7 @@ def choose_tokenizer(data: DataConfig, options: argparse.Namespace, *, vocab_siz
     spec = tokenizer_spec(with_tokenizer_flags(data, options))
     if spec is None:
         given = "the run's configuration names no tokenizer"
-        raise ConfigError(Problem(given, "a prompt needs one", "--tokenizer-type " + ", ".join(FILES)))
+        raise ConfigError(Problem(given, "text needs one", "--tokenizer-type " + ", ".join(FILES)))
     tokenizer = load_tokenizer(spec)
     if tokenizer.vocab_size > vocab_size:
         given = f"a tokenizer of {tokenizer.vocab_size} ids for a model of {vocab_size}"

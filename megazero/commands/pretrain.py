@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from megazero.command_line.parse import parse
 from megazero.command_line.processes import split_processes
 from megazero.console import Console
-from megazero.parallel.launch import Launch, NodeShare
+from megazero.parallel.launch import Launch, NodeShare, several_nodes_notice
 from megazero.train.check import check
 
 
@@ -20,7 +20,8 @@ def main(words: Sequence[str]) -> int:
         from megazero.cluster.local_processes import start_processes
 
         return start_processes(own.number, launch, share)
-    for notice in parsed.notices:
+    alone = several_nodes_notice() if launch.world_size == 1 else ""
+    for notice in (*parsed.notices, *filter(None, [alone])):
         Console().line(notice)
     inputs = check(parsed.config, launch)
     # This imports torch, which takes a second, so a mistyped flag is reported before it.

@@ -64,11 +64,10 @@ def _converted(tokenizer: Tokenizer) -> HuggingFaceTokenizer:
 
 
 def _byte_characters() -> list[str]:
-    """Return the character that byte-level BPE has for each byte: printable ones stand for themselves."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = (number for number in range(256) if number not in printable)
-    places = {number: 256 + place for place, number in enumerate(others)}
-    return [chr(places.get(number, number)) for number in range(256)]
+    """Return the character that byte-level BPE has for each byte: its own, or one of those beyond them, in order."""
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    beyond = iter(sorted(character for character in alphabet if ord(character) > 255))
+    return [chr(byte) if chr(byte) in alphabet else next(beyond) for byte in range(256)]
 
 
 def _of_sentence_piece(tokenizer: SentencePieceTokenizer) -> HuggingFaceTokenizer:

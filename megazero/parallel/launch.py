@@ -67,6 +67,18 @@ class NodeShare:
         return NodeShare(nodes, node, host, port, ", ".join(names))
 
 
+def several_nodes_notice() -> str:
+    """Return a line if a launcher has started this program on each of several nodes, for one that starts no ranks.
+
+    Such a program trains alone, which its user may not have meant.  Empty for a rank of a job.
+    """
+    for name in ("PET_NNODES", "SKYPILOT_NUM_NODES"):
+        nodes = os.environ.get(name, "")
+        if nodes.isdecimal() and int(nodes) > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
+            return f"{name} {nodes}: this process trains alone; --processes N, or torchrun, on each node makes one job"
+    return ""
+
+
 @dataclass(frozen=True)
 class Launch:
     """The figures that the launcher (torchrun, srun or mpirun) gave this process.

@@ -15,6 +15,8 @@ from megazero.errors import ConfigError, Problem
 from megazero.prepare.text.chunks import INVALID_UTF8, TEXT_RULES, WHOLE, DocumentRules, Shard
 from megazero.prepare.text.inputs import FORMATS
 
+# The flags of `add_tokenizer_arguments`, as attributes.
+TOKENIZER_FLAGS = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")
 _ASCII = re.compile(r"[\x00-\x7f]+")
 
 
@@ -92,7 +94,7 @@ def tokenizer_spec(arguments: argparse.Namespace) -> TokenizerSpec:
 def with_tokenizer_flags(data: DataConfig, arguments: argparse.Namespace) -> DataConfig:
     """Return a run's data settings with what the flags for a tokenizer set."""
     given: dict[str, Any] = {}
-    for name in ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model"):
+    for name in TOKENIZER_FLAGS:
         word = getattr(arguments, name)
         if word is not None:
             given[name] = word if name == "tokenizer_type" else Path(word)

@@ -14,16 +14,20 @@ from xml.etree import ElementTree
 import numpy as np
 from numpy.typing import NDArray
 
+from megazero.svg import LIGHT
+
 _SCALE = 2
-_INK, _SOFT, _LINE, _FAINT, _BAND = "#1c2530", "#4b5866", "#c9d1d9", "#e9edf1", "#f3f5f8"
 _FILLS: Mapping[str, str] = MappingProxyType(
-    {"paper": "#ffffff", "band": _BAND, "faint-band": _FAINT, "line-band": _LINE}
+    {"paper": LIGHT["paper"], "band": LIGHT["band"], "faint-band": LIGHT["faint"], "line-band": LIGHT["line"]}
 )
 _STROKES: Mapping[str, str] = MappingProxyType(
-    {"ink": _INK, "line": _LINE, "edge": _LINE, "faint": _FAINT, "message": _SOFT, "box": "#ffffff"}
+    {
+        **{"ink": LIGHT["ink"], "line": LIGHT["line"], "edge": LIGHT["line"], "faint": LIGHT["faint"]},
+        **{"message": LIGHT["soft"], "box": LIGHT["paper"]},
+    }
 )
 _TEXTS: Mapping[str, str] = MappingProxyType(
-    {"title": _INK, "strong": _INK, "row": _INK, "number": _INK, "light": "#ffffff", "on-colour": "#ffffff"}
+    {**dict.fromkeys(("title", "strong", "row", "number"), LIGHT["ink"]), "light": "#ffffff", "on-colour": "#ffffff"}
 )
 _CENTRED = ("middle", "tick", "number")
 _MOVES = re.compile(r"([MLHVZmlhv])([^MLHVZmlhv]*)")
@@ -102,7 +106,7 @@ def _text(canvas: Any, given: Mapping[str, str], content: str) -> None:
     classes = given.get("class", "").split()
     size = 15 if "title" in classes else 12
     anchor = "rs" if "end" in classes else "ms" if any(name in _CENTRED for name in classes) else "ls"
-    colour = next((_TEXTS[name] for name in reversed(classes) if name in _TEXTS), _SOFT)
+    colour = next((_TEXTS[name] for name in reversed(classes) if name in _TEXTS), LIGHT["soft"])
     place = (_SCALE * float(given["x"]), _SCALE * float(given["y"]))
     canvas.text(place, content, fill=colour, font=ImageFont.load_default(_SCALE * size), anchor=anchor)
 

@@ -7,7 +7,7 @@ from typing import Any
 from megazero.checkpoint.journal import read_journal
 from megazero.command_line.parse import from_yaml
 from megazero.config.run import RunConfig
-from megazero.errors import UserError
+from megazero.errors import UserError, first_line
 from megazero.files import written_aside
 from megazero.parallel.drawing import draw_layout
 from megazero.parallel.nodes import Nodes, parse_tasks_per_node
@@ -31,8 +31,8 @@ def leave_page(root: Path) -> str:
             return f"no {root / PAGE}, for {metrics_file} is long; megazero summarize --html makes it"
         write_page(root / PAGE, root, metrics_file)
         return f"the run as a page: {root / PAGE}"
-    except (OSError, UserError) as error:
-        return f"no {root / PAGE}: {error}"
+    except Exception as error:  # the end of a run, or the error that has ended it, is worth more than its page
+        return f"no {root / PAGE}: {first_line(error)}"
 
 
 def write_page(path: Path, root: Path | None, metrics_file: Path | None) -> None:

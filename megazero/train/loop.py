@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 from megazero.checkpoint.journal import Journal
 from megazero.checkpoint.state import TrainState
 from megazero.comm.mesh import gather_json
-from megazero.comm.monitor import first_line
 from megazero.console import Console
 from megazero.data.loader import BatchLoader, StepBatch
-from megazero.errors import Problem, TrainingError
+from megazero.errors import Problem, TrainingError, first_line
 from megazero.memory.host_copy import HostCopy
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.schedules import LearningRate

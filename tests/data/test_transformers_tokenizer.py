@@ -1,19 +1,17 @@
 """transformers, given the exported files, has the ids and the text of the tokenizer itself."""
 
-import io
 import sysconfig
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.token_files import write_gpt2_files
+from support.token_files import write_gpt2_files, write_sentence_piece_model
 
 from megazero.data.tokenizers import Tokenizer, TokenizerSpec, load_tokenizer
 from megazero.data.transformers_tokenizer import files_for_transformers
 from megazero.errors import DataError
 
 transformers = pytest.importorskip("transformers")
-SentencePieceTrainer = pytest.importorskip("sentencepiece").SentencePieceTrainer
 
 SOURCE = Path(sysconfig.get_path("stdlib"), "argparse.py").read_text(encoding="utf-8")
 TEXTS = [
@@ -23,17 +21,8 @@ TEXTS = [
 
 
 def sentence_piece(folder: Path, **options: Any) -> Tokenizer:
-    """Train a tokenizer with the settings of `megazero train-tokenizer`, which `options` override."""
-    model = io.BytesIO()
-    settings = {
-        "vocab_size": 400, "model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity",
-        "remove_extra_whitespaces": False, "add_dummy_prefix": False, "allow_whitespace_only_pieces": True,
-        "split_by_unicode_script": False, "bos_id": -1, "num_threads": 1, "minloglevel": 2,
-    }  # fmt: skip
-    lines = iter(SOURCE[:50_000].split("\n"))
-    SentencePieceTrainer.train(sentence_iterator=lines, model_writer=model, **{**settings, **options})
-    (folder / "t.model").write_bytes(model.getvalue())
-    return load_tokenizer(TokenizerSpec("SentencePieceTokenizer", tokenizer_model=str(folder / "t.model")))
+    model = write_sentence_piece_model(folder, SOURCE[:50_000], **options)
+    return load_tokenizer(TokenizerSpec("SentencePieceTokenizer", tokenizer_model=model))
 
 
 def gpt2(folder: Path) -> Tokenizer:

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from megazero.errors import TopologyError
-from megazero.parallel.launch import Launch, NodeShare
+from megazero.parallel.launch import Launch, NodeShare, several_nodes_notice
 
 
 def set_environment(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
@@ -126,6 +126,7 @@ def test_the_share_of_a_node(
     monkeypatch.setattr(os, "environ", variables)
     share = NodeShare.from_environment(8)
     assert (share and (share.nodes, share.node, share.host, share.port)) == expected
+    assert bool(several_nodes_notice()) is (share is not None), "a program without --processes says that it is alone"
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
 """Writes token files and tokenizer files for tests from the formats' descriptions alone, without code of megazero."""
 
+import io
 import json
 import struct
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 TYPES = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}
 Documents = Sequence[Sequence[Sequence[int]]]
@@ -82,3 +84,22 @@ def write_gpt2_files(folder: Path, merges: Sequence[tuple[str, str]]) -> tuple[s
     lines = ["#version: 0.2", *(" ".join(pair) for pair in merges)]
     merge.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return str(vocab), str(merge)
+
+
+def write_sentence_piece_model(folder: Path, text: str, **options: Any) -> str:
+    """Train a SentencePiece model on lines with the settings of `megazero train-tokenizer`; return its path.
+
+    options: of the trainer, over these settings.
+    """
+    from sentencepiece import SentencePieceTrainer
+
+    model = io.BytesIO()
+    settings = {
+        "vocab_size": 400, "model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False, "add_dummy_prefix": False, "allow_whitespace_only_pieces": True,
+        "split_by_unicode_script": False, "bos_id": -1, "num_threads": 1, "minloglevel": 2,
+    }  # fmt: skip
+    lines = iter(text.split("\n"))
+    SentencePieceTrainer.train(sentence_iterator=lines, model_writer=model, **{**settings, **options})
+    (folder / "t.model").write_bytes(model.getvalue())
+    return str(folder / "t.model")

@@ -32,6 +32,7 @@ from megazero.parallel.launch import Launch
 from megazero.signals import StopRequest
 from megazero.train.build import assemble
 from megazero.train.check import check
+from megazero.train.leaving import leave_page
 from megazero.train.loop import _Loop, train
 
 
@@ -146,6 +147,16 @@ def test_a_run_that_fails_leaves_a_page_too(tmp_path: Path) -> None:
     with pytest.raises(TrainingError):
         run(tmp_path, lr=1e30, check_for_nan_in_loss_and_grad=True)
     assert "loss and gradient norm are finite" in (tmp_path / "save" / "run.html").read_text()
+
+
+def test_a_page_that_cannot_be_made_ends_no_run(tmp_path: Path) -> None:
+    (tmp_path / "save" / "run.html").mkdir(parents=True)
+    told = run(tmp_path, train_iters=1)
+    *_, line, reason = told.text.splitlines()
+    assert line.startswith(f"no {tmp_path / 'save' / 'run.html'}: ") and reason == "finished 1 iterations"
+    run(tmp_path, train_iters=1, metrics_file=str(tmp_path / "steps"), save=str(tmp_path / "other"))
+    (tmp_path / "steps").write_text('{"iteration": 1, "loss": "?"}\n')
+    assert leave_page(tmp_path / "other").startswith(f"no {tmp_path / 'other' / 'run.html'}: ")
 
 
 def test_tensorboard_below_save(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The text that a run generates at evaluations is the plain reference model's in every layout, by the same draws."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,25 @@ def test_every_layout_draws_the_references_tokens() -> None:
         plain = {name: value for name, value in layout.items() if name.startswith("untie")}
         for found in results:
             assert found[index] == (expected(plain), True), layout
+
+
+def test_the_training_is_the_same_without_it(tmp_path: Path) -> None:
+    """What is generated between two steps changes no bit of a later one, dropout included."""
+    given = {
+        "tokenizer_type": "ByteTokenizer",
+        "vocab_size": 257,
+        "eval_iters": 1,
+        "eval_interval": 1,
+        "train_iters": 3,
+    }
+    for name, sampled in (("with", 3), ("without", 0)):
+        files = {"metrics_file": str(tmp_path / name), "hidden_dropout": 0.4}
+        train_run(0, 1, {**given, **files, "eval_sample_tokens": sampled})
+    losses = [
+        [json.loads(line).get("loss") for line in (tmp_path / name).read_text().splitlines()]
+        for name in ("with", "without")
+    ]
+    assert losses[0] == losses[1] and len(set(losses[0])) > 2
 
 
 def test_a_run_shows_it_at_its_evaluations(tmp_path: Path) -> None:

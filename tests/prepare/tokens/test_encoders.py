@@ -1,6 +1,5 @@
 """The fastest encoder gives the same tokens as each tokenizer's own library, for any text."""
 
-import io
 import random
 import sys
 import sysconfig
@@ -11,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.token_files import byte_symbols, write_gpt2_files
+from support.token_files import byte_symbols, write_gpt2_files, write_sentence_piece_model
 from tokenizers import Tokenizer as LibraryTokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
@@ -23,7 +22,7 @@ from megazero.prepare.tokenizer.training_text import TrainingText
 from megazero.prepare.tokens.encoders import Encoder, _KnownCharacters, fastest_encoder
 
 gigatoken = pytest.importorskip("gigatoken")
-SentencePieceTrainer = pytest.importorskip("sentencepiece").SentencePieceTrainer
+pytest.importorskip("sentencepiece")
 
 SURROGATES = range(0xD800, 0xE000)
 ODD = (
@@ -104,17 +103,8 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def pieces(folder: Path, **options: Any) -> Tokenizer:
-    """Train a SentencePiece tokenizer with the settings of tools/train_tokenizer.py, which `options` override."""
-    model = io.BytesIO()
-    settings = {
-        "vocab_size": 400, "model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity",
-        "remove_extra_whitespaces": False, "add_dummy_prefix": False, "allow_whitespace_only_pieces": True,
-        "split_by_unicode_script": False, "bos_id": -1, "num_threads": 1, "minloglevel": 2,
-    }  # fmt: skip
-    lines = iter(sources()[:60_000].split("\n"))
-    SentencePieceTrainer.train(sentence_iterator=lines, model_writer=model, **{**settings, **options})
-    (folder / "t.model").write_bytes(model.getvalue())
-    return load_tokenizer(TokenizerSpec("SentencePieceTokenizer", tokenizer_model=str(folder / "t.model")))
+    model = write_sentence_piece_model(folder, sources()[:60_000], **options)
+    return load_tokenizer(TokenizerSpec("SentencePieceTokenizer", tokenizer_model=model))
 
 
 def all_pieces(tokenizer: Tokenizer) -> list[str]:
