@@ -1,10 +1,12 @@
 """The sections of settings that a run and the library share: ZeRO, number formats, activations, the optimizer."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
-from megazero.config.fields import STRICT, setting
+from megazero.config.fields import STRICT, FieldInfo, describe, setting
 
 # The size that means "no limit"; DeepSpeed has the same default for a limit that a configuration leaves out.
 UNLIMITED = 2**63 - 1
@@ -322,3 +324,9 @@ class OptimizerConfig:
         help="other parameters of the styles LRRangeTest and OneCycle by DeepSpeed's names, such as"
         " cycle_first_step_size=1000",
     )
+
+
+# {section that both doors have: its settings}
+SETTINGS: Mapping[type, tuple[FieldInfo, ...]] = MappingProxyType(
+    {cls: describe("", cls) for cls in (ZeroConfig, PrecisionConfig, ActivationConfig, LimitConfig)}
+)

@@ -25,8 +25,8 @@ from megazero.config.choices import (
     choose_optimizer,
     choose_scheduler,
 )
-from megazero.config.engine_sections import ActivationConfig, LimitConfig, PrecisionConfig, ZeroConfig
-from megazero.config.fields import STRICT, FieldInfo, describe
+from megazero.config.engine_sections import SETTINGS, ActivationConfig, LimitConfig, PrecisionConfig, ZeroConfig
+from megazero.config.fields import STRICT, FieldInfo
 from megazero.config.optimizers import LR
 from megazero.config.origin import Origin
 from megazero.config.values import (
@@ -279,8 +279,7 @@ def _mapping(location: Location, value: Any, diagnostics: Diagnostics) -> Mappin
 def _section(cls: type[_Section], location: Location, value: Any, diagnostics: Diagnostics) -> _Section:
     if isinstance(value, cls):
         return value
-    fields: tuple[FieldInfo, ...] = describe("", cls)
-    infos = {name.replace("-", "_"): info for info in fields for name in (info.name, *info.aliases)}
+    infos = {name.replace("-", "_"): info for info in SETTINGS[cls] for name in (info.name, *info.aliases)}
     return cls(**_values(infos, location, _mapping(location, value, diagnostics), diagnostics))
 
 
@@ -347,7 +346,7 @@ def _moot(parts: EngineParts, location: Location, plain: Mapping[str, Any]) -> I
     changed = {
         (name, info.name): value
         for name in _SECTIONS
-        for info in describe(name, type(getattr(parts, name)))
+        for info in SETTINGS[type(getattr(parts, name))]
         if (value := getattr(getattr(parts, name), info.name)) != info.default
     }
     sections = [

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from megazero.config.engine_sections import ActivationConfig, ZeroConfig
-from megazero.config.fields import FieldInfo, describe
+from megazero.config.engine_sections import SETTINGS, ActivationConfig, ZeroConfig
+from megazero.config.fields import FieldInfo
 
 
 def key(path: str, kind: str, default: Any, *, choices: tuple[str, ...] = (), **bounds: float) -> FieldInfo:
@@ -70,7 +70,7 @@ ZERO_KEYS: Mapping[str, str] = MappingProxyType(
 
 
 def _zero_keys() -> dict[str, FieldInfo]:
-    fields = {info.name: info for info in describe("zero", ZeroConfig)}
+    fields = {info.name: info for info in SETTINGS[ZeroConfig]}
     defaults = {field: fields[field].default for field in _LEAVES} | {
         field: _ZERO_DEFAULTS[path.rpartition(".")[2]]
         for field, path in ZERO_KEYS.items()
@@ -116,7 +116,7 @@ BATCH_KEYS: Mapping[str, str] = MappingProxyType(
 
 
 def _activation_keys() -> dict[str, FieldInfo]:
-    fields = {info.name: info for info in describe("activation_checkpointing", ActivationConfig)}
+    fields = {info.name: info for info in SETTINGS[ActivationConfig]}
     return {path: fields[field] for field, path in ACTIVATION_KEYS.items()}
 
 

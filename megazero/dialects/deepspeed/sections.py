@@ -24,8 +24,8 @@ from megazero.config.choices import (
     choose_optimizer,
     choose_scheduler,
 )
-from megazero.config.engine_sections import ActivationConfig, PrecisionConfig, ZeroConfig
-from megazero.config.fields import FieldInfo, describe
+from megazero.config.engine_sections import SETTINGS, ActivationConfig, PrecisionConfig, ZeroConfig
+from megazero.config.fields import FieldInfo
 from megazero.config.origin import Origin
 from megazero.config.values import Diagnostics, Location, ParsedValue, RawValue, as_boolean, shown
 from megazero.dialects.deepspeed.keys import ACTIVATION_KEYS, AUTOCAST, BATCH_KEYS, HONOURED, PRECISION_KEYS, ZERO_KEYS
@@ -41,7 +41,7 @@ _SAME: Mapping[str, str] = MappingProxyType(
     {**ZERO_KEYS, **ACTIVATION_KEYS, **BATCH_KEYS, "clip_grad": "gradient_clipping"}
 )
 _INFO: Mapping[str, FieldInfo] = MappingProxyType(
-    {info.name: info for cls in (ZeroConfig, PrecisionConfig, ActivationConfig) for info in describe("", cls)}
+    {info.name: info for cls in (ZeroConfig, PrecisionConfig, ActivationConfig) for info in SETTINGS[cls]}
 )
 _ACCUMULATION, _ACCUMULATION_KEY = "accumulate_allreduce_grads_in_fp32", "data_types.grad_accum_dtype"
 # Left out, it is megazero's own: reading the outcome of every step would make a GPU's host wait for it.
@@ -275,7 +275,7 @@ def _given_params(file: ParsedFile, parts: EngineParts) -> Iterator[ParsedValue]
 
 
 def _build(cls: type[_Section], settings: Mapping[str, ParsedValue]) -> _Section:
-    return cls(**{info.name: settings[info.name].value for info in describe("", cls) if info.name in settings})
+    return cls(**{info.name: settings[info.name].value for info in SETTINGS[cls] if info.name in settings})
 
 
 def _spell(setting: str) -> str:
@@ -303,7 +303,7 @@ def _became(path: str, parts: EngineParts) -> str | None:
     if path in ("gradient_allreduce_op", "torch_autocast.enabled", "torch_autocast.dtype"):
         return shown(HONOURED[path].default)
     sections = (parts.zero, parts.precision, parts.activations)
-    values = {info.name: (info, getattr(item, info.name)) for item in sections for info in describe("", type(item))}
+    values = {info.name: (info, getattr(item, info.name)) for item in sections for info in SETTINGS[type(item)]}
     return text_for_key(path, values)
 
 
