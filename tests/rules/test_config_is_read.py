@@ -8,7 +8,7 @@ function is used outside that file.
 import ast
 from collections.abc import Iterator, Sequence
 
-from support.source_tree import PROGRAMS, Source, sources
+from support.source_tree import PROGRAMS, Source, sources, walk
 
 from megazero.config.run import FIELDS, SECTIONS
 
@@ -58,7 +58,7 @@ def used_figures(outside: tuple[Source, ...], derived: Source) -> set[str]:
 
 
 def _names(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.Name):
             yield node.id
         elif isinstance(node, ast.Attribute):
@@ -71,7 +71,7 @@ def unread(outside: tuple[Source, ...], derived: Source) -> list[str]:
     trees: list[ast.AST] = [source.tree for source in outside]
     trees += [function for function in derived.functions() if function.name in used]
     kinds = (ast.Attribute, ast.arg, ast.AnnAssign)
-    walked = [[node for node in ast.walk(tree) if isinstance(node, kinds)] for tree in trees]
+    walked = [[node for node in walk(tree) if isinstance(node, kinds)] for tree in trees]
     read = {
         f"{section}.{name}"
         for nodes in walked
@@ -97,8 +97,8 @@ def test_the_check_can_fail() -> None:
     everything = {f"{info.section}.{info.name}" for info in FIELDS}
     assert set(unread((), DERIVED)) == everything
     code = "def f(settings: ModelConfig, x): return settings.num_layers, x.split, config.data.split"
-    nodes = list(ast.walk(ast.parse(code)))
+    nodes = list(walk(ast.parse(code)))
     owners = annotated(nodes, "model")
     assert list(reads(nodes, "model", owners)) == ["data", "num_layers"] or owners == {"settings"}
     assert "split" in list(reads(nodes, "data", frozenset()))
-    assert "split" not in list(reads(list(ast.walk(ast.parse("x.split"))), "data", frozenset()))
+    assert "split" not in list(reads(list(walk(ast.parse("x.split"))), "data", frozenset()))

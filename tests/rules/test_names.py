@@ -5,7 +5,7 @@ import io
 import re
 import tokenize
 
-from support.source_tree import PROGRAMS, sources
+from support.source_tree import PROGRAMS, sources, walk
 
 STAGE_NUMBER = "zero_stage"
 MAY_KNOW_THE_STAGE = (
@@ -37,7 +37,7 @@ def test_names_say_what_a_thing_is() -> None:
     classes = [
         f"{source.name}: {node.name}"
         for source in sources()
-        for node in ast.walk(source.tree)
+        for node in walk(source.tree)
         if isinstance(node, ast.ClassDef) and EMPTY_CLASS_NAMES.search(node.name)
     ]
     own = [source for source in sources() if source.package != "deepspeed"]
@@ -48,7 +48,7 @@ def test_classes_of_zero_carry_no_prefix() -> None:
     found = [
         f"{source.name}: {node.name}"
         for source in sources("megazero/zero")
-        for node in ast.walk(source.tree)
+        for node in walk(source.tree)
         if isinstance(node, ast.ClassDef) and node.name.startswith(("Distributed", "Zero")) and node.name != "ZeroPlan"
     ]
     assert found == []

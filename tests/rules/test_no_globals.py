@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Iterator
 
-from support.source_tree import PROGRAMS, sources
+from support.source_tree import PROGRAMS, sources, walk
 
 MUTATORS = {"append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem", "remove", "discard", "clear"}
 
@@ -12,7 +12,7 @@ def findings(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Yield line and kind of each statement that changes a module-level name from inside a function."""
     top = set(_bound(tree.body))
     modules = {alias.asname or alias.name.split(".")[0] for alias in _module_imports(tree)}
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.Global):
             yield node.lineno, "global"
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
@@ -21,7 +21,7 @@ def findings(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def _changes(function: ast.AST, names: set[str], modules: set[str]) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(function):
+    for node in walk(function):
         if isinstance(node, (ast.Subscript, ast.Attribute)) and isinstance(node.ctx, (ast.Store, ast.Del)):
             if isinstance(node.value, ast.Name) and node.value.id in names:
                 kind = "sets a name of module" if node.value.id in modules else "changes"
@@ -33,7 +33,7 @@ def _changes(function: ast.AST, names: set[str], modules: set[str]) -> Iterator[
 
 
 def _module_imports(tree: ast.Module) -> Iterator[ast.alias]:
-    return (alias for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names)
+    return (alias for node in walk(tree) if isinstance(node, ast.Import) for alias in node.names)
 
 
 def _bound(body: list[ast.stmt]) -> Iterator[str]:
@@ -41,7 +41,7 @@ def _bound(body: list[ast.stmt]) -> Iterator[str]:
         if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield statement.name
             continue
-        for node in ast.walk(statement):
+        for node in walk(statement):
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 yield node.id
             elif isinstance(node, ast.alias):
@@ -49,8 +49,8 @@ def _bound(body: list[ast.stmt]) -> Iterator[str]:
 
 
 def _locals(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> set[str]:
-    names = {argument.arg for argument in ast.walk(function) if isinstance(argument, ast.arg)}
-    return names | {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    names = {argument.arg for argument in walk(function) if isinstance(argument, ast.arg)}
+    return names | {n.id for n in walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
 
 
 HOOKS = {"megazero/comm/shutdown.py": ["sys.excepthook"]}  # where the end of a program is reported
@@ -108,7 +108,7 @@ def test_nothing_is_cached_by_function() -> None:
     found = [
         f"{source.name}: {node.id if isinstance(node, ast.Name) else node.attr}"
         for source in sources("megazero", *PROGRAMS)
-        for node in ast.walk(source.tree)
+        for node in walk(source.tree)
         if (isinstance(node, ast.Name) and node.id in ("lru_cache", "cache"))
         or (isinstance(node, ast.Attribute) and node.attr == "lru_cache")
     ]

@@ -43,13 +43,22 @@ class Source:
 
     def functions(self) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
         """Return every function and method of the file, nested ones too."""
-        return (node for node in ast.walk(self.tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+        return (node for node in walk(self.tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
 
 
 @cache
 def source(path: Path) -> Source:
     """Return the file at `path`, the same object for all tests, so that it is read and parsed once."""
     return Source(path)
+
+
+@cache
+def walk(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """Return the nodes of `ast.walk`, once for all tests: a dozen of rules go through the same trees."""
+    found = [tree]
+    for node in found:
+        found.extend(ast.iter_child_nodes(node))
+    return tuple(found)
 
 
 def sources(*places: str) -> tuple[Source, ...]:
@@ -79,7 +88,7 @@ def imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
 
     The name is "" for `import module`; a relative module starts with a dot.
     """
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
