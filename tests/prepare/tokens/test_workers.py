@@ -7,44 +7,23 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 from multiprocessing import Pipe, Process
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from support.worker_tasks import fail_to_start, start_failing, start_reverse, start_square, time_ids
 
-from megazero.errors import DataError, Problem
+from megazero.errors import DataError
 from megazero.prepare.tokens import workers
 from megazero.prepare.tokens.workers import AHEAD, SLOT_BYTES, worker_pool
 
 ROOT = Path(__file__).parents[3]
-
-
-def square(number: int) -> int:
-    time.sleep(0.01 * (number % 3 == 0))  # tasks do not finish in the order they are given out in
-    return number * number
-
-
-def reverse(content: bytes) -> bytes:
-    return content[::-1]
-
-
-def fail_at(kind: str, place: int, number: int) -> Any:
-    if number < place:
-        return number
-    if kind == "user":
-        raise DataError(Problem(f"task {number}", "is a good one"), Problem("another", "rule"))
-    if kind == "bug":
-        raise KeyError(f"planted {number}")
-    if kind == "unpicklable":
-        return lambda: number
-    os.kill(os.getpid(), signal.SIGKILL)
-    return 0
 
 
 class Arrays(NamedTuple):
@@ -65,24 +44,7 @@ def start_arrays() -> Callable[[int], Arrays]:
     return arrays
 
 
-def start_square() -> Callable[[int], int]:
-    return square
-
-
-def start_reverse() -> Callable[[bytes], bytes]:
-    return reverse
-
-
-def start_failing(kind: str, place: int) -> Callable[[int], int]:
-    return partial(fail_at, kind, place)
-
-
-def fail_to_start() -> Callable[[int], int]:
-    raise DataError(Problem("the tokenizer", "can be loaded"))
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize("tasks", [0, 1, 50])
+@pytest.mark.parametrize(("count", "tasks"), [(1, 0), (1, 50), (2, 1), (3, 50)])
 def test_results_come_in_the_order_of_the_tasks(count: int, tasks: int) -> None:
     with worker_pool(start_square, count) as run:
         assert list(run(range(tasks))) == [number * number for number in range(tasks)]
@@ -193,14 +155,6 @@ def test_an_error_of_the_caller_ends_all_workers() -> None:
     assert len(ids) == 2 and not any(map(is_alive, ids))
 
 
-def time_ids(_: int) -> Callable[[int], int]:
-    return own_id
-
-
-def own_id(_: int) -> int:
-    return os.getpid()
-
-
 def is_alive(process: int) -> bool:
     """Return True if a process is running; a zombie, whose end its parent has not collected, is not."""
     try:
@@ -211,7 +165,9 @@ def is_alive(process: int) -> bool:
 
 PARENT = """
 import sys, time
-from test_workers import partial, range_forever, time_ids, worker_pool
+from functools import partial
+from megazero.prepare.tokens.workers import worker_pool
+from support.worker_tasks import range_forever, time_ids
 
 if __name__ == "__main__":
     with worker_pool(partial(time_ids, 0), 2) as run:
@@ -224,17 +180,13 @@ if __name__ == "__main__":
 """
 
 
-def range_forever() -> Iterator[int]:
-    return count()
-
-
 @pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGINT])
 def test_workers_end_with_their_parent(tmp_path: Path, kind: signal.Signals, waits: bool) -> None:
     """Workers end, busy or waiting, when their parent is killed, or interrupted along with them as by Ctrl-C."""
     (tmp_path / "parent.py").write_text(PARENT)
     command = [sys.executable, str(tmp_path / "parent.py"), *["wait"] * waits]
-    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests", Path(__file__).parent)))
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
     with subprocess.Popen(
         command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True, start_new_session=True,
