@@ -10,6 +10,8 @@ import pytest
 from support.launch import PATIENCE_SECONDS, SMALL_RUN, command_line
 from support.warm_python import warm_python
 
+pytestmark = pytest.mark.gloo
+
 # A program that starts itself as two ranks, which do as `act` says.
 PROGRAM = """
 import os, signal, sys, time
@@ -98,7 +100,6 @@ def test_what_is_refused_before_a_process_starts(tmp_path: Path) -> None:
         assert (status, told) == (2, "") and complaints.startswith(complaint)
 
 
-@pytest.mark.gloo
 def test_each_node_starts_its_share_of_a_job_on_several(tmp_path: Path) -> None:
     """Two programs, as SkyPilot starts one on each node, and a later job of two as Kubeflow does, which resumes it."""
     with socket.socket() as probe:

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 from support.warm_python import warm_python
 
+# A process group of torch's, though a fake one.
+pytestmark = pytest.mark.gloo
+
 SUPPORT = Path(__file__).parents[1] / "support"
 
 

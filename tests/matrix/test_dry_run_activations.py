@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 from support.warm_python import warm_python
 
+# A process group of torch's, though a fake one.
+pytestmark = pytest.mark.gloo
+
 TESTS = Path(__file__).parents[1]
 SEQUENCE, BATCH, PADDED_VOCABULARY = 1024, 32, 50304
 KERNELS = ("unfused", "GPU's flash", "CPU's flash", "CPU's math")
