@@ -19,6 +19,8 @@ from megazero.errors import ConfigError, Problem
 from megazero.files import read_bounded
 
 MAX_BYTES = 1 << 20
+# libyaml's writer, where PyYAML has it, is ten times as fast.  Its reader is not used: deep nesting crashes it.
+_DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 # The first line of the file that a run saves; it marks settings that the user did not give, so that those without
 # effect are reported as notices.
 SAVED = "# The resolved configuration of a run, saved by megazero: all settings, also those without effect"
@@ -99,13 +101,15 @@ def to_yaml(config: RunConfig) -> str:
     for section, _ in SECTIONS:
         values = getattr(config, section)
         settings = {field.name: _plain(getattr(values, field.name)) for field in fields(values)}
-        dumped = yaml.safe_dump(settings, sort_keys=False, default_flow_style=False, width=1000, allow_unicode=True)
+        dumped = yaml.dump(settings, Dumper=_DUMPER, sort_keys=False, width=1000, allow_unicode=True)
         parts.append(f"# {section}\n{dumped}")
     return "\n".join(parts)
 
 
 def _raw_value(origin: str, key: str, value: Any, kind: Origin) -> RawValue:
-    shown = yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("\n").removesuffix("\n...")
+    shown = (
+        yaml.dump(value, Dumper=_DUMPER, default_flow_style=True, width=1000).removesuffix("\n").removesuffix("\n...")
+    )
     return RawValue(key, value, f"{origin}: {key}: {shown}", kind)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megazero.checkpoint.journal import read_journal
 from megazero.command_line.parse import from_yaml
@@ -21,15 +21,22 @@ PAGE = "run.html"
 _MOST_BYTES = 64 << 20
 
 
+class _Saved(NamedTuple):
+    """The configuration that a run has saved, as text and read; None if another version wrote it."""
+
+    text: str
+    config: RunConfig | None
+
+
 def leave_page(root: Path) -> str:
     """Write the page of the run under `root`; return a line on it, or on why there is none, and raise no error."""
     try:
-        _, config = _configuration(root)
-        given = None if config is None else config.logging.metrics_file
+        saved = _configuration(root)
+        given = None if saved.config is None else saved.config.logging.metrics_file
         metrics_file = given if given is not None and given.is_file() else None
         if metrics_file is not None and metrics_file.stat().st_size > _MOST_BYTES:
             return f"no {root / PAGE}, for {metrics_file} is long; megazero summarize --html makes it"
-        write_page(root / PAGE, root, metrics_file)
+        _write(root / PAGE, root, metrics_file, saved)
         return f"the run as a page: {root / PAGE}"
     except Exception as error:  # the end of a run, or the error that has ended it, is worth more than its page
         return f"no {root / PAGE}: {first_line(error)}"
@@ -40,31 +47,33 @@ def write_page(path: Path, root: Path | None, metrics_file: Path | None) -> None
 
     Raises DataError if the page cannot be written, or the metrics file not be read.
     """
-    text, config = ("", None) if root is None else _configuration(root)
+    _write(path, root, metrics_file, _Saved("", None) if root is None else _configuration(root))
+
+
+def _write(path: Path, root: Path | None, metrics_file: Path | None, saved: _Saved) -> None:
     events = [] if root is None else list(read_journal(root))
-    places = _places(config, events)
+    places = _places(saved.config, events)
     story = RunStory(
         name=str(root or metrics_file),
         history=None if metrics_file is None else read_history(metrics_file),
         events=events,
         layout=[] if places is None else draw_layout(*places),
-        configuration=text,
+        configuration=saved.text,
         places=places,
     )
     with written_aside(path) as stream:
         stream.write(run_page(story).encode("utf-8", errors="replace"))
 
 
-def _configuration(root: Path) -> tuple[str, RunConfig | None]:
-    """Return the configuration that the run has saved, as text and read; None if another version wrote it."""
+def _configuration(root: Path) -> _Saved:
     file = root / "config.yaml"
     if not file.is_file():
-        return "", None
+        return _Saved("", None)
     text = file.read_text(encoding="utf-8", errors="replace")
     try:
-        return text, from_yaml(text, origin=str(file))
+        return _Saved(text, from_yaml(text, origin=str(file)))
     except UserError:
-        return text, None
+        return _Saved(text, None)
 
 
 def _places(config: RunConfig | None, events: Sequence[Mapping[str, Any]]) -> tuple[Topology, Nodes] | None:
