@@ -87,8 +87,8 @@ def build_parser() -> argparse.ArgumentParser:
     groups = {section: parser.add_argument_group(section, _headline(cls)) for section, cls in SECTIONS}
     for info in FIELDS:
         _add(groups[info.section], spellings(info), _metavar(info), _help_text(info))
-    for name in (*SHORTHANDS, *ACCEPTED, *FIXED, *REFUSED):
-        parser.add_argument(f"--{name}", nargs="*", action=_Record, dest="given", help=argparse.SUPPRESS)
+    foreign = [f"--{name}" for name in (*SHORTHANDS, *ACCEPTED, *FIXED, *REFUSED)]
+    parser.add_argument(*foreign, nargs="*", action=_Record, dest="given", help=argparse.SUPPRESS)
     return parser
 
 
