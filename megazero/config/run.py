@@ -139,7 +139,8 @@ class DataConfig:
     )
     split: str | None = setting(
         None,
-        help="shares of training, validation and test documents of --data-path; 969,30,1 where it is left out",
+        help="shares of training, validation and test documents of --data-path, at least a document each; 969,30,1"
+        " where it is left out",
         unit="any common unit",
     )
     train_data_path: tuple[str, ...] = setting(

@@ -78,9 +78,19 @@ def parse_split(text: str) -> Split:
 
 
 def split_sequences(num_sequences: int, split: Split) -> SplitRanges:
-    """Cut [0, num_sequences) at the rounded cumulative shares, as Megatron-LM does (halves go to the even number)."""
+    """Cut [0, num_sequences) at the rounded cumulative shares, as Megatron-LM does (halves go to the even number).
+
+    A part whose share is less than a sequence still has one, its neighbour's, if there are as many sequences as parts.
+    """
     cuts = [0, *(round(min(share, 1.0) * num_sequences) for share in accumulate(split))]
     cuts[-1] = num_sequences
+    least = [int(share > 0) for share in split]
+    if sum(least) <= num_sequences:
+        for part in range(len(split)):
+            cuts[part + 1] = max(cuts[part + 1], cuts[part] + least[part])
+        cuts[-1] = num_sequences
+        for part in reversed(range(len(split))):
+            cuts[part] = min(cuts[part], cuts[part + 1] - least[part])
     return SplitRanges(*(range(first, last) for first, last in pairwise(cuts)))
 
 

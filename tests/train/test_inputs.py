@@ -135,7 +135,7 @@ def test_an_empty_validation_split_matters_only_when_it_is_read(described: str) 
 
 
 def test_the_default_split_is_called_the_default(tmp_path: Path) -> None:
-    prefix = write_corpus(tmp_path / "c", DOCUMENTS[:10])
+    prefix = write_corpus(tmp_path / "c", DOCUMENTS[:2])
     with pytest.raises(DataError, match=r"--split 969,30,1 \(the default\): valid has no sample"):
         opened(data_path=(prefix,), vocab_size=257, evaluates=True)
 
