@@ -18,7 +18,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megazero.command_line.flags import spellings, split_words
+from megazero.command_line.flags import split_words
+from megazero.command_line.names import QUESTIONS, SOURCES, spellings, suggest
 from megazero.config.fields import FieldInfo
 from megazero.config.origin import Origin
 from megazero.config.presets import PRESETS, ZERO_CONFIGS
@@ -39,10 +40,11 @@ from megazero.rules import run as rules
 # Flags that name further sources of settings, with the form in which each is written.
 _SOURCES: Mapping[str, str] = MappingProxyType(
     {
-        "config": "--config RUN.yaml",
+        **{
+            name: f"--{name} {metavar}" for name, (metavar, _) in SOURCES.items() if metavar.isupper() or "." in metavar
+        },
         "preset": f"--preset {', --preset '.join(PRESETS)}",
         "zero-config": f"--zero-config {', --zero-config '.join(ZERO_CONFIGS)}",
-        "deepspeed-config": "--deepspeed-config FILE.json",
     }
 )
 
@@ -85,6 +87,20 @@ class _Gathered:
         return build(self.settings, broken=self.broken, unknown=self.unknown - self.settings.keys())
 
 
+@dataclass(frozen=True)
+class ResolvedRun:
+    """What a command line makes of all its sources, with or without problems.
+
+    config: its settings; reading one that has no valid value raises Unknown.  sources: the text that gave each setting
+    its value, by name; settings that are missing have their defaults.
+    """
+
+    config: RunConfig
+    sources: Mapping[str, str]
+    problems: tuple[Problem, ...]
+    notices: tuple[str, ...]
+
+
 def parse(argv: Sequence[str] | None = None, *, world_size: int | None = None) -> ParsedRun:
     """Read flags (sys.argv's by default) and the files they name.
 
@@ -92,6 +108,13 @@ def parse(argv: Sequence[str] | None = None, *, world_size: int | None = None) -
     ones are checked as well; a configuration without problems is left to `rules.check`, which the caller runs together
     with its other checks.  If `world_size` is given, the rules' advice is added to the notices.
     """
+    resolved = resolve(argv, world_size=world_size)
+    raise_problems(ConfigError, resolved.problems)
+    return ParsedRun(resolved.config, resolved.notices)
+
+
+def resolve(argv: Sequence[str] | None = None, *, world_size: int | None = None) -> ResolvedRun:
+    """Read what `parse` reads, and return the problems instead of raising them."""
     words, stray = split_words(sys.argv[1:] if argv is None else argv)
     gathered = _Gathered()
     gathered.problems.extend(_unexpected(stray))
@@ -108,12 +131,14 @@ def parse(argv: Sequence[str] | None = None, *, world_size: int | None = None) -
     problems = [*gathered.problems, *outcome.problems, *idle.problems]
     if problems and world_size is not None:
         problems.extend(rules.check(outcome.partial, world_size))
-    raise_problems(ConfigError, problems)
-    config = _valid(outcome)
-    if deepspeed is not None:
-        gathered.notices.extend(deepspeed_notices(deepspeed, config, world_size))
-    advice = () if world_size is None else rules.advice(config, world_size)
-    return ParsedRun(config, (*gathered.notices, *idle.notices, *advice))
+    notices = [*gathered.notices, *idle.notices]
+    if not problems:
+        config = _valid(outcome)
+        became = () if deepspeed is None else deepspeed_notices(deepspeed, config, world_size)
+        advice = () if world_size is None else rules.advice(config, world_size)
+        notices = [*gathered.notices, *became, *idle.notices, *advice]
+    sources = {name: item.source for name, item in gathered.settings.items()}
+    return ResolvedRun(outcome.partial, sources, tuple(problems), tuple(notices))
 
 
 def from_yaml(text: str, *, origin: str = "configuration") -> RunConfig:
@@ -138,6 +163,10 @@ def _unexpected(stray: Sequence[str]) -> Iterable[Problem]:
         if word.startswith("--") and len(word) > 2:
             in_unknown = True
             yield _unknown(word.partition("=")[0].removeprefix("--"), word)
+        elif word.startswith("-") and len(word) > 1 and word[1].isalpha():
+            in_unknown = True
+            name = word.partition("=")[0].removeprefix("-")
+            yield Problem(word, "a flag begins with two dashes", suggest(name) or f"--{name}")
         elif not in_unknown:
             loose.append(word)
     if loose:
@@ -257,9 +286,13 @@ def _take_setting(gathered: _Gathered, here: dict[str, RawValue], info: FieldInf
     """Add a setting to `here`, which holds the settings of the same source."""
     before = here.get(info.name)
     here[info.name] = item
+    if before is None or _same(info, before, item):
+        return
     # Scripts repeat a flag to override it, which is legal; two spellings with different values are taken for a mistake.
-    if before is not None and _flag_of(before) != _flag_of(item) and not _same(info, before, item):
+    if _flag_of(before) != _flag_of(item):
         gathered.problems.append(_clash(before.source, item.source, info.flag))
+    else:
+        gathered.notices.append(f"{item.source}: given last, so it counts in place of {before.source}")
 
 
 def _flag_of(item: RawValue) -> str:
@@ -310,6 +343,9 @@ def _take_foreign(gathered: _Gathered, item: RawValue) -> None:
     elif name in _SOURCES:
         rule = f"--{name} names a source of settings, on the command line only"
         gathered.problems.append(Problem(item.source, rule, _SOURCES[name]))
+    elif name in QUESTIONS:
+        rule = f"--{name} is no setting: it stands alone, on the command line of megazero pretrain only"
+        gathered.problems.append(Problem(item.source, rule, f"leave out --{name}"))
     elif name in REFUSED:
         legal = f"{INSTEAD[name]} in place of" if name in INSTEAD else "leave out"
         gathered.problems.append(Problem(item.source, f"refused: {REFUSED[name]}", f"{legal} --{name}"))
@@ -330,7 +366,4 @@ def _take_fixed(gathered: _Gathered, item: RawValue) -> None:
 
 
 def _unknown(name: str, source: str) -> Problem:
-    known = [flag.removeprefix("--") for info in FIELDS for flag in spellings(info)]
-    near = difflib.get_close_matches(name, [*known, *SHORTHANDS], n=3, cutoff=0.6)
-    legal = ", ".join(f"--{match}" for match in near) or "--help lists all"
-    return Problem(source, "there is no setting of this name", legal)
+    return Problem(source, "there is no setting of this name", suggest(name) or "--help lists all")

@@ -3,7 +3,7 @@
 import pytest
 from support.configs import SMALL
 
-from megazero.command_line.flags import spellings
+from megazero.command_line.names import spellings
 from megazero.command_line.parse import parse
 from megazero.config.run import FIELDS
 from megazero.dialects.megatron import ACCEPTED, FIXED, INSTEAD, REFUSED, SHORTHANDS

@@ -27,7 +27,7 @@ _SIZES: Mapping[str, str] = MappingProxyType(
     {part: setting for part, path in KEYS.items() for setting, key in BATCH_KEYS.items() if key == path}
 )
 # {parameter of the optimizer or the schedule: the settings of a run that hold it}
-_PARAMS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+PARAMS_OF_RUN: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "optimizer.params.lr": ("lr",),
         "optimizer.params.betas": ("adam_beta1", "adam_beta2"),
@@ -109,8 +109,8 @@ def notices(file: ParsedFile, config: RunConfig, world_size: int | None) -> Iter
             return "the run's own"
         if path == "optimizer.type":
             return shown("AdamW")
-        if path in _PARAMS:
-            found = [values[name][1] for name in _PARAMS[path]]
+        if path in PARAMS_OF_RUN:
+            found = [values[name][1] for name in PARAMS_OF_RUN[path]]
             return shown(found[0] if len(found) == 1 else found)
         if path.startswith(("optimizer.params.", "scheduler.params.")):
             return "megazero's own"
