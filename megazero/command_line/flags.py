@@ -16,7 +16,7 @@ from megazero.config.origin import Origin
 from megazero.config.presets import PRESETS, ZERO_CONFIGS
 from megazero.config.run import FIELDS, SECTIONS
 from megazero.config.values import RawValue
-from megazero.dialects.megatron import ACCEPTED, FIXED, PUBLISHED, REFUSED, SHORTHANDS
+from megazero.dialects.megatron import ACCEPTED, FIXED, FOLLOWING, PUBLISHED, REFUSED, SHORTHANDS
 
 
 class _Record(argparse.Action):
@@ -110,7 +110,7 @@ def build_parser(groups: Collection[str] = GROUPS, *, whole: bool = True) -> arg
     for info in FIELDS:
         group = targets.get(info.section) if whole or info.name not in FOR_DEEPSPEED else None
         _add(group, parser, spellings(info), metavar_of(info), help_text(info))
-    for name in (*SHORTHANDS, *ACCEPTED, *FIXED, *REFUSED):
+    for name in (*SHORTHANDS, *ACCEPTED, *FIXED, *FOLLOWING, *REFUSED):
         _add(None, parser, [f"--{name}"], "", "")
     return parser
 

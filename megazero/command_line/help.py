@@ -16,7 +16,7 @@ from megazero.config.run import FIELDS
 from megazero.config.values import shown
 from megazero.dialects.deepspeed import keys
 from megazero.dialects.deepspeed.run import PARAMS_OF_RUN
-from megazero.dialects.megatron import ACCEPTED, FIXED, INSTEAD, REFUSED, SHORTHANDS
+from megazero.dialects.megatron import ACCEPTED, FIXED, FOLLOWING, INSTEAD, REFUSED, SHORTHANDS
 from megazero.errors import ConfigError, Problem, raise_problems
 
 _WIDTH = 110
@@ -87,6 +87,9 @@ def _of_flag(name: str) -> str:
     if name in FIXED:
         own = f"{flag}: accepted, without effect, as {flag} {' or '.join(FIXED[name].values)}"
         return f"{own}; refused with other values: {FIXED[name].rule}.{instead}"
+    if name in FOLLOWING:
+        own = f"{flag}: accepted, without effect, with the value that follows from the settings"
+        return f"{own}; refused with other values: {FOLLOWING[name].rule}."
     if name in REFUSED:
         return f"{flag}: refused: {REFUSED[name]}.{instead}"
     return ""

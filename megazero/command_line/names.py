@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 from megazero.config.fields import FieldInfo
 from megazero.config.run import FIELDS
-from megazero.dialects.megatron import ACCEPTED, FIXED, REFUSED, SHORTHANDS
+from megazero.dialects.megatron import ACCEPTED, FIXED, FOLLOWING, REFUSED, SHORTHANDS
 
 # {flag that names a source of settings, or how its settings count: (form of its value, what it does)}
 SOURCES: Mapping[str, tuple[str, str]] = MappingProxyType(
@@ -93,8 +93,8 @@ def own_names() -> list[str]:
 
 
 def all_names() -> list[str]:
-    """Return every known name: those that do something here, then the accepted, the fixed and the refused ones."""
-    return [*own_names(), *ACCEPTED, *FIXED, *REFUSED]
+    """Return every known name: those that do something here, then all others, the refused ones last."""
+    return [*own_names(), *ACCEPTED, *FIXED, *FOLLOWING, *REFUSED]
 
 
 def suggest(name: str) -> str:

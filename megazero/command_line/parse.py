@@ -24,15 +24,15 @@ from megazero.config.fields import FieldInfo
 from megazero.config.origin import Origin
 from megazero.config.presets import PRESETS, ZERO_CONFIGS
 from megazero.config.run import FIELDS, RunConfig
-from megazero.config.validate import INFO, Outcome, build, parse_value
-from megazero.config.values import ParsedValue, RawValue, as_boolean, coerce
+from megazero.config.validate import INFO, Outcome, Unknown, build, parse_value
+from megazero.config.values import ParsedValue, RawValue, as_boolean, as_number, coerce
 from megazero.config.yaml_file import read_file, read_text
 from megazero.dialects.deepspeed.reading import ParsedFile
 from megazero.dialects.deepspeed.reading import read as read_deepspeed
 from megazero.dialects.deepspeed.reading import read_file as read_deepspeed_file
-from megazero.dialects.deepspeed.run import complete, translate_for_run
+from megazero.dialects.deepspeed.run import complete, replaced_loss_scale, translate_for_run
 from megazero.dialects.deepspeed.run import notices as deepspeed_notices
-from megazero.dialects.megatron import ACCEPTED, FIXED, INSTEAD, REFUSED, SHORTHANDS
+from megazero.dialects.megatron import ACCEPTED, FIXED, FOLLOWING, IMPLIED, INSTEAD, REFUSED, SHORTHANDS
 from megazero.errors import ConfigError, Problem, raise_problems
 from megazero.rules import moot
 from megazero.rules import run as rules
@@ -65,6 +65,7 @@ class _Gathered:
 
     settings: valid values by name, in the setting's type.  broken: problems of settings whose strongest source has an
     illegal value.  unknown: settings without a value because of one of the problems.  problems: all other problems.
+    following: flags that are checked against the settings once these are complete.
     """
 
     settings: dict[str, ParsedValue] = field(default_factory=dict)
@@ -72,6 +73,7 @@ class _Gathered:
     unknown: set[str] = field(default_factory=set)
     problems: list[Problem] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
+    following: list[RawValue] = field(default_factory=list)
 
     def put(self, name: str, parsed: ParsedValue | Problem) -> None:
         """Replace a weaker source's value of a setting, or its problem, by this one."""
@@ -127,6 +129,8 @@ def resolve(argv: Sequence[str] | None = None, *, world_size: int | None = None)
     flags = [word for word in words if word.flag_name not in (*_SOURCES, _STRICT)]
     deepspeed = _take_flags(gathered, flags, _values(words, "deepspeed-config"), world_size or 1)
     outcome = gathered.outcome()
+    for item in gathered.following:
+        _check_following(gathered, item, outcome.partial)
     idle = moot.of_a_run(outcome.partial, [*gathered.settings.values()], world_size=world_size, strict=strict)
     problems = [*gathered.problems, *outcome.problems, *idle.problems]
     if problems and world_size is not None:
@@ -247,6 +251,11 @@ def _take_flags(
     translation = translate_for_run(file, fp16_requested=precision is not None and precision.value == "fp16")
     for name in translation.unknown:  # a weaker source's value must not replace an invalid one
         gathered.settings.pop(name, None)
+    scale = without.settings.get("loss_scale")
+    if scale is not None and (notice := replaced_loss_scale(translation, scale)):
+        gathered.settings.pop("loss_scale", None)
+        flags = [word for word in flags if word.name != "loss_scale"]
+        gathered.notices.append(notice)
     _take(gathered, [*translation.written, *flags])
     translation.unknown |= gathered.broken.keys()
     data_parallel_size = max(world_size // _model_parallel_size(gathered.settings), 1)
@@ -280,6 +289,11 @@ def _take(gathered: _Gathered, raw: Sequence[RawValue]) -> None:
         gathered.put(name, parse_value(INFO[name], item))
     for item in shorthands:
         _take_shorthand(gathered, here, item)
+    for item in here.values():
+        implied = IMPLIED.get(item.flag_name)
+        if implied is not None and implied.field not in gathered.settings.keys() | gathered.broken.keys():
+            value = coerce(INFO[implied.field], implied.value)
+            gathered.put(implied.field, ParsedValue(implied.field, value, item.source, item.origin))
 
 
 def _take_setting(gathered: _Gathered, here: dict[str, RawValue], info: FieldInfo, item: RawValue) -> None:
@@ -338,6 +352,8 @@ def _take_foreign(gathered: _Gathered, item: RawValue) -> None:
         gathered.notices.append(f"--{name}: accepted, without effect: {ACCEPTED[name]}")
     elif name in FIXED:
         _take_fixed(gathered, item)
+    elif name in FOLLOWING:
+        gathered.following.append(item)
     elif name == _STRICT:
         gathered.problems.append(Problem(item.source, "--strict is a flag of the command line only", "--strict"))
     elif name in _SOURCES:
@@ -353,11 +369,27 @@ def _take_foreign(gathered: _Gathered, item: RawValue) -> None:
         gathered.problems.append(_unknown(name, item.source))
 
 
+def _check_following(gathered: _Gathered, item: RawValue, config: RunConfig) -> None:
+    """Add the notice or the problem of a flag whose one legal value follows from the settings."""
+    name, row = item.flag_name, FOLLOWING[item.flag_name]
+    words = item.value if isinstance(item.value, (tuple, list)) else (item.value,)
+    given = as_number(words[0]) if len(words) == 1 else None
+    try:
+        if given is not None and given == row.value(config):
+            gathered.notices.append(f"{item.source}: accepted, without effect: {row.rule}")
+        elif given is None or given != int(given):
+            gathered.problems.append(Problem(item.source, f"--{name} needs a whole number", f"--{name} N"))
+        else:
+            gathered.problems.append(Problem(item.source, f"refused: {row.rule}", row.instead(config, int(given))))
+    except Unknown:  # the setting that it follows from has a problem of its own
+        return
+
+
 def _take_fixed(gathered: _Gathered, item: RawValue) -> None:
     name, fixed = item.flag_name, FIXED[item.flag_name]
     given = item.value if isinstance(item.value, (tuple, list)) else (item.value,)
     values = [str(value).lower() if isinstance(value, bool) else str(value) for value in given]
-    if len(values) == 1 and values[0] in fixed.values:
+    if len(values) == 1 and values[0].lower() in [value.lower() for value in fixed.values]:
         gathered.notices.append(f"--{name} {values[0]}: accepted, without effect: {fixed.rule}")
         return
     ours = [f"--{name} {value}" for value in fixed.values]
