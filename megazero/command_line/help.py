@@ -1,4 +1,5 @@
-"""Writes what `megazero pretrain --help [TOPIC ...]` prints: all flags, a section of them, or what becomes of one.
+"""Writes what `megazero pretrain --help [TOPIC ...]` prints: all flags, a section of them, the presets, or what
+becomes of a flag.
 
 A topic is a section's name, a flag with or without its dashes, or a key of a DeepSpeed configuration.  The answers are
 made from the settings' descriptions and from the tables of other projects' flags and keys, so every known name has one.
@@ -6,12 +7,16 @@ made from the settings' descriptions and from the tables of other projects' flag
 
 import difflib
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from megazero.command_line.flags import FOR_DEEPSPEED, GROUPS, build_parser, help_text, metavar_of
 from megazero.command_line.names import QUESTIONS, SOURCES, spellings, suggest
 from megazero.command_line.processes import FLAG, HELP
+from megazero.config import derived
 from megazero.config.fields import FieldInfo
+from megazero.config.model import ModelConfig
+from megazero.config.presets import PRESETS
 from megazero.config.run import FIELDS
 from megazero.config.values import shown
 from megazero.dialects.deepspeed import keys
@@ -49,11 +54,22 @@ def help_of(topics: Sequence[str]) -> str:
 
 
 def _section(name: str) -> str:
-    """Return the help of a section, or of everything for "all"; "" if there is no section of this name."""
+    """Return the help of a section, of everything for "all", or the presets; "" if there is no such section."""
     if name == "all":
         return build_parser().format_help()
+    if name == "presets":
+        return "\n".join(_preset(name) for name in PRESETS)
     group = name.replace("-", " ").replace("_", " ").lower()
     return build_parser([group]).format_help() if group in GROUPS else ""
+
+
+def _preset(name: str) -> str:
+    """Return a line with the shape and the size of a preset's model."""
+    row: Mapping[str, Any] = PRESETS[name]
+    model = ModelConfig(**row)
+    shape = f"{model.num_layers:4} layers x {model.hidden_size:5}, {model.num_attention_heads:2} heads"
+    count = derived.num_parameters(model, row["vocab_size"])
+    return f"--preset {name:16}{shape}, sequences of {model.seq_length}, {count:15,} parameters"
 
 
 def _paragraph(topic: str) -> str:
@@ -166,4 +182,4 @@ def _unknown_topic(topic: str) -> Problem:
     near = suggest(name) or ", ".join(difflib.get_close_matches(name, sorted(paths), n=1, cutoff=0.75))
     sections = ", ".join(f"--help {group.replace(' ', '-')}" for group in GROUPS)
     rule = "a topic of the help is a section, a flag, or a key of a DeepSpeed configuration"
-    return Problem(f"--help {topic}", rule, near or f"--help, --help all, {sections}")
+    return Problem(f"--help {topic}", rule, near or f"--help, --help all, --help presets, {sections}")

@@ -12,7 +12,7 @@ from megazero.dialects.megatron import ACCEPTED, FIXED, FOLLOWING, REFUSED, SHOR
 SOURCES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "config": ("RUN.yaml", "YAML file with the same settings, num_layers: 12; may be given repeatedly"),
-        "preset": ("NAME", "settings of a known model"),
+        "preset": ("NAME", "settings of a known model (--help presets: their shapes and sizes)"),
         "zero-config": ("NAME", "ZeRO stage and activation settings of a configuration of the ZeRO paper (table 3)"),
         "deepspeed-config": (
             "FILE.json",
@@ -32,8 +32,9 @@ QUESTIONS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "help": (
             "[TOPIC ...]",
-            "this text; of a section (zero), or what becomes of a flag (--swiglu) or of a key of a DeepSpeed"
-            " configuration (zero_optimization.stage); all: the settings as well that only such configurations need",
+            "this text; of a section (zero); presets: their shapes and sizes; or what becomes of a flag (--swiglu) or"
+            " of a key of a DeepSpeed configuration (zero_optimization.stage); all: the settings as well that only such"
+            " configurations need",
         ),
         "version": ("", "megazero's version"),
         "print-config": (

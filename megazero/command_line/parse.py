@@ -43,7 +43,7 @@ _SOURCES: Mapping[str, str] = MappingProxyType(
         **{
             name: f"--{name} {metavar}" for name, (metavar, _) in SOURCES.items() if metavar.isupper() or "." in metavar
         },
-        "preset": f"--preset {', --preset '.join(PRESETS)}",
+        "preset": f"--preset {', '.join(PRESETS)}",
         "zero-config": f"--zero-config {', --zero-config '.join(ZERO_CONFIGS)}",
     }
 )
@@ -209,8 +209,8 @@ def _take_rows(
     """Add the settings of the rows that `words` name by the flag `source`."""
     for name in _values(words, source):
         if name not in rows:
-            near = difflib.get_close_matches(name, rows, n=1, cutoff=0.3)
-            legal = ", ".join([*near, *(row for row in rows if row not in near)])
+            near = difflib.get_close_matches(name, rows, n=3, cutoff=0.3)
+            legal = ", ".join(near or rows)
             gathered.problems.append(Problem(f"--{source} {name}", f"there is no {source} of this name", legal))
             continue
         for key, value in rows[name].items():

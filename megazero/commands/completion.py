@@ -59,7 +59,7 @@ def _values() -> Mapping[str, tuple[str, ...]]:
     named = {
         "--preset": tuple(PRESETS),
         "--zero-config": tuple(ZERO_CONFIGS),
-        "--help": ("all", *(group.replace(" ", "-") for group in GROUPS)),
+        "--help": ("all", "presets", *(group.replace(" ", "-") for group in GROUPS)),
     }
     return named | {flag: values for info in FIELDS if (values := tuple(_legal(info))) for flag in spellings(info)}
 
