@@ -13,7 +13,7 @@ import difflib
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -32,7 +32,17 @@ from megazero.dialects.deepspeed.reading import read as read_deepspeed
 from megazero.dialects.deepspeed.reading import read_file as read_deepspeed_file
 from megazero.dialects.deepspeed.run import complete, replaced_loss_scale, translate_for_run
 from megazero.dialects.deepspeed.run import notices as deepspeed_notices
-from megazero.dialects.megatron import ACCEPTED, FIXED, FOLLOWING, IMPLIED, INSTEAD, REFUSED, SHORTHANDS
+from megazero.dialects.megatron import (
+    ACCEPTED,
+    FIXED,
+    FOLLOWING,
+    FROM_VOCAB_FILE,
+    IMPLIED,
+    INSTEAD,
+    REFUSED,
+    SHORTHANDS,
+    TOKENIZERS,
+)
 from megazero.errors import ConfigError, Problem, raise_problems
 from megazero.rules import moot
 from megazero.rules import run as rules
@@ -277,7 +287,7 @@ def _take(gathered: _Gathered, raw: Sequence[RawValue]) -> None:
     settings = {flag.removeprefix("--"): info for info in FIELDS for flag in spellings(info)}
     here: dict[str, RawValue] = {}
     shorthands = []
-    for item in raw:
+    for item in _with_own_tokenizer(gathered, raw):
         name = item.flag_name
         if name in settings:
             _take_setting(gathered, here, settings[name], item)
@@ -294,6 +304,27 @@ def _take(gathered: _Gathered, raw: Sequence[RawValue]) -> None:
         if implied is not None and implied.field not in gathered.settings.keys() | gathered.broken.keys():
             value = coerce(INFO[implied.field], implied.value)
             gathered.put(implied.field, ParsedValue(implied.field, value, item.source, item.origin))
+
+
+def _with_own_tokenizer(gathered: _Gathered, raw: Sequence[RawValue]) -> list[RawValue]:
+    """Return one source with megazero's name of the type of tokenizer; a notice says so where that is another."""
+    items: list[RawValue] = []
+    types = [_only_word(item) for item in raw if item.name == "tokenizer_type"]
+    for item in raw:
+        own = TOKENIZERS.get(_only_word(item)) if item.name == "tokenizer_type" else None
+        if own is not None:
+            gathered.notices.append(f"{item.source}: taken as --tokenizer-type {own}")
+            item = replace(item, value=own)
+        elif item.name == "vocab_file" and FROM_VOCAB_FILE in types:
+            item = replace(item, name="tokenizer_model")
+        items.append(item)
+    return items
+
+
+def _only_word(item: RawValue) -> str:
+    """Return the one word that follows a flag, or a file's value, as text; "" for several words or none."""
+    words = item.value if isinstance(item.value, (tuple, list)) else (item.value,)
+    return str(words[0]) if len(words) == 1 else ""
 
 
 def _take_setting(gathered: _Gathered, here: dict[str, RawValue], info: FieldInfo, item: RawValue) -> None:

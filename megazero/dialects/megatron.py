@@ -63,6 +63,19 @@ _PUBLISHED = (
 PUBLISHED: frozenset[str] = frozenset(_PUBLISHED.split())
 
 
+# {other name of a type of tokenizer: megazero's}
+TOKENIZERS: Mapping[str, str] = MappingProxyType(
+    {
+        "GPTSentencePieceTokenizer": "SentencePieceTokenizer",
+        "Llama2Tokenizer": "SentencePieceTokenizer",
+        "PretrainedFromHF": "HuggingFaceTokenizer",
+        "TokenizerFromFile": "HuggingFaceTokenizer",
+    }
+)
+# A type of tokenizer whose file --vocab-file names, although megazero's type has --tokenizer-model for it.
+FROM_VOCAB_FILE = "TokenizerFromFile"
+
+
 @dataclass(frozen=True)
 class Fixed:
     """A flag of which megazero supports certain `values` only; `rule` describes what megazero does."""
@@ -364,10 +377,6 @@ REFUSED: Mapping[str, str] = _rows(
         (
             _CORPUS,
             "data-args-path per-split-data-args-path train-weighted-split-paths-path valid-weighted-split-paths-path",
-        ),
-        (
-            "tokenizers are GPT2BPETokenizer, SentencePieceTokenizer and ByteTokenizer, from files",
-            "tokenizer-name-or-path",
         ),
         ("settings are given anew; a saved run's resolved file can be given as --config", "use-checkpoint-args"),
         ("saving waits until the files are written", "async-save"),

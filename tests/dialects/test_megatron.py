@@ -312,3 +312,25 @@ def test_a_refusal_does_the_arithmetic(words: str, legal: str) -> None:
 )
 def test_old_spellings_mean_what_they_meant(words: str, same: str) -> None:
     assert parse([*GOOD, *words.split()]).config == parse([*GOOD, *same.split()]).config
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        ("GPTSentencePieceTokenizer --tokenizer-model FILE", "SentencePieceTokenizer"),
+        ("Llama2Tokenizer --tokenizer-model FILE", "SentencePieceTokenizer"),
+        ("PretrainedFromHF --tokenizer-name-or-path FILE", "HuggingFaceTokenizer"),
+        ("TokenizerFromFile --vocab-file FILE", "HuggingFaceTokenizer"),
+        ("HuggingFaceTokenizer --tokenizer-model FILE", "HuggingFaceTokenizer"),
+    ],
+)
+def test_other_names_of_tokenizers(words: str, kind: str, tmp_path: Path) -> None:
+    parsed = parse([*GOOD, "--tokenizer-type", *words.split()])
+    assert parsed.config.data.tokenizer_type == kind and parsed.config.data.tokenizer_model == Path("FILE")
+    assert parsed.config.data.vocab_file is None
+    other = words.split()[0]
+    expected = () if other == kind else (f"--tokenizer-type {other}: taken as --tokenizer-type {kind}",)
+    assert parsed.notices == expected
+    (tmp_path / "run.yaml").write_text(f"tokenizer_type: {other}\ndata_path: [a]\nmock_data: false\n")
+    told = parse([*GOOD[:-2], "--config", str(tmp_path / "run.yaml")]).config.data
+    assert told.tokenizer_type == kind
