@@ -31,6 +31,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "verify-module": "compare what a module of yours computes in a layout with plain PyTorch on one process",
         "preflight": "test the nodes of a job",
         "summarize": "put a run's figures into a table",
+        "completion": "print a script that completes commands and flags in a shell",
     }
 )
 

@@ -5,16 +5,18 @@ argparse splits the words and prints the help, but checks no values, because it 
 
 import argparse
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
+from megazero.command_line.names import QUESTIONS, SOURCES, spellings
 from megazero.command_line.processes import FLAG, HELP
+from megazero.config.engine_sections import UNLIMITED
 from megazero.config.fields import FieldInfo
 from megazero.config.origin import Origin
 from megazero.config.presets import PRESETS, ZERO_CONFIGS
 from megazero.config.run import FIELDS, SECTIONS
 from megazero.config.values import RawValue
-from megazero.dialects.megatron import ACCEPTED, FIXED, PUBLISHED, REFUSED, SHORTHANDS
+from megazero.dialects.megatron import ACCEPTED, FIXED, FOLLOWING, PUBLISHED, REFUSED, SHORTHANDS
 
 
 class _Record(argparse.Action):
@@ -47,67 +49,85 @@ class _Help(argparse.HelpFormatter):
         return str(action.metavar)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser with every flag: settings in groups, and flags of other projects, which the help hides."""
+# The groups of the help, in its order.
+GROUPS = ("finding out", "sources", *(section for section, _ in SECTIONS))
+
+# Settings that runs have because DeepSpeed's configurations have them; no other run needs a value of theirs.
+FOR_DEEPSPEED = frozenset(
+    (
+        "allgather_partitions",
+        "load_from_fp32_weights",
+        "ignore_unused_parameters",
+        "override_module_apply",
+        "memory_efficient_linear",
+        "enable_sanity_checks",
+        "leaf_module_classes",
+        "leaf_module_names",
+        "leaf_module_name_suffixes",
+        "consecutive_hysteresis",
+    )
+)
+
+
+def build_parser(groups: Collection[str] = GROUPS, *, whole: bool = True) -> argparse.ArgumentParser:
+    """Return the parser with every flag: settings in groups, and flags of other projects, which the help hides.
+
+    groups: the groups that the help shows; the usage and what surrounds it is shown with all of them only.
+    whole: False leaves the settings FOR_DEEPSPEED out of the help.
+    """
+    has_all = len(groups) == len(GROUPS)
     parser = argparse.ArgumentParser(
         prog="megazero pretrain",
         usage=f"%(prog)s [{FLAG} N] [--config RUN.yaml] [--preset NAME] [--zero-config NAME]"
-        " [--deepspeed-config FILE.json] [flags]",
+        " [--deepspeed-config FILE.json] [flags]"
+        if has_all
+        else argparse.SUPPRESS,
         description="Flags have Megatron-LM's names.  A flag wins over the file, the file over --zero-config, that over"
-        f" the preset.  {HELP}.",
+        f" the preset.  {HELP}."
+        if has_all
+        else None,
         epilog="Further flags of Megatron-LM's and Megatron-DeepSpeed's launch scripts are accepted with a notice when "
-        "they change nothing here, and refused with the reason when they would.",
+        "they change nothing here, and refused with the reason when they would; --help FLAG says what becomes of one."
+        + "  --help all shows settings as well that only DeepSpeed's configurations need."
+        * (not whole)
+        if has_all
+        else None,
         formatter_class=_Help,
         allow_abbrev=False,
+        add_help=False,
     )
     parser.set_defaults(given=[])
-    sources = parser.add_argument_group("sources")
-    _add(sources, ["--config"], "RUN.yaml", "YAML file with the same settings, num_layers: 12; may be given repeatedly")
-    _add(sources, ["--preset"], "NAME", f"settings of a known model: {', '.join(PRESETS)}")
-    _add(
-        sources,
-        ["--zero-config"],
-        "NAME",
-        f"ZeRO stage and activation settings of a configuration of the ZeRO paper (table 3): {', '.join(ZERO_CONFIGS)}",
-    )
-    _add(
-        sources,
-        ["--deepspeed-config"],
-        "FILE.json",
-        "DeepSpeed configuration, whose values count as flags; what its sections leave out has DeepSpeed's defaults",
-    )
-    _add(
-        sources,
-        ["--strict"],
-        "[true|false]",
-        "a setting that has no effect in this configuration is an error also where it comes from a DeepSpeed"
-        " configuration or is a flag that published Megatron scripts carry, which earns a notice otherwise (default:"
-        " off)",
-    )
-    groups = {section: parser.add_argument_group(section, _headline(cls)) for section, cls in SECTIONS}
+    headlines = {section: _headline(cls) for section, cls in SECTIONS}
+    targets: dict[str, Any] = {
+        name: parser.add_argument_group(name, headlines.get(name)) for name in GROUPS if name in groups
+    }
+    for name, (metavar, text) in QUESTIONS.items():
+        _add(targets.get("finding out"), parser, [f"--{name}"], metavar, text)
+    rows = {"preset": PRESETS, "zero-config": ZERO_CONFIGS}
+    for name, (metavar, text) in SOURCES.items():
+        listed = f"{text}: {', '.join(rows[name])}" if name in rows else text
+        _add(targets.get("sources"), parser, [f"--{name}"], metavar, listed)
     for info in FIELDS:
-        _add(groups[info.section], spellings(info), _metavar(info), _help_text(info))
-    foreign = [f"--{name}" for name in (*SHORTHANDS, *ACCEPTED, *FIXED, *REFUSED)]
-    parser.add_argument(*foreign, nargs="*", action=_Record, dest="given", help=argparse.SUPPRESS)
+        group = targets.get(info.section) if whole or info.name not in FOR_DEEPSPEED else None
+        _add(group, parser, spellings(info), metavar_of(info), help_text(info))
+    foreign = [f"--{name}" for name in (*SHORTHANDS, *ACCEPTED, *FIXED, *FOLLOWING, *REFUSED)]
+    _add(None, parser, foreign, "", "")
     return parser
 
 
-def _add(group: Any, flags: list[str], metavar: str, text: str) -> None:
-    group.add_argument(*flags, nargs="*", action=_Record, dest="given", metavar=metavar, help=text.replace("%", "%%"))
+def _add(group: Any, parser: argparse.ArgumentParser, flags: list[str], metavar: str, text: str) -> None:
+    """Add a flag to its group; without one, to the parser, where the help does not show it."""
+    shown = argparse.SUPPRESS if group is None else text.replace("%", "%%")
+    target = parser if group is None else group
+    target.add_argument(*flags, nargs="*", action=_Record, dest="given", metavar=metavar, help=shown)
 
 
 def _headline(cls: type) -> str:
     return " ".join((cls.__doc__ or "").split("\n\n")[0].split())
 
 
-def spellings(info: FieldInfo) -> list[str]:
-    flags = [info.flag, *(f"--{alias}" for alias in info.aliases)]
-    if info.can_stand_alone and info.default is True:
-        flags.append(f"--no-{info.flag.removeprefix('--')}")
-    return flags
-
-
-def _metavar(info: FieldInfo) -> str:
+def metavar_of(info: FieldInfo) -> str:
+    """Return the form of a setting's value, as the help shows it after the flag."""
     if info.kind == "switch":
         return "[" + "|".join(info.choices) + "]"
     if info.choices:
@@ -116,10 +136,13 @@ def _metavar(info: FieldInfo) -> str:
     return names[info.kind]
 
 
-def _help_text(info: FieldInfo) -> str:
+def help_text(info: FieldInfo) -> str:
+    """Return the help of a setting, with its unit and its default."""
     unit = f" [{info.unit}]" if info.unit else ""
     if info.required:
         return f"{info.help}{unit} (required)"
+    if info.default is None and "without it" in info.help:  # which says what holds then
+        return f"{info.help}{unit}"
     return f"{info.help}{unit} (default: {_default_text(info)})"
 
 
@@ -128,6 +151,8 @@ def _default_text(info: FieldInfo) -> str:
         return "on" if info.default else "off"
     if info.default is None or info.default == ():
         return "none"
+    if info.default == UNLIMITED:
+        return "no limit"
     return f"{info.default:.12g}" if info.kind == "float" else str(info.default)
 
 

@@ -13,25 +13,36 @@ import difflib
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megazero.command_line.flags import spellings, split_words
+from megazero.command_line.flags import split_words
+from megazero.command_line.names import QUESTIONS, SOURCES, spellings, suggest
 from megazero.config.fields import FieldInfo
 from megazero.config.origin import Origin
 from megazero.config.presets import PRESETS, ZERO_CONFIGS
 from megazero.config.run import FIELDS, RunConfig
-from megazero.config.validate import INFO, Outcome, build, parse_value
-from megazero.config.values import ParsedValue, RawValue, as_boolean, coerce
+from megazero.config.validate import INFO, Outcome, Unknown, build, parse_value
+from megazero.config.values import ParsedValue, RawValue, as_boolean, as_number, coerce
 from megazero.config.yaml_file import read_file, read_text
 from megazero.dialects.deepspeed.reading import ParsedFile
 from megazero.dialects.deepspeed.reading import read as read_deepspeed
 from megazero.dialects.deepspeed.reading import read_file as read_deepspeed_file
-from megazero.dialects.deepspeed.run import complete, translate_for_run
+from megazero.dialects.deepspeed.run import complete, replaced_loss_scale, translate_for_run
 from megazero.dialects.deepspeed.run import notices as deepspeed_notices
-from megazero.dialects.megatron import ACCEPTED, FIXED, INSTEAD, REFUSED, SHORTHANDS
+from megazero.dialects.megatron import (
+    ACCEPTED,
+    FIXED,
+    FOLLOWING,
+    FROM_VOCAB_FILE,
+    IMPLIED,
+    INSTEAD,
+    REFUSED,
+    SHORTHANDS,
+    TOKENIZERS,
+)
 from megazero.errors import ConfigError, Problem, raise_problems
 from megazero.rules import moot
 from megazero.rules import run as rules
@@ -39,10 +50,11 @@ from megazero.rules import run as rules
 # Flags that name further sources of settings, with the form in which each is written.
 _SOURCES: Mapping[str, str] = MappingProxyType(
     {
-        "config": "--config RUN.yaml",
-        "preset": f"--preset {', --preset '.join(PRESETS)}",
+        **{
+            name: f"--{name} {metavar}" for name, (metavar, _) in SOURCES.items() if metavar.isupper() or "." in metavar
+        },
+        "preset": f"--preset {', '.join(PRESETS)}",
         "zero-config": f"--zero-config {', --zero-config '.join(ZERO_CONFIGS)}",
-        "deepspeed-config": "--deepspeed-config FILE.json",
     }
 )
 
@@ -63,6 +75,7 @@ class _Gathered:
 
     settings: valid values by name, in the setting's type.  broken: problems of settings whose strongest source has an
     illegal value.  unknown: settings without a value because of one of the problems.  problems: all other problems.
+    following: flags that are checked against the settings once these are complete.
     """
 
     settings: dict[str, ParsedValue] = field(default_factory=dict)
@@ -70,6 +83,7 @@ class _Gathered:
     unknown: set[str] = field(default_factory=set)
     problems: list[Problem] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
+    following: list[RawValue] = field(default_factory=list)
 
     def put(self, name: str, parsed: ParsedValue | Problem) -> None:
         """Replace a weaker source's value of a setting, or its problem, by this one."""
@@ -85,6 +99,20 @@ class _Gathered:
         return build(self.settings, broken=self.broken, unknown=self.unknown - self.settings.keys())
 
 
+@dataclass(frozen=True)
+class ResolvedRun:
+    """What a command line makes of all its sources, with or without problems.
+
+    config: its settings; reading one that has no valid value raises Unknown.  sources: the text that gave each setting
+    its value, by name; settings that are missing have their defaults.
+    """
+
+    config: RunConfig
+    sources: Mapping[str, str]
+    problems: tuple[Problem, ...]
+    notices: tuple[str, ...]
+
+
 def parse(argv: Sequence[str] | None = None, *, world_size: int | None = None) -> ParsedRun:
     """Read flags (sys.argv's by default) and the files they name.
 
@@ -92,6 +120,13 @@ def parse(argv: Sequence[str] | None = None, *, world_size: int | None = None) -
     ones are checked as well; a configuration without problems is left to `rules.check`, which the caller runs together
     with its other checks.  If `world_size` is given, the rules' advice is added to the notices.
     """
+    resolved = resolve(argv, world_size=world_size)
+    raise_problems(ConfigError, resolved.problems)
+    return ParsedRun(resolved.config, resolved.notices)
+
+
+def resolve(argv: Sequence[str] | None = None, *, world_size: int | None = None) -> ResolvedRun:
+    """Read what `parse` reads, and return the problems instead of raising them."""
     words, stray = split_words(sys.argv[1:] if argv is None else argv)
     gathered = _Gathered()
     gathered.problems.extend(_unexpected(stray))
@@ -104,16 +139,20 @@ def parse(argv: Sequence[str] | None = None, *, world_size: int | None = None) -
     flags = [word for word in words if word.flag_name not in (*_SOURCES, _STRICT)]
     deepspeed = _take_flags(gathered, flags, _values(words, "deepspeed-config"), world_size or 1)
     outcome = gathered.outcome()
+    for item in gathered.following:
+        _check_following(gathered, item, outcome.partial)
     idle = moot.of_a_run(outcome.partial, [*gathered.settings.values()], world_size=world_size, strict=strict)
     problems = [*gathered.problems, *outcome.problems, *idle.problems]
     if problems and world_size is not None:
         problems.extend(rules.check(outcome.partial, world_size))
-    raise_problems(ConfigError, problems)
-    config = _valid(outcome)
-    if deepspeed is not None:
-        gathered.notices.extend(deepspeed_notices(deepspeed, config, world_size))
-    advice = () if world_size is None else rules.advice(config, world_size)
-    return ParsedRun(config, (*gathered.notices, *idle.notices, *advice))
+    notices = [*gathered.notices, *idle.notices]
+    if not problems:
+        config = _valid(outcome)
+        became = () if deepspeed is None else deepspeed_notices(deepspeed, config, world_size)
+        advice = () if world_size is None else rules.advice(config, world_size)
+        notices = [*gathered.notices, *became, *idle.notices, *advice]
+    sources = {name: item.source for name, item in gathered.settings.items()}
+    return ResolvedRun(outcome.partial, sources, tuple(problems), tuple(notices))
 
 
 def from_yaml(text: str, *, origin: str = "configuration") -> RunConfig:
@@ -138,6 +177,10 @@ def _unexpected(stray: Sequence[str]) -> Iterable[Problem]:
         if word.startswith("--") and len(word) > 2:
             in_unknown = True
             yield _unknown(word.partition("=")[0].removeprefix("--"), word)
+        elif word.startswith("-") and len(word) > 1 and word[1].isalpha():
+            in_unknown = True
+            name = word.partition("=")[0].removeprefix("-")
+            yield Problem(word, "a flag begins with two dashes", suggest(name) or f"--{name}")
         elif not in_unknown:
             loose.append(word)
     if loose:
@@ -176,8 +219,8 @@ def _take_rows(
     """Add the settings of the rows that `words` name by the flag `source`."""
     for name in _values(words, source):
         if name not in rows:
-            near = difflib.get_close_matches(name, rows, n=1, cutoff=0.3)
-            legal = ", ".join([*near, *(row for row in rows if row not in near)])
+            near = difflib.get_close_matches(name, rows, n=3, cutoff=0.3)
+            legal = ", ".join(near or rows)
             gathered.problems.append(Problem(f"--{source} {name}", f"there is no {source} of this name", legal))
             continue
         for key, value in rows[name].items():
@@ -218,6 +261,11 @@ def _take_flags(
     translation = translate_for_run(file, fp16_requested=precision is not None and precision.value == "fp16")
     for name in translation.unknown:  # a weaker source's value must not replace an invalid one
         gathered.settings.pop(name, None)
+    scale = without.settings.get("loss_scale")
+    if scale is not None and (notice := replaced_loss_scale(translation, scale)):
+        gathered.settings.pop("loss_scale", None)
+        flags = [word for word in flags if word.name != "loss_scale"]
+        gathered.notices.append(notice)
     _take(gathered, [*translation.written, *flags])
     translation.unknown |= gathered.broken.keys()
     data_parallel_size = max(world_size // _model_parallel_size(gathered.settings), 1)
@@ -239,7 +287,7 @@ def _take(gathered: _Gathered, raw: Sequence[RawValue]) -> None:
     settings = {flag.removeprefix("--"): info for info in FIELDS for flag in spellings(info)}
     here: dict[str, RawValue] = {}
     shorthands = []
-    for item in raw:
+    for item in _with_own_tokenizer(gathered, raw):
         name = item.flag_name
         if name in settings:
             _take_setting(gathered, here, settings[name], item)
@@ -251,15 +299,45 @@ def _take(gathered: _Gathered, raw: Sequence[RawValue]) -> None:
         gathered.put(name, parse_value(INFO[name], item))
     for item in shorthands:
         _take_shorthand(gathered, here, item)
+    for item in here.values():
+        implied = IMPLIED.get(item.flag_name)
+        if implied is not None and implied.field not in gathered.settings.keys() | gathered.broken.keys():
+            value = coerce(INFO[implied.field], implied.value)
+            gathered.put(implied.field, ParsedValue(implied.field, value, item.source, item.origin))
+
+
+def _with_own_tokenizer(gathered: _Gathered, raw: Sequence[RawValue]) -> list[RawValue]:
+    """Return one source with megazero's name of the type of tokenizer; a notice says so where that is another."""
+    items: list[RawValue] = []
+    types = [_only_word(item) for item in raw if item.name == "tokenizer_type"]
+    for item in raw:
+        own = TOKENIZERS.get(_only_word(item)) if item.name == "tokenizer_type" else None
+        if own is not None:
+            gathered.notices.append(f"{item.source}: taken as --tokenizer-type {own}")
+            item = replace(item, value=own)
+        elif item.name == "vocab_file" and FROM_VOCAB_FILE in types:
+            item = replace(item, name="tokenizer_model")
+        items.append(item)
+    return items
+
+
+def _only_word(item: RawValue) -> str:
+    """Return the one word that follows a flag, or a file's value, as text; "" for several words or none."""
+    words = item.value if isinstance(item.value, (tuple, list)) else (item.value,)
+    return str(words[0]) if len(words) == 1 else ""
 
 
 def _take_setting(gathered: _Gathered, here: dict[str, RawValue], info: FieldInfo, item: RawValue) -> None:
     """Add a setting to `here`, which holds the settings of the same source."""
     before = here.get(info.name)
     here[info.name] = item
+    if before is None or _same(info, before, item):
+        return
     # Scripts repeat a flag to override it, which is legal; two spellings with different values are taken for a mistake.
-    if before is not None and _flag_of(before) != _flag_of(item) and not _same(info, before, item):
+    if _flag_of(before) != _flag_of(item):
         gathered.problems.append(_clash(before.source, item.source, info.flag))
+    else:
+        gathered.notices.append(f"{item.source}: given last, so it counts in place of {before.source}")
 
 
 def _flag_of(item: RawValue) -> str:
@@ -305,11 +383,16 @@ def _take_foreign(gathered: _Gathered, item: RawValue) -> None:
         gathered.notices.append(f"--{name}: accepted, without effect: {ACCEPTED[name]}")
     elif name in FIXED:
         _take_fixed(gathered, item)
+    elif name in FOLLOWING:
+        gathered.following.append(item)
     elif name == _STRICT:
         gathered.problems.append(Problem(item.source, "--strict is a flag of the command line only", "--strict"))
     elif name in _SOURCES:
         rule = f"--{name} names a source of settings, on the command line only"
         gathered.problems.append(Problem(item.source, rule, _SOURCES[name]))
+    elif name in QUESTIONS:
+        rule = f"--{name} is no setting: it stands alone, on the command line of megazero pretrain only"
+        gathered.problems.append(Problem(item.source, rule, f"leave out --{name}"))
     elif name in REFUSED:
         legal = f"{INSTEAD[name]} in place of" if name in INSTEAD else "leave out"
         gathered.problems.append(Problem(item.source, f"refused: {REFUSED[name]}", f"{legal} --{name}"))
@@ -317,11 +400,27 @@ def _take_foreign(gathered: _Gathered, item: RawValue) -> None:
         gathered.problems.append(_unknown(name, item.source))
 
 
+def _check_following(gathered: _Gathered, item: RawValue, config: RunConfig) -> None:
+    """Add the notice or the problem of a flag whose one legal value follows from the settings."""
+    name, row = item.flag_name, FOLLOWING[item.flag_name]
+    words = item.value if isinstance(item.value, (tuple, list)) else (item.value,)
+    given = as_number(words[0]) if len(words) == 1 else None
+    try:
+        if given is not None and given == row.value(config):
+            gathered.notices.append(f"{item.source}: accepted, without effect: {row.rule}")
+        elif given is None or given != int(given):
+            gathered.problems.append(Problem(item.source, f"--{name} needs a whole number", f"--{name} N"))
+        else:
+            gathered.problems.append(Problem(item.source, f"refused: {row.rule}", row.instead(config, int(given))))
+    except Unknown:  # the setting that it follows from has a problem of its own
+        return
+
+
 def _take_fixed(gathered: _Gathered, item: RawValue) -> None:
     name, fixed = item.flag_name, FIXED[item.flag_name]
     given = item.value if isinstance(item.value, (tuple, list)) else (item.value,)
     values = [str(value).lower() if isinstance(value, bool) else str(value) for value in given]
-    if len(values) == 1 and values[0] in fixed.values:
+    if len(values) == 1 and values[0].lower() in [value.lower() for value in fixed.values]:
         gathered.notices.append(f"--{name} {values[0]}: accepted, without effect: {fixed.rule}")
         return
     ours = [f"--{name} {value}" for value in fixed.values]
@@ -330,7 +429,4 @@ def _take_fixed(gathered: _Gathered, item: RawValue) -> None:
 
 
 def _unknown(name: str, source: str) -> Problem:
-    known = [flag.removeprefix("--") for info in FIELDS for flag in spellings(info)]
-    near = difflib.get_close_matches(name, [*known, *SHORTHANDS], n=3, cutoff=0.6)
-    legal = ", ".join(f"--{match}" for match in near) or "--help lists all"
-    return Problem(source, "there is no setting of this name", legal)
+    return Problem(source, "there is no setting of this name", suggest(name) or "--help lists all")

@@ -29,6 +29,19 @@ def padded_vocab_size(vocab_size: int, *, divisible_by: int, tensor_parallel_siz
     return -(-vocab_size // multiple) * multiple
 
 
+def num_parameters(model: ModelConfig, vocab_size: int) -> int:
+    """Return the number of parameters of the whole model, without the padding of the vocabulary.
+
+    vocab_size: ids before padding.
+    """
+    hidden, inner = model.hidden_size, ffn_hidden_size(model)
+    attention = 4 * hidden * hidden + 4 * hidden
+    feed_forward = 2 * hidden * inner + inner + hidden
+    norms = 2 * hidden
+    tables = vocab_size * (2 if model.untie_embeddings_and_output_weights else 1) + max_position_embeddings(model)
+    return model.num_layers * (attention + feed_forward + 2 * norms) + tables * hidden + norms
+
+
 def model_parallel_size(config: RunConfig) -> int:
     """Return the number of processes that together hold one copy of the model."""
     return config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size

@@ -29,18 +29,26 @@ class ZeroConfig:
         help="most gradient elements that one reduction moves; a bucket respects this and allgather_bucket_size,"
         " and is never smaller than data-parallel size x 16 elements",
         unit="elements",
+        aliases=("zero-reduce-bucket-size", "ddp-bucket-size"),
         ge=0,
     )
     allgather_bucket_size: int = setting(
-        16_777_216, help="most parameter elements that one gather moves; a bucket respects both", unit="elements", ge=0
+        16_777_216,
+        help="most parameter elements that one gather moves; a bucket respects both",
+        unit="elements",
+        aliases=("zero-allgather-bucket-size",),
+        ge=0,
     )
     overlap_comm: bool = setting(True, help="let reductions and gathers run while the model computes")
     contiguous_gradients: bool = setting(
         True,
         help="copy a gradient into its bucket as soon as autograd has made it; false: when the bucket is complete",
+        aliases=("zero-contigious-gradients", "zero-contiguous-gradients"),
     )
     reduce_scatter: bool = setting(
-        True, help="reduce gradients so that a process gets its partition only; false reduces by all-reduce"
+        True,
+        help="reduce gradients so that a process gets its partition only; false reduces by all-reduce",
+        aliases=("zero-reduce-scatter",),
     )
     allgather_partitions: bool = setting(
         True, help="publish updated parameters by all-gather; false publishes them by one broadcast per owner"

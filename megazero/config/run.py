@@ -158,10 +158,14 @@ class DataConfig:
         None, help="folder for the indexes of corpora in object stores (s3://...); without it the user's cache folder"
     )
     mock_data: bool = setting(False, help="train on made-up tokens instead of a corpus; for timings")
-    tokenizer_type: Literal["GPT2BPETokenizer", "SentencePieceTokenizer", "ByteTokenizer"] | None = setting(
-        None, help="tokenizer that made the corpus; without it, what the corpus's own description says"
+    tokenizer_type: (
+        Literal["GPT2BPETokenizer", "SentencePieceTokenizer", "ByteTokenizer", "HuggingFaceTokenizer"] | None
+    ) = setting(None, help="tokenizer that made the corpus; without it, what the corpus's own description says")
+    tokenizer_model: Path | None = setting(
+        None,
+        help="SentencePieceTokenizer: model file; HuggingFaceTokenizer: tokenizer.json, or a folder that has one",
+        aliases=("tokenizer-name-or-path",),
     )
-    tokenizer_model: Path | None = setting(None, help="SentencePieceTokenizer: model file")
     vocab_file: Path | None = setting(None, help="GPT2BPETokenizer: vocab.json")
     merge_file: Path | None = setting(None, help="GPT2BPETokenizer: merges.txt")
     num_workers: int = setting(

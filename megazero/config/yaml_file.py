@@ -5,7 +5,7 @@ same names.  An unknown key is an error, and so is one that stands twice.  `to_y
 `from_yaml` (command_line/parse.py) reads it back to an equal one; a run saves its resolved configuration in this form.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import yaml
 
 from megazero.config.origin import Origin
 from megazero.config.run import SECTIONS, RunConfig
+from megazero.config.validate import Unknown
 from megazero.config.values import RawValue
 from megazero.errors import ConfigError, Problem
 from megazero.files import read_bounded
@@ -106,11 +107,33 @@ def to_yaml(config: RunConfig) -> str:
     return "\n".join(parts)
 
 
+def to_annotated_yaml(config: RunConfig, sources: Mapping[str, str], head: Sequence[str]) -> str:
+    """Return a YAML text as `to_yaml` does, with the source of each value that is no default beside it.
+
+    config: may have settings without a valid value, of which the text says so.  head: lines above the settings.
+    """
+    parts = [SAVED, *(f"# {line}" for line in head)]
+    for section, cls in SECTIONS:
+        parts.append(f"\n# {section}")
+        for field in fields(cls):
+            try:
+                value = _plain(getattr(getattr(config, section), field.name))
+            except Unknown:
+                parts.append(f"# {field.name}: has no valid value")
+                continue
+            source = " ".join(sources.get(field.name, "").split())
+            parts.append(f"{field.name}: {_in_line(value)}" + (f"  # {source}" if source else ""))
+    return "\n".join(parts)
+
+
 def _raw_value(origin: str, key: str, value: Any, kind: Origin) -> RawValue:
-    shown = (
-        yaml.dump(value, Dumper=_DUMPER, default_flow_style=True, width=1000).removesuffix("\n").removesuffix("\n...")
-    )
-    return RawValue(key, value, f"{origin}: {key}: {shown}", kind)
+    return RawValue(key, value, f"{origin}: {key}: {_in_line(value)}", kind)
+
+
+def _in_line(value: Any) -> str:
+    """Return the value as YAML on one line."""
+    dumped = yaml.dump(value, Dumper=_DUMPER, default_flow_style=True, width=1 << 20, allow_unicode=True)
+    return dumped.removesuffix("\n").removesuffix("\n...")
 
 
 def _not_flat(origin: str, key: object, value: object) -> Problem | None:

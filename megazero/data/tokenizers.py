@@ -7,9 +7,13 @@ Every tokenizer has an *end-of-document* id (eod), which preprocessing appends t
     SentencePieceTokenizer   --tokenizer-model; eod is the model's end-of-sentence piece; if it has none, a piece
                              called <|endoftext|>, <eod> or <EOD>; if it has none of these, one id more than the model
     ByteTokenizer            the 256 bytes of UTF-8; eod is 256
+    HuggingFaceTokenizer     --tokenizer-model: a tokenizer.json, or a folder that has one; eod is the eos_token of
+                             the tokenizer_config.json beside it, else a token called <|endoftext|>, </s> and so on;
+                             signs that the file's template would put around a text are left out
 """
 
 import hashlib
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +26,9 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from megazero.errors import DataError, Problem, raise_problems
+from megazero.errors import DataError, Problem, first_line, raise_problems
 from megazero.files import cannot_read, parse_json, read_bounded
+from megazero.rules.files import JSON_FILE, TOKENIZER_FILES, tokenizer_file
 
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
@@ -31,14 +36,17 @@ if TYPE_CHECKING:
 GPT2_BPE = "GPT2BPETokenizer"
 SENTENCE_PIECE = "SentencePieceTokenizer"
 BYTE = "ByteTokenizer"
+HUGGING_FACE = "HuggingFaceTokenizer"
 # {type of tokenizer: names of the flags of the files it reads}
-FILES = MappingProxyType({GPT2_BPE: ("vocab_file", "merge_file"), SENTENCE_PIECE: ("tokenizer_model",), BYTE: ()})
+FILES = MappingProxyType(dict(TOKENIZER_FILES))
 
 _MAX_FILE_BYTES = 64 << 20  # ten times what vocabularies of 250,000 tokens take
 
 END_OF_TEXT = "<|endoftext|>"
 OUTSIDE = "\ufffd"
 EOD_PIECES = (END_OF_TEXT, "<eod>", "<EOD>")
+# Names of the end of a document in tokenizers of Hugging Face's hub, whose configuration names none.
+_EOD_TOKENS = (*EOD_PIECES, "</s>", "<|end_of_text|>", "<eos>", "[SEP]")
 
 
 class Tokenizer(Protocol):
@@ -79,7 +87,7 @@ class TokenizerSpec:
     def files(self) -> dict[str, Path]:
         """Return the files this type reads, by field name; raises DataError for an unknown type or missing files."""
         raise_problems(DataError, self.problems())
-        return {name: Path(getattr(self, name)) for name in FILES[self.type]}
+        return {name: tokenizer_file(Path(getattr(self, name))) for name in FILES[self.type]}
 
     def problems(self) -> list[Problem]:
         """Return the problem of an unknown type, or of every file that is not given or missing."""
@@ -100,6 +108,8 @@ def load_tokenizer(spec: TokenizerSpec) -> Tokenizer:
         return Gpt2BpeTokenizer(files["vocab_file"], files["merge_file"])
     if spec.type == SENTENCE_PIECE:
         return SentencePieceTokenizer(files["tokenizer_model"])
+    if spec.type == HUGGING_FACE:
+        return JsonTokenizer(files["tokenizer_model"])
     return ByteTokenizer()
 
 
@@ -203,6 +213,80 @@ class SentencePieceTokenizer:
         return 1 if model.is_byte(number) else len(model.id_to_piece(number).replace("\u2581", " ").encode())
 
 
+class JsonTokenizer:
+    """A tokenizer of the `tokenizers` library, from its own description: a tokenizer.json."""
+
+    def __init__(self, file: Path) -> None:
+        given = f"--tokenizer-model {file}"
+        try:
+            self.content = _content(file).decode()
+            self._tokenizer = HuggingFaceTokenizer.from_str(self.content)
+        except Exception as error:  # the library raises this class itself
+            reason = f"{given}: {first_line(error).partition(': ')[2] or 'its content is something else'}"
+            raise DataError(Problem(reason, "the file is a tokenizer.json of Hugging Face's tokenizers")) from error
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self._vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(self._vocab.values()) + 1
+        self.eod = self._find_eod(given, file.parent)
+
+    def _find_eod(self, given: str, folder: Path) -> int:
+        """Return the id of the configured end of a text, or of a token that is called so."""
+        named = _configured_end(folder)
+        names = _EOD_TOKENS if named is None else (named,)
+        found = [self._vocab[name] for name in names if name in self._vocab]
+        if not found:
+            rule = (
+                f"one token ends a document: the eos_token of tokenizer_config.json, or one of {', '.join(_EOD_TOKENS)}"
+            )
+            legal = '{"eos_token": "..."} as tokenizer_config.json beside the file'
+            raise DataError(Problem(f"{given}: no token {named or 'of these names'}", rule, legal))
+        return found[0]
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids."""
+        return _decode_runs(self, ids, lambda run: self._tokenizer.decode(run, skip_special_tokens=False))
+
+    def token_bytes(self) -> list[int]:
+        """Return the bytes of every token; in byte-level tokenizers each of its characters stands for one."""
+        by_bytes = '"ByteLevel"' in self.content
+        sizes = [0] * self.vocab_size
+        for token, number in self._vocab.items():
+            sizes[number] = len(token) if by_bytes else _text_bytes(token)
+        for number, added in self._tokenizer.get_added_tokens_decoder().items():
+            sizes[number] = 0 if added.special or number == self.eod else len(added.content.encode())
+        return sizes
+
+
+def _text_bytes(token: str) -> int:
+    """Return the bytes of text of a token: U+2581 is a space, <0x0A> a byte, ## in front is WordPiece's inside."""
+    if re.fullmatch(r"<0x[0-9A-F]{2}>", token):
+        return 1
+    return len(token.removeprefix("##").replace("\u2581", " ").encode())
+
+
+def _configured_end(folder: Path) -> str | None:
+    """Return the end-of-sequence token in the configuration beside a tokenizer.json; None if it names none."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        path = folder / name
+        if not path.is_file():
+            continue
+        try:
+            content = parse_json(_content(path).decode())
+        except ValueError as error:
+            raise DataError(Problem(str(path), f"is a JSON object: {error}")) from error
+        token = content.get("eos_token") if isinstance(content, dict) else None
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str):
+            return token
+    return None
+
+
 def _decode_runs(tokenizer: Tokenizer, ids: Sequence[int], decode_run: Callable[[list[int]], str]) -> str:
     """Decode the ids between eods and ids outside the vocabulary, and insert signs for those."""
     texts: list[str] = []
@@ -230,8 +314,9 @@ def _file_problem(kind: str, name: str, path: str | None) -> Problem | None:
     flag = f"--{name.replace('_', '-')}"
     if path is None:
         return Problem(f"{flag} is missing", f"{kind} reads it", f"{flag} FILE")
-    if not Path(path).is_file():
-        return Problem(f"{flag} {path}", "must be a file")
+    if not tokenizer_file(Path(path)).is_file():
+        in_folder = f", or a folder with {JSON_FILE}" * (kind == HUGGING_FACE)
+        return Problem(f"{flag} {path}", f"must be a file{in_folder}")
     return None
 
 

@@ -4,6 +4,7 @@
     ByteTokenizer            a byte-level BPE without merges
     SentencePieceTokenizer   the library's BPE or unigram model of the same pieces, with the bytes of characters that
                              no piece has, the model's normalization, and its prefix of a space, if it has one
+    HuggingFaceTokenizer     its own description, without padding and truncation
 
 They encode as the tokenizer itself, or there are none: both are compared on texts of the tokenizer's own pieces.  One
 thing differs: in a text, transformers takes the spelling of a sign (`</s>`) for the sign.
@@ -17,7 +18,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
-from megazero.data.tokenizers import END_OF_TEXT, Gpt2BpeTokenizer, SentencePieceTokenizer, Tokenizer
+from megazero.data.tokenizers import END_OF_TEXT, Gpt2BpeTokenizer, JsonTokenizer, SentencePieceTokenizer, Tokenizer
 from megazero.errors import DataError, Problem
 
 _SPACE = "\u2581"  # SentencePiece's sign for a space
@@ -52,6 +53,11 @@ def files_for_transformers(tokenizer: Tokenizer, *, longest: int) -> dict[str, s
 def _converted(tokenizer: Tokenizer) -> HuggingFaceTokenizer:
     if isinstance(tokenizer, Gpt2BpeTokenizer):
         return HuggingFaceTokenizer.from_str(tokenizer.description())
+    if isinstance(tokenizer, JsonTokenizer):
+        made = HuggingFaceTokenizer.from_str(tokenizer.content)
+        made.no_padding()
+        made.no_truncation()
+        return made
     if isinstance(tokenizer, SentencePieceTokenizer):
         return _of_sentence_piece(tokenizer)
     # Every byte has a character, and the 256 characters are the pieces, in the order of bytes.

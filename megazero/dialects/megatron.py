@@ -1,15 +1,18 @@
 """Lists flags of Megatron-LM and Megatron-DeepSpeed that are no settings of megazero, so that launch scripts work.
 
-There are four tables of flags, and a fifth of legal alternatives.  A *shorthand* sets a setting to a value.  An
+There are five tables of flags, and a sixth of legal alternatives.  A *shorthand* sets a setting to a value.  An
 *accepted* flag would change nothing in megazero, and causes a one-line notice.  A *fixed* flag is accepted with the
-values that describe what megazero does in any case, and refused with any other.  A *refused* flag requests an effect
-that megazero doesn't have: it is an error, because a run that ignores it would not be the requested one.  Names are
-written without the two dashes.
+values that describe what megazero does in any case, and refused with any other; a *following* flag too, whose one value
+follows from the settings.  A *refused* flag requests an effect that megazero doesn't have: it is an error, because a
+run that ignores it would not be the requested one.  Names are written without the two dashes.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+
+from megazero.config import derived
+from megazero.config.run import RunConfig
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,13 @@ SHORTHANDS: Mapping[str, Shorthand] = MappingProxyType(
         "checkpoint-activations": Shorthand("recompute_granularity", "full"),
         "no-pipeline-parallel": Shorthand("pipeline_model_parallel_size", "1"),
         "use-tp-pp-dp-mapping": Shorthand("rank_order", "dp-pp-tp"),
+        "grad-reduce-in-bf16": Shorthand("accumulate_allreduce_grads_in_fp32", "false"),
     }
+)
+
+# {spelling of a setting: what it also sets, unless a flag or a file sets that}
+IMPLIED: Mapping[str, Shorthand] = MappingProxyType(
+    {"activations-checkpoint-method": Shorthand("recompute_granularity", "full")}
 )
 
 # Settings of megazero that published launch scripts give by these flags even where they have no effect, neither in
@@ -54,6 +63,19 @@ _PUBLISHED = (
 PUBLISHED: frozenset[str] = frozenset(_PUBLISHED.split())
 
 
+# {other name of a type of tokenizer: megazero's}
+TOKENIZERS: Mapping[str, str] = MappingProxyType(
+    {
+        "GPTSentencePieceTokenizer": "SentencePieceTokenizer",
+        "Llama2Tokenizer": "SentencePieceTokenizer",
+        "PretrainedFromHF": "HuggingFaceTokenizer",
+        "TokenizerFromFile": "HuggingFaceTokenizer",
+    }
+)
+# A type of tokenizer whose file --vocab-file names, although megazero's type has --tokenizer-model for it.
+FROM_VOCAB_FILE = "TokenizerFromFile"
+
+
 @dataclass(frozen=True)
 class Fixed:
     """A flag of which megazero supports certain `values` only; `rule` describes what megazero does."""
@@ -65,6 +87,7 @@ class Fixed:
 _WHOLE_SEQUENCES = "attention sees whole sequences; what --sequence-parallel splits is made whole before it"
 _SCALES = "a tensor has one scale, found anew for every product: its largest magnitude becomes the 8-bit format's"
 _CHUNKS = "the number of chunks follows from their size; give --num-layers-per-virtual-pipeline-stage"
+_NO_EXPERTS = "there are no experts: every token goes through the one feed-forward layer of its block"
 
 FIXED: Mapping[str, Fixed] = MappingProxyType(
     {
@@ -72,9 +95,7 @@ FIXED: Mapping[str, Fixed] = MappingProxyType(
         "position-embedding-type": Fixed(("learned_absolute",), "GPT-2 has learned absolute positions"),
         "data-impl": Fixed(("mmap", "infer"), "corpora are .bin/.idx pairs"),
         "dataloader-type": Fixed(("single",), "sample k of the run is a function of the seed and k, in one order"),
-        "ckpt-format": Fixed(("megazero",), "checkpoints have one format, which fits every layout"),
         "weight-decay-incr-style": Fixed(("constant",), "weight decay is constant"),
-        "timing-log-level": Fixed(("0",), "timers are those of level 0, written by --log-timers-to-tensorboard"),
         "cpu-offload-optimizer": Fixed(("false",), "optimizer states stay on the device"),
         "recompute-modules": Fixed(("core_attn",), "selective recomputation is that of the attention core"),
         "fp8-recipe": Fixed(("tensorwise",), _SCALES),
@@ -83,14 +104,82 @@ FIXED: Mapping[str, Fixed] = MappingProxyType(
         "fp8-amax-compute-algo": Fixed(("most_recent",), _SCALES),
         "context-parallel-size": Fixed(("1",), _WHOLE_SEQUENCES),
         "ds-sequence-parallel-size": Fixed(("1",), _WHOLE_SEQUENCES),
-        "expert-model-parallel-size": Fixed(("1",), "there are no experts"),
-        "expert-tensor-parallel-size": Fixed(("1",), "there are no experts"),
+        "num-experts": Fixed(("1",), _NO_EXPERTS),
+        "expert-model-parallel-size": Fixed(("1",), _NO_EXPERTS),
+        "expert-tensor-parallel-size": Fixed(("1",), _NO_EXPERTS),
         "encoder-tensor-model-parallel-size": Fixed(("0",), "a GPT has no encoder"),
         "num-distributed-optimizer-instances": Fixed(
             ("1",), "optimizer states are partitioned once, over all data-parallel processes"
         ),
-        "virtual-pipeline-model-parallel-size": Fixed(("1",), _CHUNKS),
-        "num-virtual-stages-per-pipeline-rank": Fixed(("1",), _CHUNKS),
+        "DDP-impl": Fixed(("local", "torch"), "the engine reduces gradients itself, in every ZeRO stage"),
+        "vocab-extra-ids": Fixed(("0",), "the vocabulary is the tokenizer's; --vocab-size makes room for more"),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Following:
+    """A flag whose one legal value follows from the settings; `rule` describes what megazero does.
+
+    value: a function that returns the legal value.  instead: a function that returns the flags that would make a given
+    value legal.
+    """
+
+    value: Callable[[RunConfig], int]
+    rule: str
+    instead: Callable[[RunConfig, int], str]
+
+
+def _padded_to(config: RunConfig) -> int:
+    """Return the rows of the padded vocabulary; while its size is unknown, what it is padded to a multiple of."""
+    parallel, model = config.parallel, config.model
+    return derived.padded_vocab_size(
+        model.vocab_size or 1,
+        divisible_by=model.make_vocab_size_divisible_by,
+        tensor_parallel_size=parallel.tensor_model_parallel_size,
+    )
+
+
+def _padding(config: RunConfig, rows: int) -> str:
+    degree, size = config.parallel.tensor_model_parallel_size, config.model.vocab_size or 1
+    if rows % degree or rows < size:
+        least = -(-size // degree) * degree
+        return f"a multiple of --tensor-model-parallel-size {degree}, at least {least}"
+    return f"--make-vocab-size-divisible-by {rows // degree}"
+
+
+def _head_width(config: RunConfig, width: int) -> str:
+    hidden, heads = config.model.hidden_size, config.model.num_attention_heads
+    fewer = f"--num-attention-heads {hidden // width}, " if width and hidden % width == 0 else ""
+    return f"{fewer}--hidden-size {width * heads}" if width else f"--kv-channels {hidden // heads}"
+
+
+def _chunk_length(config: RunConfig, chunks: int) -> str:
+    layers, stages = config.model.num_layers, config.parallel.pipeline_model_parallel_size
+    if chunks < 1 or layers % (stages * chunks):
+        return f"a number of chunks by which {layers} layers / {stages} pipeline stages can be divided"
+    return f"--num-layers-per-virtual-pipeline-stage {layers // (stages * chunks)}"
+
+
+_GROUPS = Following(
+    lambda config: config.model.num_attention_heads,
+    "every attention head has keys and values of its own",
+    lambda config, _: f"as many as --num-attention-heads {config.model.num_attention_heads}",
+)
+_VIRTUAL = Following(derived.num_virtual_chunks, _CHUNKS, _chunk_length)
+
+FOLLOWING: Mapping[str, Following] = MappingProxyType(
+    {
+        "kv-channels": Following(
+            lambda config: config.model.hidden_size // config.model.num_attention_heads,
+            "a head's width is hidden_size / num_attention_heads",
+            _head_width,
+        ),
+        "num-query-groups": _GROUPS,
+        "num-key-value-heads": _GROUPS,
+        "pad-vocab-size-to": Following(_padded_to, "padding follows --make-vocab-size-divisible-by alone", _padding),
+        "virtual-pipeline-model-parallel-size": _VIRTUAL,
+        "num-virtual-stages-per-pipeline-rank": _VIRTUAL,
     }
 )
 
@@ -193,6 +282,50 @@ ACCEPTED: Mapping[str, str] = _rows(
         ("torchrun tells a process its local rank", "local-rank"),
         ("every process writes its own part of a checkpoint", "ckpt-fully-parallel-save use-dist-ckpt"),
         ("scripts/constraints.txt fixes the kernels' versions", "abort-on-unmet-fused-kernel-constraints"),
+        (
+            "scores are divided by the root of a head's width only; by the layer's number they would be divided and"
+            " multiplied again",
+            "apply-query-key-layer-scaling no-query-key-layer-scaling",
+        ),
+        ("it is the model's activation, GELU with tanh", "openai-gelu"),
+        (
+            "there are no rotary embeddings that it would shape; --use-rotary-position-embeddings is refused",
+            "rotary-percent rotary-base rotary-position-embeddings-theta rotary-interleaved"
+            " rotary-seq-len-interpolation-factor",
+        ),
+        (
+            "it shapes experts, and there are none",
+            "moe-expert-parallel-size moe-loss-coeff moe-train-capacity-factor moe-eval-capacity-factor"
+            " moe-min-capacity moe-token-dropping disable-moe-token-dropping disable-moe-top2-2nd-expert-sampling"
+            " mlp-type topk expert-interval enable-expert-tensor-parallelism create-moe-param-group use-tutel"
+            " moe-router-topk moe-router-load-balancing-type moe-router-dtype moe-router-score-function"
+            " moe-router-pre-softmax moe-router-enable-expert-bias moe-router-bias-update-rate moe-aux-loss-coeff"
+            " moe-z-loss-coeff moe-grouped-gemm moe-use-legacy-grouped-gemm moe-token-dispatcher-type"
+            " moe-permute-fusion moe-ffn-hidden-size moe-layer-freq moe-expert-capacity-factor"
+            " moe-pad-expert-input-to-capacity moe-token-drop-policy moe-shared-expert-intermediate-size"
+            " moe-shared-expert-overlap moe-per-layer-logging moe-input-jitter-eps",
+        ),
+        (
+            "tensor-parallel copies of a parameter are updated alike, so they stay the same",
+            "sync-tp-duplicated-parameters",
+        ),
+        ("every checkpoint fits every layout; --load DIR is enough", "universal-checkpoint"),
+        (
+            "checkpoints have one format, which fits every layout; megazero convert exports them",
+            "ckpt-format dist-ckpt-format",
+        ),
+        (
+            "this figure is not computed, and training is the same without it",
+            "log-optimizer-states-to-tensorboard log-params-norm log-num-zeros-in-grad log-world-size-to-tensorboard"
+            " codecarbon-dir",
+        ),
+        ("timers are those of level 0, written by --log-timers-to-tensorboard", "timing-log-level timing-log-option"),
+        ("the console has one level of messages", "log-level log-level-replica"),
+        ("training and evaluation read ahead alike, as --num-workers says", "valid-num-workers"),
+        (
+            "layers are shared out by what embedding and head cost, or as --pipeline-split says",
+            "pp-partition-method",
+        ),
     )
 )
 
@@ -201,7 +334,6 @@ _STEPS = "the schedule counts steps; give --lr-decay-iters, and --lr-warmup-iter
 _BATCH = "the global batch size is constant; give --global-batch-size"
 _CORPUS = "corpora are named by --data-path and --split, or by --train-data-path, --valid-data-path, --test-data-path"
 _SPLIT = "layers are shared out by what embedding and head cost, or as --pipeline-split says"
-_REPORT = "this figure is not computed"
 _RESUMED = "a finished run, started again with --load, only evaluates"
 _TRACKER = "reports go to the console, --metrics-file and --tensorboard-dir only"
 
@@ -209,12 +341,9 @@ REFUSED: Mapping[str, str] = _rows(
     (
         (
             _MODEL,
-            "kv-channels disable-bias-linear swiglu squared-relu use-rotary-position-embeddings rotary-percent"
-            " rotary-base rotary-position-embeddings-theta apply-layernorm-1p openai-gelu group-query-attention"
-            " num-query-groups num-key-value-heads apply-query-key-layer-scaling no-query-key-layer-scaling"
-            " embed-layernorm no-position-embedding add-qkv-bias qk-layernorm num-experts",
+            "disable-bias-linear swiglu squared-relu use-rotary-position-embeddings apply-layernorm-1p"
+            " group-query-attention embed-layernorm no-position-embedding add-qkv-bias qk-layernorm",
         ),
-        ("padding follows --make-vocab-size-divisible-by alone", "pad-vocab-size-to"),
         (
             "of activations only the checkpoints of full recomputation go to host memory; give --checkpoint-in-cpu",
             "cpu-offloading cpu-offloading-num-layers fine-grained-activation-offloading offload-modules",
@@ -229,7 +358,7 @@ REFUSED: Mapping[str, str] = _rows(
         ("weight decay is constant; give --weight-decay", "start-weight-decay end-weight-decay"),
         (
             _SPLIT,
-            "decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers pp-partition-method"
+            "decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers"
             " pipeline-model-parallel-layout standalone-embedding-stage",
         ),
         (
@@ -249,21 +378,9 @@ REFUSED: Mapping[str, str] = _rows(
             _CORPUS,
             "data-args-path per-split-data-args-path train-weighted-split-paths-path valid-weighted-split-paths-path",
         ),
-        (
-            "tokenizers are GPT2BPETokenizer, SentencePieceTokenizer and ByteTokenizer, from files",
-            "tokenizer-name-or-path",
-        ),
-        ("training and evaluation read ahead alike; give --num-workers", "valid-num-workers"),
         ("settings are given anew; a saved run's resolved file can be given as --config", "use-checkpoint-args"),
         ("saving waits until the files are written", "async-save"),
-        ("every checkpoint fits every layout; --load DIR is enough", "universal-checkpoint"),
-        ("checkpoints have one format, which fits every layout", "dist-ckpt-format"),
         ("--finetune starts at step 0 with the parameters alone", "reset-iteration no-load-lr-state"),
-        (
-            _REPORT,
-            "log-optimizer-states-to-tensorboard log-params-norm log-num-zeros-in-grad timing-log-option"
-            " log-world-size-to-tensorboard",
-        ),
         (_TRACKER, "wandb-project wandb-exp-name wandb-entity wandb-save-dir"),
         (
             "there is no profiler hook; run the program under torch.profiler or nsys",
@@ -276,7 +393,6 @@ REFUSED: Mapping[str, str] = _rows(
             "one backend carries all collectives; give --distributed-backend",
             "pipeline-model-parallel-comm-backend",
         ),
-        ("the size of a bucket is given by --reduce-bucket-size", "ddp-bucket-size"),
         (_RESUMED, "skip-train"),
         ("every sample has --seq-length tokens", "variable-seq-lengths"),
         (_WHOLE_SEQUENCES, "cp-comm-type hierarchical-context-parallel-sizes"),
@@ -301,20 +417,31 @@ REFUSED: Mapping[str, str] = _rows(
     )
 )
 
-_CHUNK_LENGTH = "--num-layers-per-virtual-pipeline-stage N"
 _LAYERS_OF_CHUNKS = "--pipeline-split N,N,..."
 
 # {flag: settings of megazero with the same meaning}, a legal alternative to a refused flag, or to a fixed flag's value.
 INSTEAD: Mapping[str, str] = _rows(
     (
-        (_CHUNK_LENGTH, "virtual-pipeline-model-parallel-size num-virtual-stages-per-pipeline-rank"),
         (
             _LAYERS_OF_CHUNKS,
             "decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers pipeline-model-parallel-layout"
-            " pp-partition-method standalone-embedding-stage",
+            " standalone-embedding-stage",
         ),
         ("--distributed-backend NAME", "pipeline-model-parallel-comm-backend"),
-        ("--reduce-bucket-size N", "ddp-bucket-size"),
+        ("--config DIR/config.yaml", "use-checkpoint-args"),
+        ("--load DIR --finetune", "reset-iteration no-load-lr-state"),
+        ("--data-path $(cat FILE)", "data-args-path"),
+        (
+            "--train-data-path WEIGHT PREFIX ... --valid-data-path WEIGHT PREFIX ...",
+            "per-split-data-args-path train-weighted-split-paths-path valid-weighted-split-paths-path",
+        ),
+        ("--zero-stage 3", "use-megatron-fsdp use-custom-fsdp use-torch-fsdp2 data-parallel-sharding-strategy"),
+        ("--tensorboard", "wandb-project wandb-exp-name wandb-entity wandb-save-dir"),
+        ("--recompute-num-layers N", "custom-recompute-layers-per-stage"),
+        (
+            "--recompute-granularity full --checkpoint-in-cpu",
+            "cpu-offloading cpu-offloading-num-layers fine-grained-activation-offloading offload-modules",
+        ),
         ("--save-interval N", "non-persistent-save-interval"),
         ("--load DIR --finetune", "pretrained-checkpoint"),
     )

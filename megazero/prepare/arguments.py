@@ -11,6 +11,7 @@ from megazero.command_line.tools import Number
 from megazero.config.run import DataConfig
 from megazero.data.storage import is_remote
 from megazero.data.tokenizers import FILES, TokenizerSpec
+from megazero.dialects.megatron import TOKENIZERS
 from megazero.errors import ConfigError, Problem
 from megazero.prepare.text.chunks import INVALID_UTF8, TEXT_RULES, WHOLE, DocumentRules, Shard
 from megazero.prepare.text.inputs import FORMATS
@@ -78,10 +79,21 @@ def input_rules(arguments: argparse.Namespace) -> DocumentRules:
 
 def add_tokenizer_arguments(group: argparse._ArgumentGroup, *, required: bool) -> None:
     """Add the flags for a tokenizer and its files."""
-    group.add_argument("--tokenizer-type", choices=tuple(FILES), required=required, help="type of tokenizer")
+    group.add_argument(
+        "--tokenizer-type",
+        type=lambda word: TOKENIZERS.get(word, word),
+        choices=tuple(FILES),
+        required=required,
+        help="type of tokenizer",
+    )
     group.add_argument("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
     group.add_argument("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
-    group.add_argument("--tokenizer-model", metavar="FILE", help="model of SentencePieceTokenizer")
+    group.add_argument(
+        "--tokenizer-model",
+        "--tokenizer-name-or-path",
+        metavar="FILE",
+        help="model of SentencePieceTokenizer; tokenizer.json of HuggingFaceTokenizer, or a folder that has one",
+    )
 
 
 def tokenizer_spec(arguments: argparse.Namespace) -> TokenizerSpec:

@@ -158,7 +158,14 @@ TOKENIZER_FILES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("GPT2BPETokenizer", ("vocab_file", "merge_file")),
     ("SentencePieceTokenizer", ("tokenizer_model",)),
     ("ByteTokenizer", ()),
+    ("HuggingFaceTokenizer", ("tokenizer_model",)),
 )
+JSON_FILE = "tokenizer.json"
+
+
+def tokenizer_file(path: Path) -> Path:
+    """Return the file that a path to a tokenizer means: in a folder of Hugging Face's, the tokenizer's description."""
+    return path / JSON_FILE if path.is_dir() else path
 
 
 def tokenizer_has_its_files(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -177,9 +184,12 @@ def tokenizer_has_its_files(config: RunConfig, world_size: int) -> Iterator[Prob
                 f"{flag} FILE",
             )
     for name, path in files.items():
-        if path is not None and not path.is_file():
+        if path is not None and not tokenizer_file(path).is_file():
             flag = "--" + name.replace("_", "-")
-            yield Problem(f"{flag} {path}", "the file exists", f"{flag} FILE; megazero train-tokenizer makes one")
+            legal = f"{flag} FILE; megazero train-tokenizer makes one"
+            if config.data.tokenizer_type == "HuggingFaceTokenizer":
+                legal = f"{flag} FOLDER with {JSON_FILE} and tokenizer_config.json, downloaded from Hugging Face's hub"
+            yield Problem(f"{flag} {path}", "the file exists", legal)
 
 
 CORPUS_RULES = (

@@ -26,7 +26,7 @@ from megazero.config.schedules import RATE_SETTINGS
 from megazero.config.validate import Unknown
 from megazero.config.values import Diagnostics, ParsedValue, shown
 from megazero.errors import Problem
-from megazero.rules.files import weight_of
+from megazero.rules.files import TOKENIZER_FILES, weight_of
 from megazero.rules.optimizer import choose_for_run, sweep_for_run
 
 
@@ -329,11 +329,11 @@ _TENSORBOARD = (
     "log_validation_ppl_to_tensorboard",
     "log_memory_to_tensorboard",
 )
-_TOKENIZER_OF: Mapping[str, str] = MappingProxyType(
+# {file: the types of tokenizer that read it}
+_TOKENIZERS_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "vocab_file": "GPT2BPETokenizer",
-        "merge_file": "GPT2BPETokenizer",
-        "tokenizer_model": "SentencePieceTokenizer",
+        file: tuple(kind for kind, files in TOKENIZER_FILES if file in files)
+        for file in ("vocab_file", "merge_file", "tokenizer_model")
     }
 )
 
@@ -448,15 +448,16 @@ def _caches_nothing(config: RunConfig) -> str:
 
 
 def _tokenizer_reads_no(setting: str) -> Row[RunConfig]:
-    kind = _TOKENIZER_OF[setting]
+    kinds = _TOKENIZERS_OF[setting]
 
     def because(config: RunConfig) -> str:
         given = config.data.tokenizer_type
-        if given == kind:
+        if given in kinds:
             return ""
-        return f"{given} reads no such file" if given else f"--tokenizer-type {kind} reads it, and none is named"
+        readers = " or ".join(kinds)
+        return f"{given} reads no such file" if given else f"--tokenizer-type {readers} reads it, and none is named"
 
-    return Row((setting,), because, {"tokenizer_type": kind})
+    return Row((setting,), because, {"tokenizer_type": kinds[0]})
 
 
 def _no_ledger_is_read(config: RunConfig) -> str:
@@ -613,7 +614,7 @@ RUN: tuple[Row[RunConfig], ...] = (
     Row(("split",), _splits_nothing),
     Row(("mmap_bin_files",), _maps_nothing),
     Row(("data_cache_path",), _caches_nothing),
-    *map(_tokenizer_reads_no, _TOKENIZER_OF),
+    *map(_tokenizer_reads_no, _TOKENIZERS_OF),
     Row(
         _TENSORBOARD,
         lambda c: "TensorBoard is written into a folder" if derived.tensorboard_dir(c) is None else "",

@@ -2,7 +2,8 @@
 
 import pytest
 
-from megazero.command_line.flags import build_parser, spellings, split_words
+from megazero.command_line.flags import build_parser, split_words
+from megazero.command_line.names import spellings
 from megazero.config.run import FIELDS
 
 
@@ -60,6 +61,7 @@ def test_help_shows_every_flag_with_default_and_unit() -> None:
 def test_help_is_grouped_by_section() -> None:
     text = build_parser().format_help()
     order = [
+        "finding out:",
         "sources:",
         "model:",
         "training:",

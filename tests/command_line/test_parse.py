@@ -51,8 +51,10 @@ def test_a_flag_wins_over_the_file_and_the_file_over_the_preset(tmp_path: Path) 
     assert (config.optimizer.lr, config.precision.precision, config.training.micro_batch_size) == (1e-3, "fp16", 8)
 
 
-def test_the_last_of_equal_flags_wins() -> None:
-    assert run("--seed 1 --seed 2").config.training.seed == 2
+def test_the_last_of_equal_flags_wins_with_a_notice() -> None:
+    parsed = run("--seed 1 --seed 2 --split 9,1 --split 9,1")
+    assert parsed.config.training.seed == 2
+    assert parsed.notices == ("--seed 2: given last, so it counts in place of --seed 1",)
 
 
 @pytest.mark.parametrize(
@@ -347,10 +349,11 @@ def test_advice_is_a_notice_when_the_world_is_known() -> None:
     assert [notice.split(":")[0] for notice in parse(line, world_size=1).notices] == ["--bf16"]
 
 
-def test_help_ends_the_program(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        parse(["--help"])
-    assert caught.value.code == 0 and "--zero-stage" in capsys.readouterr().out
+@pytest.mark.parametrize("question", ["--help", "--check", "--print-config", "--version"])
+def test_a_question_is_no_setting(question: str) -> None:
+    """Programs that take the flags of a run, such as verify-layout, refuse what only a run's own program answers."""
+    problem = only_problem(question)
+    assert problem.given == question and problem.legal == f"leave out {question}"
 
 
 # --- the resolved configuration --------------------------------------------------------------------------------------

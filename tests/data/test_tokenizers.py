@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.hugging_face_files import KINDS, LINES, write_hugging_face_files
 from support.token_files import byte_symbols, write_gpt2_files
 
 from megazero.data.tokenizers import ByteTokenizer, Tokenizer, TokenizerSpec, load_tokenizer
@@ -214,3 +215,54 @@ def test_digests_follow_the_files(gpt2: TokenizerSpec, tmp_path: Path) -> None:
     other = TokenizerSpec("GPT2BPETokenizer", *write_gpt2_files(tmp_path, MERGES[:-1]))
     assert other.digests() != digests == gpt2.digests()
     assert TokenizerSpec("ByteTokenizer").digests() == {}
+
+
+TEXTS = [*LINES[:3], "", " ", "caf\u00e9 \u4f60\u597d \U0001f642", "a <extra> b </s>c", "x" * 300, "tab\tline\r\n"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tokenizer_of_the_hub_has_its_librarys_ids(kind: str, tmp_path: Path) -> None:
+    """Signs of the file's template, padding and truncation are left out; bytes add up where every text reads back."""
+    library = write_hugging_face_files(tmp_path, kind)
+    for path in (tmp_path, tmp_path / "tokenizer.json"):
+        tokenizer = load_tokenizer(TokenizerSpec("HuggingFaceTokenizer", tokenizer_model=str(path)))
+        assert tokenizer.vocab_size == library.get_vocab_size(with_added_tokens=True)
+        assert tokenizer.eod == library.token_to_id("</s>") == 2
+        table = tokenizer.token_bytes()
+        assert len(table) == tokenizer.vocab_size and table[:3] == [0, 0, 0]
+        for text in TEXTS:
+            ids = tokenizer.encode(text)
+            assert ids == library.encode(text, add_special_tokens=False).ids
+            if kind != "words" and "</s>" not in text:
+                assert tokenizer.decode(ids) == text
+                assert sum(table[token] for token in ids) == len(text.encode())
+        assert tokenizer.decode([*tokenizer.encode("the"), 2, 10**6]) == "the<|endoftext|>\ufffd"
+
+
+@pytest.mark.parametrize(("configured", "eod"), [("<s>", 1), ({"content": "<extra>"}, -1), (None, 2)])
+def test_the_end_of_a_text_is_the_configured_one(configured: object, eod: int, tmp_path: Path) -> None:
+    write_hugging_face_files(tmp_path, "byte-level", configured=configured)
+    tokenizer = load_tokenizer(TokenizerSpec("HuggingFaceTokenizer", tokenizer_model=str(tmp_path)))
+    assert tokenizer.eod == (tokenizer.vocab_size - 1 if eod < 0 else eod)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("tokenizer.json", "{", "the file is a tokenizer.json"),
+        ("tokenizer.json", "[]", "the file is a tokenizer.json"),
+        ("tokenizer.json", '{"version": "1.0"}', "the file is a tokenizer.json"),
+        ("tokenizer_config.json", "[", "is a JSON object"),
+        ("tokenizer_config.json", '{"eos_token": "<end>"}', "no token <end>"),
+    ],
+)
+def test_damaged_files_of_the_hub(name: str, content: str, told: str, tmp_path: Path) -> None:
+    write_hugging_face_files(tmp_path, "words")
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=re.escape(told)):
+        load_tokenizer(TokenizerSpec("HuggingFaceTokenizer", tokenizer_model=str(tmp_path)))
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"must be a file, or a folder with tokenizer\.json"):
+        load_tokenizer(TokenizerSpec("HuggingFaceTokenizer", tokenizer_model=str(tmp_path)))

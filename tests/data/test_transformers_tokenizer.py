@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.hugging_face_files import write_hugging_face_files
 from support.token_files import write_gpt2_files, write_sentence_piece_model
 
 from megazero.data.tokenizers import Tokenizer, TokenizerSpec, load_tokenizer
@@ -30,6 +31,11 @@ def gpt2(folder: Path) -> Tokenizer:
     return load_tokenizer(TokenizerSpec("GPT2BPETokenizer", vocab, merges))
 
 
+def of_the_hub(folder: Path) -> Tokenizer:
+    write_hugging_face_files(folder, "pieces")
+    return load_tokenizer(TokenizerSpec("HuggingFaceTokenizer", tokenizer_model=str(folder)))
+
+
 KINDS = {
     "bytes": lambda _: load_tokenizer(TokenizerSpec("ByteTokenizer")),
     "byte-level BPE": gpt2,
@@ -39,6 +45,7 @@ KINDS = {
     "no end": lambda folder: sentence_piece(folder, eos_id=-1),
     "symbols": lambda folder: sentence_piece(folder, user_defined_symbols=["<x>", "=="], control_symbols=["<mask>"]),
     "normalised": lambda folder: sentence_piece(folder, normalization_rule_name="nfkc"),
+    "of the hub": of_the_hub,
     "no bytes": lambda folder: sentence_piece(folder, byte_fallback=False, character_coverage=0.99),
 }
 

@@ -1,12 +1,15 @@
 """Tests the tables of flags that other frameworks' launch scripts use."""
 
+from pathlib import Path
+from typing import NamedTuple
+
 import pytest
 from support.configs import SMALL
 
-from megazero.command_line.flags import spellings
+from megazero.command_line.names import all_names, spellings
 from megazero.command_line.parse import parse
 from megazero.config.run import FIELDS
-from megazero.dialects.megatron import ACCEPTED, FIXED, INSTEAD, REFUSED, SHORTHANDS
+from megazero.dialects.megatron import ACCEPTED, FIXED, FOLLOWING, INSTEAD, REFUSED, SHORTHANDS
 from megazero.errors import ConfigError
 
 # Flags of published launch scripts (Megatron-LM, Megatron-DeepSpeed, BLOOM): each must be in some table.
@@ -75,7 +78,7 @@ GOOD = [
 
 def test_every_published_flag_is_known() -> None:
     settings = {name for info in FIELDS for name in (info.flag.removeprefix("--"), *info.aliases)}
-    known = settings | set(SHORTHANDS) | set(ACCEPTED) | set(FIXED) | set(REFUSED) | {"deepspeed-config"}
+    known = settings | set(SHORTHANDS) | {*ACCEPTED, *FIXED, *FOLLOWING, *REFUSED} | {"deepspeed-config"}
     known |= {spelling.removeprefix("--") for info in FIELDS for spelling in spellings(info)}
     assert [flag for flag in PUBLISHED.split() if flag not in known] == []
 
@@ -99,10 +102,10 @@ def test_every_flag_of_pipelines_and_sequences_has_its_answer() -> None:
     assert SHORTHANDS["no-pipeline-parallel"].value == "1"
     assert SHORTHANDS["use-tp-pp-dp-mapping"].value == "dp-pp-tp"
     for name in ("virtual-pipeline-model-parallel-size", "num-virtual-stages-per-pipeline-rank"):
-        assert "--num-layers-per-virtual-pipeline-stage" in FIXED[name].rule
-    for name in ("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers", "pp-partition-method"):
+        assert "--num-layers-per-virtual-pipeline-stage" in FOLLOWING[name].rule
+    for name in ("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers"):
         assert "--pipeline-split" in REFUSED[name]
-    answers = [*REFUSED.values(), *ACCEPTED.values(), *(fixed.rule for fixed in FIXED.values())]
+    answers = [*REFUSED.values(), *ACCEPTED.values(), *(row.rule for row in (*FIXED.values(), *FOLLOWING.values()))]
     assert [answer for answer in answers if "not there yet" in answer] == []
 
 
@@ -144,7 +147,6 @@ def test_flags_of_inner_workings_earn_a_notice_each() -> None:
         ("--num-distributed-optimizer-instances 2", "legal: --num-distributed-optimizer-instances 1"),
         ("--encoder-tensor-model-parallel-size 1", "legal: --encoder-tensor-model-parallel-size 0"),
         ("--pipeline-model-parallel-comm-backend ucc", "give --distributed-backend"),
-        ("--ddp-bucket-size 40000000", "given by --reduce-bucket-size"),
         ("--skip-train", "a finished run, started again with --load, only evaluates"),
         ("--variable-seq-lengths", "every sample has --seq-length tokens"),
         ("--cp-comm-type p2p", "attention sees whole sequences"),
@@ -165,12 +167,10 @@ def test_effects_that_are_not_there_are_refused(words: str, told: str) -> None:
 
 def test_what_is_legal_instead_is_a_setting() -> None:
     """Every row answers a flag that is refused, and names only flags that exist."""
-    flags = {info.flag for info in FIELDS}
+    flags = {info.flag for info in FIELDS} | {"--config"}
     assert set(INSTEAD) <= {*FIXED, *REFUSED}
     for name, legal in INSTEAD.items():
         assert {word for word in legal.split() if word.startswith("--")} <= flags, name
-    for name in ("virtual-pipeline-model-parallel-size", "num-virtual-stages-per-pipeline-rank"):
-        assert INSTEAD[name].startswith("--num-layers-per-virtual-pipeline-stage")
     for name in ("decoder-first-pipeline-num-layers", "pipeline-model-parallel-layout"):
         assert INSTEAD[name].startswith("--pipeline-split")
 
@@ -221,3 +221,116 @@ def test_8bit_effects_that_are_not_there_are_refused(words: str, told: str) -> N
 def test_two_formats_of_8bit_products_clash() -> None:
     with pytest.raises(ConfigError, match="both set --fp8-format"):
         parse([*GOOD, "--bf16", "--fp8-hybrid", "--fp8-e4m3"])
+
+
+class PublishedFlag(NamedTuple):
+    """A row of published_flags.txt: the last flag in `words` is the one that the row is about."""
+
+    fate: str
+    scripts: int
+    words: tuple[str, ...]
+
+    @property
+    def flag(self) -> str:
+        return [word for word in self.words if word.startswith("--")][-1]
+
+
+def published_flags() -> list[PublishedFlag]:
+    lines = Path(__file__).with_name("published_flags.txt").read_text(encoding="utf-8").splitlines()
+    rows = [line.split() for line in lines if not line.startswith("#")]
+    return [PublishedFlag(fate, int(scripts), tuple(words)) for fate, scripts, *words in rows]
+
+
+def fate_of(row: PublishedFlag) -> str:
+    """Return what becomes of the row's flag beside the settings of a small run, with what else is wrong."""
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items() if name != "mock_data"]
+    words += [] if any("data-path" in word for word in row.words) else ["--mock-data"]
+    try:
+        parsed = parse([*(word for word in words if word.partition("=")[0] not in row.words), *row.words])
+    except ConfigError as error:
+        problems = error.problems
+        is_refused = len(problems) == 1 and problems[0].given.startswith(row.flag)
+        return "refused" if is_refused and problems[0].rule.startswith("refused: ") else str(error)
+    is_moot = any(note.startswith(row.flag) and ("effect" in note or "moot" in note) for note in parsed.notices)
+    return "moot" if is_moot else "setting"
+
+
+def test_a_published_flag_sets_something_or_is_moot_or_refused() -> None:
+    expected = {row: "refused" if row.fate == "model" else row.fate for row in published_flags()}
+    wrong = {row: found for row in expected if (found := fate_of(row)) != expected[row] and row.fate != "schedule"}
+    assert wrong == {}
+
+
+def test_few_published_flags_of_a_gpt2_are_refused() -> None:
+    counted = [row for row in published_flags() if row.fate not in ("model", "schedule")]
+    uses = sum(row.scripts for row in counted)
+    assert sum(row.scripts for row in counted if row.fate != "refused") >= 0.95 * uses
+    assert uses > 2500 and {row.flag.removeprefix("--").replace("_", "-") for row in counted} <= {*all_names()}
+
+
+@pytest.mark.parametrize(
+    ("words", "legal"),
+    [
+        ("--kv-channels 16", "--num-attention-heads 2, --hidden-size 64"),
+        ("--kv-channels 5", "--hidden-size 20"),
+        ("--num-query-groups 2", "as many as --num-attention-heads 4"),
+        ("--pad-vocab-size-to 512 --tensor-model-parallel-size 2", "--make-vocab-size-divisible-by 256"),
+        ("--pad-vocab-size-to 64", "a multiple of --tensor-model-parallel-size 1, at least 100"),
+        (
+            "--virtual-pipeline-model-parallel-size 2 --num-layers 24 --pipeline-model-parallel-size 4",
+            "--num-layers-per-virtual-pipeline-stage 3",
+        ),
+        (
+            "--num-virtual-stages-per-pipeline-rank 3 --num-layers 16 --pipeline-model-parallel-size 4",
+            "a number of chunks by which 16 layers / 4 pipeline stages can be divided",
+        ),
+        ("--num-experts 8", "--num-experts 1"),
+        ("--use-megatron-fsdp", "--zero-stage 3 in place of --use-megatron-fsdp"),
+    ],
+)
+def test_a_refusal_does_the_arithmetic(words: str, legal: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse([*GOOD, *words.split()])
+    (problem,) = error.value.problems
+    assert problem.legal == legal
+
+
+@pytest.mark.parametrize(
+    ("words", "same"),
+    [
+        ("--activations-checkpoint-method uniform", "--recompute-granularity full --recompute-method uniform"),
+        (
+            "--activations-checkpoint-method block --checkpoint-activations",
+            "--recompute-granularity full --recompute-method block",
+        ),
+        ("--zero-reduce-bucket-size 5e6 --zero-reduce-scatter false", "--reduce-bucket-size 5e6 --no-reduce-scatter"),
+        ("--zero-contigious-gradients false --ddp-bucket-size 7", "--no-contiguous-gradients --reduce-bucket-size 7"),
+        ("--bf16 --grad-reduce-in-bf16", "--bf16"),
+        ("--normalization layernorm --num_experts 1 --moe-min-capacity 4", ""),
+        ("--kv_channels 8 --pad-vocab-size-to 128", ""),
+    ],
+)
+def test_old_spellings_mean_what_they_meant(words: str, same: str) -> None:
+    assert parse([*GOOD, *words.split()]).config == parse([*GOOD, *same.split()]).config
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        ("GPTSentencePieceTokenizer --tokenizer-model FILE", "SentencePieceTokenizer"),
+        ("Llama2Tokenizer --tokenizer-model FILE", "SentencePieceTokenizer"),
+        ("PretrainedFromHF --tokenizer-name-or-path FILE", "HuggingFaceTokenizer"),
+        ("TokenizerFromFile --vocab-file FILE", "HuggingFaceTokenizer"),
+        ("HuggingFaceTokenizer --tokenizer-model FILE", "HuggingFaceTokenizer"),
+    ],
+)
+def test_other_names_of_tokenizers(words: str, kind: str, tmp_path: Path) -> None:
+    parsed = parse([*GOOD, "--tokenizer-type", *words.split()])
+    assert parsed.config.data.tokenizer_type == kind and parsed.config.data.tokenizer_model == Path("FILE")
+    assert parsed.config.data.vocab_file is None
+    other = words.split()[0]
+    expected = () if other == kind else (f"--tokenizer-type {other}: taken as --tokenizer-type {kind}",)
+    assert parsed.notices == expected
+    (tmp_path / "run.yaml").write_text(f"tokenizer_type: {other}\ndata_path: [a]\nmock_data: false\n")
+    told = parse([*GOOD[:-2], "--config", str(tmp_path / "run.yaml")]).config.data
+    assert told.tokenizer_type == kind

@@ -27,7 +27,7 @@ _SIZES: Mapping[str, str] = MappingProxyType(
     {part: setting for part, path in KEYS.items() for setting, key in BATCH_KEYS.items() if key == path}
 )
 # {parameter of the optimizer or the schedule: the settings of a run that hold it}
-_PARAMS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+PARAMS_OF_RUN: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "optimizer.params.lr": ("lr",),
         "optimizer.params.betas": ("adam_beta1", "adam_beta2"),
@@ -74,6 +74,22 @@ def _only_in_the_library(file: ParsedFile) -> Iterator[Problem]:
         yield Problem(kept.source, "a run has all parameters in one format", "leave out keep_in_fp32")
 
 
+def replaced_loss_scale(translation: Translation, given: ParsedValue) -> str:
+    """Return a notice that the file's loss scale replaces the `given` one of the run; "" if it does not.
+
+    Megatron-DeepSpeed's scripts give both, and there the file counts, whose scale of 0 is a dynamic one.  A run that
+    took the flag's would lose gradients at a small constant scale.
+    """
+    named = {item.name: item for item in (*translation.defaults, *translation.written)}
+    own = named.get("loss_scale")
+    if own is None or own.value == given.value:
+        return ""
+    first = named.get("initial_loss_scale")
+    kind = f"is constant, {own.value:g}" if own.value else "is dynamic"
+    start = f", from {first.value:g} on" if first is not None and not own.value else ""
+    return f"{given.source}: replaced by {own.source}, as in Megatron-DeepSpeed: the loss scale {kind}{start}"
+
+
 def complete(translation: Translation, settings: dict[str, ParsedValue], *, data_parallel_size: int) -> list[Problem]:
     """Add to `settings`, the run's, those that depend on all of them: defaults, and sizes that follow from others.
 
@@ -109,8 +125,8 @@ def notices(file: ParsedFile, config: RunConfig, world_size: int | None) -> Iter
             return "the run's own"
         if path == "optimizer.type":
             return shown("AdamW")
-        if path in _PARAMS:
-            found = [values[name][1] for name in _PARAMS[path]]
+        if path in PARAMS_OF_RUN:
+            found = [values[name][1] for name in PARAMS_OF_RUN[path]]
             return shown(found[0] if len(found) == 1 else found)
         if path.startswith(("optimizer.params.", "scheduler.params.")):
             return "megazero's own"

@@ -92,7 +92,7 @@ class Translation:
 
     def default(self, setting: str, value: Any, path: str) -> None:
         """Add a setting that has DeepSpeed's default."""
-        source = f"{self.file.location(path).quote(value)} (DeepSpeed's default)"
+        source = f"{self.file.location(path).quote(_to_key(setting, value))} (DeepSpeed's default)"
         self.defaults.append(RawValue(setting, value, source, Origin.DEFAULT))
 
 

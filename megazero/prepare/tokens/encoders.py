@@ -10,6 +10,8 @@ implementation, so it is trusted only where both agree:
 * so do whole documents with text that gigatoken would read as a sign of a SentencePiece model;
 * a SentencePiece model that normalises text is trusted with ASCII alone, and one whose user-defined symbols hold a
   space not at all.
+
+A tokenizer.json may describe any steps, so the `tokenizers` library encodes by it.
 """
 
 import re
@@ -23,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megazero.data.tokenizers import END_OF_TEXT, Gpt2BpeTokenizer, SentencePieceTokenizer, Tokenizer
+from megazero.data.tokenizers import END_OF_TEXT, Gpt2BpeTokenizer, JsonTokenizer, SentencePieceTokenizer, Tokenizer
 
 Ids = Sequence[int] | NDArray[Any]
 # A text, or its UTF-8, whichever exists: gigatoken reads both, and conversion takes time.
@@ -93,6 +95,9 @@ def fastest_encoder(tokenizer: Tokenizer) -> Encoder:
         return _checked(tokenizer, "tokenizers", _byte_level)
     if isinstance(tokenizer, SentencePieceTokenizer):
         return _checked(tokenizer, "sentencepiece", _sentence_pieces)
+    if isinstance(tokenizer, JsonTokenizer):
+        encode = tokenizer.encode
+        return Encoder(lambda content: encode(content if isinstance(content, str) else content.decode()), "tokenizers")
     return Encoder(lambda content: np.frombuffer(_utf8(content), np.uint8), "bytes")
 
 

@@ -436,7 +436,27 @@ def test_the_pieces_need_no_file() -> None:
     assert settings["global_batch_size"].source == "ds: train_batch_size 24, which follows on 3 processes"
 
 
-def test_help_names_the_flag(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse(["--help"])
-    assert "--deepspeed-config FILE.json" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("fp16", "flags", "scale", "told"),
+    [
+        ({"initial_scale_power": 15}, "--loss-scale 15", None, "fp16.loss_scale: 0 (DeepSpeed's default), as in"),
+        ({"loss_scale": 0, "initial_scale_power": 12}, "--loss-scale 12", None, "is dynamic, from 4096 on"),
+        ({"loss_scale": 128}, "--loss-scale 12", 128.0, "the loss scale is constant, 128"),
+        ({"loss_scale": 128}, "--loss-scale 128", 128.0, ""),
+        ({"loss_scale": "auto"}, "--loss-scale 64", 64.0, ""),
+    ],
+)
+def test_the_files_loss_scale_replaces_the_flags(
+    fp16: dict[str, object], flags: str, scale: float | None, told: str
+) -> None:
+    """Scripts of Megatron-DeepSpeed give both; a constant scale of 15 in fp16 would lose every small gradient."""
+    parsed = run({"fp16": {"enabled": True, **fp16}}, f"{SIZED} --fp16 {flags}")
+    assert parsed.config.precision.loss_scale == scale
+    replaced = [notice for notice in parsed.notices if notice.startswith(f"{flags}: replaced by ds.json: ")]
+    assert len(replaced) == bool(told) and told in "".join(replaced)
+
+
+def test_the_files_loss_scale_replaces_that_of_a_run_file(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("loss_scale: 15\n")
+    parsed = run({"fp16": {"enabled": True}}, f"{SIZED} --config {tmp_path / 'run.yaml'}")
+    assert parsed.config.precision.loss_scale is None and "run.yaml: loss_scale: 15: replaced by" in parsed.notices[0]

@@ -1,0 +1,117 @@
+"""Tests of what `megazero pretrain` answers without training: --print-config, --check, --version, --help."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import broken_files
+from support.launch import SMALL_RUN, command_line, run_here, set_launcher
+from support.source_tree import ROOT
+
+import megazero
+from megazero.command_line.parse import parse
+
+Capture = pytest.CaptureFixture[str]
+SMALL = command_line(SMALL_RUN)
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the environment of a program that is started by hand, without a launcher."""
+    set_launcher(monkeypatch)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name)
+
+
+def test_the_printed_configuration_is_the_one_that_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """The file that is printed gives the same configuration as the flags, and names the source of each value."""
+    deepspeed = tmp_path / "ds.json"
+    deepspeed.write_text('{"zero_optimization": {"stage": 2}}')
+    words = [*SMALL, "--seed", "1", "--seed", "2", "--deepspeed_config", str(deepspeed)]
+    assert run_here([*words, "--print-config"], monkeypatch) == 0
+    printed, complaints = capsys.readouterr()
+    assert complaints == ""
+    (tmp_path / "run.yaml").write_text(printed)
+    assert parse(["--config", str(tmp_path / "run.yaml")]).config == parse(words).config
+    assert f"zero_stage: 2  # {deepspeed}: zero_optimization.stage: 2\n" in printed
+    assert "\nseed: 2  # --seed 2\n" in printed and "\neval_interval: 1000\n" in printed
+    assert "# --seed 2: given last, so it counts in place of --seed 1\n" in printed
+    assert "# layout: pipeline 1 x data 1 x tensor 1 = 1 process; ZeRO stage 2; fp32\n" in printed
+
+
+def test_a_configuration_with_findings_is_printed_with_them(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    assert run_here([*SMALL, "--lr", "none", "--hidden-size", "30", "--print-config"], monkeypatch) == 2
+    printed, complaints = capsys.readouterr()
+    assert "\n# lr: has no valid value\n" in printed and "\nhidden_size: 30  # --hidden-size 30\n" in printed
+    assert complaints.startswith("2 configuration errors:\n--lr none\n")
+    assert run_here([*SMALL, "--hidden-size", "30", "--print-config"], monkeypatch) == 2
+    assert "\nlr: 0.001" in capsys.readouterr().out
+
+
+def test_a_check_says_what_the_run_would_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    broken_files.corpus(tmp_path)
+    corpus = {"--mock-data": None, "--data-path": f"{tmp_path / 'text'}", "--split": "80,10,10", "--eval-iters": "0"}
+    words = command_line({**SMALL_RUN, **corpus, "--save": f"{tmp_path / 'saved'}"})
+    assert run_here([*words, "--processes", "4", "--global-batch-size", "8", "--check"], monkeypatch) == 0
+    printed, complaints = capsys.readouterr()
+    lines = printed.splitlines()
+    assert complaints == "" and lines[-1] == "ok" and not (tmp_path / "saved").exists()
+    assert lines[0] == "layout: pipeline 1 x data 4 x tensor 1 = 4 processes; ZeRO stage 1; fp32"
+    assert lines[1].startswith("a step: 8 samples = ")
+    assert "parameters" in lines[3] and "tokens for training, read" in lines[4]
+    assert lines[5] == f"start: from initial weights; saves to {tmp_path / 'saved'}"
+
+    assert run_here([*words, "--processes", "3", "--global-batch-size", "8", "--check"], monkeypatch) == 2
+    assert "8" in capsys.readouterr().err
+    (tmp_path / "text.bin").unlink()
+    assert run_here([*words, "--check"], monkeypatch) == 2
+    assert "ok" not in capsys.readouterr().out.split()
+
+
+def test_a_check_compares_the_checkpoint_that_would_be_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    files = ["--save", f"{tmp_path}", "--load", f"{tmp_path}"]
+    assert run_here([*SMALL, "--train-iters", "1", *files], monkeypatch) == 0
+    capsys.readouterr()
+    assert run_here([*SMALL, *files, "--check"], monkeypatch) == 0
+    assert f"start: from {tmp_path / 'step_0000001'}; saves to" in capsys.readouterr().out
+    assert run_here([*SMALL, *files, "--hidden-size", "64", "--check"], monkeypatch) == 2
+    assert "--hidden-size" in capsys.readouterr().err
+
+
+def test_only_one_rank_answers(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    for question in ("--help", "--version", "--check", "--print-config"):
+        for rank, told in ((1, False), (0, True)):
+            set_launcher(monkeypatch, rank=rank, world_size=2)
+            assert run_here([*SMALL, question], monkeypatch) == 0
+            assert bool(capsys.readouterr().out) is told, question
+
+
+def test_the_version(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    assert run_here(["--version"], monkeypatch) == 0
+    assert capsys.readouterr().out == f"{megazero.__version__}\n"
+
+
+def test_bash_completes_commands_flags_and_values() -> None:
+    script = subprocess.run(
+        [sys.executable, "-m", "megazero", "completion", "bash"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    lines = {
+        "megazero pretr": ["pretrain"],
+        "megazero verify-": ["verify-layout", "verify-module"],
+        "megazero pretrain --hidden-s": ["--hidden-size"],
+        "megazero pretrain --zero-stage ": ["0", "1", "2", "3"],
+        "pretrain_gpt.py --precision b": ["bf16"],
+        "megazero pretrain --help zer": ["zero"],
+        "megazero pretrain --data-path x": [],
+    }
+    for line in lines:
+        words = " ".join(f"'{word}'" for word in line.split(" "))
+        script += f"\nCOMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _megazero {line.split()[0]}"
+        script += '\necho "${COMPREPLY[*]}"'
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert [told.split() for told in done.stdout.splitlines()] == [*lines.values()]
