@@ -286,12 +286,15 @@ class OptimizerConfig:
         " OneCycle: from min_lr to lr and back, and then lower",
     )
     lr_decay_iters: int | None = setting(
-        None, help="step at which min_lr is reached; without it, the run's last", unit="steps", ge=1
+        None,
+        help="step at which min_lr is reached; or give lr_decay_samples or lr_decay_tokens; without it, the run's last",
+        unit="steps",
+        ge=1,
     )
     lr_warmup_iters: int = setting(0, help="steps in which the learning rate rises to lr", unit="steps", ge=0)
     lr_warmup_fraction: float | None = setting(
         None,
-        help="the same as a part of lr_decay_iters",
+        help="the same as a part of the decay's length",
         unit="fraction",
         aliases=("warmup",),
         ge=0,
@@ -322,3 +325,14 @@ class OptimizerConfig:
         help="other parameters of the styles LRRangeTest and OneCycle by DeepSpeed's names, such as"
         " cycle_first_step_size=1000",
     )
+    lr_decay_samples: int | None = setting(
+        None,
+        help="samples of all steps before min_lr is reached; the rates then depend on samples",
+        unit="samples",
+        ge=1,
+    )
+    lr_decay_tokens: int | None = setting(
+        None, help="the same in tokens, of which a sample has seq_length", unit="tokens", ge=1
+    )
+    lr_warmup_samples: int = setting(0, help="samples in which the learning rate rises to lr", unit="samples", ge=0)
+    lr_warmup_tokens: int = setting(0, help="the same in tokens", unit="tokens", ge=0)

@@ -1,4 +1,4 @@
-"""Learning-rate schedules as pure functions of the number of updates already made.
+"""Learning-rate schedules as pure functions of the number of updates already made, or of the samples in them.
 
 `RATES[name](k, base_lr, **params)` is the rate of update number k, counted from 0; a step that was skipped because of
 an overflow makes no update.  `base_lr` is the optimizer's learning rate; the parameters are those of
@@ -12,9 +12,10 @@ falls, or stays where it is:
           0  w             end
 
 `constant`, `linear` and `cosine` are Megatron-LM's rules, which count samples; with a constant global batch the ratios
-are the same.  `WarmupLR`, `WarmupDecayLR` and `WarmupCosineLR` are DeepSpeed's.  DeepSpeed's engine updates first and
-calls its scheduler afterwards, so update k has the rate of call number k - 1: the first two updates have the start's.
-Its warm-up has at least two steps, and its cosine has taken its first step when the warm-up ends.
+are the same, and for these three k may count samples as well, if the lengths do.  `WarmupLR`, `WarmupDecayLR` and
+`WarmupCosineLR` are DeepSpeed's.  DeepSpeed's engine updates first and calls its scheduler afterwards, so update k has
+the rate of call number k - 1: the first two updates have the start's.  Its warm-up has at least two steps, and its
+cosine has taken its first step when the warm-up ends.
 
 DeepSpeed's other two count from 1, so that update k has the rate of k steps.  `LRRangeTest` rises without an end, to
 show from which rate on a loss grows.  `OneCycle` rises and falls once, and then decays; the momentum, an Adam's first
@@ -28,7 +29,9 @@ from types import MappingProxyType
 from typing import Any
 
 from megazero.config.choices import SchedulerChoice, choose_sweep
+from megazero.config.derived import rate_lengths
 from megazero.config.engine_sections import OptimizerConfig
+from megazero.config.lengths import RunLength
 from megazero.config.schedules import RUN_STYLES, WARMUP_TYPES
 from megazero.config.values import Diagnostics
 from megazero.errors import CheckpointError, ConfigError, Problem, raise_problems
@@ -256,6 +259,7 @@ _FLAGS: Mapping[str, str] = MappingProxyType(
         "style": "--lr-decay-style",
         "warmup_steps": "--lr-warmup-iters",
         "decay_steps": "--lr-decay-iters (--train-iters without it)",
+        "unit": "lengths in",
         "warmup_init": "--lr-warmup-init",
         "warmup_type": "--lr-warmup-type",
         "params": "--lr-decay-params",
@@ -280,25 +284,26 @@ class LearningRate:
     warmup_steps: length of the warm-up; a fraction of the decay gives a number that need not be whole.
     decay_steps: the step at which the minimum is reached, the warm-up included.
     params: all parameters of LRRangeTest or OneCycle, peak and minimum among them; their shapes need no other field.
+    unit: "steps", or "samples" if all lengths are samples, and rates depend on the samples of the updates so far.
     """
 
     peak: float
     minimum: float
     style: str
     warmup_steps: float
-    decay_steps: int
+    decay_steps: float
     warmup_init: float = 0.0
     warmup_type: str = "linear"
     params: Mapping[str, Any] = field(default_factory=dict)
+    unit: str = "steps"
 
     def __post_init__(self) -> None:
         raise_problems(ConfigError, self._problems())
 
     @classmethod
-    def from_config(cls, config: OptimizerConfig, *, train_iters: int) -> "LearningRate":
-        """Make the configured schedule; without --lr-decay-iters the decay lasts the whole run of `train_iters`."""
-        decay_steps = train_iters if config.lr_decay_iters is None else config.lr_decay_iters
-        fraction = config.lr_warmup_fraction
+    def from_config(cls, config: OptimizerConfig, run: RunLength) -> "LearningRate":
+        """Make the configured schedule; without a length of its own the decay lasts the whole run."""
+        lengths = rate_lengths(config, run)
         diagnostics = Diagnostics()
         rates = {"lr": config.lr, "min_lr": config.min_lr}
         params = choose_sweep(config.lr_decay_style, config.lr_decay_params, rates, diagnostics)
@@ -307,15 +312,20 @@ class LearningRate:
             peak=config.lr,
             minimum=config.min_lr,
             style=config.lr_decay_style,
-            warmup_steps=config.lr_warmup_iters if fraction is None else fraction * decay_steps,
-            decay_steps=decay_steps,
+            warmup_steps=lengths.warmup,
+            decay_steps=lengths.decay,
             warmup_init=config.lr_warmup_init,
             warmup_type=config.lr_warmup_type,
             params=params,
+            unit=lengths.unit,
         )
 
+    def progress(self, updates: int, samples: int) -> int:
+        """Return the progress of which rates are functions: updates made so far, or the samples in them."""
+        return samples if self.unit == "samples" else updates
+
     def at(self, updates: int) -> float:
-        """Return the rate of the step that follows `updates` finished ones."""
+        """Return the rate of the step that follows `updates` finished ones; of samples, if the unit is that."""
         if self.params:
             return rate_of(SchedulerChoice(type=self.style, params=self.params), updates, self.peak)
         warmup = {
@@ -357,12 +367,14 @@ class LearningRate:
         if not 0 <= self.warmup_init <= self.peak:
             given = f"--lr-warmup-init {self.warmup_init:g} with --lr {self.peak:g}"
             problems.append(Problem(given, "a warm-up does not fall", f"0 to {self.peak:g}"))
+        unit = self.unit
+        flag = "iters" if unit == "steps" else unit
         if self.decay_steps < 1:
-            given = f"--lr-decay-iters {self.decay_steps}"
-            problems.append(Problem(given, "the learning rate decays over at least one step", "1 and above"))
+            given = f"--lr-decay-{flag} {self.decay_steps}"
+            problems.append(Problem(given, f"the learning rate decays over at least one {unit[:-1]}", "1 and above"))
         elif not 0 <= self.warmup_steps < self.decay_steps:
-            given = f"a warm-up of {self.warmup_steps:g} steps in a decay of {self.decay_steps}"
-            legal = f"--lr-warmup-iters 0 to {self.decay_steps - 1}, or --lr-warmup-fraction below 1"
+            given = f"a warm-up of {self.warmup_steps:.12g} {unit} in a decay of {self.decay_steps:.12g}"
+            legal = f"--lr-warmup-{flag} 0 to {math.ceil(self.decay_steps) - 1}, or --lr-warmup-fraction below 1"
             problems.append(Problem(given, "the warm-up ends before the decay does", legal))
         return problems
 
@@ -381,11 +393,12 @@ def reconcile(given: LearningRate, saved: Mapping[str, Any], config: OptimizerCo
         "warmup_init": 0.0,
         "warmup_type": "linear",
         "params": {},
+        "unit": "steps",
         **saved,
     }  # fields that older checkpoints do not have
     problems = [
         Problem(
-            f"{_FLAGS[name]} {value}; the checkpoint was saved with {saved.get(name)}",
+            f"{_flag(given, name)} {value}; the checkpoint was saved with {saved.get(name)}",
             "a resumed run keeps its learning-rate schedule",
             "the same, or --override-opt-param-scheduler, or --use-checkpoint-opt-param-scheduler",
         )
@@ -394,6 +407,11 @@ def reconcile(given: LearningRate, saved: Mapping[str, Any], config: OptimizerCo
     ]
     raise_problems(CheckpointError, problems)
     return given
+
+
+def _flag(rate: LearningRate, name: str) -> str:
+    """Return the flag of a field, as it is spelled for the unit of the lengths."""
+    return _FLAGS[name].replace("-iters", "-samples") if rate.unit == "samples" else _FLAGS[name]
 
 
 def _from_json(saved: Mapping[str, Any]) -> LearningRate:

@@ -322,6 +322,8 @@ _SEGMENTS = (
     "synchronize_each_layer",
     "profile_backward",
 )
+_WARMUP_LENGTHS = ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens", "lr_warmup_fraction")
+_DECAY_LENGTHS = ("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens")
 _TENSORBOARD = (
     "tensorboard_queue_size",
     "tensorboard_log_interval",
@@ -514,7 +516,7 @@ RUN: tuple[Row[RunConfig], ...] = (
         {"lr_decay_style": "linear"},
     ),
     Row(
-        ("lr_decay_iters", "lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_init", "lr_warmup_type"),
+        (*_DECAY_LENGTHS, *_WARMUP_LENGTHS, "lr_warmup_init", "lr_warmup_type"),
         lambda c: (
             f"--lr-decay-params are the shape of {c.optimizer.lr_decay_style}"
             if c.optimizer.lr_decay_style in RATE_SETTINGS
@@ -533,7 +535,7 @@ RUN: tuple[Row[RunConfig], ...] = (
     ),
     Row(("adam_beta1",), _momentum_is_cycled),
     Row(
-        ("lr_decay_iters",),
+        _DECAY_LENGTHS,
         lambda c: (
             "a constant learning rate does not fall, and no warm-up is a fraction of its fall"
             if c.optimizer.lr_decay_style == "constant" and not c.optimizer.lr_warmup_fraction
@@ -543,7 +545,7 @@ RUN: tuple[Row[RunConfig], ...] = (
     ),
     Row(
         ("lr_warmup_init", "lr_warmup_type"),
-        lambda c: "" if c.optimizer.lr_warmup_iters or c.optimizer.lr_warmup_fraction else "there is no warm-up",
+        lambda c: "" if any(getattr(c.optimizer, name) for name in _WARMUP_LENGTHS) else "there is no warm-up",
         {"lr_warmup_iters": 100},
     ),
     *map(_is_no_parameter, _OPTIMIZER_OF),

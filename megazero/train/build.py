@@ -246,14 +246,12 @@ def padded_vocab_size(config: RunConfig, vocab_size: int) -> int:
 
 def step_context(config: RunConfig, components: RunComponents) -> StepContext:
     """Return the context of every training and evaluation step of the run."""
-    world_size = components.mesh.topology.world_size
     return StepContext(
         engine=components.engine,
         model=components.model,
         mesh=components.mesh,
         dropout=components.random,
         timers=components.timers,
-        num_positions=derived.global_batch_size(config, world_size) * config.model.seq_length,
         clip_grad=config.optimizer.clip_grad,
         checks_overflow=components.engine.plan.may_overflow,
         ledger=components.engine.settings.ledger,
@@ -349,8 +347,11 @@ def _assemble_on(
     elif config.training.compile_num_layers > 1:
         console.line(f"--compile-num-layers {config.training.compile_num_layers}: moot here, since nothing is compiled")
     train_iters = derived.train_iters(config, launch.world_size)
+    sizes = derived.step_sizes(config, launch.world_size)
+    if len(sizes.sizes) > 1:
+        console.line(f"global batch size: {sizes}")
     scaler = LossScaler.from_config(config.precision)
-    schedule = LearningRate.from_config(config.optimizer, train_iters=train_iters)
+    schedule = LearningRate.from_config(config.optimizer, derived.run_length(config, launch.world_size))
     resumed = _resume(config, components, schedule, scaler, console)
     resumed.learning_rate.check_momentum(train_iters)
     for line in resumed.learning_rate.notices(components.engine.settings.optimizer.options):
@@ -365,7 +366,11 @@ def _assemble_on(
         scaler=scaler,
         learning_rate=resumed.learning_rate,
         loader=BatchLoader(
-            inputs.train, layout, start_sample=resumed.state.consumed_samples, prefetch=config.data.num_workers
+            inputs.train,
+            layout,
+            start_sample=resumed.state.consumed_samples,
+            prefetch=config.data.num_workers,
+            sizes=sizes,
         ),
         held_out=_held_out(config, inputs, layout),
         timetable=_timetable(config, _last_iteration(config, resumed.state, launch.world_size)),
@@ -479,15 +484,9 @@ def _held_out(config: RunConfig, inputs: RunInputs, layout: BatchLayout) -> dict
 
 
 def _last_iteration(config: RunConfig, state: TrainState, world_size: int) -> int:
-    """Return the iteration at which the run ends.
-
-    A length in samples subtracts those consumed so far, because earlier steps may have had another batch size.
-    """
-    samples = config.training.train_samples
-    if samples is None:
-        return derived.train_iters(config, world_size)
-    left = max(samples - state.consumed_samples, 0)
-    return state.iteration + left // derived.global_batch_size(config, world_size)
+    """Return the iteration at which the run ends, from the progress that it continues from."""
+    progress = {"iteration": state.iteration, "consumed_samples": state.consumed_samples}
+    return derived.last_iteration(config, world_size, **progress)
 
 
 def _timetable(config: RunConfig, train_iters: int) -> Timetable:
@@ -634,7 +633,6 @@ def _reporting(
         console=console,
         writers=writers,
         rates=Rates(flops, world_size, peak_tflops(name, precision=config.precision.precision)),
-        global_batch_size=derived.global_batch_size(config, world_size),
         tokens_per_sample=config.model.seq_length,
         gathers_ranks=gathers_ranks,
         memory=memory,

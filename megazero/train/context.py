@@ -60,7 +60,7 @@ class DropoutSource(Protocol):
 class StepContext:
     """The components and figures that stay the same from step to step.
 
-    num_positions: token positions of a global batch.  clip_grad: largest gradient norm, 0 for none.
+    clip_grad: largest gradient norm, 0 for none.
     checks_overflow: True if a gradient that is not finite skips the step (fp16).  plan: this rank's pipeline stage.
     deferred: the store for weight gradients that the schedule computes later, None if it does not.
     attention: the kernel that attention prefers (`attention_kernel.py`), None for torch's own choice.
@@ -71,7 +71,6 @@ class StepContext:
     mesh: Mesh
     dropout: DropoutSource
     timers: Timers
-    num_positions: int
     clip_grad: float
     checks_overflow: bool
     ledger: AnyLedger = field(default_factory=NullLedger)

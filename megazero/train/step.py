@@ -51,7 +51,8 @@ def training_step(context: StepContext, batch: StepBatch, controls: StepControls
     engine = context.engine
     engine.begin_step()
     actions = context.plan.step(len(batch.micro_batches))
-    passes = StagePasses(context, batch.micro_batches, actions, multiplier=controls.loss_scale / context.num_positions)
+    num_positions = batch.num_positions * context.mesh.topology.dp
+    passes = StagePasses(context, batch.micro_batches, actions, multiplier=controls.loss_scale / num_positions)
     with context.timers.measure("forward-backward"), prefer_kernel(context.attention):
         execute(actions, passes)
         passes.finish()
@@ -63,7 +64,7 @@ def training_step(context: StepContext, batch: StepBatch, controls: StepControls
     num_tokens = num_tokens.clamp(min=1.0)
 
     write_momentum(engine.settings.optimizer.options, controls.momentum)
-    scale = engine.predivisor * context.num_positions / num_tokens / controls.loss_scale
+    scale = engine.predivisor * num_positions / num_tokens / controls.loss_scale
     update = update_parameters(
         engine, context.timers, reduced, scale=scale, clip_grad=context.clip_grad, lr=controls.lr
     )

@@ -14,7 +14,9 @@ from torch import nn
 
 from megazero.config.choices import SchedulerChoice
 from megazero.config.engine_sections import OptimizerConfig
+from megazero.config.lengths import RunLength
 from megazero.config.schedules import SCHEDULES
+from megazero.config.step_sizes import StepSizes
 from megazero.errors import CheckpointError, ConfigError
 from megazero.optim.schedules import MOMENTA, RATES, LearningRate, momentum_of, rate_of, reconcile
 
@@ -294,7 +296,7 @@ def test_tables_of_a_runs_schedules(name: str) -> None:
     assert [rate.at(step) for step in range(len(expected))] == pytest.approx(expected, abs=1e-15)
 
 
-def megatron(samples: int, *, peak: float, minimum: float, style: str, warmup: float, decay: int) -> float:
+def megatron(samples: int, *, peak: float, minimum: float, style: str, warmup: float, decay: float) -> float:
     """Return Megatron-LM's rate after `samples` samples; `warmup` and `decay` are in samples too."""
     if warmup > 0 and samples <= warmup:
         return peak / warmup * samples
@@ -340,9 +342,52 @@ def test_rises_then_falls_within_limits(style: str, decay: int, warmup: float, m
 
 def test_from_config() -> None:
     whole_run = OptimizerConfig(lr=3e-4, min_lr=3e-5, lr_decay_style="cosine", lr_warmup_iters=10)
-    assert LearningRate.from_config(whole_run, train_iters=100) == LearningRate(3e-4, 3e-5, "cosine", 10, 100)
+    assert LearningRate.from_config(whole_run, RunLength(100)) == LearningRate(3e-4, 3e-5, "cosine", 10, 100)
     own_decay = OptimizerConfig(lr=3e-4, lr_decay_iters=50, lr_warmup_fraction=0.05)
-    assert LearningRate.from_config(own_decay, train_iters=100) == LearningRate(3e-4, 0.0, "linear", 2.5, 50)
+    assert LearningRate.from_config(own_decay, RunLength(100)) == LearningRate(3e-4, 0.0, "linear", 2.5, 50)
+
+
+TOKENS = 16  # of a sample
+RAMP = StepSizes((0, 10, 40), (2, 4, 6))
+
+
+@pytest.mark.parametrize("sizes", [RAMP, StepSizes.constant(4)], ids=["ramp", "constant"])
+@pytest.mark.parametrize("style", ["linear", "cosine", "constant"])
+@pytest.mark.parametrize(
+    ("settings", "warmup", "decay"),
+    [
+        ({"lr_decay_samples": 100, "lr_warmup_samples": 13}, 13, 100),
+        ({"lr_decay_tokens": 90 * TOKENS + 7, "lr_warmup_tokens": 100}, 100 / TOKENS, 90 + 7 / TOKENS),
+        ({"lr_decay_samples": 100, "lr_warmup_fraction": 0.125}, 12.5, 100),
+        ({"lr_decay_tokens": 90 * TOKENS, "lr_warmup_iters": 3}, None, 90),
+        ({"lr_warmup_samples": 9}, 9, 120),
+    ],
+    ids=str,
+)
+def test_lengths_in_samples_and_tokens(
+    settings: dict[str, Any], warmup: float | None, decay: float, style: str, sizes: StepSizes
+) -> None:
+    """Every step's rate is that of Megatron-LM after the samples before it; the run's 120 samples are the default."""
+    config = OptimizerConfig(lr=1.0, min_lr=0.1, lr_decay_style=style, **settings)
+    run = RunLength(sizes.steps_until(120), sizes, 120, TOKENS)
+    rate, consumed = LearningRate.from_config(config, run), 0
+    length = sizes.samples_after(3) if warmup is None else warmup
+    for step in range(40):
+        expected = megatron(consumed, peak=1.0, minimum=0.1, style=style, warmup=length, decay=decay)
+        assert rate.at(rate.progress(step, consumed)) == pytest.approx(expected, rel=1e-12)
+        consumed += sizes.at(consumed)
+
+
+def test_a_schedule_in_samples_is_the_same_for_every_batch_size() -> None:
+    """A run that is given in samples may be resumed with another global batch; one in steps has the same steps."""
+    config = OptimizerConfig(lr=1.0, lr_warmup_fraction=0.1)
+    small, large = (RunLength(120 // size, StepSizes.constant(size), 120) for size in (2, 4))
+    before = LearningRate.from_config(config, small)
+    assert reconcile(LearningRate.from_config(config, large), before.to_json(), config) == before
+    steps = replace(config, lr_decay_iters=20)
+    assert LearningRate.from_config(steps, small) == LearningRate.from_config(steps, large)
+    with pytest.raises(CheckpointError, match=r"--lr-decay-samples .* 100; the checkpoint was saved with 120"):
+        reconcile(LearningRate.from_config(replace(config, lr_decay_samples=100), small), before.to_json(), config)
 
 
 def test_sweeps_of_a_run() -> None:
@@ -350,16 +395,16 @@ def test_sweeps_of_a_run() -> None:
     settings = OptimizerConfig(
         lr=1.0, min_lr=0.2, lr_decay_style="OneCycle", lr_decay_params=("cycle_first_step_size=4",)
     )
-    run = LearningRate.from_config(settings, train_iters=3)
+    run = LearningRate.from_config(settings, RunLength(3))
     assert [run.at(step) for step in (0, 1, 4, 7, 8, 9)] == pytest.approx([0.2, 0.4, 1.0, 0.4, 0.2, 0.2])
     assert run.momentum(4) == pytest.approx(0.8) and reconcile(run, run.to_json(), settings) == run
-    longer = LearningRate.from_config(settings, train_iters=7)
+    longer = LearningRate.from_config(settings, RunLength(7))
     assert reconcile(longer, run.to_json(), settings) == longer
-    other = LearningRate.from_config(replace(settings, lr_decay_params=("cycle_first_step_size=5",)), train_iters=3)
+    other = LearningRate.from_config(replace(settings, lr_decay_params=("cycle_first_step_size=5",)), RunLength(3))
     with pytest.raises(CheckpointError, match="--lr-decay-params"):
         reconcile(other, run.to_json(), settings)
     rising = OptimizerConfig(lr=0.1, lr_decay_style="LRRangeTest", lr_decay_params=("lr_range_test_step_size=2",))
-    found = LearningRate.from_config(rising, train_iters=9)
+    found = LearningRate.from_config(rising, RunLength(9))
     assert (found.at(0), found.at(4)) == pytest.approx((0.1, 0.3)) and found.momentum(4) is None
 
 
@@ -375,7 +420,7 @@ def test_sweeps_of_a_run() -> None:
 def test_wrong_parameters_of_a_sweep(words: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LearningRate.from_config(
-            OptimizerConfig(lr=1.0, lr_decay_style="OneCycle", lr_decay_params=words), train_iters=3
+            OptimizerConfig(lr=1.0, lr_decay_style="OneCycle", lr_decay_params=words), RunLength(3)
         )
 
 

@@ -143,6 +143,55 @@ def test_a_valid_run_has_no_problem() -> None:
         (1, {"train_iters": None}, "neither --train-iters nor --train-samples", "--train-iters N"),
         (1, {"train_samples": 100}, "--train-iters 10 and --train-samples 100", "one of the two"),
         (4, {"train_iters": None, "train_samples": 7}, "--train-samples 7", "--train-samples 8"),
+        (
+            4,
+            {"train_iters": None, "train_tokens": 100},
+            "--train-tokens 100, which at --seq-length 16 are 6.25 samples",
+            "--train-tokens 128",
+        ),
+        (
+            4,
+            {"rampup_batch_size": ["10", "6", "1M"], "global_batch_size": 40},
+            "--rampup-batch-size 10 6 1M on 4 data-parallel processes with --micro-batch-size 2, sizes 10, 22, 28, 34",
+            "--rampup-batch-size 8 8 1M, --rampup-batch-size 16 8 1M",
+        ),
+        (
+            2,
+            {"rampup_batch_size": ["32", "7", "100"], "global_batch_size": 64},
+            "--rampup-batch-size 32 7 100",
+            "an INCREMENT such as 1, --global-batch-size 67",
+        ),
+        (
+            2,
+            {"step_batch_size_schedule": ["0:8", "1K:14"]},
+            "--step-batch-size-schedule 0:8 1K:14 on 2 data-parallel processes with --micro-batch-size 2, sizes 14",
+            "12 or 16 for 14",
+        ),
+        (
+            1,
+            {"step_batch_size_schedule": ["0:8", "1K:14"], "global_batch_size": 14},
+            "--global-batch-size 14 and --step-batch-size-schedule",
+            "one of the two",
+        ),
+        (
+            1,
+            {"step_batch_size_schedule": ["0:8"], "rampup_batch_size": ["2", "2", "100"], "global_batch_size": None},
+            "--rampup-batch-size 2 2 100 and --step-batch-size-schedule",
+            "one of the two",
+        ),
+        (
+            1,
+            {"lr_decay_samples": 100, "lr_decay_tokens": 1600, "lr_decay_iters": 10},
+            "--lr-decay-iters 10 and --lr-decay-samples 100 and --lr-decay-tokens 1600",
+            "one of them",
+        ),
+        (
+            1,
+            {"lr_warmup_samples": 20, "lr_decay_tokens": 300},
+            "--lr-warmup-samples 20 --lr-decay-tokens 300: a warm-up of 20 samples in a decay of 18.75, at --seq-length"
+            " 16",
+            "--lr-warmup-samples 18, --lr-decay-samples 21",
+        ),
         (1, {"min_lr": 0.1}, "--lr 0.001 --min-lr 0.1", "--min-lr 0.001, --lr 0.1"),
         (
             1,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megazero.checkpoint.reader import open_checkpoint
 from megazero.config.engine_sections import OptimizerConfig
+from megazero.config.lengths import RunLength
 from megazero.config.optimizers import RUN_NAMES
 from megazero.data.loader import BatchLoader
 from megazero.errors import CheckpointError, ConfigError
@@ -72,7 +73,7 @@ def test_every_optimizer_is_tried() -> None:
 
 
 def rate(step: int) -> float:
-    return LearningRate.from_config(OptimizerConfig(lr=LR, lr_decay_style="constant", **SCHEDULE), train_iters=9).at(
+    return LearningRate.from_config(OptimizerConfig(lr=LR, lr_decay_style="constant", **SCHEDULE), RunLength(9)).at(
         step
     )
 
