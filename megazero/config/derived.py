@@ -140,7 +140,9 @@ def rate_lengths(optimizer: OptimizerConfig, run: RunLength) -> RateLengths:
 
     Lengths in steps then become the samples of these steps, and lengths in tokens are divided by those of a sample.
     """
-    by_steps = RateLengths("steps", optimizer.lr_warmup_iters, optimizer.lr_decay_iters or run.steps)
+    last_steps = optimizer.lr_wsd_decay_iters or 0
+    decay_steps = optimizer.lr_decay_iters or run.steps
+    by_steps = RateLengths("steps", optimizer.lr_warmup_iters, decay_steps, last_steps, run.steps)
     if optimizer.lr_decay_style in RATE_SETTINGS:  # a sweep has a shape of its own, in steps
         return by_steps
     decay = optimizer.lr_decay_samples
@@ -156,10 +158,15 @@ def rate_lengths(optimizer: OptimizerConfig, run: RunLength) -> RateLengths:
         warmup: float = run.samples_of_tokens(optimizer.lr_warmup_tokens)
     else:
         warmup = optimizer.lr_warmup_samples or run.sizes.samples_after(optimizer.lr_warmup_iters)
+    # These last steps end with the decay, in whose middle the batch may still grow.
+    before = run.sizes.samples_after(max(run.sizes.steps_until(math.ceil(decay_length)) - last_steps, 0))
+    fall = optimizer.lr_wsd_decay_samples or (decay_length - before if last_steps else 0)
     given = (decay, optimizer.lr_decay_tokens, optimizer.lr_warmup_samples, optimizer.lr_warmup_tokens)
     by_default = optimizer.lr_decay_iters is None and run.samples is not None
-    counts_samples = any(given) or by_default or len(run.sizes.sizes) > 1
-    lengths = RateLengths("samples", warmup, decay_length) if counts_samples else by_steps
+    # Without a warm-up an inverse square root begins with that of one sample, as in Megatron-LM.
+    from_one = optimizer.lr_decay_style == "inverse-square-root" and not (warmup or optimizer.lr_warmup_fraction)
+    counts_samples = any((*given, optimizer.lr_wsd_decay_samples, from_one, by_default)) or len(run.sizes.sizes) > 1
+    lengths = RateLengths("samples", warmup, decay_length, fall, run.total_samples) if counts_samples else by_steps
     fraction = optimizer.lr_warmup_fraction
     return lengths if fraction is None else replace(lengths, warmup=fraction * lengths.decay)
 

@@ -280,10 +280,12 @@ class OptimizerConfig:
     )
     lr: float = setting(help="learning rate after warm-up", gt=0)
     min_lr: float = setting(0.0, help="learning rate at the end of the decay", ge=0)
-    lr_decay_style: Literal["constant", "linear", "cosine", "LRRangeTest", "OneCycle"] = setting(
-        "linear",
-        help="how the learning rate goes from lr to min_lr; LRRangeTest: it rises from lr on, to look for a good one;"
-        " OneCycle: from min_lr to lr and back, and then lower",
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD", "LRRangeTest", "OneCycle"] = (
+        setting(
+            "linear",
+            help="how the learning rate goes from lr to min_lr; WSD: it stays at lr, and falls at the end; LRRangeTest:"
+            " it rises from lr on, to look for a good one; OneCycle: from min_lr to lr and back, and then lower",
+        )
     )
     lr_decay_iters: int | None = setting(
         None,
@@ -336,3 +338,15 @@ class OptimizerConfig:
     )
     lr_warmup_samples: int = setting(0, help="samples in which the learning rate rises to lr", unit="samples", ge=0)
     lr_warmup_tokens: int = setting(0, help="the same in tokens", unit="tokens", ge=0)
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = setting(
+        "exponential", help="WSD: how the learning rate falls at the end"
+    )
+    lr_wsd_decay_iters: int | None = setting(
+        None, help="WSD: last steps of the decay's length, in which the learning rate falls", unit="steps", ge=1
+    )
+    lr_wsd_decay_samples: int | None = setting(None, help="WSD: the same in samples", unit="samples", ge=1)
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = setting(
+        "constant", help="how weight decay goes from start_weight_decay to end_weight_decay over the run"
+    )
+    start_weight_decay: float | None = setting(None, help="weight decay of the first step, if it increases", ge=0)
+    end_weight_decay: float | None = setting(None, help="weight decay at the end of the run, if it increases", ge=0)

@@ -33,8 +33,11 @@ class RateLengths:
     """The lengths of the parts of a run's schedule, counted in `unit`; those in steps alone hold for every batch size.
 
     unit: "steps" or "samples".  warmup, decay: up to the peak and to the minimum, from the run's start.
+    fall: the last part of the decay, in which WSD falls; 0 if none is given.  run: the whole run.
     """
 
     unit: Literal["steps", "samples"]
     warmup: float
     decay: float
+    fall: float = 0
+    run: float = 0

@@ -50,7 +50,7 @@ _PUBLISHED = (
     " no-mmap-bin-files no-save-optim override-opt-param-scheduler partition-activations profile-backward"
     " recompute-method recompute-num-layers save-interval sequence-parallel sgd-momentum split"
     " synchronize-each-layer tensorboard-log-interval tensorboard-queue-size tokenizer-model"
-    " use-checkpoint-opt-param-scheduler vocab-file"
+    " use-checkpoint-opt-param-scheduler vocab-file weight-decay"
 )
 PUBLISHED: frozenset[str] = frozenset(_PUBLISHED.split())
 
@@ -74,7 +74,6 @@ FIXED: Mapping[str, Fixed] = MappingProxyType(
         "data-impl": Fixed(("mmap", "infer"), "corpora are .bin/.idx pairs"),
         "dataloader-type": Fixed(("single",), "sample k of the run is a function of the seed and k, in one order"),
         "ckpt-format": Fixed(("megazero",), "checkpoints have one format, which fits every layout"),
-        "weight-decay-incr-style": Fixed(("constant",), "weight decay is constant"),
         "timing-log-level": Fixed(("0",), "timers are those of level 0, written by --log-timers-to-tensorboard"),
         "cpu-offload-optimizer": Fixed(("false",), "optimizer states stay on the device"),
         "recompute-modules": Fixed(("core_attn",), "selective recomputation is that of the attention core"),
@@ -219,7 +218,6 @@ REFUSED: Mapping[str, str] = _rows(
             "cpu-offloading cpu-offloading-num-layers fine-grained-activation-offloading offload-modules",
         ),
         ("every pipeline stage recomputes alike; give --recompute-num-layers", "custom-recompute-layers-per-stage"),
-        ("weight decay is constant; give --weight-decay", "start-weight-decay end-weight-decay"),
         (
             _SPLIT,
             "decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers pp-partition-method"

@@ -11,11 +11,11 @@ falls, or stays where it is:
           +---------------------
           0  w             end
 
-`constant`, `linear` and `cosine` are Megatron-LM's rules, which count samples; with a constant global batch the ratios
-are the same, and for these three k may count samples as well, if the lengths do.  `WarmupLR`, `WarmupDecayLR` and
-`WarmupCosineLR` are DeepSpeed's.  DeepSpeed's engine updates first and calls its scheduler afterwards, so update k has
-the rate of call number k - 1: the first two updates have the start's.  Its warm-up has at least two steps, and its
-cosine has taken its first step when the warm-up ends.
+`constant`, `linear`, `cosine`, `inverse-square-root` and `WSD` are Megatron-LM's rules, which count samples; with a
+constant global batch the ratios are the same, and for these k may count samples as well, if the lengths do.
+`WarmupLR`, `WarmupDecayLR` and `WarmupCosineLR` are DeepSpeed's.  DeepSpeed's engine updates first and calls its
+scheduler afterwards, so update k has the rate of call number k - 1: the first two updates have the start's.  Its
+warm-up has at least two steps, and its cosine has taken its first step when the warm-up ends.
 
 DeepSpeed's other two count from 1, so that update k has the rate of k steps.  `LRRangeTest` rises without an end, to
 show from which rate on a loss grows.  `OneCycle` rises and falls once, and then decays; the momentum, an Adam's first
@@ -32,7 +32,7 @@ from megazero.config.choices import SchedulerChoice, choose_sweep
 from megazero.config.derived import rate_lengths
 from megazero.config.engine_sections import OptimizerConfig
 from megazero.config.lengths import RunLength
-from megazero.config.schedules import RUN_STYLES, WARMUP_TYPES
+from megazero.config.schedules import RUN_STYLES, SCHEDULES, WARMUP_TYPES
 from megazero.config.values import Diagnostics
 from megazero.errors import CheckpointError, ConfigError, Problem, raise_problems
 
@@ -52,6 +52,30 @@ def linear(updates: int, base_lr: float, *, lr_decay_iters: int, min_lr: float, 
 def cosine(updates: int, base_lr: float, *, lr_decay_iters: int, min_lr: float, **warmup: Any) -> float:
     """Return a rate that rises as `constant`, then falls along half a cosine to min_lr, at update lr_decay_iters."""
     return _decayed(updates, base_lr, _half_cosine, end=lr_decay_iters, min_lr=min_lr, warmup=warmup)
+
+
+def inverse_square_root(updates: int, base_lr: float, *, lr_decay_iters: float, min_lr: float, **warmup: Any) -> float:
+    """Return a rate that rises as `constant`, then falls with 1 / sqrt(updates), but not below min_lr."""
+    start = warmup["lr_warmup_iters"]
+    if start > 0 and updates <= start:
+        return constant(updates, base_lr, **warmup)
+    return min_lr if updates > lr_decay_iters else max(min_lr, base_lr * math.sqrt(max(start, 1) / max(updates, 1)))
+
+
+def wsd(
+    updates: int,
+    base_lr: float,
+    *,
+    lr_decay_iters: float,
+    min_lr: float,
+    lr_wsd_decay_iters: float,
+    lr_wsd_decay_style: str,
+    **warmup: Any,
+) -> float:
+    """Return a rate that rises as `constant` and stays there, but falls to min_lr in the decay's last part (WSD)."""
+    fallen = max(updates - (lr_decay_iters - lr_wsd_decay_iters), 0) / lr_wsd_decay_iters
+    shape = _FALLS[lr_wsd_decay_style]
+    return _decayed(updates, base_lr, lambda _: shape(fallen), end=lr_decay_iters, min_lr=min_lr, warmup=warmup)
 
 
 def warmup_lr(
@@ -180,6 +204,8 @@ RATES: Mapping[str, Callable[..., float]] = MappingProxyType(
         "constant": constant,
         "linear": linear,
         "cosine": cosine,
+        "inverse-square-root": inverse_square_root,
+        "WSD": wsd,
     }
 )
 
@@ -214,6 +240,13 @@ def write_momentum(groups: Iterable[dict[str, Any]], momentum: float | None) -> 
             group["betas"] = (momentum, group["betas"][1])
 
 
+def write_weight_decay(groups: Iterable[dict[str, Any]], weight_decay: float | None) -> None:
+    """Set the weight decay of param groups; None: change nothing."""
+    for group in groups:
+        if weight_decay is not None:
+            group["weight_decay"] = weight_decay
+
+
 def unmoved_momentum(choice: SchedulerChoice, groups: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return one line if the schedule cycles a momentum and no param group has betas, as in DeepSpeed."""
     if momentum_of(choice, 0) is None or any("betas" in group for group in groups):
@@ -226,7 +259,7 @@ def _decayed(
     peak: float,
     remaining: Callable[[float], float],
     *,
-    end: int,
+    end: float,
     min_lr: float,
     warmup: Mapping[str, Any],
 ) -> float:
@@ -250,6 +283,16 @@ def _half_cosine(done: float) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * done))
 
 
+_FALLS: Mapping[str, Callable[[float], float]] = MappingProxyType(
+    {
+        "exponential": lambda done: 2.0 * 0.5**done - 1.0,
+        "linear": lambda done: 1.0 - done,
+        "cosine": _half_cosine,
+        "minus_sqrt": lambda done: 1.0 - math.sqrt(done),
+    }
+)
+
+
 # --- the schedule of a run -------------------------------------------------------------------------------------------
 
 _FLAGS: Mapping[str, str] = MappingProxyType(
@@ -260,6 +303,9 @@ _FLAGS: Mapping[str, str] = MappingProxyType(
         "warmup_steps": "--lr-warmup-iters",
         "decay_steps": "--lr-decay-iters (--train-iters without it)",
         "unit": "lengths in",
+        "fall_steps": "--lr-wsd-decay-iters",
+        "fall_style": "--lr-wsd-decay-style",
+        "weight_decay": "weight decay",
         "warmup_init": "--lr-warmup-init",
         "warmup_type": "--lr-warmup-type",
         "params": "--lr-decay-params",
@@ -285,6 +331,8 @@ class LearningRate:
     decay_steps: the step at which the minimum is reached, the warm-up included.
     params: all parameters of LRRangeTest or OneCycle, peak and minimum among them; their shapes need no other field.
     unit: "steps", or "samples" if all lengths are samples, and rates depend on the samples of the updates so far.
+    fall_steps, fall_style: the length and the shape of WSD's fall, which ends with the decay.
+    weight_decay: "start", "end", "style" and "length" of an increase; empty if weight decay is constant.
     """
 
     peak: float
@@ -296,6 +344,9 @@ class LearningRate:
     warmup_type: str = "linear"
     params: Mapping[str, Any] = field(default_factory=dict)
     unit: str = "steps"
+    fall_steps: float = 0
+    fall_style: str = "exponential"
+    weight_decay: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         raise_problems(ConfigError, self._problems())
@@ -318,6 +369,9 @@ class LearningRate:
             warmup_type=config.lr_warmup_type,
             params=params,
             unit=lengths.unit,
+            fall_steps=lengths.fall if config.lr_decay_style == "WSD" else 0,
+            fall_style=config.lr_wsd_decay_style if config.lr_decay_style == "WSD" else "exponential",
+            weight_decay=_increase(config, lengths.run),
         )
 
     def progress(self, updates: int, samples: int) -> int:
@@ -328,13 +382,25 @@ class LearningRate:
         """Return the rate of the step that follows `updates` finished ones; of samples, if the unit is that."""
         if self.params:
             return rate_of(SchedulerChoice(type=self.style, params=self.params), updates, self.peak)
-        warmup = {
+        values = {
             "lr_warmup_iters": self.warmup_steps,
             "lr_warmup_init": self.warmup_init,
             "lr_warmup_type": self.warmup_type,
+            "lr_decay_iters": self.decay_steps,
+            "min_lr": self.minimum,
+            "lr_wsd_decay_iters": self.fall_steps,
+            "lr_wsd_decay_style": self.fall_style,
         }
-        decay = {} if self.style == "constant" else {"lr_decay_iters": self.decay_steps, "min_lr": self.minimum}
-        return RATES[self.style](updates, self.peak, **warmup, **decay)
+        return RATES[self.style](updates, self.peak, **{name: values[name] for name in SCHEDULES[self.style]})
+
+    def weight_decay_at(self, updates: int) -> float | None:
+        """Return the weight decay of the step that follows `updates` finished ones; None if it is constant."""
+        if not self.weight_decay:
+            return None
+        start, end, length = (self.weight_decay[name] for name in ("start", "end", "length"))
+        done = min(updates / length, 1.0)
+        part = done if self.weight_decay["style"] == "linear" else 1.0 - _half_cosine(done)
+        return float(start + part * (end - start))
 
     def momentum(self, updates: int) -> float | None:
         """Return the momentum of the step that follows `updates` finished ones; None if it is the optimizer's own."""
@@ -376,6 +442,11 @@ class LearningRate:
             given = f"a warm-up of {self.warmup_steps:.12g} {unit} in a decay of {self.decay_steps:.12g}"
             legal = f"--lr-warmup-{flag} 0 to {math.ceil(self.decay_steps) - 1}, or --lr-warmup-fraction below 1"
             problems.append(Problem(given, "the warm-up ends before the decay does", legal))
+        elif self.style == "WSD" and not 0 < self.fall_steps <= self.decay_steps - self.warmup_steps:
+            given = f"a fall of {self.fall_steps:.12g} {unit} in a decay of {self.decay_steps:.12g}"
+            rule = f"WSD falls within the decay, after the warm-up of {self.warmup_steps:.12g} {unit}"
+            legal = f"--lr-wsd-decay-{flag} 1 to {math.floor(self.decay_steps - self.warmup_steps)}"
+            problems.append(Problem(given, rule, legal))
         return problems
 
 
@@ -388,12 +459,22 @@ def reconcile(given: LearningRate, saved: Mapping[str, Any], config: OptimizerCo
     if config.override_opt_param_scheduler:
         return given
     if config.use_checkpoint_opt_param_scheduler:
-        return _from_json(saved)
+        taken = _from_json(saved)
+        # The optimizer has been made for the weight decay of this command line.
+        if bool(taken.weight_decay) != bool(given.weight_decay):
+            styles = (rate.weight_decay.get("style", "constant") for rate in (given, taken))
+            text = f"--weight-decay-incr-style {next(styles)}; the checkpoint was saved with {next(styles)}"
+            rule = "--use-checkpoint-opt-param-scheduler takes an increase of weight decay only in place of another one"
+            raise CheckpointError(Problem(text, rule, "the same, or --override-opt-param-scheduler"))
+        return taken
     saved = {
         "warmup_init": 0.0,
         "warmup_type": "linear",
         "params": {},
         "unit": "steps",
+        "fall_steps": 0,
+        "fall_style": "exponential",
+        "weight_decay": {},
         **saved,
     }  # fields that older checkpoints do not have
     problems = [
@@ -407,6 +488,12 @@ def reconcile(given: LearningRate, saved: Mapping[str, Any], config: OptimizerCo
     ]
     raise_problems(CheckpointError, problems)
     return given
+
+
+def _increase(config: OptimizerConfig, length: float) -> dict[str, Any]:
+    """Return the increase of weight decay over the run, in the form of `LearningRate.weight_decay`."""
+    style, start, end = config.weight_decay_incr_style, config.start_weight_decay, config.end_weight_decay
+    return {} if style == "constant" else {"start": start, "end": end, "style": style, "length": length}
 
 
 def _flag(rate: LearningRate, name: str) -> str:

@@ -352,18 +352,18 @@ _OPTIMIZER_OF: Mapping[str, str] = MappingProxyType(
 )
 
 
-def _is_no_parameter(setting: str) -> Row[RunConfig]:
+def _is_no_parameter(setting: str, *others: str) -> Row[RunConfig]:
     def because(config: RunConfig) -> str:
         name = config.optimizer.optimizer
         own = run_settings(RUN_NAMES[name])
         settings = [setting for settings in own.values() for setting in settings]
         if setting in settings:
             return ""
-        others = [other for other in OPTIMIZERS[RUN_NAMES[name]].params if other not in own]
-        taken = [*(_INFO[own].flag for own in settings), "--optimizer-params " + " ".join(f"{n}=..." for n in others)]
+        rest = [other for other in OPTIMIZERS[RUN_NAMES[name]].params if other not in own]
+        taken = [*(_INFO[own].flag for own in settings), "--optimizer-params " + " ".join(f"{n}=..." for n in rest)]
         return f"--optimizer {name} takes {', '.join(taken)}"
 
-    return Row((setting,), because, {"optimizer": _OPTIMIZER_OF[setting]})
+    return Row((setting, *others), because, {"optimizer": _OPTIMIZER_OF[setting]})
 
 
 def _one_slice(config: RunConfig) -> str:
@@ -549,6 +549,30 @@ RUN: tuple[Row[RunConfig], ...] = (
         {"lr_warmup_iters": 100},
     ),
     *map(_is_no_parameter, _OPTIMIZER_OF),
+    _is_no_parameter("weight_decay", "weight_decay_incr_style"),
+    Row(
+        ("start_weight_decay", "end_weight_decay"),
+        lambda c: "weight decay is constant" if c.optimizer.weight_decay_incr_style == "constant" else "",
+        {"weight_decay_incr_style": "linear"},
+    ),
+    Row(
+        ("weight_decay",),
+        lambda c: (
+            ""
+            if c.optimizer.weight_decay_incr_style == "constant"
+            else "it goes from --start-weight-decay to --end-weight-decay"
+        ),
+        {"weight_decay_incr_style": "constant"},
+    ),
+    Row(
+        ("lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_style"),
+        lambda c: (
+            ""
+            if c.optimizer.lr_decay_style == "WSD"
+            else f"--lr-decay-style {c.optimizer.lr_decay_style} has no fall of its own at the end"
+        ),
+        {"lr_decay_style": "WSD"},
+    ),
     Row(
         ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler", "no_load_optim", "strict_load"),
         lambda c: "there is no checkpoint to take anything from" if c.checkpoint.load is None else "",

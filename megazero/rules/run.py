@@ -418,6 +418,53 @@ def warmup_ends_before_decay(config: RunConfig, world_size: int) -> Iterator[Pro
     )
 
 
+def wsd_has_a_fall(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    training, optimizer = config.training, config.optimizer
+    if optimizer.lr_decay_style != "WSD":
+        return
+    given = [optimizer.lr_wsd_decay_iters, optimizer.lr_wsd_decay_samples]
+    if all(given):
+        yield Problem(
+            f"--lr-wsd-decay-iters {given[0]} and --lr-wsd-decay-samples {given[1]}",
+            "the fall at the end has one length",
+            "one of the two",
+        )
+    if not any(given):
+        yield Problem(
+            "--lr-decay-style WSD without --lr-wsd-decay-iters and --lr-wsd-decay-samples",
+            "the fall at the end has a length",
+            "--lr-wsd-decay-iters N",
+        )
+    has_length = (training.train_iters, training.train_samples, training.train_tokens) != (None, None, None)
+    if sum(map(bool, given)) != 1 or not has_length or world_size % derived.model_parallel_size(config):
+        return
+    lengths = derived.rate_lengths(optimizer, derived.run_length(config, world_size))
+    room = lengths.decay - lengths.warmup
+    if 0 < room < lengths.fall:
+        flag = "--lr-wsd-decay-" + ("samples" if lengths.unit == "samples" else "iters")
+        yield Problem(
+            f"--lr-wsd-decay-{'iters' if given[0] else 'samples'} {given[0] or given[1]}",
+            f"the fall begins after the warm-up: the {lengths.decay:,.12g} {lengths.unit} of the decay without the"
+            f" {lengths.warmup:,.12g} of the warm-up",
+            f"{flag} {max(math.floor(room), 1)}",
+        )
+
+
+def weight_decay_has_both_ends(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    style = config.optimizer.weight_decay_incr_style
+    start, end = config.optimizer.start_weight_decay, config.optimizer.end_weight_decay
+    if style == "constant":
+        return
+    for flag, value in (("--start-weight-decay", start), ("--end-weight-decay", end)):
+        if value is None:
+            yield Problem(
+                f"--weight-decay-incr-style {style} without {flag}", "weight decay has both ends", f"{flag} X"
+            )
+    if start is not None and end is not None and start > end:
+        given = f"--start-weight-decay {start:g} --end-weight-decay {end:g}"
+        yield Problem(given, "weight decay increases", f"--start-weight-decay {end:g}, --end-weight-decay {start:g}")
+
+
 def schedule_has_one_source(config: RunConfig, world_size: int) -> Iterator[Problem]:
     if config.optimizer.override_opt_param_scheduler and config.optimizer.use_checkpoint_opt_param_scheduler:
         yield Problem(
@@ -463,6 +510,8 @@ RULES: tuple[Rule, ...] = (
     warmup_is_given_once,
     decay_is_given_once,
     warmup_ends_before_decay,
+    wsd_has_a_fall,
+    weight_decay_has_both_ends,
     schedule_has_one_source,
     *map(_with_flags, STATE_RULES),
     *pipeline_rules.RULES,

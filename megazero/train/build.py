@@ -259,6 +259,7 @@ def step_context(config: RunConfig, components: RunComponents) -> StepContext:
         deferred=components.deferred,
         trace=components.trace,
         attention=components.attention.kernel,
+        decayed=[group for group in components.engine.settings.optimizer.options if group.get("weight_decay")],
     )
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +64,7 @@ class StepContext:
     checks_overflow: True if a gradient that is not finite skips the step (fp16).  plan: this rank's pipeline stage.
     deferred: the store for weight gradients that the schedule computes later, None if it does not.
     attention: the kernel that attention prefers (`attention_kernel.py`), None for torch's own choice.
+    decayed: the optimizer's param groups that have a weight decay.
     """
 
     engine: Engine
@@ -78,3 +79,4 @@ class StepContext:
     deferred: DeferredGradients | None = None
     trace: AnyTrace = NO_TRACE
     attention: str | None = None
+    decayed: Sequence[dict[str, Any]] = ()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megazero.data.loader import StepBatch
-from megazero.optim.schedules import write_momentum
+from megazero.optim.schedules import write_momentum, write_weight_decay
 from megazero.pipeline.runtime import execute
 from megazero.train.attention_kernel import prefer_kernel
 from megazero.train.context import StepContext
@@ -23,12 +23,14 @@ class StepControls(NamedTuple):
     """The host's decisions for one step.
 
     stop: True if this rank requests to end the run after it.  momentum: the optimizer's first beta; None: its own.
+    weight_decay: that of the parameters which decay; None: the optimizer's own.
     """
 
     lr: float
     loss_scale: float
     stop: bool = False
     momentum: float | None = None
+    weight_decay: float | None = None
 
 
 class StepReport(NamedTuple):
@@ -64,6 +66,7 @@ def training_step(context: StepContext, batch: StepBatch, controls: StepControls
     num_tokens = num_tokens.clamp(min=1.0)
 
     write_momentum(engine.settings.optimizer.options, controls.momentum)
+    write_weight_decay(context.decayed, controls.weight_decay)
     scale = engine.predivisor * num_positions / num_tokens / controls.loss_scale
     update = update_parameters(
         engine, context.timers, reduced, scale=scale, clip_grad=context.clip_grad, lr=controls.lr

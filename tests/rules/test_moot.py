@@ -35,6 +35,7 @@ class Case(NamedTuple):
 
 
 STAGE_3: Settings = {"zero_stage": 3}
+INCREASE: Settings = {"weight_decay_incr_style": "linear", "start_weight_decay": 0.01, "end_weight_decay": 0.1}
 FP16: Settings = {"precision": "fp16"}
 BF16: Settings = {"precision": "bf16"}
 FULL: Settings = {"recompute_granularity": "full"}
@@ -145,7 +146,14 @@ RUN_CASES = (
     Case("lr_warmup_init", 1e-5, NOTICE, {}, {"lr_warmup_iters": 2}),
     Case("lr_warmup_init", 2e-5, NOTICE, {}, {"lr_warmup_tokens": 20}),
     Case("lr_warmup_type", "log", ERROR, {"lr_warmup_fraction": 0}, {"lr_warmup_fraction": 0.1}),
-    Case("weight_decay", 0.5, ERROR, {"optimizer": "rprop"}, {"optimizer": "sgd"}),
+    Case("weight_decay", 0.5, NOTICE, {"optimizer": "rprop"}, {"optimizer": "sgd"}),
+    Case("weight_decay", 0.5, NOTICE, INCREASE, {}),
+    Case("start_weight_decay", 0.5, ERROR, {}, {**INCREASE, "end_weight_decay": 0.5}),
+    Case("end_weight_decay", 0.5, ERROR, {}, {**INCREASE, "start_weight_decay": 0.0}),
+    Case("weight_decay_incr_style", "cosine", ERROR, {**INCREASE, "optimizer": "rprop"}, INCREASE),
+    Case("lr_wsd_decay_iters", 3, ERROR, {}, {"lr_decay_style": "WSD"}),
+    Case("lr_wsd_decay_samples", 3, ERROR, {}, {"lr_decay_style": "WSD"}),
+    Case("lr_wsd_decay_style", "cosine", ERROR, {}, {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 3}),
     Case("adam_beta1", 0.5, NOTICE, {"optimizer": "sgd"}, {"optimizer": "nadam"}),
     Case("adam_beta2", 0.5, NOTICE, {"optimizer": "rmsprop"}, {"optimizer": "radam"}),
     Case("adam_eps", 0.5, NOTICE, {"optimizer": "rmsprop"}, {"optimizer": "adamax"}),

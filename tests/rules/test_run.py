@@ -181,6 +181,36 @@ def test_a_valid_run_has_no_problem() -> None:
         ),
         (
             1,
+            {"lr_decay_style": "WSD"},
+            "--lr-decay-style WSD without --lr-wsd-decay-iters and --lr-wsd-decay-samples",
+            "--lr-wsd-decay-iters N",
+        ),
+        (
+            1,
+            {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 9, "lr_warmup_iters": 2},
+            "--lr-wsd-decay-iters 9",
+            "--lr-wsd-decay-iters 8",
+        ),
+        (
+            1,
+            {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 9, "lr_wsd_decay_samples": 2},
+            "--lr-wsd-decay-iters 9 and --lr-wsd-decay-samples 2",
+            "one of the two",
+        ),
+        (
+            1,
+            {"weight_decay_incr_style": "linear", "start_weight_decay": 0.1},
+            "--weight-decay-incr-style linear without --end-weight-decay",
+            "--end-weight-decay X",
+        ),
+        (
+            1,
+            {"weight_decay_incr_style": "linear", "start_weight_decay": 0.1, "end_weight_decay": 0.01},
+            "--start-weight-decay 0.1 --end-weight-decay 0.01",
+            "--start-weight-decay 0.01, --end-weight-decay 0.1",
+        ),
+        (
+            1,
             {"lr_decay_samples": 100, "lr_decay_tokens": 1600, "lr_decay_iters": 10},
             "--lr-decay-iters 10 and --lr-decay-samples 100 and --lr-decay-tokens 1600",
             "one of them",

@@ -272,6 +272,7 @@ def test_a_growing_batch_goes_on_where_it_was_with_another_micro_batch(tmp_path:
     """Steps of 2, 2, 4 and 6 samples, then those of 6 that fit; figures and rates follow each step's own size."""
     ramp = {"train_iters": None, "train_samples": 27, "rampup_batch_size": ["2", "2", "8"], "global_batch_size": 6}
     ramp |= {"lr_decay_style": "linear", "lr_warmup_samples": 4, "eval_iters": 1, "log_interval": 1}
+    ramp |= {"weight_decay_incr_style": "linear", "start_weight_decay": 0.0, "end_weight_decay": 9.0}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     told = run(whole, **ramp)
     assert told.reason == "finished 6 iterations" and "iteration 6/6" in told.text
