@@ -350,3 +350,9 @@ class OptimizerConfig:
     )
     start_weight_decay: float | None = setting(None, help="weight decay of the first step, if it increases", ge=0)
     end_weight_decay: float | None = setting(None, help="weight decay at the end of the run, if it increases", ge=0)
+    decoupled_lr: float | None = setting(
+        None, help="learning rate after warm-up of the word embedding and the head; without it, lr", gt=0
+    )
+    decoupled_min_lr: float | None = setting(
+        None, help="their learning rate at the end of the decay, with decoupled_lr; without it, min_lr", ge=0
+    )

@@ -240,6 +240,12 @@ def write_momentum(groups: Iterable[dict[str, Any]], momentum: float | None) -> 
             group["betas"] = (momentum, group["betas"][1])
 
 
+def write_rate(groups: Iterable[dict[str, Any]], lr: float) -> None:
+    """Set the learning rate of param groups."""
+    for group in groups:
+        group["lr"] = lr
+
+
 def write_weight_decay(groups: Iterable[dict[str, Any]], weight_decay: float | None) -> None:
     """Set the weight decay of param groups; None: change nothing."""
     for group in groups:
@@ -306,6 +312,7 @@ _FLAGS: Mapping[str, str] = MappingProxyType(
         "fall_steps": "--lr-wsd-decay-iters",
         "fall_style": "--lr-wsd-decay-style",
         "weight_decay": "weight decay",
+        "decoupled": "--decoupled-lr, --decoupled-min-lr",
         "warmup_init": "--lr-warmup-init",
         "warmup_type": "--lr-warmup-type",
         "params": "--lr-decay-params",
@@ -333,6 +340,7 @@ class LearningRate:
     unit: "steps", or "samples" if all lengths are samples, and rates depend on the samples of the updates so far.
     fall_steps, fall_style: the length and the shape of WSD's fall, which ends with the decay.
     weight_decay: "start", "end", "style" and "length" of an increase; empty if weight decay is constant.
+    decoupled: "peak" and "minimum" of the word embedding's and the head's rate; empty if it is that of the others.
     """
 
     peak: float
@@ -347,6 +355,7 @@ class LearningRate:
     fall_steps: float = 0
     fall_style: str = "exponential"
     weight_decay: Mapping[str, Any] = field(default_factory=dict)
+    decoupled: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         raise_problems(ConfigError, self._problems())
@@ -372,6 +381,7 @@ class LearningRate:
             fall_steps=lengths.fall if config.lr_decay_style == "WSD" else 0,
             fall_style=config.lr_wsd_decay_style if config.lr_decay_style == "WSD" else "exponential",
             weight_decay=_increase(config, lengths.run),
+            decoupled=_decoupled(config),
         )
 
     def progress(self, updates: int, samples: int) -> int:
@@ -382,16 +392,24 @@ class LearningRate:
         """Return the rate of the step that follows `updates` finished ones; of samples, if the unit is that."""
         if self.params:
             return rate_of(SchedulerChoice(type=self.style, params=self.params), updates, self.peak)
+        return self._decaying(updates, self.peak, self.minimum)
+
+    def decoupled_at(self, updates: int) -> float | None:
+        """Return the word embedding's and the head's rate of the step that `at` is about; None if it is the same."""
+        own = self.decoupled
+        return self._decaying(updates, own["peak"], own["minimum"]) if own else None
+
+    def _decaying(self, updates: int, peak: float, minimum: float) -> float:
         values = {
             "lr_warmup_iters": self.warmup_steps,
             "lr_warmup_init": self.warmup_init,
             "lr_warmup_type": self.warmup_type,
             "lr_decay_iters": self.decay_steps,
-            "min_lr": self.minimum,
+            "min_lr": minimum,
             "lr_wsd_decay_iters": self.fall_steps,
             "lr_wsd_decay_style": self.fall_style,
         }
-        return RATES[self.style](updates, self.peak, **{name: values[name] for name in SCHEDULES[self.style]})
+        return RATES[self.style](updates, peak, **{name: values[name] for name in SCHEDULES[self.style]})
 
     def weight_decay_at(self, updates: int) -> float | None:
         """Return the weight decay of the step that follows `updates` finished ones; None if it is constant."""
@@ -433,6 +451,10 @@ class LearningRate:
         if not 0 <= self.warmup_init <= self.peak:
             given = f"--lr-warmup-init {self.warmup_init:g} with --lr {self.peak:g}"
             problems.append(Problem(given, "a warm-up does not fall", f"0 to {self.peak:g}"))
+        if self.decoupled and not max(self.decoupled["minimum"], self.warmup_init) <= self.decoupled["peak"]:
+            given = f"--decoupled-lr {self.decoupled['peak']:g} with a minimum of {self.decoupled['minimum']:g}"
+            rule = f"it lies above its minimum and the warm-up's start, {self.warmup_init:g}"
+            problems.append(Problem(given, rule, "a larger --decoupled-lr"))
         unit = self.unit
         flag = "iters" if unit == "steps" else unit
         if self.decay_steps < 1:
@@ -460,6 +482,10 @@ def reconcile(given: LearningRate, saved: Mapping[str, Any], config: OptimizerCo
         return given
     if config.use_checkpoint_opt_param_scheduler:
         taken = _from_json(saved)
+        if bool(taken.decoupled) != bool(given.decoupled):
+            text = f"--decoupled-lr {given.decoupled.get('peak')}; the checkpoint: {taken.decoupled.get('peak')}"
+            rule = "--use-checkpoint-opt-param-scheduler takes a decoupled rate only in place of another one"
+            raise CheckpointError(Problem(text, rule, "the same, or --override-opt-param-scheduler"))
         # The optimizer has been made for the weight decay of this command line.
         if bool(taken.weight_decay) != bool(given.weight_decay):
             styles = (rate.weight_decay.get("style", "constant") for rate in (given, taken))
@@ -475,6 +501,7 @@ def reconcile(given: LearningRate, saved: Mapping[str, Any], config: OptimizerCo
         "fall_steps": 0,
         "fall_style": "exponential",
         "weight_decay": {},
+        "decoupled": {},
         **saved,
     }  # fields that older checkpoints do not have
     problems = [
@@ -494,6 +521,12 @@ def _increase(config: OptimizerConfig, length: float) -> dict[str, Any]:
     """Return the increase of weight decay over the run, in the form of `LearningRate.weight_decay`."""
     style, start, end = config.weight_decay_incr_style, config.start_weight_decay, config.end_weight_decay
     return {} if style == "constant" else {"start": start, "end": end, "style": style, "length": length}
+
+
+def _decoupled(config: OptimizerConfig) -> dict[str, float]:
+    """Return the rates of the word embedding and the head in the form of `LearningRate.decoupled`."""
+    peak, minimum = config.decoupled_lr, config.decoupled_min_lr
+    return {} if peak is None else {"peak": peak, "minimum": config.min_lr if minimum is None else minimum}
 
 
 def _flag(rate: LearningRate, name: str) -> str:

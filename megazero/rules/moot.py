@@ -548,6 +548,25 @@ RUN: tuple[Row[RunConfig], ...] = (
         lambda c: "" if any(getattr(c.optimizer, name) for name in _WARMUP_LENGTHS) else "there is no warm-up",
         {"lr_warmup_iters": 100},
     ),
+    Row(
+        ("decoupled_min_lr",),
+        lambda c: "it is the end of --decoupled-lr" if c.optimizer.decoupled_lr is None else "",
+        {"decoupled_lr": 1e-4},
+    ),
+    Row(
+        ("decoupled_min_lr",),
+        lambda c: "a constant learning rate does not fall" if c.optimizer.lr_decay_style == "constant" else "",
+        {"lr_decay_style": "linear"},
+    ),
+    Row(
+        ("decoupled_lr", "decoupled_min_lr"),
+        lambda c: (
+            f"{c.optimizer.lr_decay_style} has one learning rate for all parameters"
+            if c.optimizer.lr_decay_style in RATE_SETTINGS
+            else ""
+        ),
+        {"lr_decay_style": "linear"},
+    ),
     *map(_is_no_parameter, _OPTIMIZER_OF),
     _is_no_parameter("weight_decay", "weight_decay_incr_style"),
     Row(

@@ -418,6 +418,21 @@ def warmup_ends_before_decay(config: RunConfig, world_size: int) -> Iterator[Pro
     )
 
 
+def decoupled_lr_is_above_its_ends(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    optimizer = config.optimizer
+    lr, low = optimizer.decoupled_lr, optimizer.decoupled_min_lr
+    if lr is None:
+        return
+    flag, end = ("--min-lr", optimizer.min_lr) if low is None else ("--decoupled-min-lr", low)
+    if end > lr:
+        legal = f"--decoupled-min-lr {lr:g}, --decoupled-lr {end:g}"
+        yield Problem(f"--decoupled-lr {lr:g} {flag} {end:g}", "a rate is not below the one that it falls to", legal)
+    start = optimizer.lr_warmup_init
+    if start > lr:
+        legal = f"--lr-warmup-init {lr:g}, --decoupled-lr {start:g}"
+        yield Problem(f"--decoupled-lr {lr:g} --lr-warmup-init {start:g}", "a warm-up does not fall", legal)
+
+
 def wsd_has_a_fall(config: RunConfig, world_size: int) -> Iterator[Problem]:
     training, optimizer = config.training, config.optimizer
     if optimizer.lr_decay_style != "WSD":
@@ -510,6 +525,7 @@ RULES: tuple[Rule, ...] = (
     warmup_is_given_once,
     decay_is_given_once,
     warmup_ends_before_decay,
+    decoupled_lr_is_above_its_ends,
     wsd_has_a_fall,
     weight_decay_has_both_ends,
     schedule_has_one_source,

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -40,7 +41,7 @@ from megazero.memory.fused_buffers import FusedBuffers
 from megazero.memory.host import return_freed_memory
 from megazero.memory.ledger_interface import AnyLedger, NullLedger
 from megazero.model.compiled import compile_blocks, is_compiled
-from megazero.model.gpt import GPT
+from megazero.model.gpt import GPT, INPUT_AND_OUTPUT
 from megazero.model.initial_values import initial_value
 from megazero.optim.configured import make_optimizer, saved_kinds
 from megazero.optim.loss_scaler import LossScaler
@@ -48,6 +49,7 @@ from megazero.optim.schedules import LearningRate, reconcile
 from megazero.parallel.drawing import draw_layout
 from megazero.parallel.launch import Launch, job_name
 from megazero.parallel.nodes import Nodes
+from megazero.parallel.param_spec import named_specs
 from megazero.pipeline.stage_plan import StagePlan
 from megazero.pipeline.trace import NO_TRACE, AnyTrace, Trace
 from megazero.report.device_memory import MemoryReport
@@ -213,7 +215,11 @@ def tensor_parallel(
 def _build_engine(config: RunConfig, model: GPT, mesh: Mesh, buffers: FusedBuffers, ledger: AnyLedger) -> Engine:
     settings = EngineSettings(
         config.zero,
-        make_optimizer(optimizer_choice(config.optimizer), model),
+        make_optimizer(
+            optimizer_choice(config.optimizer),
+            model,
+            frozenset() if config.optimizer.decoupled_lr is None else INPUT_AND_OUTPUT,
+        ),
         lambda spec, parameter: initial_value(spec, config.training.seed, like=parameter),
         ledger,
         parameter_names=_all_parameters(config, model) if mesh.topology.pp > 1 else (),
@@ -260,7 +266,18 @@ def step_context(config: RunConfig, components: RunComponents) -> StepContext:
         trace=components.trace,
         attention=components.attention.kernel,
         decayed=[group for group in components.engine.settings.optimizer.options if group.get("weight_decay")],
+        decoupled=_decoupled_groups(config, components),
     )
+
+
+def _decoupled_groups(config: RunConfig, components: RunComponents) -> list[dict[str, Any]]:
+    """Return the optimizer's param groups with --decoupled-lr; none on pipeline stages without such parameters."""
+    if config.optimizer.decoupled_lr is None:
+        return []
+    optimizer = components.engine.settings.optimizer
+    named = [(spec, parameter) for spec, parameter in named_specs(components.model) if spec.name in INPUT_AND_OUTPUT]
+    groups = {optimizer.group_of(spec, parameter) for spec, parameter in named}
+    return [optimizer.options[group] for group in groups]
 
 
 def open_journal(config: RunConfig, launch: Launch) -> Journal:

@@ -64,7 +64,7 @@ class StepContext:
     checks_overflow: True if a gradient that is not finite skips the step (fp16).  plan: this rank's pipeline stage.
     deferred: the store for weight gradients that the schedule computes later, None if it does not.
     attention: the kernel that attention prefers (`attention_kernel.py`), None for torch's own choice.
-    decayed: the optimizer's param groups that have a weight decay.
+    decayed, decoupled: the optimizer's param groups that have a weight decay, and a learning rate of their own.
     """
 
     engine: Engine
@@ -80,3 +80,4 @@ class StepContext:
     trace: AnyTrace = NO_TRACE
     attention: str | None = None
     decayed: Sequence[dict[str, Any]] = ()
+    decoupled: Sequence[dict[str, Any]] = ()

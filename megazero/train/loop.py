@@ -210,7 +210,8 @@ class _Loop:
             next_iteration, is_last=next_iteration == self._run.timetable.train_iters
         )
         momentum, weight_decay = rates.momentum(progress), rates.weight_decay_at(progress)
-        controls = StepControls(lr, scale, self._wants_to_stop(), momentum, weight_decay)
+        decoupled_lr = rates.decoupled_at(progress)
+        controls = StepControls(lr, scale, self._wants_to_stop(), momentum, weight_decay, decoupled_lr)
         report = training_step(self._context, batch, controls)
         before = replace(self._state)
         skipped = bool(report.skipped.item()) if self._context.checks_overflow else False

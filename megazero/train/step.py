@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megazero.data.loader import StepBatch
-from megazero.optim.schedules import write_momentum, write_weight_decay
+from megazero.optim.schedules import write_momentum, write_rate, write_weight_decay
 from megazero.pipeline.runtime import execute
 from megazero.train.attention_kernel import prefer_kernel
 from megazero.train.context import StepContext
@@ -24,6 +24,7 @@ class StepControls(NamedTuple):
 
     stop: True if this rank requests to end the run after it.  momentum: the optimizer's first beta; None: its own.
     weight_decay: that of the parameters which decay; None: the optimizer's own.
+    decoupled_lr: the rate of parameters which have one of their own; None: there are none.
     """
 
     lr: float
@@ -31,6 +32,7 @@ class StepControls(NamedTuple):
     stop: bool = False
     momentum: float | None = None
     weight_decay: float | None = None
+    decoupled_lr: float | None = None
 
 
 class StepReport(NamedTuple):
@@ -67,9 +69,11 @@ def training_step(context: StepContext, batch: StepBatch, controls: StepControls
 
     write_momentum(engine.settings.optimizer.options, controls.momentum)
     write_weight_decay(context.decayed, controls.weight_decay)
+    if controls.decoupled_lr is not None:
+        write_rate(engine.settings.optimizer.options, controls.lr)
+        write_rate(context.decoupled, controls.decoupled_lr)
     scale = engine.predivisor * num_positions / num_tokens / controls.loss_scale
-    update = update_parameters(
-        engine, context.timers, reduced, scale=scale, clip_grad=context.clip_grad, lr=controls.lr
-    )
+    lr = controls.lr if controls.decoupled_lr is None else None
+    update = update_parameters(engine, context.timers, reduced, scale=scale, clip_grad=context.clip_grad, lr=lr)
     skipped = torch.zeros_like(stop) if update.skipped is None else update.skipped
     return StepReport(loss_sum / num_tokens, update.grad_norm, stop, skipped, reduced.first_overflow.to(stop.dtype))

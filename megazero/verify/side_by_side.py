@@ -126,7 +126,8 @@ class _RunSide:
     def train(self, number: int) -> float:
         progress = self._rate.progress(number - 1, self._loader.consumed_samples)
         momentum, weight_decay = self._rate.momentum(progress), self._rate.weight_decay_at(progress)
-        controls = StepControls(self._rate.at(progress), 1.0, False, momentum, weight_decay)
+        decoupled_lr = self._rate.decoupled_at(progress)
+        controls = StepControls(self._rate.at(progress), 1.0, False, momentum, weight_decay, decoupled_lr)
         report = training_step(self._parts, next(self._loader), controls)
         self._norm = report.grad_norm.item()
         return report.loss.item()

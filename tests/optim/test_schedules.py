@@ -432,6 +432,23 @@ def test_weight_decay_that_increases(style: str, sizes: StepSizes) -> None:
         reconcile(constant, rate.to_json(), there)
 
 
+def test_a_decoupled_rate_has_the_same_shape_between_ends_of_its_own() -> None:
+    settings = {"lr_decay_style": "cosine", "lr_warmup_iters": 2, "lr_decay_iters": 9}
+    config = OptimizerConfig(lr=1.0, min_lr=0.1, decoupled_lr=0.5, decoupled_min_lr=0.2, **settings)
+    rate = LearningRate.from_config(config, RunLength(9))
+    alone = LearningRate.from_config(OptimizerConfig(lr=0.5, min_lr=0.2, **settings), RunLength(9))
+    plain = LearningRate.from_config(OptimizerConfig(lr=1.0, min_lr=0.1, **settings), RunLength(9))
+    assert [rate.decoupled_at(step) for step in range(12)] == [alone.at(step) for step in range(12)]
+    assert [rate.at(step) for step in range(12)] == [plain.at(step) for step in range(12)]
+    assert alone.decoupled_at(3) is None and reconcile(rate, rate.to_json(), config) == rate
+    with pytest.raises(CheckpointError, match="--decoupled-lr"):
+        reconcile(rate, plain.to_json(), config)
+    with pytest.raises(CheckpointError, match="in place of another one"):
+        reconcile(rate, plain.to_json(), replace(config, use_checkpoint_opt_param_scheduler=True))
+    same = LearningRate.from_config(replace(config, decoupled_min_lr=None), RunLength(9))
+    assert same.decoupled_at(9) == pytest.approx(0.1)
+
+
 def test_a_fall_in_steps_is_the_last_ones_of_a_ramp() -> None:
     config = OptimizerConfig(lr=1.0, lr_decay_style="WSD", lr_wsd_decay_iters=3, lr_wsd_decay_style="linear")
     for sizes in (RAMP, StepSizes.constant(4)):

@@ -181,6 +181,24 @@ def test_a_valid_run_has_no_problem() -> None:
         ),
         (
             1,
+            {"decoupled_lr": 1e-5, "min_lr": 1e-4},
+            "--decoupled-lr 1e-05 --min-lr 0.0001",
+            "--decoupled-min-lr 1e-05, --decoupled-lr 0.0001",
+        ),
+        (
+            1,
+            {"decoupled_lr": 1e-5, "decoupled_min_lr": 2e-5},
+            "--decoupled-lr 1e-05 --decoupled-min-lr 2e-05",
+            "--decoupled-min-lr 1e-05, --decoupled-lr 2e-05",
+        ),
+        (
+            1,
+            {"decoupled_lr": 1e-5, "lr_warmup_init": 1e-4, "lr_warmup_iters": 2},
+            "--decoupled-lr 1e-05 --lr-warmup-init 0.0001",
+            "--lr-warmup-init 1e-05, --decoupled-lr 0.0001",
+        ),
+        (
+            1,
             {"lr_decay_style": "WSD"},
             "--lr-decay-style WSD without --lr-wsd-decay-iters and --lr-wsd-decay-samples",
             "--lr-wsd-decay-iters N",

@@ -28,6 +28,7 @@ from megazero.config.lengths import RunLength
 from megazero.config.run import RunConfig
 from megazero.data.loader import BatchLoader
 from megazero.memory.fused_buffers import FusedBuffers
+from megazero.model.gpt import INPUT_AND_OUTPUT
 from megazero.model.initial_values import initial_value
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.schedules import LearningRate
@@ -184,7 +185,8 @@ def run_steps(
         for _ in range(steps):
             core.mesh.meter.reset()
             progress = rate.progress(done, loader.consumed_samples)
-            report = training_step(parts, next(loader), StepControls(rate.at(progress), scale.scale))
+            controls = StepControls(rate.at(progress), scale.scale, decoupled_lr=rate.decoupled_at(progress))
+            report = training_step(parts, next(loader), controls)
             skipped = bool(report.skipped.item())
             done += not skipped
             scale = scaler.after_step(scale, overflow=skipped)
@@ -247,6 +249,7 @@ def reference_history(prefix: str, steps: int = STEPS, **settings: Any) -> Histo
         ),
         weight_decay=0.1,
         max_norm=0.5,
+        factors=dict.fromkeys(INPUT_AND_OUTPUT, (config.optimizer.decoupled_lr or LR) / LR),
     )
     return train(first_weights(config), batches, recipe)
 

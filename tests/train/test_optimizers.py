@@ -19,6 +19,7 @@ from megazero.config.lengths import RunLength
 from megazero.config.optimizers import RUN_NAMES
 from megazero.data.loader import BatchLoader
 from megazero.errors import CheckpointError, ConfigError
+from megazero.model.gpt import INPUT_AND_OUTPUT
 from megazero.optim.schedules import LearningRate
 from megazero.train.build import batch_layout, step_context
 from megazero.train.inputs import RunInputs
@@ -74,20 +75,23 @@ def test_every_optimizer_is_tried() -> None:
     assert {kind for _, kind, _ in CASES.values()} == {*RUN_NAMES.values(), "Adam"}
 
 
-def rate(step: int) -> float:
-    return LearningRate.from_config(OptimizerConfig(lr=LR, lr_decay_style="constant", **SCHEDULE), RunLength(9)).at(
-        step
-    )
+def rate(step: int, peak: float = LR) -> float:
+    config = OptimizerConfig(lr=peak, lr_decay_style="constant", **SCHEDULE)
+    return LearningRate.from_config(config, RunLength(9)).at(step)
 
 
-def plain_weights(case: str, decay: Callable[[int], float | None] = lambda _: None) -> dict[str, Tensor]:
+def plain_weights(
+    case: str, decay: Callable[[int], float | None] = lambda _: None, decoupled: float | None = None
+) -> dict[str, Tensor]:
     """Train the plain model with torch's optimizer, a group with weight decay, one without, and clipping by hand."""
     _, kind, options = CASES[case]
     live = {name: value.clone().requires_grad_(True) for name, value in first_weights(tiny_run()).items()}
     no_decay = {"weight_decay": 0.0} if "weight_decay" in options else {}
+    ends = {name for name in live if name in INPUT_AND_OUTPUT} if decoupled else set()
     groups = [
-        {"params": [value for name, value in live.items() if decayed(name)]},
+        {"params": [value for name, value in live.items() if decayed(name) and name not in ends]},
         {"params": [value for name, value in live.items() if not decayed(name)], **no_decay},
+        {"params": [live[name] for name in ends]},
     ]
     optimizer = getattr(torch.optim, kind)(groups, lr=LR, **options)
     for step in range(STEPS):
@@ -98,6 +102,8 @@ def plain_weights(case: str, decay: Callable[[int], float | None] = lambda _: No
             value.grad = grads[name] * min(1.0, CLIP / (float(norm) + 1e-6))
         for group in optimizer.param_groups:
             group["lr"] = rate(step)
+        if decoupled is not None:
+            optimizer.param_groups[2]["lr"] = rate(step, decoupled)
         if (weight_decay := decay(step)) is not None:
             optimizer.param_groups[0]["weight_decay"] = weight_decay
         optimizer.step()
@@ -114,7 +120,12 @@ def train_on_rank(
     parts = step_context(config, core)
     with BatchLoader(DrawnSamples(), batch_layout(config, core.mesh, None), prefetch=0) as loader:
         for step in range(STEPS):
-            controls = StepControls(rate(step), 1.0, weight_decay=schedule.weight_decay_at(step))
+            controls = StepControls(
+                rate(step),
+                1.0,
+                weight_decay=schedule.weight_decay_at(step),
+                decoupled_lr=schedule.decoupled_at(step),
+            )
             training_step(parts, next(loader), controls)
     core.engine.close()
     return owned_boxes(core)
@@ -142,6 +153,14 @@ def test_weight_decay_increases_where_there_is_one(case: str) -> None:
     more = {"weight_decay_incr_style": "linear", "start_weight_decay": 0.0, "end_weight_decay": 0.6}
     found = weights([train_on_rank(0, case, 1, more=more)])
     close(found, plain_weights(case, lambda step: 0.6 * step / STEPS))
+
+
+@pytest.mark.parametrize("case", ["adam", "sgd"])
+def test_the_word_embedding_has_a_rate_of_its_own(case: str) -> None:
+    case = next(name for name in CASES if name.startswith(case))
+    more = {"decoupled_lr": 3 * LR, "lr_decay_style": "constant", "lr": LR, **SCHEDULE}
+    found = weights([train_on_rank(0, case, 3, more=more)])
+    close(found, plain_weights(case, decoupled=3 * LR))
 
 
 @pytest.mark.parametrize("case", CASES)
