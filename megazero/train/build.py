@@ -620,10 +620,13 @@ def _reporting(
     flops = flops_per_token(config.model, vocab_size=inputs.vocab_size)
     logging = replace(config.logging, tensorboard_dir=derived.tensorboard_dir(config))
     texts = {"configuration": to_yaml(config).splitlines(), "layout": layout}
+    sizes, last = derived.step_sizes(config, world_size), _last_iteration(config, state, world_size)
+    end = sizes.samples_after(max(last - state.iteration, 0), consumed=state.consumed_samples)
     writers = open_writers(
         logging,
         console=console,
-        train_iters=_last_iteration(config, state, world_size),
+        train_iters=last,
+        train_samples=end if len(sizes.sizes) > 1 else None,
         world_size=world_size,
         resumed_iteration=state.iteration,
         texts={title: as_markdown(lines) for title, lines in texts.items()},
